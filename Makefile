@@ -1,0 +1,64 @@
+# make setup | test | soak | demo | bench | lint | clean | distclean
+#
+# Needs Python 3.11 or newer, gcc/g++ and make. Everything goes into .venv; a second run takes well under a second.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP_TORCH_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?= --quick
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
+SOURCES := $(wildcard requirements/*.txt)
+EXTENSION := pyproject.toml $(wildcard setup.py) $(shell find csrc -type f 2>/dev/null)
+
+# One thread a rank: the ranks of an engine share the cores. Offline: nothing here is ever to be downloaded by a test.
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+export PYTHONUNBUFFERED := 1
+
+.PHONY: setup test soak demo bench lint clean distclean
+
+setup: $(VENV)/.sglang_pat_setup
+
+$(PY):
+	@test -n "$(PYTHON)" || { echo "no python3 found: install Python 3.11 or newer, or give PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python {v[0]}.{v[1]} found, 3.11 or newer needed: give PYTHON=/path/to/python")'
+	$(PYTHON) -m venv $(VENV)
+
+# The order matters, see the comments in the files.
+$(VENV)/.sglang_pat_requirements: $(SOURCES) | $(PY)
+	$(PIP) $(PIP_TORCH_ARGS) -r requirements/torch.txt
+	$(PIP) --no-deps -r requirements/host.txt
+	$(PIP) -r requirements/cpu.txt
+	touch $@
+
+$(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)
+	$(PIP) --no-build-isolation --no-deps -e .
+	touch $@
+
+test: setup
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+soak: setup
+	$(PY) -m pytest -m soak $(PYTEST_ARGS)
+
+demo: setup
+	$(PY) -m sglang_pat.demo $(DEMO_ARGS)
+
+bench: setup
+	@set -e; for script in bench/[!_]*.py; do echo "== $$script $(BENCH_ARGS)"; $(PY) $$script $(BENCH_ARGS); done
+
+lint: setup
+	$(PY) -m ruff check python tests bench
+
+clean:
+	rm -rf build dist python/*.egg-info .pytest_cache .hypothesis .ruff_cache
+	find python tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find python -name '*.so' -delete
+	rm -f $(VENV)/.sglang_pat_setup
+
+distclean: clean
+	rm -rf $(VENV)
