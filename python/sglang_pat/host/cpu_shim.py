@@ -1,15 +1,15 @@
 """Lets stock SGLang 0.5.12.post1 import and run on a machine without CUDA.
 
-Standard library only, and nothing heavy is imported until somebody else imports it: each fix hangs on the import of
-the one module that it concerns. The same file serves this process (:func:`install`) and, through
+Standard library only, and nothing heavy is imported until somebody else imports it: each fix hangs on the
+import of the one module that it concerns. The same file serves this process (:func:`install`) and, through
 ``_cpu_site/sitecustomize.py``, every Python that this process starts (:func:`install_for_children`).
 
 | what is in the way | what the shim does |
 | --- | --- |
-| ``sgl_kernel`` has no CPU wheel, SGLang imports names from it unconditionally | a stub package; calling a name raises |
-| torchvision's wheel is built for CUDA torch, its C library does not load | declares the two operators that it misses |
-| SGLang's CUDA-IPC patch of ``torch.multiprocessing`` breaks CPU tensors | is not applied without CUDA |
-| SGLang takes the CPU path only if asked | sets ``SGLANG_USE_CPU_ENGINE=1`` unless it is set already |
+| ``sgl_kernel`` has no CPU wheel, and SGLang imports it at once | a stub package; calling a name raises |
+| torchvision's wheel is built for CUDA, its C library does not load | declares the two operators it misses |
+| SGLang's CUDA-IPC patch of ``torch.multiprocessing`` breaks CPU tensors | not applied without CUDA |
+| SGLang takes the CPU path only if asked | sets ``SGLANG_USE_CPU_ENGINE=1`` unless it is set |
 """
 
 import importlib.abc
@@ -22,11 +22,11 @@ from pathlib import Path
 CHILD_SITE_DIR = Path(__file__).resolve().parent / "_cpu_site"
 """Folder whose ``sitecustomize.py`` installs the shim at the start of a Python process."""
 
-_MARK = "_sglang_pat_cpu_shim"  # on our finder: this file may be loaded twice, as sitecustomize's and as the package's
+_MARK = "_sglang_pat_cpu_shim"  # on our finder; this file may be loaded twice, by sitecustomize and by us
 
 
 def needed() -> bool:
-    """True if the real ``sgl_kernel`` is not installed, so that SGLang cannot be imported without the shim."""
+    """True if the real ``sgl_kernel`` is not installed: SGLang cannot be imported without the shim."""
     # PathFinder, not importlib.util.find_spec: the latter would find our own stub once it is installed.
     return importlib.machinery.PathFinder.find_spec("sgl_kernel") is None
 
@@ -39,8 +39,8 @@ def installed() -> bool:
 def install() -> None:
     """Put the shim in place in this process; call it before the first ``import sglang``. Idempotent.
 
-    Each fix still looks for itself whether it is wanted, so a real ``sgl_kernel``, a working torchvision and a
-    CUDA torch are left alone.
+    Each fix still looks for itself whether it is wanted, so a real ``sgl_kernel``, a working torchvision and
+    a CUDA torch are left alone.
 
     Raises RuntimeError if SGLang is already imported and the shim is not in place: SGLang has then chosen its
     platform and bound the functions that the shim replaces.
@@ -48,7 +48,9 @@ def install() -> None:
     if installed():
         return
     if "sglang.srt.utils" in sys.modules:
-        raise RuntimeError("the CPU shim comes too late: sglang is imported already; call cpu_shim.install() before it")
+        raise RuntimeError(
+            "the CPU shim comes too late: sglang is imported already; call cpu_shim.install() before it"
+        )
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     sys.meta_path.insert(0, _Finder(stub_kernel=needed()))
 
@@ -56,15 +58,12 @@ def install() -> None:
 def install_for_children() -> None:
     """Make every Python process started from now on install the shim, by way of ``PYTHONPATH``. Idempotent.
 
-    This reaches processes whose start is not ours to change, such as SGLang's detokenizer. A child started with
-    ``-I`` or ``-E`` ignores ``PYTHONPATH`` and is not reached.
+    This reaches processes whose start is not ours to change, such as SGLang's detokenizer. A child started
+    with ``-I`` or ``-E`` ignores ``PYTHONPATH`` and is not reached.
     """
     ours = str(CHILD_SITE_DIR)
     rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != ours]
     os.environ["PYTHONPATH"] = os.pathsep.join([ours, *rest])
-
-
-# --- the fixes ------------------------------------------------------------------------------------------------------
 
 
 class _StubModule(types.ModuleType):
@@ -79,7 +78,9 @@ class _StubModule(types.ModuleType):
         full_name = f"{self.__name__}.{name}"
 
         def not_on_cpu(*args, **kwargs):
-            raise RuntimeError(f"{full_name} was called, but sgl_kernel is not installed: it has no CPU build")
+            raise RuntimeError(
+                f"{full_name} was called, but sgl_kernel is not installed: it has no CPU build"
+            )
 
         not_on_cpu.__name__ = not_on_cpu.__qualname__ = name
         setattr(self, name, not_on_cpu)
@@ -99,12 +100,12 @@ def _declare_torchvision_ops(extension: types.ModuleType) -> None:
 
 
 def _keep_cpu_reductions(patch_torch: types.ModuleType) -> None:
-    """Make SGLang's CUDA-IPC patch a no-op without CUDA: it rewrites field 6 of a tuple that has 3 for CPU tensors.
+    """Make SGLang's CUDA-IPC patch a no-op without CUDA: it writes to field 6, and CPU tensors have 3.
 
-    torch's sharing strategy stays as it is. With the default, "file_descriptor", weight updates from tensor work
-    within the engine's process tree, and a killed process leaves nothing in shared memory. Descriptors pass only
-    between processes with one multiprocessing authkey, so a sender from another tree (a Ray actor, an HTTP client)
-    has to choose "file_system" itself: the receiver follows what the sender wrote.
+    torch's sharing strategy stays as it is. With the default, "file_descriptor", weight updates from tensor
+    work within the engine's process tree, and a killed process leaves nothing in shared memory. Descriptors
+    pass only between processes with one multiprocessing authkey, so a sender from another tree (a Ray actor,
+    an HTTP client) has to choose "file_system" itself: the receiver follows what the sender wrote.
     """
     import torch
 

@@ -1,1 +1,1 @@
-"""Test equipment: checkpoints made on the spot (:mod:`sglang_pat.testing.models`). Nothing here serves requests."""
+"""Test equipment: checkpoints made on the spot (see :mod:`sglang_pat.testing.models`)."""

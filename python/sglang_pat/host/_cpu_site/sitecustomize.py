@@ -1,7 +1,7 @@
-"""Python runs this at start-up when this folder is on ``PYTHONPATH``: installs the CPU shim, then steps aside.
+"""Python runs this at start-up if this folder is on ``PYTHONPATH``: it installs the CPU shim and steps aside.
 
-It must stay cheap and must never stop the interpreter, since it runs in every child, whatever that child is for. A
-process that cannot do without the shim asks ``cpu_shim.installed()`` itself.
+It must stay cheap and must never stop the interpreter, since it runs in every child, whatever that child is
+for. A process that cannot do without the shim asks ``cpu_shim.installed()`` itself.
 """
 
 import importlib.machinery
@@ -21,7 +21,8 @@ def _load(name: str, path: str) -> None:
 
 
 def _install_shim() -> None:
-    # By path: importing it as part of the package would make every child depend on where that package is found.
+    # By path: importing it as part of the package would make every child depend on where that package is
+    # found.
     name = "_sglang_pat_cpu_shim"
     try:
         _load(name, os.path.join(os.path.dirname(HERE), "cpu_shim.py"))

