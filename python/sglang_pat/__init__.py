@@ -1,0 +1,18 @@
+"""SGLang plus adaptive tensor parallelism for synchronous RL generation.
+
+The package itself imports neither ``torch`` nor ``sglang``; everything heavy is
+loaded on first use, so ``launch_server`` without ``--adaptive-tp`` is plain SGLang.
+"""
+
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.version import __version__
+
+__all__ = ["Engine", "ParallelLayout", "__version__"]
+
+
+def __getattr__(name: str):
+    if name == "Engine":
+        from sglang_pat.host.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

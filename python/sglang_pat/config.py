@@ -1,0 +1,74 @@
+"""Configuration of the adaptive engine, validated once and never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sglang_pat.layout import ParallelLayout, candidate_layouts
+
+POLICIES = ("threshold", "manual", "off")
+WEIGHT_MODES = ("resident", "reshard")
+KV_MODES = ("auto", "migrate", "recompute")
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{flag} {value!r}: choose one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveConfig:
+    """What ``--adaptive-tp`` and the ``--pat-*`` flags say.
+
+    Raises:
+        ValueError: with what was given and what is allowed.
+    """
+
+    base: ParallelLayout
+    """Layout the engine starts in and returns to."""
+    degrees: tuple[int, ...] | None = None
+    """Candidate TP degrees; None for every doubling of the base degree."""
+    policy: str = "threshold"
+    """Who decides on switches: ``threshold``, ``manual`` (only /pat/reconfigure) or ``off``."""
+    switch_at: int = 8
+    """``threshold`` policy: merge when this many requests or fewer are left."""
+    weights: str = "resident"
+    """``resident``: base shards plus an arena per layout; ``reshard``: PAT's all-gather and slice."""
+    kv: str = "auto"
+    """``migrate`` KV, ``recompute`` it from tokens, or the cheaper (``auto``)."""
+    layouts: tuple[ParallelLayout, ...] = field(init=False)
+    """All layouts, lowest degree (the base) first."""
+
+    def __post_init__(self) -> None:
+        _one_of("--pat-policy", self.policy, POLICIES)
+        _one_of("--pat-weights", self.weights, WEIGHT_MODES)
+        _one_of("--pat-kv", self.kv, KV_MODES)
+        if self.switch_at < 1:
+            raise ValueError(f"--pat-switch-at {self.switch_at}: must be at least 1")
+        degrees = None if self.degrees is None else list(self.degrees)
+        object.__setattr__(self, "layouts", tuple(candidate_layouts(self.base, degrees)))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.base.num_ranks
+
+    def layout(self, tp: int) -> ParallelLayout:
+        """The candidate of degree ``tp``.
+
+        Raises:
+            ValueError: not a candidate; the message lists those that are.
+        """
+        for layout in self.layouts:
+            if layout.tp == tp:
+                return layout
+        raise ValueError(f"tp={tp} is not a candidate; choose one of {[layout.tp for layout in self.layouts]}")
+
+
+def parse_degrees(text: str | None) -> tuple[int, ...] | None:
+    """``"1,2,4"`` → ``(1, 2, 4)``; None stays None."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--pat-candidates {text!r}: give TP degrees separated by commas, e.g. 1,2,4") from None

@@ -1,0 +1,379 @@
+"""The coordinator as a state machine.
+
+It stands between the server and the ranks: requests go to the least loaded leader, control
+requests go to all of them and their replies are merged into one, and switches are decided on,
+commanded and accounted for.  It owns no socket and no clock: every event is a method call with
+the time, every effect goes through the :class:`Outbox`.
+
+A switch and a control request never overlap.  What arrives while ranks are switching waits in
+``_backlog``, in order, and goes to the new leaders.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from sglang_pat import messages as m
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator.policy import Snapshot, make_policy
+from sglang_pat.layout import ParallelLayout
+
+HISTORY = 256
+"""Switch records kept for ``/pat/status``."""
+
+BASE_ATTEMPTS = 3
+"""Attempts to get back to the base layout for a control request before the engine gives up."""
+
+
+class Outbox(Protocol):
+    """Where the coordinator's effects go."""
+
+    def to_leader(self, rank: int, obj: Any) -> None: ...
+    def to_server(self, obj: Any) -> None: ...
+    def switched(self, record: m.SwitchRecord) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A generation request: goes to one leader.  ``tokens``: its prompt length, for balance."""
+
+    obj: Any
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """A control request: goes to all leaders.
+
+    Attributes:
+        reply: name of the reply's type, or None if there is none.
+        merge: makes one reply of all leaders' replies.
+        needs_base: only the base layout can do it (weights, memory).
+    """
+
+    obj: Any
+    reply: str | None = None
+    merge: Callable[[list[Any]], Any] = lambda replies: replies[0]
+    needs_base: bool = False
+
+
+@dataclass
+class _Leader:
+    """What is known about one leader: its last report, and what was sent to it since."""
+
+    sent: int = 0
+    sent_tokens: int = 0
+    report: m.LoadReport | None = None
+
+    @property
+    def in_flight(self) -> int:
+        return self.sent - (self.report.received if self.report else 0)
+
+    @property
+    def requests(self) -> int:
+        return (self.report.running + self.report.waiting if self.report else 0) + self.in_flight
+
+
+@dataclass
+class _Pending:
+    """A switch under way.  ``replies``: ranks that have answered the current command."""
+
+    source: ParallelLayout
+    target: ParallelLayout
+    epoch: int
+    reason: str
+    started: float
+    query_id: int | None = None
+    commanded: bool = False
+    prepare_seconds: float = 0.0
+    replies: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Collect:
+    control: Control
+    expected: int
+    replies: list[Any] = field(default_factory=list)
+
+
+class Coordinator:
+    """Life cycle: in the base layout with no load; then one event after another, forever."""
+
+    def __init__(self, config: AdaptiveConfig, outbox: Outbox) -> None:
+        self.config = config
+        self.layout = config.base
+        self._outbox = outbox
+        self._policy = make_policy(config.policy, config.switch_at)
+        self._leaders = {rank: _Leader() for rank in config.base.leaders}
+        self._backlog: deque[Work | Control] = deque()
+        self._collecting: dict[str, deque[_Collect]] = {}
+        self._pending: _Pending | None = None
+        self._wanted: tuple[ParallelLayout, str, int | None] | None = None
+        self._epoch = 0
+        self._records: deque[m.SwitchRecord] = deque(maxlen=HISTORY)
+        self._switches = 0
+        self._base_attempts = 0
+        self._peak = 0
+        self._last_arrival = float("-inf")
+        self._last_abort = float("-inf")
+
+    # -- events from the server -----------------------------------------------------------------
+
+    def receive(self, event: Work | Control, now: float) -> None:
+        """A request from the TokenizerManager."""
+        if isinstance(event, Work):
+            self._last_arrival = now
+        self._backlog.append(event)
+        self._proceed(now)
+
+    def reconfigure(self, query: m.Reconfigure, now: float) -> None:
+        """``POST /pat/reconfigure``: answered when the switch is over."""
+        try:
+            target = self.config.layout(query.tp)
+        except ValueError as error:
+            return self._answer(query.query_id, 400, str(error))
+        if self._pending or self._wanted:
+            return self._answer(query.query_id, 409, "a switch is under way; try again when it is over")
+        if target == self.layout:
+            return self._answer(query.query_id, 200, f"already in {target}")
+        self._wanted = (target, "request", query.query_id)
+        self._proceed(now)
+
+    def status(self, query: m.StatusQuery) -> None:
+        """``GET /pat/status``."""
+        groups = [
+            {"leader": rank, "ranks": self.layout.group(rank), **_load(self._leaders[rank])}
+            for rank in self.layout.leaders
+        ]
+        status = {
+            "layout": _describe(self.layout),
+            "base": _describe(self.config.base),
+            "candidates": [_describe(layout) for layout in self.config.layouts],
+            "policy": self.config.policy,
+            "switching": bool(self._pending),
+            "target": _describe(self._pending.target) if self._pending else None,
+            "requests": self._requests(),
+            "groups": groups,
+            "num_switches": self._switches,
+            "switches": [msgspec.to_builtins(record) for record in self._records],
+        }
+        self._outbox.to_server(m.StatusReply(query_id=query.query_id, status=status))
+
+    # -- events from the ranks --------------------------------------------------------------------
+
+    def reply(self, obj: Any, now: float) -> None:
+        """A host object from a leader: a control reply, or something for the server as it is."""
+        waiting = self._collecting.get(type(obj).__name__)
+        if not waiting:
+            return self._outbox.to_server(obj)
+        # Leaders answer requests of one type in the order they got them, but not in step with
+        # each other; a reply belongs to the oldest collection that still lacks this leader's.
+        collect = waiting[0]
+        collect.replies.append(obj)
+        if len(collect.replies) == collect.expected:
+            waiting.popleft()
+            if not waiting:
+                del self._collecting[type(obj).__name__]
+            self._outbox.to_server(collect.control.merge(collect.replies))
+        self._proceed(now)
+
+    def rank_message(self, message: m.FromRank, now: float) -> None:
+        """One of our own messages from a rank."""
+        if isinstance(message, m.LoadReport):
+            self._load_report(message)
+        elif self._pending and message.epoch == self._pending.epoch:
+            self._pending.replies[message.rank] = message
+            if len(self._pending.replies) == self.config.num_ranks:
+                if self._pending.commanded:
+                    self._finish(now)
+                else:
+                    self._prepared(now)
+        self._proceed(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        self._proceed(now)
+
+    # -- load ---------------------------------------------------------------------------------------
+
+    def _load_report(self, report: m.LoadReport) -> None:
+        if report.rank in self._leaders and report.tp == self.layout.tp:
+            self._leaders[report.rank].report = report
+            self._leaders[report.rank].sent_tokens = 0
+
+    def _requests(self) -> int:
+        return sum(self._leaders[rank].requests for rank in self.layout.leaders)
+
+    def _snapshot(self, now: float) -> Snapshot:
+        requests = self._requests()
+        self._peak = max(self._peak, requests) if requests else 0
+        return Snapshot(
+            now=now,
+            tp=self.layout.tp,
+            degrees=tuple(layout.tp for layout in self.config.layouts),
+            requests=requests,
+            peak=self._peak,
+            last_arrival=self._last_arrival,
+            last_abort=self._last_abort,
+        )
+
+    # -- getting on -----------------------------------------------------------------------------------
+
+    @property
+    def _blocked(self) -> bool:
+        return self._pending is not None and self._pending.commanded
+
+    def _proceed(self, now: float) -> None:
+        """Handle what can be handled, then see whether a switch is due."""
+        while self._backlog and not self._blocked:
+            head = self._backlog[0]
+            if isinstance(head, Control) and head.needs_base and (self._pending or self.layout != self.config.base):
+                if not self._pending:
+                    self._wanted = (self.config.base, "control", None)
+                break
+            self._dispatch(self._backlog.popleft())
+        if self._pending is None and self._wanted is None and not self._collecting:
+            snapshot = self._snapshot(now)
+            degree = self._policy(snapshot)
+            if degree != self.layout.tp:
+                self._wanted = (self.config.layout(degree), self.config.policy, None)
+        if self._pending is None and self._wanted is not None:
+            target, reason, query_id = self._wanted
+            self._wanted = None
+            self._start(target, reason, query_id, now)
+        elif self._pending and not self._pending.commanded and self._all_prepared():
+            self._command_switch()
+
+    def _dispatch(self, event: Work | Control) -> None:
+        if isinstance(event, Work):
+            rank = min(self.layout.leaders, key=self._cost)
+            self._leaders[rank].sent += 1
+            self._leaders[rank].sent_tokens += event.tokens
+            self._outbox.to_leader(rank, event.obj)
+            return
+        if event.reply:
+            self._collecting.setdefault(event.reply, deque()).append(_Collect(event, self.layout.dp))
+        for rank in self.layout.leaders:
+            self._outbox.to_leader(rank, event.obj)
+
+    def _cost(self, rank: int) -> tuple[int, int, int]:
+        leader = self._leaders[rank]
+        tokens = (leader.report.tokens if leader.report else 0) + leader.sent_tokens
+        return leader.requests, tokens, rank
+
+    # -- a switch, in the order of its steps -----------------------------------------------------------
+
+    def _start(self, target: ParallelLayout, reason: str, query_id: int | None, now: float) -> None:
+        if target == self.layout:
+            return
+        self._epoch += 1
+        self._pending = _Pending(self.layout, target, self._epoch, reason, now, query_id)
+        for rank in self.layout.leaders:
+            self._outbox.to_leader(rank, m.Prepare(epoch=self._epoch, tp=target.tp))
+
+    def _all_prepared(self) -> bool:
+        return len(self._pending.replies) == self.config.num_ranks
+
+    def _prepared(self, now: float) -> None:
+        errors = [reply.error for reply in self._pending.replies.values() if reply.error]
+        if errors:
+            for rank in self.layout.leaders:
+                self._outbox.to_leader(rank, m.Cancel(epoch=self._pending.epoch))
+            self._close("; ".join(errors), {}, now)
+
+    def _command_switch(self) -> None:
+        if self._collecting:
+            return  # a control request is under way; its last reply brings us back here
+        pending = self._pending
+        pending.prepare_seconds = max(reply.seconds for reply in pending.replies.values())
+        pending.commanded, pending.replies = True, {}
+        for rank in self.layout.leaders:
+            self._outbox.to_leader(rank, m.Switch(epoch=pending.epoch, tp=pending.target.tp))
+
+    def _finish(self, now: float) -> None:
+        replies: list[m.RankSwitched] = list(self._pending.replies.values())
+        error = next((reply.error for reply in replies if reply.error), "")
+        came = sum(reply.requests_in for reply in replies)
+        went = sum(reply.requests_out for reply in replies)
+        if not error and came != went:
+            raise RuntimeError(f"requests were lost in switch {self._pending.epoch}: {came} in, {went} out")
+        phases = {"prepare": self._pending.prepare_seconds}
+        for reply in replies:
+            for name, seconds in reply.phases.items():
+                phases[name] = max(phases.get(name, 0.0), seconds)
+        totals = dict(
+            pause_seconds=max(sum(reply.phases.values()) for reply in replies),
+            requests=went,
+            migrated=sum(reply.migrated for reply in replies),
+            recomputed=sum(reply.recomputed for reply in replies),
+            tokens=sum(reply.tokens for reply in replies),
+            moved_bytes=sum(reply.moved_bytes for reply in replies),
+        )
+        if not error:
+            self._take_over(replies)
+        self._close(error, {"phases": phases, **totals}, now)
+
+    def _take_over(self, replies: list[m.RankSwitched]) -> None:
+        """The new leaders' load, until they report: what they were handed."""
+        self.layout = self._pending.target
+        for reply in replies:
+            if reply.rank not in self.layout.leaders:
+                continue
+            leader = self._leaders[reply.rank]
+            leader.sent_tokens = 0
+            leader.report = m.LoadReport(
+                rank=reply.rank,
+                tp=self.layout.tp,
+                received=leader.sent,
+                running=reply.migrated,
+                waiting=reply.requests_out - reply.migrated,
+                tokens=reply.tokens,
+                kv_used=reply.tokens,
+                kv_total=0,
+                retracted=0,
+                weight_updates=0,
+            )
+
+    def _close(self, error: str, totals: dict, now: float) -> None:
+        pending, self._pending = self._pending, None
+        record = m.SwitchRecord(
+            epoch=pending.epoch,
+            from_tp=pending.source.tp,
+            to_tp=pending.target.tp,
+            reason=pending.reason,
+            started=pending.started,
+            error=error,
+            **{"pause_seconds": 0.0, "phases": {}, **totals},
+        )
+        self._records.append(record)
+        self._outbox.switched(record)
+        self._switches += not error
+        if error:
+            self._last_abort = now
+            if pending.reason == "control":
+                self._base_attempts += 1
+                if self._base_attempts == BASE_ATTEMPTS:
+                    raise RuntimeError(f"cannot return to the base layout for a control request: {error}")
+        else:
+            self._base_attempts = 0
+        if pending.query_id is not None:
+            code = 500 if error else 200
+            self._answer(pending.query_id, code, error, msgspec.to_builtins(record))
+
+    def _answer(self, query_id: int, code: int, message: str, record: dict | None = None) -> None:
+        self._outbox.to_server(m.ReconfigureReply(query_id=query_id, code=code, message=message, record=record))
+
+
+def _describe(layout: ParallelLayout) -> dict[str, int]:
+    return {"tp": layout.tp, "dp": layout.dp}
+
+
+def _load(leader: _Leader) -> dict[str, Any]:
+    report = leader.report
+    fields = ("running", "waiting", "tokens", "kv_used", "kv_total", "retracted", "weight_updates")
+    return {"in_flight": leader.in_flight} | {name: getattr(report, name) if report else 0 for name in fields}

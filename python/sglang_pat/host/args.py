@@ -1,0 +1,162 @@
+"""Server arguments: SGLang's own plus ``--adaptive-tp`` and the ``--pat-*`` flags.
+
+Built on the host's fork point ``Engine.server_args_class``.  What the user writes
+(``--tp 1 --dp 2``) is the base layout.  The TokenizerManager, HTTP clients and RL frameworks
+see one engine of ``tp * dp`` ranks (:func:`outer_view`), each rank's scheduler one replica of
+the base layout (:func:`rank_view`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import cpu_has_amx_support, is_cuda
+
+from sglang_pat.config import KV_MODES, POLICIES, WEIGHT_MODES, AdaptiveConfig, parse_degrees
+from sglang_pat.layout import ParallelLayout
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclasses.dataclass
+class AdaptiveServerArgs(ServerArgs):
+    """SGLang's ``ServerArgs`` with the adaptive engine's fields (all plain values)."""
+
+    adaptive_tp: bool = False
+    pat_candidates: str | None = None
+    pat_policy: str = "threshold"
+    pat_switch_at: int = 8
+    pat_weights: str = "resident"
+    pat_kv: str = "auto"
+    pat_base_tp: int = 0
+    """Set by :func:`outer_view`: degree of the base layout, once ``tp_size`` shows all ranks."""
+
+    def __post_init__(self) -> None:
+        if self.adaptive_tp:
+            # Before the host's own handling, which turns some of these into other errors.
+            refuse_unsupported(self)
+            self.adaptive_config()
+            _cpu_defaults(self)
+        super().__post_init__()
+        if self.adaptive_tp:
+            refuse_model(self)
+
+    @staticmethod
+    def add_cli_args(parser) -> None:
+        ServerArgs.add_cli_args(parser)
+        group = parser.add_argument_group("adaptive tensor parallelism (sglang_pat)")
+        parser.set_defaults(pat_base_tp=0)
+        group.add_argument("--adaptive-tp", action="store_true", help="merge replicas as the batch drains")
+        group.add_argument(
+            "--pat-candidates", default=None, help="TP degrees to use, e.g. 1,2,4 (default: doublings of --tp)"
+        )
+        group.add_argument("--pat-policy", default="threshold", help=f"who decides: {', '.join(POLICIES)}")
+        group.add_argument(
+            "--pat-switch-at", type=int, default=8, help="threshold policy: merge at this many running requests"
+        )
+        group.add_argument("--pat-weights", default="resident", help=f"weight handling: {', '.join(WEIGHT_MODES)}")
+        group.add_argument("--pat-kv", default="auto", help=f"KV of live requests: {', '.join(KV_MODES)}")
+
+    def adaptive_config(self) -> AdaptiveConfig:
+        """Raises ``ValueError`` for an impossible layout, candidate or mode."""
+        ranks, base_tp = self.tp_size * self.dp_size, self.pat_base_tp or self.tp_size
+        return AdaptiveConfig(
+            base=ParallelLayout(base_tp, ranks // base_tp),
+            degrees=parse_degrees(self.pat_candidates),
+            policy=self.pat_policy,
+            switch_at=self.pat_switch_at,
+            weights=self.pat_weights,
+            kv=self.pat_kv,
+        )
+
+
+def _cpu_defaults(args: AdaptiveServerArgs) -> None:
+    """Choices without which the host does not run on a CPU without AMX."""
+    if is_cuda():
+        return
+    args.device = args.device or "cpu"
+    if args.device != "cpu":
+        return
+    if not cpu_has_amx_support() and args.attention_backend in (None, "intel_amx"):
+        args.attention_backend = "torch_native"
+    args.disable_overlap_schedule = True
+    args.disable_cuda_graph = True
+    # The host's schedulers poll; ranks may outnumber cores here.
+    args.sleep_on_idle = True
+
+
+def refuse_unsupported(args: ServerArgs) -> None:
+    """Raise ``ValueError`` for what cannot cross a switch (design, section 13)."""
+    refusals = [
+        (args.pp_size > 1, f"--pp-size {args.pp_size}", "pipeline parallelism must be 1"),
+        (args.nnodes > 1, f"--nnodes {args.nnodes}", "an engine spans one node; run one engine per node"),
+        (args.enable_dp_attention, "--enable-dp-attention", "leave it out"),
+        (args.ep_size > 1, f"--ep-size {args.ep_size}", "expert parallelism must be 1"),
+        (args.attn_cp_size > 1, f"--attn-cp-size {args.attn_cp_size}", "context parallelism must be 1"),
+        (args.moe_dp_size > 1, f"--moe-dp-size {args.moe_dp_size}", "must be 1"),
+        (args.speculative_algorithm, f"--speculative-algorithm {args.speculative_algorithm}", "leave it out"),
+        (args.enable_lora or args.lora_paths, "LoRA", "leave out --enable-lora and --lora-paths"),
+        (args.disaggregation_mode != "null", f"--disaggregation-mode {args.disaggregation_mode}", "must be null"),
+        (args.enable_hierarchical_cache, "--enable-hierarchical-cache", "leave it out"),
+        (args.enable_lmcache, "--enable-lmcache", "leave it out"),
+        (args.enable_mixed_chunk, "--enable-mixed-chunk", "leave it out"),
+        (args.enable_pdmux, "--enable-pdmux", "leave it out"),
+        (args.enable_streaming_session, "--enable-streaming-session", "leave it out"),
+        (args.enable_two_batch_overlap, "--enable-two-batch-overlap", "leave it out"),
+        (args.dllm_algorithm, f"--dllm-algorithm {args.dllm_algorithm}", "leave it out"),
+        (args.quantization not in (None, "unquant"), f"--quantization {args.quantization}", "weights must be unquantized"),
+        (args.kv_cache_dtype != "auto", f"--kv-cache-dtype {args.kv_cache_dtype}", "must be auto"),
+        (args.tokenizer_worker_num > 1, f"--tokenizer-worker-num {args.tokenizer_worker_num}", "must be 1"),
+        (args.enable_torch_compile and args.device == "cpu", "--enable-torch-compile on a CPU", "leave it out"),
+        (args.use_ray, "--use-ray", "leave it out"),
+    ]
+    for present, given, advice in refusals:
+        if present:
+            raise ValueError(f"--adaptive-tp does not support {given}: {advice}")
+
+
+def refuse_model(args: AdaptiveServerArgs) -> None:
+    """Raise ``ValueError`` for a model that the candidate degrees cannot shard."""
+    model = ModelConfig.from_server_args(args)
+    architectures = model.hf_config.architectures or ["?"]
+    if architectures[0] not in SUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"--adaptive-tp does not support {architectures[0]}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    if model.is_multimodal or not model.is_generation or model.attention_arch == AttentionArch.MLA:
+        raise ValueError("--adaptive-tp supports dense text-generation models with MHA or GQA only")
+    if getattr(model, "is_hybrid_swa", False):
+        raise ValueError("--adaptive-tp does not support hybrid sliding-window models")
+    heads, kv_heads = model.num_attention_heads, model.get_total_num_kv_heads()
+    for layout in args.adaptive_config().layouts:
+        if heads % layout.tp:
+            raise ValueError(
+                f"tp={layout.tp} does not divide the model's {heads} attention heads; "
+                f"leave it out of --pat-candidates or choose other --tp/--dp"
+            )
+        if max(kv_heads, layout.tp) % min(kv_heads, layout.tp):
+            raise ValueError(
+                f"tp={layout.tp} and the model's {kv_heads} KV heads: one must divide the other; "
+                f"leave it out of --pat-candidates or choose other --tp/--dp"
+            )
+
+
+def outer_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
+    """``args`` as one engine of N ranks: what the TokenizerManager and ``/server_info`` show.
+
+    With ``dp_size == 1`` the host's control calls expect one reply, whatever the layout.
+    """
+    view = copy.copy(args)
+    view.pat_base_tp = args.adaptive_config().base.tp
+    view.tp_size, view.dp_size = args.tp_size * args.dp_size, 1
+    return view
+
+
+def rank_view(args: AdaptiveServerArgs, config: AdaptiveConfig) -> AdaptiveServerArgs:
+    """``args`` as one replica of the base layout: what each rank's scheduler is built with."""
+    view = copy.copy(args)
+    view.tp_size, view.dp_size = config.base.tp, 1
+    return view

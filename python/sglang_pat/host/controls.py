@@ -1,0 +1,78 @@
+"""The host's control requests, as the coordinator needs to know them: reply, merge rule, layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers import io_struct as io
+
+from sglang_pat.coordinator.core import Control, Work
+
+
+def _all_succeed(replies: list[Any]) -> Any:
+    """One reply that succeeded if all did, with the distinct messages of those that did not (or of all)."""
+    merged = replies[0]
+    failed = [reply for reply in replies if not reply.success]
+    merged.success = not failed
+    messages = [reply.message for reply in failed or replies if getattr(reply, "message", None)]
+    if messages:
+        merged.message = " | ".join(dict.fromkeys(messages))
+    return merged
+
+
+def _sum_loads(replies: list[io.GetLoadsReqOutput]) -> io.GetLoadsReqOutput:
+    """The load of the whole engine: counts add up, usage is the mean."""
+    merged = replies[0]
+    for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "num_total_tokens", "max_total_num_tokens"):
+        if hasattr(merged, name):
+            setattr(merged, name, sum(getattr(reply, name) for reply in replies))
+    if hasattr(merged, "token_usage"):
+        merged.token_usage = sum(reply.token_usage for reply in replies) / len(replies)
+    return merged
+
+
+_SUCCESS = dict(merge=_all_succeed)
+_WEIGHTS = dict(merge=_all_succeed, needs_base=True)
+
+CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
+    io.FlushCacheReqInput: (io.FlushCacheReqOutput, _SUCCESS),
+    io.ClearHiCacheReqInput: (io.ClearHiCacheReqOutput, _SUCCESS),
+    io.ProfileReq: (io.ProfileReqOutput, _SUCCESS),
+    io.GetInternalStateReq: (io.GetInternalStateReqOutput, {}),
+    io.SetInternalStateReq: (io.SetInternalStateReqOutput, {}),
+    io.GetLoadsReqInput: (io.GetLoadsReqOutput, dict(merge=_sum_loads)),
+    io.SlowDownReqInput: (io.SlowDownReqOutput, {}),
+    io.DumperControlReqInput: (io.DumperControlReqOutput, _SUCCESS),
+    io.OpenSessionReqInput: (io.OpenSessionReqOutput, {}),
+    io.RpcReqInput: (io.RpcReqOutput, _SUCCESS),
+    io.UpdateWeightFromDiskReqInput: (io.UpdateWeightFromDiskReqOutput, _WEIGHTS),
+    io.UpdateWeightsFromTensorReqInput: (io.UpdateWeightsFromTensorReqOutput, _WEIGHTS),
+    io.UpdateWeightsFromDistributedReqInput: (io.UpdateWeightsFromDistributedReqOutput, _WEIGHTS),
+    io.UpdateWeightsFromIPCReqInput: (io.UpdateWeightsFromIPCReqOutput, _WEIGHTS),
+    io.InitWeightsUpdateGroupReqInput: (io.InitWeightsUpdateGroupReqOutput, _WEIGHTS),
+    io.DestroyWeightsUpdateGroupReqInput: (io.DestroyWeightsUpdateGroupReqOutput, _WEIGHTS),
+    io.GetWeightsByNameReqInput: (io.GetWeightsByNameReqOutput, dict(needs_base=True)),
+    io.CheckWeightsReqInput: (io.CheckWeightsReqOutput, _WEIGHTS),
+    io.ReleaseMemoryOccupationReqInput: (io.ReleaseMemoryOccupationReqOutput, dict(needs_base=True)),
+    io.ResumeMemoryOccupationReqInput: (io.ResumeMemoryOccupationReqOutput, dict(needs_base=True)),
+}
+"""Control requests that are answered: reply type, and the fields of :class:`Control`."""
+
+_BATCHES = (io.BatchTokenizedGenerateReqInput, io.BatchTokenizedEmbeddingReqInput)
+_SINGLES = (io.TokenizedGenerateReqInput, io.TokenizedEmbeddingReqInput)
+
+
+def classify(obj: Any) -> list[Work | Control]:
+    """What the coordinator makes of an object from the TokenizerManager.
+
+    Batches are taken apart, so that their requests spread over the replicas.  Anything not listed
+    goes to all leaders and is not answered (aborts, pause, continue, ...).
+    """
+    if isinstance(obj, _BATCHES):
+        return [Work(obj=single, tokens=len(single.input_ids)) for single in obj]
+    if isinstance(obj, _SINGLES):
+        return [Work(obj=obj, tokens=len(obj.input_ids or ()))]
+    if isinstance(obj, io.WatchLoadUpdateReq):
+        return []
+    reply, options = CONTROLS.get(type(obj), (None, {}))
+    return [Control(obj=obj, reply=reply.__name__ if reply else None, **options)]

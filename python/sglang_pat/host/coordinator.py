@@ -1,0 +1,136 @@
+"""The coordinator's process: sockets around ``sglang_pat.coordinator.core.Coordinator``.
+
+It stands where SGLang's data-parallel controller stands, and blocks on its sockets instead of polling.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import pickle
+import signal
+import time
+from typing import Any
+
+import psutil
+import setproctitle
+import zmq
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+from sglang.srt.managers.io_struct import RpcReqOutput  # noqa: E402
+from sglang.srt.managers.scheduler import configure_logger  # noqa: E402
+from sglang.srt.server_args import PortArgs  # noqa: E402
+from sglang.srt.utils import kill_itself_when_parent_died  # noqa: E402
+from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
+
+from sglang_pat import messages  # noqa: E402
+from sglang_pat.config import AdaptiveConfig  # noqa: E402
+from sglang_pat.coordinator.core import Coordinator  # noqa: E402
+from sglang_pat.host.args import AdaptiveServerArgs  # noqa: E402
+from sglang_pat.host.channels import HOST  # noqa: E402
+from sglang_pat.host.controls import classify  # noqa: E402
+from sglang_pat.metrics import SwitchMetrics  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+TICK_MILLISECONDS = 100
+"""Longest the coordinator sleeps; policies that wait for something look again this often."""
+
+
+class Sockets:
+    """The coordinator's sockets, and its outbox."""
+
+    def __init__(self, port_args: PortArgs, leader_addresses: list[str], channel_address: str, metrics) -> None:
+        context = zmq.Context(2)
+        self.from_server = get_zmq_socket(context, zmq.PULL, port_args.scheduler_input_ipc_name, False)
+        self.from_ranks = get_zmq_socket(context, zmq.PULL, channel_address, True)
+        self.rpc = get_zmq_socket(context, zmq.DEALER, port_args.rpc_ipc_name, False)
+        self._server = get_zmq_socket(context, zmq.PUSH, port_args.tokenizer_ipc_name, False)
+        self._leaders = [get_zmq_socket(context, zmq.PUSH, address, True) for address in leader_addresses]
+        self._metrics = metrics
+
+    def to_leader(self, rank: int, obj: Any) -> None:
+        self._leaders[rank].send_pyobj(obj)
+
+    def to_server(self, obj: Any) -> None:
+        (self.rpc if isinstance(obj, RpcReqOutput) else self._server).send_pyobj(obj)
+
+    def switched(self, record: messages.SwitchRecord) -> None:
+        what = "aborted" if record.error else "done"
+        logger.info(
+            "switch %d tp%d -> tp%d %s: pause %.1f ms, %d requests, %d KV tokens, %s%s",
+            record.epoch, record.from_tp, record.to_tp, what, record.pause_seconds * 1e3, record.requests,
+            record.tokens, record.reason, f" ({record.error})" if record.error else "",
+        )  # fmt: skip
+        if self._metrics:
+            self._metrics.observe(record)
+
+
+def serve(coordinator: Coordinator, sockets: Sockets) -> None:
+    """Run forever.  Events are handled in the order of arrival on each socket."""
+    poller = zmq.Poller()
+    for socket in (sockets.from_server, sockets.from_ranks, sockets.rpc):
+        poller.register(socket, zmq.POLLIN)
+    # Unix time for people, but never stepping back.
+    offset = time.time() - time.monotonic()
+    while True:
+        ready = dict(poller.poll(TICK_MILLISECONDS))
+        now = time.monotonic() + offset
+        if sockets.from_ranks in ready:
+            _drain_ranks(coordinator, sockets.from_ranks, now)
+        for socket in (sockets.from_server, sockets.rpc):
+            if socket in ready:
+                _drain_server(coordinator, socket, now)
+        coordinator.tick(now)
+
+
+def _drain_ranks(coordinator: Coordinator, socket: zmq.Socket, now: float) -> None:
+    while socket.poll(0):
+        kind, _, payload = socket.recv_multipart()
+        if kind == HOST:
+            coordinator.reply(pickle.loads(payload), now)
+        else:
+            coordinator.rank_message(messages.decode_from_rank(payload), now)
+
+
+def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float) -> None:
+    while socket.poll(0):
+        obj = socket.recv_pyobj()
+        if isinstance(obj, messages.StatusQuery):
+            coordinator.status(obj)
+        elif isinstance(obj, messages.Reconfigure):
+            coordinator.reconfigure(obj, now)
+        else:
+            for event in classify(obj):
+                coordinator.receive(event, now)
+
+
+def run_coordinator(
+    server_args: AdaptiveServerArgs,
+    port_args: PortArgs,
+    config: AdaptiveConfig,
+    leader_addresses: list[str],
+    channel_address: str,
+    pipe_writer,
+) -> None:
+    """The coordinator's process.  An exception ends the engine, as a rank's does."""
+    kill_itself_when_parent_died()
+    setproctitle.setproctitle("sglang_pat::coordinator")
+    faulthandler.enable()
+    configure_logger(server_args, prefix=" coordinator")
+    parent = psutil.Process().parent()
+    try:
+        metrics = SwitchMetrics(config) if server_args.enable_metrics else None
+        sockets = Sockets(port_args, leader_addresses, channel_address, metrics)
+        pipe_writer.send({"status": "ready"})
+        serve(Coordinator(config, sockets), sockets)
+    except Exception:
+        logger.exception("coordinator failed")
+        if parent is not None:
+            parent.send_signal(signal.SIGQUIT)
+        os._exit(1)

@@ -1,0 +1,143 @@
+"""SGLang's ``Engine`` on N ranks that change their layout.
+
+The host's launch code starts everything; only :meth:`Engine._launch_scheduler_processes` differs:
+one coordinator and N ranks of one world, instead of one world per replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing as mp
+import tempfile
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+from typing import Any
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+    cpu_shim.install_for_children()
+
+from sglang.srt.entrypoints import engine as host_engine  # noqa: E402
+from sglang.srt.server_args import PortArgs  # noqa: E402
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
+
+from sglang_pat.host.args import AdaptiveServerArgs, outer_view  # noqa: E402
+from sglang_pat.host.contract import check_host  # noqa: E402
+from sglang_pat.host.coordinator import run_coordinator  # noqa: E402
+from sglang_pat.host.rank import run_detokenizer, run_rank  # noqa: E402
+from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
+from sglang_pat.layout import ParallelLayout  # noqa: E402
+
+__all__ = ["Engine", "ReconfigureError"]
+
+
+class AdaptiveEngine(host_engine.Engine):
+    """What the HTTP server and :class:`Engine` launch."""
+
+    server_args_class = AdaptiveServerArgs
+    init_tokenizer_manager_func = staticmethod(init_adaptive_tokenizer_manager)
+    run_detokenizer_process_func = staticmethod(run_detokenizer)
+
+    @classmethod
+    def _launch_subprocesses(cls, server_args: AdaptiveServerArgs, *args: Any, **kwargs: Any):
+        check_host()
+        return super()._launch_subprocesses(outer_view(server_args), *args, **kwargs)
+
+    @classmethod
+    def _launch_scheduler_processes(
+        cls, server_args: AdaptiveServerArgs, port_args: PortArgs, run_scheduler_process_func: Callable
+    ):
+        """Start the coordinator and the ranks; all are children of this process and watched by the host."""
+        config = server_args.adaptive_config()
+        leader_addresses = [_fresh_address() for _ in config.base.leaders]
+        channel_address = _fresh_address()
+        saver = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
+        start = partial(_start, server_args, port_args, config)
+        started = [start(run_coordinator, leader_addresses, channel_address)]
+        for rank in range(config.num_ranks):
+            rank_ports = copy(port_args)
+            if rank in config.base.leaders:
+                rank_ports.scheduler_input_ipc_name = leader_addresses[rank]
+                rank_ports.rpc_ipc_name = _fresh_address()
+            with saver.configure_subprocess():
+                started.append(_start(server_args, rank_ports, config, run_rank, rank, channel_address))
+        processes = [process for process, _ in started]
+        readers = [reader for _, reader in started]
+        infos: list[dict[str, Any]] = []
+
+        def wait_for_ready() -> None:
+            ready = host_engine._wait_for_scheduler_ready(readers, processes)
+            infos.extend(ready[1:])
+
+        def wait_for_completion() -> None:
+            for process in processes:
+                process.join()
+
+        result = host_engine.SchedulerInitResult(
+            scheduler_infos=infos,
+            all_child_pids=[process.pid for process in processes],
+            wait_for_ready=wait_for_ready,
+            wait_for_completion=wait_for_completion,
+        )
+        return result, processes
+
+
+def _fresh_address() -> str:
+    return f"ipc://{tempfile.NamedTemporaryFile(prefix='sglang_pat_', delete=False).name}"
+
+
+def _start(server_args, port_args, config, target: Callable, *args: Any) -> tuple[mp.Process, Any]:
+    reader, writer = mp.Pipe(duplex=False)
+    process = mp.Process(target=target, args=(server_args, port_args, config, *args, writer))
+    process.start()
+    return process, reader
+
+
+class Engine(AdaptiveEngine):
+    """SGLang's ``Engine``, offline API included, plus ``layout``, ``reconfigure`` and ``status``.
+
+    ``Engine(model_path=..., tp_size=1, dp_size=2, adaptive_tp=True, ...)``; without ``adaptive_tp`` use
+    SGLang's own.
+
+    Raises:
+        ValueError: from the constructor, for what the adaptive engine does not support; one line that says
+            what was given and what to change.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        if "server_args" not in kwargs and not kwargs.get("adaptive_tp"):
+            raise ValueError("sglang_pat.Engine needs adaptive_tp=True; for a static layout use sglang.Engine")
+        super().__init__(**kwargs)
+        # The host keeps the arguments as given; show it the engine as it is: N ranks.
+        self.server_args = outer_view(self.server_args)
+
+    def _await(self, coroutine: Any) -> Any:
+        if self.loop.is_running():
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        return self.loop.run_until_complete(coroutine)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The layout in force."""
+        return ParallelLayout(**self.status()["layout"])
+
+    def status(self) -> dict[str, Any]:
+        """What ``GET /pat/status`` returns."""
+        return self._await(self.tokenizer_manager.pat_status())
+
+    def reconfigure(self, tp: int) -> dict[str, Any]:
+        """Switch to degree ``tp`` now; returns the switch record, times in seconds (empty if already there).
+
+        Raises:
+            ReconfigureError: not a candidate, a switch under way, or aborted.
+        """
+        return self._await(self.tokenizer_manager.pat_reconfigure(tp))
+
+    async def async_status(self) -> dict[str, Any]:
+        return await self.tokenizer_manager.pat_status()
+
+    async def async_reconfigure(self, tp: int) -> dict[str, Any]:
+        return await self.tokenizer_manager.pat_reconfigure(tp)

@@ -1,0 +1,203 @@
+"""What a rank needs to run in each layout, built once and switched to by assignment.
+
+Model object, sampler, attention backend, CUDA graphs and KV pool view all capture group sizes or
+head counts when they are constructed (docs/host.md), so each layout has its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.sampler import create_sampler
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sglang_pat.host import weights
+from sglang_pat.host.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.switch.plan import kv_head_range
+
+TAIL_GRAPH_BATCH_SIZES = [1, 2, 4, 8, 12, 16, 24, 32]
+"""Batch sizes captured for layouts above the base: only small batches run there (PAT section 4.4)."""
+
+
+@dataclass
+class LayoutRuntime:
+    """One layout on one rank.
+
+    Attributes:
+        arena: weights sliced from the base shards; None for the base layout and in reshard mode.
+        kv_pool: view of the one KV allocation, ``[slots, local KV heads, head dim]`` per layer.
+    """
+
+    layout: ParallelLayout
+    tp_rank: int
+    model: torch.nn.Module
+    arena: weights.Arena | None
+    sampler: torch.nn.Module
+    attn_backend: Any
+    graph_runner: Any
+    kv_pool: MHATokenToKVPool
+    allocator: TokenToKVPoolAllocator
+
+
+def kv_pool_view(pool: MHATokenToKVPool, ratio: int) -> MHATokenToKVPool:
+    """The same bytes with ``ratio`` times the slots and ``1/ratio`` of the heads.
+
+    ``[slots, heads, dim]`` becomes ``[slots * ratio, heads / ratio, dim]``; addresses do not change.
+    """
+    if ratio == 1:
+        return pool
+    if not isinstance(pool, MHATokenToKVPool):
+        raise TypeError(f"--adaptive-tp supports SGLang's MHATokenToKVPool, this model uses {type(pool).__name__}")
+    view = copy.copy(pool)
+    view.head_num = pool.head_num // ratio
+    view.size = (pool.size + pool.page_size) * ratio - pool.page_size
+    view.k_buffer = [_reshape(layer, ratio) for layer in pool.k_buffer]
+    view.v_buffer = [_reshape(layer, ratio) for layer in pool.v_buffer]
+    view.data_strides = torch.tensor(
+        [int(np.prod(x.shape[1:])) * x.dtype.itemsize for x in view.k_buffer + view.v_buffer], device=pool.device
+    )
+    view.row_dim = view.head_num * view.head_dim
+    return view
+
+
+def _reshape(layer: torch.Tensor, ratio: int) -> torch.Tensor:
+    slots, heads, dim = layer.shape
+    return layer.view(slots * ratio, heads // ratio, dim)
+
+
+class Layouts:
+    """All layouts of a rank; :attr:`current` is the one the runner is pointed at."""
+
+    def __init__(self, worker: AdaptiveTpModelWorker) -> None:
+        self.worker = worker
+        self.runner: AdaptiveModelRunner = worker.model_runner
+        self.config = self.runner.adaptive
+        self.rank = self.runner.rank
+        self.weight_version = 0
+        self.kv_heads = self.runner.model_config.get_total_num_kv_heads()
+        base = self.config.base
+        self._runtimes = {base.tp: self._base_runtime(base)}
+        self.current = self._runtimes[base.tp]
+        for layout in self.config.layouts[1:]:
+            self._runtimes[layout.tp] = self._build(layout)
+            self.install(base)
+
+    def __getitem__(self, layout: ParallelLayout) -> LayoutRuntime:
+        return self._runtimes[layout.tp]
+
+    @property
+    def base(self) -> LayoutRuntime:
+        return self._runtimes[self.config.base.tp]
+
+    @property
+    def resharding(self) -> bool:
+        return self.config.weights == "reshard"
+
+    def _base_runtime(self, base: ParallelLayout) -> LayoutRuntime:
+        runner = self.runner
+        return LayoutRuntime(
+            layout=base,
+            tp_rank=base.tp_rank(self.rank),
+            model=runner.model,
+            arena=None,
+            sampler=runner.sampler,
+            attn_backend=runner.attn_backend,
+            graph_runner=runner.graph_runner,
+            kv_pool=runner.token_to_kv_pool,
+            allocator=runner.token_to_kv_pool_allocator,
+        )
+
+    def _build(self, layout: ParallelLayout) -> LayoutRuntime:
+        runner, base = self.runner, self.base
+        runner.groups.install(layout)
+        self._set_ranks(layout)
+        with runner.memory_saver_adapter.region("weights", enable_cpu_backup=False):
+            model = weights.build_model(runner.model_config, runner.load_config, runner.device)
+        arena = None
+        if self.resharding:
+            weights.drop_weights(model)
+        else:
+            arena = weights.Arena(model, base.model, layout, self.config.base, self.rank)
+            arena.fill(self.weight_version)
+        _, base_heads = kv_head_range(self.kv_heads, self.config.base, self.rank)
+        _, heads = kv_head_range(self.kv_heads, layout, self.rank)
+        pool = kv_pool_view(base.kv_pool, base_heads // heads)
+        allocator = base.allocator
+        if pool is not base.kv_pool:
+            allocator = TokenToKVPoolAllocator(
+                pool.size, base.allocator.dtype, base.allocator.device, pool, base.allocator.need_sort
+            )
+        runner.model, runner.sampler = model, create_sampler()
+        runner.token_to_kv_pool, runner.token_to_kv_pool_allocator = pool, allocator
+        runner.init_attention_backend()
+        with self._tail_graph_sizes():
+            runner.init_device_graphs()
+        return LayoutRuntime(
+            layout=layout,
+            tp_rank=layout.tp_rank(self.rank),
+            model=model,
+            arena=arena,
+            sampler=runner.sampler,
+            attn_backend=runner.attn_backend,
+            graph_runner=runner.graph_runner,
+            kv_pool=pool,
+            allocator=allocator,
+        )
+
+    @contextmanager
+    def _tail_graph_sizes(self):
+        args = self.runner.server_args
+        saved = args.cuda_graph_bs
+        if saved:
+            args.cuda_graph_bs = [size for size in saved if size <= max(TAIL_GRAPH_BATCH_SIZES)] or saved[:1]
+        try:
+            yield
+        finally:
+            args.cuda_graph_bs = saved
+
+    def _set_ranks(self, layout: ParallelLayout) -> None:
+        tp_rank = layout.tp_rank(self.rank)
+        group = self.runner.groups.tp_group(layout)
+        self.runner.tp_group = self.runner.attention_tp_group = group
+        for owner in (self.worker, self.runner):
+            owner.tp_rank, owner.tp_size = tp_rank, layout.tp
+        self.runner.load_config.tp_rank = tp_rank
+        self.runner.server_args.tp_size = layout.tp
+
+    def prepare(self, layout: ParallelLayout) -> None:
+        """Fill the arena of ``layout`` if the weights changed since; decoding may go on meanwhile."""
+        arena = self[layout].arena
+        if arena is not None:
+            arena.fill(self.weight_version)
+
+    def invalidate(self) -> None:
+        """The arenas' memory was given away and taken back: fill them again before use."""
+        for runtime in self._runtimes.values():
+            if runtime.arena is not None:
+                runtime.arena.version = -1
+
+    def reshard(self, old: ParallelLayout, new: ParallelLayout) -> None:
+        """Reshard mode: move the weights from ``old`` to ``new``; all ranks together."""
+        group = self.runner.groups.tp_group(old).device_group
+        weights.reshard(self[old].model, self[new].model, old, new, self.rank, group)
+
+    def install(self, layout: ParallelLayout) -> LayoutRuntime:
+        """Point the host's groups, runner and worker at ``layout``."""
+        runtime = self[layout]
+        runner = self.runner
+        runner.groups.install(layout)
+        self._set_ranks(layout)
+        runner.model, runner.sampler = runtime.model, runtime.sampler
+        runner.attn_backend, runner.graph_runner = runtime.attn_backend, runtime.graph_runner
+        runner.token_to_kv_pool = runtime.kv_pool
+        runner.token_to_kv_pool_allocator = runtime.allocator
+        runner.max_total_num_tokens = self.worker.max_total_num_tokens = runtime.allocator.size
+        self.current = runtime
+        return runtime

@@ -1,0 +1,95 @@
+"""Communication groups: built once, pooled, and pointed at by the host's globals.
+
+Door 3 of the design (patching module globals) is used here and nowhere else, in
+:meth:`GroupPool.install`.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_parallel_group
+
+from sglang_pat.comm import shm
+from sglang_pat.layout import ParallelLayout, exchange_groups
+
+_TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
+"""Globals of ``parallel_state`` that follow the layout."""
+
+_SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
+"""Globals of ``parallel_state`` that are always groups of one rank (the degrees refused at start)."""
+
+
+class GroupPool:
+    """All process groups of a rank, for the life of the engine (PAT section 4.3, "Communication Group Pool").
+
+    Everything is created in ``__init__``, by every rank in the same order, so a switch creates nothing.
+    """
+
+    def __init__(self, layouts: tuple[ParallelLayout, ...], rank: int, local_device: int, device: str) -> None:
+        self.rank = rank
+        self._layouts = layouts
+        backend = "nccl" if device == "cuda" else shm.BACKEND
+        shm.register()
+        ranks = range(layouts[0].num_ranks)
+        # Control traffic of all ranks together: votes, capsules, reports.
+        self.world = dist.new_group(list(ranks), backend=shm.BACKEND)
+        self._single = init_model_parallel_group([[r] for r in ranks], local_device, backend, group_name="single")
+        self._tp: dict[int, GroupCoordinator] = {}
+        self._control: dict[int, dist.ProcessGroup] = {}
+        for layout in layouts:
+            self._tp[layout.tp] = init_model_parallel_group(
+                layout.groups(), local_device, backend, group_name=f"tp{layout.tp}"
+            )
+            self._control[layout.tp] = self._new_group(layout.groups(), shm.BACKEND)
+        self._exchange: dict[tuple[int, int], tuple[dist.ProcessGroup, list[int]]] = {}
+        for i, low in enumerate(layouts):
+            for high in layouts[i + 1 :]:
+                groups = exchange_groups(low, high)
+                mine = next(group for group in groups if rank in group)
+                self._exchange[low.tp, high.tp] = (self._new_group(groups, backend), mine)
+
+    def _new_group(self, groups: list[list[int]], backend: str) -> dist.ProcessGroup:
+        mine = None
+        for ranks in groups:
+            group = dist.new_group(ranks, backend=backend)
+            if self.rank in ranks:
+                mine = group
+        assert mine is not None
+        return mine
+
+    def tp_group(self, layout: ParallelLayout) -> GroupCoordinator:
+        return self._tp[layout.tp]
+
+    def single(self) -> GroupCoordinator:
+        return self._single
+
+    def exchange(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
+        """Process group and ranks among which this rank exchanges KV between ``a`` and ``b``."""
+        return self._exchange[min(a.tp, b.tp), max(a.tp, b.tp)]
+
+    def use_shared_memory_for_control(self) -> None:
+        """Send the host's per-step request broadcast through shared memory instead of gloo.
+
+        Only after the model is loaded: the host's loader calls ``monitored_barrier``, which gloo alone has.
+        """
+        for tp, coordinator in self._tp.items():
+            coordinator.cpu_group = self._control[tp]
+
+    def install(self, layout: ParallelLayout) -> None:
+        """Point the host's group globals at the pooled groups of ``layout``."""
+        for name in _TP_GLOBALS:
+            setattr(parallel_state, name, self._tp[layout.tp])
+        for name in _SINGLE_GLOBALS:
+            setattr(parallel_state, name, self._single)
+
+    @contextmanager
+    def installed(self, layout: ParallelLayout, restore: ParallelLayout):
+        """Have ``layout`` installed inside the block and ``restore`` after it."""
+        self.install(layout)
+        try:
+            yield
+        finally:
+            self.install(restore)

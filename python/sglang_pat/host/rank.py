@@ -1,0 +1,88 @@
+"""Entry points of the processes that SGLang would start: a rank's scheduler, and the detokenizer."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+
+import psutil
+import setproctitle
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+from sglang.srt.managers.detokenizer_manager import DetokenizerManager, run_detokenizer_process  # noqa: E402
+from sglang.srt.managers.scheduler import configure_logger, suppress_other_loggers  # noqa: E402
+from sglang.srt.server_args import PortArgs  # noqa: E402
+from sglang.srt.utils import kill_itself_when_parent_died  # noqa: E402
+
+from sglang_pat.config import AdaptiveConfig  # noqa: E402
+from sglang_pat.host.args import AdaptiveServerArgs, rank_view  # noqa: E402
+from sglang_pat.host.channels import OrderedReceiver  # noqa: E402
+from sglang_pat.layout import device_of_rank  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+
+def run_rank(
+    server_args: AdaptiveServerArgs,
+    port_args: PortArgs,
+    config: AdaptiveConfig,
+    rank: int,
+    channel_address: str,
+    pipe_writer,
+) -> None:
+    """A rank's process: build the scheduler, report readiness, run the host's event loop.
+
+    Any exception ends the whole engine (the host's SIGQUIT to the parent), so no client waits for a
+    rank that is gone.
+    """
+    kill_itself_when_parent_died()
+    setproctitle.setproctitle(f"sglang_pat::rank{rank}")
+    faulthandler.enable()
+    configure_logger(server_args, prefix=f" rank{rank}")
+    suppress_other_loggers()
+    parent = psutil.Process().parent()
+    try:
+        from sglang_pat.host.scheduler import AdaptiveScheduler
+
+        args = rank_view(server_args, config)
+        scheduler = AdaptiveScheduler(
+            config,
+            rank,
+            channel_address,
+            server_args=args,
+            port_args=port_args,
+            gpu_id=args.base_gpu_id + device_of_rank(rank, config.num_ranks) * args.gpu_id_step,
+            tp_rank=config.base.tp_rank(rank),
+            moe_ep_rank=0,
+            pp_rank=0,
+            attn_cp_rank=0,
+            moe_dp_rank=0,
+            dp_rank=None,
+        )
+        pipe_writer.send(scheduler.get_init_info())
+        scheduler.run_event_loop()
+    except Exception:
+        logger.exception("rank %d failed", rank)
+        if parent is not None:
+            parent.send_signal(signal.SIGQUIT)
+        # The process group threads of a failed collective may not let the interpreter exit.
+        os._exit(1)
+
+
+class AdaptiveDetokenizerManager(DetokenizerManager):
+    """SGLang's detokenizer behind an :class:`OrderedReceiver`."""
+
+    def init_ipc_channels(self, port_args: PortArgs, server_args: AdaptiveServerArgs) -> None:
+        super().init_ipc_channels(port_args, server_args)
+        self.recv_from_scheduler = OrderedReceiver(self.recv_from_scheduler)
+
+
+def run_detokenizer(server_args: AdaptiveServerArgs, port_args: PortArgs) -> None:
+    """The detokenizer's process."""
+    run_detokenizer_process(server_args, port_args, AdaptiveDetokenizerManager)

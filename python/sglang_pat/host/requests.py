@@ -1,0 +1,158 @@
+"""Requests across a switch: a capsule of plain values, and the host's ``Req`` rebuilt from it.
+
+A capsule is the tokenized request as it came in, plus everything that has happened to it
+since.  :data:`CARRIED` and :data:`LOCAL` together name every attribute of the host's ``Req``; the
+contract test holds them against the host, so a new attribute fails there by name.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+CARRIED = (
+    "output_ids decoded_text surr_offset read_offset cur_decode_ids_len send_token_offset send_decode_id_offset "
+    "send_output_token_logprobs_offset input_logprob_sent input_token_logprobs_val input_token_logprobs_idx "
+    "input_top_logprobs_val input_top_logprobs_idx input_token_ids_logprobs_val input_token_ids_logprobs_idx "
+    "input_token_logprobs temp_input_top_logprobs_val temp_input_top_logprobs_idx temp_input_token_ids_logprobs_val "
+    "temp_input_token_ids_logprobs_idx output_token_logprobs_val output_token_logprobs_idx output_top_logprobs_val "
+    "output_top_logprobs_idx output_token_ids_logprobs_val output_token_ids_logprobs_idx hidden_states customized_info "
+    "cached_tokens already_computed cached_tokens_device cached_tokens_host cached_tokens_storage "
+    "_cache_breakdown_computed retraction_count is_retracted retracted_stain to_finish finished_reason finished_len "
+    "finished_output reasoning_tokens _is_reasoning_over return_logprob logprob_start_len origin_input_ids "
+    "extend_batch_idx decode_batch_idx grammar_wait_ct temp_scaled_logprobs top_p_normalized_logprobs has_log_time_stats"
+).split()
+"""Attributes that go over as they are."""
+
+LOCAL = (
+    # given again by the tokenized request
+    "rid origin_input_text origin_input_ids_unpadded session input_embeds positional_embed_overrides token_type_ids "
+    "multi_item_delimiter_indices http_worker_ipc require_reasoning sampling_params custom_logit_processor "
+    "return_hidden_states extra_key lora_id routing_key stream eos_token_ids vocab_size priority top_logprobs_num "
+    "token_ids_logprob return_routed_experts routed_experts_start_len return_indexer_topk bootstrap_host "
+    "bootstrap_port bootstrap_room skip_radix_cache_insert routed_dp_rank disagg_prefill_dp_rank dimensions "
+    "return_pooled_hidden_states multimodal_inputs tokenizer metrics_collector time_stats grammar grammar_key "
+    # given again by the new pools and tree
+    "fill_ids kv_committed_len kv_allocated_len kv_committed_freed kv_overallocated_freed req_pool_idx prefix_indices "
+    "extend_input_len extend_logprob_start_len last_node last_host_node best_match_node host_hit_length "
+    "storage_hit_length cache_protected_len is_chunked "
+    # of features that are refused at start
+    "swa_evicted_seqlen swa_uuid_for_lock swa_prefix_lock_released mamba_pool_idx mamba_ping_pong_track_buffer "
+    "mamba_next_track_idx mamba_last_track_seqlen mamba_branching_seqlen hidden_states_tensor output_topk_p "
+    "output_topk_index routed_experts indexer_topk embedding spec_verify_ct spec_num_correct_drafts "
+    "spec_correct_drafts_histogram retraction_mb_id disagg_kv_sender start_send_idx tmp_end_idx "
+    "metadata_buffer_index pooled_hidden_state hisparse_staging dllm_phase dllm_block_offset dllm_config dllm_ids "
+    "dllm_incomplete_ids"
+).split()
+"""Attributes that the receiving rank makes anew."""
+
+
+@dataclass
+class Capsule:
+    """One request on its way to new ranks.
+
+    Attributes:
+        request: the tokenized request as the TokenizerManager sent it.
+        state: values of :data:`CARRIED` that differ from a fresh ``Req``'s.
+        times: numeric fields of the host's time stats (seconds of this machine's clock).
+    """
+
+    request: TokenizedGenerateReqInput
+    state: dict[str, Any]
+    times: dict[str, float]
+
+
+def capture(req: Req) -> Capsule:
+    """The capsule of ``req``; ``req`` itself is not touched.
+
+    ``req.pat_request`` was attached by the adaptive scheduler when the request came in.
+    """
+    state = {name: getattr(req, name) for name in CARRIED}
+    if req.origin_input_ids == req.pat_request.input_ids:
+        del state["origin_input_ids"]
+    times = {
+        field.name: value
+        for field in fields(req.time_stats)
+        if isinstance(value := getattr(req.time_stats, field.name), (int, float))
+    }
+    return Capsule(req.pat_request, state, times)
+
+
+def restore(req: Req, capsule: Capsule) -> None:
+    """Give a fresh ``Req`` (made from ``capsule.request``) the state it had before the switch."""
+    for name, value in capsule.state.items():
+        setattr(req, name, value)
+    for name, value in capsule.times.items():
+        setattr(req.time_stats, name, value)
+    if req.surr_offset is not None:
+        # The host keeps this list beside its parts; rebuilt instead of sent twice.
+        req.surr_and_decode_ids = (
+            list(req.origin_input_ids_unpadded[req.surr_offset :]) + req.output_ids[: req.cur_decode_ids_len]
+        )
+
+
+def finish_grammar(req: Req) -> Any | None:
+    """Resolve a grammar that is still compiling and replay the output; returns a pristine copy for the cache.
+
+    Blocks while the grammar compiles.
+    """
+    if req.grammar is None:
+        return None
+    if isinstance(req.grammar, Future):
+        req.grammar = req.grammar.result()
+    pristine = req.grammar.copy()
+    for token in req.output_ids:
+        req.grammar.accept_token(token)
+    return pristine
+
+
+def grammar_key(req: Req) -> tuple[str, str] | None:
+    """Key under which the host caches this request's grammar."""
+    params = req.sampling_params
+    for kind, value in (
+        ("json", params.json_schema),
+        ("regex", params.regex),
+        ("ebnf", params.ebnf),
+        ("structural_tag", params.structural_tag),
+    ):
+        if value is not None:
+            return kind, value
+    return None
+
+
+def sampling_info_with_history(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:
+    """Sampling state of ``batch`` whose penalties remember the tokens generated so far.
+
+    The host counts output tokens step by step, so a batch built from running requests would start
+    at zero (its own retraction has this gap too).  ``decode``: the host itself will count the last
+    token when it prepares the next decode step.
+    """
+    vocab_size = batch.model_config.vocab_size
+    info = SamplingBatchInfo.from_schedule_batch(batch, vocab_size)
+    if not info.penalizer_orchestrator.is_required:
+        return info
+    merged: SamplingBatchInfo | None = None
+    singles = []  # keeps the batches alive that the orchestrators refer to weakly
+    for req in batch.reqs:
+        single = ScheduleBatch(reqs=[req], model_config=batch.model_config, device=batch.device)
+        singles.append(single)
+        info = SamplingBatchInfo.from_schedule_batch(single, vocab_size)
+        orchestrator = info.penalizer_orchestrator
+        if orchestrator.is_required:
+            for token in req.output_ids[: len(req.output_ids) - decode]:
+                orchestrator.cumulate_output_tokens(torch.tensor([token], device=batch.device))
+        if merged is None:
+            merged = info
+        else:
+            # The orchestrator prepares what it lacks from the requests merged so far.
+            merged.merge_batch(info)
+            singles[0].reqs = singles[0].reqs + [req]
+    assert merged is not None
+    merged.penalizer_orchestrator.batch = batch
+    return merged

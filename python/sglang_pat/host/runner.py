@@ -1,0 +1,100 @@
+"""SGLang's model runner and TP worker, on one world of N ranks instead of one world per replica."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.dp_attention import initialize_dp_attention
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.utils import get_available_gpu_memory
+from sglang.srt.utils.network import NetworkAddress
+
+from sglang_pat.comm import shm
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.host.parallel import GroupPool
+
+
+class AdaptiveModelRunner(ModelRunner):
+    """A ``ModelRunner`` whose groups come from a pool over all N ranks.
+
+    Life cycle: constructed in the base layout; ``sglang_pat.host.layouts`` then points its
+    model, sampler, attention backend, graphs and KV pool at those of the layout in force.
+    """
+
+    def __init__(self, *, adaptive: AdaptiveConfig, rank: int, **kwargs) -> None:
+        self.adaptive = adaptive
+        self.rank = rank
+        super().__init__(**kwargs)
+
+    def init_threads_binding(self) -> None:
+        """Share the cores out over the N ranks (the host knows the ranks of one replica only)."""
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // self.adaptive.num_ranks)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", share)))
+        if len(cores) >= self.adaptive.num_ranks:
+            os.sched_setaffinity(0, cores[self.rank * share : (self.rank + 1) * share])
+
+    def init_torch_distributed(self) -> float:
+        """One world of N ranks with pooled groups; returns the free memory before loading, in GB."""
+        shm.register()
+        torch.get_device_module(self.device).set_device(self.gpu_id)
+        if self.server_args.dist_init_addr:
+            address = NetworkAddress.parse(self.server_args.dist_init_addr)
+        else:
+            address = NetworkAddress("127.0.0.1", self.dist_port)
+        parallel_state.set_custom_all_reduce(not self.server_args.disable_custom_all_reduce)
+        parallel_state.init_distributed_environment(
+            backend="nccl" if self.device == "cuda" else "gloo",
+            world_size=self.adaptive.num_ranks,
+            rank=self.rank,
+            local_rank=self.gpu_id,
+            distributed_init_method=address.to_tcp(),
+            timeout=self.server_args.dist_timeout,
+        )
+        self.groups = GroupPool(self.adaptive.layouts, self.rank, self.gpu_id, self.device)
+        base = self.adaptive.base
+        self.groups.install(base)
+        initialize_dp_attention(server_args=self.server_args, model_config=self.model_config)
+        self.tp_group = self.attention_tp_group = self.groups.tp_group(base)
+        self.pp_group = self.groups.single()
+        return get_available_gpu_memory(
+            self.device,
+            self.gpu_id,
+            distributed=self.adaptive.num_ranks > 1,
+            cpu_group=parallel_state.get_world_group().cpu_group,
+        )
+
+
+class AdaptiveTpModelWorker(TpModelWorker):
+    """A ``TpModelWorker`` around an :class:`AdaptiveModelRunner`."""
+
+    def __init__(self, *, adaptive: AdaptiveConfig, rank: int, **kwargs) -> None:
+        self.adaptive = adaptive
+        self.rank = rank
+        super().__init__(**kwargs)
+        self.model_runner.groups.use_shared_memory_for_control()
+
+    def _init_model_runner(self) -> None:
+        self._model_runner = AdaptiveModelRunner(
+            adaptive=self.adaptive,
+            rank=self.rank,
+            model_config=self.model_config,
+            mem_fraction_static=self.server_args.mem_fraction_static,
+            gpu_id=self.gpu_id,
+            tp_rank=self.tp_rank,
+            tp_size=self.tp_size,
+            moe_ep_rank=self.moe_ep_rank,
+            moe_ep_size=self.ep_size,
+            pp_rank=self.pp_rank,
+            pp_size=self.pp_size,
+            nccl_port=self.nccl_port,
+            dp_rank=self.dp_rank,
+            server_args=self.server_args,
+            is_draft_worker=self.is_draft_worker,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            memory_pool_config=self.memory_pool_config,
+        )

@@ -1,0 +1,441 @@
+"""SGLang's scheduler on a rank of the adaptive engine.
+
+It stays the stock scheduler of one replica.  What is added: its lines to the coordinator, the
+handlers of ``Prepare``/``Switch``/``Cancel``, load reports, and :meth:`AdaptiveScheduler.point_at`,
+which makes it the scheduler of another TP group.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zmq
+from sglang.srt.managers.io_struct import (
+    GetInternalStateReq,
+    GetInternalStateReqOutput,
+    InitWeightsUpdateGroupReqInput,
+    OpenSessionReqInput,
+    OpenSessionReqOutput,
+    ResumeMemoryOccupationReqInput,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler, SenderWrapper
+from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
+from sglang.srt.server_args import PortArgs
+from sglang.srt.utils import set_random_seed
+
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.host import requests
+from sglang_pat.host.channels import ControlSender, OutputSender, RankChannel, RpcRelay
+from sglang_pat.host.layouts import LayoutRuntime, Layouts
+from sglang_pat.host.runner import AdaptiveTpModelWorker
+from sglang_pat.host.switch import SwitchExecutor
+from sglang_pat.messages import Cancel, LoadReport, Prepare, Switch
+
+logger = logging.getLogger(__name__)
+
+CHECK_TOKENS_ENV = "SGLANG_PAT_CHECK_TOKENS"
+"""Test builds: compare the sampled tokens of all ranks of a group after every step."""
+
+WORK = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)
+"""Types of requests that the coordinator routes to one leader."""
+
+REPORT_INTERVAL_STEPS = 32
+"""A load report is sent at the latest every so many scheduler iterations that ran a batch."""
+
+
+class AdaptiveScheduler(Scheduler):
+    """The scheduler of one rank.
+
+    Life cycle: constructed in the base layout; from then on a follower or the leader of one TP
+    group at a time, as :meth:`point_at` says.
+    """
+
+    def __init__(self, config: AdaptiveConfig, rank: int, channel_address: str, **kwargs: Any) -> None:
+        self.adaptive = config
+        self.rank = rank
+        self._channel_address = channel_address
+        self._captured: list[Req] | None = None
+        self._received = 0
+        self._retracted = 0
+        self._last_load: tuple[int, int] | None = None
+        self._steps_since_report = 0
+        self._check_tokens = os.environ.get(CHECK_TOKENS_ENV) == "1"
+        super().__init__(**kwargs)
+        self.base_capacity = self.max_total_num_tokens
+        self.layouts = Layouts(self.tp_worker)
+        self.executor = SwitchExecutor(self)
+        self.point_at(self.layouts.base, epoch=0)
+
+    # -- construction: the host's own steps, with our channels and worker ------------------------
+
+    def init_ipc_channels(self, port_args: PortArgs) -> None:
+        super().init_ipc_channels(port_args)
+        self.channel = RankChannel(zmq.Context.instance(), self._channel_address, self.rank)
+        self._can_lead = self.recv_from_tokenizer is not None
+        self._output = OutputSender(self.send_to_detokenizer, self.rank)
+        self._control = ControlSender(self.channel)
+        self._silent = SenderWrapper(None)
+        self._idle_sleeper = self.idle_sleeper
+        if self._can_lead:
+            self.recv_from_rpc = RpcRelay(self.channel)
+
+    def init_tp_model_worker(self) -> None:
+        self.tp_worker = AdaptiveTpModelWorker(
+            adaptive=self.adaptive,
+            rank=self.rank,
+            server_args=self.server_args,
+            gpu_id=self.gpu_id,
+            tp_rank=self.tp_rank,
+            moe_ep_rank=self.moe_ep_rank,
+            pp_rank=self.pp_rank,
+            attn_cp_rank=self.attn_cp_rank,
+            moe_dp_rank=self.moe_dp_rank,
+            dp_rank=self.dp_rank,
+            nccl_port=self.nccl_port,
+        )
+
+    def init_request_dispatcher(self) -> None:
+        super().init_request_dispatcher()
+        self._request_dispatcher._mapping.update(
+            {
+                Prepare: lambda m: self.executor.prepare(m),
+                Switch: lambda m: self.executor.switch(m),
+                Cancel: lambda m: self.executor.cancel(m),
+            }
+        )
+
+    # -- which group this scheduler belongs to ---------------------------------------------------
+
+    @property
+    def is_leader(self) -> bool:
+        return self.attn_tp_rank == 0
+
+    def point_at(self, runtime: LayoutRuntime, epoch: int, fence: dict[int, int] | None = None) -> None:
+        """Become the scheduler of this rank's TP group in ``runtime.layout``, with empty pools.
+
+        Every attribute in which the host's scheduler keeps a group, a rank, a size or a pool is set
+        here (docs/host.md lists them).
+        """
+        layout = runtime.layout
+        self.layouts.install(layout)
+        group = self.layouts.runner.groups.tp_group(layout)
+        self.tp_rank = self.attn_tp_rank = runtime.tp_rank
+        self.tp_size = self.attn_tp_size = layout.tp
+        self.tp_group = self.attn_tp_group = self.dp_tp_group = group
+        self.tp_cpu_group = self.attn_tp_cpu_group = self.dp_tp_cpu_group = group.cpu_group
+        grammar = self.grammar_manager
+        grammar.grammar_sync_group, grammar.grammar_sync_size = group.cpu_group, group.world_size
+        grammar.grammar_sync_entry, grammar.is_grammar_sync_entry = group.first_rank, group.is_first_rank
+        # A compiled grammar in one rank's cache but not in another's would part their queues.
+        grammar.clear()
+
+        self.token_to_kv_pool_allocator = self.tree_cache.token_to_kv_pool_allocator = runtime.allocator
+        self.max_total_num_tokens = runtime.allocator.size
+        self.clear_pools()
+
+        self.send_to_detokenizer = self._output if self.is_leader else self._silent
+        self.send_to_tokenizer = self._control if self.is_leader else self._silent
+        self.idle_sleeper = self._idle_sleeper if self.is_leader else None
+        self._output.fence = fence
+        self.is_stats_logging_rank = self.is_leader
+        self.current_scheduler_metrics_enabled = self.enable_metrics and (
+            self.is_leader or self.server_args.enable_metrics_for_all_schedulers
+        )
+        # Ranks of one group must draw the same numbers and different groups different ones; after a
+        # switch neither holds by itself.  A seed from (seed, switch, group) needs no exchange.
+        set_random_seed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
+        self._last_load = None
+
+    def clear_pools(self) -> None:
+        self.tree_cache.reset()
+        self.token_to_kv_pool_allocator.clear()
+        self.req_to_token_pool.clear()
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+        # Counted before handling: the host drops some (health checks) on the way.
+        self._received += sum(isinstance(req, WORK) for req in recv_reqs)
+        super().process_input_requests(recv_reqs)
+
+    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
+        self._incoming = recv_req
+        super().handle_generate_request(recv_req)
+
+    def init_req_max_new_tokens(self, req: Req) -> None:
+        # The one step that every path of the host's handler takes with the new request.
+        req.pat_request = self._incoming
+        # A request admitted in a tail layout, where the pool holds more tokens, must still fit in
+        # the base layout.
+        capacity, self.max_total_num_tokens = self.max_total_num_tokens, self.base_capacity
+        try:
+            super().init_req_max_new_tokens(req)
+        finally:
+            self.max_total_num_tokens = capacity
+
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        if self._captured is not None:
+            self._captured.append(req)
+            return
+        self._retracted += is_retracted
+        super()._add_request_to_queue(req, is_retracted)
+
+    def rebuild(self, capsule: requests.Capsule) -> Req:
+        """A ``Req`` of this scheduler from a capsule, by the host's own constructor path."""
+        self._captured = []
+        try:
+            self.handle_generate_request(capsule.request)
+            if self.grammar_manager.grammar_queue and not self._captured:
+                self._captured.append(self.grammar_manager.grammar_queue.pop())
+            (req,) = self._captured
+        finally:
+            self._captured = None
+        requests.restore(req, capsule)
+        return req
+
+    def open_session(self, recv_req: OpenSessionReqInput) -> OpenSessionReqOutput | None:
+        logger.warning("--adaptive-tp does not support sessions; refusing to open one")
+        return OpenSessionReqOutput(recv_req.session_id, False)
+
+    # -- taking requests out of the scheduler, and putting them in -----------------------------------
+
+    def drain(self) -> None:
+        """Finish the step in flight and leave all decoding requests in ``running_batch``.
+
+        Keeps everything valid, so that an aborted switch just goes on.
+        """
+        while self.enable_overlap and self.result_queue:
+            self.process_batch_result(*self.result_queue.popleft())
+        last = self.last_batch
+        if last is not None and last.forward_mode.is_extend():
+            last.filter_batch(chunked_req_to_exclude=[r for r in (self.chunked_req, last.chunked_req) if r])
+            if not last.is_empty():
+                if self.running_batch.is_empty():
+                    self.running_batch = last
+                else:
+                    self.running_batch.merge_batch(last)
+        self.last_batch = self.cur_batch = None
+        self.running_batch.filter_batch()
+        while self.return_health_check_ipcs:
+            self.maybe_send_health_check_signal()
+
+    def live_requests(self) -> tuple[list[Req], list[Req]]:
+        """``(decoding, waiting)`` after :meth:`drain`; a half-prefilled request counts as waiting."""
+        chunked = [self.chunked_req] if self.chunked_req is not None else []
+        return list(self.running_batch.reqs), chunked + self.waiting_queue + self.grammar_manager.grammar_queue
+
+    def kv_row(self, req: Req) -> torch.Tensor:
+        """KV slots of ``req``'s tokens, int64 ``[tokens]``."""
+        return self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len].to(torch.int64)
+
+    def adopt(self, decoding: list[tuple[Req, torch.Tensor, int]], waiting: list[Req], num_slots: int) -> None:
+        """Take over the requests of a finished switch; pools are empty, KV already lies in place.
+
+        Args:
+            decoding: request, its KV slots (int64 ``[tokens]``), and how many of them it shares with
+                an earlier one.
+            waiting: requests that (re)start with a prefill.
+            num_slots: distinct KV slots in use, which are ``1 .. num_slots``.
+        """
+        self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+        self.chunked_req, self._chunked_req_scheduled_last_iter = None, False
+        self.grammar_manager.grammar_queue = []
+        self.waiting_queue = waiting
+        for req in waiting:
+            req.retracted_stain |= bool(req.output_ids)
+        if num_slots:
+            self.token_to_kv_pool_allocator.alloc(num_slots)
+        for req, row, shared in decoding:
+            self._adopt_kv(req, row, shared)
+        for key, pristine in self._grammars([req for req, _, _ in decoding] + waiting):
+            self.grammar_manager.grammar_backend.set_cache(key, pristine)
+        if decoding:
+            self.running_batch = self._decode_batch([req for req, _, _ in decoding])
+
+    def _grammars(self, reqs: list[Req]) -> list[tuple[tuple[str, str], Any]]:
+        found = {}
+        for req in reqs:
+            if (key := requests.grammar_key(req)) is not None and req.grammar is not None:
+                found.setdefault(key, req.pat_grammar)
+        return list(found.items())
+
+    def _adopt_kv(self, req: Req, row: torch.Tensor, shared: int) -> None:
+        tokens = len(row)
+        self.req_to_token_pool.alloc([req])
+        self.req_to_token_pool.write((req.req_pool_idx, slice(0, tokens)), row.to(torch.int32))
+        req.fill_ids = (req.origin_input_ids + req.output_ids)[:tokens]
+        req.kv_committed_len = req.kv_allocated_len = tokens
+        req.prefix_indices = row
+        req.last_node = getattr(self.tree_cache, "root_node", None)
+        req.cache_protected_len = shared
+        maybe_cache_unfinished_req(req, self.tree_cache)
+
+    def _decode_batch(self, reqs: list[Req]) -> ScheduleBatch:
+        """A batch about to decode, of requests whose KV is in place."""
+        batch = ScheduleBatch.init_new(
+            reqs,
+            self.req_to_token_pool,
+            self.token_to_kv_pool_allocator,
+            self.tree_cache,
+            self.model_config,
+            self.enable_overlap,
+            self.spec_algorithm,
+        )
+        lengths = [req.kv_committed_len for req in reqs]
+        device = batch.device
+        batch.req_pool_indices = torch.tensor([req.req_pool_idx for req in reqs], dtype=torch.int64, device=device)
+        batch.seq_lens = torch.tensor(lengths, dtype=torch.int64, device=device)
+        batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
+        batch.orig_seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        batch.seq_lens_sum = sum(lengths)
+        batch.output_ids = torch.tensor([req.output_ids[-1] for req in reqs], dtype=torch.int64, device=device)
+        batch.multimodal_inputs = [None] * len(reqs)
+        if batch.return_logprob:
+            batch.top_logprobs_nums = [req.top_logprobs_num for req in reqs]
+            batch.token_ids_logprobs = [req.token_ids_logprob for req in reqs]
+        batch.sampling_info = requests.sampling_info_with_history(batch, decode=True)
+        return batch
+
+    def get_new_batch_prefill(self) -> ScheduleBatch | None:
+        batch = super().get_new_batch_prefill()
+        if batch is not None and any(req.output_ids for req in batch.reqs):
+            batch.sampling_info = requests.sampling_info_with_history(batch, decode=False)
+        return batch
+
+    def recompute_all(self) -> None:
+        """Send every live request back to the queue as tokens and empty the pools (aborted exchange)."""
+        decoding, waiting = self.live_requests()
+        rows = decoding + ([self.chunked_req] if self.chunked_req is not None else [])
+        for req in rows:
+            req.req_pool_idx = None
+            req.reset_for_retract()
+        grammar_queue = self.grammar_manager.grammar_queue
+        self.clear_pools()
+        self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+        self.chunked_req, self._chunked_req_scheduled_last_iter = None, False
+        self.waiting_queue = decoding + [req for req in waiting if req not in grammar_queue]
+
+    def check_conservation(self) -> None:
+        """Raise ``RuntimeError`` naming all terms if KV slots or request slots do not add up."""
+        held = sum(req.kv_allocated_len - req.cache_protected_len for req in self.running_batch.reqs)
+        leak, message = self._check_full_pool(self.get_pool_stats(), uncached=held)
+        if leak:
+            raise RuntimeError(f"KV slots do not add up after the switch: {message}")
+        free, used, size = self.req_to_token_pool.available_size(), len(self.running_batch.reqs), self.req_to_token_pool.size
+        if free + used != size:
+            raise RuntimeError(f"request slots do not add up after the switch: {free=} + {used=} != {size=}")
+
+    # -- load reports --------------------------------------------------------------------------------
+
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        batch = super().get_next_batch_to_run()
+        self._steps_since_report += batch is not None
+        if self.is_leader:
+            self._report_load(batch)
+        return batch
+
+    def _report_load(self, batch: ScheduleBatch | None) -> None:
+        running = len(self.running_batch.reqs)
+        if batch is not None and batch is not self.running_batch:
+            running += len(batch.reqs) - (self.chunked_req is not None and self.chunked_req in batch.reqs)
+        waiting = len(self.waiting_queue) + len(self.grammar_manager.grammar_queue) + (self.chunked_req is not None)
+        load = (running, waiting)
+        if load == self._last_load and self._steps_since_report < REPORT_INTERVAL_STEPS:
+            return
+        self._last_load, self._steps_since_report = load, 0
+        self.send_load()
+
+    def send_load(self) -> None:
+        running, waiting = self._last_load or (0, 0)
+        allocator = self.token_to_kv_pool_allocator
+        self.channel.send(
+            LoadReport(
+                rank=self.rank,
+                tp=self.tp_size,
+                received=self._received,
+                running=running,
+                waiting=waiting,
+                tokens=int(self.running_batch.seq_lens_sum or 0) if self.running_batch.reqs else 0,
+                kv_used=allocator.size - allocator.available_size(),
+                kv_total=allocator.size,
+                retracted=self._retracted,
+                weight_updates=self.layouts.weight_version,
+            )
+        )
+
+    def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
+        result = super().run_batch(batch, *args, **kwargs)
+        if self._check_tokens and self.tp_size > 1 and getattr(result, "next_token_ids", None) is not None:
+            self._compare_tokens(batch, result.next_token_ids)
+        return result
+
+    def _compare_tokens(self, batch: ScheduleBatch, token_ids: torch.Tensor) -> None:
+        mine = token_ids.tolist()
+        digest = torch.tensor([zlib.crc32(repr(([r.rid for r in batch.reqs], mine)).encode())])
+        low, high = digest.clone(), digest.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=self.tp_cpu_group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=self.tp_cpu_group)
+        if low.item() != high.item():
+            raise RuntimeError(f"ranks of a TP group sampled different tokens; rank {self.rank} has {mine}")
+
+    # -- weights: every rank, addressed by its place in the engine -------------------------------------
+
+    @contextmanager
+    def _physical_rank(self):
+        """Let the host address this rank by its number in the engine (per-rank tensors, update groups)."""
+        owners = (self.tp_worker, self.layouts.runner)
+        saved = [owner.tp_rank for owner in owners]
+        for owner in owners:
+            owner.tp_rank = self.rank
+        try:
+            yield
+        finally:
+            for owner, tp_rank in zip(owners, saved):
+                owner.tp_rank = tp_rank
+
+    def _updated(self, output: Any) -> Any:
+        if output.success:
+            self.layouts.weight_version += 1
+        return output
+
+    def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
+        return self._updated(super().update_weights_from_disk(recv_req))
+
+    def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
+        with self._physical_rank():
+            return self._updated(super().update_weights_from_tensor(recv_req))
+
+    def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> Any:
+        return self._updated(super().update_weights_from_distributed(recv_req))
+
+    def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> Any:
+        with self._physical_rank():
+            return self._updated(super().update_weights_from_ipc(recv_req))
+
+    def init_weights_update_group(self, recv_req: InitWeightsUpdateGroupReqInput) -> Any:
+        with self._physical_rank():
+            return super().init_weights_update_group(recv_req)
+
+    def resume_memory_occupation(self, recv_req: ResumeMemoryOccupationReqInput) -> Any:
+        output = super().resume_memory_occupation(recv_req)
+        self.layouts.invalidate()
+        return output
+
+    def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
+        output = super().get_internal_state(recv_req)
+        # To the outside the engine has N ranks in every layout.
+        output.internal_state |= {"tp_size": self.adaptive.num_ranks, "dp_size": 1}
+        return output

@@ -1,0 +1,110 @@
+"""Parallel layouts of one node: which ranks form which tensor-parallel group.
+
+Groups are *strided*: with ``N`` ranks and degree ``t``, group ``g`` is
+``{g, g + N/t, g + 2N/t, ...}``, so rank ``r`` has TP rank ``r // (N/t)``.  For
+``t < t'`` the weight shard of a rank at ``t'`` then lies inside its shard at ``t``
+(``floor(r t'/N)/t'`` refines ``floor(r t/N)/t``), and raising the degree moves no
+weights.  PAT (section 4.3) uses contiguous groups, where shards do not nest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class ParallelLayout:
+    """``tp * dp`` ranks as ``dp`` replicas of tensor-parallel degree ``tp``."""
+
+    tp: int
+    dp: int
+
+    def __post_init__(self) -> None:
+        if self.tp < 1 or self.dp < 1:
+            raise ValueError(f"layout tp={self.tp}, dp={self.dp}: both must be at least 1")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.dp
+
+    @property
+    def leaders(self) -> range:
+        """Lowest rank of every TP group; also the group's number."""
+        return range(self.dp)
+
+    def tp_rank(self, rank: int) -> int:
+        return rank // self.dp
+
+    def group_of(self, rank: int) -> int:
+        return rank % self.dp
+
+    def group(self, index: int) -> list[int]:
+        """Ranks of TP group ``index``, in TP-rank order."""
+        return list(range(index, self.num_ranks, self.dp))
+
+    def groups(self) -> list[list[int]]:
+        return [self.group(index) for index in range(self.dp)]
+
+    def with_tp(self, tp: int) -> ParallelLayout:
+        """The layout of degree ``tp`` over the same ranks."""
+        if tp < 1 or self.num_ranks % tp:
+            raise ValueError(f"tp={tp} does not divide the {self.num_ranks} ranks")
+        return ParallelLayout(tp, self.num_ranks // tp)
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}×dp{self.dp}"
+
+
+def candidate_layouts(base: ParallelLayout, degrees: list[int] | None = None) -> list[ParallelLayout]:
+    """Layouts the engine may run in, sorted by degree; the base layout is first.
+
+    ``degrees`` defaults to every doubling of the base degree up to ``N``.
+
+    Raises:
+        ValueError: a degree is below the base degree, does not divide the ranks, or
+            does not continue the chain of divisors (each must divide the next, or
+            shards would not nest).
+    """
+    ranks = base.num_ranks
+    if degrees is None:
+        degrees = [base.tp]
+        while ranks % (degrees[-1] * 2) == 0:
+            degrees.append(degrees[-1] * 2)
+    chain = sorted({base.tp, *degrees})
+    for tp in chain:
+        if tp < base.tp:
+            raise ValueError(
+                f"candidate tp={tp} is below the base tp={base.tp}: the base layout is the lowest degree; "
+                f"start with --tp {tp} instead"
+            )
+        if ranks % tp:
+            raise ValueError(f"candidate tp={tp} does not divide the {ranks} ranks (tp × dp of the base layout)")
+    for low, high in zip(chain, chain[1:]):
+        if high % low:
+            raise ValueError(f"candidates {chain}: {low} does not divide {high}, so their shards do not nest")
+    return [base.with_tp(tp) for tp in chain]
+
+
+def exchange_groups(a: ParallelLayout, b: ParallelLayout) -> list[list[int]]:
+    """Groups of ranks among which a switch between ``a`` and ``b`` moves KV.
+
+    Only ranks that hold the same shard at the lower degree and end in the same group at
+    the higher one have anything to exchange: ``max(tp)/min(tp)`` ranks each.
+    """
+    low, high = sorted((a, b))
+    buckets: dict[tuple[int, int], list[int]] = {}
+    for rank in range(low.num_ranks):
+        buckets.setdefault((low.tp_rank(rank), high.group_of(rank)), []).append(rank)
+    return list(buckets.values())
+
+
+def device_of_rank(rank: int, num_ranks: int) -> int:
+    """GPU on which ``rank`` is placed: bit reversal, so that low-degree groups are neighbours.
+
+    With 8 ranks the tp=2 groups are GPUs (0,1)(2,3)(4,5)(6,7).  Counts that are not a
+    power of two keep the identity.
+    """
+    if num_ranks & (num_ranks - 1):
+        return rank
+    bits = num_ranks.bit_length() - 1
+    return int(format(rank, f"0{bits}b")[::-1], 2) if bits else 0

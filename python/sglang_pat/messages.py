@@ -1,0 +1,143 @@
+"""Messages between coordinator, ranks and server.
+
+Plain msgspec structs with an explicit encoding.  Requests that travel through the host's
+own input sockets (``Prepare``, ``Switch``) are carried by the host's transport, which
+broadcasts them inside each TP group; everything a rank sends to the coordinator is encoded
+here.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Get ready for degree ``tp`` while decoding goes on."""
+
+    epoch: int
+    tp: int
+
+
+class Switch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Enter the switch to degree ``tp`` at the next iteration boundary."""
+
+    epoch: int
+    tp: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Forget about a prepared switch: another rank could not prepare."""
+
+    epoch: int
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    rank: int
+    epoch: int
+    seconds: float
+    error: str = ""
+
+
+class RankSwitched(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One rank's account of a switch.
+
+    ``phases`` maps phase name to seconds; ``error`` is set if the switch was aborted.
+    Requests are counted once per TP group, by its leader.
+    """
+
+    rank: int
+    epoch: int
+    tp: int
+    phases: dict[str, float]
+    moved_bytes: int = 0
+    requests_in: int = 0
+    requests_out: int = 0
+    migrated: int = 0
+    recomputed: int = 0
+    tokens: int = 0
+    error: str = ""
+
+
+class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """State of one replica, from its leader.
+
+    Attributes:
+        received: generation requests taken from the input socket so far.
+        running, waiting: requests decoding, and queued (grammar and chunked prefill included).
+        tokens: KV tokens of the running requests.
+        kv_used, kv_total: KV tokens in use (cache included) and in the pool.
+        weight_updates: number of weight updates applied.
+    """
+
+    rank: int
+    tp: int
+    received: int
+    running: int
+    waiting: int
+    tokens: int
+    kv_used: int
+    kv_total: int
+    retracted: int
+    weight_updates: int
+
+
+class StatusQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    query_id: int
+
+
+class StatusReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    query_id: int
+    status: dict
+
+
+class Reconfigure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    query_id: int
+    tp: int
+
+
+class ReconfigureReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """``code``: 200 done, 400 impossible layout, 409 busy, 500 aborted."""
+
+    query_id: int
+    code: int
+    message: str = ""
+    record: dict | None = None
+
+
+class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished switch as shown in ``/pat/status``.
+
+    Times are seconds; ``started`` is unix time.  ``phases`` holds, for each phase, the
+    slowest rank.  ``pause_seconds`` runs from the first rank to stop decoding to the last one ready
+    to decode again.
+    """
+
+    epoch: int
+    from_tp: int
+    to_tp: int
+    reason: str
+    started: float
+    pause_seconds: float
+    phases: dict[str, float]
+    requests: int = 0
+    migrated: int = 0
+    recomputed: int = 0
+    tokens: int = 0
+    moved_bytes: int = 0
+    error: str = ""
+
+
+FromRank = Prepared | RankSwitched | LoadReport
+"""Everything a rank sends on its channel to the coordinator."""
+
+_encoder = msgspec.msgpack.Encoder()
+_from_rank = msgspec.msgpack.Decoder(FromRank)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_from_rank(data: bytes) -> FromRank:
+    """Raises ``msgspec.ValidationError`` on anything but a :data:`FromRank` message."""
+    return _from_rank.decode(data)

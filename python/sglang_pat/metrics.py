@@ -1,0 +1,46 @@
+"""Prometheus metrics of the adaptive engine, beside SGLang's own (``--enable-metrics``)."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.messages import SwitchRecord
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class SwitchMetrics:
+    """Fed by the coordinator with every finished or aborted switch.
+
+    Created after SGLang has set its multiprocess directory, so that ``/metrics`` shows them.
+    """
+
+    def __init__(self, config: AdaptiveConfig) -> None:
+        self._switches = Counter(
+            "sglang_pat_switches_total", "Switches between layouts.", ["from_tp", "to_tp", "reason", "outcome"]
+        )
+        self._pause = Histogram("sglang_pat_switch_pause_seconds", "Time no step ran for a switch.", buckets=_SECONDS)
+        self._phase = Histogram(
+            "sglang_pat_switch_phase_seconds", "Time of each phase, slowest rank.", ["phase"], buckets=_SECONDS
+        )
+        self._moved = Counter("sglang_pat_switch_moved_bytes_total", "KV bytes sent between ranks.")
+        self._tp = Gauge("sglang_pat_layout_tp", "Tensor-parallel degree in force.", multiprocess_mode="mostrecent")
+        self._dp = Gauge("sglang_pat_layout_dp", "Number of replicas in force.", multiprocess_mode="mostrecent")
+        self._config = config
+        self._set_layout(config.base.tp)
+
+    def _set_layout(self, tp: int) -> None:
+        self._tp.set(tp)
+        self._dp.set(self._config.num_ranks // tp)
+
+    def observe(self, record: SwitchRecord) -> None:
+        outcome = "aborted" if record.error else "done"
+        self._switches.labels(record.from_tp, record.to_tp, record.reason, outcome).inc()
+        if record.error:
+            return
+        self._pause.observe(record.pause_seconds)
+        for phase, seconds in record.phases.items():
+            self._phase.labels(phase).observe(seconds)
+        self._moved.inc(record.moved_bytes)
+        self._set_layout(record.to_tp)

@@ -1,0 +1,1 @@
+"""A switch between two layouts: its states, its plan and its execution."""

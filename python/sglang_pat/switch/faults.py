@@ -1,0 +1,36 @@
+"""Injected faults, for the tests of the abort path and of dying ranks.
+
+``SGLANG_PAT_FAULT="EXCHANGE:1:raise"`` makes rank 1 raise when it enters EXCHANGE;
+``"QUIESCE:0:kill"`` kills rank 0 there.  A fourth field gives the switch (epoch) it applies
+to; without it every switch is hit.  Unset, the check costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from sglang_pat.switch.state import SwitchState
+
+ENV = "SGLANG_PAT_FAULT"
+
+
+class InjectedFault(RuntimeError):
+    """Raised by a ``raise`` fault."""
+
+
+def check(state: SwitchState, rank: int, epoch: int) -> None:
+    """Fail here if the environment says so.
+
+    Raises:
+        InjectedFault: the fault is a ``raise`` and this is its place.
+    """
+    spec = os.environ.get(ENV)
+    if not spec:
+        return
+    where, who, action, *when = spec.split(":")
+    if where != state.name or int(who) != rank or (when and int(when[0]) != epoch):
+        return
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise InjectedFault(f"injected fault in {state.name} on rank {rank}")

@@ -1,0 +1,266 @@
+"""Where every live KV byte goes in a switch: pure arithmetic, the same result on every rank.
+
+A request's KV at degree ``t`` is spread over the ``t`` ranks of its group by KV heads.  After
+the switch each rank needs its head slice of all requests of its new group.  Because shards nest
+(:mod:`sglang_pat.layout`), only the ranks of one exchange group have anything for each other,
+and a slice travels once, straight to the rank that needs it: an all-to-all, where PAT
+(section 4.3, Fig. 7) all-gathers everything and slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_pat.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class LiveRequest:
+    """A request as the plan sees it, in the order of its group's list.
+
+    Attributes:
+        tokens: KV tokens it holds; 0 if it goes over as tokens only.
+        shared: leading tokens whose slots it shares with request ``parent`` of the same
+            source group and destination (radix-tree prefix); these travel with the parent.
+        parent: index in the source group's list, -1 if ``shared`` is 0.
+        dest: group of the new layout it goes to.
+    """
+
+    tokens: int
+    shared: int
+    parent: int
+    dest: int
+
+
+@dataclass(frozen=True)
+class HeadSlice:
+    """KV heads that ``src`` sends to ``dst``; offsets are local to each rank's shard."""
+
+    src: int
+    dst: int
+    src_head: int
+    dst_head: int
+    count: int
+
+
+def kv_head_range(kv_heads: int, layout: ParallelLayout, rank: int) -> tuple[int, int]:
+    """``(first head, number of heads)`` of ``rank``; with more ranks than heads, ranks share one."""
+    parts = min(layout.tp, kv_heads)
+    count = kv_heads // parts
+    return layout.tp_rank(rank) * parts // layout.tp * count, count
+
+
+def head_slices(
+    old: ParallelLayout, new: ParallelLayout, kv_heads: int, members: Sequence[int], dst: int
+) -> list[HeadSlice]:
+    """Slices that ``dst`` needs from the members of its exchange group, each head of each old group once.
+
+    Where several members hold the same head (more ranks than KV heads), ``dst`` takes its own
+    copy if it has one, else the holders are used in turn.
+    """
+    first, count = kv_head_range(kv_heads, new, dst)
+    result = []
+    for group in sorted({old.group_of(m) for m in members}):
+        holders = [m for m in members if old.group_of(m) == group]
+        chosen: dict[int, list[int]] = {}
+        for head in range(first, first + count):
+            having = [m for m in holders if _holds(kv_heads, old, m, head)]
+            source = dst if dst in having else having[members.index(dst) % len(having)]
+            chosen.setdefault(source, []).append(head)
+        for src, heads in sorted(chosen.items()):
+            assert heads == list(range(heads[0], heads[0] + len(heads))), "heads of a source are contiguous"
+            src_first, _ = kv_head_range(kv_heads, old, src)
+            result.append(HeadSlice(src, dst, heads[0] - src_first, heads[0] - first, len(heads)))
+    return result
+
+
+def _holds(kv_heads: int, layout: ParallelLayout, rank: int, head: int) -> bool:
+    first, count = kv_head_range(kv_heads, layout, rank)
+    return first <= head < first + count
+
+
+def balance(weights: Sequence[int], bins: Sequence[int]) -> list[int]:
+    """Assign each weight to a bin, heaviest first to the lightest bin; ties to the lower one."""
+    load = {b: 0 for b in bins}
+    result = [0] * len(weights)
+    for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        target = min(bins, key=lambda b: (load[b], b))
+        result[index] = target
+        # Every request costs a decode slot, so empty ones spread too.
+        load[target] += weights[index] + 1
+    return result
+
+
+def destinations(old: ParallelLayout, new: ParallelLayout, group: int, tokens: Sequence[int]) -> list[int]:
+    """New group of each request of old group ``group``: the one it merges into, or a balanced split."""
+    if new.tp >= old.tp:
+        return [group % new.dp] * len(tokens)
+    return balance(tokens, range(group, new.dp, old.dp))
+
+
+def shared_prefixes(rows: Sequence[np.ndarray], dests: Sequence[int], num_slots: int) -> list[tuple[int, int]]:
+    """``(shared, parent)`` of each request, from the KV slots it occupies.
+
+    Args:
+        rows: slot numbers of each request's tokens (empty for a request without KV).
+        dests: destination group of each request; sharing counts only inside one destination.
+        num_slots: number of slots of the pool.
+    """
+    owner = {dest: np.full(num_slots, -1, dtype=np.int64) for dest in set(dests)}
+    result = []
+    for index, (row, dest) in enumerate(zip(rows, dests)):
+        owners = owner[dest][row]
+        taken = owners >= 0
+        shared = int(taken.sum())
+        if not taken[:shared].all():
+            raise AssertionError("requests share KV slots that are not a common prefix")
+        result.append((shared, int(owners[shared - 1]) if shared else -1))
+        owner[dest][row[shared:]] = index
+    return result
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Slots of one new group: which requests bring KV along, and where it lies.
+
+    Attributes:
+        rows: for each source group, for each of its requests, the new slots of its tokens
+            (None for requests that come as tokens only or go elsewhere).
+        fresh: for each source group, the number of distinct slots it sends, in order.
+        total: slots used; they are ``1 .. total`` (slot 0 is the host's padding slot).
+    """
+
+    rows: dict[int, list[np.ndarray | None]]
+    fresh: dict[int, int]
+    total: int
+
+
+def plan_group(
+    dest: int, sources: dict[int, Sequence[LiveRequest]], max_requests: int, capacity: int
+) -> GroupPlan:
+    """Lay out the KV of all requests that go to new group ``dest``.
+
+    Requests that no longer fit (``max_requests`` decode slots, ``capacity`` KV tokens including
+    one more for each running request) come as tokens.  Everything after the first that does not
+    fit is left behind too, so that no request loses the parent it shares a prefix with.
+    """
+    rows: dict[int, list[np.ndarray | None]] = {}
+    fresh: dict[int, int] = {}
+    used, running, full = 0, 0, False
+    for group in sorted(sources):
+        mine: list[np.ndarray | None] = []
+        start = used
+        for request in sources[group]:
+            if request.dest != dest or not request.tokens or full:
+                mine.append(None)
+                continue
+            new = request.tokens - request.shared
+            if running + 1 > max_requests or used + new + running + 1 > capacity:
+                full = True
+                mine.append(None)
+                continue
+            own = np.arange(used + 1, used + new + 1, dtype=np.int64)
+            if request.shared:
+                parent = mine[request.parent]
+                assert parent is not None
+                own = np.concatenate([parent[: request.shared], own])
+            mine.append(own)
+            used += new
+            running += 1
+        rows[group], fresh[group] = mine, used - start
+    return GroupPlan(rows, fresh, used)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's side of the all-to-all, the same for every layer.
+
+    ``send_*`` and ``recv_*`` have one entry per member of the exchange group, in its order.
+
+    Attributes:
+        send_slots, recv_slots: slots of the old and of the new pool view, concatenated by peer (int64).
+        send_offsets, recv_offsets: int64 ``[members + 1]``, where each peer's slots begin.
+        send_heads, recv_heads: first local head of each peer's slice, int64 ``[members]``.
+        heads: number of KV heads in every slice.
+    """
+
+    send_slots: np.ndarray
+    send_offsets: np.ndarray
+    send_heads: np.ndarray
+    recv_slots: np.ndarray
+    recv_offsets: np.ndarray
+    recv_heads: np.ndarray
+    heads: int
+
+    def split(self, dim: int, offsets: np.ndarray) -> list[int]:
+        """Elements per peer of a staging buffer whose slots hold ``heads * dim`` elements."""
+        return [int(n) * self.heads * dim for n in np.diff(offsets)]
+
+    def elements_sent(self, dim: int, me: int) -> int:
+        """Elements that leave this rank (``me``: its index in the exchange group)."""
+        return sum(n for i, n in enumerate(self.split(dim, self.send_offsets)) if i != me)
+
+
+def build_exchange(
+    old: ParallelLayout,
+    new: ParallelLayout,
+    kv_heads: int,
+    members: Sequence[int],
+    rank: int,
+    plans: dict[int, GroupPlan],
+    old_rows: Sequence[np.ndarray],
+    requests: Sequence[LiveRequest],
+) -> Exchange:
+    """This rank's exchange.
+
+    Args:
+        members: ranks of its exchange group, sorted.
+        plans: the plan of every new group that a member belongs to.
+        old_rows: slots, in this rank's old pool view, of each request of its old group.
+        requests: the same requests, as the plan saw them.
+    """
+    group = old.group_of(rank)
+    slices = {(s.src, s.dst): s for dst in members for s in head_slices(old, new, kv_heads, members, dst)}
+    counts = {s.count for s in slices.values()}
+    assert len(counts) == 1, f"slices of one switch have one size, got {counts}"
+    send, send_heads, recv, recv_heads = [], [], [], []
+    empty = np.empty(0, dtype=np.int64)
+    for peer in members:
+        out = slices.get((rank, peer))
+        send.append(_outgoing(plans[new.group_of(peer)], group, old_rows, requests) if out else empty)
+        send_heads.append(out.src_head if out else 0)
+        into = slices.get((peer, rank))
+        recv.append(_incoming(plans[new.group_of(rank)], old.group_of(peer)) if into else empty)
+        recv_heads.append(into.dst_head if into else 0)
+    return Exchange(
+        send_slots=np.concatenate(send),
+        send_offsets=_offsets(send),
+        send_heads=np.array(send_heads, dtype=np.int64),
+        recv_slots=np.concatenate(recv),
+        recv_offsets=_offsets(recv),
+        recv_heads=np.array(recv_heads, dtype=np.int64),
+        heads=counts.pop(),
+    )
+
+
+def _outgoing(
+    plan: GroupPlan, group: int, old_rows: Sequence[np.ndarray], requests: Sequence[LiveRequest]
+) -> np.ndarray:
+    parts = [
+        old_row[request.shared :]
+        for old_row, new_row, request in zip(old_rows, plan.rows[group], requests)
+        if new_row is not None
+    ]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def _incoming(plan: GroupPlan, group: int) -> np.ndarray:
+    first = 1 + sum(count for source, count in plan.fresh.items() if source < group)
+    return np.arange(first, first + plan.fresh.get(group, 0), dtype=np.int64)
+
+
+def _offsets(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.cumsum([0] + [len(part) for part in parts]).astype(np.int64)
