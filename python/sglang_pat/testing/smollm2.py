@@ -45,11 +45,11 @@ def write_smollm2(folder: Path) -> None:
     config.save_pretrained(folder)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(
-        source,
-        gguf_file=gguf_file,
-        clean_up_tokenization_spaces=False,
-        model_max_length=config.max_position_embeddings,
+        source, gguf_file=gguf_file, model_max_length=config.max_position_embeddings
     )
+    # the GGUF loader's default would drop spaces before punctuation; what is saved are the arguments
+    tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.init_kwargs["clean_up_tokenization_spaces"] = False
     # the GGUF loader takes <|im_start|> for the end of a text as well; a turn ends with <|im_end|>
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"})
     tokenizer.save_pretrained(folder)
