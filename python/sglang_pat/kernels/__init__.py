@@ -1,0 +1,1 @@
+"""Copy kernels: one call for all live slots of a layer."""

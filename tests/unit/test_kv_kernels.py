@@ -1,0 +1,183 @@
+"""KV pack and unpack: C++ and Triton (interpreted) against the torch reference."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_pat.kernels import kv
+
+pytestmark = pytest.mark.unit
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn]
+
+
+def make_pool(num_slots: int, heads: int, dim: int, dtype: torch.dtype, seed: int, gap: int = 0) -> torch.Tensor:
+    """Random bits; with ``gap`` the slots lie apart, as in a pool that interleaves layers."""
+    size = num_slots * (heads * dim + gap)
+    g = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 100, (size * dtype.itemsize,), dtype=torch.uint8, generator=g)
+    flat = bits.view(dtype)
+    return flat.as_strided((num_slots, heads, dim), (heads * dim + gap, dim, 1))
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(-1).view(torch.uint8)
+
+
+@st.composite
+def cases(draw):
+    heads = draw(st.integers(1, 8))
+    head_count = draw(st.integers(1, heads))
+    sizes = draw(st.lists(st.integers(0, 20), min_size=0, max_size=5))
+    offsets = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return {
+        "heads": heads,
+        "head_count": head_count,
+        "offsets": offsets,
+        # Any begins: parts may overlap in heads, as peers do when KV heads are replicated.
+        "begins": [draw(st.integers(0, heads - head_count)) for _ in sizes],
+        "num_slots": max(1, offsets[-1]) + draw(st.integers(0, 30)),
+        "dims": (draw(st.integers(1, 33)), draw(st.integers(1, 33))),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "gap": draw(st.integers(0, 3)),
+        "seed": draw(st.integers(0, 1 << 30)),
+    }
+
+
+def tensors(case):
+    k, v = (make_pool(case["num_slots"], case["heads"], d, case["dtype"], case["seed"] + i, case["gap"])
+            for i, d in enumerate(case["dims"]))
+    g = torch.Generator().manual_seed(case["seed"])
+    slots = torch.randperm(case["num_slots"], generator=g)[: case["offsets"][-1]]
+    size = kv.staged_numel(slots.numel(), case["head_count"], *case["dims"])
+    return k, v, slots, torch.zeros(size, dtype=case["dtype"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_against_reference(case):
+    k, v, slots, out = tensors(case)
+    expected = torch.zeros_like(out)
+    where = (slots, case["offsets"], case["begins"], case["head_count"])
+    kv.kv_pack(k, v, *where, out)
+    kv.kv_pack_reference(k, v, *where, expected)
+    assert torch.equal(bits(out), bits(expected))
+
+    # Into pools of other content: only the addressed heads change, and packing again gives the same buffer.
+    pools = [make_pool(case["num_slots"], case["heads"], d, case["dtype"], case["seed"] + 7, case["gap"])
+             for d in case["dims"] * 2]
+    kv.kv_unpack(*pools[:2], *where, out)
+    kv.kv_unpack_reference(*pools[2:], *where, out)
+    for ours, theirs in zip(pools[:2], pools[2:], strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+    again = torch.zeros_like(out)
+    kv.kv_pack(*pools[:2], *where, again)
+    assert torch.equal(bits(again), bits(out))
+
+
+def test_raising_tp_moves_every_head_once():
+    """TP1 → TP4 with 8 heads: four parts with the same slots, each another head slice; together the whole pool."""
+    slots_per_part, heads, dim = 10, 8, 16
+    k = make_pool(32, heads, dim, torch.bfloat16, 1)
+    v = make_pool(32, heads, dim, torch.bfloat16, 2)
+    live = torch.randperm(32)[:slots_per_part]
+    out = torch.empty(kv.staged_numel(4 * slots_per_part, 2, dim, dim), dtype=torch.bfloat16)
+    kv.kv_pack(k, v, live.repeat(4), torch.arange(5) * slots_per_part, torch.arange(4) * 2, 2, out)
+    parts = out.view(4, 2, slots_per_part, 2, dim)  # part, K or V, slot, head of the part, dim
+    for p in range(4):
+        assert torch.equal(bits(parts[p, 0]), bits(k[live, 2 * p : 2 * p + 2]))
+        assert torch.equal(bits(parts[p, 1]), bits(v[live, 2 * p : 2 * p + 2]))
+
+
+def good():
+    k = make_pool(10, 4, 8, torch.float32, 1)
+    v = make_pool(10, 4, 6, torch.float32, 2)
+    return {"k": k, "v": v, "slots": torch.arange(5), "part_offsets": [0, 2, 5], "head_begin": [0, 2],
+            "head_count": 2, "out": torch.empty(5 * 2 * 14)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("k", torch.zeros(10, 32), "num_slots, heads, dim"),
+        ("k", torch.zeros(10, 8, 4).transpose(1, 2), "contiguous in its last two"),
+        ("v", torch.zeros(10, 3, 6), "agree"),
+        ("v", torch.zeros(10, 4, 6, dtype=torch.float64), "agree"),
+        ("slots", torch.arange(5, dtype=torch.int32), "int64"),
+        ("slots", torch.tensor([0, 1, 2, 3, 10]), "10 is outside|span 0 to 10"),
+        ("slots", torch.tensor([0, 1, -1, 3, 4]), "-1 is outside|span -1 to 4"),
+        ("part_offsets", [0, 5], "2 parts need 3"),
+        ("part_offsets", [0, 2, 4], "rise from 0 to 5"),
+        ("part_offsets", [0, 6, 5], "rise from 0 to 5"),
+        ("head_begin", [0, 3], "outside"),
+        ("head_begin", [-1, 2], "outside"),
+        ("head_count", 5, "outside"),
+        ("out", torch.empty(5 * 2 * 14 + 1), "140 elements"),
+        ("out", torch.empty(5 * 2 * 14, dtype=torch.float64), "float32"),
+        ("out", torch.empty(280)[::2], "contiguous"),
+    ],
+)
+@pytest.mark.parametrize("built", [True, False])
+def test_refuses(monkeypatch, name, value, says, built):
+    if not built:
+        monkeypatch.setattr(kv, "_extension", lambda: None)
+    with pytest.raises(ValueError, match=says):
+        kv.kv_pack(**{**good(), name: value})
+
+
+def test_fallback_without_the_extension(monkeypatch):
+    expected, got = good(), good()
+    kv.kv_pack(**expected)
+    monkeypatch.setattr(kv, "_extension", lambda: None)
+    kv.kv_pack(**got)
+    assert torch.equal(expected["out"], got["out"])
+
+
+TRITON_CASES = [
+    # heads, head_count, offsets, begins, dims, dtype, gap
+    (4, 1, [0, 3, 3, 20], [0, 1, 3], (64, 64), "bfloat16", 0),
+    (3, 2, [0, 17], [1], (5, 7), "uint8", 1),  # one byte wide
+    (8, 4, [0, 40, 41], [4, 0], (128, 96), "float32", 0),  # more words a row than one tile column block
+    (2, 2, [0, 9, 12], [0, 0], (3, 5), "float16", 2),  # replicated heads, two bytes wide
+    (1, 1, [0], [], (8, 8), "float32", 0),
+    (1, 1, [0, 6], [0], (1, 4), "float64", 0),
+]
+
+
+def check_triton() -> None:
+    """Body of the child process."""
+    from sglang_pat.kernels import kv_triton
+
+    for heads, head_count, offsets, begins, dims, dtype, gap in TRITON_CASES:
+        case = {"heads": heads, "head_count": head_count, "offsets": offsets, "begins": begins, "num_slots": 50,
+                "dims": dims, "dtype": getattr(torch, dtype), "gap": gap, "seed": 3}
+        k, v, slots, out = tensors(case)
+        expected = torch.zeros_like(out)
+        kv.kv_pack_reference(k, v, slots, offsets, begins, head_count, expected)
+        kv_triton.kv_pack(k, v, slots, offsets, begins, head_count, out)
+        assert torch.equal(bits(out), bits(expected)), case
+        pools = [make_pool(50, heads, d, case["dtype"], 11, gap) for d in dims * 2]
+        kv_triton.kv_unpack(*pools[:2], slots, offsets, begins, head_count, out)
+        kv.kv_unpack_reference(*pools[2:], slots, offsets, begins, head_count, out)
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(pools[:2], pools[2:], strict=True)), case
+    print(json.dumps({"cases": len(TRITON_CASES)}))
+
+
+def test_triton_interpreted():
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"cases": len(TRITON_CASES)}
+
+
+if __name__ == "__main__":
+    check_triton()
