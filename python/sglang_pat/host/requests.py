@@ -59,7 +59,7 @@ class Capsule:
 
     Attributes:
         request: the tokenized request as the TokenizerManager sent it.
-        state: values of :data:`CARRIED` that differ from a fresh ``Req``'s.
+        state: values of :data:`CARRIED`.
         times: numeric fields of the host's time stats (seconds of this machine's clock).
     """
 
@@ -73,7 +73,8 @@ def capture(req: Req) -> Capsule:
 
     ``req.pat_request`` was attached by the adaptive scheduler when the request came in.
     """
-    state = {name: getattr(req, name) for name in CARRIED}
+    # The host sets some attributes on first use only.
+    state = {name: getattr(req, name) for name in CARRIED if hasattr(req, name)}
     if req.origin_input_ids == req.pat_request.input_ids:
         del state["origin_input_ids"]
     times = {

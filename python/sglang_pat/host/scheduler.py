@@ -168,7 +168,8 @@ class AdaptiveScheduler(Scheduler):
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
         # Counted before handling: the host drops some (health checks) on the way.
-        self._received += sum(isinstance(req, WORK) for req in recv_reqs)
+        if self.is_leader:
+            self._received += sum(isinstance(req, WORK) for req in recv_reqs)
         super().process_input_requests(recv_reqs)
 
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
