@@ -28,11 +28,10 @@ $(PY):
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"Python {v[0]}.{v[1]} found, 3.11 or newer needed: give PYTHON=/path/to/python")'
 	$(PYTHON) -m venv $(VENV)
 
-# The order matters, see the comments in the files.
+# torch first and alone, the rest without dependencies: see the comments in the files.
 $(VENV)/.sglang_pat_requirements: $(SOURCES) | $(PY)
 	$(PIP) $(PIP_TORCH_ARGS) -r requirements/torch.txt
-	$(PIP) --no-deps -r requirements/host.txt
-	$(PIP) -r requirements/cpu.txt
+	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/host.txt
 	touch $@
 
 $(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)
