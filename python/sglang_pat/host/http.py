@@ -1,0 +1,108 @@
+"""SGLang's HTTP server in front of the adaptive engine, with ``/pat/status`` and ``/pat/reconfigure``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from sglang.srt.entrypoints import http_server
+from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+from sglang.srt.utils import kill_process_tree
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_pat.host.args import AdaptiveServerArgs, outer_view
+from sglang_pat.host.contract import HostMismatch, check_host
+from sglang_pat.host.engine import AdaptiveEngine
+from sglang_pat.host.rank import run_detokenizer
+from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
+
+
+def parse_args(argv: list[str]) -> AdaptiveServerArgs:
+    """Parse the command line as the host does, with the adaptive flags added.
+
+    Raises:
+        ValueError: for what the adaptive engine does not support.
+    """
+    parser = argparse.ArgumentParser(prog="python -m sglang_pat.launch_server")
+    AdaptiveServerArgs.add_cli_args(parser)
+    if "--config" in argv:
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    raw = parser.parse_args(argv)
+    logging.basicConfig(level=raw.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    return AdaptiveServerArgs.from_cli_args(raw)
+
+
+def launch(argv: list[str]) -> None:
+    """Serve until killed.  Exits with one line if the arguments or the host do not fit."""
+    try:
+        check_host()
+        server_args = parse_args(argv)
+    except (ValueError, HostMismatch) as error:
+        sys.exit(f"error: {error}")
+    add_routes(http_server.app)
+    # The host's launcher takes `Engine` from its module; ours starts the ranks differently.
+    http_server.Engine = AdaptiveEngine
+    try:
+        http_server.launch_server(
+            outer_view(server_args),
+            init_tokenizer_manager_func=init_adaptive_tokenizer_manager,
+            run_detokenizer_process_func=run_detokenizer,
+        )
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def add_routes(app) -> None:
+    """Add ``/pat/*`` to the host's FastAPI application, under its API-key rules."""
+    app.add_api_route("/pat/status", status, methods=["GET"])
+    app.add_api_route("/pat/reconfigure", reconfigure, methods=["POST"])
+
+
+def _manager():
+    return http_server.get_global_state().tokenizer_manager
+
+
+async def status() -> dict:
+    """Layout, candidates, load of each group, switches so far with phase times, weight version."""
+    return await _manager().pat_status()
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def reconfigure(request: Request) -> JSONResponse:
+    """``{"tp": 2}``: switch to degree 2 now; 200 with the switch record when it is over.
+
+    400: not a body like that, or not a candidate; 409: a switch is under way; 500: aborted, the old
+    layout goes on.
+    """
+    try:
+        tp = _degree(await request.body())
+    except ValueError as error:
+        return _error(400, str(error))
+    try:
+        return JSONResponse(await _manager().pat_reconfigure(tp))
+    except ReconfigureError as error:
+        return _error(error.code, str(error))
+
+
+def _degree(body: bytes) -> int:
+    example = 'send {"tp": 2}'
+    try:
+        data = json.loads(body)
+    except ValueError:
+        raise ValueError(f"the body is not JSON: {example}") from None
+    if not isinstance(data, dict) or "tp" not in data:
+        raise ValueError(f"'tp' is missing: {example}")
+    if unknown := sorted(set(data) - {"tp"}):
+        raise ValueError(f"unknown field {unknown[0]!r}: {example}")
+    if not isinstance(data["tp"], int) or isinstance(data["tp"], bool) or data["tp"] < 1:
+        raise ValueError(f"'tp' is {data['tp']!r}, must be a positive integer: {example}")
+    return data["tp"]
+
+
+def _error(code: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "code": code}}, status_code=code)

@@ -1,0 +1,201 @@
+"""A server in a process of its own, for tests, benches and the demo.
+
+    with Server(model, "--tp", "1", "--dp", "2", "--adaptive-tp", dtype="float32") as server:
+        outputs = server.generate([{"input_ids": [1, 2, 3], "sampling_params": {...}}])
+        server.reconfigure(tp=2)
+
+The same command line as a user's (``python -m sglang_pat.launch_server``): adaptive with
+``--adaptive-tp``, stock SGLang without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import requests
+from sglang_pat.testing.ports import free_port
+
+START_SECONDS = 240
+"""Longest a server may take to start."""
+
+STOCK_CPU_FLAGS = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch "
+    "--disable-overlap-schedule --disable-cuda-graph --sleep-on-idle"
+).split()
+"""What stock SGLang needs on a CPU; the adaptive engine chooses these by itself."""
+
+
+class ServerDied(RuntimeError):
+    """The server ended; the message has the end of its log."""
+
+
+class Server:
+    """One running server.  Started by the constructor; use as a context manager or call :meth:`stop`.
+
+    Attributes:
+        url: base URL.
+        process: the server's main process (the engine's parent).
+        log: path of its log.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike,
+        *flags: str,
+        dtype: str = "float32",
+        max_total_tokens: int = 16384,
+        env: dict[str, str] | None = None,
+        wait: bool = True,
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = Path(tempfile.mkstemp(prefix="sglang_pat_server_", suffix=".log")[1])
+        stock = [] if "--adaptive-tp" in flags else STOCK_CPU_FLAGS
+        command = [
+            sys.executable, "-m", "sglang_pat.launch_server", "--model-path", str(model), "--port", str(self.port),
+            "--dtype", dtype, "--max-total-tokens", str(max_total_tokens), "--random-seed", "1",
+            "--skip-server-warmup", *stock, *flags,
+        ]  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment | (env or {}), start_new_session=True
+            )
+        self.started_seconds = 0.0
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Block until requests are served.
+
+        Raises:
+            ServerDied: it ended, or took longer than :data:`START_SECONDS`.
+        """
+        begin = time.monotonic()
+        while time.monotonic() - begin < START_SECONDS:
+            if self.process.poll() is not None:
+                raise ServerDied(self._obituary(f"exit code {self.process.returncode}"))
+            try:
+                if requests.get(self.url + "/health", timeout=5).status_code == 200:
+                    self.started_seconds = time.monotonic() - begin
+                    return
+            except requests.RequestException:
+                pass
+            time.sleep(0.2)
+        self.stop()
+        raise ServerDied(self._obituary(f"not ready after {START_SECONDS} s"))
+
+    def _obituary(self, why: str) -> str:
+        return f"server died ({why}); end of {self.log}:\n" + self.log_text()[-3000:]
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def post(self, path: str, body: Any = None, timeout: float = 300, **kwargs: Any) -> requests.Response:
+        return requests.post(self.url + path, json=body, timeout=timeout, **kwargs)
+
+    def get(self, path: str, timeout: float = 60, **kwargs: Any) -> requests.Response:
+        return requests.get(self.url + path, timeout=timeout, **kwargs)
+
+    def status(self) -> dict[str, Any]:
+        return self.get("/pat/status").json()
+
+    def reconfigure(self, tp: int) -> dict[str, Any]:
+        """Switch; raises ``requests.HTTPError`` with the server's message if it refuses."""
+        response = self.post("/pat/reconfigure", {"tp": tp})
+        if response.status_code != 200:
+            raise requests.HTTPError(response.text, response=response)
+        return response.json()
+
+    def generate(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Send each body to ``/generate`` at once; the answers in the same order."""
+        return asyncio.run(self.generate_async(bodies))
+
+    async def generate_async(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        async with self.session() as session:
+            return list(await asyncio.gather(*(self.one(session, body) for body in bodies)))
+
+    def session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=1800)
+        )
+
+    async def one(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> dict[str, Any]:
+        async with session.post(self.url + "/generate", json=body) as response:
+            data = await response.json()
+            if response.status != 200:
+                raise RuntimeError(f"/generate answered {response.status}: {data}")
+            return data
+
+    async def reconfigure_async(self, session: aiohttp.ClientSession, tp: int) -> tuple[int, dict[str, Any]]:
+        """``(HTTP status, body)`` of ``/pat/reconfigure``."""
+        async with session.post(self.url + "/pat/reconfigure", json={"tp": tp}) as response:
+            return response.status, await response.json()
+
+    async def until_decoding(self, session: aiohttp.ClientSession, requests: int, seconds: float = 60) -> None:
+        """Wait until at least ``requests`` requests are decoding.
+
+        Raises:
+            TimeoutError: that many never were.
+        """
+        begin = time.monotonic()
+        while time.monotonic() - begin < seconds:
+            async with session.get(self.url + "/pat/status") as response:
+                groups = (await response.json())["groups"]
+            if sum(group["running"] for group in groups) >= requests:
+                return
+            await asyncio.sleep(0.01)
+        raise TimeoutError(f"never had {requests} requests decoding")
+
+    async def stream(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Chunks of a streamed ``/generate``, as they come."""
+        async with session.post(self.url + "/generate", json=body | {"stream": True}) as response:
+            async for line in response.content:
+                text = line.decode().strip()
+                if text.startswith("data: ") and text != "data: [DONE]":
+                    yield json.loads(text.removeprefix("data: "))
+
+    # -- processes --------------------------------------------------------------------------------
+
+    def children(self) -> list[psutil.Process]:
+        """All processes of the engine below the main one."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def rank_process(self, rank: int) -> psutil.Process:
+        return next(p for p in self.children() if p.cmdline() and p.cmdline()[0].startswith(f"sglang_pat::rank{rank}"))
+
+    def stop(self) -> None:
+        """End the server and everything it started; no-op if it has ended."""
+        processes = [*self.children()]
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        for process in processes:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        psutil.wait_procs(processes, timeout=10)
+        self.process.wait()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
