@@ -8,7 +8,7 @@ import asyncio
 def test_switch_up_and_down(servers, llama):
     server = servers.adaptive(llama)
     bodies = [
-        {"input_ids": [5 + i, 7, 9], "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}}
+        {"input_ids": [5 + i, 7, 9], "sampling_params": {"temperature": 0, "max_new_tokens": 1000, "ignore_eos": True}}
         for i in range(4)
     ]
     expected = [answer["output_ids"] for answer in server.generate(bodies)]

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.unit
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn]
 
 
-def make_pool(num_slots: int, heads: int, dim: int, dtype: torch.dtype, seed: int, gap: int = 0) -> torch.Tensor:
+def make_pool(
+    num_slots: int, heads: int, dim: int, dtype: torch.dtype, seed: int, gap: int = 0
+) -> torch.Tensor:
     """Random bits; with ``gap`` the slots lie apart, as in a pool that interleaves layers."""
     size = num_slots * (heads * dim + gap)
     g = torch.Generator().manual_seed(seed)
@@ -53,8 +55,10 @@ def cases(draw):
 
 
 def tensors(case):
-    k, v = (make_pool(case["num_slots"], case["heads"], d, case["dtype"], case["seed"] + i, case["gap"])
-            for i, d in enumerate(case["dims"]))
+    k, v = (
+        make_pool(case["num_slots"], case["heads"], d, case["dtype"], case["seed"] + i, case["gap"])
+        for i, d in enumerate(case["dims"])
+    )
     g = torch.Generator().manual_seed(case["seed"])
     slots = torch.randperm(case["num_slots"], generator=g)[: case["offsets"][-1]]
     size = kv.staged_numel(slots.numel(), case["head_count"], *case["dims"])
@@ -72,8 +76,10 @@ def test_against_reference(case):
     assert torch.equal(bits(out), bits(expected))
 
     # Into pools of other content: only the addressed heads change, and packing again gives the same buffer.
-    pools = [make_pool(case["num_slots"], case["heads"], d, case["dtype"], case["seed"] + 7, case["gap"])
-             for d in case["dims"] * 2]
+    pools = [
+        make_pool(case["num_slots"], case["heads"], d, case["dtype"], case["seed"] + 7, case["gap"])
+        for d in case["dims"] * 2
+    ]
     kv.kv_unpack(*pools[:2], *where, out)
     kv.kv_unpack_reference(*pools[2:], *where, out)
     for ours, theirs in zip(pools[:2], pools[2:], strict=True):
@@ -100,8 +106,15 @@ def test_raising_tp_moves_every_head_once():
 def good():
     k = make_pool(10, 4, 8, torch.float32, 1)
     v = make_pool(10, 4, 6, torch.float32, 2)
-    return {"k": k, "v": v, "slots": torch.arange(5), "part_offsets": [0, 2, 5], "head_begin": [0, 2],
-            "head_count": 2, "out": torch.empty(5 * 2 * 14)}
+    return {
+        "k": k,
+        "v": v,
+        "slots": torch.arange(5),
+        "part_offsets": [0, 2, 5],
+        "head_begin": [0, 2],
+        "head_count": 2,
+        "out": torch.empty(5 * 2 * 14),
+    }
 
 
 @pytest.mark.parametrize(
@@ -157,8 +170,17 @@ def check_triton() -> None:
     from sglang_pat.kernels import kv_triton
 
     for heads, head_count, offsets, begins, dims, dtype, gap in TRITON_CASES:
-        case = {"heads": heads, "head_count": head_count, "offsets": offsets, "begins": begins, "num_slots": 50,
-                "dims": dims, "dtype": getattr(torch, dtype), "gap": gap, "seed": 3}
+        case = {
+            "heads": heads,
+            "head_count": head_count,
+            "offsets": offsets,
+            "begins": begins,
+            "num_slots": 50,
+            "dims": dims,
+            "dtype": getattr(torch, dtype),
+            "gap": gap,
+            "seed": 3,
+        }
         k, v, slots, out = tensors(case)
         expected = torch.zeros_like(out)
         kv.kv_pack_reference(k, v, slots, offsets, begins, head_count, expected)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import time
@@ -39,7 +40,11 @@ def _child(target, rank, n, port, world_backend, pipe, args):
     torch.set_num_threads(1)
     shm.register()
     dist.init_process_group(
-        world_backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=n, timeout=timedelta(seconds=60)
+        world_backend,
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=n,
+        timeout=timedelta(seconds=60),
     )
     try:
         pipe.send(target(rank, n, *args))
@@ -120,8 +125,14 @@ def expected_reduction(inputs: list[torch.Tensor], op) -> torch.Tensor:
     if op == Op.AVG and not dtype.is_floating_point:
         inputs = [x.long() for x in inputs]
     combine = {
-        Op.SUM: torch.add, Op.AVG: torch.add, Op.PRODUCT: torch.mul, Op.MIN: torch.minimum, Op.MAX: torch.maximum,
-        Op.BAND: torch.bitwise_and, Op.BOR: torch.bitwise_or, Op.BXOR: torch.bitwise_xor,
+        Op.SUM: torch.add,
+        Op.AVG: torch.add,
+        Op.PRODUCT: torch.mul,
+        Op.MIN: torch.minimum,
+        Op.MAX: torch.maximum,
+        Op.BAND: torch.bitwise_and,
+        Op.BOR: torch.bitwise_or,
+        Op.BXOR: torch.bitwise_xor,
     }[op]
     total = functools.reduce(combine, inputs)
     if op == Op.AVG:
@@ -132,18 +143,24 @@ def expected_reduction(inputs: list[torch.Tensor], op) -> torch.Tensor:
 
 def same(got: torch.Tensor, want: torch.Tensor, what="") -> None:
     assert got.dtype == want.dtype and got.shape == want.shape, (what, got.shape, want.shape)
-    assert torch.equal(got.contiguous().view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8)), what
+    assert torch.equal(
+        got.contiguous().view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8)
+    ), what
 
 
 # ---- checks, run on every rank ------------------------------------------------------------------------------------
 
 
 def check_reductions(rank, n, group):
-    ops_of = {torch.float32: [Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX],
-              torch.int32: [Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR],
-              torch.bool: [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR]}
+    ops_of = {
+        torch.float32: [Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX],
+        torch.int32: [Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR],
+        torch.bool: [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR],
+    }
     for dtype in FLOATS + INTS + [torch.bool]:
-        kind = torch.float32 if dtype.is_floating_point else torch.bool if dtype == torch.bool else torch.int32
+        kind = (
+            torch.float32 if dtype.is_floating_point else torch.bool if dtype == torch.bool else torch.int32
+        )
         for op in ops_of[kind]:
             for numel in (0, 1, 7, 4096 // dtype.itemsize, 30_001):
                 inputs = [values(r, numel, dtype) for r in range(n)]
@@ -173,7 +190,9 @@ def check_large_reductions(rank, n, group):
 def check_special_floats(rank, n, group):
     nan, inf = float("nan"), float("inf")
     for dtype in FLOATS:
-        x = torch.tensor([nan if rank == 0 else 1.0, nan if rank == n - 1 else 1.0, inf, 65504.0], dtype=dtype)
+        x = torch.tensor(
+            [nan if rank == 0 else 1.0, nan if rank == n - 1 else 1.0, inf, 65504.0], dtype=dtype
+        )
         for op in (Op.MIN, Op.MAX, Op.SUM):
             y = x.clone()
             dist.all_reduce(y, op, group=group)
@@ -237,8 +256,73 @@ def check_many_broadcasts_race(rank, n, group):
             assert y.item() == n * i + n * (n - 1) // 2
 
 
+def check_random_sequence(rank, n, group, length=300, seed=0):
+    """Operations in random order and sizes, with ranks that dawdle: steps of different kinds must not run into each
+    other, whoever writes in them and however far ahead one rank is."""
+    same_for_all, own = random.Random(seed), random.Random(seed * 100 + rank)
+    for i in range(length):
+        name = same_for_all.choice(
+            [
+                "all_reduce",
+                "reduce",
+                "broadcast",
+                "gather",
+                "scatter",
+                "all_gather",
+                "reduce_scatter",
+                "all_to_all",
+                "barrier",
+            ]
+        )
+        numel = same_for_all.choice([0, 1, 63, 2000, 2000, 40_000, 300_000])
+        root = same_for_all.randrange(n)
+        if own.random() < 0.05:
+            time.sleep(own.choice([0, 1e-5, 1e-3, 4e-3]))
+        table = torch.arange(n).view(n, 1, 1) * 100 + torch.arange(n).view(1, n, 1) * 10 + i  # [from, to, 1]
+        table = table.expand(n, n, numel).int()
+        mine, own_column = table[rank].contiguous(), table[:, rank]
+        if name == "barrier":
+            dist.barrier(group=group)
+        elif name in ("all_reduce", "reduce"):
+            x = mine.clone()
+            if name == "reduce":
+                dist.reduce(x, group_dst=root, group=group)
+            else:
+                dist.all_reduce(x, group=group)
+            same(x, table.sum(0).int() if name == "all_reduce" or rank == root else mine, (i, name))
+        elif name == "broadcast":
+            x = mine.clone()
+            dist.broadcast(x, group_src=root, group=group)
+            same(x, table[root], (i, name))
+        elif name == "reduce_scatter":
+            x = torch.empty(numel, dtype=torch.int32)
+            dist.reduce_scatter_tensor(x, mine.view(-1), group=group)
+            same(x, own_column.sum(0).int(), (i, name))
+        elif name == "all_to_all":
+            x = torch.empty_like(mine)
+            dist.all_to_all_single(x, mine, group=group)
+            same(x, own_column, (i, name))
+        elif name == "all_gather":
+            x = torch.empty(n * n, numel, dtype=torch.int32)
+            dist.all_gather_into_tensor(x, mine, group=group)
+            same(x.view(n, n, numel), table, (i, name))
+        elif name == "gather":
+            parts = [torch.empty_like(mine) for _ in range(n)] if rank == root else None
+            dist.gather(mine, parts, group_dst=root, group=group)
+            if rank == root:
+                same(torch.stack(parts), table, (i, name))
+        else:
+            x = torch.empty(numel, dtype=torch.int32)
+            dist.scatter(x, list(mine) if rank == root else None, group_src=root, group=group)
+            same(x, table[root, rank], (i, name))
+
+
 def check_all_to_all(rank, n, group):
-    for scale in (0, 1, 40_000):  # the last: streams longer than the staging buffer, from few to one destination
+    for scale in (
+        0,
+        1,
+        40_000,
+    ):  # the last: streams longer than the staging buffer, from few to one destination
         splits = [[(i * 5 + j * 3) % 4 * scale for j in range(n)] for i in range(n)]
         splits[0][n - 1] *= 9
         full = [values(r, sum(splits[r]) * 3, torch.float32).view(-1, 3) for r in range(n)]
@@ -283,7 +367,9 @@ def check_objects(rank, n, group):
     thing = {"rank": rank, "text": "x" * (1000 * rank)}
     all_of_them: list = [None] * n
     dist.all_gather_object(all_of_them, thing, group=group)
-    assert [o["rank"] for o in all_of_them] == list(range(n)) and len(all_of_them[-1]["text"]) == 1000 * (n - 1)
+    assert [o["rank"] for o in all_of_them] == list(range(n)) and len(all_of_them[-1]["text"]) == 1000 * (
+        n - 1
+    )
     box = [thing if rank == 1 else None, rank]
     dist.broadcast_object_list(box, group_src=1, group=group)
     assert box[0]["rank"] == 1 and box[1] == 1
@@ -304,10 +390,12 @@ def check_send_recv(rank, n, group):
         work.wait()
         same(got, values(left, numel, torch.float32))
     got = torch.empty(BIG // 4)  # all ranks receive first
-    todo = dist.batch_isend_irecv([
-        dist.P2POp(dist.irecv, got, group=group, group_peer=left),
-        dist.P2POp(dist.isend, values(rank, BIG // 4, torch.float32), group=group, group_peer=right),
-    ])
+    todo = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.irecv, got, group=group, group_peer=left),
+            dist.P2POp(dist.isend, values(rank, BIG // 4, torch.float32), group=group, group_peer=right),
+        ]
+    )
     for work in todo:
         work.wait()
     same(got, values(left, BIG // 4, torch.float32))
@@ -331,7 +419,10 @@ def check_refusals(rank, n, group):
     for call, says in (
         (lambda: dist.all_reduce(torch.ones(2), Op.BAND, group=group), "integer or bool"),
         (lambda: dist.all_gather_into_tensor(torch.ones(3 * n), torch.ones(2), group=group), f"{n} times"),
-        (lambda: dist.all_to_all_single(torch.ones(n), torch.ones(n), [1] * n, [2] * n, group=group), "sum to"),
+        (
+            lambda: dist.all_to_all_single(torch.ones(n), torch.ones(n), [1] * n, [2] * n, group=group),
+            "sum to",
+        ),
         (lambda: dist.send(torch.ones(1), group_dst=rank, group=group), "another rank|itself|same"),
     ):
         with pytest.raises((ValueError, RuntimeError, NotImplementedError), match=says):
@@ -483,7 +574,9 @@ def reports():
 @pytest.mark.parametrize("name", list(CHECKS))
 def test_backend(reports, n, name):
     for rank, report in enumerate(reports(n)):
-        assert report.get(name, "not run, see an earlier failure") == "ok", f"rank {rank}: {report.get(name, report)}"
+        assert report.get(name, "not run, see an earlier failure") == "ok", (
+            f"rank {rank}: {report.get(name, report)}"
+        )
 
 
 def killed_peer(rank, n):

@@ -72,6 +72,16 @@ def _reshape(layer: torch.Tensor, ratio: int) -> torch.Tensor:
     return layer.view(slots * ratio, heads // ratio, dim)
 
 
+def _compile_embedding(model: torch.nn.Module, device: str) -> None:
+    """Have the host's ``torch.compile`` of the sharded embedding happen now, not in the first step after a switch.
+
+    It compiles once for one token and once for several (3 s on a CPU).  All ranks of a group together.
+    """
+    with torch.no_grad():
+        for tokens in (1, 4):
+            model.get_input_embeddings()(torch.zeros(tokens, dtype=torch.int64, device=device))
+
+
 class Layouts:
     """All layouts of a rank; :attr:`current` is the one the runner is pointed at."""
 
@@ -137,6 +147,7 @@ class Layouts:
         runner.model, runner.sampler = model, create_sampler()
         runner.token_to_kv_pool, runner.token_to_kv_pool_allocator = pool, allocator
         runner.init_attention_backend()
+        _compile_embedding(model, runner.device)
         with self._tail_graph_sizes():
             runner.init_device_graphs()
         return LayoutRuntime(

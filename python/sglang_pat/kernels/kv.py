@@ -137,7 +137,12 @@ def _check(k, v, slots, part_offsets, head_begin, head_count, flat, flat_name):
             "k and v must agree in num_slots, heads, dtype and device, got "
             f"{list(k.shape)} {k.dtype} {k.device} and {list(v.shape)} {v.dtype} {v.device}"
         )
-    if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != k.device or not slots.is_contiguous():
+    if (
+        slots.dim() != 1
+        or slots.dtype != torch.int64
+        or slots.device != k.device
+        or not slots.is_contiguous()
+    ):
         raise ValueError(
             f"slots must be a contiguous 1-D int64 tensor on {k.device}, got {list(slots.shape)} {slots.dtype} "
             f"on {slots.device}"
@@ -152,7 +157,12 @@ def _check(k, v, slots, part_offsets, head_begin, head_count, flat, flat_name):
             f"the pool has heads [0, {heads}); head_count {head_count} with head_begin {list(begins)} is outside"
         )
     wanted = staged_numel(n, head_count, k.shape[2], v.shape[2])
-    if flat.shape != (wanted,) or flat.dtype != k.dtype or flat.device != k.device or not flat.is_contiguous():
+    if (
+        flat.shape != (wanted,)
+        or flat.dtype != k.dtype
+        or flat.device != k.device
+        or not flat.is_contiguous()
+    ):
         raise ValueError(
             f"{flat_name} must be a contiguous 1-D {k.dtype} tensor of {wanted} elements on {k.device}, got "
             f"{list(flat.shape)} {flat.dtype} on {flat.device}"

@@ -88,11 +88,39 @@ def _move_kv(
 ):
     if tl.program_id(1) == 0:
         _move(
-            k, staged, slots, offsets, begins, n, parts, k_stride, k_head, k_row, v_row, False, PACK, ROWS, COLUMNS
+            k,
+            staged,
+            slots,
+            offsets,
+            begins,
+            n,
+            parts,
+            k_stride,
+            k_head,
+            k_row,
+            v_row,
+            False,
+            PACK,
+            ROWS,
+            COLUMNS,
         )
     else:
         _move(
-            v, staged, slots, offsets, begins, n, parts, v_stride, v_head, v_row, k_row, True, PACK, ROWS, COLUMNS
+            v,
+            staged,
+            slots,
+            offsets,
+            begins,
+            n,
+            parts,
+            v_stride,
+            v_head,
+            v_row,
+            k_row,
+            True,
+            PACK,
+            ROWS,
+            COLUMNS,
         )
 
 
@@ -141,7 +169,9 @@ def _launch(pack: bool, k, v, slots, part_offsets, head_begin, head_count: int, 
 
 def _as_words(t: torch.Tensor, width: int) -> torch.Tensor:
     """The same memory seen as integers of ``width`` bytes; only its address matters to the kernel."""
-    if t.dim() == 3:  # rows that may lie apart; a stride-0 or one-head dimension must not get in the way of the view
+    if (
+        t.dim() == 3
+    ):  # rows that may lie apart; a stride-0 or one-head dimension must not get in the way of the view
         t = t.as_strided((t.shape[0], t.shape[1] * t.shape[2]), (t.stride(0), 1))
     return t.view(WORDS[width])
 
