@@ -10,7 +10,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.host import cpu_shim, processes
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -19,6 +19,7 @@ def main(argv: list[str] | None = None) -> None:
         cpu_shim.install()
         cpu_shim.install_for_children()
     if "--adaptive-tp" in argv:
+        processes.warm()
         from sglang_pat.host.http import launch
 
         launch(argv)

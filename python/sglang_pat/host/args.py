@@ -110,6 +110,8 @@ def refuse_unsupported(args: ServerArgs) -> None:
         (args.quantization not in (None, "unquant"), f"--quantization {args.quantization}", "weights must be unquantized"),
         (args.kv_cache_dtype != "auto", f"--kv-cache-dtype {args.kv_cache_dtype}", "must be auto"),
         (args.tokenizer_worker_num > 1, f"--tokenizer-worker-num {args.tokenizer_worker_num}", "must be 1"),
+        (args.detokenizer_worker_num > 1, f"--detokenizer-worker-num {args.detokenizer_worker_num}", "must be 1"),
+        (args.enable_http2, "--enable-http2", "leave it out"),
         (args.enable_torch_compile and args.device == "cpu", "--enable-torch-compile on a CPU", "leave it out"),
         (args.use_ray, "--use-ray", "leave it out"),
     ]

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
 import pickle
-import signal
 import time
 from typing import Any
 
-import psutil
 import setproctitle
 import zmq
 
@@ -34,6 +31,7 @@ from sglang_pat.coordinator.core import Coordinator  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.host.channels import HOST  # noqa: E402
 from sglang_pat.host.controls import classify  # noqa: E402
+from sglang_pat.host.processes import end_engine  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -116,6 +114,7 @@ def run_coordinator(
     config: AdaptiveConfig,
     leader_addresses: list[str],
     channel_address: str,
+    parent_pid: int,
     pipe_writer,
 ) -> None:
     """The coordinator's process.  An exception ends the engine, as a rank's does."""
@@ -123,7 +122,6 @@ def run_coordinator(
     setproctitle.setproctitle("sglang_pat::coordinator")
     faulthandler.enable()
     configure_logger(server_args, prefix=" coordinator")
-    parent = psutil.Process().parent()
     try:
         metrics = SwitchMetrics(config) if server_args.enable_metrics else None
         sockets = Sockets(port_args, leader_addresses, channel_address, metrics)
@@ -131,6 +129,4 @@ def run_coordinator(
         serve(Coordinator(config, sockets), sockets)
     except Exception:
         logger.exception("coordinator failed")
-        if parent is not None:
-            parent.send_signal(signal.SIGQUIT)
-        os._exit(1)
+        end_engine(parent_pid)

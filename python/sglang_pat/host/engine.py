@@ -7,18 +7,17 @@ one coordinator and N ranks of one world, instead of one world per replica.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing as mp
 import tempfile
 from collections.abc import Callable
 from copy import copy
-from functools import partial
 from typing import Any
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.host import cpu_shim, processes
 
 if cpu_shim.needed():
     cpu_shim.install()
     cpu_shim.install_for_children()
+processes.warm()
 
 from sglang.srt.entrypoints import engine as host_engine  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
@@ -27,6 +26,7 @@ from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter 
 from sglang_pat.host.args import AdaptiveServerArgs, outer_view  # noqa: E402
 from sglang_pat.host.contract import check_host  # noqa: E402
 from sglang_pat.host.coordinator import run_coordinator  # noqa: E402
+from sglang_pat.host.processes import start  # noqa: E402
 from sglang_pat.host.rank import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
@@ -55,45 +55,44 @@ class AdaptiveEngine(host_engine.Engine):
         leader_addresses = [_fresh_address() for _ in config.base.leaders]
         channel_address = _fresh_address()
         saver = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
-        start = partial(_start, server_args, port_args, config)
-        started = [start(run_coordinator, leader_addresses, channel_address)]
+        started = [start(run_coordinator, server_args, port_args, config, leader_addresses, channel_address)]
         for rank in range(config.num_ranks):
             rank_ports = copy(port_args)
             if rank in config.base.leaders:
                 rank_ports.scheduler_input_ipc_name = leader_addresses[rank]
                 rank_ports.rpc_ipc_name = _fresh_address()
             with saver.configure_subprocess():
-                started.append(_start(server_args, rank_ports, config, run_rank, rank, channel_address))
-        processes = [process for process, _ in started]
+                started.append(start(run_rank, server_args, rank_ports, config, rank, channel_address))
+        children = [process for process, _ in started]
         readers = [reader for _, reader in started]
         infos: list[dict[str, Any]] = []
 
         def wait_for_ready() -> None:
-            ready = host_engine._wait_for_scheduler_ready(readers, processes)
+            ready = host_engine._wait_for_scheduler_ready(readers, children)
             infos.extend(ready[1:])
 
         def wait_for_completion() -> None:
-            for process in processes:
+            for process in children:
                 process.join()
 
         result = host_engine.SchedulerInitResult(
             scheduler_infos=infos,
-            all_child_pids=[process.pid for process in processes],
+            all_child_pids=[process.pid for process in children],
             wait_for_ready=wait_for_ready,
             wait_for_completion=wait_for_completion,
         )
-        return result, processes
+        return result, children
+
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
+        """The host's, from our process context; ``detokenizer_worker_num`` is 1 here."""
+        process, _ = start(run_detokenizer_process_func, server_args, port_args)
+        return [process], ["detokenizer"]
 
 
 def _fresh_address() -> str:
     return f"ipc://{tempfile.NamedTemporaryFile(prefix='sglang_pat_', delete=False).name}"
-
-
-def _start(server_args, port_args, config, target: Callable, *args: Any) -> tuple[mp.Process, Any]:
-    reader, writer = mp.Pipe(duplex=False)
-    process = mp.Process(target=target, args=(server_args, port_args, config, *args, writer))
-    process.start()
-    return process, reader
 
 
 class Engine(AdaptiveEngine):

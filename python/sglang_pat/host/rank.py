@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
-import signal
 
-import psutil
 import setproctitle
 
 from sglang_pat.host import cpu_shim
@@ -23,6 +20,7 @@ from sglang.srt.utils import kill_itself_when_parent_died  # noqa: E402
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs, rank_view  # noqa: E402
 from sglang_pat.host.channels import OrderedReceiver  # noqa: E402
+from sglang_pat.host.processes import end_engine  # noqa: E402
 from sglang_pat.layout import device_of_rank  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -34,19 +32,18 @@ def run_rank(
     config: AdaptiveConfig,
     rank: int,
     channel_address: str,
+    parent_pid: int,
     pipe_writer,
 ) -> None:
     """A rank's process: build the scheduler, report readiness, run the host's event loop.
 
-    Any exception ends the whole engine (the host's SIGQUIT to the parent), so no client waits for a
-    rank that is gone.
+    Any exception ends the whole engine, so no client waits for a rank that is gone.
     """
     kill_itself_when_parent_died()
     setproctitle.setproctitle(f"sglang_pat::rank{rank}")
     faulthandler.enable()
     configure_logger(server_args, prefix=f" rank{rank}")
     suppress_other_loggers()
-    parent = psutil.Process().parent()
     try:
         from sglang_pat.host.scheduler import AdaptiveScheduler
 
@@ -69,10 +66,7 @@ def run_rank(
         scheduler.run_event_loop()
     except Exception:
         logger.exception("rank %d failed", rank)
-        if parent is not None:
-            parent.send_signal(signal.SIGQUIT)
-        # The process group threads of a failed collective may not let the interpreter exit.
-        os._exit(1)
+        end_engine(parent_pid)
 
 
 class AdaptiveDetokenizerManager(DetokenizerManager):
@@ -83,6 +77,6 @@ class AdaptiveDetokenizerManager(DetokenizerManager):
         self.recv_from_scheduler = OrderedReceiver(self.recv_from_scheduler)
 
 
-def run_detokenizer(server_args: AdaptiveServerArgs, port_args: PortArgs) -> None:
-    """The detokenizer's process."""
+def run_detokenizer(server_args: AdaptiveServerArgs, port_args: PortArgs, parent_pid: int, pipe_writer) -> None:
+    """The detokenizer's process; it has nothing to report."""
     run_detokenizer_process(server_args, port_args, AdaptiveDetokenizerManager)

@@ -39,7 +39,7 @@ from sglang_pat.testing.weights import (
     require,
 )
 
-_FORMAT = 3  # part of every recipe; raise it when the same options give other files
+_FORMAT = 4  # part of every recipe; raise it when the same options give other files
 
 
 def make_random(arch: str, out_dir: str | os.PathLike, **options) -> Path:
