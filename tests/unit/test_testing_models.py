@@ -176,6 +176,13 @@ def test_tokenizer_round_trip(transformers, folders):
     assert (tok.eos_token_id, tok.pad_token_id) == (tokenizer.EOS_ID, tokenizer.PAD_ID)
 
 
+def test_grammar_backend_understands_the_tokenizer(transformers, folders):
+    llguidance_hf = pytest.importorskip("llguidance.hf")
+    tok = transformers.AutoTokenizer.from_pretrained(folders["llama"])
+    text = '{"a": 12} bebi'
+    assert llguidance_hf.from_tokenizer(tok, 503).tokenize_str(text) == tok.encode(text)
+
+
 @pytest.mark.parametrize("size", [103, 512, 20_000])
 def test_vocabulary_texts_are_distinct(size):
     texts = tokenizer.vocabulary(size)
