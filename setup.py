@@ -1,7 +1,7 @@
 """Builds the C++ extension ``sglang_pat._C``; everything else about the package is in pyproject.toml.
 
-``pip install --no-build-isolation -e .``, or ``python setup.py build_ext --inplace`` to build only. On an x86 machine
-with AVX2 and F16C the extension uses them and will need them; ``SGLANG_PAT_PORTABLE=1`` builds without.
+``pip install --no-build-isolation -e .``, or ``python setup.py build_ext --inplace`` to build only. On an x86
+machine with AVX2 and F16C the extension uses them and will need them; ``SGLANG_PAT_PORTABLE=1`` builds without.
 """
 
 import os
@@ -34,12 +34,20 @@ if (ROOT / "profiler" / "__init__.py").exists():
 setup(
     packages=packages,
     package_dir=package_dir,
+    package_data={"sglang_pat.host": ["contract.txt", "_cpu_site/*.py"]},
     ext_modules=[
         CppExtension(
             "sglang_pat._C",
             sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.cpp")),
             depends=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.h")),
-            extra_compile_args=["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", *cpu_flags()],
+            extra_compile_args=[
+                "-O3",
+                "-g0",
+                "-fvisibility=hidden",
+                "-Wall",
+                "-Wno-unknown-pragmas",
+                *cpu_flags(),
+            ],
             extra_link_args=["-lrt"],
         )
     ],

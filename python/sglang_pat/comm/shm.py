@@ -5,13 +5,13 @@
     dist.init_process_group(backend=shm.BACKEND, ...)      # or
     group = dist.new_group(ranks, backend=shm.BACKEND)     # under a world of any backend
 
-All ranks of a group must run on one node and share /dev/shm. Operations are done when they return; results of
-reductions are the same bits on every rank. A rank that dies makes the others raise ``DistBackendError`` within about
-0.1 s, with its name; after any such error the group is unusable.
+All ranks of a group must run on one node and share /dev/shm. Operations are done when they return; results
+of reductions are the same bits on every rank. A rank that dies makes the others raise ``DistBackendError``
+within about 0.1 s, with its name; after any such error the group is unusable.
 
-An emulated link makes every operation take at least ``latency + bytes / bandwidth``, with the bytes that the busiest
-rank would send or receive. With S the bytes of the tensor (of one rank's input for gathers, of one rank's output for
-reduce_scatter and scatter) and n ranks:
+An emulated link makes every operation take at least ``latency + bytes / bandwidth``, with the bytes that the
+busiest rank would send or receive. With S the bytes of the tensor (of one rank's input for gathers, of one
+rank's output for reduce_scatter and scatter) and n ranks:
 
     ====================================  =========================================================
     all_reduce                            2 (n-1)/n S
@@ -38,7 +38,9 @@ BACKEND = "pat_shm"
 """Name for ``init_process_group`` and ``new_group``."""
 
 LINK_ENV = "SGLANG_PAT_LINK"
-"""Environment variable ``"<latency_us>:<GB_per_s>"``, read when a group is created; :func:`set_link` wins over it."""
+"""Environment variable ``"<latency_us>:<GB_per_s>"``, read when a group is created.
+
+:func:`set_link` wins over it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,10 @@ def set_link(latency_us: float | None, gb_per_s: float | None = None) -> None:
 
 
 def current_link() -> Link | None:
-    """The emulated link that a group created now would have. Errors: ValueError (bad environment variable)."""
+    """The emulated link that a group created now would have.
+
+    Errors: ValueError (bad environment variable).
+    """
     if _link is not None:
         return _link
     text = os.environ.get(LINK_ENV, "")

@@ -3,22 +3,22 @@
 One call serves K and V of one layer and all peers. Arguments of every function here:
 
 ``k``, ``v``
-    Views ``[num_slots, heads, dim_k]`` and ``[num_slots, heads, dim_v]`` of one layer of the pool, any dtype (the same
-    for both), contiguous in the last two dimensions.
+    Views ``[num_slots, heads, dim_k]`` and ``[num_slots, heads, dim_v]`` of one layer of the pool, any dtype
+    (the same for both), contiguous in the last two dimensions.
 ``slots``
-    int64 ``[n]``, rows of the pool, grouped by part; on the pool's device. In an unpack no (slot, head) may occur
-    twice with different contents.
+    int64 ``[n]``, rows of the pool, grouped by part; on the pool's device. In an unpack no (slot, head) may
+    occur twice with different contents.
 ``part_offsets``
-    ``P + 1`` integers from 0 to n, not decreasing: part p is ``slots[part_offsets[p]:part_offsets[p+1]]``. A list or a
-    CPU tensor; a CUDA tensor works and costs a synchronisation. Parts may be empty.
+    ``P + 1`` integers from 0 to n, not decreasing: part p is ``slots[part_offsets[p]:part_offsets[p+1]]``. A
+    list or a CPU tensor; a CUDA tensor works and costs a synchronisation. Parts may be empty.
 ``head_begin``, ``head_count``
     Part p covers heads ``[head_begin[p], head_begin[p] + head_count)``; ``head_begin`` has P integers.
 ``out``, ``staged``
     1-D, the pool's dtype, exactly ``staged_numel(...)`` elements: for each part in order its K block
     ``[n_p, head_count, dim_k]`` and then its V block ``[n_p, head_count, dim_v]``.
 
-Errors: ValueError, with what was given and what is allowed. Slot values are checked on CPU; on CUDA that would cost a
-synchronisation, so a slot outside the pool is the caller's bug there.
+Errors: ValueError, with what was given and what is allowed. Slot values are checked on CPU; on CUDA that would
+cost a synchronisation, so a slot outside the pool is the caller's bug there.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def kv_unpack_reference(k, v, slots, part_offsets, head_begin, head_count, stage
 
 
 def _blocks(k, v, slots, part_offsets, head_begin, head_count, flat):
-    """Yields (pool, rows, heads, view of ``flat``) of each block of the staging buffer, in its order."""
+    """Yields (pool, rows, heads, view of ``flat``) of each block of the staging buffer, in order."""
     offsets, begins = _ints(part_offsets), _ints(head_begin)
     at = 0
     for begin, low, high in zip(begins, offsets, offsets[1:], strict=False):
@@ -122,7 +122,7 @@ def _ints(values: Ints) -> tuple[int, ...]:
 
 
 def _check(k, v, slots, part_offsets, head_begin, head_count, flat, flat_name):
-    """Everything that can be checked without looking at slot values; returns the two index lists as tuples."""
+    """Checks all but slot values; returns the two index lists as tuples."""
     for name, pool in (("k", k), ("v", v)):
         if pool.dim() != 3:
             raise ValueError(f"{name} must be [num_slots, heads, dim], got shape {list(pool.shape)}")

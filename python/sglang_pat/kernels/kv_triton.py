@@ -1,8 +1,8 @@
 """The Triton kernel behind ``kv.py``: one launch for K, V, all slots and all parts of a layer.
 
-Bytes are moved as the widest integer that sizes, strides and addresses allow, so one compiled kernel serves all dtypes.
-Runs on CPU tensors too when ``TRITON_INTERPRET=1`` was set before Triton was imported (for checking). Arguments are
-those of ``kv.py``, already checked there.
+Bytes are moved as the widest integer that sizes, strides and addresses allow, so one compiled kernel serves
+all dtypes. Runs on CPU tensors too when ``TRITON_INTERPRET=1`` was set before Triton was imported (for
+checking). Arguments are those of ``kv.py``, already checked there.
 """
 
 from __future__ import annotations

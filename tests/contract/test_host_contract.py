@@ -1,0 +1,92 @@
+"""The host as ``sglang_pat.host`` expects it; a new SGLang version fails here, by name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from sglang_pat.host import contract, cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+pytestmark = pytest.mark.contract
+
+PACKAGE = Path(contract.__file__).parents[1]
+
+
+def test_version():
+    contract.check_host()
+
+
+def test_other_version_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(contract, "installed_version", lambda: "0.6.0")
+    with pytest.raises(contract.HostMismatch, match=r"SGLang 0\.6\.0 is installed.*0\.5\.12\.post1") as caught:
+        contract.check_host()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("symbol", contract.symbols(), ids=lambda s: s.name)
+def test_symbol(symbol):
+    assert symbol.problem() is None
+
+
+def test_a_changed_symbol_is_named():
+    symbol = contract.Symbol("sglang.srt.layers.sampler", "create_sampler", ("backend", "device"))
+    assert symbol.problem() == "parameters changed: device"
+    assert "missing" in contract.Symbol("sglang.srt.layers.sampler", "no_such_thing", ()).problem()
+
+
+def test_every_request_attribute_is_accounted_for():
+    """A new attribute of the host's ``Req`` must be carried over a switch or be made anew."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang_pat.host.requests import CARRIED, LOCAL
+
+    req = Req("rid", "text", [1, 2], SamplingParams(), return_logprob=True)
+    unknown = set(vars(req)) - set(CARRIED) - set(LOCAL)
+    assert not unknown, f"new attributes of Req: {sorted(unknown)}"
+    assert not set(CARRIED) & set(LOCAL)
+    # The host sets these on first use.
+    late = {"cur_decode_ids_len", "input_top_logprobs_val"}
+    gone = set(CARRIED) - set(vars(req)) - late
+    assert not gone, f"attributes that Req no longer has: {sorted(gone)}"
+
+
+def test_every_scheduler_request_type_is_known():
+    """Each reply the TokenizerManager waits for must be one that the coordinator merges."""
+    from sglang.srt.managers import tokenizer_control_mixin as control
+    from sglang_pat.host.controls import CONTROLS
+
+    answered = {reply.__name__ for reply, _ in CONTROLS.values()}
+    expected = {spec[1].__name__ for spec in control._COMMUNICATOR_SPECS}
+    assert expected - answered == set()
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_only_the_host_package_imports_the_host():
+    offenders = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if "host" not in path.relative_to(PACKAGE).parts and "sglang" in _imports(path)
+    ]
+    assert offenders == []
+
+
+@pytest.mark.parametrize("name", ["layout", "config", "messages", "coordinator", "weights", "switch"])
+def test_decisions_import_neither_host_nor_torch(name):
+    target = PACKAGE / f"{name}.py"
+    files = [target] if target.exists() else sorted((PACKAGE / name).rglob("*.py"))
+    assert files
+    for path in files:
+        assert not _imports(path) & {"sglang", "torch"}, path
