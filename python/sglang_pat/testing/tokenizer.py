@@ -41,8 +41,8 @@ def write_tokenizer(folder: Path, vocab: int, context: int) -> None:
     # Unigram with equal scores takes the split with the fewest tokens, and needs no merges as BPE would.
     pieces = [(text, 0.0 if text in SPECIAL_TOKENS else -1.0) for text in vocabulary(vocab)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=UNK_ID, byte_fallback=False))
-    # Without a decoder, decode() puts spaces between the tokens. Fuse joins them; ByteFallback does nothing here,
-    # but grammar backends look for it to see how tokens become bytes.
+    # Without a decoder, decode() puts spaces between the tokens. Fuse joins them; ByteFallback does nothing
+    # here, but grammar backends look for it to see how tokens become bytes.
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     special = [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
     tokenizer.add_special_tokens(special)
