@@ -1,7 +1,8 @@
 """Builds the C++ extension ``sglang_pat._C``; everything else about the package is in pyproject.toml.
 
 ``pip install --no-build-isolation -e .``, or ``python setup.py build_ext --inplace`` to build only. On an x86
-machine with AVX2 and F16C the extension uses them and will need them; ``SGLANG_PAT_PORTABLE=1`` builds without.
+machine with AVX2 and F16C the extension uses them and will need them; ``SGLANG_PAT_PORTABLE=1`` builds
+without.
 """
 
 import os

@@ -168,10 +168,13 @@ void ShmBackend::setTimeout(std::chrono::milliseconds timeout) {
   group_->set_timeout(timeout);
 }
 
-// A call's own timeout counts for this call only; the group's is set back here.
+// A call's own timeout counts for this call only; the group's is set back here. The description comes after creation.
 void ShmBackend::apply(std::chrono::milliseconds timeout) {
   group_->set_timeout(timeout == c10d::kUnsetTimeout ? options_->timeout : timeout);
-  if (!pg_desc_.empty()) group_->set_description(pg_desc_);
+  if (!described_ && !pg_desc_.empty()) {
+    group_->set_description(pg_desc_);
+    described_ = true;
+  }
 }
 
 ShmBackend::WorkPtr ShmBackend::done(OpType type, Tensors outputs, int64_t deadline_ns, bool async) {

@@ -74,6 +74,7 @@ class ShmBackend : public c10d::Backend {
 
   std::shared_ptr<Group> group_;  // shared with receives that are still pending
   c10::intrusive_ptr<Options> options_;
+  bool described_ = false;
 };
 
 }  // namespace pat

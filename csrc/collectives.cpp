@@ -7,11 +7,10 @@
 namespace pat {
 namespace {
 
-// Up to this size every rank reduces everything itself (one step); above, each reduces its slice and all collect the
-// slices (two steps, but n times less to read).
-constexpr size_t kFlatBytes = size_t(16) << 10;
-// A large transfer goes in chunks that stay in the cache between the rank that stages and the ranks that read.
-constexpr size_t kPieceBytes = size_t(256) << 10;
+// An all-reduce in which each rank reads no more than this from the others is done in one step, every rank reducing
+// everything itself; above, each reduces its slice and all collect the slices (two steps, n times less to read). Where
+// ranks outnumber cores a step costs context switches, which is why the limit is not lower.
+constexpr size_t kFlatReadBytes = size_t(64) << 10;
 
 const char* name(Op op) {
   static const char* const names[] = {"barrier",        "broadcast",  "all_reduce", "reduce", "all_gather",
@@ -137,7 +136,7 @@ int64_t Group::barrier() {
 int64_t Group::broadcast(Span data, int root) {
   if (size_ == 1) return 0;
   Collective c(*this, signature(Op::broadcast, root, c10::kByte, ReduceKind::sum, data.bytes));
-  const size_t piece = std::min(kPieceBytes, segment_->chunk());
+  const size_t piece = segment_->chunk();
   size_t at = 0;
   do {
     const size_t len = std::min(piece, data.bytes - at);
@@ -160,7 +159,7 @@ int64_t Group::all_reduce(void* data, size_t count, c10::ScalarType t, ReduceKin
   Collective c(*this, signature(Op::all_reduce, 0, t, kind, bytes));
   char* const base = static_cast<char*>(data);
   const void* in[kMaxRanks];
-  if (bytes <= kFlatBytes) {
+  if (bytes * size_t(size_ - 1) <= kFlatReadBytes) {
     c.begin(true);
     if (bytes) memcpy(c.mine(), base, bytes);
     c.publish();
@@ -168,7 +167,7 @@ int64_t Group::all_reduce(void* data, size_t count, c10::ScalarType t, ReduceKin
     for (int p = 0; p < size_; ++p) in[p] = p == rank_ ? base : c.theirs(p);
     pat::reduce(base, in, size_, count, t, kind);
   } else {
-    const size_t piece = std::min(kPieceBytes, segment_->chunk());
+    const size_t piece = segment_->chunk();
     for (size_t at = 0; at < bytes;) {
       const size_t len = std::min(piece, bytes - at);
       const size_t slice = (len / item + size_ - 1) / size_ * item;
@@ -199,7 +198,7 @@ int64_t Group::reduce(void* data, size_t count, c10::ScalarType t, ReduceKind ki
   Collective c(*this, signature(Op::reduce, root, t, kind, bytes));
   char* const base = static_cast<char*>(data);
   const void* in[kMaxRanks];
-  const size_t piece = std::min(kPieceBytes, segment_->chunk());
+  const size_t piece = segment_->chunk();
   size_t at = 0;
   do {
     const size_t len = std::min(piece, bytes - at);
@@ -221,7 +220,7 @@ int64_t Group::all_gather(const std::vector<char*>& out, Span in) {
   if (out[rank_] != in.data && in.bytes) memmove(out[rank_], in.data, in.bytes);
   if (size_ == 1) return 0;
   Collective c(*this, signature(Op::all_gather, 0, c10::kByte, ReduceKind::sum, in.bytes));
-  const size_t piece = std::min(kPieceBytes, segment_->chunk());
+  const size_t piece = segment_->chunk();
   size_t at = 0;
   do {
     const size_t len = std::min(piece, in.bytes - at);
@@ -334,7 +333,7 @@ int64_t Group::gather(const std::vector<char*>& out, Span in, int root) {
   if (rank_ == root && out[rank_] != in.data && in.bytes) memmove(out[rank_], in.data, in.bytes);
   if (size_ == 1) return 0;
   Collective c(*this, signature(Op::gather, root, c10::kByte, ReduceKind::sum, in.bytes));
-  const size_t piece = std::min(kPieceBytes, segment_->chunk());
+  const size_t piece = segment_->chunk();
   size_t at = 0;
   do {
     const size_t len = std::min(piece, in.bytes - at);

@@ -26,12 +26,19 @@ int global_rank(const GroupInfo& info) {
 }  // namespace
 
 Group::Group(c10d::Store& store, GroupInfo info)
-    : info_(std::move(info)), timeout_(info_.timeout), rank_(info_.rank), size_(info_.size) {
+    : info_(std::move(info)), timeout_ms_(info_.timeout.count()), rank_(info_.rank), size_(info_.size) {
   TORCH_CHECK_VALUE(size_ >= 1 && size_ <= kMaxRanks, "pat_shm: a group has 1 to ", kMaxRanks, " ranks, got ", size_);
   TORCH_CHECK_VALUE(rank_ >= 0 && rank_ < size_, "pat_shm: rank ", rank_, " is not in a group of ", size_);
   TORCH_CHECK_VALUE(info_.global_ranks.empty() || info_.global_ranks.size() == size_t(size_), "pat_shm: ",
                     info_.global_ranks.size(), " global ranks given for a group of ", size_);
-  segment_ = std::make_unique<Segment>(store, rank_, size_, global_rank(info_), timeout_, who());
+  segment_ = std::make_unique<Segment>(store, rank_, size_, global_rank(info_), info_.link, info_.timeout, who());
+  for (int r = 0; r < size_; ++r) {
+    const Peer& p = segment_->peer(r);
+    TORCH_CHECK_VALUE(p.link_latency_ns == info_.link.latency_ns && p.link_bytes_per_ns == info_.link.bytes_per_ns,
+                      who(), ": all ranks must emulate the same link; this rank has ", info_.link.latency_ns, " ns and ",
+                      info_.link.bytes_per_ns, " GB/s, ", rank_text(r), " has ", p.link_latency_ns, " ns and ",
+                      p.link_bytes_per_ns, " GB/s (0: none)");
+  }
   spins_ = std::max(info_.node_ranks, size_) > segment_->cores() ? kSpinsCrowded : kSpins;
   send_mutex_ = std::make_unique<std::mutex[]>(size_);
   inbox_.resize(size_);
@@ -75,7 +82,7 @@ std::string Group::who() const {
 std::string Group::rank_text(int r) const {
   const Peer& p = segment_->peer(r);
   return "rank " + std::to_string(r) + " (global rank " + std::to_string(p.global_rank) + ", pid " +
-         std::to_string(p.pid) + ")";
+         std::to_string(p.process.pid) + ")";
 }
 
 void Group::check_usable() {
@@ -100,7 +107,7 @@ void Group::raise(Fault kind, int culprit, int reporter, const std::string& doin
     case Fault::died: text += other + " is gone (killed or exited) during " + doing; break;
     case Fault::left: text += other + " has shut the group down and will not take part in " + doing; break;
     case Fault::timeout:
-      text += "timeout of " + std::to_string(timeout_.count()) + " ms waiting for " + other + " during " + doing;
+      text += "timeout of " + std::to_string(timeout_ms_.load()) + " ms waiting for " + other + " during " + doing;
       break;
     default: text += "calls do not match: " + doing; break;
   }
@@ -132,7 +139,7 @@ void Group::check_fault(const std::string& doing) {
 // Called now and then by a waiter: throws if waiting for `peer` is vain or has lasted too long.
 void Group::check_wait(int peer, int64_t entered_ns, const std::string& doing) {
   check_fault(doing);
-  if (now_ns() - entered_ns > timeout_.count() * 1'000'000LL) fail(Fault::timeout, peer, doing);
+  if (now_ns() - entered_ns > timeout_ms_.load() * 1'000'000LL) fail(Fault::timeout, peer, doing);
 }
 
 }  // namespace pat

@@ -74,11 +74,9 @@ class Group {
 
   void abort();     // all ranks' present and later calls fail
   void shutdown();  // this rank leaves; it is an error for others to wait for it afterwards
-  void set_timeout(std::chrono::milliseconds t) { timeout_ = t; }
+  void set_timeout(std::chrono::milliseconds t) { timeout_ms_ = t.count(); }
   void set_description(const std::string& d);
   uint64_t operations() const { return operations_; }
-  std::chrono::milliseconds timeout() const { return timeout_; }
-  const GroupInfo& info() const { return info_; }
 
  private:
   class Collective;  // one collective in progress, see group.cpp
@@ -111,7 +109,7 @@ class Group {
   void begin_message(int from, const Slot& slot);
 
   GroupInfo info_;
-  std::chrono::milliseconds timeout_;
+  std::atomic<int64_t> timeout_ms_;
   std::string description_;
   std::unique_ptr<Segment> segment_;
   int rank_, size_, spins_;

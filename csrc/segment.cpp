@@ -1,5 +1,6 @@
 #include "segment.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -16,7 +17,8 @@
 namespace pat {
 namespace {
 
-constexpr uint64_t kMagic = 0x7061745f73686d31ULL;  // "pat_shm1"
+constexpr uint64_t kMagic = 0x7061745f73686d32ULL;  // "pat_shm2"
+constexpr const char* kNamePrefix = "/sglang_pat_";
 constexpr const char* kStoreKey = "pat_shm/segment";
 
 size_t align_up(size_t n, size_t a) { return (n + a - 1) / a * a; }
@@ -57,9 +59,36 @@ Stat read_stat(int pid) {
   return out;
 }
 
-uint64_t pid_namespace() {
+Process this_process() {
   struct stat st {};
-  return stat("/proc/self/ns/pid", &st) == 0 ? uint64_t(st.st_ino) : 0;
+  const bool known = stat("/proc/self/ns/pid", &st) == 0;
+  return {int32_t(getpid()), read_stat(getpid()).start_ticks, known ? uint64_t(st.st_ino) : 0};
+}
+
+bool is_gone(const Process& p, uint64_t my_pid_ns) {
+  if (p.pid_ns != my_pid_ns) return false;
+  const Stat s = read_stat(p.pid);
+  if (s.state == '?') return false;
+  return s.state == 0 || s.state == 'Z' || s.state == 'X' || s.start_ticks != p.start_ticks;
+}
+
+// Removes names whose creator was killed before all ranks had mapped the segment.
+void sweep_stale_names() {
+  DIR* dir = opendir("/dev/shm");
+  if (dir == nullptr) return;
+  const uint64_t my_pid_ns = this_process().pid_ns;
+  while (const dirent* entry = readdir(dir)) {
+    if (strncmp(entry->d_name, kNamePrefix + 1, strlen(kNamePrefix) - 1) != 0) continue;
+    const std::string name = std::string("/") + entry->d_name;
+    const int fd = shm_open(name.c_str(), O_RDONLY | O_CLOEXEC, 0);
+    if (fd < 0) continue;
+    alignas(Header) char raw[sizeof(Header)];
+    const bool whole = pread(fd, raw, sizeof raw, 0) == ssize_t(sizeof raw);
+    close(fd);
+    const auto* h = reinterpret_cast<const Header*>(raw);
+    if (whole && h->magic == kMagic && is_gone(h->creator, my_pid_ns)) shm_unlink(name.c_str());
+  }
+  closedir(dir);
 }
 
 }  // namespace
@@ -84,16 +113,16 @@ void Segment::layout(size_t chunk) {
   bytes_ = align_up(at, 4096);
 }
 
-Segment::Segment(c10d::Store& store, int rank, int size, int global_rank, std::chrono::milliseconds timeout,
-                 const std::string& who)
+Segment::Segment(c10d::Store& store, int rank, int size, int global_rank, const Link& link,
+                 std::chrono::milliseconds timeout, const std::string& who)
     : rank_(rank), size_(size) {
   rank == 0 ? create(store, who) : open(store, who);
 
   Peer& me = peer(rank);
-  me.pid = int32_t(getpid());
+  me.process = this_process();
   me.global_rank = global_rank;
-  me.start_ticks = read_stat(me.pid).start_ticks;
-  me.pid_ns = pid_namespace();
+  me.link_latency_ns = link.latency_ns;
+  me.link_bytes_per_ns = link.bytes_per_ns;
   CPU_ZERO(&me.cpus);
   sched_getaffinity(0, sizeof me.cpus, &me.cpus);
   header().mapped.fetch_add(1, std::memory_order_acq_rel);
@@ -141,6 +170,7 @@ void Segment::create(c10d::Store& store, const std::string& who) {
   struct statvfs fs {};
   const bool known = statvfs("/dev/shm", &fs) == 0;
   const size_t free_bytes = known ? size_t(fs.f_bavail) * fs.f_frsize : SIZE_MAX;
+  sweep_stale_names();
   layout(kChunkBytes);
   while (bytes_ > free_bytes / 2 && chunk_ > kMinChunkBytes) layout(chunk_ / 2);
   if (bytes_ > free_bytes) {
@@ -152,7 +182,7 @@ void Segment::create(c10d::Store& store, const std::string& who) {
     uint64_t random[2];
     if (getrandom(random, sizeof random, 0) != ssize_t(sizeof random)) fail(who, "getrandom failed");
     char text[64];
-    snprintf(text, sizeof text, "/sglang_pat_%016llx", static_cast<unsigned long long>(random[0]));
+    snprintf(text, sizeof text, "%s%016llx", kNamePrefix, static_cast<unsigned long long>(random[0]));
     fd = shm_open(text, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
     if (fd < 0 && errno != EEXIST) fail(who, std::string("shm_open failed: ") + strerror(errno));
     name_ = fd < 0 ? "" : text;
@@ -167,6 +197,7 @@ void Segment::create(c10d::Store& store, const std::string& who) {
     h.bytes = bytes_;
     h.chunk = chunk_;
     h.ranks = uint32_t(size_);
+    h.creator = this_process();
     std::atomic_thread_fence(std::memory_order_release);
     h.magic = kMagic;
     store.set(kStoreKey, name_ + " " + std::to_string(token_) + " " + std::to_string(chunk_));
@@ -214,14 +245,8 @@ void Segment::map(int fd, const std::string& who) {
   staging_ = base_ + off_staging_;
 }
 
-bool Segment::owned_by_this_process() const { return peer(rank_).pid == int32_t(getpid()); }
+bool Segment::owned_by_this_process() const { return peer(rank_).process.pid == int32_t(getpid()); }
 
-bool Segment::is_dead(int r) const {
-  const Peer& p = peer(r);
-  if (p.pid_ns != peer(rank_).pid_ns) return false;
-  const Stat s = read_stat(p.pid);
-  if (s.state == '?') return false;
-  return s.state == 0 || s.state == 'Z' || s.state == 'X' || s.start_ticks != p.start_ticks;
-}
+bool Segment::is_dead(int r) const { return is_gone(peer(r).process, peer(rank_).process.pid_ns); }
 
 }  // namespace pat

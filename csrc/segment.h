@@ -2,6 +2,7 @@
 //
 // Life: group rank 0 creates /sglang_pat_<16 hex> exclusively, hands name and token over through the c10d store, waits
 // until all ranks have mapped it, and unlinks it. A name is never used twice, so flags of an earlier run cannot be seen.
+// A rank 0 that is killed in between leaves a name behind; the next group created on the machine removes it.
 #pragma once
 
 #include <sched.h>
@@ -14,12 +15,15 @@
 #include <string>
 #include <vector>
 
+#include "link.h"
 #include "wait.h"
 
 namespace pat {
 
 constexpr int kMaxRanks = 64;
-constexpr size_t kChunkBytes = size_t(1) << 20;     // one of the two staging buffers of a rank
+// One of the two staging buffers of a rank. Larger and a chunk falls out of the cache between the rank that stages it
+// and the ranks that read it; smaller and large transfers pay more meetings (measured: 512 KiB is best for 1 to 8 MB).
+constexpr size_t kChunkBytes = size_t(1) << 19;
 constexpr size_t kMinChunkBytes = size_t(1) << 16;  // what it may shrink to when /dev/shm is small
 constexpr size_t kSlotBytes = size_t(32) << 10;     // payload of one slot of a send/recv channel
 constexpr int kSlots = 4;
@@ -34,12 +38,18 @@ struct alignas(128) RankLine {
   int64_t entered_ns[4];  // when it entered that collective (emulated link only)
 };
 
-struct alignas(128) Peer {
+struct Process {
   int32_t pid;
+  uint64_t start_ticks;  // its start time, so that a reused pid is not taken for it
+  uint64_t pid_ns;       // inode of its pid namespace; a process in another one cannot be checked
+};
+
+struct alignas(128) Peer {
+  Process process;
   int32_t global_rank;
-  uint64_t start_ticks;  // start time of the process, so that a reused pid is not taken for it
-  uint64_t pid_ns;       // inode of its pid namespace; a peer in another one cannot be checked
   std::atomic<uint32_t> left;
+  int64_t link_latency_ns;  // all ranks must emulate the same link
+  double link_bytes_per_ns;
   cpu_set_t cpus;
 };
 
@@ -67,6 +77,7 @@ struct Header {
   uint64_t bytes;
   uint64_t chunk;
   uint32_t ranks;
+  Process creator;
   alignas(128) std::atomic<uint32_t> mapped;
   std::atomic<uint32_t> ready;  // rank 0 has unlinked the name
   std::atomic<uint64_t> fault;  // 0, or Fault << 32 | culprit << 16 | reporter
@@ -75,8 +86,8 @@ struct Header {
 class Segment {
  public:
   // Collective over the group. Errors: DistBackendError (timeout, ranks on different nodes, /dev/shm too small).
-  Segment(c10d::Store& store, int rank, int size, int global_rank, std::chrono::milliseconds timeout,
-          const std::string& who);
+  Segment(c10d::Store& store, int rank, int size, int global_rank, const Link& link,
+          std::chrono::milliseconds timeout, const std::string& who);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;

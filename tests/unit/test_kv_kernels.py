@@ -90,7 +90,7 @@ def test_against_reference(case):
 
 
 def test_raising_tp_moves_every_head_once():
-    """TP1 → TP4 with 8 heads: four parts with the same slots, each another head slice; together the whole pool."""
+    """TP1 → TP4 with 8 heads: four parts with the same slots, each another head slice."""
     slots_per_part, heads, dim = 10, 8, 16
     k = make_pool(32, heads, dim, torch.bfloat16, 1)
     v = make_pool(32, heads, dim, torch.bfloat16, 2)

@@ -1,4 +1,4 @@
-"""The shared-memory backend: every operation against values computed locally, and what happens when a rank fails.
+"""The shared-memory backend: every operation against local values, and what happens when a rank fails.
 
 Two and four processes are started once each and run all ``check_*`` functions; failures come back by name.
 """
@@ -11,8 +11,11 @@ import os
 import random
 import signal
 import socket
+import struct
+import threading
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,10 +36,11 @@ BIG = 5_000_000  # bytes; several pieces
 Op = dist.ReduceOp
 
 
-# ---- running ranks ------------------------------------------------------------------------------------------------
+# ---- running ranks ----
 
 
 def _child(target, rank, n, port, world_backend, pipe, args):
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames functions; SGLang uses the old names
     torch.set_num_threads(1)
     shm.register()
     dist.init_process_group(
@@ -57,8 +61,8 @@ def _child(target, rank, n, port, world_backend, pipe, args):
 def run_ranks(n, target, *args, world_backend="pat_shm", start="forkserver", silent=()):
     """What ``target(rank, n, *args)`` returned on each rank; None for ranks in ``silent`` (they are killed).
 
-    ``start="spawn"`` makes the ranks children of this process, which does not look after them until the end, so a
-    killed one stays a zombie; a fork server starts faster and reaps at once.
+    ``start="spawn"`` makes the ranks children of this process, which does not look after them until the end,
+    so a killed one stays a zombie; a fork server starts faster and reaps at once.
     """
     context = multiprocessing.get_context(start)
     context.set_forkserver_preload(["torch.distributed", "sglang_pat.comm.shm", "pytest"])
@@ -102,7 +106,7 @@ def assert_no_segment_left(before: set[str]) -> None:
     raise AssertionError(f"segments left: {segments() - before}")
 
 
-# ---- expected values ----------------------------------------------------------------------------------------------
+# ---- expected values ----
 
 
 def values(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -148,7 +152,7 @@ def same(got: torch.Tensor, want: torch.Tensor, what="") -> None:
     ), what
 
 
-# ---- checks, run on every rank ------------------------------------------------------------------------------------
+# ---- checks, run on every rank ----
 
 
 def check_reductions(rank, n, group):
@@ -257,8 +261,10 @@ def check_many_broadcasts_race(rank, n, group):
 
 
 def check_random_sequence(rank, n, group, length=300, seed=0):
-    """Operations in random order and sizes, with ranks that dawdle: steps of different kinds must not run into each
-    other, whoever writes in them and however far ahead one rank is."""
+    """Operations in random order and sizes, with ranks that dawdle.
+
+    Steps of different kinds must not run into each other, whoever writes and however far ahead a rank is.
+    """
     same_for_all, own = random.Random(seed), random.Random(seed * 100 + rank)
     for i in range(length):
         name = same_for_all.choice(
@@ -279,7 +285,7 @@ def check_random_sequence(rank, n, group, length=300, seed=0):
         if own.random() < 0.05:
             time.sleep(own.choice([0, 1e-5, 1e-3, 4e-3]))
         table = torch.arange(n).view(n, 1, 1) * 100 + torch.arange(n).view(1, n, 1) * 10 + i  # [from, to, 1]
-        table = table.expand(n, n, numel).int()
+        table = table.int().repeat(1, 1, numel)
         mine, own_column = table[rank].contiguous(), table[:, rank]
         if name == "barrier":
             dist.barrier(group=group)
@@ -496,8 +502,48 @@ def check_emulated_link(rank, n, group):
     dist.destroy_process_group(linked)
 
 
+def check_links_must_agree(rank, n, group):
+    shm.set_link(1, 10 + rank)
+    with pytest.raises(ValueError, match="must emulate the same link"):
+        dist.new_group(list(range(n)), backend=shm.BACKEND)
+    shm.set_link(None)
+
+
+def check_threads(rank, n, group):
+    """One group used by several threads: messages both ways beside collectives."""
+    right, left = (rank + 1) % n, (rank - 1) % n
+    errors = []
+
+    def guarded(work):
+        try:
+            for i in range(200):
+                work(i)
+        except BaseException:
+            errors.append(traceback.format_exc())
+
+    def send(i):
+        dist.send(torch.full((i * 50,), i), group_dst=right, tag=1, group=group)
+
+    def receive(i):
+        x = torch.empty(i * 50, dtype=torch.int64)
+        dist.recv(x, group_src=left, tag=1, group=group)
+        assert (x == i).all()
+
+    def reduce(i):
+        x = torch.tensor([i])
+        dist.all_reduce(x, group=group)
+        assert x.item() == n * i
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in (send, receive, reduce)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors, errors[0]
+
+
 def check_failures(rank, n, group):
-    """Groups of their own: each of these ends its group, and nothing else."""
+    """Groups of their own: each ends its group, nothing else."""
 
     def error(call, seconds=2.0):
         start = time.perf_counter()
@@ -580,7 +626,7 @@ def test_backend(reports, n, name):
 
 
 def killed_peer(rank, n):
-    """Rank 1 is killed; returns for each of three calls on the others how long it took to fail, and the message."""
+    """Rank 1 is killed; returns for three calls on the others how long each took to fail, and the message."""
     groups = [dist.new_group(list(range(n)), backend=shm.BACKEND) for _ in range(3)]
     x = torch.ones(100)
     for group in groups:
@@ -615,6 +661,43 @@ def test_a_killed_peer_is_named(start):
         for seconds, text in failures:
             assert seconds < 2 and "rank 1 (global rank 1" in text and "gone" in text, failures
     assert_no_segment_left(before)
+
+
+def join_a_group_that_never_fills(path):
+    shm.register()
+    options = dist.distributed_c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = dist.FileStore(path, 2), 0, 2
+    options.timeout, options.group_id, options.global_ranks_in_group = timedelta(seconds=60), "x", []
+    shm._create(options, None)
+
+
+def test_a_name_left_by_a_killed_creator_is_swept(tmp_path):
+    before = segments()
+    creator = multiprocessing.get_context("spawn").Process(
+        target=join_a_group_that_never_fills, args=(str(tmp_path / "store"),)
+    )
+    creator.start()
+    started = time.perf_counter()
+    while not (left := {s for s in segments() - before if created_by(s, creator.pid)}):
+        assert time.perf_counter() - started < 60
+        time.sleep(0.02)
+    creator.kill()
+    creator.join()
+    assert left <= segments()
+    assert run_ranks(1, one_barrier) == [None]
+    assert not left & segments()
+
+
+def created_by(segment: str, pid: int) -> bool:
+    try:
+        head = (Path("/dev/shm") / segment).read_bytes()[:64]
+    except FileNotFoundError:
+        return False
+    return struct.pack("i", pid) in head
+
+
+def one_barrier(rank, n):
+    dist.barrier()
 
 
 @pytest.mark.parametrize("text", ["", "10", "10:", "a:b", "10:0", "-1:10", "10:inf", "nan:1", "1:2:3"])

@@ -17,8 +17,8 @@ One call serves K and V of one layer and all peers. Arguments of every function 
     1-D, the pool's dtype, exactly ``staged_numel(...)`` elements: for each part in order its K block
     ``[n_p, head_count, dim_k]`` and then its V block ``[n_p, head_count, dim_v]``.
 
-Errors: ValueError, with what was given and what is allowed. Slot values are checked on CPU; on CUDA that would
-cost a synchronisation, so a slot outside the pool is the caller's bug there.
+Errors: ValueError, with what was given and what is allowed. Slot values are checked on CPU; on CUDA that
+would cost a synchronisation, so a slot outside the pool is the caller's bug there.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def _check(k, v, slots, part_offsets, head_begin, head_count, flat, flat_name):
         or not slots.is_contiguous()
     ):
         raise ValueError(
-            f"slots must be a contiguous 1-D int64 tensor on {k.device}, got {list(slots.shape)} {slots.dtype} "
-            f"on {slots.device}"
+            f"slots must be a contiguous 1-D int64 tensor on {k.device}, got {list(slots.shape)} "
+            f"{slots.dtype} on {slots.device}"
         )
     offsets, begins, n, heads = _ints(part_offsets), _ints(head_begin), slots.numel(), k.shape[1]
     if len(offsets) != len(begins) + 1:
@@ -154,7 +154,8 @@ def _check(k, v, slots, part_offsets, head_begin, head_count, flat, flat_name):
         raise ValueError(f"part_offsets must rise from 0 to {n} (the slots), got {list(offsets)}")
     if head_count < 0 or any(begin < 0 or begin + head_count > heads for begin in begins):
         raise ValueError(
-            f"the pool has heads [0, {heads}); head_count {head_count} with head_begin {list(begins)} is outside"
+            f"the pool has heads [0, {heads}); head_count {head_count} with head_begin {list(begins)} "
+            "is outside"
         )
     wanted = staged_numel(n, head_count, k.shape[2], v.shape[2])
     if (
