@@ -359,6 +359,14 @@ class AdaptiveScheduler(Scheduler):
         self._last_load, self._steps_since_report = load, 0
         self.send_load()
 
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        success = super().flush_cache(empty_cache)
+        if success and self.is_leader:
+            # No step will follow that would report the emptied pool.
+            self._last_load = (0, 0)
+            self.send_load()
+        return success
+
     def send_load(self) -> None:
         running, waiting = self._last_load or (0, 0)
         allocator = self.token_to_kv_pool_allocator
