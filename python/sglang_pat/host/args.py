@@ -82,6 +82,9 @@ def _cpu_defaults(args: AdaptiveServerArgs) -> None:
         return
     if not cpu_has_amx_support() and args.attention_backend in (None, "intel_amx"):
         args.attention_backend = "torch_native"
+    if args.grammar_backend in (None, "xgrammar"):
+        # The host's default has no kernels for a CPU.
+        args.grammar_backend = "llguidance"
     args.disable_overlap_schedule = True
     args.disable_cuda_graph = True
     # The host's schedulers poll; ranks may outnumber cores here.

@@ -130,6 +130,7 @@ class Layouts:
         self._set_ranks(layout)
         with runner.memory_saver_adapter.region("weights", enable_cpu_backup=False):
             model = weights.build_model(runner.model_config, runner.load_config, runner.device)
+        _compile_embedding(model, runner.device)
         arena = None
         if self.resharding:
             weights.drop_weights(model)
@@ -147,7 +148,6 @@ class Layouts:
         runner.model, runner.sampler = model, create_sampler()
         runner.token_to_kv_pool, runner.token_to_kv_pool_allocator = pool, allocator
         runner.init_attention_backend()
-        _compile_embedding(model, runner.device)
         with self._tail_graph_sizes():
             runner.init_device_graphs()
         return LayoutRuntime(

@@ -32,7 +32,7 @@ START_SECONDS = 240
 
 STOCK_CPU_FLAGS = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch "
-    "--disable-overlap-schedule --disable-cuda-graph --sleep-on-idle"
+    "--disable-overlap-schedule --disable-cuda-graph --sleep-on-idle --grammar-backend llguidance"
 ).split()
 """What stock SGLang needs on a CPU; the adaptive engine chooses these by itself."""
 
