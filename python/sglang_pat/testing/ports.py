@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import socket
+
+_RANGE = range(20000, 32000)
+"""SGLang adds up to 20,000 to the port it is given, and the sum must be a port too; above is the
+range from which the kernel hands out ports by itself."""
 
 
 def free_port() -> int:
     """A TCP port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    for port in random.SystemRandom().sample(_RANGE, 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no free TCP port found between {_RANGE.start} and {_RANGE.stop - 1}")
