@@ -62,9 +62,9 @@ class AdaptiveServerArgs(ServerArgs):
 
     def adaptive_config(self) -> AdaptiveConfig:
         """Raises ``ValueError`` for an impossible layout, candidate or mode."""
-        ranks, base_tp = self.tp_size * self.dp_size, self.pat_base_tp or self.tp_size
+        given = ParallelLayout(self.tp_size, self.dp_size)
         return AdaptiveConfig(
-            base=ParallelLayout(base_tp, ranks // base_tp),
+            base=given.with_tp(self.pat_base_tp) if self.pat_base_tp else given,
             degrees=parse_degrees(self.pat_candidates),
             policy=self.pat_policy,
             switch_at=self.pat_switch_at,
@@ -112,6 +112,7 @@ def refuse_unsupported(args: ServerArgs) -> None:
         (args.dllm_algorithm, f"--dllm-algorithm {args.dllm_algorithm}", "leave it out"),
         (args.quantization not in (None, "unquant"), f"--quantization {args.quantization}", "weights must be unquantized"),
         (args.kv_cache_dtype != "auto", f"--kv-cache-dtype {args.kv_cache_dtype}", "must be auto"),
+        (args.page_size not in (None, 1), f"--page-size {args.page_size}", "must be 1"),
         (args.tokenizer_worker_num > 1, f"--tokenizer-worker-num {args.tokenizer_worker_num}", "must be 1"),
         (args.detokenizer_worker_num > 1, f"--detokenizer-worker-num {args.detokenizer_worker_num}", "must be 1"),
         (args.enable_http2, "--enable-http2", "leave it out"),

@@ -1,0 +1,98 @@
+"""What the adaptive engine does not support is refused at start, in one line that says what to change."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from sglang_pat.host import cpu_shim
+from sglang_pat.testing import models
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return models.make_random("llama", tmp_path_factory.mktemp("models") / "llama", heads=8, kv_heads=4)
+
+
+def arguments(model, **options):
+    from sglang_pat.host.args import AdaptiveServerArgs
+
+    return AdaptiveServerArgs(**dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True) | options)
+
+
+REFUSED = [
+    (dict(pp_size=2), "--pp-size 2", "must be 1"),
+    (dict(nnodes=2), "--nnodes 2", "one node"),
+    (dict(enable_dp_attention=True), "--enable-dp-attention", "leave it out"),
+    (dict(ep_size=2), "--ep-size 2", "must be 1"),
+    (dict(speculative_algorithm="EAGLE"), "--speculative-algorithm EAGLE", "leave it out"),
+    (dict(enable_lora=True), "LoRA", "leave out --enable-lora"),
+    (dict(disaggregation_mode="prefill"), "--disaggregation-mode prefill", "must be null"),
+    (dict(enable_hierarchical_cache=True), "--enable-hierarchical-cache", "leave it out"),
+    (dict(enable_mixed_chunk=True), "--enable-mixed-chunk", "leave it out"),
+    (dict(quantization="fp8"), "--quantization fp8", "unquantized"),
+    (dict(kv_cache_dtype="fp8_e5m2"), "--kv-cache-dtype fp8_e5m2", "must be auto"),
+    (dict(tokenizer_worker_num=2), "--tokenizer-worker-num 2", "must be 1"),
+    (dict(page_size=16), "--page-size 16", "must be 1"),
+    (dict(pat_candidates="1,3"), "tp=3", "does not divide the 2 ranks"),
+    (dict(pat_candidates="1,x"), "'1,x'", "separated by commas"),
+    (dict(tp_size=2, dp_size=1, pat_candidates="1,2"), "tp=1", "below the base tp=2"),
+    (dict(pat_policy="magic"), "--pat-policy 'magic'", "threshold, manual, off"),
+    (dict(pat_weights="lazy"), "--pat-weights 'lazy'", "resident, reshard"),
+    (dict(pat_kv="lose"), "--pat-kv 'lose'", "auto, migrate, recompute"),
+    (dict(pat_switch_at=0), "--pat-switch-at 0", "at least 1"),
+    (dict(tp_size=0), "tp=0", "at least 1"),
+    (dict(tp_size=1, dp_size=3, pat_candidates="1,3"), "tp=3", "8 attention heads"),
+    (dict(tp_size=1, dp_size=16), "tp=16", "8 attention heads"),
+]
+
+
+@pytest.mark.parametrize("options,given,advice", REFUSED, ids=[f"{given}" for _, given, _ in REFUSED])
+def test_refused(model, options, given, advice):
+    with pytest.raises(ValueError) as caught:
+        arguments(model, **options)
+    message = str(caught.value)
+    assert given in message and advice in message and "\n" not in message
+
+
+def test_kv_heads_that_do_not_divide(tmp_path):
+    model = models.make_random("llama", tmp_path / "m", heads=12, kv_heads=3)
+    with pytest.raises(ValueError, match="3 KV heads: one must divide the other"):
+        arguments(model)
+
+
+def test_accepted(model):
+    args = arguments(model, dp_size=4)
+    assert [str(layout) for layout in args.adaptive_config().layouts] == ["tp1×dp4", "tp2×dp2", "tp4×dp1"]
+
+
+def test_views_show_one_engine_outside_and_one_replica_inside(model):
+    from sglang_pat.host.args import outer_view, rank_view
+
+    args = arguments(model, tp_size=2, dp_size=2)
+    outer = outer_view(args)
+    assert (outer.tp_size, outer.dp_size) == (4, 1)
+    assert outer.adaptive_config() == args.adaptive_config() == outer_view(outer).adaptive_config()
+    inner = rank_view(outer, outer.adaptive_config())
+    assert (inner.tp_size, inner.dp_size) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "flags,expected",
+    [
+        (["--adaptive-tp", "--tp", "1", "--dp", "2", "--pp-size", "2"], "--pp-size 2"),
+        (["--pat-policy", "manual"], "needs --adaptive-tp"),
+    ],
+)
+def test_command_line_says_it_in_one_line(model, flags, expected):
+    command = [sys.executable, "-W", "ignore", "-m", "sglang_pat.launch_server", "--model-path", str(model), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 1 and len(errors) == 1 and expected in errors[0], done.stderr
+    assert "Traceback" not in done.stderr
