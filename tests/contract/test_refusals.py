@@ -62,7 +62,7 @@ def test_refused(model, options, given, advice):
 
 
 def test_kv_heads_that_do_not_divide(tmp_path):
-    model = models.make_random("llama", tmp_path / "m", heads=12, kv_heads=3)
+    model = models.make_random("llama", tmp_path / "m", heads=12, kv_heads=3, hidden=96)
     with pytest.raises(ValueError, match="3 KV heads: one must divide the other"):
         arguments(model)
 
