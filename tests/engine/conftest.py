@@ -26,7 +26,7 @@ class Servers:
         self._alive: OrderedDict[tuple, Server] = OrderedDict()
 
     def get(self, model: Path, *flags: str, **options) -> Server:
-        key = (str(model), flags, tuple(sorted(options.items(), key=str)))
+        key = (str(model), flags, repr(sorted(options.items())))
         server = self._alive.pop(key, None)
         if server is None or server.process.poll() is not None:
             while len(self._alive) >= KEEP:

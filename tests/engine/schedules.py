@@ -1,0 +1,311 @@
+"""Seeded random schedules of requests and switches, how one is run, and what must come out of it.
+
+A schedule is paced by one of its own requests, whose tokens are streamed: switches and the second
+wave of requests happen when it has received so many of them.  So a schedule hits the same stages of
+a generation on a fast machine and on a busy one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sglang_pat.testing.server import Server
+
+TIE = 1e-5
+"""Logprobs this close are a tie: either token is right."""
+
+TIES_PER_TOKEN = 1e-4
+"""More ties than that are no accident."""
+
+FIRST_ORDINARY_TOKEN = 5
+"""Below are the special tokens of the test models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request: ``n`` greedy copies of ``max_new_tokens`` tokens after ``prompt``."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    n: int = 1
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """What the answer depends on."""
+        return self.prompt, self.max_new_tokens
+
+    def body(self, **more) -> dict:
+        params = {"temperature": 0, "max_new_tokens": self.max_new_tokens, "ignore_eos": True}
+        if self.n > 1:
+            params["n"] = self.n
+        return {"input_ids": list(self.prompt), "sampling_params": params, **more}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """To degree ``tp``, ``delay`` seconds after the pacer has received ``at`` tokens."""
+
+    at: int
+    delay: float
+    tp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What a seed stands for.
+
+    Attributes:
+        start_tp: degree at the beginning.
+        pacer: the streamed request.
+        first, second: requests sent with the pacer, and when it has received ``second_at`` tokens.
+        switches: in order.
+    """
+
+    seed: int
+    start_tp: int
+    pacer: Request
+    first: tuple[Request, ...]
+    second: tuple[Request, ...]
+    second_at: int
+    switches: tuple[Switch, ...]
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return (self.pacer, *self.first, *self.second)
+
+
+def make(
+    seed: int,
+    degrees: Sequence[int],
+    *,
+    vocab: int = 503,
+    max_batch: int = 32,
+    max_prompt: int = 600,
+    max_new_tokens: int = 100,
+) -> Schedule:
+    """The schedule of ``seed``.  ``max_batch`` counts the copies of ``n > 1`` too."""
+    rng = random.Random(f"{seed} {tuple(degrees)} {max_prompt}")
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(FIRST_ORDINARY_TOKEN, vocab) for _ in range(count))
+
+    prefixes = [tokens(rng.randint(1, max_prompt // 2)) for _ in range(rng.randint(0, 2))]
+
+    def request(budget: int) -> Request:
+        longest = rng.choice((8, max_prompt // 4, max_prompt))
+        prompt = tokens(rng.randint(1, longest))
+        if prefixes and rng.random() < 0.6:
+            prefix = rng.choice(prefixes)
+            # Now and then the prefix alone: a prompt that another one contains.
+            prompt = prefix if rng.random() < 0.15 else (prefix + prompt)[:max_prompt]
+        n = rng.randint(2, min(4, budget)) if budget > 1 and rng.random() < 0.1 else 1
+        new = 1 if rng.random() < 0.08 else rng.randint(1, max_new_tokens)
+        return Request(prompt=prompt, max_new_tokens=new, n=n)
+
+    size = round(max_batch ** rng.random())
+    pacer = Request(prompt=tokens(rng.randint(1, 40)), max_new_tokens=rng.randint(max_new_tokens, 2 * max_new_tokens))
+    requests: list[Request] = []
+    while (left := size - 1 - sum(r.n for r in requests)) > 0:
+        requests.append(request(left))
+    waves = rng.randint(0, len(requests))
+    last = pacer.max_new_tokens * 3 // 4
+    # At 0 nothing may have arrived yet, or prefills are under way; the last one finds the pacer decoding.
+    times = sorted(0 if rng.random() < 0.3 else rng.randint(1, last) for _ in range(rng.randint(0, 5)))
+    times.append(rng.randint(max([1, *times]), last))
+    degree = start = rng.choice(degrees)
+    switches = []
+    for at in times:
+        degree = rng.choice([d for d in degrees if d != degree])
+        delay = rng.uniform(0, 0.03) if at == 0 and rng.random() < 0.7 else 0.0
+        switches.append(Switch(at=at, delay=delay, tp=degree))
+    # Half of the time the second wave comes in the middle of a switch.
+    second_at = rng.choice(times) if rng.random() < 0.5 else rng.randint(0, last)
+    return Schedule(
+        seed=seed,
+        start_tp=start,
+        pacer=pacer,
+        first=tuple(requests[:waves]),
+        second=tuple(requests[waves:]),
+        second_at=second_at,
+        switches=tuple(switches),
+    )
+
+
+@dataclass
+class Outcome:
+    """What came of a schedule.
+
+    Attributes:
+        outputs: token ids of each request, in the order of ``Schedule.requests``, each copy.
+        records: records of the switches.
+    """
+
+    outputs: list[list[list[int]]]
+    records: list[dict]
+
+
+def run(server: Server, schedule: Schedule, **extra) -> Outcome:
+    """Run ``schedule`` on an adaptive server.  ``extra`` goes into each request's body."""
+    return asyncio.run(_run(server, schedule, extra))
+
+
+async def _run(server: Server, schedule: Schedule, extra: dict) -> Outcome:
+    progress = _Progress()
+    async with server.session() as session:
+        code, _ = await server.reconfigure_async(session, schedule.start_tp)
+        assert code == 200
+
+        def send(requests: Iterable[Request]) -> list[asyncio.Task]:
+            return [asyncio.ensure_future(server.one(session, r.body(**extra))) for r in requests]
+
+        async def pace() -> dict:
+            chunk = {}
+            async for chunk in server.stream(session, schedule.pacer.body(**extra)):
+                assert "meta_info" in chunk, chunk
+                progress.advance(chunk["meta_info"]["completion_tokens"])
+            progress.advance(schedule.pacer.max_new_tokens)
+            return chunk
+
+        async def second() -> list[dict]:
+            await progress.reach(schedule.second_at)
+            return await asyncio.gather(*send(schedule.second))
+
+        async def switch() -> list[dict]:
+            records = []
+            for step in schedule.switches:
+                await progress.reach(step.at)
+                await asyncio.sleep(step.delay)
+                code, record = await server.reconfigure_async(session, step.tp)
+                assert code == 200, record
+                records.append(record)
+            return records
+
+        first = send(schedule.first)
+        pacer, later, records = await asyncio.gather(pace(), second(), switch())
+        answers = [pacer, *await asyncio.gather(*first), *later]
+    return Outcome([_outputs(answer) for answer in answers], records)
+
+
+class _Progress:
+    """Tokens that the pacer has received, for others to wait for."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._changed = asyncio.Event()
+
+    def advance(self, tokens: int) -> None:
+        self._tokens = max(self._tokens, tokens)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def reach(self, tokens: int) -> None:
+        while self._tokens < tokens:
+            await self._changed.wait()
+
+
+def _outputs(answer: dict | list[dict]) -> list[list[int]]:
+    copies = answer if isinstance(answer, list) else [answer]
+    for copy in copies:
+        reason = copy["meta_info"]["finish_reason"]
+        assert reason["type"] == "length", reason
+        assert copy["meta_info"]["completion_tokens"] == len(copy["output_ids"]), copy["meta_info"]
+    return [copy["output_ids"] for copy in copies]
+
+
+def expected(stock: Server, schedules: Iterable[Schedule], known: dict, chunk: int = 256) -> None:
+    """Add what the stock server answers to every request of ``schedules`` to ``known``, by ``Request.key``."""
+    longest: dict[tuple[int, ...], int] = {}
+    for request in (r for s in schedules for r in s.requests if r.key not in known):
+        longest[request.prompt] = max(longest.get(request.prompt, 0), request.max_new_tokens)
+    keys = sorted(longest.items())
+    for begin in range(0, len(keys), chunk):
+        part = keys[begin : begin + chunk]
+        bodies = [Request(prompt=prompt, max_new_tokens=new).body() for prompt, new in part]
+        for (prompt, new), answer in zip(part, stock.generate(bodies), strict=True):
+            (output,) = _outputs(answer)
+            assert len(output) == new
+            # Greedy and ignoring EOS: a shorter answer is the beginning of the longer one.
+            known.update({(prompt, shorter): output[:shorter] for shorter in range(1, new + 1)})
+
+
+@dataclass
+class Totals:
+    """What has been compared so far."""
+
+    schedules: int = 0
+    switches: int = 0
+    live_switches: int = 0
+    requests: int = 0
+    tokens: int = 0
+    migrated: int = 0
+    recomputed: int = 0
+    ties: list[str] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        self.schedules += 1
+        self.switches += len(outcome.records)
+        self.live_switches += sum(record["requests"] > 0 for record in outcome.records)
+        self.migrated += sum(record["migrated"] for record in outcome.records)
+        self.recomputed += sum(record["recomputed"] for record in outcome.records)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.schedules} schedules, {self.switches} switches ({self.live_switches} with live requests; "
+            f"{self.migrated} requests moved with their KV, {self.recomputed} recomputed), "
+            f"{self.requests} outputs, {self.tokens} tokens compared, {len(self.ties)} ties"
+        )
+
+
+def compare(schedule: Schedule, outcome: Outcome, known: dict, stock, totals: Totals) -> None:
+    """Raise ``AssertionError`` if an output differs from the stock server's other than by a tie.
+
+    ``stock`` is called to get the stock server, if it is needed.
+    """
+    totals.add(outcome)
+    for index, (request, copies) in enumerate(zip(schedule.requests, outcome.outputs, strict=True)):
+        assert len(copies) == request.n, f"request {index} of seed {schedule.seed}: {len(copies)} of {request.n} copies"
+        want = known[request.key]
+        for got in copies:
+            where = f"seed {schedule.seed}, request {index} (prompt of {len(request.prompt)})"
+            assert len(got) == len(want), f"{where}: {len(got)} tokens, not {len(want)}"
+            totals.requests += 1
+            position = next((i for i, pair in enumerate(zip(got, want)) if pair[0] != pair[1]), len(want))
+            totals.tokens += position
+            if position < len(want):
+                totals.ties.append(tie(stock(), request.prompt, got, want, position, where))
+
+
+def tie(stock: Server, prompt: Sequence[int], got: list[int], want: list[int], position: int, where: str) -> str:
+    """A line about a tie at ``position``; ``AssertionError`` if it is none."""
+    params = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+    body = {"input_ids": [*prompt, *want[:position]], "sampling_params": params}
+    (answer,) = stock.generate([body | {"return_logprob": True, "top_logprobs_num": 2}])
+    (best, token, _), (second, other, _) = answer["meta_info"]["output_top_logprobs"][0]
+    line = (
+        f"{where}: token {position} of {len(want)} is {got[position]}, stock says {want[position]}; "
+        f"its two best are {token} and {other}, {best - second:.2g} apart"
+    )
+    assert {got[position], want[position]} == {token, other} and best - second <= TIE, line
+    return line
+
+
+def check_idle(server: Server, seconds: float = 10) -> None:
+    """Nothing is left over: no request and, after a flush, no KV token on any leader."""
+    deadline = time.monotonic() + seconds
+    while server.status()["requests"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    answer = server.post("/flush_cache")
+    assert answer.status_code == 200, answer.text
+    while (left := _in_use(server)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, left
+
+
+def _in_use(server: Server) -> list[dict]:
+    """Groups that hold a request or a KV token."""
+    names = ("in_flight", "running", "waiting", "kv_used")
+    return [group for group in server.status()["groups"] if any(group[name] for name in names)]
