@@ -23,9 +23,10 @@ struct Link {
   int64_t duration_ns(double bytes) const { return latency_ns + int64_t(bytes / bytes_per_ns); }
 };
 
-// Sleeps for most of the time and yields for the rest: on the wire, the core is free for others.
+// Sleeps for most of the time, then yields, and spins at the end: on the wire the core is free for others, but a yield
+// on a busy machine may cost a time slice.
 inline void wait_until_ns(int64_t deadline) {
-  constexpr int64_t kOversleepNs = 150'000;
+  constexpr int64_t kOversleepNs = 150'000, kSpinNs = 15'000;
   for (int64_t left = deadline - now_ns(); left > 0; left = deadline - now_ns()) {
     if (left > 2 * kOversleepNs) {
       timespec t{0, 0};
@@ -33,8 +34,10 @@ inline void wait_until_ns(int64_t deadline) {
       t.tv_sec = ns / 1'000'000'000LL;
       t.tv_nsec = ns % 1'000'000'000LL;
       nanosleep(&t, nullptr);
-    } else {
+    } else if (left > kSpinNs) {
       sched_yield();
+    } else {
+      cpu_pause();
     }
   }
 }
