@@ -52,7 +52,7 @@ class Control:
 
     Attributes:
         reply: name of the reply's type, or None if there is none.
-        merge: makes one reply of all leaders' replies.
+        merge: makes one reply of all leaders' replies, which come in the order of their ranks.
         needs_base: only the base layout can do it (weights, memory).
     """
 
@@ -81,7 +81,12 @@ class _Leader:
 
 @dataclass
 class _Pending:
-    """A switch under way.  ``replies``: ranks that have answered the current command."""
+    """A switch under way.
+
+    Attributes:
+        replies: ranks that have answered the current command.
+        early: load reports of ranks that already work in the new layout while others still switch.
+    """
 
     source: ParallelLayout
     target: ParallelLayout
@@ -92,13 +97,16 @@ class _Pending:
     commanded: bool = False
     prepare_seconds: float = 0.0
     replies: dict[int, Any] = field(default_factory=dict)
+    early: dict[int, m.LoadReport] = field(default_factory=dict)
 
 
 @dataclass
 class _Collect:
+    """Replies to one control request, by leader."""
+
     control: Control
     expected: int
-    replies: list[Any] = field(default_factory=list)
+    replies: dict[int, Any] = field(default_factory=dict)
 
 
 class Coordinator:
@@ -166,20 +174,22 @@ class Coordinator:
 
     # -- events from the ranks --------------------------------------------------------------------
 
-    def reply(self, obj: Any, now: float) -> None:
-        """A host object from a leader: a control reply, or something for the server as it is."""
-        waiting = self._collecting.get(type(obj).__name__)
-        if not waiting:
-            return self._outbox.to_server(obj)
+    def reply(self, rank: int, obj: Any, now: float) -> None:
+        """A host object from leader ``rank``: a control reply, or something for the server as it is."""
+        name = type(obj).__name__
+        waiting = self._collecting.get(name, deque())
         # Leaders answer requests of one type in the order they got them, but not in step with
         # each other; a reply belongs to the oldest collection that still lacks this leader's.
-        collect = waiting[0]
-        collect.replies.append(obj)
+        collect = next((collect for collect in waiting if rank not in collect.replies), None)
+        if collect is None:
+            return self._outbox.to_server(obj)
+        collect.replies[rank] = obj
         if len(collect.replies) == collect.expected:
-            waiting.popleft()
+            waiting.popleft()  # complete before any later one, as each leader fills them in order
             if not waiting:
-                del self._collecting[type(obj).__name__]
-            self._outbox.to_server(collect.control.merge(collect.replies))
+                del self._collecting[name]
+            replies = [collect.replies[leader] for leader in sorted(collect.replies)]
+            self._outbox.to_server(collect.control.merge(replies))
         self._proceed(now)
 
     def rank_message(self, message: m.FromRank, now: float) -> None:
@@ -205,6 +215,9 @@ class Coordinator:
         if report.rank in self._leaders and report.tp == self.layout.tp:
             self._leaders[report.rank].report = report
             self._leaders[report.rank].sent_tokens = 0
+        elif self._blocked and report.tp == self._pending.target.tp:
+            # Ranks report on a change only: dropped, this one might not come again.
+            self._pending.early[report.rank] = report
 
     def _requests(self) -> int:
         return sum(self._leaders[rank].requests for rank in self.layout.leaders)
@@ -319,14 +332,14 @@ class Coordinator:
         self._close(error, {"phases": phases, **totals}, now)
 
     def _take_over(self, replies: list[m.RankSwitched]) -> None:
-        """The new leaders' load, until they report: what they were handed."""
+        """The new leaders' load: what they have reported already, or else what they were handed."""
         self.layout = self._pending.target
         for reply in replies:
             if reply.rank not in self.layout.leaders:
                 continue
             leader = self._leaders[reply.rank]
             leader.sent_tokens = 0
-            leader.report = m.LoadReport(
+            leader.report = self._pending.early.get(reply.rank) or m.LoadReport(
                 rank=reply.rank,
                 tp=self.layout.tp,
                 received=leader.sent,

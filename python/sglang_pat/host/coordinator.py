@@ -89,9 +89,9 @@ def serve(coordinator: Coordinator, sockets: Sockets) -> None:
 
 def _drain_ranks(coordinator: Coordinator, socket: zmq.Socket, now: float) -> None:
     while socket.poll(0):
-        kind, _, payload = socket.recv_multipart()
+        kind, rank, payload = socket.recv_multipart()
         if kind == HOST:
-            coordinator.reply(pickle.loads(payload), now)
+            coordinator.reply(int(rank), pickle.loads(payload), now)
         else:
             coordinator.rank_message(messages.decode_from_rank(payload), now)
 
