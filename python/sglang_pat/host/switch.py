@@ -24,6 +24,7 @@ from sglang_pat.kernels import kv as kv_kernels
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Cancel, Prepare, Prepared, RankSwitched, Switch
 from sglang_pat.switch import faults, plan
+from sglang_pat.switch.order import fence_after_switch
 from sglang_pat.switch.state import SwitchState, advance
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class Offer:
         decoding: the plan's view of the decoding requests, in batch order.
         waiting_dest: destination group of each waiting request.
         capsules: pickled capsules, decoding requests first.
-        sent: outputs this leader has sent so far (fence of ``sglang_pat.switch.order``).
+        sent: outputs this leader has sent so far (``sglang_pat.switch.order``).
+        fence: what its next output would have carried as a fence.
         weight_version: number of weight updates this rank has applied.
     """
 
@@ -52,6 +54,7 @@ class Offer:
     waiting_dest: list[int] = field(default_factory=list)
     capsules: list[bytes] = field(default_factory=list)
     sent: int = 0
+    fence: dict[int, int] | None = None
     weight_version: int = 0
 
 
@@ -178,8 +181,9 @@ class SwitchExecutor:
     def _commit(self, new: ParallelLayout, offers: dict[int, Offer], arrivals: Arrivals, epoch: int) -> None:
         """Become part of the new layout.  There is no way back from here: an error ends the engine."""
         self._enter(SwitchState.COMMIT, epoch)
-        fence = {leader: offer.sent for leader, offer in offers.items() if leader != self.rank and offer.sent}
-        self.scheduler.point_at(self.layouts[new], epoch, fence or None)
+        sent = {leader: offer.sent for leader, offer in offers.items()}
+        fence = fence_after_switch(self.rank, sent, [offer.fence for offer in offers.values()])
+        self.scheduler.point_at(self.layouts[new], epoch, fence)
         self.scheduler.adopt(arrivals.decoding, arrivals.waiting, arrivals.num_slots)
         self._mark("install")
 
@@ -229,8 +233,9 @@ class SwitchExecutor:
         capsules = []
         if self.scheduler.is_leader:
             capsules = [pickle.dumps(requests.capture(req)) for req in decoding + waiting]
+        output = self.scheduler._output
         return Offer(
-            live, dests[len(decoding) :], capsules, self.scheduler._output.sent, self.layouts.weight_version
+            live, dests[len(decoding) :], capsules, output.sent, output.fence, self.layouts.weight_version
         )
 
     def _plans(self, old: ParallelLayout, new: ParallelLayout, offers: dict[int, Offer]) -> dict[int, plan.GroupPlan]:

@@ -3,12 +3,14 @@
 Before a switch the tokens of a request come from one process, after it from another; over
 separate sockets the second may overtake the first, and text would be shuffled.  Each leader
 numbers what it sends, and the first message it sends after a switch carries a *fence*: how many
-messages of every other leader must have been delivered before it.
+messages of every other leader must have been delivered before it.  A leader may come out of one
+switch and go into the next without having sent anything; its fence then passes on to its heirs.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,22 @@ class Stamped:
     seq: int
     fence: dict[int, int] | None
     payload: Any
+
+
+def fence_after_switch(
+    rank: int, sent: Mapping[int, int], unsent: Iterable[Mapping[int, int] | None]
+) -> dict[int, int] | None:
+    """Fence of the first output of ``rank`` after a switch.
+
+    Args:
+        sent: outputs each leader of the old layout has sent so far.
+        unsent: fences of those leaders that no output has carried yet.
+    """
+    fence = dict(sent)
+    for earlier in unsent:
+        for other, seq in (earlier or {}).items():
+            fence[other] = max(fence.get(other, 0), seq)
+    return {other: seq for other, seq in fence.items() if other != rank and seq} or None
 
 
 @dataclass
