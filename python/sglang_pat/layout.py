@@ -61,7 +61,7 @@ def candidate_layouts(base: ParallelLayout, degrees: list[int] | None = None) ->
     ``degrees`` defaults to every doubling of the base degree up to ``N``.
 
     Raises:
-        ValueError: a degree is below the base degree, does not divide the ranks, or
+        ValueError: a degree is below 1 or the base degree, does not divide the ranks, or
             does not continue the chain of divisors (each must divide the next, or
             shards would not nest).
     """
@@ -72,6 +72,8 @@ def candidate_layouts(base: ParallelLayout, degrees: list[int] | None = None) ->
             degrees.append(degrees[-1] * 2)
     chain = sorted({base.tp, *degrees})
     for tp in chain:
+        if tp < 1:
+            raise ValueError(f"candidate tp={tp}: a degree is at least 1 (the base layout has tp={base.tp})")
         if tp < base.tp:
             raise ValueError(
                 f"candidate tp={tp} is below the base tp={base.tp}: the base layout is the lowest degree; "

@@ -32,7 +32,7 @@ class Block:
     def shard(self, tp: int, tp_rank: int) -> Interval:
         """This block's part at degree ``tp`` (start relative to the block)."""
         parts = tp if self.units is None else min(tp, self.units)
-        if self.size % parts or tp % parts:
+        if self.size % parts or tp % parts or (self.units or parts) % parts:
             raise ValueError(f"a block of {self.size} in {self.units or self.size} units does not divide over tp={tp}")
         length = self.size // parts
         return (tp_rank * parts // tp) * length, length
