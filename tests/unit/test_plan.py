@@ -1,0 +1,312 @@
+"""The KV plan against an oracle that moves every value by hand.
+
+Each KV value is labelled (token, head).  The exchange of every rank is built and executed on numpy
+pools; then every rank must hold, in the slots the plan names, the right values of its heads, and each
+value must have travelled once, and only where it was needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from sglang_pat.layout import ParallelLayout, exchange_groups
+from sglang_pat.switch import plan
+
+pytestmark = pytest.mark.unit
+
+DIM = 5
+"""Elements per head and slot in the count of bytes."""
+
+
+def divisors(n: int) -> list[int]:
+    return [t for t in range(1, n + 1) if n % t == 0]
+
+
+def heads_of(kv_heads: int, layout: ParallelLayout, rank: int) -> list[int]:
+    """Heads of a rank as SGLang deals them: evenly, or one to neighbours."""
+    tp_rank = layout.group(layout.group_of(rank)).index(rank)
+    if layout.tp >= kv_heads:
+        return [tp_rank // (layout.tp // kv_heads)]
+    per_rank = kv_heads // layout.tp
+    return list(range(tp_rank * per_rank, (tp_rank + 1) * per_rank))
+
+
+MOVES = [
+    (ParallelLayout(t, n // t), ParallelLayout(u, n // u))
+    for n in (2, 4, 8, 6)
+    for t, u in itertools.product(divisors(n), repeat=2)
+    if t != u and max(t, u) % min(t, u) == 0
+]
+"""Switches ``(old, new)`` in both directions."""
+
+
+@dataclass
+class Case:
+    """Random requests of every old group.
+
+    ``tokens[g][i]``: identity of each token of request ``i`` (equal where a prefix is shared);
+    ``slots[g][i]``: its slots in the group's old pools.
+    """
+
+    old: ParallelLayout
+    new: ParallelLayout
+    kv_heads: int
+    tokens: list[list[list[int]]]
+    slots: list[list[np.ndarray]]
+    num_slots: int
+    max_requests: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        self.dests = [
+            plan.destinations(self.old, self.new, g, [len(t) for t in tokens])
+            for g, tokens in enumerate(self.tokens)
+        ]
+        self.live = []
+        for tokens, slots, dests in zip(self.tokens, self.slots, self.dests, strict=True):
+            shared = plan.shared_prefixes(slots, dests, self.num_slots)
+            self.live.append(
+                [plan.LiveRequest(len(t), *s, d) for t, s, d in zip(tokens, shared, dests, strict=True)]
+            )
+        sources = dict(enumerate(self.live))
+        self.plans = {
+            dest: plan.plan_group(dest, sources, self.max_requests, self.capacity)
+            for dest in self.new.leaders
+        }
+
+
+@st.composite
+def cases(draw, roomy: bool = True):
+    old, new = draw(st.sampled_from(MOVES))
+    low, high = sorted((old.tp, new.tp))
+    allowed = [k for k in range(1, 13) if all(max(k, t) % min(k, t) == 0 for t in (low, high))]
+    kv_heads = draw(st.sampled_from(allowed))
+    # Hypothesis favours small cases; the requests are drawn evenly.
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    most = rng.integers(0, 8)
+    sharing = rng.choice([0.0, 0.5, 1.0])
+    names = itertools.count()
+    all_tokens, all_slots, num_slots = [], [], 200
+    for _ in old.leaders:
+        free = iter(rng.permutation(np.arange(1, num_slots)))
+        tokens: list[list[int]] = []
+        slots: list[np.ndarray] = []
+        for _ in range(rng.integers(0, most + 1)):
+            row_tokens: list[int] = []
+            row: list[int] = []
+            if tokens and rng.random() < sharing:
+                parent = rng.integers(len(tokens))
+                keep = rng.integers(0, len(tokens[parent]) + 1)
+                row_tokens, row = tokens[parent][:keep], list(slots[parent][:keep])
+            own = int(rng.integers(0, 9))
+            tokens.append(row_tokens + [next(names) for _ in range(own)])
+            slots.append(np.array(row + [next(free) for _ in range(own)], dtype=np.int64))
+        all_tokens.append(tokens)
+        all_slots.append(slots)
+    max_requests, capacity = 10_000, 10_000
+    if not roomy:
+        max_requests, capacity = draw(st.integers(0, 12)), draw(st.integers(1, 60))
+    return Case(old, new, kv_heads, all_tokens, all_slots, num_slots, max_requests, capacity)
+
+
+def execute(case: Case) -> tuple[dict[int, np.ndarray], list[tuple[int, int, int]], int]:
+    """Run the exchange of all ranks; returns the new pools, every (source, target, value), elements sent."""
+    old, new, kv_heads = case.old, case.new, case.kv_heads
+    old_pools, new_pools, exchanges = {}, {}, {}
+    for rank in range(old.num_ranks):
+        group, heads = old.group_of(rank), heads_of(kv_heads, old, rank)
+        pool = np.full((case.num_slots, len(heads)), -1)
+        for tokens, slots in zip(case.tokens[group], case.slots[group], strict=True):
+            pool[slots] = np.array(tokens, dtype=np.int64).reshape(-1, 1) * kv_heads + heads
+        old_pools[rank] = pool
+        total = case.plans[new.group_of(rank)].total
+        new_pools[rank] = np.full((total + 2, len(heads_of(kv_heads, new, rank))), -1)
+    travelled, elements = [], 0
+    for members in exchange_groups(old, new):
+        plans = {new.group_of(m): case.plans[new.group_of(m)] for m in members}
+        for rank in members:
+            group = old.group_of(rank)
+            exchanges[rank] = plan.build_exchange(
+                old, new, kv_heads, members, rank, plans, case.slots[group], case.live[group]
+            )
+        for (i, src), (j, dst) in itertools.product(enumerate(members), repeat=2):
+            out, into = exchanges[src], exchanges[dst]
+            assert out.heads == into.heads
+            send = out.send_slots[out.send_offsets[j] : out.send_offsets[j + 1]]
+            recv = into.recv_slots[into.recv_offsets[i] : into.recv_offsets[i + 1]]
+            assert len(send) == len(recv), "both sides agree on the size"
+            a, b = int(out.send_heads[j]), int(into.recv_heads[i])
+            values = old_pools[src][send, a : a + out.heads]
+            assert values.shape == (len(send), out.heads), "heads exist on the source"
+            assert new_pools[dst][recv, b : b + out.heads].shape == values.shape, "and on the target"
+            new_pools[dst][recv, b : b + out.heads] = values
+            travelled += [(src, dst, int(v)) for v in values.ravel()]
+            assert out.split(DIM, out.send_offsets)[j] == values.size * DIM
+        elements += sum(exchanges[rank].elements_sent(DIM, i) for i, rank in enumerate(members))
+    return new_pools, travelled, elements
+
+
+def check_exchange(case: Case) -> None:
+    new_pools, travelled, elements = execute(case)
+    old, new, kv_heads = case.old, case.new, case.kv_heads
+    source_of = {t: g for g, requests in enumerate(case.tokens) for tokens in requests for t in tokens}
+    needed: Counter[tuple[int, int]] = Counter()
+    foreign = 0
+    for rank in range(new.num_ranks):
+        dest, heads = new.group_of(rank), heads_of(kv_heads, new, rank)
+        here: set[int] = set()
+        for group, requests in enumerate(case.tokens):
+            for tokens, row in zip(requests, case.plans[dest].rows[group], strict=True):
+                if row is None:
+                    continue
+                expected = np.array(tokens).reshape(-1, 1) * kv_heads + heads
+                assert (new_pools[rank][row] == expected).all()
+                here.update(tokens)
+        for token, head in itertools.product(here, heads):
+            needed[rank, token * kv_heads + head] = 1
+            own = source_of[token] == old.group_of(rank) and head in heads_of(kv_heads, old, rank)
+            foreign += not own
+        # Slot 0 and what lies behind the plan's slots are left alone.
+        assert (new_pools[rank][0] == -1).all() and (new_pools[rank][-1] == -1).all()
+        assert case.plans[dest].total == len(here), "each live token has one slot"
+    assert Counter((dst, value) for _, dst, value in travelled) == needed, "each value once, and no other"
+    assert sum(src != dst for src, dst, _ in travelled) == foreign, "nothing travels to where it already is"
+    assert elements == foreign * DIM
+
+
+@settings(deadline=None, derandomize=True, max_examples=400)
+@given(cases())
+def test_every_value_arrives_once(case):
+    event("up" if case.new.tp > case.old.tp else "down")
+    event("replicated heads" if max(case.old.tp, case.new.tp) > case.kv_heads else "plain heads")
+    for group, requests in enumerate(case.tokens):
+        for tokens, dest, i in zip(requests, case.dests[group], itertools.count()):
+            assert (case.plans[dest].rows[group][i] is not None) == bool(tokens)
+    check_exchange(case)
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(cases(roomy=False))
+def test_what_does_not_fit_comes_as_tokens(case):
+    refused = 0
+    for dest, group_plan in case.plans.items():
+        used, running, full = 0, 0, False
+        for group, live in enumerate(case.live):
+            fresh = 0
+            for request, row in zip(live, group_plan.rows[group], strict=True):
+                if request.dest != dest or not request.tokens:
+                    assert row is None
+                    continue
+                new = request.tokens - request.shared
+                fits = running < case.max_requests and used + new + running + 1 <= case.capacity
+                full = full or not fits
+                assert (row is None) == full
+                refused += full
+                if full:
+                    continue
+                assert len(row) == request.tokens
+                if request.shared:
+                    parent = group_plan.rows[group][request.parent]
+                    assert parent is not None, "a request keeps the parent it shares with"
+                    assert (row[: request.shared] == parent[: request.shared]).all()
+                used, running, fresh = used + new, running + 1, fresh + new
+            assert group_plan.fresh[group] == fresh
+        taken = [row for rows in group_plan.rows.values() for row in rows if row is not None]
+        assert set(np.concatenate([[0], *taken]).tolist()) == set(range(used + 1))
+        assert group_plan.total == used
+        assert running <= case.max_requests
+        assert not running or used + running <= case.capacity
+    event("some refused" if refused else "all fit")
+    check_exchange(case)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(cases())
+def test_destinations_stay_within_the_group(case):
+    """Raising: where the old group's ranks go.  Lowering: only groups made of its own ranks, balanced."""
+    for group, dests in enumerate(case.dests):
+        ranks = set(case.old.group(group))
+        for dest in dests:
+            target = set(case.new.group(dest))
+            assert ranks <= target if case.new.tp >= case.old.tp else target <= ranks
+        lengths = [len(tokens) for tokens in case.tokens[group]]
+        assert dests == plan.destinations(case.old, case.new, group, lengths), "the same on every rank"
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    st.lists(st.integers(0, 5000), max_size=40),
+    st.integers(0, 5),
+    st.integers(1, 8),
+)
+def test_balance(weights, first, bins):
+    bins = range(first, first + bins)
+    result = plan.balance(weights, bins)
+    assert result == plan.balance(list(weights), list(bins))
+    assert len(result) == len(weights) and set(result) <= set(bins)
+    load = [sum(w + 1 for w, b in zip(weights, result, strict=True) if b == which) for which in bins]
+    assert max(load) - min(load) <= max(weights, default=0) + 1
+
+
+def test_balance_spreads_requests_without_tokens():
+    assert Counter(plan.balance([0] * 8, range(4))) == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert plan.balance([5, 5, 1, 9], [2, 4]) == [4, 4, 2, 2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8, 12, 16])
+def test_head_ranges(ranks):
+    for tp in divisors(ranks):
+        layout = ParallelLayout(tp, ranks // tp)
+        for kv_heads in (k for k in range(1, 33) if max(k, tp) % min(k, tp) == 0):
+            for rank in range(ranks):
+                first, count = plan.kv_head_range(kv_heads, layout, rank)
+                assert list(range(first, first + count)) == heads_of(kv_heads, layout, rank)
+
+
+@pytest.mark.parametrize(("kv_heads", "tp"), [(2, 8), (4, 8), (1, 4), (2, 4), (3, 6)])
+def test_copies_of_a_head_share_the_sending(kv_heads, tp):
+    """Lowering from more ranks than KV heads: no holder of a head sends more than its part."""
+    old, new = ParallelLayout(tp, 1), ParallelLayout(1, tp)
+    members = list(range(tp))
+    slices = [s for dst in members for s in plan.head_slices(old, new, kv_heads, members, dst)]
+    sent = Counter(s.src for s in slices if s.src != s.dst)
+    holders = tp // kv_heads
+    assert all(sent[rank] == (tp - holders) / holders for rank in members)
+
+
+def test_requests_that_share_anything_but_a_prefix():
+    rows = [np.array([1, 2, 3]), np.array([4, 2])]
+    with pytest.raises(AssertionError, match="not a common prefix"):
+        plan.shared_prefixes(rows, [0, 0], 10)
+    # Sharing over different destinations is none.
+    assert plan.shared_prefixes(rows, [0, 1], 10) == [(0, -1), (0, -1)]
+
+
+def test_shared_prefix_tree():
+    """A grandchild shares with whichever request of its destination brought the last shared slot."""
+    a, b, c, d = ([1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 6], [1, 7])
+    rows = [np.array(row) for row in (a, b, c, d)]
+    assert plan.shared_prefixes(rows, [0, 0, 0, 0], 10) == [(0, -1), (2, 0), (3, 1), (1, 0)]
+    assert plan.shared_prefixes(rows, [0, 1, 1, 0], 10) == [(0, -1), (0, -1), (3, 1), (1, 0)]
+    assert plan.shared_prefixes([np.empty(0, np.int64)], [0], 10) == [(0, -1)]
+
+
+def test_bytes_of_the_design():
+    """Design section 7: an all-to-all moves 1/t of what PAT's all-gather moves to each rank."""
+    old, new = ParallelLayout(1, 8), ParallelLayout(8, 1)
+    tokens, members = 100, list(range(8))
+    live = {g: [plan.LiveRequest(tokens, 0, -1, 0)] for g in range(8)}
+    plans = {0: plan.plan_group(0, live, 100, 10_000)}
+    rows = [np.arange(1, tokens + 1)]
+    sent = [
+        plan.build_exchange(old, new, 8, members, rank, plans, rows, live[rank]).elements_sent(1, rank)
+        for rank in members
+    ]
+    assert sent == [tokens * 7] * 8
