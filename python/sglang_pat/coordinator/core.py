@@ -223,13 +223,11 @@ class Coordinator:
         return sum(self._leaders[rank].requests for rank in self.layout.leaders)
 
     def _snapshot(self, now: float) -> Snapshot:
-        requests = self._requests()
-        self._peak = max(self._peak, requests) if requests else 0
         return Snapshot(
             now=now,
             tp=self.layout.tp,
             degrees=tuple(layout.tp for layout in self.config.layouts),
-            requests=requests,
+            requests=self._requests(),
             peak=self._peak,
             last_arrival=self._last_arrival,
             last_abort=self._last_abort,
@@ -250,6 +248,9 @@ class Coordinator:
                     self._wanted = (self.config.base, "control", None)
                 break
             self._dispatch(self._backlog.popleft())
+        # Here, and not where a policy looks: the engine may run empty during a control request.
+        requests = self._requests()
+        self._peak = max(self._peak, requests) if requests else 0
         if self._pending is None and self._wanted is None and not self._collecting:
             snapshot = self._snapshot(now)
             degree = self._policy(snapshot)

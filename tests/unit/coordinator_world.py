@@ -1,0 +1,239 @@
+"""Ranks that behave like the real ones, for tests of the coordinator; no test of its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_pat import messages as m
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator.core import BASE_ATTEMPTS, Control, Coordinator
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the server sends; ``serial`` numbers all of them, work and controls, in order of arrival."""
+
+    serial: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class FlushReply:
+    rank: int
+    serial: int
+
+
+@dataclass(frozen=True)
+class UpdateReply:
+    rank: int
+    serial: int
+
+
+@dataclass(frozen=True)
+class OutOfBand:
+    """Something a leader sends that nobody asked for."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Merged:
+    serial: int
+    ranks: tuple[int, ...]
+
+
+REPLIES = {"flush": FlushReply, "update": UpdateReply}
+
+
+def merge(replies: list[Any]) -> Merged:
+    (serial,) = {reply.serial for reply in replies}  # all to the same request
+    return Merged(serial, tuple(reply.rank for reply in replies))
+
+
+def control(serial: int, kind: str, needs_base: bool = False) -> Control:
+    reply = REPLIES[kind].__name__ if kind in REPLIES else None
+    return Control(obj=Request(serial, kind), reply=reply, merge=merge, needs_base=needs_base)
+
+
+@dataclass
+class Rank:
+    """One rank.  A leader takes from ``inbox`` in order; what it sends arrives in the order of ``outbox``."""
+
+    rank: int
+    inbox: deque[Any] = field(default_factory=deque)
+    outbox: deque[Any] = field(default_factory=deque)
+    owed: dict[str, deque[Any]] = field(default_factory=lambda: defaultdict(deque))
+    """Replies not given yet, in order for each type."""
+    requests: list[Request] = field(default_factory=list)
+    received: int = 0
+    last_load: int | None = None
+    switching: m.Switch | None = None
+
+
+class World:
+    """All ranks and the wires to them; checks whatever the coordinator sends.  It is the outbox."""
+
+    def __init__(self, config: AdaptiveConfig) -> None:
+        self.config = config
+        self.layout = config.base
+        """The ranks' layout; ``known``: the coordinator's."""
+        self.known = config.base
+        self.ranks = [Rank(rank) for rank in range(config.num_ranks)]
+        self.fates: dict[int, tuple[str, int]] = {}
+        self.aborts = 0
+        self.finished: list[Request] = []
+        self.to_leaders: list[tuple[int, Any]] = []
+        self.server: list[Any] = []
+        self.records: list[m.SwitchRecord] = []
+        self.needs_base: set[int] = set()
+        self.outstanding: set[int] = set()
+        self.commanded: int | None = None
+        self.preparing: int | None = None
+        self.last_serial = -1
+
+    # -- the outbox ---------------------------------------------------------------------------
+
+    def to_leader(self, rank: int, obj: Any) -> None:
+        assert rank in self.known.leaders, f"{obj} sent to {rank}, which leads nothing in {self.known}"
+        if isinstance(obj, m.Switch):
+            assert not self.outstanding, f"{obj} while controls {self.outstanding} are under way"
+            assert self.preparing == obj.epoch and self.commanded in (None, obj.epoch)
+            self.commanded = obj.epoch
+        elif isinstance(obj, m.Prepare):
+            assert self.preparing in (None, obj.epoch)
+            self.preparing = obj.epoch
+        elif isinstance(obj, m.Cancel):
+            assert self.preparing == obj.epoch and self.commanded is None
+        else:
+            assert self.commanded is None, f"{obj} sent to a rank that is switching"
+            assert obj.serial >= self.last_serial, "requests pass in the order of their arrival"
+            self.last_serial = obj.serial
+            if obj.serial in self.needs_base:
+                assert self.known == self.config.base, f"{obj} needs the base layout, not {self.known}"
+            if obj.kind in REPLIES:
+                self.outstanding.add(obj.serial)
+        self.to_leaders.append((rank, obj))
+        self.ranks[rank].inbox.append(obj)
+
+    def to_server(self, obj: Any) -> None:
+        if isinstance(obj, Merged):
+            assert obj.serial in self.outstanding
+            assert obj.ranks == tuple(self.known.leaders)
+            self.outstanding.remove(obj.serial)
+        self.server.append(obj)
+
+    def switched(self, record: m.SwitchRecord) -> None:
+        assert record.epoch == self.preparing and record.from_tp == self.known.tp
+        self.preparing = self.commanded = None
+        if not record.error:
+            self.known = self.config.layout(record.to_tp)
+        self.records.append(record)
+
+    # -- the ranks ----------------------------------------------------------------------------
+
+    def iterate(self, leader: int, fate: tuple[str, int] = ("fine", 0)) -> None:
+        """One turn of a leader's loop: take a message, then report the load if it changed."""
+        rank = self.ranks[leader]
+        if rank.switching:
+            assert not rank.inbox, "a rank gets nothing while it switches"
+            return
+        if rank.inbox:
+            self._handle(rank, rank.inbox.popleft(), fate)
+        if leader in self.layout.leaders and not rank.switching and rank.last_load != len(rank.requests):
+            rank.last_load = len(rank.requests)
+            self.report(leader)
+
+    def report(self, leader: int) -> None:
+        rank = self.ranks[leader]
+        running = (len(rank.requests) + 1) // 2
+        numbers = dict(received=rank.received, running=running, waiting=len(rank.requests) - running)
+        rank.outbox.append(
+            m.LoadReport(
+                **numbers,
+                rank=leader,
+                tp=self.layout.tp,
+                tokens=10 * running,
+                kv_used=0,
+                kv_total=100,
+                retracted=0,
+                weight_updates=0,
+            )
+        )
+
+    def _handle(self, rank: Rank, obj: Any, fate: tuple[str, int]) -> None:
+        assert rank.rank in self.layout.leaders
+        group = self.layout.group(rank.rank)
+        if isinstance(obj, m.Prepare):
+            if obj.epoch not in self.fates:
+                # Three aborted returns to base end the engine (tested below); not here.
+                self.fates[obj.epoch] = fate if self.aborts < BASE_ATTEMPTS - 1 else ("fine", 0)
+            kind, victim = self.fates[obj.epoch]
+            for member in group:
+                error = f"rank {member}: no" if kind == "prepare" and member == victim else ""
+                prepared = m.Prepared(rank=member, epoch=obj.epoch, seconds=0.5 + member, error=error)
+                self.ranks[member].outbox.append(prepared)
+        elif isinstance(obj, m.Cancel):
+            assert self.fates[obj.epoch][0] == "prepare"
+            self.aborts += rank.rank == 0
+        elif isinstance(obj, m.Switch):
+            assert not any(rank.owed.values())
+            rank.switching = obj
+            if all(self.ranks[leader].switching == obj for leader in self.layout.leaders):
+                self._switch(obj)
+        elif obj.kind == "work":
+            rank.received += 1
+            rank.requests.append(obj)
+        elif obj.kind in REPLIES:
+            rank.owed[obj.kind].append(REPLIES[obj.kind](rank.rank, obj.serial))
+
+    def _switch(self, command: m.Switch) -> None:
+        """All leaders have stopped: every rank of every group switches."""
+        old, new = self.layout, self.config.layout(command.tp)
+        error = "rank 0: no" if self.fates[command.epoch][0] == "abort" else ""
+        came = {rank.rank: len(rank.requests) for rank in self.ranks}
+        self.aborts = self.aborts + 1 if error else 0
+        if not error:
+            self.layout = new
+            moving = [(leader, r) for leader in old.leaders for r in self.ranks[leader].requests]
+            for rank in self.ranks:
+                rank.requests = []
+            for i, (leader, request) in enumerate(moving):
+                targets = [g for g in new.leaders if set(old.group(leader)) & set(new.group(g))]
+                self.ranks[targets[i % len(targets)]].requests.append(request)
+        for rank in self.ranks:
+            rank.switching = None
+            went = len(rank.requests)
+            if not error:
+                rank.last_load = None
+            rank.outbox.append(
+                m.RankSwitched(
+                    rank=rank.rank,
+                    epoch=command.epoch,
+                    tp=command.tp,
+                    phases={"kv": 0.1 * (rank.rank + 1), "check": 0.01},
+                    requests_in=0 if error else came[rank.rank],
+                    requests_out=0 if error else went,
+                    migrated=0 if error else went // 2,
+                    error=error,
+                )
+            )
+
+    def finish(self, leader: int) -> None:
+        rank = self.ranks[leader]
+        if rank.requests and not rank.switching:
+            self.finished.append(rank.requests.pop(0))
+
+    def answer(self, leader: int, kind: str) -> None:
+        rank = self.ranks[leader]
+        if rank.owed[kind]:
+            rank.outbox.append(rank.owed[kind].popleft())
+
+
+def deliver(coordinator: Coordinator, rank: Rank, now: float) -> None:
+    obj = rank.outbox.popleft()
+    if isinstance(obj, m.FromRank):
+        coordinator.rank_message(m.decode_from_rank(m.encode(obj)), now)
+    else:
+        coordinator.reply(rank.rank, obj, now)

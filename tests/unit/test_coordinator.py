@@ -1,0 +1,316 @@
+"""The coordinator in single situations (all interleavings: test_coordinator_machine.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator_world import FlushReply, Merged, Request, World, control, deliver
+
+from sglang_pat import messages as m
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator.core import BASE_ATTEMPTS, HISTORY, Coordinator, Work
+from sglang_pat.layout import ParallelLayout
+
+pytestmark = pytest.mark.unit
+
+
+class Rig:
+    """A coordinator with its world, and shorthands."""
+
+    def __init__(self, tp: int = 1, dp: int = 2, **options: Any) -> None:
+        self.config = AdaptiveConfig(base=ParallelLayout(tp, dp), **dict(policy="manual") | options)
+        self.world = World(self.config)
+        self.coordinator = Coordinator(self.config, self.world)
+        self.serial = 0
+
+    def work(self, count: int = 1, tokens: int = 1, now: float = 0.0) -> list[int]:
+        """Returns the leaders that got the requests."""
+        before = len(self.world.to_leaders)
+        for _ in range(count):
+            self.serial += 1
+            self.coordinator.receive(Work(obj=Request(self.serial, "work"), tokens=tokens), now)
+        return [rank for rank, _ in self.world.to_leaders[before:]]
+
+    def control(self, kind: str, needs_base: bool = False) -> int:
+        self.serial += 1
+        if needs_base:
+            self.world.needs_base.add(self.serial)
+        self.coordinator.receive(control(self.serial, kind, needs_base), 0.0)
+        return self.serial
+
+    def iterate(self, fate: str = "fine") -> None:
+        for rank in range(self.config.num_ranks):
+            while self.world.ranks[rank].inbox:
+                self.world.iterate(rank, (fate, 0))
+
+    def deliver(self, *ranks: int) -> None:
+        for rank in ranks or range(self.config.num_ranks):
+            while self.world.ranks[rank].outbox:
+                deliver(self.coordinator, self.world.ranks[rank], 0.0)
+
+    def settle(self, fate: str = "fine") -> None:
+        for _ in range(6):
+            self.iterate(fate)
+            self.deliver()
+
+    def reconfigure(self, tp: int, query_id: int = 0) -> None:
+        self.coordinator.reconfigure(m.Reconfigure(query_id=query_id, tp=tp), 0.0)
+
+    def answers(self) -> list[m.ReconfigureReply]:
+        return [obj for obj in self.world.server if isinstance(obj, m.ReconfigureReply)]
+
+
+def test_work_goes_to_the_least_loaded():
+    rig = Rig(1, 4)
+    assert rig.work(8) == [0, 1, 2, 3, 0, 1, 2, 3]
+    rig.settle()
+    rig.world.finish(2)
+    rig.world.iterate(2)
+    rig.deliver()
+    assert rig.work(1) == [2]
+
+
+def test_tokens_decide_between_equal_numbers():
+    rig = Rig(1, 2)
+    assert rig.work(1, tokens=500) + rig.work(1, tokens=3) == [0, 1]
+    assert rig.work(1, tokens=3) + rig.work(1, tokens=3) == [1, 0]
+
+
+def test_replies_of_a_fast_and_a_slow_leader():
+    """Leader 0 answers both requests before leader 1 answers the first."""
+    rig = Rig(1, 2)
+    first, second = rig.control("flush"), rig.control("flush")
+    rig.iterate()
+    for rank in (0, 0, 1, 1):
+        rig.world.answer(rank, "flush")
+        rig.deliver(rank)
+    assert rig.world.server == [Merged(first, (0, 1)), Merged(second, (0, 1))]
+
+
+def test_replies_are_merged_in_the_order_of_ranks():
+    rig = Rig(1, 4)
+    serial = rig.control("update")
+    rig.iterate()
+    for rank in (3, 1, 0, 2):
+        assert rig.world.server == []
+        rig.world.answer(rank, "update")
+        rig.deliver(rank)
+    assert rig.world.server == [Merged(serial, (0, 1, 2, 3))]
+
+
+def test_a_reply_nobody_asked_for_passes():
+    rig = Rig(1, 2)
+    extra = FlushReply(0, -1)
+    rig.coordinator.reply(0, extra, 0.0)
+    assert rig.world.server == [extra]
+    rig.control("flush")
+    rig.iterate()
+    rig.world.answer(0, "flush")
+    rig.deliver(0)
+    rig.coordinator.reply(0, extra, 0.0)
+    assert rig.world.server == [extra, extra]
+
+
+def test_reconfigure_and_its_record():
+    rig = Rig(1, 2)
+    rig.work(5)
+    rig.settle()
+    rig.reconfigure(2)
+    rig.settle()
+    (answer,) = rig.answers()
+    (record,) = rig.world.records
+    assert (answer.code, answer.message) == (200, "")
+    assert answer.record["epoch"] == record.epoch == 1
+    assert (record.from_tp, record.to_tp, record.requests, record.reason) == (1, 2, 5, "request")
+    assert record.phases == pytest.approx({"prepare": 1.5, "kv": 0.2, "check": 0.01})
+    assert record.pause_seconds == pytest.approx(0.21)
+    assert rig.coordinator._requests() == 5
+
+
+@pytest.mark.parametrize("tp", [0, 3, 4, -1])
+def test_reconfigure_to_what_cannot_be(tp):
+    rig = Rig(1, 2)
+    rig.reconfigure(tp)
+    assert [(a.code, a.message) for a in rig.answers()] == [
+        (400, f"tp={tp} is not a candidate; choose one of [1, 2]")
+    ]
+
+
+def test_reconfigure_while_busy_and_to_where_we_are():
+    rig = Rig(1, 2)
+    rig.reconfigure(1, query_id=1)
+    rig.reconfigure(2, query_id=2)
+    rig.reconfigure(1, query_id=3)
+    rig.settle()
+    assert {a.query_id: a.code for a in rig.answers()} == {1: 200, 3: 409, 2: 200}
+    assert "already in tp1×dp2" in rig.answers()[0].message
+
+
+@pytest.mark.parametrize("fate", ["prepare", "abort"])
+def test_aborted_switch_goes_on_in_the_old_layout(fate):
+    rig = Rig(1, 2)
+    rig.work(3)
+    rig.reconfigure(2)
+    rig.settle(fate)
+    (answer,) = rig.answers()
+    assert answer.code == 500 and "rank 0: no" in answer.message
+    assert rig.coordinator.layout == rig.world.layout == ParallelLayout(1, 2)
+    assert rig.work(2) == [1, 0]
+    rig.reconfigure(2, query_id=1)
+    rig.settle()
+    assert rig.answers()[1].code == 200
+
+
+def test_requests_wait_for_the_new_leaders():
+    rig = Rig(1, 2)
+    rig.reconfigure(2)
+    rig.iterate()
+    rig.deliver()  # all prepared: the switch is commanded
+    assert rig.work(3) == []
+    rig.settle()
+    assert [rank for rank, obj in rig.world.to_leaders if getattr(obj, "kind", "") == "work"] == [0, 0, 0]
+
+
+def test_work_goes_on_while_ranks_prepare():
+    rig = Rig(1, 2)
+    rig.reconfigure(2)
+    assert rig.work(2) == [0, 1]
+
+
+def test_a_switch_waits_for_the_last_reply():
+    rig = Rig(1, 2)
+    rig.control("flush")
+    rig.reconfigure(2)
+    rig.settle()
+    assert not rig.world.records and rig.world.commanded is None
+    for rank in (0, 1):
+        rig.world.answer(rank, "flush")
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2]
+
+
+def test_needs_base_in_a_tail_layout_keeps_the_order():
+    rig = Rig(1, 2)
+    rig.reconfigure(2)
+    rig.settle()
+    before = len(rig.world.to_leaders)
+    update = rig.control("update", needs_base=True)
+    assert rig.work(1) == [], "what came later waits"
+    rig.settle()
+    for rank in (0, 1):
+        rig.world.answer(rank, "update")
+    rig.settle()
+    sent = [obj.kind for _, obj in rig.world.to_leaders[before:] if isinstance(obj, Request)]
+    assert sent == ["update", "update", "work"]
+    assert Merged(update, (0, 1)) in rig.world.server
+    assert rig.world.records[-1].reason == "control"
+
+
+def test_needs_base_gives_up_after_some_attempts():
+    rig = Rig(1, 2)
+    rig.reconfigure(2)
+    rig.settle()
+    rig.world.aborts = float("-inf")  # this world aborts every time
+    rig.control("update", needs_base=True)
+    with pytest.raises(
+        RuntimeError, match="cannot return to the base layout for a control request: rank 0: no"
+    ):
+        for _ in range(10):
+            rig.settle("abort")
+    assert sum(bool(record.error) for record in rig.world.records) == BASE_ATTEMPTS
+
+
+def test_lost_requests_end_the_engine():
+    rig = Rig(1, 2)
+    rig.work(2)
+    rig.reconfigure(2)
+    rig.iterate()
+    rig.deliver()
+    rig.iterate()
+    switched = rig.world.ranks[0].outbox[0]
+    assert isinstance(switched, m.RankSwitched) and switched.requests_out == 2
+    rig.world.ranks[0].outbox[0] = m.RankSwitched(
+        rank=0, epoch=switched.epoch, tp=2, phases={}, requests_in=1, requests_out=1
+    )
+    with pytest.raises(RuntimeError, match="requests were lost in switch 1: 2 in, 1 out"):
+        rig.deliver()
+
+
+def test_the_first_report_of_a_fast_leader_is_not_lost():
+    """Leader 0 works in the new layout, and reports, before rank 1 has said that it switched."""
+    rig = Rig(1, 2)
+    rig.work(2)
+    rig.settle()
+    rig.reconfigure(2)
+    rig.iterate()
+    rig.deliver()
+    rig.iterate()
+    for _ in range(2):
+        rig.world.finish(0)
+    rig.world.iterate(0)
+    rig.deliver(0)
+    assert rig.coordinator.layout.tp == 1
+    rig.deliver(1)
+    assert rig.coordinator.layout.tp == 2
+    assert rig.coordinator._requests() == 0
+
+
+def test_messages_of_another_switch_are_ignored():
+    rig = Rig(1, 2)
+    for message in (
+        m.Prepared(rank=0, epoch=9, seconds=0.0, error="late"),
+        m.RankSwitched(rank=0, epoch=9, tp=2, phases={}),
+    ):
+        rig.coordinator.rank_message(message, 0.0)
+    rig.reconfigure(2)
+    rig.coordinator.rank_message(m.Prepared(rank=0, epoch=9, seconds=0.0, error="late"), 0.0)
+    rig.settle()
+    assert [a.code for a in rig.answers()] == [200]
+
+
+def test_threshold_merges_the_tail_and_returns_for_the_next_round():
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.work(6)
+    rig.settle()
+    assert not rig.world.records
+    for _ in range(2):
+        rig.world.finish(0), rig.world.finish(1)
+    rig.world.iterate(0), rig.world.iterate(1)
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2]
+    for _ in range(2):
+        rig.world.finish(0)
+    rig.world.iterate(0)
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2, 1]
+    assert {record.reason for record in rig.world.records} == {"threshold"}
+
+
+def test_the_peak_is_forgotten_when_the_engine_was_empty_during_a_control():
+    """The next round's first requests must not look like the last round's tail."""
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.work(6)
+    rig.settle()
+    rig.control("flush")
+    for _ in range(3):
+        rig.world.finish(0), rig.world.finish(1)
+    rig.world.iterate(0), rig.world.iterate(1)
+    rig.settle()
+    rig.work(1)
+    for rank in (0, 1):
+        rig.world.answer(rank, "flush")
+    rig.settle()
+    assert not rig.world.records
+
+
+def test_history_is_bounded():
+    rig = Rig(1, 2)
+    for i in range(HISTORY + 2):
+        rig.reconfigure(2 - i % 2, query_id=i)
+        rig.settle()
+    rig.coordinator.status(m.StatusQuery(query_id=1))
+    status = rig.world.server[-1].status
+    assert len(status["switches"]) == HISTORY
+    assert status["num_switches"] == HISTORY + 2
+    assert status["switches"][-1]["epoch"] == HISTORY + 2

@@ -1,0 +1,229 @@
+"""The coordinator against ranks that behave like the real ones, in every interleaving hypothesis finds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from coordinator_world import REPLIES, Merged, OutOfBand, Rank, Request, World, control, deliver
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_pat import messages as m
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator.core import Coordinator, Work
+from sglang_pat.coordinator.policy import RETRY_SECONDS, SETTLE_SECONDS
+from sglang_pat.layout import ParallelLayout
+
+pytestmark = pytest.mark.unit
+
+RANK = st.integers(0, 3)
+
+
+class CoordinatorMachine(RuleBasedStateMachine):
+    @initialize(
+        base=st.sampled_from([(1, 2), (1, 4), (2, 2), (1, 1), (4, 1)]),
+        policy=st.sampled_from(["threshold", "manual", "off"]),
+        switch_at=st.integers(1, 4),
+    )
+    def start(self, base, policy, switch_at):
+        self.config = AdaptiveConfig(base=ParallelLayout(*base), policy=policy, switch_at=switch_at)
+        self.world = World(self.config)
+        self.coordinator = Coordinator(self.config, self.world)
+        self.now = 100.0
+        self.serial = 0
+        self.work: list[int] = []
+        self.expected: list[int] = []
+        self.queries: dict[int, dict[str, Any]] = {}
+        self.out_of_band = 0
+
+    def _rank(self, number: int) -> Rank:
+        return self.world.ranks[number % self.config.num_ranks]
+
+    def _next(self) -> int:
+        self.serial += 1
+        return self.serial
+
+    # -- the server ---------------------------------------------------------------------------
+
+    @rule(tokens=st.integers(0, 50), many=st.integers(1, 4))
+    def request(self, tokens, many):
+        for _ in range(many):
+            serial = self._next()
+            self.work.append(serial)
+            self.coordinator.receive(Work(obj=Request(serial, "work"), tokens=tokens), self.now)
+
+    @rule(kind=st.sampled_from(["flush", "update", "abort"]))
+    def control(self, kind):
+        serial = self._next()
+        if kind in REPLIES:
+            self.expected.append(serial)
+        self.coordinator.receive(control(serial, kind), self.now)
+
+    @rule(kind=st.sampled_from(["flush", "update"]))
+    def control_in_base(self, kind):
+        serial = self._next()
+        self.world.needs_base.add(serial)
+        self.expected.append(serial)
+        self.coordinator.receive(control(serial, kind, needs_base=True), self.now)
+
+    @rule(tp=st.sampled_from([1, 2, 4, 3, 0]))
+    def reconfigure(self, tp):
+        query = len(self.queries)
+        allowed = tp in [layout.tp for layout in self.config.layouts]
+        busy = self.world.preparing is not None
+        self.queries[query] = dict(tp=tp, allowed=allowed, busy=busy, here=tp == self.world.known.tp)
+        self.coordinator.reconfigure(m.Reconfigure(query_id=query, tp=tp), self.now)
+
+    @rule()
+    def status(self):
+        self.coordinator.status(m.StatusQuery(query_id=7))
+        reply = self.world.server.pop()
+        assert reply.query_id == 7
+        assert reply.status["layout"] == {"tp": self.world.known.tp, "dp": self.world.known.dp}
+        assert reply.status["switching"] == (self.world.preparing is not None)
+        assert [group["ranks"] for group in reply.status["groups"]] == self.world.known.groups()
+        assert all(group["in_flight"] >= 0 for group in reply.status["groups"])
+        assert reply.status["num_switches"] == sum(not record.error for record in self.world.records)
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, SETTLE_SECONDS, RETRY_SECONDS]))
+    def tick(self, seconds):
+        self.now += seconds
+        self.coordinator.tick(self.now)
+
+    # -- the ranks ----------------------------------------------------------------------------
+
+    @rule(
+        number=RANK,
+        fate=st.sampled_from(["fine", "fine", "fine", "prepare", "abort"]),
+        victim=RANK,
+        times=st.integers(1, 4),
+    )
+    def iterate(self, number, fate, victim, times):
+        for _ in range(times):
+            self.world.iterate(number % self.config.num_ranks, (fate, victim % self.config.num_ranks))
+
+    @rule(fate=st.sampled_from(["fine", "fine", "fine", "prepare", "abort"]), victim=RANK)
+    def iterate_all(self, fate, victim):
+        for number in range(self.config.num_ranks):
+            self.world.iterate(number, (fate, victim % self.config.num_ranks))
+
+    @rule(number=RANK, many=st.integers(1, 3))
+    def finish(self, number, many):
+        for _ in range(many):
+            self.world.finish(number % self.config.num_ranks)
+
+    @rule(number=RANK, kind=st.sampled_from(list(REPLIES)))
+    def answer(self, number, kind):
+        self.world.answer(number % self.config.num_ranks, kind)
+
+    @rule(number=RANK, times=st.integers(1, 4))
+    def deliver(self, number, times):
+        rank = self._rank(number)
+        for _ in range(min(times, len(rank.outbox))):
+            deliver(self.coordinator, rank, self.now)
+
+    @rule(order=st.permutations(range(4)))
+    def deliver_all(self, order):
+        for number in order:
+            if number < self.config.num_ranks:
+                rank = self.world.ranks[number]
+                while rank.outbox:
+                    deliver(self.coordinator, rank, self.now)
+
+    @precondition(lambda self: self.world.known == self.world.layout)
+    @rule(number=RANK)
+    def load_report(self, number):
+        leader = number % self.world.layout.dp
+        if not self.world.ranks[leader].switching:
+            self.world.report(leader)
+
+    @rule(number=RANK)
+    def out_of_band_message(self, number):
+        self.out_of_band += 1
+        self.world.ranks[number % self.world.layout.dp].outbox.append(OutOfBand(number))
+
+    # -- what must hold -------------------------------------------------------------------------
+
+    @invariant()
+    def every_work_is_in_one_place(self):
+        if not hasattr(self, "world"):
+            return
+        backlog = [event.obj.serial for event in self.coordinator._backlog if isinstance(event, Work)]
+        there = [r.serial for rank in self.world.ranks for r in rank.requests]
+        coming = [
+            obj.serial
+            for rank in self.world.ranks
+            for obj in rank.inbox
+            if isinstance(obj, Request) and obj.kind == "work"
+        ]
+        done = [request.serial for request in self.world.finished]
+        assert sorted(backlog + there + coming + done) == self.work
+        sent = Counter(obj.serial for _, obj in self.world.to_leaders if getattr(obj, "kind", "") == "work")
+        assert set(sent.values()) <= {1}
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.drain()
+
+    def drain(self) -> None:
+        """Let everything go its way: nothing may be left over."""
+        for _ in range(200):
+            before = (len(self.world.to_leaders), len(self.world.server), len(self.world.finished))
+            for rank in self.world.ranks:
+                while rank.outbox:
+                    deliver(self.coordinator, rank, self.now)
+                self.world.iterate(rank.rank)
+                for kind in REPLIES:
+                    self.world.answer(rank.rank, kind)
+                self.world.finish(rank.rank)
+            self.now += RETRY_SECONDS
+            self.coordinator.tick(self.now)
+            busy = any(rank.outbox or rank.inbox for rank in self.world.ranks) or self.world.preparing
+            after = (len(self.world.to_leaders), len(self.world.server), len(self.world.finished))
+            if before == after and not busy:
+                break
+        assert not self.world.outstanding and self.world.preparing is None
+        assert not self.coordinator._backlog and not self.coordinator._collecting
+        assert sorted(r.serial for r in self.world.finished) == self.work
+        assert self.coordinator._requests() == 0, "the load is known, though reported on changes only"
+        assert self.coordinator.layout == self.world.layout == self.world.known
+        if self.config.policy != "manual":
+            assert self.world.layout == self.config.base
+        merged = [obj.serial for obj in self.world.server if isinstance(obj, Merged)]
+        assert sorted(merged) == self.expected, "each control request has one reply"
+        assert sum(isinstance(obj, OutOfBand) for obj in self.world.server) == self.out_of_band
+        assert not any(isinstance(obj, tuple(REPLIES.values())) for obj in self.world.server)
+        self.check_queries()
+
+    def check_queries(self) -> None:
+        answers = [obj for obj in self.world.server if isinstance(obj, m.ReconfigureReply)]
+        assert sorted(answer.query_id for answer in answers) == list(self.queries)
+        by_epoch = {record.epoch: record for record in self.world.records}
+        for answer in answers:
+            query = self.queries[answer.query_id]
+            if not query["allowed"]:
+                assert answer.code == 400 and f"tp={query['tp']} is not a candidate" in answer.message
+            elif query["busy"]:
+                assert answer.code == 409
+            elif query["here"]:
+                assert (answer.code, answer.record) == (200, None)
+            else:
+                record = by_epoch[answer.record["epoch"]]
+                assert record.reason == "request" and record.to_tp == query["tp"]
+                assert answer.code == (500 if record.error else 200) and answer.message == record.error
+        assert sum(record.reason == "request" for record in self.world.records) == sum(
+            answer.record is not None for answer in answers
+        )
+
+
+TestCoordinatorMachine = CoordinatorMachine.TestCase
+TestCoordinatorMachine.settings = settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=250,
+    stateful_step_count=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
