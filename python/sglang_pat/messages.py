@@ -139,5 +139,5 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode_from_rank(data: bytes) -> FromRank:
-    """Raises ``msgspec.ValidationError`` on anything but a :data:`FromRank` message."""
+    """Raises ``msgspec.DecodeError`` on anything but a :data:`FromRank` message."""
     return _from_rank.decode(data)

@@ -86,7 +86,7 @@ def test_exchange_groups(low, high):
 
 
 def test_ranks_outside_an_exchange_group_have_nothing_for_it():
-    """A rank needs KV of its new group's old groups, for the heads in its new shard: only members hold that."""
+    """What a rank needs from its new group's old groups, for its new shard, only members hold."""
     for low, high in NESTED:
         members = {rank: group for group in exchange_groups(low, high) for rank in group}
         for rank in range(low.num_ranks):

@@ -1,0 +1,74 @@
+"""Configuration: what is refused, and with which words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sglang_pat.config import AdaptiveConfig, parse_degrees
+from sglang_pat.layout import ParallelLayout
+
+pytestmark = pytest.mark.unit
+
+BASE = ParallelLayout(1, 4)
+
+
+def test_defaults():
+    config = AdaptiveConfig(base=BASE)
+    assert [str(layout) for layout in config.layouts] == ["tp1×dp4", "tp2×dp2", "tp4×dp1"]
+    assert (config.policy, config.switch_at, config.weights, config.kv) == (
+        "threshold",
+        8,
+        "resident",
+        "auto",
+    )
+    assert config.num_ranks == 4
+
+
+def test_degrees():
+    config = AdaptiveConfig(base=BASE, degrees=(4,))
+    assert [layout.tp for layout in config.layouts] == [1, 4]
+    assert config.layout(4) == ParallelLayout(4, 1)
+    with pytest.raises(ValueError, match=r"tp=2 is not a candidate; choose one of \[1, 4\]"):
+        config.layout(2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(policy="pat"), "--pat-policy 'pat': choose one of threshold, manual, off"),
+        (dict(weights="gather"), "--pat-weights 'gather': choose one of resident, reshard"),
+        (dict(kv=""), "--pat-kv '': choose one of auto, migrate, recompute"),
+        (dict(switch_at=0), "--pat-switch-at 0: must be at least 1"),
+        (dict(switch_at=-5), "--pat-switch-at -5: must be at least 1"),
+        (dict(degrees=(3,)), "candidate tp=3 does not divide the 4 ranks"),
+        (dict(degrees=(0,)), "candidate tp=0"),
+        (dict(base=ParallelLayout(2, 2), degrees=(1, 2)), "candidate tp=1 is below the base tp=2"),
+    ],
+)
+def test_refusals(given, message):
+    with pytest.raises(ValueError, match=message):
+        AdaptiveConfig(**dict(base=BASE) | given)
+
+
+def test_frozen_and_keyword_only():
+    config = AdaptiveConfig(base=BASE)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.policy = "off"
+    with pytest.raises(TypeError):
+        AdaptiveConfig(BASE)
+
+
+@pytest.mark.parametrize(
+    ("text", "degrees"), [(None, None), ("1", (1,)), ("1,2,4", (1, 2, 4)), (" 2 , 4", (2, 4)), ("-1", (-1,))]
+)
+def test_parse_degrees(text, degrees):
+    assert parse_degrees(text) == degrees
+
+
+@pytest.mark.parametrize("text", ["", "1,", "a", "1;2", "1.5", "1,2,x", "[1,2]"])
+def test_parse_degrees_refuses(text):
+    with pytest.raises(ValueError) as error:
+        parse_degrees(text)
+    assert f"--pat-candidates {text!r}: give TP degrees separated by commas" in str(error.value)

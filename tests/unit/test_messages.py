@@ -1,0 +1,132 @@
+"""Messages: round trips, and bytes that are none."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import typing
+
+import msgspec
+import pytest
+
+from sglang_pat import messages as m
+
+pytestmark = pytest.mark.unit
+
+LOAD = m.LoadReport(
+    rank=3,
+    tp=2,
+    received=10,
+    running=4,
+    waiting=5,
+    tokens=2**40,
+    kv_used=7,
+    kv_total=8,
+    retracted=1,
+    weight_updates=2,
+)
+SWITCHED = m.RankSwitched(
+    rank=1,
+    epoch=2,
+    tp=4,
+    phases={"kv": 0.25, "drain": 1e-9},
+    moved_bytes=2**50,
+    requests_in=3,
+    requests_out=3,
+)
+RECORD = m.SwitchRecord(
+    epoch=1,
+    from_tp=1,
+    to_tp=2,
+    reason="request",
+    started=1.5,
+    pause_seconds=0.1,
+    phases={"kv": 0.1},
+    error="ü",
+)
+EXAMPLES = [
+    m.Prepare(epoch=1, tp=2),
+    m.Switch(epoch=1, tp=2),
+    m.Cancel(epoch=1),
+    m.Prepared(rank=0, epoch=1, seconds=0.5),
+    m.Prepared(rank=0, epoch=1, seconds=0.5, error="rank 0: out of memory\n×"),
+    SWITCHED,
+    LOAD,
+    m.StatusQuery(query_id=1),
+    m.StatusReply(query_id=1, status={"layout": {"tp": 1}, "groups": [], "target": None}),
+    m.Reconfigure(query_id=1, tp=2),
+    m.ReconfigureReply(query_id=1, code=200, record=msgspec.to_builtins(RECORD)),
+    m.ReconfigureReply(query_id=1, code=400, message="no"),
+    RECORD,
+]
+FROM_RANK = typing.get_args(m.FromRank)
+
+
+def test_every_message_has_an_example():
+    defined = {
+        cls for _, cls in inspect.getmembers(m, inspect.isclass) if issubclass(cls, msgspec.Struct)
+    } - {msgspec.Struct}
+    assert defined == {type(example) for example in EXAMPLES}
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_round_trip(message):
+    data = m.encode(message)
+    assert isinstance(data, bytes)
+    assert msgspec.msgpack.decode(data, type=type(message)) == message
+    # Host sockets carry some of them pickled.
+    assert pickle.loads(pickle.dumps(message)) == message
+    if isinstance(message, FROM_RANK):
+        decoded = m.decode_from_rank(data)
+        assert decoded == message and type(decoded) is type(message)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_frozen_and_keyword_only(message):
+    with pytest.raises(AttributeError):
+        setattr(message, message.__struct_fields__[0], 0)
+    with pytest.raises(TypeError):
+        type(message)(*[getattr(message, name) for name in message.__struct_fields__])
+
+
+@pytest.mark.parametrize(
+    "message", [e for e in EXAMPLES if not isinstance(e, FROM_RANK)], ids=lambda e: type(e).__name__
+)
+def test_only_ranks_messages_come_from_ranks(message):
+    with pytest.raises(msgspec.DecodeError):
+        m.decode_from_rank(m.encode(message))
+
+
+GOOD = m.encode(LOAD)
+BAD = {
+    "empty": b"",
+    "truncated": GOOD[:-1],
+    "trailing": GOOD + b"\0",
+    "noise": b"\xc1\xff\x00",
+    "pickle": pickle.dumps(LOAD),
+    "not a map": msgspec.msgpack.encode([1, 2]),
+    "no tag": msgspec.msgpack.encode({"rank": 0, "epoch": 1, "seconds": 0.5}),
+    "unknown tag": msgspec.msgpack.encode({"type": "Boom", "rank": 0}),
+    "missing field": msgspec.msgpack.encode({"type": "Prepared", "rank": 0, "epoch": 1}),
+    "wrong type": msgspec.msgpack.encode({"type": "Prepared", "rank": "0", "epoch": 1, "seconds": 0.5}),
+    "null": msgspec.msgpack.encode({"type": "Prepared", "rank": None, "epoch": 1, "seconds": 0.5}),
+    "float for an integer": msgspec.msgpack.encode(
+        {"type": "Prepared", "rank": 0.5, "epoch": 1, "seconds": 0.5}
+    ),
+    "phases not numbers": m.encode(SWITCHED).replace(
+        msgspec.msgpack.encode(0.25), msgspec.msgpack.encode("12345678")
+    ),
+}
+
+
+@pytest.mark.parametrize("data", BAD.values(), ids=BAD.keys())
+def test_bad_bytes(data):
+    with pytest.raises(msgspec.DecodeError):
+        m.decode_from_rank(data)
+
+
+def test_every_truncation_is_refused():
+    for data in (GOOD, m.encode(SWITCHED)):
+        for end in range(len(data)):
+            with pytest.raises(msgspec.DecodeError):
+                m.decode_from_rank(data[:end])

@@ -1,0 +1,152 @@
+"""When the policies switch: a table of situations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_pat.coordinator import policy
+from sglang_pat.coordinator.policy import RETRY_SECONDS, SETTLE_SECONDS, Snapshot, make_policy, threshold
+
+pytestmark = pytest.mark.unit
+
+NOW = 1000.0
+
+
+def snapshot(tp=1, requests=0, peak=None, quiet=0.0, since_abort=float("inf"), degrees=(1, 2, 4)) -> Snapshot:
+    """``quiet``: seconds since the last request came in."""
+    return Snapshot(
+        now=NOW,
+        tp=tp,
+        degrees=degrees,
+        requests=requests,
+        peak=requests if peak is None else peak,
+        last_arrival=NOW - quiet,
+        last_abort=NOW - since_abort,
+    )
+
+
+CASES = [
+    ("empty engine stays in base", dict(), 1),
+    ("empty engine goes back to base", dict(tp=4), 1),
+    ("empty engine goes back to base at once", dict(tp=4, peak=20, quiet=0.0), 1),
+    ("a full batch runs in base", dict(requests=9), 1),
+    ("drained to the threshold: merge", dict(requests=8, peak=9), 4),
+    ("one above the threshold: wait", dict(requests=9, peak=20), 1),
+    ("drained to one", dict(requests=1, peak=20), 4),
+    ("first requests of a batch: wait for more", dict(requests=3), 1),
+    ("still coming in", dict(requests=8, quiet=SETTLE_SECONDS - 0.01), 1),
+    ("a small batch that has settled", dict(requests=3, quiet=SETTLE_SECONDS), 4),
+    ("a large batch never settles", dict(requests=30, quiet=60.0), 1),
+    ("merged stays merged", dict(tp=4, requests=8, peak=20), 4),
+    ("merged stays merged though one came in just now", dict(tp=4, requests=3, peak=3, quiet=0.0), 4),
+    ("merged and filled up again: split", dict(tp=4, requests=9, peak=20), 1),
+    ("in between, drained: to the top", dict(tp=2, requests=4, peak=20), 4),
+    ("in between, not yet settled: stay", dict(tp=2, requests=4), 2),
+    ("in between, filled up: to base", dict(tp=2, requests=9), 1),
+    ("after an abort: stay, though drained", dict(requests=2, peak=20, since_abort=RETRY_SECONDS - 0.01), 1),
+    ("after an abort: stay, though empty", dict(tp=4, since_abort=0.0), 4),
+    ("after an abort and a pause: again", dict(requests=2, peak=20, since_abort=RETRY_SECONDS), 4),
+    ("one layout only", dict(requests=2, peak=20, degrees=(2,), tp=2), 2),
+    ("base is not 1", dict(tp=8, degrees=(2, 8)), 2),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_threshold(kwargs, expected):
+    assert threshold(8)(snapshot(**kwargs)) == expected
+
+
+def run(decide, steps, tp=1) -> list[int]:
+    """Degrees over ``(seconds since the step before, requests)``, arrivals where the count goes up."""
+    now, peak, before, arrival, result = NOW, 0, 0, float("-inf"), []
+    for seconds, requests in steps:
+        now += seconds
+        arrival = now if requests > before else arrival
+        before, peak = requests, max(peak, requests) if requests else 0
+        tp = decide(
+            Snapshot(now=now, tp=tp, degrees=(1, 2, 4), requests=requests, peak=peak, last_arrival=arrival)
+        )
+        result.append(tp)
+    return result
+
+
+def test_a_round_merges_once():
+    """Fill up, drain, next round: one merge and one split a round, none while it fills."""
+    round_ = [(0.01, n) for n in range(1, 33)] + [(0.1, n) for n in range(31, -1, -1)]
+    degrees = run(threshold(8), round_ * 2)
+    changes = [b for a, b in zip([1, *degrees], degrees, strict=False) if a != b]
+    assert changes == [4, 1, 4, 1]
+
+
+def test_trickle_does_not_flap():
+    """Few requests, one at a time: merged after the first quiet second, and again only after the engine was empty."""
+    degrees = run(
+        threshold(8), [(0.0, 1), (0.5, 2), (0.5, 1), (0.6, 1), (0.1, 2), (0.1, 3), (5.0, 1), (1.0, 0)]
+    )
+    assert degrees == [1, 1, 1, 4, 4, 4, 4, 1]
+
+
+def test_hovering_about_the_threshold_follows_it():
+    """No hysteresis: what the policy is defined to do, and why ``switch_at`` should lie well below the batch."""
+    assert run(threshold(8), [(0.1, 20), (0.1, 8), (0.1, 9), (0.1, 8), (0.1, 9)]) == [1, 4, 1, 4, 1]
+
+
+snapshots = st.builds(
+    snapshot,
+    tp=st.sampled_from([1, 2, 4]),
+    requests=st.integers(0, 20),
+    peak=st.integers(0, 40),
+    quiet=st.floats(0, 10),
+    since_abort=st.floats(0, 20),
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(snapshots, st.sampled_from(["threshold", "manual", "off"]), st.integers(1, 16))
+def test_pure_and_within_the_candidates(snap, name, switch_at):
+    copy = dataclasses.replace(snap)
+    decide = make_policy(name, switch_at)
+    first = decide(snap)
+    assert first in snap.degrees
+    for other in snapshots_that_differ(snap):
+        decide(other)
+    assert decide(snap) == first == make_policy(name, switch_at)(copy)
+    assert snap == copy
+
+
+def snapshots_that_differ(snap: Snapshot) -> list[Snapshot]:
+    return [dataclasses.replace(snap, requests=n, tp=tp) for n in (0, 1, 100) for tp in snap.degrees]
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(snapshots, st.floats(-1e6, 1e6))
+def test_only_differences_of_times_count(snap, shift):
+    shift = float(int(shift))
+    moved = dataclasses.replace(
+        snap, now=snap.now + shift, last_arrival=snap.last_arrival + shift, last_abort=snap.last_abort + shift
+    )
+    close = any(
+        abs(snap.now - t - limit) < 1e-6
+        for t, limit in ((snap.last_arrival, SETTLE_SECONDS), (snap.last_abort, RETRY_SECONDS))
+    )
+    assert close or threshold(8)(moved) == threshold(8)(snap)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(snapshots)
+def test_manual_stays_and_off_is_base(snap):
+    assert make_policy("manual", 8)(snap) == snap.tp
+    assert make_policy("off", 8)(snap) == snap.degrees[0]
+
+
+def test_no_clock_in_the_module():
+    assert not {"time", "datetime", "random"} & set(vars(policy))
+
+
+def test_unknown_policy():
+    with pytest.raises(KeyError):
+        make_policy("magic", 8)

@@ -1,0 +1,88 @@
+"""The switch's state machine, and the faults that tests inject into it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+
+import pytest
+
+from sglang_pat.switch import faults, state
+from sglang_pat.switch.state import ABORTABLE, BLOCKING, SwitchState, advance
+
+pytestmark = pytest.mark.unit
+
+S = SwitchState
+MAIN = [S.IDLE, S.PREPARE, S.QUIESCE, S.EXCHANGE, S.COMMIT, S.RESUME, S.IDLE]
+TRANSITIONS = (
+    set(itertools.pairwise(MAIN))
+    | {(s, S.ABORT) for s in (S.PREPARE, S.QUIESCE, S.EXCHANGE)}
+    | {(S.ABORT, S.IDLE)}
+)
+"""The drawing in the module's docstring, read by a person."""
+
+
+@pytest.mark.parametrize(("current", "to"), itertools.product(S, repeat=2), ids=lambda s: s.name)
+def test_transitions(current, to):
+    if (current, to) in TRANSITIONS:
+        assert advance(current, to) is to
+    else:
+        with pytest.raises(RuntimeError, match=f"switch cannot go from {current.name} to {to.name}"):
+            advance(current, to)
+
+
+def test_docstring_draws_the_main_path():
+    drawn = next(line for line in state.__doc__.splitlines() if "->" in line)
+    assert [S[name] for name in re.findall(r"[A-Z]+", drawn)] == MAIN
+
+
+def test_which_states_block_and_which_can_abort():
+    assert BLOCKING == {S.QUIESCE, S.EXCHANGE, S.COMMIT, S.RESUME}
+    assert ABORTABLE == {s for s, to in TRANSITIONS if to is S.ABORT}
+
+
+def test_every_state_leads_back_to_idle():
+    for start in S:
+        reached, frontier = {start}, [start]
+        while frontier:
+            here = frontier.pop()
+            new = {to for frm, to in TRANSITIONS if frm is here} - reached
+            reached |= new
+            frontier += new
+        assert S.IDLE in reached
+
+
+@pytest.mark.parametrize(
+    ("spec", "hits"),
+    [
+        ("EXCHANGE:1:raise", [(S.EXCHANGE, 1, 1), (S.EXCHANGE, 1, 2)]),
+        ("EXCHANGE:1:raise:2", [(S.EXCHANGE, 1, 2)]),
+        ("PREPARE:0:raise", [(S.PREPARE, 0, 1), (S.PREPARE, 0, 2)]),
+        ("", []),
+    ],
+)
+def test_faults_hit_their_place_only(monkeypatch, spec, hits):
+    monkeypatch.setenv(faults.ENV, spec)
+    for place in itertools.product(S, range(3), (1, 2)):
+        if place in hits:
+            with pytest.raises(faults.InjectedFault, match=f"{place[0].name} on rank {place[1]}"):
+                faults.check(*place)
+        else:
+            faults.check(*place)
+
+
+def test_no_fault_without_the_variable(monkeypatch):
+    monkeypatch.delenv(faults.ENV, raising=False)
+    faults.check(S.COMMIT, 0, 1)
+
+
+def test_kill(monkeypatch):
+    killed = []
+    monkeypatch.setenv(faults.ENV, "QUIESCE:0:kill")
+    monkeypatch.setattr(faults.os, "kill", lambda pid, sig: killed.append((pid, sig)))
+    faults.check(S.QUIESCE, 1, 1)
+    assert not killed
+    with pytest.raises(faults.InjectedFault):  # not reached by a process that is really killed
+        faults.check(S.QUIESCE, 0, 1)
+    assert killed == [(faults.os.getpid(), signal.SIGKILL)]
