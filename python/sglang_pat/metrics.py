@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
-
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.messages import SwitchRecord
 
@@ -17,6 +15,9 @@ class SwitchMetrics:
     """
 
     def __init__(self, config: AdaptiveConfig) -> None:
+        # Decides on import whether it works across processes, by an environment variable that SGLang sets late.
+        from prometheus_client import Counter, Gauge, Histogram
+
         self._switches = Counter(
             "sglang_pat_switches_total", "Switches between layouts.", ["from_tp", "to_tp", "reason", "outcome"]
         )

@@ -36,11 +36,18 @@ def warm() -> None:
 def start(target: Callable, *args: Any) -> tuple[mp.Process, Any]:
     """Start ``target(*args, parent_pid, writer)``; returns the process and the reading end of its pipe."""
     reader, writer = context().Pipe(duplex=False)
-    process = context().Process(target=target, args=(*args, os.getpid(), writer))
+    process = context().Process(target=_run, args=(dict(os.environ), target, *args, os.getpid(), writer))
     process.start()
     # Without this copy the reader sees the end of the pipe when the child dies.
     writer.close()
     return process, reader
+
+
+def _run(environment: dict[str, str], target: Callable, *args: Any) -> None:
+    # The fork server has the environment of the moment it was started; SGLang sets variables after that.
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*args)
 
 
 def end_engine(parent_pid: int) -> None:

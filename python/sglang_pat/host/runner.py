@@ -45,9 +45,10 @@ class AdaptiveModelRunner(ModelRunner):
             address = NetworkAddress.parse(self.server_args.dist_init_addr)
         else:
             address = NetworkAddress("127.0.0.1", self.dist_port)
-        parallel_state.set_custom_all_reduce(not self.server_args.disable_custom_all_reduce)
+        on_cuda = self.device == "cuda"
+        parallel_state.set_custom_all_reduce(on_cuda and not self.server_args.disable_custom_all_reduce)
         parallel_state.init_distributed_environment(
-            backend="nccl" if self.device == "cuda" else "gloo",
+            backend="nccl" if on_cuda else "gloo",
             world_size=self.adaptive.num_ranks,
             rank=self.rank,
             local_rank=self.gpu_id,
