@@ -259,8 +259,12 @@ class AdaptiveScheduler(Scheduler):
             req.retracted_stain |= bool(req.output_ids)
         if num_slots:
             self.token_to_kv_pool_allocator.alloc(num_slots)
+        # Where two groups bring the same tokens, the tree keeps the first copy and frees the second: requests that
+        # share slots with the second one must follow it.
+        now = torch.arange(num_slots + 1, device=self.device)
         for req, row, shared in decoding:
-            self._adopt_kv(req, row, shared)
+            self._adopt_kv(req, now[row], shared)
+            now[row] = self.kv_row(req)
         for key, pristine in self._grammars([req for req, _, _ in decoding] + waiting):
             self.grammar_manager.grammar_backend.set_cache(key, pristine)
         if decoding:

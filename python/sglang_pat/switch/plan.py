@@ -116,7 +116,10 @@ def shared_prefixes(rows: Sequence[np.ndarray], dests: Sequence[int], num_slots:
         taken = owners >= 0
         shared = int(taken.sum())
         if not taken[:shared].all():
-            raise AssertionError("requests share KV slots that are not a common prefix")
+            raise AssertionError(
+                f"requests share KV slots that are not a common prefix: request {index} has {len(row)} tokens, "
+                f"{shared} of them shared, but its own begin at {np.argmin(taken)}"
+            )
         result.append((shared, int(owners[shared - 1]) if shared else -1))
         owner[dest][row[shared:]] = index
     return result
