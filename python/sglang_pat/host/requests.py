@@ -20,13 +20,13 @@ CARRIED = (
     "output_ids decoded_text surr_offset read_offset cur_decode_ids_len send_token_offset send_decode_id_offset "
     "send_output_token_logprobs_offset input_logprob_sent input_token_logprobs_val input_token_logprobs_idx "
     "input_top_logprobs_val input_top_logprobs_idx input_token_ids_logprobs_val input_token_ids_logprobs_idx "
-    "input_token_logprobs temp_input_top_logprobs_val temp_input_top_logprobs_idx temp_input_token_ids_logprobs_val "
-    "temp_input_token_ids_logprobs_idx output_token_logprobs_val output_token_logprobs_idx output_top_logprobs_val "
+    "output_token_logprobs_val output_token_logprobs_idx output_top_logprobs_val "
     "output_top_logprobs_idx output_token_ids_logprobs_val output_token_ids_logprobs_idx hidden_states customized_info "
-    "cached_tokens already_computed cached_tokens_device cached_tokens_host cached_tokens_storage "
+    "cached_tokens cached_tokens_device cached_tokens_host cached_tokens_storage "
     "_cache_breakdown_computed retraction_count is_retracted retracted_stain to_finish finished_reason finished_len "
     "finished_output reasoning_tokens _is_reasoning_over return_logprob logprob_start_len origin_input_ids "
-    "extend_batch_idx decode_batch_idx grammar_wait_ct temp_scaled_logprobs top_p_normalized_logprobs has_log_time_stats"
+    "extend_batch_idx decode_batch_idx grammar_wait_ct temp_scaled_logprobs top_p_normalized_logprobs "
+    "has_log_time_stats"
 ).split()
 """Attributes that go over as they are."""
 
@@ -42,6 +42,9 @@ LOCAL = (
     "fill_ids kv_committed_len kv_allocated_len kv_committed_freed kv_overallocated_freed req_pool_idx prefix_indices "
     "extend_input_len extend_logprob_start_len last_node last_host_node best_match_node host_hit_length "
     "storage_hit_length cache_protected_len is_chunked "
+    # of a chunked prefill, which starts over
+    "already_computed input_token_logprobs temp_input_top_logprobs_val temp_input_top_logprobs_idx "
+    "temp_input_token_ids_logprobs_val temp_input_token_ids_logprobs_idx "
     # of features that are refused at start
     "swa_evicted_seqlen swa_uuid_for_lock swa_prefix_lock_released mamba_pool_idx mamba_ping_pong_track_buffer "
     "mamba_next_track_idx mamba_last_track_seqlen mamba_branching_seqlen hidden_states_tensor output_topk_p "
