@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
 from sglang_pat.testing import models
 from sglang_pat.testing.machine import machine
 from sglang_pat.testing.server import Server
@@ -67,7 +68,8 @@ def compare(model: Path, flags: tuple[str, ...], rounds: int, batch: int, tokens
                     ours = tokens_per_second(adaptive, batch, tokens)
                 if number:  # the first round warms both up
                     pairs.append((plain, ours))
-                    print(f"  round {number}: stock {plain:8.1f}  adaptive {ours:8.1f}  ratio {ours / plain:.3f}", flush=True)
+                    ratio = ours / plain
+                    print(f"  round {number}: stock {plain:8.1f}  adaptive {ours:8.1f}  ratio {ratio:.3f}", flush=True)
     ratios = sorted(ours / plain for plain, ours in pairs)
     return {
         "stock_tokens_per_s": statistics.median(plain for plain, _ in pairs),

@@ -10,6 +10,7 @@ weights.  PAT (section 4.3) uses contiguous groups, where shards do not nest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, order=True)
@@ -81,7 +82,7 @@ def candidate_layouts(base: ParallelLayout, degrees: list[int] | None = None) ->
             )
         if ranks % tp:
             raise ValueError(f"candidate tp={tp} does not divide the {ranks} ranks (tp × dp of the base layout)")
-    for low, high in zip(chain, chain[1:]):
+    for low, high in pairwise(chain):
         if high % low:
             raise ValueError(f"candidates {chain}: {low} does not divide {high}, so their shards do not nest")
     return [base.with_tp(tp) for tp in chain]

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from sglang_pat.host import contract, cpu_shim
 
 if cpu_shim.needed():
@@ -42,6 +43,7 @@ def test_every_request_attribute_is_accounted_for():
     """A new attribute of the host's ``Req`` must be carried over a switch or be made anew."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
+
     from sglang_pat.host.requests import CARRIED, LOCAL
 
     req = Req("rid", "text", [1, 2], SamplingParams(), return_logprob=True)
@@ -57,6 +59,7 @@ def test_every_request_attribute_is_accounted_for():
 def test_every_scheduler_request_type_is_known():
     """Each reply the TokenizerManager waits for must be one that the coordinator merges."""
     from sglang.srt.managers import tokenizer_control_mixin as control
+
     from sglang_pat.host.controls import CONTROLS
 
     answered = {reply.__name__ for reply, _ in CONTROLS.values()}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from sglang_pat.host import cpu_shim
 from sglang_pat.testing import models
 

@@ -110,7 +110,7 @@ def refuse_unsupported(args: ServerArgs) -> None:
         (args.enable_streaming_session, "--enable-streaming-session", "leave it out"),
         (args.enable_two_batch_overlap, "--enable-two-batch-overlap", "leave it out"),
         (args.dllm_algorithm, f"--dllm-algorithm {args.dllm_algorithm}", "leave it out"),
-        (args.quantization not in (None, "unquant"), f"--quantization {args.quantization}", "weights must be unquantized"),
+        (args.quantization not in (None, "unquant"), f"--quantization {args.quantization}", "must be unquantized"),
         (args.kv_cache_dtype != "auto", f"--kv-cache-dtype {args.kv_cache_dtype}", "must be auto"),
         (args.page_size not in (None, 1), f"--page-size {args.page_size}", "must be 1"),
         (args.tokenizer_worker_num > 1, f"--tokenizer-worker-num {args.tokenizer_worker_num}", "must be 1"),

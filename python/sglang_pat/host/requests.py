@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -104,12 +105,20 @@ def restore(req: Req, capsule: Capsule) -> None:
 def finish_grammar(req: Req) -> Any | None:
     """Resolve a grammar that is still compiling and replay the output; returns a pristine copy for the cache.
 
-    Blocks while the grammar compiles.
+    Blocks while the grammar compiles.  As in the host's queue, a request whose grammar does not compile is
+    aborted.
     """
     if req.grammar is None:
         return None
     if isinstance(req.grammar, Future):
-        req.grammar = req.grammar.result()
+        try:
+            req.grammar = req.grammar.result()
+        except Exception as error:
+            req.grammar = InvalidGrammarObject(f"Grammar compilation failed: {error}")
+    if isinstance(req.grammar, InvalidGrammarObject):
+        kind = (grammar_key(req) or ("",))[0]
+        req.set_finish_with_abort(f"Failed to compile {kind} grammar: {req.grammar.error_message}")
+        return None
     pristine = req.grammar.copy()
     for token in req.output_ids:
         req.grammar.accept_token(token)

@@ -204,7 +204,11 @@ class AdaptiveScheduler(Scheduler):
             (req,) = self._captured
         finally:
             self._captured = None
+        refused = req.to_finish
         requests.restore(req, capsule)
+        if refused is not None and req.to_finish is None:
+            # It waited for its grammar, which turned out not to compile.
+            req.set_finish_with_abort(refused.message)
         return req
 
     def open_session(self, recv_req: OpenSessionReqInput) -> OpenSessionReqOutput | None:
@@ -339,7 +343,8 @@ class AdaptiveScheduler(Scheduler):
         leak, message = self._check_full_pool(self.get_pool_stats(), uncached=held)
         if leak:
             raise RuntimeError(f"KV slots do not add up after the switch: {message}")
-        free, used, size = self.req_to_token_pool.available_size(), len(self.running_batch.reqs), self.req_to_token_pool.size
+        pool, used = self.req_to_token_pool, len(self.running_batch.reqs)
+        free, size = pool.available_size(), pool.size
         if free + used != size:
             raise RuntimeError(f"request slots do not add up after the switch: {free=} + {used=} != {size=}")
 
@@ -416,7 +421,7 @@ class AdaptiveScheduler(Scheduler):
         try:
             yield
         finally:
-            for owner, tp_rank in zip(owners, saved):
+            for owner, tp_rank in zip(owners, saved, strict=True):
                 owner.tp_rank = tp_rank
 
     def _updated(self, output: Any) -> Any:

@@ -114,7 +114,7 @@ class SwitchExecutor:
             self.scheduler.channel.send(RankSwitched(**report, phases=self._phases, error=str(aborted)))
             return
         self._commit(new, offers, arrivals, command.epoch)
-        self._resume(report, old, offers, arrivals, moved)
+        self._resume(report, offers, arrivals, moved)
 
     # -- the states, in order ---------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class SwitchExecutor:
         self.scheduler.adopt(arrivals.decoding, arrivals.waiting, arrivals.num_slots)
         self._mark("install")
 
-    def _resume(self, report: dict, old: ParallelLayout, offers: dict[int, Offer], arrivals: Arrivals, moved: int) -> None:
+    def _resume(self, report: dict, offers: dict[int, Offer], arrivals: Arrivals, moved: int) -> None:
         """Check that nothing was lost, say so, and let the host's loop go on."""
         self._enter(SwitchState.RESUME, report["epoch"])
         self.scheduler.check_conservation()
@@ -228,15 +228,17 @@ class SwitchExecutor:
         rows = [self.scheduler.kv_row(req).cpu().numpy() if migrate else np.empty(0, np.int64) for req in decoding]
         lengths = [req.kv_committed_len for req in decoding] + [req.seqlen for req in waiting]
         dests = plan.destinations(old, new, group, lengths)
-        shared = plan.shared_prefixes(rows, dests[: len(decoding)], self.layouts.current.kv_pool.size + 1)
-        live = [plan.LiveRequest(len(row), *pair, dest) for row, pair, dest in zip(rows, shared, dests)]
+        decoding_dest, waiting_dest = dests[: len(decoding)], dests[len(decoding) :]
+        shared = plan.shared_prefixes(rows, decoding_dest, self.layouts.current.kv_pool.size + 1)
+        live = [
+            plan.LiveRequest(len(row), *pair, dest)
+            for row, pair, dest in zip(rows, shared, decoding_dest, strict=True)
+        ]
         capsules = []
         if self.scheduler.is_leader:
             capsules = [pickle.dumps(requests.capture(req)) for req in decoding + waiting]
         output = self.scheduler._output
-        return Offer(
-            live, dests[len(decoding) :], capsules, output.sent, output.fence, self.layouts.weight_version
-        )
+        return Offer(live, waiting_dest, capsules, output.sent, output.fence, self.layouts.weight_version)
 
     def _plans(self, old: ParallelLayout, new: ParallelLayout, offers: dict[int, Offer]) -> dict[int, plan.GroupPlan]:
         _, members = self.layouts.runner.groups.exchange(old, new)
@@ -261,7 +263,8 @@ class SwitchExecutor:
         recompute: list[Req] = []
         queued: list[Req] = []
         for group, offer in offers.items():
-            for live, row, capsule in zip(offer.decoding, group_plan.rows[group], offer.capsules):
+            decoding, waiting = offer.capsules[: len(offer.decoding)], offer.capsules[len(offer.decoding) :]
+            for live, row, capsule in zip(offer.decoding, group_plan.rows[group], decoding, strict=True):
                 if live.dest != mine:
                     continue
                 req = self._rebuild_one(capsule)
@@ -269,10 +272,10 @@ class SwitchExecutor:
                     recompute.append(req)
                 else:
                     arrivals.decoding.append((req, torch.from_numpy(row).to(device), live.shared))
-            for dest, capsule in zip(offer.waiting_dest, offer.capsules[len(offer.decoding) :]):
+            for dest, capsule in zip(offer.waiting_dest, waiting, strict=True):
                 if dest == mine:
                     queued.append(self._rebuild_one(capsule))
-        # Those that were already running go first: they have waited least recently and hold others up.
+        # Those that were already running go first, as the host does with retracted ones.
         arrivals.waiting = recompute + queued
         return arrivals
 
@@ -297,15 +300,17 @@ class SwitchExecutor:
         out_plan = (torch.from_numpy(exchange.send_offsets), torch.from_numpy(exchange.send_heads), exchange.heads)
         in_plan = (torch.from_numpy(exchange.recv_offsets), torch.from_numpy(exchange.recv_heads), exchange.heads)
         for layer in range(source.layer_num):
+            old_kv = source.k_buffer[layer], source.v_buffer[layer]
+            new_kv = target.k_buffer[layer], target.v_buffer[layer]
             try:
                 if error is None:
-                    kv_kernels.kv_pack(source.k_buffer[layer], source.v_buffer[layer], send_slots, *out_plan, staged_out)
+                    kv_kernels.kv_pack(*old_kv, send_slots, *out_plan, staged_out)
             except Exception as exc:
                 error = exc
             dist.all_to_all_single(staged_in, staged_out, recv_splits, send_splits, group=group)
             try:
                 if error is None:
-                    kv_kernels.kv_unpack(target.k_buffer[layer], target.v_buffer[layer], recv_slots, *in_plan, staged_in)
+                    kv_kernels.kv_unpack(*new_kv, recv_slots, *in_plan, staged_in)
             except Exception as exc:
                 error = exc
         sent = exchange.elements_sent(dim, members.index(self.rank)) * dtype.itemsize * source.layer_num

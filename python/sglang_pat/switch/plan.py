@@ -111,7 +111,7 @@ def shared_prefixes(rows: Sequence[np.ndarray], dests: Sequence[int], num_slots:
     """
     owner = {dest: np.full(num_slots, -1, dtype=np.int64) for dest in set(dests)}
     result = []
-    for index, (row, dest) in enumerate(zip(rows, dests)):
+    for index, (row, dest) in enumerate(zip(rows, dests, strict=True)):
         owners = owner[dest][row]
         taken = owners >= 0
         shared = int(taken.sum())
@@ -254,7 +254,7 @@ def _outgoing(
 ) -> np.ndarray:
     parts = [
         old_row[request.shared :]
-        for old_row, new_row, request in zip(old_rows, plan.rows[group], requests)
+        for old_row, new_row, request in zip(old_rows, plan.rows[group], requests, strict=True)
         if new_row is not None
     ]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)

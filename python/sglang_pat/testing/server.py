@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 import psutil
 import requests
+
 from sglang_pat.testing.ports import free_port
 
 START_SECONDS = 240
