@@ -425,8 +425,8 @@ class AdaptiveScheduler(Scheduler):
                 owner.tp_rank = tp_rank
 
     def _updated(self, output: Any) -> Any:
-        if output.success:
-            self.layouts.weight_version += 1
+        # After a failure as well: some of the weights may have changed, and no rank may count differently.
+        self.layouts.weight_version += 1
         return output
 
     def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
