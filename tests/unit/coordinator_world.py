@@ -69,6 +69,8 @@ class Rank:
     requests: list[Request] = field(default_factory=list)
     received: int = 0
     last_load: int | None = None
+    prepared: int | None = None
+    """Epoch this rank is prepared for."""
     switching: m.Switch | None = None
 
 
@@ -170,15 +172,18 @@ class World:
                 # Three aborted returns to base end the engine (tested below); not here.
                 self.fates[obj.epoch] = fate if self.aborts < BASE_ATTEMPTS - 1 else ("fine", 0)
             kind, victim = self.fates[obj.epoch]
+            assert rank.prepared is None, "the switch before was neither made nor cancelled"
+            rank.prepared = obj.epoch
             for member in group:
                 error = f"rank {member}: no" if kind == "prepare" and member == victim else ""
                 prepared = m.Prepared(rank=member, epoch=obj.epoch, seconds=0.5 + member, error=error)
                 self.ranks[member].outbox.append(prepared)
         elif isinstance(obj, m.Cancel):
-            assert self.fates[obj.epoch][0] == "prepare"
+            assert self.fates[obj.epoch][0] == "prepare" and rank.prepared == obj.epoch
+            rank.prepared = None
             self.aborts += rank.rank == 0
         elif isinstance(obj, m.Switch):
-            assert not any(rank.owed.values())
+            assert not any(rank.owed.values()) and rank.prepared == obj.epoch
             rank.switching = obj
             if all(self.ranks[leader].switching == obj for leader in self.layout.leaders):
                 self._switch(obj)
@@ -203,7 +208,7 @@ class World:
                 targets = [g for g in new.leaders if set(old.group(leader)) & set(new.group(g))]
                 self.ranks[targets[i % len(targets)]].requests.append(request)
         for rank in self.ranks:
-            rank.switching = None
+            rank.switching = rank.prepared = None
             went = len(rank.requests)
             if not error:
                 rank.last_load = None

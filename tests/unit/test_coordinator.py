@@ -50,7 +50,7 @@ class Rig:
                 deliver(self.coordinator, self.world.ranks[rank], 0.0)
 
     def settle(self, fate: str = "fine") -> None:
-        for _ in range(6):
+        for _ in range(10):
             self.iterate(fate)
             self.deliver()
 
@@ -132,9 +132,7 @@ def test_reconfigure_and_its_record():
 def test_reconfigure_to_what_cannot_be(tp):
     rig = Rig(1, 2)
     rig.reconfigure(tp)
-    assert [(a.code, a.message) for a in rig.answers()] == [
-        (400, f"tp={tp} is not a candidate; choose one of [1, 2]")
-    ]
+    assert [(a.code, a.message) for a in rig.answers()] == [(400, f"tp={tp} is not a candidate; choose one of [1, 2]")]
 
 
 def test_reconfigure_while_busy_and_to_where_we_are():
@@ -207,18 +205,56 @@ def test_needs_base_in_a_tail_layout_keeps_the_order():
     assert rig.world.records[-1].reason == "control"
 
 
+def test_needs_base_waits_for_a_switch_that_is_being_prepared():
+    """The arenas may be filled already: weights must not change under them."""
+    rig = Rig(1, 2)
+    rig.reconfigure(2)
+    rig.control("update", needs_base=True)
+    rig.settle()
+    kinds = [type(obj).__name__ for rank, obj in rig.world.to_leaders if rank == 0]
+    assert kinds == ["Prepare", "Switch", "Prepare", "Switch", "Request"]
+
+
+def test_policies_wait_for_controls():
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.work(6)
+    rig.settle()
+    rig.control("flush")
+    for _ in range(2):
+        rig.world.finish(0), rig.world.finish(1)
+    rig.world.iterate(0), rig.world.iterate(1)
+    rig.settle()
+    assert rig.world.preparing is None
+    rig.world.answer(0, "flush"), rig.world.answer(1, "flush")
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2]
+
+
 def test_needs_base_gives_up_after_some_attempts():
     rig = Rig(1, 2)
     rig.reconfigure(2)
     rig.settle()
     rig.world.aborts = float("-inf")  # this world aborts every time
     rig.control("update", needs_base=True)
-    with pytest.raises(
-        RuntimeError, match="cannot return to the base layout for a control request: rank 0: no"
-    ):
+    with pytest.raises(RuntimeError, match="cannot return to the base layout for a control request: rank 0: no"):
         for _ in range(10):
             rig.settle("abort")
     assert sum(bool(record.error) for record in rig.world.records) == BASE_ATTEMPTS
+
+
+def test_attempts_are_counted_anew_after_a_success():
+    rig = Rig(1, 2)
+    for _ in range(3):
+        rig.reconfigure(2)
+        rig.settle()
+        rig.control("update", needs_base=True)
+        rig.settle("abort")  # this world makes the last attempt succeed
+        for rank in (0, 1):
+            rig.world.answer(rank, "update")
+        rig.settle()
+        assert rig.coordinator.layout.tp == 1
+    errors = [bool(record.error) for record in rig.world.records]
+    assert errors == [False, True, True, False] * 3
 
 
 def test_lost_requests_end_the_engine():
@@ -258,13 +294,13 @@ def test_the_first_report_of_a_fast_leader_is_not_lost():
 
 def test_messages_of_another_switch_are_ignored():
     rig = Rig(1, 2)
-    for message in (
-        m.Prepared(rank=0, epoch=9, seconds=0.0, error="late"),
-        m.RankSwitched(rank=0, epoch=9, tp=2, phases={}),
-    ):
+    late = [m.Prepared(rank=rank, epoch=9, seconds=0.0, error="late") for rank in (0, 1)]
+    late += [m.RankSwitched(rank=rank, epoch=9, tp=2, phases={}) for rank in (0, 1)]
+    for message in late:
         rig.coordinator.rank_message(message, 0.0)
     rig.reconfigure(2)
-    rig.coordinator.rank_message(m.Prepared(rank=0, epoch=9, seconds=0.0, error="late"), 0.0)
+    for message in late:
+        rig.coordinator.rank_message(message, 0.0)
     rig.settle()
     assert [a.code for a in rig.answers()] == [200]
 
