@@ -16,8 +16,9 @@ from rich.console import Console
 from sglang_pat.demo import cli, picture, prompts, report, runs, tables, timeline
 from sglang_pat.demo.client import run_tasks
 from sglang_pat.demo.display import Display, frame, line
-from sglang_pat.demo.progress import Progress
+from sglang_pat.demo.progress import Progress, Row
 from sglang_pat.demo.records import Answer, DemoError, Run, Switch, difference, switches_of
+from sglang_pat.demo.routes import Routes, loads
 from sglang_pat.testing import models
 from sglang_pat.testing.server import ServerDied
 
@@ -280,6 +281,42 @@ def test_display_of_a_run_under_way():
     console.print(frame(progress, now + 2))
     text = console.file.getvalue()
     assert "a [bold]prompt[/bold]" in text and "pause 20 ms" in text
+
+
+# -- routes ---------------------------------------------------------------------------------------------
+
+
+def routed(*events):
+    """Groups of three requests; events: a request's number (sent) or a reading of the loads."""
+    rows = [Row(str(i)) for i in range(3)]
+    routes = Routes([0, 0])
+    for event in events:
+        routes.sent(rows[event]) if isinstance(event, int) else routes.seen(event)
+    return [row.group for row in rows]
+
+
+def test_routes_one_by_one():
+    assert routed(0, [0, 0], [1, 0], 1, [1, 0], [1, 1], 2, [1, 2]) == [0, 1, 1]
+
+
+def test_routes_two_between_readings():
+    assert routed(0, 1, [0, 1], [0, 2], 2, [1, 2]) == [
+        1,
+        1,
+        0,
+    ]  # a reading that has only one of them says nothing
+    assert routed(0, 1, [1, 1], 2, [1, 2]) == [None, None, 1]
+
+
+def test_routes_are_left_open_when_a_request_ends_or_the_layout_changes():
+    assert routed(0, [1, 0], 1, [0, 1], 2, [0, 2]) == [0, None, None]
+    assert routed(0, [1, 0], 1, [2], 2, [3]) == [0, None, 0]
+
+
+def test_loads_of_a_status():
+    status = status_of(loads=(2, 3))
+    status["groups"][0]["in_flight"] = 1
+    assert loads(status) == [3, 3]
 
 
 # -- client, against a server that only pretends ------------------------------------------------------------

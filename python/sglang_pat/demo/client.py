@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
 
 from sglang_pat.demo.display import Display
-from sglang_pat.demo.progress import Progress
+from sglang_pat.demo.progress import Progress, Row
 from sglang_pat.demo.prompts import Task
 from sglang_pat.demo.records import Answer, DemoError
+from sglang_pat.demo.routes import Routes, loads
 from sglang_pat.testing.server import Server
 
-ROUTE_SECONDS = 0.2
-"""Longest wait for the engine to count a request that was just sent; then its group stays unknown."""
+ROUTE_SECONDS = 0.05
+"""Longest wait for the engine to count a request before the next one is sent."""
 
 POLL_SECONDS = 0.5
 """How often the progress display asks for the engine's status."""
@@ -47,16 +49,16 @@ async def run_tasks(
 
 
 async def _send_all(server: Server, session: aiohttp.ClientSession, tasks: list[Task], progress: Progress):
-    """Requests go out in order, each as soon as the engine has given the one before to a group."""
+    """Requests go out in order, the next when the engine has given the one before to a group."""
     streams: list[asyncio.Task] = []
-    await _load(server, session)  # opens the connection, so that the clock starts with the first request
+    routes = Routes(loads(await _status(server, session)))
     progress.began = progress.heard = time.time()
     try:
         for row, task in zip(progress.rows, tasks, strict=True):
-            before = await _load(server, session)
             row.sent = time.time() - progress.began
             streams.append(asyncio.create_task(_stream(server, session, task, row, progress)))
-            row.group = await _group_given(server, session, before, streams[-1])
+            routes.sent(row)
+            await _settle(server, session, routes)
         while True:
             done, running = await asyncio.wait(streams, timeout=5, return_when=asyncio.FIRST_EXCEPTION)
             for stream in done:
@@ -73,7 +75,7 @@ async def _send_all(server: Server, session: aiohttp.ClientSession, tasks: list[
 
 
 async def _stream(
-    server: Server, session: aiohttp.ClientSession, task: Task, row: Any, progress: Progress
+    server: Server, session: aiohttp.ClientSession, task: Task, row: Row, progress: Progress
 ) -> None:
     async with session.post(server.url + "/v1/chat/completions", json=task.body()) as response:
         if response.status != 200:
@@ -102,23 +104,12 @@ async def _status(server: Server, session: aiohttp.ClientSession) -> dict[str, A
         return await response.json()
 
 
-async def _load(server: Server, session: aiohttp.ClientSession) -> list[int]:
-    """Requests of each group: on their way, waiting and running."""
-    groups = (await _status(server, session))["groups"]
-    return [group["in_flight"] + group["waiting"] + group["running"] for group in groups]
-
-
-async def _group_given(
-    server: Server, session: aiohttp.ClientSession, before: list[int], stream: asyncio.Task
-) -> int | None:
-    """The group whose load went up, or None if that was not seen."""
-    begin = time.monotonic()
-    while time.monotonic() - begin < ROUTE_SECONDS and not stream.done():
-        after = await _load(server, session)
-        for group, (old, new) in enumerate(zip(before, after, strict=False)):
-            if new > old:
-                return group
-    return None
+async def _settle(server: Server, session: aiohttp.ClientSession, routes: Routes) -> None:
+    """Until the engine has counted what was sent, but not for long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ROUTE_SECONDS):
+            while not routes.settled:
+                routes.seen(loads(await _status(server, session)))
 
 
 async def _watch(server: Server, session: aiohttp.ClientSession, progress: Progress) -> None:
