@@ -43,10 +43,11 @@ CASES = [
     ("a large batch never settles", dict(requests=30, quiet=60.0), 1),
     ("merged stays merged", dict(tp=4, requests=8, peak=20), 4),
     ("merged stays merged though one came in just now", dict(tp=4, requests=3, peak=3, quiet=0.0), 4),
-    ("merged and filled up again: split", dict(tp=4, requests=9, peak=20), 1),
+    ("merged and filled up again: split", dict(tp=4, requests=17, peak=20), 1),
+    ("merged and a few more: stay", dict(tp=4, requests=16, peak=20), 4),
     ("in between, drained: to the top", dict(tp=2, requests=4, peak=20), 4),
     ("in between, not yet settled: stay", dict(tp=2, requests=4), 2),
-    ("in between, filled up: to base", dict(tp=2, requests=9), 1),
+    ("in between, filled up: to base", dict(tp=2, requests=17), 1),
     ("after an abort: stay, though drained", dict(requests=2, peak=20, since_abort=RETRY_SECONDS - 0.01), 1),
     ("after an abort: stay, though empty", dict(tp=4, since_abort=0.0), 4),
     ("after an abort and a pause: again", dict(requests=2, peak=20, since_abort=RETRY_SECONDS), 4),
@@ -90,9 +91,10 @@ def test_trickle_does_not_flap():
     assert degrees == [1, 1, 1, 4, 4, 4, 4, 1]
 
 
-def test_hovering_about_the_threshold_follows_it():
-    """No hysteresis: what the policy is defined to do, and why ``switch_at`` should lie well below the batch."""
-    assert run(threshold(8), [(0.1, 20), (0.1, 8), (0.1, 9), (0.1, 8), (0.1, 9)]) == [1, 4, 1, 4, 1]
+def test_hovering_about_the_threshold_does_not_flap():
+    """Merged at 8, split above twice as many only."""
+    load = [(0.1, 20), (0.1, 9), (0.1, 8), (0.1, 9), (0.1, 8), (0.1, 16), (0.1, 17)]
+    assert run(threshold(8), load) == [1, 1, 4, 4, 4, 4, 1]
 
 
 snapshots = st.builds(

@@ -311,7 +311,10 @@ class Coordinator:
 
     def _finish(self, now: float) -> None:
         replies: list[m.RankSwitched] = list(self._pending.replies.values())
-        error = next((reply.error for reply in replies if reply.error), "")
+        errors = {reply.error for reply in replies}
+        if len(errors) > 1:
+            raise RuntimeError(f"ranks disagree about switch {self._pending.epoch}: {sorted(errors)}")
+        error = errors.pop()
         came = sum(reply.requests_in for reply in replies)
         went = sum(reply.requests_out for reply in replies)
         if not error and came != went:

@@ -9,6 +9,10 @@ SETTLE_SECONDS = 1.0
 """A small batch that never was a large one is merged only after no request came in for this long,
 so that the first requests of a large batch do not look like its tail."""
 
+SPLIT_FACTOR = 2
+"""Merged replicas are split again above this many times the load at which they merge, so that a load
+that hovers about the threshold does not switch to and fro."""
+
 RETRY_SECONDS = 5.0
 """After an aborted switch the policies wait this long."""
 
@@ -49,7 +53,7 @@ def base_only(snapshot: Snapshot) -> int:
 
 
 def threshold(switch_at: int) -> Policy:
-    """Merge into the highest degree when ``switch_at`` requests or fewer are left, split again above.
+    """Merge into the highest degree when ``switch_at`` requests or fewer are left; split above twice as many.
 
     An empty engine goes back to the base layout, where the next round starts and weights are updated.
     """
@@ -58,8 +62,10 @@ def threshold(switch_at: int) -> Policy:
         base, top = snapshot.degrees[0], snapshot.degrees[-1]
         if snapshot.now - snapshot.last_abort < RETRY_SECONDS:
             return snapshot.tp
-        if snapshot.requests == 0 or snapshot.requests > switch_at:
+        if snapshot.requests == 0 or snapshot.requests > switch_at * SPLIT_FACTOR:
             return base
+        if snapshot.requests > switch_at:
+            return snapshot.tp
         draining = snapshot.peak > switch_at
         settled = snapshot.now - snapshot.last_arrival >= SETTLE_SECONDS
         if snapshot.tp == top or draining or settled:

@@ -70,7 +70,7 @@ class AdaptiveScheduler(Scheduler):
         self._captured: list[Req] | None = None
         self._received = 0
         self._retracted = 0
-        self._last_load: tuple[int, int] | None = None
+        self._last_load: tuple[int, int, int] | None = None
         self._steps_since_report = 0
         self._check_tokens = os.environ.get(CHECK_TOKENS_ENV) == "1"
         super().__init__(**kwargs)
@@ -362,7 +362,7 @@ class AdaptiveScheduler(Scheduler):
         if batch is not None and batch is not self.running_batch:
             running += len(batch.reqs) - (self.chunked_req is not None and self.chunked_req in batch.reqs)
         waiting = len(self.waiting_queue) + len(self.grammar_manager.grammar_queue) + (self.chunked_req is not None)
-        load = (running, waiting)
+        load = (running, waiting, self.layouts.weight_version)
         if load == self._last_load and self._steps_since_report < REPORT_INTERVAL_STEPS:
             return
         self._last_load, self._steps_since_report = load, 0
@@ -372,12 +372,12 @@ class AdaptiveScheduler(Scheduler):
         success = super().flush_cache(empty_cache)
         if success and self.is_leader:
             # No step will follow that would report the emptied pool.
-            self._last_load = (0, 0)
+            self._last_load = (0, 0, self.layouts.weight_version)
             self.send_load()
         return success
 
     def send_load(self) -> None:
-        running, waiting = self._last_load or (0, 0)
+        running, waiting, weight_updates = self._last_load or (0, 0, self.layouts.weight_version)
         allocator = self.token_to_kv_pool_allocator
         self.channel.send(
             LoadReport(
@@ -390,7 +390,7 @@ class AdaptiveScheduler(Scheduler):
                 kv_used=allocator.size - allocator.available_size(),
                 kv_total=allocator.size,
                 retracted=self._retracted,
-                weight_updates=self.layouts.weight_version,
+                weight_updates=weight_updates,
             )
         )
 
