@@ -1,0 +1,374 @@
+"""New weights reach every layout: marker models say which weights they hold, and whether all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sglang_pat.testing import models
+from sglang_pat.testing.ports import free_port
+from sglang_pat.testing.server import Server
+
+A, B, C, D, E = 100, 200, 300, 400, 450
+"""Tokens that the marker models say."""
+
+GROUP = "marker_update"
+
+
+@pytest.fixture(scope="session")
+def marker(llama) -> Callable[[int], Any]:
+    """Folder of the marker model for a token."""
+    return lambda token: models.make_marker_model(llama.parent / f"marker{token}", token)
+
+
+def degrees(server: Server) -> list[int]:
+    return [layout["tp"] for layout in server.status()["candidates"]]
+
+
+def layout(server: Server) -> int:
+    return server.status()["layout"]["tp"]
+
+
+def body(seed: int, tokens: int) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"input_ids": [seed, 8, 9, 10], "sampling_params": sampling}
+
+
+def say(server: Server, count: int = 0, tokens: int = 6) -> list[set[int]]:
+    """What ``count`` requests (default: two for each rank) say; the prompts are the same every time,
+    so that values left in a cache would be found out."""
+    count = count or 2 * max(degrees(server))
+    return [set(answer["output_ids"]) for answer in server.generate([body(50 + i, tokens) for i in range(count)])]
+
+
+def all_layouts_say(server: Server, token: int) -> None:
+    """Every layout, entered from below and from above, generates with the weights of ``token``."""
+    up = degrees(server)
+    for tp in [*up, *reversed(up[:-1])]:
+        server.reconfigure(tp)
+        said = say(server)
+        assert said == [{token}] * len(said), f"tp={tp} says {said}, the weights are those of {token}"
+
+
+# -- three ways to send weights -------------------------------------------------------------------------
+
+
+def from_disk(server: Server, marker, token: int, **fields: Any) -> Any:
+    return server.post("/update_weights_from_disk", {"model_path": str(marker(token))} | fields)
+
+
+def serialized(named: Any) -> str:
+    """As an RL framework in another process tree sends it."""
+    from sglang_pat.host import cpu_shim
+
+    cpu_shim.install()
+    import torch.multiprocessing
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    return MultiprocessingSerializer.serialize(named, output_str=True)
+
+
+def from_tensor(server: Server, token: int | list[int], ranks: int, **fields: Any) -> Any:
+    """One serialized item for each physical rank; ``token`` may name another one for each."""
+    tokens = token if isinstance(token, list) else [token] * ranks
+    states = [list(models.marker_state_dict(one).items()) for one in tokens]
+    items = [serialized(state) for state in states]
+    return server.post("/update_weights_from_tensor", {"serialized_named_tensors": items} | fields)
+
+
+class Trainer:
+    """Rank 0 of an update group of which the engine's N ranks are 1 .. N."""
+
+    def __init__(self, server: Server, ranks: int) -> None:
+        from sglang_pat.host import cpu_shim
+
+        cpu_shim.install()
+        from sglang.srt.utils import init_custom_process_group
+
+        self.server, port = server, free_port()
+        body = dict(master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=ranks + 1)
+        body |= dict(group_name=GROUP, backend="gloo")
+        answer = self._beside("/init_weights_update_group", body)
+        self.group = init_custom_process_group(
+            backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=ranks + 1, rank=0, group_name=GROUP
+        )
+        succeeded(answer())
+
+    def _beside(self, path: str, body: Any) -> Callable[[], Any]:
+        """Post in a thread; the caller takes part in the collective meanwhile."""
+        result: list[Any] = []
+        thread = threading.Thread(target=lambda: result.append(self.server.post(path, body, timeout=60)))
+        thread.start()
+
+        def wait() -> Any:
+            thread.join(60)
+            return result[0]
+
+        return wait
+
+    def broadcast(self, state: dict[str, Any], **fields: Any) -> Any:
+        """Send these tensors; returns the server's answer."""
+        import torch.distributed as dist
+
+        body = dict(
+            names=list(state),
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in state.values()],
+            shapes=[list(tensor.shape) for tensor in state.values()],
+            group_name=GROUP,
+        )
+        answer = self._beside("/update_weights_from_distributed", body | fields)
+        for tensor in state.values():
+            dist.broadcast(tensor, src=0, group=self.group)
+        return answer()
+
+    def send(self, token: int, **fields: Any) -> None:
+        succeeded(self.broadcast(models.marker_state_dict(token), **fields))
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        response = self.server.post("/destroy_weights_update_group", {"group_name": GROUP})
+        assert response.status_code == 200 and response.json()["success"], response.text
+        dist.destroy_process_group(self.group)
+
+
+def succeeded(response: Any) -> None:
+    assert response.status_code == 200 and response.json()["success"], response.text
+
+
+# -- the tests: on two ranks, on four, and in reshard mode ------------------------------------------------
+
+
+class Setup:
+    """A server with marker model A, and how many ranks it has."""
+
+    def __init__(self, servers, marker, ranks: int, *flags: str) -> None:
+        self.servers, self.marker, self.ranks, self.flags = servers, marker, ranks, flags
+
+    @property
+    def server(self) -> Server:
+        return self.servers.adaptive(self.marker(A), self.ranks, *self.flags)
+
+    def start_in(self, tp: int) -> Server:
+        """The server, with the weights of A, in layout ``tp``."""
+        server = self.server
+        succeeded(from_disk(server, self.marker, A))
+        server.reconfigure(tp)
+        said = say(server)
+        assert said == [{A}] * len(said)
+        return server
+
+
+SETUPS = {
+    "2ranks": (2,),
+    "4ranks": (4,),
+    "reshard": (2, "--pat-weights", "reshard"),
+}
+
+
+@pytest.fixture(scope="module", params=SETUPS)
+def setup(request, servers, marker) -> Setup:
+    return Setup(servers, marker, *SETUPS[request.param])
+
+
+@pytest.fixture(params=["base", "tail"])
+def start(request, setup) -> int:
+    """Degree in force when the update arrives."""
+    return 1 if request.param == "base" else setup.ranks
+
+
+def test_update_from_disk(setup, start):
+    server = setup.start_in(start)
+    succeeded(from_disk(server, setup.marker, B, weight_version="disk"))
+    assert layout(server) == 1
+    assert server.status()["weight_version"] == "disk"
+    assert server.get("/model_info").json()["weight_version"] == "disk"
+    all_layouts_say(server, B)
+
+
+def test_update_from_tensor(setup, start):
+    server = setup.start_in(start)
+    succeeded(from_tensor(server, C, setup.ranks, weight_version="tensor"))
+    assert layout(server) == 1
+    assert server.status()["weight_version"] == "tensor"
+    all_layouts_say(server, C)
+
+
+def test_update_from_distributed(setup, start):
+    server = setup.start_in(start)
+    trainer = Trainer(server, setup.ranks)
+    try:
+        assert layout(server) == 1
+        server.reconfigure(start)
+        trainer.send(D, weight_version="distributed")
+        assert layout(server) == 1
+        assert server.status()["weight_version"] == "distributed"
+        all_layouts_say(server, D)
+        server.reconfigure(start)
+        trainer.send(E)
+        all_layouts_say(server, E)
+    finally:
+        trainer.close()
+
+
+def test_release_and_resume_memory(setup, start):
+    server = setup.start_in(start)
+    assert server.post("/release_memory_occupation", {}).status_code == 200
+    assert layout(server) == 1
+    assert server.post("/resume_memory_occupation", {}).status_code == 200
+    all_layouts_say(server, A)
+    server.reconfigure(start)
+    for tag in ("kv_cache", "weights"):
+        assert server.post("/release_memory_occupation", {"tags": [tag]}).status_code == 200
+    for tag in ("weights", "kv_cache"):
+        assert server.post("/resume_memory_occupation", {"tags": [tag]}).status_code == 200
+    succeeded(from_disk(server, setup.marker, B))
+    all_layouts_say(server, B)
+
+
+def test_get_weights_by_name(setup, start):
+    server = setup.start_in(start)
+    name = "model.layers.0.mlp.down_proj.weight"
+    for token in (A, B):
+        wanted = models.marker_state_dict(token)[name][:3].tolist()
+        got = server.post("/get_weights_by_name", {"name": name, "truncate_size": 3}).json()
+        assert got == [pytest.approx(row) for row in wanted]
+        server.reconfigure(start)
+        succeeded(from_disk(server, setup.marker, B))
+        server.reconfigure(start)
+
+
+# -- two ranks only ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(servers, marker) -> Setup:
+    return Setup(servers, marker, 2)
+
+
+def test_tensors_are_addressed_by_physical_rank(two):
+    """In the base layout each rank is a replica of TP rank 0; its item is still the one of its own number."""
+    server = two.start_in(2)
+    succeeded(from_tensor(server, [B, C], 2))
+    assert sorted({tuple(tokens) for tokens in say(server, count=8, tokens=100)}) == [(B,), (C,)]
+    succeeded(from_tensor(server, D, 2))
+    all_layouts_say(server, D)
+
+
+def test_flattened_bucket(two):
+    server = two.start_in(2)
+    serialized([])  # installs the shim, without which SGLang does not import here
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    state = list(models.marker_state_dict(E).items())
+    half = len(state) // 2
+    for part in (state[:half], state[half:]):
+        bucket = FlattenedTensorBucket(named_tensors=part)
+        item = serialized({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()})
+        body = {"serialized_named_tensors": [item, item], "load_format": "flattened_bucket"}
+        succeeded(server.post("/update_weights_from_tensor", body))
+    all_layouts_say(server, E)
+
+
+def test_update_that_fails_changes_nothing(two, tmp_path):
+    server = two.start_in(2)
+    version = server.status()["weight_version"]
+    body = {"model_path": str(tmp_path / "missing"), "weight_version": "no"}
+    response = server.post("/update_weights_from_disk", body)
+    assert response.status_code == 400 and not response.json()["success"]
+    assert server.status()["weight_version"] == version
+    all_layouts_say(server, A)
+
+
+def test_broken_update_is_made_good_by_the_next(two):
+    """Half of the tensors arrive, then one of the wrong shape: the host says so, and the next update heals all."""
+    import torch
+
+    server = two.start_in(2)
+    state = list(models.marker_state_dict(B).items())
+    broken = dict(state[: len(state) // 2]) | {"model.norm.weight": torch.zeros(3)}
+    trainer = Trainer(server, two.ranks)
+    try:
+        answer = trainer.broadcast(broken)
+        assert answer.status_code == 400 and "partially updated" in answer.json()["message"]
+        trainer.send(C)
+        all_layouts_say(server, C)
+    finally:
+        trainer.close()
+
+
+async def decode_while_paused(server: Server, mode: str, act: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Four requests decode in the tail layout, are paused, ``act`` is called, and they go on to the end."""
+    bodies = [body(70 + i, 600) for i in range(4)]
+    async with server.session() as session:
+        work = asyncio.ensure_future(server.generate_async(bodies))
+        await server.until_decoding(session, 4)
+        assert (await server.reconfigure_async(session, 2))[0] == 200
+        async with session.post(server.url + "/pause_generation", json={"mode": mode}) as response:
+            assert response.status == 200
+        await asyncio.to_thread(act)
+        async with session.post(server.url + "/continue_generation", json={}) as response:
+            assert response.status == 200
+        return await work
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_update_with_requests_alive_in_the_tail(two, mode):
+    server = two.start_in(1)
+
+    def update() -> None:
+        assert server.status()["requests"] == 4
+        succeeded(from_disk(server, two.marker, B, flush_cache=False))
+        assert layout(server) == 1
+        server.reconfigure(2)
+
+    answers = asyncio.run(decode_while_paused(server, mode, update))
+    for answer in answers:
+        ids = answer["output_ids"]
+        assert len(ids) == 600
+        assert ids[0] == A and ids[-1] != A, "old weights at first, not the old ones at last"
+    assert server.post("/flush_cache").status_code == 200
+    all_layouts_say(server, B)
+
+
+def test_update_waits_for_running_requests(two):
+    """Without a pause the host lets running requests finish with the weights they began with."""
+    server = two.start_in(1)
+    bodies = [body(90 + i, 400) for i in range(4)]
+
+    async def run() -> list[dict[str, Any]]:
+        async with server.session() as session:
+            work = asyncio.ensure_future(server.generate_async(bodies))
+            await server.until_decoding(session, 4)
+            assert (await server.reconfigure_async(session, 2))[0] == 200
+            response = await asyncio.to_thread(from_disk, server, two.marker, B)
+            succeeded(response)
+            return await work
+
+    for answer in asyncio.run(run()):
+        assert set(answer["output_ids"]) == {A} and len(answer["output_ids"]) == 400
+    assert layout(server) == 1
+    all_layouts_say(server, B)
+
+
+def test_abort_all_and_update_in_the_tail(two):
+    server = two.start_in(1)
+    bodies = [body(90 + i, 3000) for i in range(4)]
+
+    async def run() -> list[dict[str, Any]]:
+        async with server.session() as session:
+            work = asyncio.ensure_future(server.generate_async(bodies))
+            await server.until_decoding(session, 4)
+            assert (await server.reconfigure_async(session, 2))[0] == 200
+            succeeded(await asyncio.to_thread(lambda: from_disk(server, two.marker, B, abort_all_requests=True)))
+            return await work
+
+    for answer in asyncio.run(run()):
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert set(answer["output_ids"]) <= {A}
+    all_layouts_say(server, B)
