@@ -93,7 +93,7 @@ def _degree(body: bytes) -> int:
     example = 'send {"tp": 2}'
     try:
         data = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"the body is not JSON: {example}") from None
     if not isinstance(data, dict) or "tp" not in data:
         raise ValueError(f"'tp' is missing: {example}")
