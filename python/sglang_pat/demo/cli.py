@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from sglang_pat.demo.display import Display
 
 MODELS = Path(".cache") / "models"
-NATURAL_LIMIT, QUICK_LIMIT = 240, 800
+NATURAL_LIMIT, QUICK_LIMIT = 240, 320
 """Longest answer in tokens."""
+
+QUICK_MODEL = {"hidden": 512, "intermediate": 2048, "vocab": 8009}
+"""Large enough that decoding takes longer than streaming the tokens over HTTP."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -42,7 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--prompts", type=int, default=16, metavar="N", help=f"2 to {len(PROMPTS)}, default 16"
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="longest answer; default 240, quick 800"
+        "--max-new-tokens", type=int, metavar="N", help="longest answer; default 240, quick 320"
     )
     parser.add_argument(
         "--switch-at", type=int, default=4, metavar="N", help="switch with N requests left; default 4"
@@ -144,7 +147,7 @@ def make_model(args: argparse.Namespace) -> Path:
         return args.model
     try:
         if args.quick:
-            return models.make_random("llama", MODELS / "demo-llama")
+            return models.make_random("llama", MODELS / "demo-llama", **QUICK_MODEL)
         return models.make_smollm2(MODELS / "smollm2")
     except (ValueError, OSError) as error:
         raise DemoError(f"the model cannot be made: {error}") from error

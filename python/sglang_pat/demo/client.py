@@ -17,7 +17,7 @@ from sglang_pat.demo.records import Answer, DemoError
 from sglang_pat.demo.routes import Routes, loads
 from sglang_pat.testing.server import Server
 
-ROUTE_SECONDS = 0.05
+ROUTE_SECONDS = 0.1
 """Longest wait for the engine to count a request before the next one is sent."""
 
 POLL_SECONDS = 0.5
