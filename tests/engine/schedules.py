@@ -82,13 +82,14 @@ def make(
     seed: int,
     degrees: Sequence[int],
     *,
+    name: str = "",
     vocab: int = 503,
     max_batch: int = 32,
     max_prompt: int = 600,
     max_new_tokens: int = 100,
 ) -> Schedule:
-    """The schedule of ``seed``.  ``max_batch`` counts the copies of ``n > 1`` too."""
-    rng = random.Random(f"{seed} {tuple(degrees)} {max_prompt}")
+    """The schedule of ``seed`` and ``name``.  ``max_batch`` counts the copies of ``n > 1`` too."""
+    rng = random.Random(f"{name} {seed}")
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(rng.randrange(FIRST_ORDINARY_TOKEN, vocab) for _ in range(count))
@@ -243,6 +244,7 @@ class Totals:
     tokens: int = 0
     migrated: int = 0
     recomputed: int = 0
+    retracted: int = 0
     ties: list[str] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
@@ -256,6 +258,7 @@ class Totals:
         return (
             f"{self.schedules} schedules, {self.switches} switches ({self.live_switches} with live requests; "
             f"{self.migrated} requests moved with their KV, {self.recomputed} recomputed), "
+            f"{self.retracted} retracted, "
             f"{self.requests} outputs, {self.tokens} tokens compared, {len(self.ties)} ties"
         )
 
@@ -273,7 +276,8 @@ def compare(schedule: Schedule, outcome: Outcome, known: dict, stock, totals: To
             where = f"seed {schedule.seed}, request {index} (prompt of {len(request.prompt)})"
             assert len(got) == len(want), f"{where}: {len(got)} tokens, not {len(want)}"
             totals.requests += 1
-            position = next((i for i, pair in enumerate(zip(got, want)) if pair[0] != pair[1]), len(want))
+            differ = (i for i, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1])
+            position = next(differ, len(want))
             totals.tokens += position
             if position < len(want):
                 totals.ties.append(tie(stock(), request.prompt, got, want, position, where))

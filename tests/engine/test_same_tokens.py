@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import schedules
 from conftest import MODELS
+
 from sglang_pat.testing import models
 
 LEAK_CHECKS = {
@@ -36,12 +37,9 @@ class Setup:
     limits: dict[str, int] = field(default_factory=dict)
     """Options of :func:`schedules.make`."""
 
-    @property
-    def degrees(self) -> list[int]:
-        return [degree for degree in (1, 2, 4) if degree <= self.ranks]
-
-    def schedule(self, seed: int) -> schedules.Schedule:
-        return schedules.make(seed, self.degrees, **self.limits)
+    def schedule(self, name: str, seed: int) -> schedules.Schedule:
+        degrees = [degree for degree in (1, 2, 4) if degree <= self.ranks]
+        return schedules.make(seed, degrees, name=name, **self.limits)
 
 
 SETUPS = {
@@ -51,10 +49,17 @@ SETUPS = {
     "llama-recompute": Setup(model="llama", ranks=2, count=8, flags=("--pat-kv", "recompute")),
     # Bias in q, k and v.  Six decoding requests a rank at most: some wait, and twelve do not fit after a merge.
     "qwen2": Setup(model="qwen2", ranks=2, count=25, flags=("--max-running-requests", "6")),
-    # Norms on q and k, tied embeddings.  Little KV: requests are retracted.
-    "qwen3": Setup(model="qwen3", ranks=2, count=25, max_total_tokens=2048),
+    # Norms on q and k, tied embeddings.  Little KV, lavishly given out: requests are retracted.
+    "qwen3": Setup(
+        model="qwen3", ranks=2, count=25, max_total_tokens=1200, flags=("--schedule-conservativeness", "0.1")
+    ),
     "qwen3-reshard": Setup(model="qwen3", ranks=4, count=8, flags=("--pat-weights", "reshard")),
-    "smollm2": Setup(model="smollm2", ranks=2, count=3, limits=dict(vocab=49152, max_batch=6, max_prompt=120, max_new_tokens=24)),
+    "smollm2": Setup(
+        model="smollm2",
+        ranks=2,
+        count=3,
+        limits=dict(vocab=49152, max_batch=6, max_prompt=120, max_new_tokens=12),
+    ),
 }
 
 
@@ -80,11 +85,11 @@ class Runner:
         """``plan``: the seeds that each setup will be asked for."""
         setup = SETUPS[name]
         known = self.known.setdefault(setup.model, {})
-        schedule = setup.schedule(seed)
+        schedule = setup.schedule(name, seed)
         if any(request.key not in known for request in schedule.requests):
             # For all schedules on this model at once: the stock server is needed just once.
-            same = [(other, seeds) for n, seeds in plan.items() if (other := SETUPS[n]).model == setup.model]
-            wanted = [other.schedule(seed) for other, seeds in same for seed in seeds]
+            same = [(other, n) for n, other in SETUPS.items() if other.model == setup.model]
+            wanted = [other.schedule(n, seed) for other, n in same for seed in plan[n]]
             schedules.expected(self.stock(setup.model), wanted, known)
         options = {"max_total_tokens": setup.max_total_tokens, "env": LEAK_CHECKS}
         flags = ("--chunked-prefill-size", "128", *setup.flags)
@@ -94,6 +99,7 @@ class Runner:
         schedules.compare(schedule, outcome, known, lambda: self.stock(setup.model), totals)
         assert any(record["requests"] for record in outcome.records), outcome.records
         schedules.check_idle(server)
+        totals.retracted = sum(group["retracted"] for group in server.status()["groups"])
 
 
 @pytest.fixture(scope="module")
