@@ -85,7 +85,7 @@ class AdaptiveScheduler(Scheduler):
         super().init_ipc_channels(port_args)
         self.channel = RankChannel(zmq.Context.instance(), self._channel_address, self.rank)
         self._can_lead = self.recv_from_tokenizer is not None
-        self._output = OutputSender(self.send_to_detokenizer, self.rank)
+        self.output = OutputSender(self.send_to_detokenizer, self.rank)
         self._control = ControlSender(self.channel)
         self._silent = SenderWrapper(None)
         self._idle_sleeper = self.idle_sleeper
@@ -146,10 +146,10 @@ class AdaptiveScheduler(Scheduler):
         self.max_total_num_tokens = runtime.allocator.size
         self.clear_pools()
 
-        self.send_to_detokenizer = self._output if self.is_leader else self._silent
+        self.send_to_detokenizer = self.output if self.is_leader else self._silent
         self.send_to_tokenizer = self._control if self.is_leader else self._silent
         self.idle_sleeper = self._idle_sleeper if self.is_leader else None
-        self._output.fence = fence
+        self.output.fence = fence
         self.is_stats_logging_rank = self.is_leader
         self.current_scheduler_metrics_enabled = self.enable_metrics and (
             self.is_leader or self.server_args.enable_metrics_for_all_schedulers

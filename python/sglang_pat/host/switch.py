@@ -9,18 +9,14 @@ all go back.
 from __future__ import annotations
 
 import logging
-import pickle
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from sglang.srt.managers.schedule_batch import Req
 
-from sglang_pat.host import requests
-from sglang_pat.kernels import kv as kv_kernels
+from sglang_pat.host import handover, kv_exchange
+from sglang_pat.host.handover import Arrivals, Offer
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Cancel, Prepare, Prepared, RankSwitched, Switch
 from sglang_pat.switch import faults, plan
@@ -35,36 +31,6 @@ logger = logging.getLogger(__name__)
 
 class SwitchAborted(RuntimeError):
     """A rank failed before COMMIT; the message says which and why."""
-
-
-@dataclass
-class Offer:
-    """What one old group puts on the table, from its leader.
-
-    Attributes:
-        decoding: the plan's view of the decoding requests, in batch order.
-        waiting_dest: destination group of each waiting request.
-        capsules: pickled capsules, decoding requests first.
-        sent: outputs this leader has sent so far (``sglang_pat.switch.order``).
-        fence: what its next output would have carried as a fence.
-        weight_version: number of weight updates this rank has applied.
-    """
-
-    decoding: list[plan.LiveRequest] = field(default_factory=list)
-    waiting_dest: list[int] = field(default_factory=list)
-    capsules: list[bytes] = field(default_factory=list)
-    sent: int = 0
-    fence: dict[int, int] | None = None
-    weight_version: int = 0
-
-
-@dataclass
-class Arrivals:
-    """Requests of this rank's new group, rebuilt."""
-
-    decoding: list[tuple[Req, torch.Tensor, int]] = field(default_factory=list)
-    waiting: list[Req] = field(default_factory=list)
-    num_slots: int = 0
 
 
 class SwitchExecutor:
@@ -128,7 +94,7 @@ class SwitchExecutor:
             self._enter(SwitchState.QUIESCE, epoch)
             self.scheduler.drain()
             reqs = self.scheduler.live_requests()
-            offer = self._offer(old, new, *reqs)
+            offer = handover.make_offer(self.scheduler, new, *reqs)
         except Exception as exc:
             error = exc
         self._vote(error)
@@ -140,9 +106,9 @@ class SwitchExecutor:
         self._mark("capsules")
         arrivals, exchange = Arrivals(), None
         try:
-            plans = self._plans(old, new, offers)
-            exchange = self._plan_exchange(old, new, plans, offers, reqs[0])
-            arrivals = self._rebuild(new, plans[new.group_of(self.rank)], offers)
+            plans = handover.plan_groups(self.scheduler, new, offers)
+            exchange = kv_exchange.plan_exchange(self.scheduler, new, plans, offers, reqs[0])
+            arrivals = handover.rebuild(self.scheduler, new, plans[new.group_of(self.rank)], offers)
         except Exception as exc:
             error = exc
         self._vote(error)
@@ -163,8 +129,7 @@ class SwitchExecutor:
             self.state = SwitchState.EXCHANGE
         moved = 0
         if exchange is not None:
-            moved, failed = self._move_kv(old, new, exchange, error)
-            error = error or failed
+            moved, error = kv_exchange.move(self.layouts, new, exchange, error)
         self._mark("kv")
         if self.layouts.resharding:
             # Has its own collectives and cannot be half done: a failure here ends the engine.
@@ -219,102 +184,6 @@ class SwitchExecutor:
             self.scheduler.recompute_all()
         self.state = advance(self.state, SwitchState.IDLE)
         self._mark("abort")
-
-    # -- parts ---------------------------------------------------------------------------------------
-
-    def _offer(self, old: ParallelLayout, new: ParallelLayout, decoding: list[Req], waiting: list[Req]) -> Offer:
-        group = old.group_of(self.rank)
-        migrate = self.config.kv != "recompute"
-        rows = [self.scheduler.kv_row(req).cpu().numpy() if migrate else np.empty(0, np.int64) for req in decoding]
-        lengths = [req.kv_committed_len for req in decoding] + [req.seqlen for req in waiting]
-        dests = plan.destinations(old, new, group, lengths)
-        decoding_dest, waiting_dest = dests[: len(decoding)], dests[len(decoding) :]
-        shared = plan.shared_prefixes(rows, decoding_dest, self.layouts.current.kv_pool.size + 1)
-        live = [
-            plan.LiveRequest(len(row), *pair, dest)
-            for row, pair, dest in zip(rows, shared, decoding_dest, strict=True)
-        ]
-        capsules = []
-        if self.scheduler.is_leader:
-            capsules = [pickle.dumps(requests.capture(req)) for req in decoding + waiting]
-        output = self.scheduler._output
-        return Offer(live, waiting_dest, capsules, output.sent, output.fence, self.layouts.weight_version)
-
-    def _plans(self, old: ParallelLayout, new: ParallelLayout, offers: dict[int, Offer]) -> dict[int, plan.GroupPlan]:
-        _, members = self.layouts.runner.groups.exchange(old, new)
-        groups = {new.group_of(member) for member in members}
-        runtime = self.layouts[new]
-        max_requests = min(self.scheduler.req_to_token_pool.size, self.scheduler.max_running_requests)
-        sources = {group: offer.decoding for group, offer in offers.items()}
-        return {g: plan.plan_group(g, sources, max_requests, runtime.allocator.size) for g in groups}
-
-    def _plan_exchange(self, old, new, plans, offers, decoding: list[Req]) -> plan.Exchange | None:
-        if not any(p.total for p in plans.values()):
-            return None
-        _, members = self.layouts.runner.groups.exchange(old, new)
-        rows = [self.scheduler.kv_row(req).cpu().numpy() for req in decoding]
-        live = offers[old.group_of(self.rank)].decoding
-        return plan.build_exchange(old, new, self.layouts.kv_heads, members, self.rank, plans, rows, live)
-
-    def _rebuild(self, new: ParallelLayout, group_plan: plan.GroupPlan, offers: dict[int, Offer]) -> Arrivals:
-        """Rebuild the requests that come to this rank's group, decoding ones in plan order."""
-        mine, device = new.group_of(self.rank), self.scheduler.device
-        arrivals = Arrivals(num_slots=group_plan.total)
-        recompute: list[Req] = []
-        queued: list[Req] = []
-        for group, offer in offers.items():
-            decoding, waiting = offer.capsules[: len(offer.decoding)], offer.capsules[len(offer.decoding) :]
-            for live, row, capsule in zip(offer.decoding, group_plan.rows[group], decoding, strict=True):
-                if live.dest != mine:
-                    continue
-                req = self._rebuild_one(capsule)
-                if row is None:
-                    recompute.append(req)
-                else:
-                    arrivals.decoding.append((req, torch.from_numpy(row).to(device), live.shared))
-            for dest, capsule in zip(offer.waiting_dest, waiting, strict=True):
-                if dest == mine:
-                    queued.append(self._rebuild_one(capsule))
-        # Those that were already running go first, as the host does with retracted ones.
-        arrivals.waiting = recompute + queued
-        return arrivals
-
-    def _rebuild_one(self, capsule: bytes) -> Req:
-        req = self.scheduler.rebuild(pickle.loads(capsule))
-        req.pat_grammar = requests.finish_grammar(req)
-        return req
-
-    def _move_kv(
-        self, old: ParallelLayout, new: ParallelLayout, exchange: plan.Exchange, error: Exception | None
-    ) -> tuple[int, Exception | None]:
-        source, target = self.layouts[old].kv_pool, self.layouts[new].kv_pool
-        group, members = self.layouts.runner.groups.exchange(old, new)
-        device, dtype = source.k_buffer[0].device, source.k_buffer[0].dtype
-        dim = source.head_dim + source.v_head_dim
-        send_splits = exchange.split(dim, exchange.send_offsets)
-        recv_splits = exchange.split(dim, exchange.recv_offsets)
-        staged_out = torch.empty(sum(send_splits), dtype=dtype, device=device)
-        staged_in = torch.empty(sum(recv_splits), dtype=dtype, device=device)
-        send_slots = torch.from_numpy(exchange.send_slots).to(device)
-        recv_slots = torch.from_numpy(exchange.recv_slots).to(device)
-        out_plan = (torch.from_numpy(exchange.send_offsets), torch.from_numpy(exchange.send_heads), exchange.heads)
-        in_plan = (torch.from_numpy(exchange.recv_offsets), torch.from_numpy(exchange.recv_heads), exchange.heads)
-        for layer in range(source.layer_num):
-            old_kv = source.k_buffer[layer], source.v_buffer[layer]
-            new_kv = target.k_buffer[layer], target.v_buffer[layer]
-            try:
-                if error is None:
-                    kv_kernels.kv_pack(*old_kv, send_slots, *out_plan, staged_out)
-            except Exception as exc:
-                error = exc
-            dist.all_to_all_single(staged_in, staged_out, recv_splits, send_splits, group=group)
-            try:
-                if error is None:
-                    kv_kernels.kv_unpack(*new_kv, recv_slots, *in_plan, staged_in)
-            except Exception as exc:
-                error = exc
-        sent = exchange.elements_sent(dim, members.index(self.rank)) * dtype.itemsize * source.layer_num
-        return sent, error
 
     # -- agreement and book-keeping ---------------------------------------------------------------------
 
