@@ -252,6 +252,57 @@ def test_loads_count_all_ranks(server):
     asyncio.run(run())
 
 
+ADMIN = {
+    "flush": ("POST", "/flush_cache", None),
+    "slow_down": ("POST", "/slow_down", {"forward_sleep_time": 0.0}),
+    "set_internal_state": ("POST", "/set_internal_state", {"server_args": {"pp_max_micro_batch_size": 8}}),
+    "freeze_gc": ("POST", "/freeze_gc", None),
+    "open_session": ("POST", "/open_session", {"capacity_of_str_len": 100, "session_id": "nobody"}),
+    "configure_logging": ("POST", "/configure_logging", {"log_requests": False}),
+    "weights_checker": ("POST", "/weights_checker", {"action": "checksum"}),
+    "weights_checker_wrong": ("POST", "/weights_checker", {"action": "nothing"}),
+    "update_weight_version": ("POST", "/update_weight_version", {"new_version": "default"}),
+    "load_lora": ("POST", "/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"}),
+    "destroy_missing_group": ("POST", "/destroy_weights_update_group", {"group_name": "missing"}),
+    "loads_prometheus": ("GET", "/v1/loads?format=prometheus", None),
+    "health": ("GET", "/health", None),
+    "ping": ("GET", "/ping", None),
+}
+"""Endpoints that no client may need today; they must answer as stock does, in every layout."""
+
+REFUSED = {"open_session"}
+"""Features that the adaptive engine does not have: an error, not a hang."""
+
+
+@pytest.mark.parametrize("name", ADMIN)
+def test_admin_endpoint_answers_as_stock(servers, llama, name):
+    method, path, data = ADMIN[name]
+
+    def ask(server: Server) -> int:
+        return requests.request(method, server.url + path, json=data, timeout=30).status_code
+
+    stock = ask(servers.stock(llama))
+    server = servers.adaptive(llama)
+    for tp in (1, 2):
+        server.reconfigure(tp)
+        if name in REFUSED:
+            assert ask(server) >= 400
+        else:
+            assert ask(server) == stock
+    unharmed(server)
+
+
+def test_profile_across_a_switch(server, tmp_path):
+    start = {"output_dir": str(tmp_path), "activities": ["CPU"], "with_stack": False, "record_shapes": False}
+    assert server.post("/start_profile", start).status_code == 200
+    server.generate([body(i, 5) for i in range(2)])
+    server.reconfigure(2)
+    server.generate([body(3, 5)])
+    assert server.post("/stop_profile").status_code == 200
+    assert len(list(tmp_path.rglob("*.trace.json.gz"))) == 2, "one trace from each rank"
+    unharmed(server)
+
+
 # -- keys, metrics and the threshold policy: one server ----------------------------------------------------------
 
 WATCHED = (
