@@ -56,6 +56,11 @@ def run(**changes):
     return Run(**fields | changes)
 
 
+def report_of(runs_, **changes):
+    fields = dict(model="m", options={"switch_at": 2}, different={}, machine={"cores": 2}, seconds=1.5)
+    return report.Report(runs=runs_, **fields | changes)
+
+
 def static(name="static tp1×dp2", base="tp1×dp2", **changes):
     return run(name=name, base=base, adaptive=False, switches=[], **changes)
 
@@ -79,7 +84,7 @@ def test_prompts_differ_and_bodies_are_greedy_streams():
 def test_fixed_lengths_are_the_same_each_time_and_long_tailed():
     lengths = [task.max_tokens for task in prompts.fixed_tasks(16, 800)]
     assert lengths == [task.max_tokens for task in prompts.fixed_tasks(16, 800)]
-    assert max(lengths) == 800 and min(lengths) >= 200
+    assert max(lengths) == 800 and min(lengths) >= 100
     assert sorted(lengths)[8] < 500
     assert all(task.body()["ignore_eos"] for task in prompts.fixed_tasks(4, 100))
 
@@ -189,12 +194,20 @@ def test_running_requests_as_steps():
 
 def test_picture_labels_runs_and_pauses(tmp_path):
     all_runs = [run(), static(), static("static tp2×dp1", "tp2×dp1")]
-    figure = picture.draw(all_runs, 2)
-    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    figure = picture.draw(report_of(all_runs))
+    texts = [text.get_text() for text in figure.texts]
+    texts += [text.get_text() for axes in figure.axes for text in axes.texts]
     texts += [axes.get_title(loc="left") for axes in figure.axes]
     everything = "\n".join(texts)
     assert "500 ms pause\n2 requests, 77 KV tokens\n1.5 MB moved" in everything
-    for words in ("adaptive: starts as tp1×dp2", "static tp2×dp1", "8.0 s", "idle", "switches with 2 left"):
+    for words in (
+        "adaptive: starts as tp1×dp2",
+        "static tp2×dp1",
+        "8.0 s",
+        "idle",
+        "switches with 2 left",
+        "4 of 4",
+    ):
         assert words in everything
     path = picture.save(figure, tmp_path / "new" / "timeline.png")
     assert Image.open(path).size[0] == 1600
@@ -203,7 +216,9 @@ def test_picture_labels_runs_and_pauses(tmp_path):
 @pytest.mark.parametrize("count", [2, 32])
 def test_picture_of_few_and_many_requests_and_of_an_aborted_switch(tmp_path, count):
     answers = [answer(i, 2.0 + i, group=None) for i in range(count)]
-    picture.save(picture.draw([run(answers=answers, switches=[switch(error="no")])], 1), tmp_path / "x.png")
+    picture.save(
+        picture.draw(report_of([run(answers=answers, switches=[switch(error="no")])])), tmp_path / "x.png"
+    )
 
 
 # -- tables and report ----------------------------------------------------------------------------------
@@ -237,21 +252,19 @@ def test_switches_table_has_every_phase():
 
 
 def test_report_comes_back_and_has_the_figures(tmp_path):
-    options = {"switch_at": 2}
-    made = report.Report(
-        model="m",
-        options=options,
-        runs=[run(), static()],
-        different={3: 4},
-        machine=report.machine(),
-        seconds=1.5,
-    )
+    made = report_of([run(), static()], different={3: 4}, machine=report.machine())
     path = tmp_path / "new" / "demo.json"
     report.write(made, path)
     assert report.read(path) == made
     figures = json.loads(path.read_text())["runs"][0]["figures"]
     assert (figures["tokens"], figures["wall_seconds"], figures["tail_seconds"]) == (40, 8.0, 4.0)
     assert made.machine["cores"] >= 1 and made.machine["sglang"]
+    assert made.summary().endswith("texts equal in all runs: 3 of 4")
+
+
+def test_an_emulated_link_is_named(monkeypatch):
+    monkeypatch.setenv("SGLANG_PAT_LINK", "100:1")
+    assert "emulated link (µs:GB/s) 100:1" in report_of([run()], machine=report.machine()).summary()
 
 
 # -- display --------------------------------------------------------------------------------------------

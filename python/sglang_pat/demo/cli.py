@@ -98,12 +98,10 @@ def demonstrate(args: argparse.Namespace, console: Console) -> int:
     display = Display(console)
     machine = report.machine()
     with display.waiting("looking for the model" if args.model else "making the model, once"):
-        model = make_model(args)
+        model, name = make_model(args)
     tasks = make_tasks(args)
     limit = f"answers of up to {args.max_new_tokens} tokens"
-    display.say(
-        f"{len(tasks)} prompts to {model.name}, {limit}; {machine['cores']} cores of {machine['cpu']}"
-    )
+    display.say(f"{len(tasks)} prompts to {name}, {limit}; {machine['cores']} cores of {machine['cpu']}")
     runs: list[Run] = []
     for number, setup in enumerate(setups(args.switch_at), start=1):
         run = run_setup(setup, model, tasks, display)
@@ -113,7 +111,7 @@ def demonstrate(args: argparse.Namespace, console: Console) -> int:
             f"{run.tokens_per_second:.1f} tokens/s (server up in {run.start_seconds:.0f} s)"
         )
     result = report.Report(
-        model=model.name,
+        model=name,
         options={name: getattr(args, name) for name in ("prompts", "max_new_tokens", "switch_at", "quick")},
         runs=runs,
         different=difference(runs),
@@ -133,22 +131,23 @@ def conclude(result: report.Report, args: argparse.Namespace, display: Display) 
     for run in result.runs:
         if run.switches:
             display.console.print(tables.switches_table(run))
-    display.say(f"texts equal in all runs: {args.prompts - len(result.different)} of {args.prompts}")
+    display.say(result.summary())
     json_path, picture_path = args.json or args.out / "demo.json", args.out / "timeline.png"
     report.write(result, json_path)
-    picture.save(picture.draw(result.runs, args.switch_at), picture_path)
+    picture.save(picture.draw(result), picture_path)
     display.say(f"picture: {picture_path}\nfigures: {json_path}\n{result.seconds:.0f} s in all")
 
 
-def make_model(args: argparse.Namespace) -> Path:
+def make_model(args: argparse.Namespace) -> tuple[Path, str]:
+    """The model's folder, and what to call it."""
     from sglang_pat.testing import models
 
     if args.model:
-        return args.model
+        return args.model, args.model.resolve().name
     try:
         if args.quick:
-            return models.make_random("llama", MODELS / "demo-llama", **QUICK_MODEL)
-        return models.make_smollm2(MODELS / "smollm2")
+            return models.make_random("llama", MODELS / "demo-llama", **QUICK_MODEL), "a random Llama"
+        return models.make_smollm2(MODELS / "smollm2"), "SmolLM2-135M-Instruct (float32)"
     except (ValueError, OSError) as error:
         raise DemoError(f"the model cannot be made: {error}") from error
 

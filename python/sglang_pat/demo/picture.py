@@ -14,6 +14,7 @@ from matplotlib.figure import Figure  # noqa: E402
 
 from sglang_pat.demo import timeline  # noqa: E402
 from sglang_pat.demo.records import Run, Switch  # noqa: E402
+from sglang_pat.demo.report import Report  # noqa: E402
 
 SPLIT = ("#2f6db5", "#659fda")
 """Group 0 and 1 while every rank works for itself."""
@@ -31,8 +32,9 @@ ROW_HEIGHT, LEAST_HEIGHT = {True: 0.165, False: 0.075}, 0.8
 """Inches of a request's row (adaptive run: higher), and of all of them at least."""
 
 
-def draw(runs: list[Run], switch_at: int) -> Figure:
+def draw(report: Report) -> Figure:
     """One block a run: a lane for each rank, below it a bar for each request."""
+    runs, switch_at = report.runs, report.options["switch_at"]
     until = max(run.wall for run in runs) * 1.12
     lanes = 2 * RANK_HEIGHT
     bars = [max(LEAST_HEIGHT, len(run.answers) * ROW_HEIGHT[run.adaptive]) for run in runs]
@@ -50,7 +52,8 @@ def draw(runs: list[Run], switch_at: int) -> Figure:
             _threshold(body, switch_at, until)
         top.set_xlim(0, until)
         body.tick_params(labelbottom=run is runs[-1])
-    body.set_xlabel("seconds since the first request", fontsize=9.5)
+    body.set_xlabel("seconds since the first request", fontsize=9.5, loc="left")
+    figure.text(LEFT + WIDTH, 0.11 / total, report.summary(), fontsize=8, color=FAINT, ha="right")
     return figure
 
 
@@ -74,7 +77,7 @@ def _lanes(axes: Axes, run: Run, until: float) -> None:
             ranks = " and ".join(map(str, lane.ranks))
             text = f"{lane.layout}: rank{'s' * (len(lane.ranks) > 1)} {ranks}"
             at = lane.start + 0.006 * until
-            axes.text(at, middle, text, color="white", fontsize=8.5, va="center")
+            axes.text(at, middle + 0.04, text, color="white", fontsize=8.5, va="center")
         elif not lane.busy and length > 0.05 * until:
             box = dict(facecolor="white", edgecolor="none", pad=1.2)
             at = (lane.start + lane.end) / 2

@@ -73,7 +73,7 @@ def fixed_tasks(count: int, limit: int, seed: int = 0) -> list[Task]:
     """Answers of long-tailed fixed lengths (log-normal), up to ``limit`` tokens: for random models."""
     rng = random.Random(seed)
     draws = [rng.lognormvariate(0.0, 0.9) for _ in range(count)]
-    lengths = [max(limit // 4, round(limit * draw / max(draws))) for draw in draws]
+    lengths = [max(limit // 8, round(limit * draw / max(draws))) for draw in draws]
     return [
         Task(prompt=prompt, max_tokens=length, exact=True)
         for prompt, length in zip(PROMPTS[:count], lengths, strict=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sglang_pat.comm.shm import LINK_ENV
 from sglang_pat.demo.records import Run
 from sglang_pat.testing.machine import machine as testing_machine
 
@@ -29,6 +31,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     different: dict[int, int]
     machine: dict[str, Any]
     seconds: float
+
+    def summary(self) -> str:
+        """What was done on what, in one line."""
+        prompts = len(self.runs[0].answers)
+        line = f"{self.model}, {prompts} prompts, {self.machine['cores']} CPU cores"
+        if link := self.machine.get("emulated_link"):
+            line += f", emulated link (µs:GB/s) {link}"
+        return f"{line}; texts equal in all runs: {prompts - len(self.different)} of {prompts}"
 
 
 def write(report: Report, path: Path) -> None:
@@ -53,6 +63,8 @@ def read(path: Path) -> Report:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on, and what was measured."""
+    """What the figures were taken on; a link that the ranks' backend emulates is named."""
     found = testing_machine() | {package: version(package) for package in ("sglang", "sglang_pat")}
+    if link := os.environ.get(LINK_ENV):
+        found["emulated_link"] = link
     return {name: str(value) if isinstance(value, str) else value for name, value in found.items()}
