@@ -297,6 +297,29 @@ def tie(stock: Server, prompt: Sequence[int], got: list[int], want: list[int], p
     return line
 
 
+def agreement(stock: Server, schedule: Schedule, outcome: Outcome) -> float:
+    """Share of tokens that are the stock server's best, given the tokens before them."""
+    params = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+    pairs = [(r.prompt, o) for r, outputs in zip(schedule.requests, outcome.outputs, strict=True) for o in outputs]
+    bodies = [
+        {
+            "input_ids": [*prompt, *output],
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": len(prompt) - 1,
+            "top_logprobs_num": 1,
+        }
+        for prompt, output in pairs
+    ]
+    same = [
+        token == best[0][1]
+        for (_, output), answer in zip(pairs, stock.generate(bodies), strict=True)
+        # The first entry is the last token of the prompt.
+        for token, best in zip(output, answer["meta_info"]["input_top_logprobs"][1:], strict=True)
+    ]
+    return sum(same) / len(same)
+
+
 def check_idle(server: Server, seconds: float = 10) -> None:
     """Nothing is left over: no request and, after a flush, no KV token on any leader."""
     deadline = time.monotonic() + seconds

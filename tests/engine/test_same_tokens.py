@@ -7,7 +7,8 @@ token ids must be those of stock SGLang at tp 1.  SGLang's leak checks are on, a
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ SETUPS = {
         model="smollm2",
         ranks=2,
         count=3,
-        limits=dict(vocab=49152, max_batch=6, max_prompt=120, max_new_tokens=12),
+        limits=dict(vocab=49152, max_batch=8, max_prompt=120, max_new_tokens=24),
     ),
 }
 
@@ -132,6 +133,21 @@ def test_same_tokens_soak(runner, name, seed):
 @pytest.mark.soak
 def test_totals_soak(runner, capsys):
     test_totals(runner, capsys)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision(runner, dtype):
+    """A token is stock's best, given those before it, as often with switches as without."""
+    name, model = "llama", make_model("llama")
+    schedule = next(s for s in map(partial(SETUPS[name].schedule, dtype), range(100)) if len(s.switches) > 3)
+    server = runner.servers.adaptive(model, 2, "--chunked-prefill-size", "128", dtype=dtype, env=LEAK_CHECKS)
+    static = schedules.run(server, replace(schedule, start_tp=1, switches=()))
+    switched = schedules.run(server, schedule)
+    assert any(record["requests"] for record in switched.records)
+    schedules.check_idle(server)
+    share, with_switches = (schedules.agreement(runner.stock(name), schedule, run) for run in (static, switched))
+    print(f"{dtype}: {share:.3f} of the tokens are float32's best, {with_switches:.3f} with switches")
+    assert share > 0.8 and with_switches > share - 0.05
 
 
 def test_totals(runner, capsys):

@@ -1,0 +1,221 @@
+"""Sampling at a temperature: the right distribution, the same tokens on all ranks of a group, other ones on others.
+
+The servers compare the tokens of all ranks of a group in every step (``SGLANG_PAT_CHECK_TOKENS``): a
+difference ends the engine, and so the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+from collections import Counter
+
+import pytest
+from scipy.stats import chi2
+from tokenizers import Tokenizer
+
+from sglang_pat.testing import models
+
+ALPHA = 1e-4
+"""Of each chi-square test."""
+
+CHECKED = {"SGLANG_PAT_CHECK_TOKENS": "1"}
+PROMPT = [17, 211, 43, 388, 92, 7, 151]
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory):
+    """Its best token has a few percent."""
+    folder = tmp_path_factory.mktemp("sampling") / "llama"
+    return models.make_random("llama", folder, kv_heads=2, logit_std=1.5)
+
+
+@pytest.fixture(scope="module")
+def stock(servers, flat):
+    return servers.stock(flat)
+
+
+@pytest.fixture(scope="module")
+def adaptive(servers, stock, flat):
+    return servers.adaptive(flat, 4, env=CHECKED)
+
+
+def body(prompt: list[int], new: int, temperature: float = 1.0, **params) -> dict:
+    params = {"temperature": temperature, "max_new_tokens": new, "ignore_eos": True} | params
+    return {"input_ids": prompt, "sampling_params": params}
+
+
+async def switch(server, session, tp: int) -> dict:
+    code, record = await server.reconfigure_async(session, tp)
+    assert code == 200, record
+    return record
+
+
+async def through_switches(server, bodies: list[dict], degrees: tuple[int, ...], pause: float) -> list[dict]:
+    """The answers to ``bodies``, all of which are decoding at the first switch and not all done at the last."""
+    async with server.session() as session:
+        work = asyncio.ensure_future(server.generate_async(bodies))
+        await server.until_decoding(session, len(bodies))
+        for tp in degrees:
+            record = await switch(server, session, tp)
+            assert record["requests"] > 0
+            await asyncio.sleep(pause)
+        return await work
+
+
+def assert_distribution(counts: list[int], probabilities: list[float], what: str) -> None:
+    """Chi-square test of ``counts``; cells that expect fewer than 8 are put together."""
+    total = sum(counts)
+    cells, rest = [], [0, 0.0]
+    for count, probability in zip(counts, probabilities, strict=True):
+        if total * probability >= 8:
+            cells.append((count, total * probability))
+        else:
+            rest = [rest[0] + count, rest[1] + total * probability]
+    if rest[1] >= 8:
+        cells.append(tuple(rest))
+    statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
+    p = chi2.sf(statistic, len(cells) - 1)
+    print(f"{what}: chi-square {statistic:.1f}, {len(cells)} cells, {total} draws, p {p:.3g}")
+    assert len(cells) >= 10 and p > ALPHA, what
+
+
+@pytest.fixture(scope="module")
+def exact(stock) -> list[float]:
+    """Probability of each token after :data:`PROMPT`, by the stock server."""
+    ask = body(PROMPT, 1, temperature=0) | {"return_logprob": True, "token_ids_logprob": list(range(503))}
+    (answer,) = stock.generate([ask])
+    (entries,) = answer["meta_info"]["output_token_ids_logprobs"]
+    probabilities = [math.exp(entry[0]) for entry in entries]
+    assert [entry[1] for entry in entries] == list(range(503)) and abs(sum(probabilities) - 1) < 1e-4
+    return probabilities
+
+
+@pytest.mark.parametrize("tp", [2, 4, 1])
+def test_distribution_of_the_next_token(adaptive, exact, tp):
+    """Chi-square test of 2,400 first tokens, drawn right after a switch."""
+    adaptive.reconfigure(1)
+    adaptive.reconfigure(4)
+    adaptive.reconfigure(tp)
+    answers = adaptive.generate([body(PROMPT, 1, n=100) for _ in range(24)])
+    counts = Counter(copy["output_ids"][0] for answer in answers for copy in answer)
+    assert_distribution([counts[token] for token in range(503)], exact, f"first token at tp {tp}")
+
+
+def test_distribution_in_mid_generation(adaptive, stock):
+    """Tokens drawn before, between and after switches, against the exact distribution of each step.
+
+    A token drawn from a distribution lies, on the scale of its cumulative probabilities (best token
+    first), at a uniform place; those of all steps are independent.
+    """
+    rng = random.Random(1)
+    prompts = [[*PROMPT, 5 + i] for i in range(24)]
+    bodies = [body(prompt, 120) for prompt in prompts]
+    answers = asyncio.run(through_switches(adaptive, bodies, (2, 4, 1, 2), 0.15))
+    scored = stock.generate(
+        [
+            body(prompt + answer["output_ids"], 1)
+            | {"return_logprob": True, "logprob_start_len": len(prompt) - 1, "top_logprobs_num": 24}
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+    )
+    cells = [0] * 20
+    for answer, score in zip(answers, scored, strict=True):
+        # The first entry is the last token of the prompt.
+        best = score["meta_info"]["input_top_logprobs"][1:]
+        for token, entries in zip(answer["output_ids"], best, strict=True):
+            low, high = 0.0, None
+            for logprob, other, _ in entries:
+                if other == token:
+                    high = low + math.exp(logprob)
+                    break
+                low += math.exp(logprob)
+            place = rng.uniform(low, 1.0 if high is None else high)
+            cells[min(int(place * len(cells)), len(cells) - 1)] += 1
+    assert sum(cells) == 24 * 120
+    assert_distribution(cells, [1 / len(cells)] * len(cells), "tokens of 24 requests through four switches")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_agree_through_switches(adaptive, seed):
+    """Every kind of sampler, with requests coming and going at each switch."""
+    rng = random.Random(seed)
+    kinds = [{}, {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05}, {"temperature": 1.7}, {"temperature": 0}]
+    bodies = [body([rng.randrange(5, 503)] * rng.randint(1, 90), rng.randint(60, 200), **k) for k in kinds * 3]
+    late = [body([rng.randrange(5, 503)] * 40, rng.randint(1, 60), **kind) for kind in kinds * 2]
+
+    async def work():
+        async with adaptive.session() as session:
+            tasks = [asyncio.ensure_future(adaptive.one(session, each)) for each in bodies]
+            await adaptive.until_decoding(session, 1)
+            pairs = itertools.cycle(zip(late[::2], late[1::2], strict=True))
+            for tp in (4, 2, 1, 2, 4, 1):
+                tasks += [asyncio.ensure_future(adaptive.one(session, each)) for each in next(pairs)]
+                await switch(adaptive, session, tp)
+                await asyncio.sleep(0.05)
+            return await asyncio.gather(*tasks)
+
+    answers = asyncio.run(work())
+    assert [len(a["output_ids"]) for a in answers] == [b["sampling_params"]["max_new_tokens"] for b in bodies + late]
+    assert adaptive.process.poll() is None
+
+
+@pytest.mark.parametrize("degrees", [(1,), (2,), (4, 1), (4, 2)], ids=str)
+def test_replicas_draw_from_different_streams(adaptive, degrees):
+    """The same prompt on each group of a layout, at the same time."""
+    for tp in (1, *degrees):
+        adaptive.reconfigure(tp)
+    groups = 4 // degrees[-1]
+
+    async def one_each():
+        work = asyncio.ensure_future(adaptive.generate_async([body(PROMPT, 400)] * groups))
+        while [group["running"] for group in adaptive.status()["groups"]] != [1] * groups:
+            assert not work.done(), "the requests were never spread over the groups"
+            await asyncio.sleep(0.01)
+        return await work
+
+    outputs = [answer["output_ids"] for answer in asyncio.run(one_each())]
+    for one, other in itertools.combinations(outputs, 2):
+        equal = sum(a == b for a, b in zip(one, other, strict=True))
+        assert equal < 40, f"{equal} of 400 tokens are equal"
+
+
+CHATS = (
+    "Give three facts about the Moon.",
+    "Write a short story about a lighthouse keeper.",
+    "Explain how bread is made.",
+    "Why is the sky blue?",
+    "Describe a walk through an old town.",
+    "What is a good way to learn to swim?",
+)
+
+
+def test_text_stays_sane(servers, smollm2):
+    """Temperature 0.7: what the model says through switches is as likely as what it says without."""
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    chats = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in CHATS]
+    prompts = [tokenizer.encode(chat).ids for chat in chats]
+    bodies = [body(prompt, 40, temperature=0.7) for prompt in prompts]
+    stock = servers.stock(smollm2)
+
+    def nll(answers: list[dict]) -> float:
+        """Mean per token, in nats, by the stock server."""
+        scored = stock.generate(
+            [
+                body(prompt + answer["output_ids"], 1) | {"return_logprob": True, "logprob_start_len": len(prompt) - 1}
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+        )
+        entries = [e for s in scored for e in s["meta_info"]["input_token_logprobs"][1:]]
+        assert len(entries) == 40 * len(prompts)
+        return -sum(entry[0] for entry in entries) / len(entries)
+
+    static = nll(stock.generate(bodies))
+    server = servers.adaptive(smollm2, 2, env=CHECKED)
+    answers = asyncio.run(through_switches(server, bodies, (2, 1, 2), 0.4))
+    switched = nll(answers)
+    text = tokenizer.decode(answers[0]["output_ids"])
+    print(f"mean NLL {switched:.3f} through switches, {static:.3f} static; {CHATS[0]} {text!r}")
+    assert abs(switched - static) < 0.7, text
