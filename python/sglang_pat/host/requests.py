@@ -125,6 +125,18 @@ def finish_grammar(req: Req) -> Any | None:
     return pristine
 
 
+def forget_masks(reqs: list[Req]) -> None:
+    """Have the grammars of ``reqs`` make their vocabulary masks anew in the next step.
+
+    The host's llguidance backend (our choice on a CPU) keeps one mask from step to step and fills the
+    rows of constrained requests only: once rows move up, a free request would inherit another's mask.
+    """
+    for req in reqs:
+        grammar = getattr(req.grammar, "grammar", req.grammar)  # what a reasoning wrapper holds
+        if getattr(grammar, "bitmask", None) is not None:
+            grammar.bitmask = None
+
+
 def grammar_key(req: Req) -> tuple[str, str] | None:
     """Key under which the host caches this request's grammar."""
     params = req.sampling_params

@@ -395,6 +395,8 @@ class AdaptiveScheduler(Scheduler):
         )
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
+        if batch.has_grammar:
+            requests.forget_masks(batch.reqs)
         result = super().run_batch(batch, *args, **kwargs)
         if self._check_tokens and self.tp_size > 1 and getattr(result, "next_token_ids", None) is not None:
             self._compare_tokens(batch, result.next_token_ids)
