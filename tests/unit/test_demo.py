@@ -5,9 +5,11 @@ import io
 import json
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import aiohttp
+import psutil
 import pytest
 from aiohttp import web
 from PIL import Image
@@ -16,6 +18,7 @@ from rich.console import Console
 from sglang_pat.demo import cli, picture, prompts, report, runs, tables, timeline
 from sglang_pat.demo.client import run_tasks
 from sglang_pat.demo.display import Display, frame, line
+from sglang_pat.demo.others import Meter
 from sglang_pat.demo.progress import Progress, Row
 from sglang_pat.demo.records import Answer, DemoError, Run, Switch, difference, switches_of
 from sglang_pat.demo.routes import Routes, loads
@@ -50,7 +53,7 @@ BACK = switch(
 def run(**changes):
     """Answers end at 2, 4, 6 and 8 s, alternately on group 0 and 1; merged at 3.5 s."""
     fields = dict(
-        name="adaptive", base="tp1×dp2", adaptive=True, start_seconds=9.0, switches=[switch(), BACK],
+        name="adaptive", base="tp1×dp2", adaptive=True, start_seconds=9.0, others=0.25, switches=[switch(), BACK],
         answers=[answer(i, last, group=i % 2) for i, last in enumerate((2.0, 4.0, 6.0, 8.0))],
     )  # fmt: skip
     return Run(**fields | changes)
@@ -139,6 +142,15 @@ def test_switches_of_a_status():
     assert second.after == "tp1×dp2"
 
 
+def test_meter_tells_own_work_from_that_of_others():
+    burn = [sys.executable, "-c", "import time\nend = time.time() + 1.2\nwhile time.time() < end: pass"]
+    with subprocess.Popen(burn) as process:
+        own, foreign = Meter([psutil.Process(process.pid), psutil.Process()]), Meter([psutil.Process()])
+        time.sleep(0.8)
+        counted, not_counted = own.share(), foreign.share()
+    assert 0 <= counted < not_counted <= 1
+
+
 # -- timeline and picture -----------------------------------------------------------------------------
 
 
@@ -197,7 +209,7 @@ def test_picture_labels_runs_and_pauses(tmp_path):
     figure = picture.draw(report_of(all_runs))
     texts = [text.get_text() for text in figure.texts]
     texts += [text.get_text() for axes in figure.axes for text in axes.texts]
-    texts += [axes.get_title(loc="left") for axes in figure.axes]
+    texts += [axes.get_title(loc=side) for axes in figure.axes for side in ("left", "right")]
     everything = "\n".join(texts)
     assert "500 ms pause\n2 requests, 77 KV tokens\n1.5 MB moved" in everything
     for words in (
@@ -207,6 +219,7 @@ def test_picture_labels_runs_and_pauses(tmp_path):
         "idle",
         "switches with 2 left",
         "4 of 4",
+        "took 25% of",
     ):
         assert words in everything
     path = picture.save(figure, tmp_path / "new" / "timeline.png")
@@ -238,6 +251,7 @@ def test_runs_table():
     assert rows["tokens/s"] == ["5.0", "5.0"]
     assert rows["tail (last 2 requests), s"] == ["4.0", "4.0"]
     assert rows["switches"] == ["2", "0"]
+    assert rows["other programs, % of the cores"] == ["25", "25"]
 
 
 def test_switches_table_has_every_phase():

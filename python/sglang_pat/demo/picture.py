@@ -31,6 +31,9 @@ RANK_HEIGHT, GAP, FOOT = 0.17, 0.44, 0.5
 ROW_HEIGHT, LEAST_HEIGHT = {True: 0.165, False: 0.075}, 0.8
 """Inches of a request's row (adaptive run: higher), and of all of them at least."""
 
+DISTURBED = 0.1
+"""Other programs' share of the cores from which on a run's title mentions them."""
+
 
 def draw(report: Report) -> Figure:
     """One block a run: a lane for each rank, below it a bar for each request."""
@@ -88,6 +91,9 @@ def _lanes(axes: Axes, run: Run, until: float) -> None:
     title = f"adaptive: starts as {run.base}" if run.adaptive else run.name
     title += f"  ·  {run.wall:.1f} s  ·  {run.tokens_per_second:.1f} tokens/s"
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold", pad=5)
+    if run.others > DISTURBED:
+        text = f"disturbed: other programs took {run.others:.0%} of the cores"
+        axes.set_title(text, loc="right", fontsize=8.5, color=FAINT, pad=5)
     for spine in axes.spines.values():
         spine.set_visible(False)
 

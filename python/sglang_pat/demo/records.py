@@ -81,12 +81,14 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         base: layout it started in.
         adaptive: whether it may switch.
         start_seconds: time until the server was ready.
+        others: share of the cores' time that other programs took during the run, 0 to 1.
     """
 
     name: str
     base: str
     adaptive: bool
     start_seconds: float
+    others: float
     answers: list[Answer]
     switches: list[Switch]
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import psutil
 import requests
 
 from sglang_pat.demo.client import run_tasks
 from sglang_pat.demo.display import Display
+from sglang_pat.demo.others import Meter
 from sglang_pat.demo.prompts import Task
 from sglang_pat.demo.records import DemoError, Run, switches_of
 from sglang_pat.layout import ParallelLayout
@@ -80,13 +82,16 @@ def _work(setup: Setup, server: Server, tasks: list[Task], display: Display) -> 
         asyncio.run(_warm_up(server, setup.layout.dp))
         _back_in_base(server)
         server.post("/flush_cache").raise_for_status()
+    meter = Meter([psutil.Process(), psutil.Process(server.process.pid), *server.children()])
     start, answers = asyncio.run(run_tasks(server, tasks, display, setup.name))
+    others = meter.share()
     status = _back_in_base(server)
     return Run(
         name=setup.name,
         base=str(setup.layout),
         adaptive=setup.switch_at is not None,
         start_seconds=server.started_seconds,
+        others=others,
         answers=answers,
         switches=switches_of(status, start, answers),
     )

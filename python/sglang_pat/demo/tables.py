@@ -33,6 +33,7 @@ def runs_table(runs: list[Run], left: int) -> Table:
             f"tail (last {left} requests), s": [f"{run.wall - run.tail_start(left):.1f}" for run in runs],
             "time per token in the tail, ms": [milliseconds(run.tail_token_time(left)) for run in runs],
             "switches": [str(len(run.switches)) for run in runs],
+            "other programs, % of the cores": [f"{run.others:.0%}".rstrip("%") for run in runs],
         },
     )
 
