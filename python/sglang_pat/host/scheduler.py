@@ -157,6 +157,8 @@ class AdaptiveScheduler(Scheduler):
         # Ranks of one group must draw the same numbers and different groups different ones; after a
         # switch neither holds by itself.  A seed from (seed, switch, group) needs no exchange.
         set_random_seed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
+        # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must agree.
+        self.new_token_ratio = self.init_new_token_ratio
         self._last_load = None
 
     def clear_pools(self) -> None:
