@@ -238,6 +238,7 @@ class Totals:
     """What has been compared so far."""
 
     schedules: int = 0
+    idle: int = 0
     switches: int = 0
     live_switches: int = 0
     requests: int = 0
@@ -249,6 +250,7 @@ class Totals:
 
     def add(self, outcome: Outcome) -> None:
         self.schedules += 1
+        self.idle += not any(record["requests"] for record in outcome.records)
         self.switches += len(outcome.records)
         self.live_switches += sum(record["requests"] > 0 for record in outcome.records)
         self.migrated += sum(record["migrated"] for record in outcome.records)
@@ -256,7 +258,8 @@ class Totals:
 
     def __str__(self) -> str:
         return (
-            f"{self.schedules} schedules, {self.switches} switches ({self.live_switches} with live requests; "
+            f"{self.schedules} schedules ({self.idle} without a live request at any switch), "
+            f"{self.switches} switches ({self.live_switches} with live requests; "
             f"{self.migrated} requests moved with their KV, {self.recomputed} recomputed), "
             f"{self.retracted} retracted, "
             f"{self.requests} outputs, {self.tokens} tokens compared, {len(self.ties)} ties"
