@@ -1,0 +1,76 @@
+"""What a policy looks at, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+def _empty() -> np.ndarray:
+    return np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The requests in the engine, one entry each; int64 ``[requests]``.
+
+    Attributes:
+        prompt: prompt tokens.
+        output: tokens generated so far.
+        limit: most tokens that may be generated (``max_new_tokens``).
+        family: equal for responses to the same prompt.
+        replica: replica (TP group number) in the layout in force that has it.
+    """
+
+    prompt: np.ndarray = field(default_factory=_empty)
+    output: np.ndarray = field(default_factory=_empty)
+    limit: np.ndarray = field(default_factory=_empty)
+    family: np.ndarray = field(default_factory=_empty)
+    replica: np.ndarray = field(default_factory=_empty)
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What a policy may look at.  Times are seconds of one monotonic clock.
+
+    Attributes:
+        tp: degree in force; ``degrees``: candidates in ascending order, base first.
+        num_ranks: N; a layout of degree t has N / t replicas.
+        requests: requests in the engine (decoding, waiting, on their way to a replica).
+        peak: most requests since the engine was last empty.
+        last_arrival: when a request last came in.
+        last_switch: when a switch was last finished, or minus infinity.
+        last_abort: when a switch was last aborted, or minus infinity.
+        load: the requests, one by one.
+    """
+
+    now: float
+    tp: int
+    degrees: tuple[int, ...]
+    num_ranks: int
+    requests: int
+    peak: int
+    last_arrival: float
+    last_switch: float = float("-inf")
+    last_abort: float = float("-inf")
+    load: Load = field(default_factory=Load)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a policy wants.
+
+    Attributes:
+        tp: degree to be in; the one in force means stay.
+        estimates: expected remaining seconds by degree, the cost of a switch to it included; empty if the
+            policy does not estimate.
+        recompute_below: requests with fewer KV tokens than this are cheaper recomputed than moved.
+    """
+
+    tp: int
+    estimates: dict[int, float] = field(default_factory=dict)
+    recompute_below: int = 0

@@ -1,0 +1,1 @@
+"""What the profiler measured, and what follows from it: step times, prefill times, the cost of a switch."""
