@@ -67,6 +67,33 @@ def test_every_scheduler_request_type_is_known():
     assert expected - answered == set()
 
 
+def test_penalties_are_applied_in_one_order(monkeypatch):
+    from sglang.srt.sampling import penaltylib
+
+    from sglang_pat.host import penalties
+
+    monkeypatch.setattr(penaltylib, "BatchedPenalizerOrchestrator", penaltylib.BatchedPenalizerOrchestrator)
+    penalties.fix_order()
+    kinds = [
+        penaltylib.BatchedRepetitionPenalizer,
+        penaltylib.BatchedPresencePenalizer,
+        penaltylib.BatchedMinNewTokensPenalizer,
+        penaltylib.BatchedFrequencyPenalizer,
+    ]
+    batch = BatchStub()
+    made = penaltylib.BatchedPenalizerOrchestrator(vocab_size=8, batch=batch, penalizers=set(kinds))
+    assert list(made.penalizers) == kinds[::-1]
+    multiplicative = [penalizer.is_multiplicative for penalizer in made.penalizers.values()]
+    assert multiplicative == sorted(multiplicative)
+
+
+class BatchStub:
+    """What the host's penalties read of a batch; can be referred to weakly."""
+
+    reqs: list = []
+    device = "cpu"
+
+
 def _imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -86,7 +113,7 @@ def test_only_the_host_package_imports_the_host():
     assert offenders == []
 
 
-@pytest.mark.parametrize("name", ["layout", "config", "messages", "coordinator", "weights", "switch"])
+@pytest.mark.parametrize("name", ["layout", "config", "messages", "coordinator", "weights", "switch", "predict"])
 def test_decisions_import_neither_host_nor_torch(name):
     target = PACKAGE / f"{name}.py"
     files = [target] if target.exists() else sorted((PACKAGE / name).rglob("*.py"))

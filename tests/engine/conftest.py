@@ -6,6 +6,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 

@@ -526,3 +526,27 @@ def test_python_api(llama, tmp_path):
         "base": [1, 2], "same": True, "moved": [3, 3, 3], "code": 400, "to": 1,
         "layout": {"tp": 1, "dp": 2}, "switches": 4, "world": [2, 1],
     }  # fmt: skip
+
+
+# -- without a tokenizer: tokens come straight from the ranks, in order all the same -----------------------------
+
+
+def test_no_tokenizer(servers, llama):
+    server = servers.adaptive(llama, 2, "--skip-tokenizer-init")
+    stock = servers.stock(llama)
+    bodies = [body(seed, 60) for seed in range(4)]
+
+    async def stream(session: aiohttp.ClientSession, request: dict[str, Any]) -> list[list[int]]:
+        return [chunk["output_ids"] async for chunk in server.stream(session, request)]
+
+    async def run() -> list[list[list[int]]]:
+        async with server.session() as session:
+            streams = [asyncio.create_task(stream(session, request)) for request in bodies]
+            for tp in (2, 1, 2):
+                await server.until_decoding(session, 4)
+                assert (await server.reconfigure_async(session, tp))[0] == 200
+            return await asyncio.gather(*streams)
+
+    for chunks, expected in zip(asyncio.run(run()), stock.generate(bodies), strict=True):
+        assert chunks[-1] == expected["output_ids"]
+        assert all(later[: len(chunk)] == chunk for chunk, later in zip(chunks, chunks[1:], strict=False))

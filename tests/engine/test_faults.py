@@ -10,6 +10,7 @@ import aiohttp
 import psutil
 import pytest
 import requests
+
 from sglang_pat.switch.faults import ENV
 from sglang_pat.testing.server import Server
 

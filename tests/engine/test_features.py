@@ -167,8 +167,8 @@ def feature_bodies(plain: Callable[[int], dict[str, Any]]) -> dict[str, Body]:
         "frequency_penalty": body(6, frequency_penalty=0.7),
         "presence_penalty": body(7, presence_penalty=1.5),
         "repetition_penalty": body(8, repetition_penalty=1.3),
-        # Not with repetition_penalty: the host applies its penalties in the order of a set of classes, another one
-        # in every process, and multiplying does not commute with adding.
+        # Not with repetition_penalty: stock SGLang applies its penalties in the order of a set of classes, another
+        # one in every process, and multiplying does not commute with adding.
         "several_penalties": body(9, frequency_penalty=0.4, presence_penalty=0.9, min_new_tokens=99),
         "regex": body(10, regex=REGEX, ignore_eos=False),
         "json_schema": body(11, tokens=600, json_schema=SCHEMA, ignore_eos=False, logit_bias=NO_BLANKS),
@@ -180,7 +180,7 @@ def feature_bodies(plain: Callable[[int], dict[str, Any]]) -> dict[str, Body]:
 
 
 def token_ids_bodies() -> dict[str, Body]:
-    """A batch of its own: the host dies of a prefill batch in which only some requests ask for this."""
+    """Asked of stock SGLang one at a time: it dies of a batch in which only some requests ask for this."""
     fields = dict(return_logprob=True, logprob_start_len=5)
     return {
         f"token_ids_logprob_{seed}": body(seed, **fields, top_logprobs_num=seed, token_ids_logprob=[10, 90 + seed])
@@ -196,13 +196,9 @@ def shortened(request: Body) -> Body:
 
 
 async def stream_features(server: Server, bodies: dict[str, Body]) -> dict[str, Stream]:
-    answers = {}
-    for kind in (False, True):
-        batch = {name: b for name, b in bodies.items() if ("token_ids_logprob" in b) is kind}
-        # Once without switches: on each rank the host compiles for seconds when a penalty comes for the first time.
-        await server.generate_async([shortened(b) for b in batch.values() for _ in range(2)])
-        answers |= dict(zip(batch, await stream_across(server, list(batch.values()), UP_AND_DOWN), strict=True))
-    return answers
+    # Once without switches: on each rank the host compiles for seconds when a penalty comes for the first time.
+    await server.generate_async([shortened(b) for b in bodies.values() for _ in range(2)])
+    return dict(zip(bodies, await stream_across(server, list(bodies.values()), UP_AND_DOWN), strict=True))
 
 
 def fresh_token(ids: list[int], after: int) -> int:

@@ -220,6 +220,8 @@ def test_release_and_resume_memory(setup, start):
     server = setup.start_in(start)
     assert server.post("/release_memory_occupation", {}).status_code == 200
     assert layout(server) == 1
+    refused = server.post("/pat/reconfigure", {"tp": 2})
+    assert refused.status_code == 409 and "resume it first" in refused.json()["error"]["message"]
     assert server.post("/resume_memory_occupation", {}).status_code == 200
     all_layouts_say(server, A)
     server.reconfigure(start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,11 +33,11 @@ class Rig:
             self.coordinator.receive(Work(obj=Request(self.serial, "work"), tokens=tokens), now)
         return [rank for rank, _ in self.world.to_leaders[before:]]
 
-    def control(self, kind: str, needs_base: bool = False) -> int:
+    def control(self, kind: str, needs_base: bool = False, **effects: Any) -> int:
         self.serial += 1
         if needs_base:
             self.world.needs_base.add(self.serial)
-        self.coordinator.receive(control(self.serial, kind, needs_base), 0.0)
+        self.coordinator.receive(replace(control(self.serial, kind, needs_base), **effects), 0.0)
         return self.serial
 
     def iterate(self, fate: str = "fine") -> None:
@@ -228,6 +229,38 @@ def test_policies_wait_for_controls():
     rig.world.answer(0, "flush"), rig.world.answer(1, "flush")
     rig.settle()
     assert [record.to_tp for record in rig.world.records] == [2]
+
+
+def test_policies_do_not_act_while_generation_is_paused():
+    """Each bucket of a weight update would send the engine to the base layout and back."""
+    rig = Rig(1, 2, policy="threshold", switch_at=4)
+    rig.work(6)
+    rig.control("pause", pauses=True)
+    rig.settle()
+    rig.world.finish(0), rig.world.finish(1)
+    rig.world.iterate(0), rig.world.iterate(1)
+    for _ in range(3):
+        rig.control("update", needs_base=True)
+        rig.settle()
+        rig.world.answer(0, "update"), rig.world.answer(1, "update")
+        rig.settle()
+    assert rig.world.records == []
+    rig.control("continue", pauses=False)
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2]
+
+
+def test_no_switch_without_memory():
+    rig = Rig(1, 2)
+    rig.control("release", releases=frozenset({"weights", "kv_cache"}))
+    rig.control("resume", resumes=frozenset({"weights"}))
+    rig.settle()
+    rig.reconfigure(2)
+    assert [(a.code, a.message) for a in rig.answers()] == [(409, "memory is released (kv_cache); resume it first")]
+    rig.control("resume", resumes=frozenset({"weights", "kv_cache"}))
+    rig.reconfigure(2)
+    rig.settle()
+    assert rig.answers()[-1].code == 200 and rig.coordinator.layout.tp == 2
 
 
 def test_needs_base_gives_up_after_some_attempts():

@@ -54,12 +54,17 @@ class Control:
         reply: name of the reply's type, or None if there is none.
         merge: makes one reply of all leaders' replies, which come in the order of their ranks.
         needs_base: only the base layout can do it (weights, memory).
+        pauses: True stops generation, False lets it go on.
+        releases, resumes: memory it gives away and takes back, by the host's tags.
     """
 
     obj: Any
     reply: str | None = None
     merge: Callable[[list[Any]], Any] = lambda replies: replies[0]
     needs_base: bool = False
+    pauses: bool | None = None
+    releases: frozenset[str] = frozenset()
+    resumes: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -127,6 +132,8 @@ class Coordinator:
         self._switches = 0
         self._base_attempts = 0
         self._peak = 0
+        self._paused = False
+        self._released: frozenset[str] = frozenset()
         self._last_arrival = float("-inf")
         self._last_abort = float("-inf")
 
@@ -149,6 +156,9 @@ class Coordinator:
             return self._answer(query.query_id, 409, "a switch is under way; try again when it is over")
         if target == self.layout:
             return self._answer(query.query_id, 200, f"already in {target}")
+        if self._released:
+            what = ", ".join(sorted(self._released))
+            return self._answer(query.query_id, 409, f"memory is released ({what}); resume it first")
         self._wanted = (target, "request", query.query_id)
         self._proceed(now)
 
@@ -251,7 +261,9 @@ class Coordinator:
         # Here, and not where a policy looks: the engine may run empty during a control request.
         requests = self._requests()
         self._peak = max(self._peak, requests) if requests else 0
-        if self._pending is None and self._wanted is None and not self._collecting:
+        # While nothing decodes a switch gains nothing, and without its memory a rank cannot.
+        held = self._paused or self._released
+        if self._pending is None and self._wanted is None and not self._collecting and not held:
             snapshot = self._snapshot(now)
             degree = self._policy(snapshot)
             if degree != self.layout.tp:
@@ -270,6 +282,9 @@ class Coordinator:
             self._leaders[rank].sent_tokens += event.tokens
             self._outbox.to_leader(rank, event.obj)
             return
+        if event.pauses is not None:
+            self._paused = event.pauses
+        self._released = (self._released | event.releases) - event.resumes
         if event.reply:
             self._collecting.setdefault(event.reply, deque()).append(_Collect(event, self.layout.dp))
         for rank in self.layout.leaders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers import io_struct as io
 
 from sglang_pat.coordinator.core import Control, Work
@@ -86,4 +87,16 @@ def classify(obj: Any) -> list[Work | Control]:
     if isinstance(obj, io.WatchLoadUpdateReq):
         return []
     reply, options = CONTROLS.get(type(obj), (None, {}))
-    return [Control(obj=obj, reply=reply.__name__ if reply else None, **options)]
+    return [Control(obj=obj, reply=reply.__name__ if reply else None, **options, **_effects(obj))]
+
+
+def _effects(obj: Any) -> dict[str, Any]:
+    """What a control request does to the engine, in fields of :class:`Control`."""
+    if isinstance(obj, io.PauseGenerationReqInput):
+        return {"pauses": True}
+    if isinstance(obj, io.ContinueGenerationReqInput):
+        return {"pauses": False}
+    if isinstance(obj, (io.ReleaseMemoryOccupationReqInput, io.ResumeMemoryOccupationReqInput)):
+        name = "releases" if isinstance(obj, io.ReleaseMemoryOccupationReqInput) else "resumes"
+        return {name: frozenset(obj.tags or GPU_MEMORY_ALL_TYPES)}
+    return {}

@@ -11,11 +11,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 CARRIED = (
     "output_ids decoded_text surr_offset read_offset cur_decode_ids_len send_token_offset send_decode_id_offset "
@@ -151,33 +149,11 @@ def grammar_key(req: Req) -> tuple[str, str] | None:
     return None
 
 
-def sampling_info_with_history(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:
-    """Sampling state of ``batch`` whose penalties remember the tokens generated so far.
+def complete_token_ids(batch: ScheduleBatch) -> None:
+    """Where some requests of ``batch`` ask for the logprobs of given tokens, let the others ask for none.
 
-    The host counts output tokens step by step, so a batch built from running requests would start
-    at zero (its own retraction has this gap too).  ``decode``: the host itself will count the last
-    token when it prepares the next decode step.
+    The host (0.5.12) dies of None beside a list; replicas that had one kind each become one batch in a switch.
     """
-    vocab_size = batch.model_config.vocab_size
-    info = SamplingBatchInfo.from_schedule_batch(batch, vocab_size)
-    if not info.penalizer_orchestrator.is_required:
-        return info
-    merged: SamplingBatchInfo | None = None
-    singles = []  # keeps the batches alive that the orchestrators refer to weakly
-    for req in batch.reqs:
-        single = ScheduleBatch(reqs=[req], model_config=batch.model_config, device=batch.device)
-        singles.append(single)
-        info = SamplingBatchInfo.from_schedule_batch(single, vocab_size)
-        orchestrator = info.penalizer_orchestrator
-        if orchestrator.is_required:
-            for token in req.output_ids[: len(req.output_ids) - decode]:
-                orchestrator.cumulate_output_tokens(torch.tensor([token], device=batch.device))
-        if merged is None:
-            merged = info
-        else:
-            # The orchestrator prepares what it lacks from the requests merged so far.
-            merged.merge_batch(info)
-            singles[0].reqs = singles[0].reqs + [req]
-    assert merged is not None
-    merged.penalizer_orchestrator.batch = batch
-    return merged
+    wanted = batch.token_ids_logprobs
+    if wanted and any(ids is not None for ids in wanted):
+        batch.token_ids_logprobs = [ids or [] for ids in wanted]

@@ -37,7 +37,7 @@ from sglang.srt.server_args import PortArgs
 from sglang.srt.utils import set_random_seed
 
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.host import requests
+from sglang_pat.host import penalties, requests
 from sglang_pat.host.channels import ControlSender, OutputSender, RankChannel, RpcRelay
 from sglang_pat.host.layouts import LayoutRuntime, Layouts
 from sglang_pat.host.runner import AdaptiveTpModelWorker
@@ -73,6 +73,7 @@ class AdaptiveScheduler(Scheduler):
         self._last_load: tuple[int, int, int] | None = None
         self._steps_since_report = 0
         self._check_tokens = os.environ.get(CHECK_TOKENS_ENV) == "1"
+        penalties.fix_order()
         super().__init__(**kwargs)
         self.base_capacity = self.max_total_num_tokens
         self.layouts = Layouts(self.tp_worker)
@@ -317,13 +318,13 @@ class AdaptiveScheduler(Scheduler):
         if batch.return_logprob:
             batch.top_logprobs_nums = [req.top_logprobs_num for req in reqs]
             batch.token_ids_logprobs = [req.token_ids_logprob for req in reqs]
-        batch.sampling_info = requests.sampling_info_with_history(batch, decode=True)
+        batch.sampling_info = penalties.sampling_info_with_history(batch, decode=True)
         return batch
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         batch = super().get_new_batch_prefill()
         if batch is not None and any(req.output_ids for req in batch.reqs):
-            batch.sampling_info = requests.sampling_info_with_history(batch, decode=False)
+            batch.sampling_info = penalties.sampling_info_with_history(batch, decode=False)
         return batch
 
     def recompute_all(self) -> None:
@@ -399,6 +400,8 @@ class AdaptiveScheduler(Scheduler):
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
         if batch.has_grammar:
             requests.forget_masks(batch.reqs)
+        if batch.return_logprob:
+            requests.complete_token_ids(batch)
         result = super().run_batch(batch, *args, **kwargs)
         if self._check_tokens and self.tp_size > 1 and getattr(result, "next_token_ids", None) is not None:
             self._compare_tokens(batch, result.next_token_ids)

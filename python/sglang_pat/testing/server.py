@@ -28,6 +28,14 @@ import requests
 
 from sglang_pat.testing.ports import free_port
 
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("resource_tracker" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
 START_SECONDS = 240
 """Longest a server may take to start."""
 
@@ -183,8 +191,13 @@ class Server:
         return next(p for p in self.children() if p.cmdline() and p.cmdline()[0].startswith(f"sglang_pat::rank{rank}"))
 
     def stop(self) -> None:
-        """End the server and everything it started; no-op if it has ended."""
-        processes = [*self.children()]
+        """End the server and everything it started; no-op if it has ended.
+
+        Python's resource trackers are left to end by themselves: they remove the dead processes' semaphores.
+        """
+        processes, trackers = [], []
+        for process in self.children():
+            (trackers if _is_tracker(process) else processes).append(process)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         for process in processes:
@@ -194,6 +207,8 @@ class Server:
                 pass
         psutil.wait_procs(processes, timeout=10)
         self.process.wait()
+        for process in psutil.wait_procs(trackers, timeout=10)[1]:
+            process.kill()
 
     def __enter__(self) -> Server:
         return self
