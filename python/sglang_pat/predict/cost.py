@@ -1,0 +1,173 @@
+"""What a switch costs, fitted to the switches of a profile (PAT section 4.3).
+
+PAT estimates migration from the bytes on the critical path, for all unfinished requests at once:
+
+    V = 2 · layers · hidden · bytes_per_element · Σ length_i / tp_source        (1)
+    T_migrate = V / bandwidth_one_way_per_rank                                  (2)
+
+and takes the smaller of this and the prefill of all of them at the target degree at their RMS length (3, 4).  Here
+the seconds per KV token of a pair of layouts come from measured exchanges of that pair, so that packing, unpacking
+and imbalance are in them, and the choice is made per request: the k shortest are recomputed, the rest moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_pat.predict.fits import fit_arena_fill, fit_control, fit_kv, fit_reshard
+from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.profile import Profile, ProfileError, SwitchSample
+
+DRAIN_STEPS = 0.5
+"""Steps lost while replicas wait for each other.  Each finishes the step in flight, and these end at unrelated
+moments: between nothing and one step of the slowest replica, half of it on average.  A single replica loses nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchCost:
+    """Expected time without decode steps because of one switch, seconds.
+
+    Attributes:
+        seconds: sum of the three parts.
+        control_seconds: finishing the steps in flight, agreeing, handing requests over, installing the layout.
+        state_seconds: moving or recomputing the KV of live requests.
+        weights_seconds: filling a stale arena, or resharding.
+        recompute_below: requests with fewer KV tokens are cheaper recomputed than moved; 0 if none is.
+    """
+
+    seconds: float
+    control_seconds: float
+    state_seconds: float
+    weights_seconds: float
+    recompute_below: int
+
+
+STAY = SwitchCost(seconds=0.0, control_seconds=0.0, state_seconds=0.0, weights_seconds=0.0, recompute_below=0)
+"""Of staying where one is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFit:
+    """Fitted parameters of switches from one degree to another, seconds.
+
+    ``kv_fixed`` is paid if any KV moves; ``kv_per_token`` is infinite if no migration was ever measured.
+    """
+
+    fixed: float
+    per_request: float
+    kv_fixed: float
+    kv_per_token: float
+    reshard: float
+
+
+class SwitchCosts:
+    """Cost of any switch between the degrees of a profile.
+
+    Pairs that were not measured get, in this order:
+
+    * control: one line through the samples of all pairs.
+    * KV: one line through all exchanges over ``tokens · (1 - low/high)``, the share of a token's KV that changes rank
+      when shards nest (``low``, ``high``: the smaller and the larger degree).
+    * resharding: that of the way back, else the longest measured.
+    * arena fill: the longest measured of another degree; none for the base layout, whose shards never left.
+
+    Raises:
+        ProfileError: no switch was measured, or KV can be neither moved nor recomputed.
+    """
+
+    def __init__(self, profile: Profile, predictor: Predictor) -> None:
+        if not profile.switches:
+            raise ProfileError("the profile has no switches; make one with python -m profiler.sweep")
+        self.predictor = predictor
+        self._num_ranks = profile.fingerprint.num_ranks
+        samples: dict[tuple[int, int], list[SwitchSample]] = {}
+        for sample in profile.switches:
+            samples.setdefault((sample.from_tp, sample.to_tp), []).append(sample)
+        control = fit_control(profile.switches, None)
+        kv = fit_kv(profile.switches, nested=True)
+        resharding = {pair: fit_reshard(found) for pair, found in samples.items()}
+        self._fits: dict[tuple[int, int], PairFit] = {}
+        degrees = {*profile.fingerprint.degrees, *(tp for pair in samples for tp in pair)}
+        for pair in ((a, b) for a in degrees for b in degrees if a != b):
+            own = samples.get(pair, [])
+            fixed, per_request = fit_control(own, control) if own else control
+            migrated = fit_kv(own)
+            if migrated is None and kv is not None:
+                migrated = kv[0], kv[1] * (1 - min(pair) / max(pair))
+            kv_fixed, kv_per_token = migrated or (0.0, np.inf)
+            reshard = resharding.get(pair, resharding.get(pair[::-1], max(resharding.values())))
+            self._fits[pair] = PairFit(
+                fixed=fixed, per_request=per_request, kv_fixed=kv_fixed, kv_per_token=kv_per_token, reshard=reshard
+            )
+            if kv_per_token == np.inf and not predictor.has_prefill(pair[1]):
+                raise ProfileError(f"the profile can neither move nor recompute KV to tp={pair[1]}; sweep again")
+        self._fill = fit_arena_fill(profile, degrees)
+
+    def fit(self, from_tp: int, to_tp: int) -> PairFit:
+        """The parameters of one pair, measured or by the rule for those that were not."""
+        try:
+            return self._fits[from_tp, to_tp]
+        except KeyError:
+            raise ProfileError(f"the profile does not know a switch from tp={from_tp} to tp={to_tp}") from None
+
+    def estimate(
+        self, from_tp: int, to_tp: int, lengths: np.ndarray = (), waiting: int = 0, stale: bool = False
+    ) -> SwitchCost:
+        """Cost of a switch.
+
+        Args:
+            lengths: KV tokens of the live requests of the engine, ``[requests]``; empty for a return to base after
+                the batch.
+            waiting: requests that go over as tokens and would be prefilled with or without the switch.
+            stale: weights changed since the target's arena was filled.
+        """
+        if from_tp == to_tp:
+            return STAY
+        fit = self.fit(from_tp, to_tp)
+        lengths = np.sort(np.asarray(lengths, dtype=float))
+        control = fit.fixed + fit.per_request * (lengths.size + waiting) + self._drain(from_tp, lengths)
+        state, below = self._state(fit, to_tp, lengths) if lengths.size else (0.0, 0)
+        weights = fit.reshard + (self._fill[to_tp] if stale else 0.0)
+        return SwitchCost(
+            seconds=control + state + weights,
+            control_seconds=control,
+            state_seconds=state,
+            weights_seconds=weights,
+            recompute_below=below,
+        )
+
+    def _drain(self, tp: int, lengths: np.ndarray) -> float:
+        replicas = min(self._num_ranks // tp, lengths.size)
+        if replicas < 2:
+            return 0.0
+        batch = -(-lengths.size // replicas)
+        return DRAIN_STEPS * self.predictor.step_seconds(tp, batch, lengths.sum() / replicas, replicas)
+
+    def _state(self, fit: PairFit, to_tp: int, lengths: np.ndarray) -> tuple[float, int]:
+        """Seconds of the best split, and the length below which requests are recomputed.
+
+        ``lengths`` ascending.  Recomputed requests are spread evenly over the target's replicas.  Requests of equal
+        length stay together, so that one number tells the two kinds apart.
+        """
+        count = lengths.size
+        before = np.concatenate([[0.0], np.cumsum(lengths)])
+        if np.isfinite(fit.kv_per_token):
+            seconds = fit.kv_fixed + fit.kv_per_token * (before[-1] - before)
+            seconds[-1] = 0.0
+        else:
+            seconds = np.full(count + 1, np.inf)
+            seconds[-1] = 0.0
+        if self.predictor.has_prefill(to_tp):
+            k = np.arange(1, count + 1)
+            replicas = np.minimum(self._num_ranks // to_tp, k)
+            rms = np.sqrt(np.cumsum(lengths * lengths) / k)
+            seconds[1:] += self.predictor.prefill_uniform(to_tp, -(-k // replicas), rms, replicas)
+            seconds[1:-1][lengths[1:] == lengths[:-1]] = np.inf
+        else:
+            seconds[1:] = np.inf
+        best = int(np.argmin(seconds))
+        if best == 0:
+            return float(seconds[0]), 0
+        return float(seconds[best]), int(lengths[best] if best < count else lengths[-1] + 1)

@@ -1,0 +1,89 @@
+"""Fits of the parts of a switch to measured switches: control, KV exchange, resharding, arena."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import nnls
+
+from sglang_pat.predict.profile import Profile, SwitchSample
+
+_ROUNDS = 30
+
+
+def robust_nnls(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Non-negative coefficients of ``features [samples, terms]``, little moved by a few samples far off.
+
+    Non-negative least squares, repeated with samples beyond the median residual weighted down by how far they are
+    (Huber's weights).
+    """
+    scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
+    weights = np.ones(len(seconds))
+    coefficients = np.zeros(features.shape[1])
+    for _ in range(_ROUNDS):
+        root = np.sqrt(weights)
+        coefficients, _ = nnls(features / scale * root[:, None], seconds * root)
+        residuals = np.abs(seconds - features / scale @ coefficients)
+        usual = max(float(np.median(residuals)), 1e-9 * float(np.abs(seconds).max()), 1e-300)
+        weights = np.minimum(1.0, usual / np.maximum(residuals, usual))
+    return coefficients / scale
+
+
+def fit_control(samples: Sequence[SwitchSample], pooled: tuple[float, float] | None) -> tuple[float, float]:
+    """(fixed, per request): the pause without KV, weights and the wait for steps in flight.
+
+    With one number of requests only, the slope is ``pooled``'s.
+    """
+    requests = np.array([sample.requests for sample in samples], dtype=float)
+    seconds = np.array([max(sample.pause_seconds - _apart(sample), 0.0) for sample in samples])
+    if len(set(requests)) > 1:
+        fixed, per_request = robust_nnls(np.stack([np.ones_like(requests), requests], axis=1), seconds)
+        return float(fixed), float(per_request)
+    per_request = pooled[1] if pooled else 0.0
+    return max(float(np.median(seconds - per_request * requests)), 0.0), per_request
+
+
+def _apart(sample: SwitchSample) -> float:
+    return sum(sample.phases.get(phase, 0.0) for phase in ("drain", "kv", "weights"))
+
+
+def fit_kv(samples: Sequence[SwitchSample], nested: bool = False) -> tuple[float, float] | None:
+    """(fixed, per token) of the KV exchange; None without one.  ``nested``: per token that changes rank."""
+    moved = [sample for sample in samples if sample.mode == "migrate" and sample.tokens > 0]
+    if not moved:
+        return None
+    tokens = np.array([sample.tokens * (_moving_share(sample) if nested else 1.0) for sample in moved])
+    seconds = np.array([sample.phases.get("kv", 0.0) for sample in moved])
+    if len(set(tokens)) > 1:
+        fixed, per_token = robust_nnls(np.stack([np.ones_like(tokens), tokens], axis=1), seconds)
+        if per_token > 0:
+            return float(fixed), float(per_token)
+    # Too few or too noisy to tell the two apart: all of it counts as per token, which overstates long contexts.
+    return 0.0, float(np.median(seconds / tokens))
+
+
+def _moving_share(sample: SwitchSample) -> float:
+    low, high = sorted((sample.from_tp, sample.to_tp))
+    return 1 - low / high
+
+
+def fit_reshard(samples: Sequence[SwitchSample]) -> float:
+    """Seconds in which weights move during the pause; 0 where they are resident."""
+    return float(np.median([sample.phases.get("weights", 0.0) for sample in samples]))
+
+
+def fit_arena_fill(profile: Profile, degrees: set[int]) -> dict[int, float]:
+    """Seconds to fill each degree's arena.
+
+    The larger of the first fill and the usual stale one.  Samples whose arena was fresh took next to nothing: only
+    those above half of the longest count.
+    """
+    base = profile.fingerprint.base_tp
+    known: dict[int, float] = {setup.tp: setup.fill_seconds for setup in profile.setup}
+    for tp in degrees:
+        prepares = np.array([sample.prepare_seconds for sample in profile.switches if sample.to_tp == tp])
+        if prepares.size:
+            known[tp] = max(known.get(tp, 0.0), float(np.median(prepares[prepares >= prepares.max() / 2])))
+    others = [seconds for tp, seconds in known.items() if tp != base]
+    return {tp: 0.0 if tp == base else known.get(tp, max(others, default=0.0)) for tp in degrees}

@@ -1,0 +1,186 @@
+"""Step and prefill times between, at and beyond measured points, against a slow interpolation written apart."""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from profiles_for_tests import decode_points, prefill_points, profile
+
+from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.profile import ProfileError
+
+pytestmark = pytest.mark.unit
+
+BATCHES, CONTEXTS = (1, 2, 4, 8, 16), (128, 512, 1024, 2048, 8192)
+
+
+def linear(tp, replicas, batch, context):
+    return 1e-3 + 4e-3 / tp + 2e-5 * batch + 1e-8 * batch * context * replicas
+
+
+def crooked(tp, replicas, batch, context):
+    """Rises everywhere, with a different slope in every cell."""
+    return 1e-3 + 5e-3 / tp + 3e-4 * batch**0.7 + 2e-7 * (batch * context) ** 0.8 + 1e-4 * (replicas - 1)
+
+
+def table(seconds, tp=2, replicas=2):
+    """Batch → sorted [(aggregate tokens, seconds)]."""
+    return {b: [(b * c, seconds(tp, replicas, b, c)) for c in CONTEXTS] for b in BATCHES}
+
+
+def slow_curve(knots, x):
+    if len(knots) == 1:
+        return knots[0][1]
+    xs = [knot[0] for knot in knots]
+    i = min(max(bisect.bisect_right(xs, x) - 1, 0), len(knots) - 2)
+    (x0, y0), (x1, y1) = knots[i], knots[i + 1]
+    slope = (y1 - y0) / (x1 - x0)
+    if x < xs[0]:
+        return y0 + min(max(slope, 0), y0 / x0) * (x - x0)
+    if x > xs[-1]:
+        return y1 + max(slope, 0) * (x - x1)
+    return y0 + slope * (x - x0)
+
+
+def slow(curves, batch, x):
+    batches = sorted(curves)
+    i = min(max(bisect.bisect_right(batches, batch) - 1, 0), len(batches) - 2)
+    b0, b1 = batches[i], batches[i + 1]
+    low, high = slow_curve(curves[b0], x), slow_curve(curves[b1], x)
+    value = low + (high - low) * (batch - b0) / (b1 - b0)
+    if batch > batches[-1]:
+        return max(value, high)
+    if batch < batches[0]:
+        return min(max(value, low * batch / b0), low)
+    return value
+
+
+@pytest.mark.parametrize("seconds", [linear, crooked])
+def test_exact_at_measured_points(seconds):
+    found = Predictor(profile(decode=decode_points(seconds, BATCHES, CONTEXTS)))
+    for tp, replicas in ((1, 4), (2, 2), (4, 1)):
+        for batch in BATCHES:
+            for context in CONTEXTS:
+                got = found.step_seconds(tp, batch, batch * context)
+                assert got == pytest.approx(seconds(tp, replicas, batch, context), rel=1e-12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.floats(0.25, 64), st.floats(1, 1e6))
+def test_agrees_with_a_slow_interpolation(batch, tokens):
+    got = CROOKED.step_seconds(2, batch, tokens)
+    assert isinstance(got, float)
+    assert got == pytest.approx(slow(table(crooked), batch, tokens), rel=1e-9)
+
+
+CROOKED = Predictor(profile(decode=decode_points(crooked, BATCHES, CONTEXTS)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(1e-4, 1.0), min_size=25, max_size=25), st.floats(0.5, 40), st.floats(1, 3e5))
+def test_agrees_on_measurements_that_neither_rise_nor_fall(seconds, batch, tokens):
+    lookup = dict(zip([(b, c) for b in BATCHES for c in CONTEXTS], seconds, strict=True))
+    points = decode_points(lambda tp, replicas, b, c: lookup[b, c], BATCHES, CONTEXTS, layouts=((2, 2),))
+    curves = table(lambda tp, replicas, b, c: lookup[b, c])
+    got = Predictor(profile(decode=points)).step_seconds(2, batch, tokens)
+    assert got == pytest.approx(slow(curves, batch, tokens), rel=1e-9, abs=1e-15)
+    assert got >= 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(0.5, 40), st.floats(1, 3e5), st.floats(0, 20), st.floats(0, 3e5))
+def test_rises_where_the_measurements_rise(batch, tokens, more_requests, more_tokens):
+    here = CROOKED.step_seconds(4, batch, tokens)
+    assert CROOKED.step_seconds(4, batch, tokens + more_tokens) >= here * (1 - 1e-12)
+    rising = Predictor(profile(decode=decode_points(linear, BATCHES, CONTEXTS)))
+    here = rising.step_seconds(4, batch, tokens)
+    assert rising.step_seconds(4, batch + more_requests, tokens) >= here * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16, 0.5, 20])
+@pytest.mark.parametrize("tokens", [128, 128 * 16, 8192, 8192 * 16])
+def test_no_jump_at_the_border(batch, tokens):
+    step = CROOKED.step_seconds
+    for b, t in ((batch, tokens), (1, tokens), (16, tokens)):
+        around = [step(2, b + db, t + dt) for db in (-1e-7, 0, 1e-7) for dt in (-1e-4, 0, 1e-4)]
+        assert np.ptp(around) < 1e-8
+
+
+def test_beyond_the_grid():
+    found = Predictor(profile(decode=decode_points(linear, BATCHES, CONTEXTS)))
+    assert found.step_seconds(2, 32, 32 * 8192) == pytest.approx(linear(2, 2, 32, 8192))
+    assert found.step_seconds(2, 4, 1_000_000) == pytest.approx(linear(2, 2, 4, 250_000))
+    assert found.step_seconds(2, 4, 4) == pytest.approx(linear(2, 2, 4, 1))
+    assert found.step_seconds(2, 0, 0) == 0.0
+
+
+def test_a_step_that_got_shorter_with_more_requests_does_not_go_on_falling():
+    falling = Predictor(profile(decode=decode_points(lambda tp, r, b, c: 0.1 / b, (4, 8), (100, 200))))
+    assert falling.step_seconds(1, 100, 1500) == falling.step_seconds(1, 8, 1500)
+    assert falling.step_seconds(1, 1, 800) == falling.step_seconds(1, 4, 800)
+
+
+def test_a_curve_of_one_knot_borrows_a_slope():
+    points = decode_points(linear, (1, 2), (128, 1024)) + decode_points(linear, (8,), (1024,))
+    found = Predictor(profile(decode=points))
+    for context in (128, 1024, 4096):
+        assert found.step_seconds(2, 8, 8 * context) == pytest.approx(linear(2, 2, 8, context))
+
+
+def test_single_batch_and_single_point():
+    one = Predictor(profile(decode=decode_points(linear, (2,), (128, 1024))))
+    assert one.step_seconds(1, 9, 2048) == one.step_seconds(1, 2, 2048) == pytest.approx(linear(1, 4, 2, 1024))
+    point = Predictor(profile(decode=decode_points(linear, (2,), (128,))))
+    assert point.step_seconds(1, 9, 5000) == pytest.approx(linear(1, 4, 2, 128))
+
+
+def test_between_numbers_of_replicas():
+    layouts = ((1, 1), (1, 4), (2, 2), (4, 1))
+    found = Predictor(profile(decode=decode_points(linear, BATCHES, CONTEXTS, layouts)))
+    for replicas in (1, 2, 2.5, 4):
+        assert found.step_seconds(1, 4, 4096, replicas) == pytest.approx(linear(1, replicas, 4, 1024))
+    assert found.step_seconds(1, 4, 4096) == found.step_seconds(1, 4, 4096, 4) == found.step_seconds(1, 4, 4096, 9)
+    replicas = np.array([0, 1, 3, 4, 7])
+    expected = [found.step_seconds(1, 4, 4096, r) for r in replicas]
+    assert found.step_seconds(1, 4, 4096, replicas) == pytest.approx(expected)
+
+
+def test_arrays_equal_scalars():
+    rng = np.random.default_rng(7)
+    batch, tokens = rng.uniform(0, 40, 500), rng.uniform(1, 4e5, 500)
+    expected = [CROOKED.step_seconds(1, b, t) for b, t in zip(batch, tokens, strict=True)]
+    assert CROOKED.step_seconds(1, batch, tokens) == pytest.approx(expected, rel=1e-14)
+    grid = CROOKED.step_seconds(1, batch[:, None], tokens[None, :7])
+    assert grid.shape == (500, 7) and grid[3, 5] == CROOKED.step_seconds(1, batch[3], tokens[5])
+
+
+def test_covers():
+    assert CROOKED.covers(2, 1, 128) is True and CROOKED.covers(2, 3, 3 * 8192) is True
+    assert CROOKED.covers(2, 1, 127) is False and CROOKED.covers(2, 17, 17 * 512) is False
+    assert CROOKED.covers(2, 3, 3 * 8192 + 1) is False and CROOKED.covers(2, 0.5, 128) is False
+    assert CROOKED.covers(2, np.array([1, 1]), np.array([128, 127])).tolist() == [True, False]
+
+
+def test_prefill_of_uneven_requests_is_that_of_their_rms_length():
+    seconds = lambda tp, replicas, batch, length: batch * (1e-4 * length + 1e-8 * length**2) / tp  # noqa: E731
+    found = Predictor(profile(prefill=prefill_points(seconds, (1, 2, 8), (128, 1024, 4096))))
+    assert found.prefill_seconds(2, [1024]) == pytest.approx(seconds(2, 2, 1, 1024))
+    assert found.prefill_seconds(2, np.full(5, 4096)) == pytest.approx(seconds(2, 2, 5, 4096))
+    assert found.prefill_seconds(2, np.full(11, 128)) == pytest.approx(seconds(2, 2, 11, 128))
+    rms = np.sqrt((300**2 + 900**2 + 4000**2) / 3)
+    assert found.prefill_seconds(2, [4000, 300, 900]) == pytest.approx(found.prefill_seconds(2, [rms] * 3))
+    assert found.prefill_seconds(2, []) == 0.0
+    assert found.has_prefill(4) and not found.has_prefill(8)
+
+
+def test_refuses_what_it_has_not_got():
+    with pytest.raises(ProfileError, match="no decode times"):
+        Predictor(profile(decode=()))
+    with pytest.raises(ProfileError, match=r"tp=3, only for \[1, 2, 4\]"):
+        CROOKED.step_seconds(3, 1, 100)
+    with pytest.raises(ProfileError, match="no prefill times for tp=1"):
+        Predictor(profile(prefill=())).prefill_seconds(1, [5])
