@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import socket
 import statistics
 import time
@@ -23,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from sglang_pat.comm import shm
+from sglang_pat.testing.machine import machine
 
 CASES = [
     ("all_reduce", 4 << 10),
@@ -115,26 +114,6 @@ def run(ranks: int, repeats: int, block_s: float) -> list[dict]:
     return rows
 
 
-def machine() -> dict:
-    """What the figures were taken on."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [
-            x.split(":", 1)[1].strip() for x in cpuinfo.read_text().splitlines() if x.startswith("model name")
-        ]
-        model = models[0] if models else model
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release().split("-")[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_before": os.getloadavg()[0],
-        "emulated_link": str(shm.current_link() or "none"),
-    }
-
-
 def size_text(size: int) -> str:
     return "-" if size == 0 else f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
 
@@ -149,7 +128,7 @@ def main() -> None:
     args = parser.parse_args()
     repeats, block_s = (5, 0.1) if args.quick else (15, 0.3)
 
-    about = machine()
+    about = machine() | {"emulated_link": str(shm.current_link() or "none")}
     print(", ".join(f"{k} {v}" for k, v in about.items()))
     print(f"{'ranks':>5}  {'operation':<11}{'size':>7}{'gloo us':>12}{'pat_shm us':>12}{'ratio':>9}")
     results = []
