@@ -1,0 +1,107 @@
+"""The reference profiles: the files are those that the code makes, and give back the published numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_pat.predict import reference
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.profile import check_fits, load, save
+
+pytestmark = pytest.mark.unit
+
+FOLDER = Path(__file__).parents[2] / "profiles"
+NAMES = sorted(reference.references())
+NINE_OF_12K = np.full(9, 12288)
+
+
+def loaded(name: str):
+    found = load(FOLDER / f"{name}.json")
+    predictor = Predictor(found)
+    return predictor, SwitchCosts(found, predictor)
+
+
+def test_files_are_what_the_code_makes(tmp_path):
+    assert sorted(path.name for path in FOLDER.glob("*.json")) == NAMES
+    for name, made in reference.references().items():
+        save(made, tmp_path / name)
+        assert load(FOLDER / name) == load(tmp_path / name), f"{name}: python -m sglang_pat.predict.reference"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_file_is_marked_and_usable(name):
+    found = load(FOLDER / name)
+    assert found.kind == "modelled" and len(found.sources) > 4
+    check_fits(found, found.fingerprint)
+    predictor = Predictor(found)
+    costs = SwitchCosts(found, predictor)
+    assert predictor.degrees == found.fingerprint.degrees
+    budget = found.fingerprint.kv_tokens * found.fingerprint.num_ranks // found.fingerprint.base_tp
+    assert all(point.batch * point.context * point.replicas <= budget for point in found.decode)
+    for tp in predictor.degrees:
+        many, one = predictor.step_seconds(tp, 32, 32 * 2048), predictor.step_seconds(tp, 1, 2048)
+        assert many > one > 0
+        assert all(costs.estimate(tp, other, NINE_OF_12K).seconds > 0 for other in predictor.degrees if other != tp)
+
+
+@pytest.mark.parametrize(
+    "tp, batch, seconds", [(2, 1, 15.37e-3), (8, 1, 9.64e-3), (2, 32, 24.41e-3), (8, 128, 30.87e-3)]
+)
+def test_pat_figure_4(tp, batch, seconds):
+    predictor, _ = loaded("8xA40-llama3.1-8b")
+    assert predictor.step_seconds(tp, batch, batch * 2048) == pytest.approx(seconds, rel=0.01)
+
+
+def test_pat_section_5_4_full_prefill():
+    predictor, _ = loaded("8xA40-llama3.1-8b")
+    assert predictor.prefill_seconds(8, NINE_OF_12K) == pytest.approx(19.01, rel=0.01)
+
+
+def test_pat_section_5_4_switch():
+    _, costs = loaded("8xA40-llama3.1-8b-pat-costs")
+    cost = costs.estimate(2, 8, NINE_OF_12K)
+    assert cost.state_seconds == pytest.approx(2.36, rel=0.01) and cost.recompute_below == 0
+    assert cost.weights_seconds == pytest.approx(1.03, rel=0.01)
+    assert cost.control_seconds == pytest.approx(0.73 + 1.40, rel=0.01)
+    assert cost.seconds == pytest.approx(5.52, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name, from_tp, seconds", [("8xA40-llama3.1-8b", 2, 72e-3), ("8xH100-llama3.1-8b", 1, 6.3e-3)]
+)
+def test_our_exchange_of_9_requests(name, from_tp, seconds):
+    """design.md section 7."""
+    samples = load(FOLDER / f"{name}.json").switches
+    kv = [s.phases["kv"] for s in samples if (s.from_tp, s.to_tp, s.tokens) == (from_tp, 8, 9 * 12288)]
+    assert kv == pytest.approx([seconds], rel=0.01)
+
+
+def test_pat_section_5_3_generation():
+    h100, lengths = reference.h100(reference.LLAMA), reference.deepscaler_lengths(24576)
+    assert h100.generation_seconds(2, lengths, 4) == pytest.approx(134.3, rel=0.01)
+    assert lengths.max() == 24576 and np.mean(lengths > 8192) == pytest.approx(0.1085, abs=0.005)
+    qwen = reference.h100(reference.QWEN).generation_seconds(2, reference.deepscaler_lengths(16384), 4)
+    # Not calibrated: a check of the model.
+    assert qwen == pytest.approx(133.9, rel=0.06)
+
+
+def test_the_calibration_is_physical():
+    a40, h100 = reference.a40_llama(), reference.h100(reference.LLAMA)
+    assert 0.7 < a40.read_rate / reference.A40.memory_rate < 1
+    assert 0.1 < a40.reduce_rate / reference.A40.link_rate < 1
+    assert 0.1 < a40.prefill_share < 1
+    assert 1e-6 < a40.hop_seconds < 20e-6
+    assert 20e-6 < a40.layer_seconds < 150e-6 and 20e-6 < h100.layer_seconds < 150e-6
+
+
+def test_generation_against_a_loop():
+    a40, lengths = reference.a40_llama(), np.array([5, 9, 3, 9, 1, 7])
+    seconds = 0.0
+    for step in range(9):  # replica 0 of 2 has 9, 7, 3
+        live = [length for length in (9, 7, 3) if length > step]
+        seconds += float(a40.step_seconds(4, len(live), len(live) * step))
+    assert a40.generation_seconds(4, lengths, 2) == pytest.approx(seconds)
