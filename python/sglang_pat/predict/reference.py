@@ -141,7 +141,7 @@ H100_SOURCES = (
     "Fixed time of a layer: such that static TP2 takes PAT's 134.3 s for 128 DeepScaleR lengths with cap 24K "
     "(Llama-3.1-8B, section 5.3). That PAT's static layout was TP2 is inferred: at TP1 the fixed time would be "
     "negative, and from TP4 or TP8 no switch could save PAT's 34.6%.",
-    "Doubt: with these times static TP4 and TP8 beat static TP2 for the whole batch; PAT says its static one was the best.",
+    "Doubt: with these times static TP4 and TP8 beat static TP2 for a whole batch; PAT says its static one was best.",
     "Not calibrated, for comparison: PAT's Qwen3-14B, static at 16K, took 133.9 s; static TP2 takes 140.4 s here.",
     "Assumed: 256K tokens of KV a GPU; PAT gives no budget for the H100.",
 )
