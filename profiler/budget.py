@@ -1,0 +1,175 @@
+"""What there is time for: the cost of the points to come, from those measured, and which of them to leave out.
+
+In this order, until the rest fits:
+
+1. measure fewer steps where a step is slow: at most :data:`ALLOWANCES` seconds of steps a point, 8 steps at least;
+2. leave out points, highest level first (:mod:`profiler.grid`), the dearest first within a level;
+3. of the corners, leave out the dearest first.
+
+What a profile cannot do without (``must``: a decode point of every layout, a switch of every pair) is measured in any
+case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+from scipy.optimize import nnls
+
+from profiler.grid import LEAST_STEPS, STEPS, WARM_UP, Point
+
+ALLOWANCES = (float("inf"), 8.0, 4.0, 2.0)
+"""Seconds of decode steps a point, tried in this order; below the last one points are left out."""
+POINT_SECONDS = 0.1
+"""Overhead of a point before anything is known."""
+SWITCH_ROUNDS = 3
+"""There and back, so many times with the same requests."""
+RESERVE = 0.93
+"""Part of the time left that is planned for; the rest is for repeats."""
+
+
+@dataclass
+class Costs:
+    """Learns what points cost from what was measured.
+
+    Attributes:
+        decode: (tp, requests of a replica, their tokens) and the step's seconds.
+        prefill: (tp, new tokens of a replica, times context) and their seconds.
+        ratios: by kind of point, seconds that it took in fact over those expected.
+    """
+
+    decode: list[tuple[int, float, float, float]] = field(default_factory=list)
+    prefill: list[tuple[int, float, float, float]] = field(default_factory=list)
+    ratios: dict[str, list[float]] = field(default_factory=dict)
+    _fits: dict = field(default_factory=dict)
+
+    def saw_decode(self, tp: int, batch: int, tokens: float, seconds: float) -> None:
+        self.decode.append((tp, batch, tokens, seconds))
+        self._fits.clear()
+
+    def saw_prefill(self, tp: int, new_tokens: float, context: float, seconds: float) -> None:
+        self.prefill.append((tp, new_tokens, new_tokens * context, seconds))
+        self._fits.clear()
+
+    def saw_point(self, kind: str, expected: float, seconds: float) -> None:
+        if expected > 0:
+            self.ratios.setdefault(kind, []).append(min(max(seconds / expected, 0.2), 5.0))
+
+    def step_seconds(self, tp: int, batch: int, tokens: float) -> float:
+        """A decode step: constant + per request + per token, none negative."""
+        return self._estimate("decode", self.decode, tp, batch, tokens)
+
+    def prefill_seconds(self, tp: int, new_tokens: float, context: float) -> float:
+        return self._estimate("prefill", self.prefill, tp, new_tokens, new_tokens * context)
+
+    def correction(self, kind: str) -> float:
+        ratios = self.ratios.get(kind, [])
+        return median(ratios[-10:]) if len(ratios) >= 3 else 1.0
+
+    def _estimate(self, name: str, seen: list[tuple[int, float, float, float]], tp: int, x: float, y: float) -> float:
+        mine = [row for row in seen if row[0] == tp] or seen
+        if not mine:
+            return 0.0
+        key = (name, mine[0][0])
+        if key not in self._fits:
+            rows = np.array(mine, dtype=float)
+            inputs = np.column_stack([np.ones(len(rows)), rows[:, 1], rows[:, 2]])
+            scale = np.maximum(inputs.max(axis=0), 1e-9)
+            # Relative errors count: each row is divided by its own time.
+            weight = 1 / np.maximum(rows[:, 3], 1e-6)
+            found, _ = nnls(inputs / scale * weight[:, None], rows[:, 3] * weight)
+            self._fits[key] = found / scale
+        return float(self._fits[key] @ [1.0, x, y])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do.
+
+    Attributes:
+        points: to measure, in order; ``left_out``: the others.
+        steps: decode steps of each point, by key.
+        seconds: expected, in all.
+        allowance: one of :data:`ALLOWANCES`.
+    """
+
+    points: tuple[Point, ...]
+    left_out: tuple[Point, ...]
+    steps: dict[tuple, int]
+    seconds: float
+    allowance: float
+
+
+def steps_for(costs: Costs, point: Point, allowance: float) -> int:
+    """Decode steps to measure at ``point`` in ``allowance`` seconds."""
+    each = costs.step_seconds(point.tp, point.batch, point.batch * point.context)
+    return STEPS if each <= 0 else int(min(STEPS, max(LEAST_STEPS, allowance / each)))
+
+
+def seconds_of(costs: Costs, point: Point, before: int, allowance: float) -> float:
+    """Expected seconds of ``point`` whose prompts' first ``before`` tokens are in the radix cache."""
+    if point.kind == "switch":
+        each = -(-point.batch // point.replicas)
+        step = costs.step_seconds(point.tp, each, each * point.context)
+        return POINT_SECONDS + costs.prefill_seconds(point.tp, each * point.context, point.context) + 16 * step
+    if point.kind == "prefill":
+        return POINT_SECONDS + 2.5 * costs.prefill_seconds(point.tp, point.batch * point.context, point.context)
+    new = point.batch * max(point.context - before, 0)
+    step = costs.step_seconds(point.tp, point.batch, point.batch * point.context)
+    steps = WARM_UP + 2 + steps_for(costs, point, allowance)
+    return POINT_SECONDS + costs.prefill_seconds(point.tp, new, point.context) + steps * step
+
+
+def total(costs: Costs, points: Iterable[Point], allowance: float) -> float:
+    """Expected seconds of ``points`` in their order."""
+    seconds, chain, before = 0.0, None, 0
+    for point in points:
+        before = before if point.chain == chain and point.kind == "decode" else 0
+        seconds += seconds_of(costs, point, before, allowance) * costs.correction(point.kind)
+        chain, before = point.chain, point.context
+    return seconds
+
+
+def plan(points: list[Point], costs: Costs, seconds: float, must: frozenset[tuple] = frozenset()) -> Plan:
+    """Which of ``points`` (in their order) to measure in the ``seconds`` left, and how; ``must``: keys."""
+    seconds *= RESERVE
+    for allowance in ALLOWANCES:
+        if total(costs, points, allowance) <= seconds:
+            return _made(points, [], costs, allowance)
+    price = {point.key: seconds_of(costs, point, 0, allowance) for point in points}
+    order = sorted(points, key=lambda p: (p.key not in must, p.level, price[p.key]))
+    low, high = sum(point.key in must for point in points), len(order)
+    while low < high:
+        middle = (low + high + 1) // 2
+        kept = {point.key for point in order[:middle]}
+        if total(costs, [p for p in points if p.key in kept], allowance) <= seconds:
+            low = middle
+        else:
+            high = middle - 1
+    kept = {point.key for point in order[:low]}
+    return _made([p for p in points if p.key in kept], [p for p in points if p.key not in kept], costs, allowance)
+
+
+def _made(kept: list[Point], left_out: list[Point], costs: Costs, allowance: float) -> Plan:
+    steps = {p.key: steps_for(costs, p, allowance) for p in kept if p.kind == "decode"}
+    return Plan(tuple(kept), tuple(left_out), steps, total(costs, kept, allowance), allowance)
+
+
+def parse_budget(text: str) -> float:
+    """``90s``, ``10m``, ``1.5h`` or seconds → seconds.
+
+    Raises:
+        ValueError: none of these, or not more than 0.
+    """
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    unit = units.get(text[-1:].lower())
+    try:
+        value = float(text[:-1] if unit else text) * (unit or 1.0)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"--budget {text!r}: give a time such as 90s, 10m or 1.5h")
+    return value

@@ -1,0 +1,56 @@
+"""What the three commands have in common: bad input is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from sglang_pat.predict.profile import ProfileError
+
+
+class UsageError(ValueError):
+    """Something the user can change; the message is one line: what was given, what is allowed."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells a bad command line in one line, without the usage above it."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message without line breaks, at most 400 characters."""
+    return " ".join((str(error) or type(error).__name__).split())[:400]
+
+
+def run(name: str, command: Callable[[list[str] | None], int], argv: list[str] | None = None) -> int:
+    """Exit code of ``command(argv)``: 2 and one line for bad input, 130 when interrupted."""
+    try:
+        return command(argv)
+    except (UsageError, ProfileError) as error:
+        print(f"{name}: error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def output_folder(path: Path) -> Path:
+    """``path`` as a folder that can be made and written to; it is not made yet.
+
+    Raises:
+        UsageError: a file is in the way.
+    """
+    for part in (path, *path.parents):
+        if part.exists():
+            if not part.is_dir():
+                raise UsageError(f"--out {path}: {part} is not a folder")
+            break
+    return path

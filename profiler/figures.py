@@ -1,0 +1,157 @@
+"""Figures of step times: as PAT's Fig. 4 (over the batch, by layout) and Fig. 6 (over tokens and over the batch)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from profiler import style
+from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.profile import DecodePoint, Profile
+
+
+class View:
+    """A profile and its predictor as the figures see them: replicas all at work unless told otherwise."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile, self.predictor = profile, Predictor(profile)
+        self.ranks = profile.fingerprint.num_ranks
+        self.degrees = self.predictor.degrees
+
+    def dp(self, tp: int) -> int:
+        return self.ranks // tp
+
+    def name(self, tp: int) -> str:
+        return style.name(self.ranks, tp)
+
+    def color(self, tp: int) -> str:
+        return style.color(self.degrees, tp)
+
+    def points(self, tp: int, replicas: int | None = None) -> list[DecodePoint]:
+        """Decode points of ``tp`` with ``replicas`` replicas at work, all by default, in order."""
+        wanted = self.dp(tp) if replicas is None else replicas
+        found = [p for p in self.profile.decode if p.tp == tp and p.replicas == wanted]
+        return sorted(found, key=lambda p: (p.batch, p.context))
+
+    def step(self, tp: int, requests: np.ndarray, context: np.ndarray | float) -> np.ndarray:
+        """Predicted seconds of a step with ``requests`` requests in the engine, spread evenly: the fullest replica."""
+        requests = np.asarray(requests, dtype=float)
+        replicas = np.minimum(self.dp(tp), requests)
+        batch = np.ceil(requests / self.dp(tp))
+        return np.asarray(self.predictor.step_seconds(tp, batch, batch * context, replicas))
+
+    @property
+    def label(self) -> str:
+        """What the figures are of, in one line."""
+        mark = self.profile.fingerprint
+        link = "" if mark.link == "none" else f", emulated link {mark.link}"
+        return f"{self.profile.kind}: {mark.model}, {mark.dtype}, {mark.num_ranks} × {mark.device}{link}"
+
+
+def latency_by_layout(view: View) -> Figure:
+    """PAT Fig. 4: time per token over the global batch, one line a layout, at a short and at a long context."""
+    contexts = _typical(view)
+    figure, axes = style.panels(len(contexts), width=5.6)
+    for one, context in zip(axes, contexts, strict=True):
+        batches: set[int] = set()
+        for tp in view.degrees:
+            dp, found = view.dp(tp), [p for p in view.points(tp) if abs(p.context - context) <= 0.1 * context]
+            most = max((p.batch for p in found), default=1) * dp
+            line = np.unique(np.geomspace(1, most, 200).round())
+            one.plot(line, 1e3 * view.step(tp, line, context), color=view.color(tp), label=view.name(tp), linewidth=1.8)
+            one.plot([p.batch * dp for p in found], [1e3 * p.seconds for p in found], "o", color=view.color(tp), ms=4)
+            lone = [p for p in view.points(tp, 1) if p.batch == 1 and abs(p.context - context) <= 0.1 * context]
+            if dp > 1:
+                one.plot([1] * len(lone), [1e3 * p.seconds for p in lone], "o", color=view.color(tp), ms=4, mfc="white")
+            batches |= {p.batch * dp for p in found}
+        one.set_xscale("log", base=2)
+        style.plain_log(one.xaxis, sorted(batches | {1}))
+        one.set_ylim(bottom=0)
+        style.labels(one, "requests in the engine", "ms a token")
+        style.title(one, f"context {context} tokens")
+        one.legend(fontsize=8.5, frameon=False)
+    style.footer(figure, view.label)
+    return figure
+
+
+def latency_over_tokens(view: View) -> Figure:
+    """PAT Fig. 6a: step time over the aggregate tokens of a replica's batch; points measured, lines as predicted."""
+    figure, axes = style.panels(len(view.degrees))
+    for one, tp in zip(axes, view.degrees, strict=True):
+        batches = sorted({p.batch for p in view.points(tp)})
+        for batch, shade in zip(batches, _shades(len(batches)), strict=True):
+            found = [p for p in view.points(tp) if p.batch == batch]
+            tokens = np.array([p.batch * p.context for p in found], dtype=float)
+            line = np.geomspace(tokens.min(), tokens.max(), 60)
+            one.plot(line, 1e3 * view.predictor.step_seconds(tp, batch, line), color=shade, linewidth=1.2)
+            _measured(one, tokens, found, shade, f"batch {batch}" if _shown(batch, batches) else None)
+        one.set_xscale("log", base=2)
+        one.set_ylim(bottom=0)
+        style.labels(one, "tokens of the batch (one replica)", "ms a step")
+        style.title(one, view.name(tp))
+        one.legend(fontsize=7.5, frameon=False)
+    style.footer(figure, view.label)
+    return figure
+
+
+def latency_over_batch(view: View) -> Figure:
+    """PAT Fig. 6b: step time over the batch of a replica, one line a context."""
+    figure, axes = style.panels(len(view.degrees))
+    for one, tp in zip(axes, view.degrees, strict=True):
+        found = view.points(tp)
+        counts: dict[int, set[int]] = {}
+        for point in found:
+            counts.setdefault(_near(point.context, counts), set()).add(point.batch)
+        contexts = sorted(counts, key=lambda c: (-len(counts[c]), c))[:6]
+        for context, shade in zip(sorted(contexts), _shades(len(contexts)), strict=True):
+            mine = [p for p in found if _near(p.context, {context: None}) == context]
+            batches = np.array([p.batch for p in mine], dtype=float)
+            line = np.linspace(batches.min(), batches.max(), 120)
+            one.plot(line, 1e3 * view.predictor.step_seconds(tp, line, line * context), color=shade, linewidth=1.2)
+            _measured(one, batches, mine, shade, f"{context} tokens each")
+        one.set_ylim(bottom=0)
+        style.labels(one, "batch (one replica)", "ms a step")
+        style.title(one, view.name(tp))
+        one.legend(fontsize=7.5, frameon=False)
+    style.footer(figure, view.label)
+    return figure
+
+
+def _measured(axes, x: np.ndarray, found: list[DecodePoint], shade, label: str | None) -> None:
+    """Medians, with bars from the least to the largest window."""
+    y = np.array([p.seconds for p in found])
+    low = np.array([min(p.samples, default=p.seconds) for p in found])
+    high = np.array([max(p.samples, default=p.seconds) for p in found])
+    bars = 1e3 * np.clip([y - low, high - y], 0, None)
+    axes.errorbar(x, 1e3 * y, bars, fmt="o", color=shade, ms=3.5, linewidth=0.8, label=label)
+
+
+def _typical(view: View) -> list[int]:
+    """Two contexts at which much was measured: a short one, and the longest with at least half as many batches."""
+    counts: dict[int, int] = {}
+    for tp in view.degrees:
+        for point in view.points(tp):
+            context = _near(point.context, counts)
+            counts[context] = counts.get(context, 0) + 1
+    if not counts:
+        return []
+    most = max(counts.values())
+    many = sorted(context for context, count in counts.items() if 2 * count >= most)
+    return [many[0]] if many[0] == many[-1] else [many[0], many[-1]]
+
+
+def _near(context: int, known: Iterable[int]) -> int:
+    """The one of ``known`` that is the same context but for a few tokens, else ``context``."""
+    return next((other for other in known if abs(other - context) <= max(4, 0.03 * other)), context)
+
+
+def _shades(count: int) -> list:
+    return [colormaps["viridis"](0.05 + 0.85 * i / max(1, count - 1)) for i in range(count)]
+
+
+def _shown(batch: int, batches: list[int]) -> bool:
+    """Whether the legend has room for it."""
+    return len(batches) <= 8 or batches.index(batch) % (len(batches) // 6) == 0 or batch == batches[-1]

@@ -1,0 +1,112 @@
+"""Command line → engine: SGLang's flags go through to its own parser, the engine is started with ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from profiler.errors import Parser, UsageError, one_line
+from profiler.rig import model_folder_error
+
+OURS = ("--adaptive-tp", "--pat-policy", "--pat-switch-at", "--pat-profile")
+"""Flags that the profiler sets itself, or that have no meaning here."""
+
+
+def set_environment() -> None:
+    """One thread a rank, and nothing to be downloaded, as the Makefile sets it; what is set already stays."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def server_args(model: str, flags: list[str]) -> Any:
+    """``AdaptiveServerArgs`` for ``model`` with policy ``manual`` and SGLang's ``flags``.
+
+    Raises:
+        UsageError: one that neither knows, or that the adaptive engine does not support.
+    """
+    if wrong := model_folder_error(model):
+        raise UsageError(wrong)
+    for flag in flags:
+        if flag.split("=")[0] in OURS:
+            raise UsageError(f"{flag}: the profiler decides on switches itself; leave it out")
+    set_environment()
+    with interrupts_held():
+        # Before SGLang: it starts the fork server, and fills in what SGLang lacks on a CPU.
+        import sglang_pat.host.engine  # noqa: F401
+    from sglang_pat.host.args import AdaptiveServerArgs
+    from sglang_pat.host.contract import HostMismatch, check_host
+
+    parser = Parser(prog="profiler")
+    AdaptiveServerArgs.add_cli_args(parser)
+    quiet = [] if any(flag.startswith("--log-level") for flag in flags) else ["--log-level", "error"]
+    given = ["--model-path", model, *flags, *quiet, "--adaptive-tp", "--pat-policy", "manual"]
+    try:
+        check_host()
+        return AdaptiveServerArgs.from_cli_args(parser.parse_args(given))
+    except UsageError:
+        raise
+    except (ValueError, OSError, HostMismatch, AssertionError) as error:
+        raise UsageError(one_line(error)) from None
+
+
+def deployment(args: Any) -> Any:
+    """The fingerprint of what ``args`` would start, but for the sizes of its pools."""
+    from sglang_pat.host.deployment import deployment as of
+
+    return of(args)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold back Ctrl-C while the engine starts, and from its processes for good.
+
+    The terminal sends it to all processes of the command; ours stop when this one tells them to.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def start(args: Any) -> Any:
+    """The engine.
+
+    Raises:
+        UsageError: it did not start.
+    """
+    with interrupts_held():
+        from sglang_pat.host.engine import Engine
+
+        try:
+            return Engine(server_args=args)
+        except (ValueError, RuntimeError, OSError) as error:
+            raise UsageError(f"the engine did not start: {one_line(error)}") from None
+
+
+def stop_on_term(engine: Any) -> None:
+    """Make ``kill`` end the sweep as Ctrl-C does.
+
+    The host would drain requests first; its handler is set when the first request comes, so call this later.
+    """
+    engine.loop.remove_signal_handler(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def run(engine: Any, work: Callable[[], Any]) -> Any:
+    """Run the coroutine function ``work`` on the engine's loop; Ctrl-C or ``kill`` raises KeyboardInterrupt here."""
+
+    async def connected() -> Any:
+        await engine.async_status()
+        stop_on_term(engine)
+        return await work()
+
+    return engine.loop.run_until_complete(connected())

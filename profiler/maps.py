@@ -1,0 +1,144 @@
+"""Figures of decisions: which layout is best where, what a switch costs, how good the predictions are."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from profiler import style
+from profiler.accuracy import Check
+from profiler.figures import View
+from sglang_pat.predict.profile import SwitchSample
+
+PHASES = ("drain", "capsules", "plan", "kv", "weights", "install", "check")
+"""Of a pause, in their order; others follow."""
+SHADES = ("#9fb4cc", "#c8b6d9", "#8a5bb5", "#ee8a2c", "#b3202c", "#3a9a74", "#8c9aa8", "#d8c66a", "#7a6a58")
+ROWS = 24
+"""Switches shown at most."""
+
+
+def best_layout(view: View) -> Figure:
+    """The layout with the shortest step over requests in the engine and their context; hatched: beyond what was
+    measured of it.  Lines: by how much the best is faster than the base layout."""
+    points = [p for tp in view.degrees for p in view.points(tp)]
+    requests = np.unique(np.geomspace(1, max(p.batch * p.replicas for p in points), 120).round())
+    contexts = np.geomspace(min(p.context for p in points), max(p.context for p in points), 100)
+    x, y = np.meshgrid(requests, contexts)
+    seconds = np.stack([view.step(tp, x, y) for tp in view.degrees])
+    best = seconds.argmin(axis=0)
+    figure, (axes,) = style.panels(1, width=8.2, height=4.8)
+    axes.grid(False)
+    colors = ListedColormap([view.color(tp) for tp in view.degrees])
+    axes.pcolormesh(
+        x, y, best, cmap=colors, vmin=-0.5, vmax=len(view.degrees) - 0.5, shading="nearest", alpha=0.75, linewidth=0
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    if len(view.degrees) > 1:
+        gain = seconds[0] / seconds.min(axis=0)
+        levels = [level for level in (1.05, 1.25, 1.5, 2.0, 3.0, 4.0) if gain.min() < level < gain.max()]
+        if levels:
+            lines = axes.contour(x, y, gain, levels=levels, colors="white", linewidths=0.9)
+            axes.clabel(lines, fmt=lambda value: f"{value:g}×", fontsize=8)
+    known = np.stack([_covered(view, tp, x, y) for tp in view.degrees])
+    known = np.take_along_axis(known, best[None], axis=0)[0]
+    if not known.all():
+        axes.contourf(x, y, ~known, levels=[0.5, 1.5], colors="none", hatches=["////"])
+    axes.set_xlim(requests[0], requests[-1])
+    axes.set_ylim(contexts[0], contexts[-1])
+    style.plain_log(axes.xaxis, sorted({p.batch * p.replicas for p in points} | {1}))
+    style.plain_log(axes.yaxis, sorted({p.context for p in points}))
+    style.labels(axes, "requests in the engine", "context, tokens of each")
+    style.title(axes, f"fastest layout; white: times faster than {view.name(view.degrees[0])}")
+    patches = [Patch(color=view.color(tp), alpha=0.75, label=view.name(tp)) for tp in view.degrees]
+    if not known.all():
+        patches.append(Patch(facecolor="white", edgecolor=style.FAINT, hatch="////", label="beyond its points"))
+    axes.legend(handles=patches, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    style.footer(figure, view.label)
+    return figure
+
+
+def _covered(view: View, tp: int, requests: np.ndarray, context: np.ndarray) -> np.ndarray:
+    batch = np.ceil(requests / view.dp(tp))
+    return np.asarray(view.predictor.covers(tp, batch, batch * context))
+
+
+def switch_costs(view: View) -> Figure | None:
+    """Median pause of each kind of switch by part, stacked; beside it what was done ahead of the pause."""
+    groups = switch_groups(view.profile.switches)
+    if not groups:
+        return None
+    shown = list(groups.items())[:ROWS]
+    figure, (axes,) = style.panels(1, width=9.0, height=1.2 + 0.27 * len(shown))
+    phases = phases_of([sample for _, samples in shown for sample in samples])
+    left = np.zeros(len(shown))
+    for phase, shade in zip(phases, SHADES * 3, strict=False):
+        wide = np.array([1e3 * np.median([s.phases.get(phase, 0.0) for s in samples]) for _, samples in shown])
+        axes.barh(range(len(shown)), wide, left=left, color=shade, label=phase, height=0.72)
+        left += wide
+    ahead = np.array([1e3 * np.median([s.prepare_seconds for s in samples]) for _, samples in shown])
+    if ahead.max() > 0.02 * left.max():
+        style_ahead = dict(facecolor="white", edgecolor=style.FAINT, hatch="////", linewidth=0.6, height=0.72)
+        axes.barh(range(len(shown)), ahead, left=left, label="prepare, ahead of the pause", **style_ahead)
+    names = [
+        f"tp{low}→tp{high}, {requests} req, {tokens} tok" + ("" if mode == "migrate" else f", {mode}")
+        for (low, high, requests, tokens, mode), _ in shown
+    ]
+    axes.set_yticks(range(len(shown)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    style.labels(axes, "ms", "")
+    style.title(axes, "cost of a switch")
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    style.footer(figure, view.label)
+    return figure
+
+
+def phases_of(samples: list[SwitchSample]) -> list[str]:
+    """All phases that occur, in the order of a switch."""
+    found = {phase for sample in samples for phase in sample.phases}
+    return [phase for phase in PHASES if phase in found] + sorted(found - set(PHASES))
+
+
+def switch_groups(samples: tuple[SwitchSample, ...]) -> dict[tuple, list[SwitchSample]]:
+    """Samples of the same kind: (from, to, requests, about their tokens, mode) → samples; few tokens first."""
+    groups: dict[tuple, list[SwitchSample]] = {}
+    for s in sorted(samples, key=lambda s: (s.from_tp, s.to_tp, s.requests, s.tokens)):
+        alike = (
+            key
+            for key in groups
+            if key[:3] == (s.from_tp, s.to_tp, s.requests) and key[4] == s.mode and s.tokens <= 1.5 * key[3]
+        )
+        groups.setdefault(next(alike, (s.from_tp, s.to_tp, s.requests, s.tokens, s.mode)), []).append(s)
+    return groups
+
+
+def predicted_against_measured(view: View, checks: list[Check]) -> Figure | None:
+    """Each point as it would be predicted had it not been measured."""
+    if not checks:
+        return None
+    figure, axes = style.panels(len(view.degrees), width=4.6, height=4.2)
+    for one, tp in zip(axes, view.degrees, strict=True):
+        mine = [check for check in checks if check.tp == tp]
+        for inside, face in ((True, view.color(tp)), (False, "white")):
+            some = [check for check in mine if check.inside == inside]
+            what = "between points" if inside else "at an end, continued"
+            error = f": {100 * np.mean([c.error for c in some]):.1f} %" if some else ""
+            one.plot(
+                [1e3 * c.measured for c in some], [1e3 * c.predicted for c in some], "o", ms=4.5,
+                color=view.color(tp), mfc=face, label=what + error,
+            )  # fmt: skip
+        if mine:
+            ends = [1e3 * min(c.measured for c in mine), 1e3 * max(c.measured for c in mine)]
+            one.plot(ends, ends, color=style.LINE, linewidth=0.8)
+            one.set_xscale("log")
+            one.set_yscale("log")
+            for axis in (one.xaxis, one.yaxis):
+                style.plain_decades(axis)
+        style.labels(one, "measured, ms a step", "predicted from the other points")
+        style.title(one, view.name(tp))
+        one.legend(fontsize=8, frameon=False, title="mean absolute error", title_fontsize=8)
+    style.footer(figure, view.label)
+    return figure

@@ -1,0 +1,182 @@
+"""One point of the grid: the requests that make it up, and what their steps took."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from profiler.budget import SWITCH_ROUNDS
+from profiler.grid import LEAST_STEPS, SLACK, SWITCH_ANSWER, WARM_UP, Point
+from profiler.rig import Rig
+from profiler.windows import Windows, decode_windows, prefill_seconds, spread
+from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
+
+WIDE = 0.06
+"""Windows that lie further apart, (largest - smallest) / median, are measured again."""
+REPEATS = 2
+"""Runs beyond the first at most."""
+ATTEMPTS = 5
+"""Runs in which the batch was not what it should be (requests placed or started otherwise), before giving up."""
+PREFILLS = 3
+QUICK_SECONDS = 1.0
+"""Prefills that took less in all are done :data:`PREFILLS` times even where they agree."""
+PLUG = 256
+"""Tokens of the request behind which a prefill is measured."""
+FILLER_STEPS = 12
+"""Decode steps of the requests that keep the other replicas' places while one is filled."""
+
+
+class NotMeasured(RuntimeError):
+    """The batch could not be brought about."""
+
+
+class Prompts:
+    """Prompts of one chain: random, and each longer one begins with the one before."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._chain: tuple | None = None
+        self._ids: list[list[int]] = []
+
+    async def of(self, point: Point, length: int) -> list[list[int]]:
+        """``point.batch`` prompts of ``length`` tokens; a new chain begins with an empty radix cache."""
+        if point.chain != self._chain:
+            await self._rig.flush()
+            self._chain, self._ids = point.chain, [[] for _ in range(point.batch)]
+        for ids in self._ids:
+            ids += self._rig.tokens(length - len(ids)) if length > len(ids) else []
+        return [ids[:length] for ids in self._ids]
+
+    def forget(self) -> None:
+        """The cache is empty: a switch drops what no live request uses."""
+        self._chain = None
+
+
+async def decode(
+    rig: Rig, point: Point, steps: int, prompts: Prompts, *, may_repeat: bool = True
+) -> tuple[DecodePoint, list[dict[str, Any]]]:
+    """Decode step time at ``point`` from runs of ``steps`` steps; also returns their trace.
+
+    Median over the windows of all runs; runs are repeated (from the radix cache, so cheaply) while their windows
+    spread by more than :data:`WIDE`, :data:`REPEATS` times at most.
+
+    Raises:
+        NotMeasured: never was the batch full for :data:`~profiler.grid.LEAST_STEPS` steps.
+    """
+    runs: list[Windows] = []
+    trace: list[dict[str, Any]] = []
+    for _ in range(ATTEMPTS + REPEATS):
+        ids = await prompts.of(point, max(8, point.context - WARM_UP - steps // 2))
+        await rig.trace()
+        await rig.finish(_start(rig, point, ids, WARM_UP + steps + SLACK))
+        steps_seen = await rig.trace()
+        trace += steps_seen
+        found = decode_windows(
+            steps_seen, tp=point.tp, replicas=point.replicas, batch=point.batch, warm_up=WARM_UP, most=steps
+        )
+        if found is not None and len(found.samples) * found.size >= LEAST_STEPS:
+            runs.append(found)
+        samples = tuple(sample for run in runs for sample in run.samples)
+        if runs and (not may_repeat or len(runs) > REPEATS or (len(samples) > 1 and spread(samples) <= WIDE)):
+            break
+    if not runs:
+        raise NotMeasured(f"{point}: the batch was never full for {LEAST_STEPS} steps")
+    context = median(run.context for run in runs)
+    measured = DecodePoint(
+        tp=point.tp, replicas=point.replicas, batch=point.batch, context=round(context), seconds=median(samples),
+        samples=samples,
+    )  # fmt: skip
+    return measured, trace
+
+
+def _start(rig: Rig, point: Point, ids: list[list[int]], answer: int) -> list:
+    """Send the batch.
+
+    Requests go to the replica with the fewest, so each prompt is sent once for every replica in a row: whichever
+    replica takes it, all have the same prompts, and the next longer ones find them in their caches.  For a lone
+    replica all but the first of each row end early.
+    """
+    dp = next(layout.dp for layout in rig.layouts if layout.tp == point.tp)
+    prompts, answers = [], []
+    for prompt in ids:
+        prompts += [prompt] * dp
+        answers += [answer] * dp if point.replicas == dp else [answer + FILLER_STEPS] + [FILLER_STEPS] * (dp - 1)
+    return rig.send(prompts, answers)
+
+
+async def prefill(rig: Rig, point: Point, prompts: Prompts) -> PrefillPoint:
+    """Time to prefill fresh random prompts; median of up to :data:`PREFILLS` runs.
+
+    One run is enough where it took long; otherwise as many as there are, or until two agree within :data:`WIDE`.
+
+    Raises:
+        NotMeasured: the requests never were spread as they should be.
+    """
+    together: list[float] = []
+    apart: list[float] = []
+    plug = min(PLUG, max(16, point.context))
+    for _ in range(ATTEMPTS):
+        await rig.flush()
+        prompts.forget()
+        batch = [rig.tokens(plug) for _ in range(point.replicas)]
+        batch += [rig.tokens(point.context) for _ in range(point.replicas * point.batch)]
+        await rig.trace()
+        await rig.finish(rig.send(batch, [1] * len(batch)))
+        found = prefill_seconds(
+            await rig.trace(), tp=point.tp, replicas=point.replicas, batch=point.batch, length=point.context, plug=plug
+        )
+        if found is not None:
+            (together if found[1] else apart).append(found[0])
+        agree = len(together) > 1 and spread(tuple(together)) <= WIDE
+        if len(together) >= PREFILLS or (sum(together) > QUICK_SECONDS and (agree or len(together) == 1)):
+            break
+    samples = tuple(together or apart)
+    if not samples:
+        raise NotMeasured(f"{point}: requests were never spread evenly")
+    return PrefillPoint(
+        tp=point.tp, replicas=point.replicas, batch=point.batch, length=point.context, seconds=median(samples),
+        samples=samples,
+    )  # fmt: skip
+
+
+async def switches(rig: Rig, point: Point, prompts: Prompts) -> list[SwitchSample]:
+    """From ``point.tp`` to ``point.to_tp`` and back, :data:`~profiler.budget.SWITCH_ROUNDS` times with the same live
+    requests, which decode a little in between.
+
+    Raises:
+        NotMeasured: they ended too soon.
+    """
+    await rig.reconfigure(point.tp)
+    await rig.flush()
+    prompts.forget()
+    tasks = rig.send([rig.tokens(point.context) for _ in range(point.batch)], [SWITCH_ANSWER] * point.batch)
+    records = []
+    try:
+        for _ in range(SWITCH_ROUNDS):
+            for target in (point.to_tp, point.tp):
+                if point.batch:
+                    await rig.until_decoding(tasks, point.batch)
+                records.append(await rig.reconfigure(target))
+    finally:
+        if tasks:
+            await rig.abort(tasks)
+    found = [sample(record) for record in records if record["requests"] == point.batch]
+    if not found:
+        raise NotMeasured(f"{point}: the requests ended before the switch")
+    return found
+
+
+def sample(record: dict[str, Any]) -> SwitchSample:
+    """A switch record of the engine as the profile keeps it."""
+    phases = {name: seconds for name, seconds in record["phases"].items() if name != "prepare"}
+    return SwitchSample(
+        from_tp=record["from_tp"],
+        to_tp=record["to_tp"],
+        requests=record["requests"],
+        tokens=record["tokens"],
+        mode="recompute" if record["recomputed"] else "migrate",
+        moved_bytes=record["moved_bytes"],
+        pause_seconds=record["pause_seconds"],
+        prepare_seconds=record["phases"].get("prepare", 0.0),
+        phases=phases,
+    )

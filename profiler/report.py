@@ -1,0 +1,84 @@
+"""Draw a profile.
+
+    python -m profiler.report profile.json --out DIR
+
+Writes ``latency_by_layout.png`` (as PAT Fig. 4), ``latency_over_tokens.png`` and ``latency_over_batch.png`` (as
+Fig. 6), ``best_layout.png``, ``switch.png``, ``accuracy.png`` and ``index.html``, one page that has them all inside.
+If DIR has a ``validation.json`` of ``profiler.validate``, the page shows that too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from profiler.errors import Parser, UsageError, output_folder, run
+from sglang_pat.predict.profile import Profile, load
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0; raises UsageError or ProfileError for bad input, before anything is written."""
+    parser = Parser(prog="python -m profiler.report", description="Figures of a profile and one page that shows them.")
+    parser.add_argument("profile", type=Path, metavar="profile.json")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="made if it is not there")
+    args = parser.parse_args(argv)
+    profile = load(args.profile)
+    folder = output_folder(args.out)
+    if not profile.decode:
+        raise UsageError(f"{args.profile} has no decode times yet; run the same profiler.sweep again to go on")
+    for path in write(profile, folder):
+        print(path)
+    return 0
+
+
+def write(profile: Profile, folder: Path) -> list[Path]:
+    """All figures and the page in ``folder``; the files written, the page last."""
+    # Late: a bad command line is told at once.
+    from profiler import accuracy, figures, maps, page, style
+
+    view = figures.View(profile)
+    checks = accuracy.leave_one_out(profile)
+    plan = [
+        ("latency_by_layout", "Time per token by layout", BY_LAYOUT, figures.latency_by_layout(view)),
+        ("latency_over_tokens", "Step time over the batch's tokens", OVER_TOKENS, figures.latency_over_tokens(view)),
+        ("latency_over_batch", "Step time over the batch", OVER_BATCH, figures.latency_over_batch(view)),
+        ("best_layout", "Best layout", BEST, maps.best_layout(view)),
+        ("switch", "What a switch costs", SWITCH, maps.switch_costs(view)),
+        ("accuracy", "Predicted against measured", ACCURACY, maps.predicted_against_measured(view, checks)),
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = [
+        (heading, text, style.save(figure, folder / f"{name}.png")) for name, heading, text, figure in plan if figure
+    ]
+    written = [path for *_, path in shown]
+    validation = folder / "validation.json"
+    rows = json.loads(validation.read_text())["table"] if validation.is_file() else []
+    for path in sorted(folder.glob("throughput_*.png")):
+        name = path.stem.removeprefix("throughput_")
+        shown.append((f"Throughput while a batch drains, {name}", THROUGHPUT, path))
+    target = folder / "index.html"
+    target.write_text(page.build(view, shown, accuracy.summary(profile, checks), rows), encoding="utf-8")
+    return [*written, target]
+
+
+BY_LAYOUT = (
+    "As PAT's Fig. 4: requests spread evenly over the replicas of each layout. Dots are measured, lines predicted; "
+    "hollow dots: one replica at work alone."
+)
+OVER_TOKENS = (
+    "As PAT's Fig. 6a, all replicas at work. Dots are measured (bars from the least to the largest window), lines are "
+    "the piecewise-linear fit, one for each batch."
+)
+OVER_BATCH = "As PAT's Fig. 6b: dots measured, lines interpolated between the batches."
+BEST = "The layout with the shortest predicted step, for so many requests of one length."
+SWITCH = "Medians of the measured switches by part of the pause (slowest rank in each part)."
+ACCURACY = (
+    "Each point predicted from the others of its layout. Between points this is the error of interpolation with twice "
+    "the grid's gap; at the ends that of going on beyond the grid."
+)
+THROUGHPUT = "As PAT's Fig. 14: real prompts, tokens per second over the requests that remain."
+
+
+if __name__ == "__main__":
+    sys.exit(run("profiler.report", main))

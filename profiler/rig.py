@@ -1,0 +1,168 @@
+"""The engine as the profiler uses it: batches of exact shapes, the trace of their steps, switches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from profiler.grid import Limits
+from profiler.windows import Step
+from sglang_pat.layout import ParallelLayout
+
+POLL_SECONDS = 0.005
+IDLE_SECONDS = 60.0
+"""Longest wait for an engine whose requests are all answered to say that it is empty."""
+
+
+class Rig:
+    """One adaptive engine with policy ``manual``.
+
+    Attributes:
+        engine: :class:`sglang_pat.Engine`.
+        temperature: of the sampling; 0 is greedy.
+        layouts: lowest degree first.
+        tp: degree in force.
+    """
+
+    def __init__(self, engine: Any, temperature: float, seed: int = 0) -> None:
+        self.engine = engine
+        self.temperature = temperature
+        self._random = random.Random(seed)
+        self._manager = engine.tokenizer_manager
+        self.model = self._manager.model_config
+        self.layouts: tuple[ParallelLayout, ...] = ()
+        self.tp = 0
+
+    async def connect(self) -> None:
+        """Ask the engine for its layouts."""
+        status = await self.engine.async_status()
+        self.layouts = tuple(ParallelLayout(**layout) for layout in status["candidates"])
+        self.tp = status["layout"]["tp"]
+
+    def limits(self, kv_tokens: int, max_running: int) -> Limits:
+        """``kv_tokens``: of a replica of the base layout; another degree holds more where it splits KV heads."""
+        heads, base = self.model.get_total_num_kv_heads(), self.layouts[0].tp
+        local = {layout.tp: max(1, heads // layout.tp) for layout in self.layouts}
+        # The engine's own reserve below both bounds, so that no prompt is refused or cut.
+        longest = min(self.model.context_len, kv_tokens) - 16
+        kv = {tp: kv_tokens * local[base] // local[tp] for tp in local}
+        return Limits(layouts=self.layouts, kv_tokens=kv, max_running=max_running, max_length=longest)
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    def tokens(self, count: int) -> list[int]:
+        """Random token ids."""
+        return self._random.choices(range(self.model.vocab_size), k=count)
+
+    def send(self, prompts: Sequence[list[int]], answers: Sequence[int], **sampling: Any) -> list[asyncio.Task]:
+        """Start a request for each prompt (token ids); each answer has exactly so many tokens."""
+        return [
+            asyncio.ensure_future(self._one(prompt, answer, sampling))
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+    async def _one(self, prompt: list[int], answer: int, sampling: dict[str, Any]) -> dict[str, Any]:
+        params = {"max_new_tokens": answer, "ignore_eos": True, "temperature": self.temperature} | sampling
+        return await self.engine.async_generate(input_ids=prompt, sampling_params=params)
+
+    async def finish(self, tasks: Sequence[asyncio.Task]) -> list[dict[str, Any]]:
+        """All answers, and the engine empty again."""
+        answers = await asyncio.gather(*tasks)
+        await self.until_idle()
+        return answers
+
+    async def abort(self, tasks: Sequence[asyncio.Task]) -> None:
+        """Give up what is still running."""
+        self._manager.abort_request(abort_all=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.until_idle()
+
+    async def until_idle(self) -> None:
+        """Until no request is known to the engine: then the next batch is spread evenly."""
+        begin = time.monotonic()
+        while (await self.engine.async_status())["requests"]:
+            if time.monotonic() - begin > IDLE_SECONDS:
+                raise RuntimeError(f"the engine still has requests {IDLE_SECONDS:.0f} s after all were answered")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def flush(self) -> None:
+        """Empty the radix cache; the engine is idle."""
+        await self._manager.flush_cache()
+
+    async def trace(self) -> list[Step]:
+        """Scheduler steps since the last call."""
+        return await self.engine.async_trace()
+
+    async def until_decoding(self, tasks: Sequence[asyncio.Task], requests: int, steps: int = 2) -> None:
+        """Until ``requests`` requests in all have decoded together for ``steps`` steps; forgets the trace."""
+        last: dict[int, int] = {}
+        seen: dict[int, int] = {}
+        while not all(task.done() for task in tasks):
+            for step in await self.trace():
+                decoding = step["kind"] == "decode"
+                last[step["rank"]] = step["requests"] if decoding else 0
+                seen[step["rank"]] = seen.get(step["rank"], 0) + decoding
+            if sum(last.values()) >= requests and all(count >= steps for count in seen.values()):
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+    # -- layouts ----------------------------------------------------------------------------------------
+
+    async def reconfigure(self, tp: int) -> dict[str, Any]:
+        """Switch; the record, empty if nothing was to be done."""
+        if tp == self.tp:
+            return {}
+        record = await self.engine.async_reconfigure(tp)
+        self.tp = tp
+        return record
+
+    async def touch_weights(self) -> bool:
+        """A weight update that changes nothing: the model's smallest tensor once more.
+
+        Every arena is then filled anew before its next use.  False where it cannot be done (no safetensors).
+        """
+        found = smallest_tensor(Path(self.engine.server_args.model_path))
+        if found is None:
+            return False
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        ranks = self.layouts[0].num_ranks
+        body = UpdateWeightsFromTensorReqInput([MultiprocessingSerializer.serialize([found]) for _ in range(ranks)])
+        success, _ = await self._manager.update_weights_from_tensor(body, None)
+        self.tp = self.layouts[0].tp
+        return bool(success)
+
+
+def smallest_tensor(folder: Path) -> tuple[str, Any] | None:
+    """Name and value of the final norm, or of another norm, of the checkpoint in ``folder``; None without one."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
+        with safe_open(file, framework="pt") as tensors:
+            names = [name for name in tensors.keys() if name.endswith("norm.weight")]  # noqa: SIM118
+            if names:
+                name = min(names, key=len)
+                return name, tensors.get_tensor(name)
+    return None
+
+
+def model_folder_error(model: str) -> str | None:
+    """What is wrong with ``--model-path`` if it is meant as a folder."""
+    folder = Path(model)
+    if folder.is_dir():
+        config = folder / "config.json"
+        if not config.is_file():
+            return f"--model-path {model}: no config.json there; give the folder of a model"
+        try:
+            json.loads(config.read_text())
+        except ValueError:
+            return f"--model-path {model}: its config.json is not JSON; give the folder of a model"
+    elif folder.is_absolute() or model.startswith(".") or model.count("/") > 1 or folder.exists():
+        return f"--model-path {model}: no such folder; give the folder of a model"
+    return None

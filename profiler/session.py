@@ -1,0 +1,177 @@
+"""One pass over the grid with one engine: plan, measure, save, plan again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from profiler import measure
+from profiler.budget import Costs, Plan, plan, seconds_of
+from profiler.display import Display, Progress
+from profiler.grid import LEAST_STEPS, Limits, Point, length_needed
+from profiler.measure import NotMeasured, Prompts
+from profiler.rig import Rig
+from profiler.store import Store
+from profiler.windows import Step, by_rank
+from sglang_pat.demo.others import Meter
+from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
+
+REPEAT_SHARE = 0.7
+"""Noisy points are repeated while the plan fills no more than this part of the time left."""
+PILOT_CONTEXT, PILOT_BATCH = 64, 8
+
+
+@dataclass
+class Clock:
+    """Time of this command and of the sessions before it.
+
+    Attributes:
+        began: monotonic seconds at which the command began; the start of the engine counts.
+        earlier: seconds that earlier sessions took.
+        budget: seconds in all.
+    """
+
+    began: float
+    earlier: float
+    budget: float
+
+    @property
+    def spent(self) -> float:
+        return self.earlier + time.monotonic() - self.began
+
+    @property
+    def left(self) -> float:
+        return self.budget - self.spent
+
+
+class Session:
+    """Measures what ``points`` are not in the store yet.
+
+    Life cycle: :meth:`run` once; it may be interrupted anywhere, the store has all points that were completed.
+    """
+
+    def __init__(self, rig: Rig, store: Store, points: list[Point], limits: Limits, clock: Clock) -> None:
+        self._rig, self._store, self._limits, self._clock = rig, store, limits, clock
+        self._points = points
+        self._prompts = Prompts(rig)
+        self._costs = Costs()
+        self._failed: set[tuple] = set()
+        self._last: Point | None = None
+        self.progress = Progress(total=len(points), done=len(points) - len(self._todo()))
+
+    def _todo(self) -> list[Point]:
+        done = self._store.done() | self._failed
+        return [point for point in self._points if point.key not in done]
+
+    def _must(self) -> frozenset[tuple]:
+        """Keys of the first decode point of each layout, and the first switch of each pair, that has none yet."""
+        profile = self._store.profile
+        have = {(point.tp, 0) for point in profile.decode} | {(s.from_tp, s.to_tp) for s in profile.switches}
+        first: dict[tuple, tuple] = {}
+        for point in self._todo():
+            if point.kind != "prefill":
+                first.setdefault((point.tp, point.to_tp), point.key)
+        return frozenset(key for what, key in first.items() if what not in have)
+
+    async def run(self, display: Display) -> list[Point]:
+        """Measure what there is time for; returns the points left out."""
+        if not self._todo():
+            return []
+        meter = Meter([psutil.Process(), *psutil.Process().children(recursive=True)])
+        for point in self._store.profile.decode:
+            self._costs.saw_decode(point.tp, point.batch, point.batch * point.context, point.seconds)
+        with display.following(self.progress):
+            await self._pilot()
+            while (now := plan(self._todo(), self._costs, self._clock.left, self._must())).points:
+                point = now.points[0]
+                self._show(point, now)
+                await self._measure(point, now)
+                self.progress.others = meter.share()
+        self._store.change(
+            machine=self._store.profile.machine
+            | {"others_share": round(meter.share(), 3), "left_out": len(now.left_out), "failed": len(self._failed)}
+        )
+        return list(now.left_out)
+
+    def _show(self, point: Point, now: Plan) -> None:
+        self.progress.what, self.progress.layout = str(point), f"tp{self._rig.tp}"
+        self.progress.left_out = len(now.left_out)
+        self.progress.expect(now.seconds)
+
+    async def _pilot(self) -> None:
+        """Two short runs in each layout that has something left: first estimates, and nothing cold afterwards."""
+        for tp in sorted({point.tp for point in self._todo() if point.kind != "switch"}):
+            await self._enter(tp)
+            layout = next(layout for layout in self._limits.layouts if layout.tp == tp)
+            for batch in (1, PILOT_BATCH):
+                if not self._limits.holds(tp, batch, length_needed(PILOT_CONTEXT)):
+                    continue
+                point = Point(
+                    kind="decode", tp=tp, replicas=layout.dp, batch=batch, context=PILOT_CONTEXT, level=0
+                )  # fmt: skip
+                self.progress.what = f"warming up {layout}"
+                found, trace = await measure.decode(
+                    self._rig, point, LEAST_STEPS, Prompts(self._rig), may_repeat=False
+                )
+                self._learn(point, found, trace)
+
+    async def _enter(self, tp: int) -> None:
+        if await self._rig.reconfigure(tp):
+            self._prompts.forget()
+
+    async def _measure(self, point: Point, now: Plan) -> None:
+        begin = time.monotonic()
+        last, self._last = self._last, point
+        before = last.context if last and last.chain == point.chain and point.kind == "decode" else 0
+        expected = seconds_of(self._costs, point, before, now.allowance)
+        try:
+            found = await self._one(point, now)
+        except NotMeasured as error:
+            self._failed.add(point.key)
+            self.progress.note(str(error))
+            return
+        self._store.add(found, self._clock.spent)
+        self.progress.done += 1
+        self._costs.saw_point(point.kind, expected, time.monotonic() - begin)
+
+    async def _one(self, point: Point, now: Plan) -> DecodePoint | PrefillPoint | list[SwitchSample]:
+        if point.kind == "switch":
+            return await measure.switches(self._rig, point, self._prompts)
+        await self._enter(point.tp)
+        if point.kind == "prefill":
+            found = await measure.prefill(self._rig, point, self._prompts)
+            self._costs.saw_prefill(point.tp, point.batch * point.context, point.context, found.seconds)
+            return found
+        spare = now.seconds <= REPEAT_SHARE * self._clock.left
+        found, trace = await measure.decode(
+            self._rig, point, now.steps[point.key], self._prompts, may_repeat=spare
+        )  # fmt: skip
+        self._learn(point, found, trace)
+        return found
+
+    def _learn(self, point: Point, found: DecodePoint, trace: list[Step]) -> None:
+        self._costs.saw_decode(point.tp, point.batch, point.batch * point.context, found.seconds)
+        for steps in by_rank(trace, kind="prefill").values():
+            tokens = sum(step["tokens"] for step in steps)
+            seconds = sum(step["seconds"] for step in steps)
+            self._costs.saw_prefill(point.tp, tokens, point.context, seconds)
+
+
+async def fill_arenas(rig: Rig) -> list[SwitchSample]:
+    """Every arena filled afresh after a weight update, with no request alive: their ``prepare_seconds``.
+
+    Empty where the weights cannot be updated so cheaply; the first fill at start is in the profile either way.
+    """
+    if not await rig.touch_weights():
+        return []
+    tour = [layout.tp for layout in (*rig.layouts[1:], rig.layouts[0])]
+    return [measure.sample(await rig.reconfigure(tp)) for tp in tour]
+
+
+def describe(machine: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """``machine`` for the profile; sessions are counted, and the first one's load is kept."""
+    sessions = int(earlier.get("sessions", 0)) + 1
+    return machine | earlier | {"sessions": sessions, "date": time.strftime("%Y-%m-%d %H:%M")}
