@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from sglang_pat.layout import ParallelLayout, candidate_layouts
 
-POLICIES = ("threshold", "manual", "off")
+POLICIES = ("survival", "pat", "threshold", "manual", "off")
+PREDICTING = ("survival", "pat")
+"""Policies that need a profile."""
 WEIGHT_MODES = ("resident", "reshard")
 KV_MODES = ("auto", "migrate", "recompute")
 
@@ -29,7 +31,12 @@ class AdaptiveConfig:
     degrees: tuple[int, ...] | None = None
     """Candidate TP degrees; None for every doubling of the base degree."""
     policy: str = "threshold"
-    """Who decides on switches: ``threshold``, ``manual`` (only /pat/reconfigure) or ``off``."""
+    """Who decides on switches: ``survival`` or ``pat`` (predict from a profile), ``threshold``, ``manual`` (only
+    /pat/reconfigure) or ``off``."""
+    profile: str | None = None
+    """File that ``python -m profiler.sweep`` wrote for this deployment."""
+    log: str | None = None
+    """File to which each decision is appended with its inputs (JSON lines)."""
     switch_at: int = 8
     """``threshold`` policy: merge when this many requests or fewer are left."""
     weights: str = "resident"
@@ -43,6 +50,11 @@ class AdaptiveConfig:
         _one_of("--pat-policy", self.policy, POLICIES)
         _one_of("--pat-weights", self.weights, WEIGHT_MODES)
         _one_of("--pat-kv", self.kv, KV_MODES)
+        if self.predicts and self.profile is None:
+            raise ValueError(
+                f"--pat-policy {self.policy} needs a profile: give --pat-profile FILE "
+                "(python -m profiler.sweep makes one) or choose --pat-policy threshold"
+            )
         if self.switch_at < 1:
             raise ValueError(f"--pat-switch-at {self.switch_at}: must be at least 1")
         degrees = None if self.degrees is None else list(self.degrees)
@@ -51,6 +63,10 @@ class AdaptiveConfig:
     @property
     def num_ranks(self) -> int:
         return self.base.num_ranks
+
+    @property
+    def predicts(self) -> bool:
+        return self.policy in PREDICTING
 
     def layout(self, tp: int) -> ParallelLayout:
         """The candidate of degree ``tp``.

@@ -19,10 +19,14 @@ class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Switch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Enter the switch to degree ``tp`` at the next iteration boundary."""
+    """Enter the switch to degree ``tp`` at the next iteration boundary.
+
+    ``recompute_below``: requests with fewer KV tokens go over as tokens (``--pat-kv auto``).
+    """
 
     epoch: int
     tp: int
+    recompute_below: int = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -58,6 +62,61 @@ class RankSwitched(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     error: str = ""
 
 
+class Running(msgspec.Struct, frozen=True, array_like=True):
+    """A request that is not finished: prompt tokens, tokens generated, most that may be, and its prompt's hash."""
+
+    prompt: int
+    output: int
+    limit: int
+    family: int
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """A response of ``length`` tokens.  ``cut``: aborted or at its limit, it would have been longer."""
+
+    length: int
+    family: int
+    cut: bool
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """One step of a replica of degree ``tp``.
+
+    Attributes:
+        at: when it ended, seconds of the machine's monotonic clock.
+        seconds: since the end of the step before it, or its own time after a break.
+        kind: ``decode`` or ``prefill``.
+        requests: requests in the batch.
+        tokens: their context tokens (decode), or the tokens prefilled.
+    """
+
+    at: float
+    seconds: float
+    tp: int
+    kind: str
+    requests: int
+    tokens: int
+
+
+class TraceQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Asks every rank for the steps it has led since it was last asked."""
+
+    query_id: int
+
+
+class RankTrace(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    rank: int
+    query_id: int
+    steps: list[Step]
+
+
+class TraceReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Steps of all ranks in the order of their ends; each a dict of :class:`Step`'s fields and ``rank``."""
+
+    query_id: int
+    steps: list[dict]
+
+
 class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """State of one replica, from its leader.
 
@@ -67,6 +126,8 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         tokens: KV tokens of the running requests.
         kv_used, kv_total: KV tokens in use (cache included) and in the pool.
         weight_updates: number of weight updates applied.
+        requests: the running and the waiting ones.
+        finished: responses that ended since the last report.
     """
 
     rank: int
@@ -79,6 +140,8 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kv_total: int
     retracted: int
     weight_updates: int
+    requests: list[Running] = []
+    finished: list[Finished] = []
 
 
 class StatusQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -127,7 +190,7 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-FromRank = Prepared | RankSwitched | LoadReport
+FromRank = Prepared | RankSwitched | LoadReport | RankTrace
 """Everything a rank sends on its channel to the coordinator."""
 
 _encoder = msgspec.msgpack.Encoder()

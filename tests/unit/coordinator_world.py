@@ -89,6 +89,8 @@ class World:
         self.to_leaders: list[tuple[int, Any]] = []
         self.server: list[Any] = []
         self.records: list[m.SwitchRecord] = []
+        self.decisions: list[Any] = []
+        self.responses: list[m.Finished] = []
         self.needs_base: set[int] = set()
         self.outstanding: set[int] = set()
         self.commanded: int | None = None
@@ -126,6 +128,14 @@ class World:
             self.outstanding.remove(obj.serial)
         self.server.append(obj)
 
+    def decided(self, snapshot, decision) -> None:
+        assert snapshot.tp == self.known.tp and decision.tp in snapshot.degrees
+        assert len(snapshot.load) <= snapshot.requests
+        self.decisions.append((snapshot, decision))
+
+    def finished(self, response: m.Finished) -> None:
+        self.responses.append(response)
+
     def switched(self, record: m.SwitchRecord) -> None:
         assert record.epoch == self.preparing and record.from_tp == self.known.tp
         self.preparing = self.commanded = None
@@ -157,6 +167,7 @@ class World:
                 rank=leader,
                 tp=self.layout.tp,
                 tokens=10 * running,
+                requests=[m.Running(4, 6, 100, 1)] * len(rank.requests),
                 kv_used=0,
                 kv_total=100,
                 retracted=0,

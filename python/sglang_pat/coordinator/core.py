@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.policy import Snapshot, make_policy
+from sglang_pat.coordinator.lengths import LengthHistory
+from sglang_pat.coordinator.policy import Policy, make_policy
+from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
 from sglang_pat.layout import ParallelLayout
 
 HISTORY = 256
@@ -29,6 +32,9 @@ HISTORY = 256
 BASE_ATTEMPTS = 3
 """Attempts to get back to the base layout for a control request before the engine gives up."""
 
+DECISION_INTERVAL_SECONDS = 0.1
+"""Between two looks of a policy that predicts: a decision takes about a millisecond of a core that ranks may need."""
+
 
 class Outbox(Protocol):
     """Where the coordinator's effects go."""
@@ -36,6 +42,8 @@ class Outbox(Protocol):
     def to_leader(self, rank: int, obj: Any) -> None: ...
     def to_server(self, obj: Any) -> None: ...
     def switched(self, record: m.SwitchRecord) -> None: ...
+    def decided(self, snapshot: Snapshot, decision: Decision) -> None: ...
+    def finished(self, response: m.Finished) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +84,11 @@ class _Leader:
     report: m.LoadReport | None = None
 
     @property
+    def known(self) -> bool:
+        """Whether the report lists the requests one by one; what is assumed right after a switch does not."""
+        return self.report is None or len(self.report.requests) == self.report.running + self.report.waiting
+
+    @property
     def in_flight(self) -> int:
         return self.sent - (self.report.received if self.report else 0)
 
@@ -99,10 +112,21 @@ class _Pending:
     reason: str
     started: float
     query_id: int | None = None
+    recompute_below: int = 0
     commanded: bool = False
     prepare_seconds: float = 0.0
     replies: dict[int, Any] = field(default_factory=dict)
     early: dict[int, m.LoadReport] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A switch that is to start as soon as nothing stands in its way."""
+
+    target: ParallelLayout
+    reason: str
+    query_id: int | None = None
+    recompute_below: int = 0
 
 
 @dataclass
@@ -115,18 +139,24 @@ class _Collect:
 
 
 class Coordinator:
-    """Life cycle: in the base layout with no load; then one event after another, forever."""
+    """Life cycle: in the base layout with no load; then one event after another, forever.
 
-    def __init__(self, config: AdaptiveConfig, outbox: Outbox) -> None:
+    Args:
+        policy: what ``config.policy`` names; made here if it needs no profile.
+    """
+
+    def __init__(self, config: AdaptiveConfig, outbox: Outbox, policy: Policy | None = None) -> None:
         self.config = config
         self.layout = config.base
+        self.history = LengthHistory()
         self._outbox = outbox
-        self._policy = make_policy(config.policy, config.switch_at)
+        self._policy = policy or make_policy(config.policy, switch_at=config.switch_at)
         self._leaders = {rank: _Leader() for rank in config.base.leaders}
         self._backlog: deque[Work | Control] = deque()
         self._collecting: dict[str, deque[_Collect]] = {}
         self._pending: _Pending | None = None
-        self._wanted: tuple[ParallelLayout, str, int | None] | None = None
+        self._wanted: _Wanted | None = None
+        self._traces: dict[int, list[m.RankTrace]] = {}
         self._epoch = 0
         self._records: deque[m.SwitchRecord] = deque(maxlen=HISTORY)
         self._switches = 0
@@ -136,6 +166,8 @@ class Coordinator:
         self._released: frozenset[str] = frozenset()
         self._last_arrival = float("-inf")
         self._last_abort = float("-inf")
+        self._last_switch = float("-inf")
+        self._next_decision = float("-inf")
 
     # -- events from the server -----------------------------------------------------------------
 
@@ -159,7 +191,7 @@ class Coordinator:
         if self._released:
             what = ", ".join(sorted(self._released))
             return self._answer(query.query_id, 409, f"memory is released ({what}); resume it first")
-        self._wanted = (target, "request", query.query_id)
+        self._wanted = _Wanted(target, "request", query.query_id)
         self._proceed(now)
 
     def status(self, query: m.StatusQuery) -> None:
@@ -181,6 +213,11 @@ class Coordinator:
             "switches": [msgspec.to_builtins(record) for record in self._records],
         }
         self._outbox.to_server(m.StatusReply(query_id=query.query_id, status=status))
+
+    def trace(self, query: m.TraceQuery, now: float) -> None:
+        """``Engine.trace()``: every rank is asked, as any may have led until the last switch."""
+        self._traces[query.query_id] = []
+        self.receive(Control(obj=query), now)
 
     # -- events from the ranks --------------------------------------------------------------------
 
@@ -206,6 +243,8 @@ class Coordinator:
         """One of our own messages from a rank."""
         if isinstance(message, m.LoadReport):
             self._load_report(message)
+        elif isinstance(message, m.RankTrace):
+            self._rank_trace(message)
         elif self._pending and message.epoch == self._pending.epoch:
             self._pending.replies[message.rank] = message
             if len(self._pending.replies) == self.config.num_ranks:
@@ -221,7 +260,19 @@ class Coordinator:
 
     # -- load ---------------------------------------------------------------------------------------
 
+    def _rank_trace(self, trace: m.RankTrace) -> None:
+        traces = self._traces[trace.query_id]
+        traces.append(trace)
+        if len(traces) == self.config.num_ranks:
+            steps = [{"rank": t.rank} | msgspec.structs.asdict(step) for t in traces for step in t.steps]
+            steps.sort(key=lambda step: step["at"])
+            self._outbox.to_server(m.TraceReply(query_id=trace.query_id, steps=steps))
+            del self._traces[trace.query_id]
+
     def _load_report(self, report: m.LoadReport) -> None:
+        for response in report.finished:
+            self.history.observe(response.length, response.family, finished=not response.cut)
+            self._outbox.finished(response)
         if report.rank in self._leaders and report.tp == self.layout.tp:
             self._leaders[report.rank].report = report
             self._leaders[report.rank].sent_tokens = 0
@@ -237,11 +288,20 @@ class Coordinator:
             now=now,
             tp=self.layout.tp,
             degrees=tuple(layout.tp for layout in self.config.layouts),
+            num_ranks=self.config.num_ranks,
             requests=self._requests(),
             peak=self._peak,
             last_arrival=self._last_arrival,
+            last_switch=self._last_switch,
             last_abort=self._last_abort,
+            load=self._load(),
         )
+
+    def _load(self) -> Load:
+        reports = [(rank, self._leaders[rank].report) for rank in self.layout.leaders]
+        rows = [(*msgspec.structs.astuple(r), rank) for rank, report in reports if report for r in report.requests]
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+        return Load(**dict(zip(("prompt", "output", "limit", "family", "replica"), columns, strict=True)))
 
     # -- getting on -----------------------------------------------------------------------------------
 
@@ -255,25 +315,35 @@ class Coordinator:
             head = self._backlog[0]
             if isinstance(head, Control) and head.needs_base and (self._pending or self.layout != self.config.base):
                 if not self._pending:
-                    self._wanted = (self.config.base, "control", None)
+                    self._wanted = _Wanted(self.config.base, "control")
                 break
             self._dispatch(self._backlog.popleft())
         # Here, and not where a policy looks: the engine may run empty during a control request.
         requests = self._requests()
         self._peak = max(self._peak, requests) if requests else 0
-        # While nothing decodes a switch gains nothing, and without its memory a rank cannot.
-        held = self._paused or self._released
-        if self._pending is None and self._wanted is None and not self._collecting and not held:
-            snapshot = self._snapshot(now)
-            degree = self._policy(snapshot)
-            if degree != self.layout.tp:
-                self._wanted = (self.config.layout(degree), self.config.policy, None)
+        if self._may_decide(now):
+            self._decide(now)
         if self._pending is None and self._wanted is not None:
-            target, reason, query_id = self._wanted
-            self._wanted = None
-            self._start(target, reason, query_id, now)
+            wanted, self._wanted = self._wanted, None
+            self._start(wanted, now)
         elif self._pending and not self._pending.commanded and self._all_prepared():
             self._command_switch()
+
+    def _may_decide(self, now: float) -> bool:
+        # While nothing decodes a switch gains nothing, and without its memory a rank cannot.
+        if self._paused or self._released or self._pending or self._wanted or self._collecting:
+            return False
+        return now >= self._next_decision and all(self._leaders[rank].known for rank in self.layout.leaders)
+
+    def _decide(self, now: float) -> None:
+        if self.config.predicts:
+            self._next_decision = now + DECISION_INTERVAL_SECONDS
+        snapshot = self._snapshot(now)
+        decision = self._policy(snapshot, self.history)
+        self._outbox.decided(snapshot, decision)
+        if decision.tp != self.layout.tp:
+            target = self.config.layout(decision.tp)
+            self._wanted = _Wanted(target, self.config.policy, recompute_below=decision.recompute_below)
 
     def _dispatch(self, event: Work | Control) -> None:
         if isinstance(event, Work):
@@ -297,13 +367,15 @@ class Coordinator:
 
     # -- a switch, in the order of its steps -----------------------------------------------------------
 
-    def _start(self, target: ParallelLayout, reason: str, query_id: int | None, now: float) -> None:
-        if target == self.layout:
+    def _start(self, wanted: _Wanted, now: float) -> None:
+        if wanted.target == self.layout:
             return
         self._epoch += 1
-        self._pending = _Pending(self.layout, target, self._epoch, reason, now, query_id)
+        self._pending = _Pending(
+            self.layout, wanted.target, self._epoch, wanted.reason, now, wanted.query_id, wanted.recompute_below
+        )
         for rank in self.layout.leaders:
-            self._outbox.to_leader(rank, m.Prepare(epoch=self._epoch, tp=target.tp))
+            self._outbox.to_leader(rank, m.Prepare(epoch=self._epoch, tp=wanted.target.tp))
 
     def _all_prepared(self) -> bool:
         return len(self._pending.replies) == self.config.num_ranks
@@ -322,7 +394,8 @@ class Coordinator:
         pending.prepare_seconds = max(reply.seconds for reply in pending.replies.values())
         pending.commanded, pending.replies = True, {}
         for rank in self.layout.leaders:
-            self._outbox.to_leader(rank, m.Switch(epoch=pending.epoch, tp=pending.target.tp))
+            command = m.Switch(epoch=pending.epoch, tp=pending.target.tp, recompute_below=pending.recompute_below)
+            self._outbox.to_leader(rank, command)
 
     def _finish(self, now: float) -> None:
         replies: list[m.RankSwitched] = list(self._pending.replies.values())
@@ -392,6 +465,7 @@ class Coordinator:
                 if self._base_attempts == BASE_ATTEMPTS:
                     raise RuntimeError(f"cannot return to the base layout for a control request: {error}")
         else:
+            self._last_switch = now
             self._base_attempts = 0
         if pending.query_id is not None:
             code = 500 if error else 200

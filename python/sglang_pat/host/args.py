@@ -27,10 +27,12 @@ class AdaptiveServerArgs(ServerArgs):
 
     adaptive_tp: bool = False
     pat_candidates: str | None = None
-    pat_policy: str = "threshold"
+    pat_policy: str | None = None
     pat_switch_at: int = 8
     pat_weights: str = "resident"
     pat_kv: str = "auto"
+    pat_profile: str | None = None
+    pat_log: str | None = None
     pat_base_tp: int = 0
     """Set by :func:`outer_view`: degree of the base layout, once ``tp_size`` shows all ranks."""
 
@@ -53,7 +55,17 @@ class AdaptiveServerArgs(ServerArgs):
         group.add_argument(
             "--pat-candidates", default=None, help="TP degrees to use, e.g. 1,2,4 (default: doublings of --tp)"
         )
-        group.add_argument("--pat-policy", default="threshold", help=f"who decides: {', '.join(POLICIES)}")
+        group.add_argument(
+            "--pat-profile", default=None, metavar="FILE", help="profile of this deployment (python -m profiler.sweep)"
+        )
+        group.add_argument(
+            "--pat-policy",
+            default=None,
+            help=f"who decides: {', '.join(POLICIES)} (default: survival with --pat-profile, else threshold)",
+        )
+        group.add_argument(
+            "--pat-log", default=None, metavar="FILE", help="append each decision with its inputs (JSON lines)"
+        )
         group.add_argument(
             "--pat-switch-at", type=int, default=8, help="threshold policy: merge at this many running requests"
         )
@@ -66,7 +78,9 @@ class AdaptiveServerArgs(ServerArgs):
         return AdaptiveConfig(
             base=given.with_tp(self.pat_base_tp) if self.pat_base_tp else given,
             degrees=parse_degrees(self.pat_candidates),
-            policy=self.pat_policy,
+            policy=self.pat_policy or ("survival" if self.pat_profile else "threshold"),
+            profile=self.pat_profile,
+            log=self.pat_log,
             switch_at=self.pat_switch_at,
             weights=self.pat_weights,
             kv=self.pat_kv,

@@ -28,6 +28,7 @@ from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
 from sglang_pat import messages  # noqa: E402
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
 from sglang_pat.coordinator.core import Coordinator  # noqa: E402
+from sglang_pat.coordinator.snapshot import Decision, Snapshot  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.host.channels import HOST  # noqa: E402
 from sglang_pat.host.controls import classify  # noqa: E402
@@ -57,6 +58,12 @@ class Sockets:
 
     def to_server(self, obj: Any) -> None:
         (self.rpc if isinstance(obj, RpcReqOutput) else self._server).send_pyobj(obj)
+
+    def decided(self, snapshot: Snapshot, decision: Decision) -> None:
+        pass
+
+    def finished(self, response: messages.Finished) -> None:
+        pass
 
     def switched(self, record: messages.SwitchRecord) -> None:
         what = "aborted" if record.error else "done"
@@ -103,6 +110,8 @@ def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float) -> N
             coordinator.status(obj)
         elif isinstance(obj, messages.Reconfigure):
             coordinator.reconfigure(obj, now)
+        elif isinstance(obj, messages.TraceQuery):
+            coordinator.trace(obj, now)
         else:
             for event in classify(obj):
                 coordinator.receive(event, now)

@@ -26,10 +26,12 @@ from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter 
 from sglang_pat.host.args import AdaptiveServerArgs, outer_view  # noqa: E402
 from sglang_pat.host.contract import check_host  # noqa: E402
 from sglang_pat.host.coordinator import run_coordinator  # noqa: E402
+from sglang_pat.host.deployment import check_profile, deployment  # noqa: E402
 from sglang_pat.host.processes import start  # noqa: E402
 from sglang_pat.host.rank import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
+from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
 
 __all__ = ["Engine", "ReconfigureError"]
 
@@ -44,6 +46,7 @@ class AdaptiveEngine(host_engine.Engine):
     @classmethod
     def _launch_subprocesses(cls, server_args: AdaptiveServerArgs, *args: Any, **kwargs: Any):
         check_host()
+        check_profile(server_args)
         return super()._launch_subprocesses(outer_view(server_args), *args, **kwargs)
 
     @classmethod
@@ -110,6 +113,7 @@ class Engine(AdaptiveEngine):
         if "server_args" not in kwargs and not kwargs.get("adaptive_tp"):
             raise ValueError("sglang_pat.Engine needs adaptive_tp=True; for a static layout use sglang.Engine")
         super().__init__(**kwargs)
+        self._given = self.server_args
         # The host keeps the arguments as given; show it the engine as it is: N ranks.
         self.server_args = outer_view(self.server_args)
 
@@ -134,6 +138,27 @@ class Engine(AdaptiveEngine):
             ReconfigureError: not a candidate, a switch under way, or aborted.
         """
         return self._await(self.tokenizer_manager.pat_reconfigure(tp))
+
+    def trace(self) -> list[dict[str, Any]]:
+        """Steps of all replicas since the last call, oldest first (the last 16,384 of each rank).
+
+        Each has ``rank`` (the replica's leader), ``tp``, ``kind`` (``decode`` or ``prefill``), ``at`` (when it ended,
+        seconds of the machine's monotonic clock), ``seconds``, ``requests`` and ``tokens`` (context tokens of a
+        decode step's batch, or tokens prefilled).
+        """
+        return self._await(self.tokenizer_manager.pat_trace())
+
+    def deployment(self) -> Fingerprint:
+        """What a profile taken on this engine holds for."""
+        info = self._scheduler_init_result.scheduler_infos[0]
+        return deployment(self._given, info["max_total_num_tokens"], info["pat_max_running"])
+
+    def setup_costs(self) -> list[LayoutSetup]:
+        """What each layout above the base cost at start, on rank 0."""
+        return [LayoutSetup(**setup) for setup in self._scheduler_init_result.scheduler_infos[0]["pat_setup"]]
+
+    async def async_trace(self) -> list[dict[str, Any]]:
+        return await self.tokenizer_manager.pat_trace()
 
     async def async_status(self) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_status()

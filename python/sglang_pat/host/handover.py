@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -56,13 +57,19 @@ class Arrivals:
 
 
 def make_offer(
-    scheduler: AdaptiveScheduler, new: ParallelLayout, decoding: list[Req], waiting: list[Req]
+    scheduler: AdaptiveScheduler, new: ParallelLayout, decoding: list[Req], waiting: list[Req], recompute_below: int
 ) -> Offer:
-    """This group's offer; every rank of a group computes the same, but for the capsules, which the leader adds."""
+    """This group's offer; every rank of a group computes the same, but for the capsules, which the leader adds.
+
+    ``recompute_below``: with ``--pat-kv auto``, requests with fewer KV tokens go over as tokens.
+    """
     layouts = scheduler.layouts
     old = layouts.current.layout
-    migrate = scheduler.adaptive.kv != "recompute"
-    rows = [scheduler.kv_row(req).cpu().numpy() if migrate else np.empty(0, np.int64) for req in decoding]
+    least = {"migrate": 0, "auto": recompute_below, "recompute": sys.maxsize}[scheduler.adaptive.kv]
+    rows = [
+        scheduler.kv_row(req).cpu().numpy() if req.kv_committed_len >= least else np.empty(0, np.int64)
+        for req in decoding
+    ]
     lengths = [req.kv_committed_len for req in decoding] + [req.seqlen for req in waiting]
     dests = plan.destinations(old, new, old.group_of(scheduler.rank), lengths)
     decoding_dest, waiting_dest = dests[: len(decoding)], dests[len(decoding) :]

@@ -7,6 +7,7 @@ head counts when they are constructed (docs/host.md), so each layout has its own
 from __future__ import annotations
 
 import copy
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_pat.host import weights
 from sglang_pat.host.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.predict.profile import LayoutSetup
 from sglang_pat.switch.plan import kv_head_range
 
 TAIL_GRAPH_BATCH_SIZES = [1, 2, 4, 8, 12, 16, 24, 32]
@@ -94,6 +96,8 @@ class Layouts:
         self.kv_heads = self.runner.model_config.get_total_num_kv_heads()
         base = self.config.base
         self._runtimes = {base.tp: self._base_runtime(base)}
+        self.setup: list[LayoutSetup] = []
+        """What building each layout above the base took."""
         self.current = self._runtimes[base.tp]
         for layout in self.config.layouts[1:]:
             self._runtimes[layout.tp] = self._build(layout)
@@ -126,17 +130,20 @@ class Layouts:
 
     def _build(self, layout: ParallelLayout) -> LayoutRuntime:
         runner, base = self.runner, self.base
+        clock = [time.perf_counter()]
         runner.groups.install(layout)
         self._set_ranks(layout)
         with runner.memory_saver_adapter.region("weights", enable_cpu_backup=False):
             model = weights.build_model(runner.model_config, runner.load_config, runner.device)
         _compile_embedding(model, runner.device)
-        arena = None
+        arena, filled = None, 0
+        clock.append(time.perf_counter())
         if self.resharding:
             weights.drop_weights(model)
         else:
             arena = weights.Arena(model, base.model, layout, self.config.base, self.rank)
-            arena.fill(self.weight_version)
+            filled = arena.fill(self.weight_version)
+        clock.append(time.perf_counter())
         _, base_heads = kv_head_range(self.kv_heads, self.config.base, self.rank)
         _, heads = kv_head_range(self.kv_heads, layout, self.rank)
         pool = kv_pool_view(base.kv_pool, base_heads // heads)
@@ -148,8 +155,21 @@ class Layouts:
         runner.model, runner.sampler = model, create_sampler()
         runner.token_to_kv_pool, runner.token_to_kv_pool_allocator = pool, allocator
         runner.init_attention_backend()
+        clock.append(time.perf_counter())
         with self._tail_graph_sizes():
             runner.init_device_graphs()
+        clock.append(time.perf_counter())
+        model_time, fill_time, pool_time, graph_time = np.diff(clock).tolist()
+        self.setup.append(
+            LayoutSetup(
+                tp=layout.tp,
+                groups_seconds=runner.groups.seconds[layout.tp],
+                build_seconds=model_time + pool_time,
+                graphs_seconds=graph_time,
+                fill_seconds=fill_time,
+                fill_bytes=filled,
+            )
+        )
         return LayoutRuntime(
             layout=layout,
             tp_rank=layout.tp_rank(self.rank),

@@ -6,6 +6,7 @@ Door 3 of the design (patching module globals) is used here and nowhere else, in
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -39,11 +40,15 @@ class GroupPool:
         self._single = init_model_parallel_group([[r] for r in ranks], local_device, backend, group_name="single")
         self._tp: dict[int, GroupCoordinator] = {}
         self._control: dict[int, dist.ProcessGroup] = {}
+        self.seconds: dict[int, float] = {}
+        """Time to make the groups of each degree."""
         for layout in layouts:
+            begun = time.perf_counter()
             self._tp[layout.tp] = init_model_parallel_group(
                 layout.groups(), local_device, backend, group_name=f"tp{layout.tp}"
             )
             self._control[layout.tp] = self._new_group(layout.groups(), shm.BACKEND)
+            self.seconds[layout.tp] = time.perf_counter() - begun
         self._exchange: dict[tuple[int, int], tuple[dist.ProcessGroup, list[int]]] = {}
         for i, low in enumerate(layouts):
             for high in layouts[i + 1 :]:

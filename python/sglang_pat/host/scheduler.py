@@ -13,6 +13,7 @@ import zlib
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import zmq
@@ -40,9 +41,10 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.host import penalties, requests
 from sglang_pat.host.channels import ControlSender, OutputSender, RankChannel, RpcRelay
 from sglang_pat.host.layouts import LayoutRuntime, Layouts
+from sglang_pat.host.load import LoadReporter, StepTrace, register
 from sglang_pat.host.runner import AdaptiveTpModelWorker
 from sglang_pat.host.switch import SwitchExecutor
-from sglang_pat.messages import Cancel, LoadReport, Prepare, Switch
+from sglang_pat.messages import Cancel, Prepare, Switch, TraceQuery
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +53,6 @@ CHECK_TOKENS_ENV = "SGLANG_PAT_CHECK_TOKENS"
 
 WORK = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)
 """Types of requests that the coordinator routes to one leader."""
-
-REPORT_INTERVAL_STEPS = 32
-"""A load report is sent at the latest every so many scheduler iterations that ran a batch."""
 
 
 class AdaptiveScheduler(Scheduler):
@@ -68,10 +67,8 @@ class AdaptiveScheduler(Scheduler):
         self.rank = rank
         self._channel_address = channel_address
         self._captured: list[Req] | None = None
-        self._received = 0
-        self._retracted = 0
-        self._last_load: tuple[int, int, int] | None = None
-        self._steps_since_report = 0
+        self.load = LoadReporter(self)
+        self.trace = StepTrace()
         self._check_tokens = os.environ.get(CHECK_TOKENS_ENV) == "1"
         penalties.fix_order()
         super().__init__(**kwargs)
@@ -115,6 +112,7 @@ class AdaptiveScheduler(Scheduler):
                 Prepare: lambda m: self.executor.prepare(m),
                 Switch: lambda m: self.executor.switch(m),
                 Cancel: lambda m: self.executor.cancel(m),
+                TraceQuery: lambda m: self.trace.answer(self, m),
             }
         )
 
@@ -160,7 +158,7 @@ class AdaptiveScheduler(Scheduler):
         set_random_seed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
         # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must agree.
         self.new_token_ratio = self.init_new_token_ratio
-        self._last_load = None
+        self.load.forget()
 
     def clear_pools(self) -> None:
         self.tree_cache.reset()
@@ -172,7 +170,7 @@ class AdaptiveScheduler(Scheduler):
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
         # Counted before handling: the host drops some (health checks) on the way.
         if self.is_leader:
-            self._received += sum(isinstance(req, WORK) for req in recv_reqs)
+            self.load.received += sum(isinstance(req, WORK) for req in recv_reqs)
         super().process_input_requests(recv_reqs)
 
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
@@ -189,12 +187,13 @@ class AdaptiveScheduler(Scheduler):
             super().init_req_max_new_tokens(req)
         finally:
             self.max_total_num_tokens = capacity
+        register(req)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         if self._captured is not None:
             self._captured.append(req)
             return
-        self._retracted += is_retracted
+        self.load.retracted += is_retracted
         super()._add_request_to_queue(req, is_retracted)
 
     def rebuild(self, capsule: requests.Capsule) -> Req:
@@ -351,57 +350,41 @@ class AdaptiveScheduler(Scheduler):
         if free + used != size:
             raise RuntimeError(f"request slots do not add up after the switch: {free=} + {used=} != {size=}")
 
-    # -- load reports --------------------------------------------------------------------------------
+    # -- load reports and the step trace ----------------------------------------------------------------
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
         batch = super().get_next_batch_to_run()
-        self._steps_since_report += batch is not None
+        if batch is None:
+            self.trace.idle()
         if self.is_leader:
-            self._report_load(batch)
+            self.load.look(batch)
         return batch
 
-    def _report_load(self, batch: ScheduleBatch | None) -> None:
-        running = len(self.running_batch.reqs)
-        if batch is not None and batch is not self.running_batch:
-            running += len(batch.reqs) - (self.chunked_req is not None and self.chunked_req in batch.reqs)
-        waiting = len(self.waiting_queue) + len(self.grammar_manager.grammar_queue) + (self.chunked_req is not None)
-        load = (running, waiting, self.layouts.weight_version)
-        if load == self._last_load and self._steps_since_report < REPORT_INTERVAL_STEPS:
-            return
-        self._last_load, self._steps_since_report = load, 0
-        self.send_load()
+    def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
+        if self.is_leader:
+            self.load.finished(reqs)
+        super().stream_output(reqs, return_logprob, skip_req)
+
+    def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
+        decode, requests_in_it = batch.forward_mode.is_decode(), len(batch.reqs)
+        tokens = int((batch.seq_lens_sum if decode else batch.extend_num_tokens) or 0)
+        super().process_batch_result(batch, result)
+        self.trace.end(self, "decode" if decode else "prefill", requests_in_it, tokens)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         success = super().flush_cache(empty_cache)
         if success and self.is_leader:
             # No step will follow that would report the emptied pool.
-            self._last_load = (0, 0, self.layouts.weight_version)
-            self.send_load()
+            self.load.forget()
+            self.load.send([], [])
         return success
-
-    def send_load(self) -> None:
-        running, waiting, weight_updates = self._last_load or (0, 0, self.layouts.weight_version)
-        allocator = self.token_to_kv_pool_allocator
-        self.channel.send(
-            LoadReport(
-                rank=self.rank,
-                tp=self.tp_size,
-                received=self._received,
-                running=running,
-                waiting=waiting,
-                tokens=int(self.running_batch.seq_lens_sum or 0) if self.running_batch.reqs else 0,
-                kv_used=allocator.size - allocator.available_size(),
-                kv_total=allocator.size,
-                retracted=self._retracted,
-                weight_updates=weight_updates,
-            )
-        )
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
         if batch.has_grammar:
             requests.forget_masks(batch.reqs)
         if batch.return_logprob:
             requests.complete_token_ids(batch)
+        self.trace.begin()
         result = super().run_batch(batch, *args, **kwargs)
         if self._check_tokens and self.tp_size > 1 and getattr(result, "next_token_ids", None) is not None:
             self._compare_tokens(batch, result.next_token_ids)
@@ -458,6 +441,11 @@ class AdaptiveScheduler(Scheduler):
         output = super().resume_memory_occupation(recv_req)
         self.layouts.invalidate()
         return output
+
+    def get_init_info(self) -> dict[str, Any]:
+        info = super().get_init_info()
+        setup = [msgspec.structs.asdict(cost) for cost in self.layouts.setup]
+        return info | {"pat_setup": setup, "pat_max_running": self.max_running_requests}
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
         output = super().get_internal_state(recv_req)

@@ -73,7 +73,7 @@ class SwitchExecutor:
         old, new = self.layouts.current.layout, self.config.layout(command.tp)
         report = dict(rank=self.rank, epoch=command.epoch, tp=command.tp)
         try:
-            offers, arrivals, exchange = self._quiesce(old, new, command.epoch)
+            offers, arrivals, exchange = self._quiesce(old, new, command)
             moved = self._exchange(old, new, exchange, command.epoch)
         except SwitchAborted as aborted:
             self._abort()
@@ -84,17 +84,17 @@ class SwitchExecutor:
 
     # -- the states, in order ---------------------------------------------------------------------
 
-    def _quiesce(self, old: ParallelLayout, new: ParallelLayout, epoch: int):
+    def _quiesce(self, old: ParallelLayout, new: ParallelLayout, command: Switch):
         """Stop at the step boundary, tell everyone what is alive, lay out the new groups.
 
         Nothing is changed that an aborted switch would miss.
         """
         error, offer, reqs = None, Offer(), ([], [])
         try:
-            self._enter(SwitchState.QUIESCE, epoch)
+            self._enter(SwitchState.QUIESCE, command.epoch)
             self.scheduler.drain()
             reqs = self.scheduler.live_requests()
-            offer = handover.make_offer(self.scheduler, new, *reqs)
+            offer = handover.make_offer(self.scheduler, new, *reqs, command.recompute_below)
         except Exception as exc:
             error = exc
         self._vote(error)

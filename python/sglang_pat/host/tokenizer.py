@@ -23,14 +23,18 @@ class ReconfigureError(RuntimeError):
 
 
 class AdaptiveTokenizerManager(TokenizerManager):
-    """Adds :meth:`pat_status` and :meth:`pat_reconfigure`."""
+    """Adds :meth:`pat_status`, :meth:`pat_reconfigure` and :meth:`pat_trace`."""
 
     def __init__(self, server_args, port_args) -> None:
         super().__init__(server_args, port_args)
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self._result_dispatcher += TypeBasedDispatcher(
-            [(messages.StatusReply, self._pat_reply), (messages.ReconfigureReply, self._pat_reply)]
+            [
+                (messages.StatusReply, self._pat_reply),
+                (messages.ReconfigureReply, self._pat_reply),
+                (messages.TraceReply, self._pat_reply),
+            ]
         )
 
     def init_ipc_channels(self, port_args) -> None:
@@ -64,6 +68,10 @@ class AdaptiveTokenizerManager(TokenizerManager):
         if reply.code != 200:
             raise ReconfigureError(reply.code, reply.message)
         return reply.record or {}
+
+    async def pat_trace(self) -> list[dict[str, Any]]:
+        """Steps of all replicas since the last call (``sglang_pat.messages.Step``), oldest first; bounded."""
+        return (await self._pat_ask(messages.TraceQuery)).steps
 
 
 def init_adaptive_tokenizer_manager(server_args, port_args):

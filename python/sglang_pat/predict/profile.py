@@ -15,6 +15,10 @@ VERSION = 1
 """Of the file's format."""
 
 
+INFORMATIVE = ("kv_tokens", "max_running")
+"""Fields of a fingerprint that may differ."""
+
+
 class ProfileError(ValueError):
     """A profile that cannot be used; one line with what was given, what is needed, what to do."""
 
@@ -25,19 +29,20 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: architecture and sizes, e.g. ``LlamaForCausalLM L30 H576 heads12/4 I1536 V49152``.
         dtype: of weights and KV.
-        device: CPU or GPU model.
+        device: CPU or GPU model; ``attention``: SGLang's attention backend.
         num_ranks, base_tp: N and the lowest degree.
         degrees: candidate degrees, ascending, base first.
         link: emulated link between CPU ranks, or ``none``.
         weights: ``resident`` or ``reshard``.
-        kv_tokens: KV tokens that one replica of the base layout holds.
-        max_running: most requests that one replica decodes at once.
+        kv_tokens: KV tokens that one replica of the base layout holds; max_running: most requests that it decodes
+            at once.  They bound what was measured and do not change it, so they may differ.
         host, torch, package: versions of SGLang, torch and sglang_pat.
     """
 
     model: str
     dtype: str
     device: str
+    attention: str = "default"
     num_ranks: int
     base_tp: int
     degrees: tuple[int, ...]
@@ -179,7 +184,7 @@ def save(profile: Profile, path: str | os.PathLike) -> None:
 
 def check_fits(profile: Profile, deployment: Fingerprint, path: str | os.PathLike = "") -> None:
     """Raise :class:`ProfileError` naming the first field in which ``profile`` is for another deployment."""
-    for name in Fingerprint.__struct_fields__:
+    for name in sorted(set(Fingerprint.__struct_fields__) - set(INFORMATIVE), key=Fingerprint.__struct_fields__.index):
         theirs, ours = getattr(profile.fingerprint, name), getattr(deployment, name)
         if theirs != ours:
             raise ProfileError(

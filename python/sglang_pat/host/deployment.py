@@ -1,0 +1,61 @@
+"""What a profile holds for: the fingerprint of this deployment."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+
+from sglang_pat.comm import shm
+from sglang_pat.host.args import AdaptiveServerArgs
+from sglang_pat.predict import profile as profiles
+from sglang_pat.predict.profile import Fingerprint
+from sglang_pat.version import __version__
+
+
+def deployment(args: AdaptiveServerArgs, kv_tokens: int = 0, max_running: int = 0) -> Fingerprint:
+    """The fingerprint of an engine with these arguments.
+
+    Args:
+        kv_tokens, max_running: of one replica of the base layout; known once a rank is up.
+    """
+    config = args.adaptive_config()
+    model = ModelConfig.from_server_args(args)
+    hf = model.hf_text_config
+    sizes = (
+        f"L{model.num_hidden_layers} H{model.hidden_size} heads{model.num_attention_heads}/"
+        f"{model.get_total_num_kv_heads()}x{model.head_dim} I{hf.intermediate_size} V{model.vocab_size}"
+    )
+    return Fingerprint(
+        model=f"{(model.hf_config.architectures or ['?'])[0]} {sizes}",
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=_device(args),
+        attention=args.attention_backend or "default",
+        num_ranks=config.num_ranks,
+        base_tp=config.base.tp,
+        degrees=tuple(layout.tp for layout in config.layouts),
+        link=str(shm.current_link() or "none"),
+        weights=config.weights,
+        kv_tokens=kv_tokens,
+        max_running=max_running,
+        host=metadata.version("sglang"),
+        torch=torch.__version__,
+        package=__version__,
+    )
+
+
+def _device(args: AdaptiveServerArgs) -> str:
+    if args.device == "cuda":
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def check_profile(args: AdaptiveServerArgs) -> None:
+    """Raise ``ProfileError`` (a ``ValueError``) unless ``--pat-profile`` is a profile of this deployment."""
+    if args.pat_profile is not None:
+        profiles.check_fits(profiles.load(args.pat_profile), deployment(args), args.pat_profile)

@@ -1,0 +1,132 @@
+"""Policies that predict, in the engine: they switch in a long-tail batch, lose nothing, and log what they saw."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.predict import profile as profiles
+from sglang_pat.predict.profile import DecodePoint, Fingerprint, PrefillPoint, Profile, SwitchSample
+
+LENGTHS = [12 + 3 * i for i in range(12)] + [700, 800, 900, 1000]
+"""Response lengths, tokens: a body that ends early and a tail."""
+
+LIMIT = 1200
+
+DEPLOYMENT = """
+import sys, msgspec
+from sglang_pat.host import cpu_shim
+cpu_shim.install() if cpu_shim.needed() else None
+from sglang_pat.host.args import AdaptiveServerArgs
+from sglang_pat.host.deployment import deployment
+args = AdaptiveServerArgs(model_path=sys.argv[1], tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
+print(msgspec.json.encode(deployment(args)).decode())
+"""
+
+
+def fingerprint(model: Path) -> Fingerprint:
+    ran = subprocess.run([sys.executable, "-c", DEPLOYMENT, str(model)], capture_output=True, text=True, check=True)
+    return profiles.msgspec.json.decode(ran.stdout.strip().splitlines()[-1], type=Fingerprint)
+
+
+def crossing_profile(deployment: Fingerprint) -> Profile:
+    """Made up so that policies act: tp1 is faster for many requests, tp2 for few; a switch costs 10 ms."""
+    seconds = {(1, 1): 0.020, (1, 16): 0.024, (2, 1): 0.010, (2, 16): 0.048}
+    decode = [
+        DecodePoint(tp=tp, replicas=2 // tp, batch=b, context=c, seconds=s + 1e-7 * b * c, samples=(s,))
+        for (tp, b), s in seconds.items()
+        for c in (64, 1024)
+    ]
+    prefill = [
+        PrefillPoint(tp=tp, replicas=2 // tp, batch=b, length=n, seconds=1e-4 * b * n / tp, samples=(1e-4,))
+        for tp in (1, 2)
+        for b in (1, 16)
+        for n in (16, 1024)
+    ]
+    switches = [
+        SwitchSample(
+            from_tp=a, to_tp=b, requests=n, tokens=200 * n, mode="migrate", moved_bytes=n << 20,
+            pause_seconds=0.01, prepare_seconds=0.0,
+            phases={"prepare": 0.0, "drain": 0.001, "capsules": 0.004, "plan": 0.002, "kv": 1e-4 * n, "install": 0.002},
+        )
+        for a, b in ((1, 2), (2, 1))
+        for n in (0, 2, 8)
+    ]  # fmt: skip
+    return Profile(
+        fingerprint=deployment, complete=True, decode=tuple(decode), prefill=tuple(prefill), switches=tuple(switches)
+    )
+
+
+@pytest.fixture(scope="module")
+def profile(llama, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("profile") / "llama.json"
+    profiles.save(crossing_profile(fingerprint(llama)), path)
+    return path
+
+
+def bodies() -> list[dict]:
+    """Lengths are fixed by ``max_new_tokens``; policies are told the same limit for all."""
+    return [
+        {
+            "input_ids": [6 + (seed * 97 + i * 31) % 490 for i in range(12)],
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": length,
+                "ignore_eos": True,
+                "custom_params": {"pat_limit": LIMIT},
+            },
+        }
+        for seed, length in enumerate(LENGTHS)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["survival", "pat"])
+def test_switches_in_a_long_tail_and_loses_nothing(servers, llama, profile, tmp_path, policy):
+    log = tmp_path / "decisions.jsonl"
+    flags = f"--tp 1 --dp 2 --adaptive-tp --pat-profile {profile} --pat-policy {policy} --pat-log {log}".split()
+    server = servers.get(llama, *flags)
+    assert server.status()["policy"] == policy
+    stock = servers.stock(llama).generate(bodies())
+    for _ in range(2):
+        answers = server.generate(bodies())
+        assert [a["output_ids"] for a in answers] == [s["output_ids"] for s in stock]
+    switches = server.status()["switches"]
+    live = [s for s in switches if s["to_tp"] == 2 and s["requests"] and not s["error"]]
+    assert live and all(s["reason"] == policy for s in live)
+    assert len(switches) <= 12, "flapping"
+    events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert events[0] == "start" and events.count("length") == 2 * len(LENGTHS) and "decision" in events
+    ran = subprocess.run(
+        [sys.executable, "-m", "sglang_pat.replay", "--log", str(log), "--profile", str(profile)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_default_with_a_profile_is_survival(servers, llama, profile):
+    server = servers.get(llama, *f"--tp 1 --dp 2 --adaptive-tp --pat-profile {profile}".split())
+    assert server.status()["policy"] == "survival"
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--pat-policy survival", "--pat-policy survival needs a profile"),
+        ("--pat-profile /nowhere/p.json", "profile /nowhere/p.json"),
+        ("--pat-profile PROFILE --dtype bfloat16", "dtype='float32'"),
+        ("--pat-profile PROFILE --pat-weights reshard", "weights='resident'"),
+    ],
+)
+def test_a_profile_that_does_not_fit_is_refused(llama, profile, flags, said):
+    command = f"{sys.executable} -m sglang_pat.launch_server --model-path {llama} --tp 1 --dp 2 --adaptive-tp"
+    words = command.split() + flags.replace("PROFILE", str(profile)).split()
+    if "--dtype" not in flags:
+        words += ["--dtype", "float32"]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert ran.returncode != 0
+    last = ran.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and said in last
