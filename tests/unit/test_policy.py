@@ -9,24 +9,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_pat.coordinator import policy
-from sglang_pat.coordinator.policy import RETRY_SECONDS, SETTLE_SECONDS, Snapshot, make_policy, threshold
+from sglang_pat.coordinator.lengths import LengthHistory
+from sglang_pat.coordinator.policy import make_policy, threshold
+from sglang_pat.coordinator.rules import RETRY_SECONDS, SETTLE_SECONDS
+from sglang_pat.coordinator.snapshot import Decision, Snapshot
 
 pytestmark = pytest.mark.unit
 
 NOW = 1000.0
+HISTORY = LengthHistory()
 
 
-def snapshot(tp=1, requests=0, peak=None, quiet=0.0, since_abort=float("inf"), degrees=(1, 2, 4)) -> Snapshot:
+def snapshot(
+    tp=1, requests=0, peak=None, quiet=0.0, since_abort=float("inf"), since_switch=float("inf"), degrees=(1, 2, 4)
+) -> Snapshot:
     """``quiet``: seconds since the last request came in."""
     return Snapshot(
         now=NOW,
         tp=tp,
         degrees=degrees,
+        num_ranks=degrees[-1],
         requests=requests,
         peak=requests if peak is None else peak,
         last_arrival=NOW - quiet,
         last_abort=NOW - since_abort,
+        last_switch=NOW - since_switch,
     )
+
+
+def degree(decide, snap: Snapshot) -> int:
+    decision = decide(snap, HISTORY)
+    assert isinstance(decision, Decision)
+    return decision.tp
 
 
 CASES = [
@@ -51,6 +65,10 @@ CASES = [
     ("after an abort: stay, though drained", dict(requests=2, peak=20, since_abort=RETRY_SECONDS - 0.01), 1),
     ("after an abort: stay, though empty", dict(tp=4, since_abort=0.0), 4),
     ("after an abort and a pause: again", dict(requests=2, peak=20, since_abort=RETRY_SECONDS), 4),
+    ("just split for a control request: wait", dict(requests=2, peak=20, since_switch=SETTLE_SECONDS - 0.01), 1),
+    ("no other control request came: merge again", dict(requests=2, peak=20, since_switch=SETTLE_SECONDS), 4),
+    ("just merged and filled up: split at once", dict(tp=4, requests=17, since_switch=0.0), 1),
+    ("just merged and empty: base at once", dict(tp=4, since_switch=0.0), 1),
     ("one layout only", dict(requests=2, peak=20, degrees=(2,), tp=2), 2),
     ("base is not 1", dict(tp=8, degrees=(2, 8)), 2),
 ]
@@ -58,7 +76,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kwargs", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_threshold(kwargs, expected):
-    assert threshold(8)(snapshot(**kwargs)) == expected
+    assert degree(threshold(8), snapshot(**kwargs)) == expected
 
 
 def run(decide, steps, tp=1) -> list[int]:
@@ -68,9 +86,10 @@ def run(decide, steps, tp=1) -> list[int]:
         now += seconds
         arrival = now if requests > before else arrival
         before, peak = requests, max(peak, requests) if requests else 0
-        tp = decide(
-            Snapshot(now=now, tp=tp, degrees=(1, 2, 4), requests=requests, peak=peak, last_arrival=arrival)
+        snap = Snapshot(
+            now=now, tp=tp, degrees=(1, 2, 4), num_ranks=4, requests=requests, peak=peak, last_arrival=arrival
         )
+        tp = degree(decide, snap)
         result.append(tp)
     return result
 
@@ -97,6 +116,18 @@ def test_hovering_about_the_threshold_does_not_flap():
     assert run(threshold(8), load) == [1, 1, 4, 4, 4, 4, 1]
 
 
+def test_a_weight_update_in_buckets_on_a_paused_engine_does_not_flap():
+    """Each bucket needs the base layout; the paused requests look like a tail all the while."""
+    switch, degrees = NOW, []
+    for tenth in range(50):
+        now = NOW + tenth * 0.1
+        if tenth % 5 == 0:
+            switch = now  # a bucket came, and the engine is in base once more
+        snap = dataclasses.replace(snapshot(requests=3, peak=20), now=now, last_switch=switch)
+        degrees.append(degree(threshold(8), snap))
+    assert set(degrees) == {1}
+
+
 snapshots = st.builds(
     snapshot,
     tp=st.sampled_from([1, 2, 4]),
@@ -104,6 +135,7 @@ snapshots = st.builds(
     peak=st.integers(0, 40),
     quiet=st.floats(0, 10),
     since_abort=st.floats(0, 20),
+    since_switch=st.floats(0, 20),
 )
 
 
@@ -111,12 +143,12 @@ snapshots = st.builds(
 @given(snapshots, st.sampled_from(["threshold", "manual", "off"]), st.integers(1, 16))
 def test_pure_and_within_the_candidates(snap, name, switch_at):
     copy = dataclasses.replace(snap)
-    decide = make_policy(name, switch_at)
-    first = decide(snap)
-    assert first in snap.degrees
+    decide = make_policy(name, switch_at=switch_at)
+    first = decide(snap, HISTORY)
+    assert first.tp in snap.degrees
     for other in snapshots_that_differ(snap):
-        decide(other)
-    assert decide(snap) == first == make_policy(name, switch_at)(copy)
+        decide(other, HISTORY)
+    assert decide(snap, HISTORY) == first == make_policy(name, switch_at=switch_at)(copy, HISTORY)
     assert snap == copy
 
 
@@ -129,20 +161,22 @@ def snapshots_that_differ(snap: Snapshot) -> list[Snapshot]:
 def test_only_differences_of_times_count(snap, shift):
     shift = float(int(shift))
     moved = dataclasses.replace(
-        snap, now=snap.now + shift, last_arrival=snap.last_arrival + shift, last_abort=snap.last_abort + shift
+        snap,
+        now=snap.now + shift,
+        last_arrival=snap.last_arrival + shift,
+        last_abort=snap.last_abort + shift,
+        last_switch=snap.last_switch + shift,
     )
-    close = any(
-        abs(snap.now - t - limit) < 1e-6
-        for t, limit in ((snap.last_arrival, SETTLE_SECONDS), (snap.last_abort, RETRY_SECONDS))
-    )
-    assert close or threshold(8)(moved) == threshold(8)(snap)
+    times = ((snap.last_arrival, SETTLE_SECONDS), (snap.last_switch, SETTLE_SECONDS), (snap.last_abort, RETRY_SECONDS))
+    close = any(abs(snap.now - t - limit) < 1e-6 for t, limit in times)
+    assert close or degree(threshold(8), moved) == degree(threshold(8), snap)
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(snapshots)
 def test_manual_stays_and_off_is_base(snap):
-    assert make_policy("manual", 8)(snap) == snap.tp
-    assert make_policy("off", 8)(snap) == snap.degrees[0]
+    assert degree(make_policy("manual"), snap) == snap.tp
+    assert degree(make_policy("off"), snap) == snap.degrees[0]
 
 
 def test_no_clock_in_the_module():
@@ -150,5 +184,11 @@ def test_no_clock_in_the_module():
 
 
 def test_unknown_policy():
-    with pytest.raises(KeyError):
-        make_policy("magic", 8)
+    with pytest.raises(ValueError, match="choose one of survival, pat, threshold, manual, off"):
+        make_policy("magic")
+
+
+@pytest.mark.parametrize("name", ["pat", "survival"])
+def test_predicting_needs_a_profile(name):
+    with pytest.raises(ValueError, match="--pat-profile"):
+        make_policy(name)

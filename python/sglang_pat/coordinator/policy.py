@@ -1,79 +1,81 @@
-"""When to switch, and to what: pure functions of a snapshot."""
+"""When to switch, and to what: pure functions of a snapshot and of the response lengths seen so far.
+
+``threshold`` (here) needs no profile.  ``pat`` (PAT's Algorithm 1) and ``survival`` predict the time that is left,
+for which they are given the predictor and the switch costs of a profile.  ``docs/policies.md`` compares them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-SETTLE_SECONDS = 1.0
-"""A small batch that never was a large one is merged only after no request came in for this long,
-so that the first requests of a large batch do not look like its tail."""
+from sglang_pat.coordinator.lengths import LengthHistory
+from sglang_pat.coordinator.pat import pat
+from sglang_pat.coordinator.rules import forced, may_raise
+from sglang_pat.coordinator.snapshot import Decision, Snapshot
+from sglang_pat.coordinator.survival import survival
 
 SPLIT_FACTOR = 2
 """Merged replicas are split again above this many times the load at which they merge, so that a load
 that hovers about the threshold does not switch to and fro."""
 
-RETRY_SECONDS = 5.0
-"""After an aborted switch the policies wait this long."""
+Policy = Callable[[Snapshot, LengthHistory], Decision]
+"""Says which degree to be in; the one in force means stay.  Reads both arguments and changes neither."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """What a policy may look at.  Times are seconds of one monotonic clock.
-
-    Attributes:
-        tp: degree in force; ``degrees``: candidates in ascending order, base first.
-        requests: requests in the engine (decoding, waiting, on their way to a replica).
-        peak: most requests since the engine was last empty.
-        last_arrival: when a request last came in.
-        last_abort: when a switch was last aborted, or minus infinity.
-    """
-
-    now: float
-    tp: int
-    degrees: tuple[int, ...]
-    requests: int
-    peak: int
-    last_arrival: float
-    last_abort: float = float("-inf")
-
-
-Policy = Callable[[Snapshot], int]
-"""Returns the degree to be in; the one in force means stay."""
-
-
-def stay(snapshot: Snapshot) -> int:
+def stay(snapshot: Snapshot, history: LengthHistory) -> Decision:
     """``manual``: switch on request only."""
-    return snapshot.tp
+    return Decision(tp=snapshot.tp)
 
 
-def base_only(snapshot: Snapshot) -> int:
+def base_only(snapshot: Snapshot, history: LengthHistory) -> Decision:
     """``off``: never leave the base layout."""
-    return snapshot.degrees[0]
+    return Decision(tp=snapshot.degrees[0])
 
 
 def threshold(switch_at: int) -> Policy:
-    """Merge into the highest degree when ``switch_at`` requests or fewer are left; split above twice as many.
+    """Merge into the highest degree when ``switch_at`` requests or fewer are left; split above twice as many."""
 
-    An empty engine goes back to the base layout, where the next round starts and weights are updated.
-    """
-
-    def decide(snapshot: Snapshot) -> int:
+    def decide(snapshot: Snapshot, history: LengthHistory) -> Decision:
+        decision = forced(snapshot)
+        if decision is not None:
+            return decision
         base, top = snapshot.degrees[0], snapshot.degrees[-1]
-        if snapshot.now - snapshot.last_abort < RETRY_SECONDS:
-            return snapshot.tp
-        if snapshot.requests == 0 or snapshot.requests > switch_at * SPLIT_FACTOR:
-            return base
-        if snapshot.requests > switch_at:
-            return snapshot.tp
-        draining = snapshot.peak > switch_at
-        settled = snapshot.now - snapshot.last_arrival >= SETTLE_SECONDS
-        if snapshot.tp == top or draining or settled:
-            return top
-        return snapshot.tp
+        if snapshot.requests > switch_at * SPLIT_FACTOR:
+            return Decision(tp=base)
+        few = snapshot.requests <= switch_at
+        if few and may_raise(snapshot, draining=snapshot.peak > switch_at):
+            return Decision(tp=top)
+        return Decision(tp=snapshot.tp)
 
     return decide
 
 
-def make_policy(name: str, switch_at: int) -> Policy:
-    return {"threshold": threshold(switch_at), "manual": stay, "off": base_only}[name]
+def make_policy(
+    name: str, *, switch_at: int = 8, predictor=None, costs=None, max_running: int | None = None
+) -> Policy:
+    """The policy called ``name``.
+
+    Args:
+        switch_at: of ``threshold``.
+        predictor, costs: :class:`~sglang_pat.predict.predictor.Predictor` and
+            :class:`~sglang_pat.predict.cost.SwitchCosts` of this deployment, for ``pat`` and ``survival``.
+        max_running: most requests that one replica decodes at once (``--max-running-requests``), for ``survival``.
+
+    Raises:
+        ValueError: no such policy, or it needs a profile and there is none.
+    """
+    if name in ("pat", "survival") and (predictor is None or costs is None):
+        raise ValueError(
+            f"policy {name} needs a profile: give --pat-profile FILE (python -m profiler.sweep makes one) "
+            "or choose threshold"
+        )
+    makers = {
+        "survival": lambda: survival(predictor, costs, max_running),
+        "pat": lambda: pat(predictor, costs),
+        "threshold": lambda: threshold(switch_at),
+        "manual": lambda: stay,
+        "off": lambda: base_only,
+    }
+    if name not in makers:
+        raise ValueError(f"policy {name!r}: choose one of {', '.join(makers)}")
+    return makers[name]()

@@ -1,0 +1,123 @@
+"""The cheapest course from here: when to be in which layout while the expected batch drains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_pat.coordinator.outlook import Outlook
+from sglang_pat.coordinator.snapshot import Load, Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Expected seconds until the batch is done.
+
+    Attributes:
+        by_degree: when that layout is taken now (the cost of the switch to it included) and the best course is held
+            from the next interval on.
+        never: when the layout in force is kept to the end.
+        now: cost of a switch to each other degree, seconds.
+        recompute_below: of these switches.
+    """
+
+    by_degree: dict[int, float]
+    never: float
+    now: dict[int, float]
+    recompute_below: dict[int, int]
+
+
+class Planner:
+    """Backward induction over intervals of the outlook and layouts; switches in both directions, any number.
+
+    Args:
+        max_running: requests that one replica decodes at once, or None for no bound; the rest waits for them.
+    """
+
+    def __init__(self, predictor, costs, max_running: int | None = None) -> None:
+        self.predictor, self.costs, self.max_running = predictor, costs, max_running
+        self._typical: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def plan(self, snapshot: Snapshot, outlook: Outlook) -> Plan:
+        degrees, here = snapshot.degrees, snapshot.degrees.index(snapshot.tp)
+        requests = len(snapshot.load)
+        shares = {tp: _even_share(requests, snapshot.num_ranks // tp) for tp in degrees}
+        running = np.stack([self._seconds(snapshot, outlook, tp, share) for tp, share in shares.items()])
+        staying = self._seconds(snapshot, outlook, snapshot.tp, _share_of(snapshot.load))
+        switching, now, below = self._switching(snapshot, outlook)
+        best, stay = np.zeros(len(degrees)), 0.0
+        for step in range(len(outlook.width) - 1, -1, -1):
+            through = running[:, step] + best
+            onward = staying[step] + stay
+            totals = switching[step] + through  # [from, to]
+            best = totals.min(axis=1)
+            # Keeping the present assignment of requests is a course of its own: a switch spreads them anew.
+            others = np.delete(totals[here], here)
+            stay = min(onward, others.min(initial=np.inf))
+        first = dict(zip(degrees, totals[here].tolist(), strict=True))
+        first[snapshot.tp] = float(onward)
+        return Plan(by_degree=first, never=float(staying.sum()), now=now, recompute_below=below)
+
+    def _seconds(self, snapshot: Snapshot, outlook: Outlook, tp: int, share: float) -> np.ndarray:
+        """Expected seconds of each interval in a layout, ``[intervals]``.
+
+        ``share``: of the other requests left, those on the replica of one that is left.
+        """
+        batch = 1 + (outlook.number - 1) * share
+        replicas = snapshot.num_ranks // tp
+        active = replicas * -np.expm1(outlook.number * np.log1p(-1 / replicas)) if replicas > 1 else 1.0
+        factor = 1.0
+        if self.max_running is not None:
+            factor = np.maximum(batch / self.max_running, 1.0)
+            batch = batch / factor
+        step = self.predictor.step_seconds(tp, batch, batch * outlook.context, active)
+        return outlook.width * outlook.any_alive * factor * step
+
+    def _switching(self, snapshot: Snapshot, outlook: Outlook) -> tuple[np.ndarray, dict, dict]:
+        """Expected seconds of a switch at the start of each interval, ``[intervals, from, to]``; of one now; and its
+        ``recompute_below``."""
+        degrees, lengths = snapshot.degrees, snapshot.load.prompt + snapshot.load.output
+        # At the start of an interval things are as in the middle of the one before.
+        alive = np.concatenate([[1.0], outlook.any_alive[:-1]])
+        held = float(lengths.sum())
+        tokens = np.concatenate([[held], (outlook.number * outlook.context)[:-1]])
+        result = np.zeros((len(alive), len(degrees), len(degrees)))
+        now, below = {}, {}
+        for i, source in enumerate(degrees):
+            for j, target in enumerate(degrees):
+                if source == target:
+                    continue
+                fixed, per_token = self._typical_cost(source, target)
+                state = per_token * tokens
+                if source == snapshot.tp:
+                    cost = self.costs.estimate(source, target, lengths)
+                    fixed = cost.seconds - cost.state_seconds
+                    state = np.maximum(cost.state_seconds + per_token * (tokens - held), 0.0)
+                    now[target], below[target] = cost.seconds, cost.recompute_below
+                result[:, i, j] = alive * (fixed + state)
+        return result, now, below
+
+    def _typical_cost(self, source: int, target: int) -> tuple[float, float]:
+        """Seconds of a switch with a few long requests without their state, and seconds for each KV token."""
+        if (source, target) not in self._typical:
+            lengths = np.full(4, 8192)
+            cost = self.costs.estimate(source, target, lengths)
+            self._typical[source, target] = cost.seconds - cost.state_seconds, cost.state_seconds / lengths.sum()
+        return self._typical[source, target]
+
+
+def _share_of(load: Load) -> float:
+    """Of the other requests, those on the same replica as a request, averaged over requests."""
+    counts = np.unique(load.replica, return_counts=True)[1]
+    return _concentration(counts)
+
+
+def _even_share(requests: int, replicas: int) -> float:
+    low, more = divmod(requests, replicas)
+    return _concentration(np.array([low + 1] * more + [low] * (replicas - more)))
+
+
+def _concentration(counts: np.ndarray) -> float:
+    total = counts.sum()
+    return float((counts * (counts - 1)).sum() / (total * (total - 1))) if total > 1 else 0.0

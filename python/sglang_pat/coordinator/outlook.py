@@ -1,0 +1,93 @@
+"""What is expected of the running batch: how many requests are left after so many more tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_pat.coordinator.lengths import LengthHistory
+from sglang_pat.coordinator.snapshot import Load
+
+STEPS = 48
+"""Intervals of the grid over future tokens."""
+
+FIRST_STEP = 16
+"""Tokens of its first interval; the others grow geometrically up to the most that any request may still generate."""
+
+CLASSES = 96
+"""Requests alike in length, limit and family are counted together, into about this many classes at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """The batch in each interval of the grid, float64 ``[intervals]``, taken at the interval's middle.
+
+    Attributes:
+        width: token steps in the interval.
+        any_alive: probability that a request is left.
+        number: requests left, given that one is.
+        context: KV tokens of one that is left, on average.
+    """
+
+    width: np.ndarray
+    any_alive: np.ndarray
+    number: np.ndarray
+    context: np.ndarray
+
+
+def grid(longest: int, steps: int = STEPS) -> np.ndarray:
+    """Interval ends ``[intervals + 1]``, from 0 to ``longest`` tokens ahead; increasing integers."""
+    if longest <= FIRST_STEP:
+        return np.array([0.0, longest])
+    ends = FIRST_STEP * (longest / FIRST_STEP) ** (np.arange(steps) / (steps - 1))
+    return np.concatenate([[0.0], np.unique(np.round(ends))])
+
+
+def look_ahead(load: Load, history: LengthHistory) -> Outlook | None:
+    """Survival of every running request given its present length; None if all are at their limit.
+
+    Requests are taken as independent given what is known of their families.
+    """
+    left = load.limit - load.output
+    longest = int(left.max())
+    if longest <= 0:
+        return None
+    curve = history.curve(int(load.limit.max()), load.output)
+    shape, rate = history.posterior(curve, load.family, load.output)
+    members, (output, left, shape, rate, prompt) = _classes(load.output, left, shape, rate, load.prompt)
+    ends = grid(longest)
+    ahead = (ends[:-1] + ends[1:]) / 2
+    hazard = curve.cumulative(output[:, None] + ahead) - curve.cumulative(output)[:, None]
+    if curve.theta == 0:
+        alive = np.exp(-hazard)
+    else:
+        # The factor is gamma distributed: its mean alone would end the family of a long response too soon.
+        alive = np.exp(-shape[:, None] * np.log1p(hazard / rate[:, None]))
+    alive = np.where(ahead < left[:, None], alive, 0.0)
+    number = members @ alive
+    none_alive = np.exp(members @ np.log1p(-np.minimum(alive, 1 - 1e-15)))
+    any_alive = np.maximum(1 - none_alive, 1e-12)
+    tokens = (members * (prompt + output)) @ alive + number * ahead
+    number = np.maximum(number, 1e-12)
+    return Outlook(
+        width=np.diff(ends), any_alive=any_alive, number=np.maximum(number / any_alive, 1.0), context=tokens / number
+    )
+
+
+def _classes(output, left, shape, rate, prompt) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Requests counted together: members of each class, and each quantity's mean in it, float64 ``[classes]``."""
+    quantities = [np.asarray(q, dtype=float) for q in (output, left, shape, rate, prompt)]
+    size = len(output)
+    keys = [np.log(quantities[0] + 16), np.log(np.maximum(quantities[1], 1)), np.log(quantities[2])]
+    keys.append(np.log(quantities[3]))
+    resolution = 24.0
+    while True:
+        code = np.zeros(size, dtype=np.int64)
+        for key in keys:
+            code = code * 4096 + np.floor((key - key.min()) * resolution).astype(np.int64)
+        _, index, members = np.unique(code, return_inverse=True, return_counts=True)
+        if len(members) <= CLASSES:
+            break
+        resolution /= 2
+    return members.astype(float), [np.bincount(index, q) / members for q in quantities]

@@ -1,0 +1,42 @@
+"""What the deciding policies have in common: when nothing is to be decided, and when tp may be raised."""
+
+from __future__ import annotations
+
+from sglang_pat.coordinator.snapshot import Decision, Snapshot
+
+SETTLE_SECONDS = 1.0
+"""tp is not raised before this long after the last arrival unless the batch is draining, so that the first requests of
+a large batch do not look like its tail; nor before this long after a switch, so that an engine that had to go to the
+base layout for a control request does not go back and forth for each bucket of a weight update."""
+
+DRAINED = 0.5
+"""A batch of which at most this share of the peak is left has arrived; a fuller one may still be coming in."""
+
+RETRY_SECONDS = 5.0
+"""After an aborted switch the policies wait this long."""
+
+
+def forced(snapshot: Snapshot) -> Decision | None:
+    """What every deciding policy does without looking at the load; None if the load decides.
+
+    After an abort it waits.  An empty engine goes back to the base layout, where the next round starts and weights
+    are updated.
+    """
+    if snapshot.now - snapshot.last_abort < RETRY_SECONDS or len(snapshot.degrees) == 1:
+        return Decision(tp=snapshot.tp)
+    if snapshot.requests == 0:
+        return Decision(tp=snapshot.degrees[0])
+    return None
+
+
+def may_raise(snapshot: Snapshot, draining: bool | None = None) -> bool:
+    """Whether a higher tp may be chosen now.
+
+    Args:
+        draining: the batch is known to be past its arrival; None to tell by ``DRAINED``.
+    """
+    if draining is None:
+        draining = snapshot.requests <= DRAINED * snapshot.peak
+    if snapshot.now - snapshot.last_switch < SETTLE_SECONDS:
+        return False
+    return draining or snapshot.now - snapshot.last_arrival >= SETTLE_SECONDS

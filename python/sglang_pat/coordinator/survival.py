@@ -1,0 +1,63 @@
+"""Policy ``survival``: the least expected time, given how long responses have been in this run.
+
+PAT bounds the time that is left by the longest response allowed.  Here each running request has a probability of being
+left after so many more tokens (:mod:`~sglang_pat.coordinator.lengths`, :mod:`~sglang_pat.coordinator.outlook`), and the
+best course over all layouts and later moments is computed (:mod:`~sglang_pat.coordinator.course`).  It is followed as
+far as the first move, and only where that move gains more than the estimates can be trusted to tell apart.
+"""
+
+from __future__ import annotations
+
+from sglang_pat.coordinator.course import Plan, Planner
+from sglang_pat.coordinator.lengths import LengthHistory
+from sglang_pat.coordinator.outlook import look_ahead
+from sglang_pat.coordinator.rules import forced, may_raise
+from sglang_pat.coordinator.snapshot import Decision, Snapshot
+
+MARGIN = 0.01
+"""A switch must gain at least this share of the time that is left without any."""
+
+MARGIN_SECONDS = 0.02
+"""And at least this much."""
+
+COOLDOWN = 2.0
+"""No switch for this many times its cost after the last one: at most a third of the time goes into switching."""
+
+
+def survival(predictor, costs, max_running: int | None = None):
+    """The policy for a deployment.
+
+    Args:
+        predictor, costs: step times and switch costs of its profile.
+        max_running: requests that one replica decodes at once; None if memory is the only bound.
+    """
+    planner = Planner(predictor, costs, max_running)
+
+    def decide(snapshot: Snapshot, history: LengthHistory) -> Decision:
+        decision = forced(snapshot)
+        if decision is not None:
+            return decision
+        outlook = look_ahead(snapshot.load, history) if len(snapshot.load) else None
+        if outlook is None:
+            return Decision(tp=snapshot.tp)
+        plan = planner.plan(snapshot, outlook)
+        tp = _choose(snapshot, plan)
+        return Decision(tp=tp, estimates=plan.by_degree, recompute_below=plan.recompute_below.get(tp, 0))
+
+    return decide
+
+
+def _choose(snapshot: Snapshot, plan: Plan) -> int:
+    """The degree to be in: the first move of the plan, if it is worth it and allowed."""
+    best = min(plan.by_degree, key=plan.by_degree.get)
+    if best == snapshot.tp:
+        return snapshot.tp
+    # Against never switching, not against switching one interval later: that gain is always small.
+    gain = plan.never - plan.by_degree[best]
+    if gain < max(MARGIN * plan.never, MARGIN_SECONDS):
+        return snapshot.tp
+    if snapshot.now - snapshot.last_switch < COOLDOWN * plan.now[best]:
+        return snapshot.tp
+    if best > snapshot.tp and not may_raise(snapshot):
+        return snapshot.tp
+    return best

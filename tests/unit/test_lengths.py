@@ -1,0 +1,189 @@
+"""Response lengths: the curve against textbook figures, the prior beyond the data, likeness within families."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import kendalltau, lognorm
+
+from sglang_pat.coordinator.lengths import EDGES, MIN_FAMILIES, REFRESH, LengthHistory, Lognormal
+
+pytestmark = pytest.mark.unit
+
+# Freireich et al. (1963), remission in weeks under 6-MP, and Kaplan and Meier's estimate of it in any textbook
+# (e.g. Kalbfleisch and Prentice, table 1.2).
+WEEKS = [6, 6, 6, 7, 10, 13, 16, 22, 23]
+CENSORED_WEEKS = [6, 9, 10, 11, 17, 19, 20, 25, 32, 32, 34, 35]
+TEXTBOOK = {6: 0.857, 7: 0.807, 10: 0.753, 13: 0.690, 16: 0.627, 22: 0.538, 23: 0.448}
+
+
+def tokens(weeks: int) -> int:
+    """One bin a week, so that the grid does not blur the ranks."""
+    return int(EDGES[40 + weeks])
+
+
+def test_kaplan_meier_textbook():
+    history = LengthHistory(strength=1e-9)
+    for week in WEEKS:
+        history.observe(tokens(week), week)
+    for week in CENSORED_WEEKS:
+        history.observe(tokens(week), week, finished=False)
+    curve = history.curve(10**6)
+    for week, survival in TEXTBOOK.items():
+        assert curve.survival(tokens(week)) == pytest.approx(survival, abs=6e-4)
+    assert curve.survival(tokens(5)) == pytest.approx(1.0)
+
+
+def test_running_requests_are_censored():
+    """The same figures when those censored are still running."""
+    history = LengthHistory(strength=1e-9)
+    for week in WEEKS:
+        history.observe(tokens(week), week)
+    curve = history.curve(10**6, np.array([tokens(week) for week in CENSORED_WEEKS]))
+    assert curve.survival(tokens(23)) == pytest.approx(0.448, abs=6e-4)
+
+
+def test_nothing_seen_is_the_prior():
+    curve = LengthHistory(prior=Lognormal(7.919, 0.885)).curve(24576)
+    at = EDGES[60:130]
+    assert curve.survival(at) == pytest.approx(lognorm(0.885, scale=np.exp(7.919)).sf(at), rel=1e-6)
+
+
+def test_the_default_prior_is_scaled_to_the_limit():
+    history = LengthHistory()
+    assert history.curve(8192).survival(1024) == pytest.approx(0.5, abs=0.02)
+    assert history.curve(1024).survival(128) == pytest.approx(0.5, abs=0.02)
+
+
+def test_beyond_what_was_seen_the_prior_rules():
+    """All of 1,000 responses were short; one that got far is not taken to end at once."""
+    prior = Lognormal(7.0, 1.0)
+    history = LengthHistory(prior=prior)
+    for family in range(1000):
+        history.observe(100, family)
+    curve, alone = history.curve(24576), LengthHistory(prior=prior).curve(24576)
+    assert curve.survival(110) < 0.01
+    left = np.array([2000, 4000, 8000])
+    assert curve.survival(left) / curve.survival(1000) == pytest.approx(
+        alone.survival(left) / alone.survival(1000), rel=1e-9
+    )
+
+
+def test_all_aborted_never_ends_sooner_than_the_prior():
+    history = LengthHistory(prior=Lognormal(6.0, 1.0))
+    for family in range(50):
+        history.observe(1000, family, finished=False)
+    assert history.curve(24576).survival(900) > 0.9
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(
+    st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 5), st.booleans()), max_size=60),
+    st.lists(st.integers(0, 30000), max_size=20),
+    st.integers(1, 10**6),
+)
+def test_a_curve_is_a_survival_curve(responses, running, limit):
+    history = LengthHistory(window=40)
+    for response in responses:
+        history.observe(*response)
+    curve = history.curve(limit, np.array(running, dtype=np.int64))
+    survival = curve.survival(np.linspace(0, 2 * limit, 100))
+    assert np.isfinite(survival).all() and survival[0] == 1.0
+    assert (np.diff(survival) <= 1e-15).all() and (survival >= 0).all()
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 10**5), st.integers(0, 9), st.booleans()), max_size=120), st.integers(1, 30))
+def test_only_the_window_counts(responses, window):
+    long, short = LengthHistory(window=window), LengthHistory(window=window)
+    for response in responses:
+        long.observe(*response)
+    for response in responses[-window:]:
+        short.observe(*response)
+    assert len(long) == len(short)
+    long.theta = short.theta = 0.0
+    assert (long.curve(1000).values == short.curve(1000).values).all()
+    assert long._families == short._families
+
+
+def test_written_and_read_it_is_the_same():
+    history = fill(LengthHistory(prior=Lognormal(7.0, 1.0), window=500), families=100, correlation=0.7)
+    again = LengthHistory.from_dict(json.loads(json.dumps(history.to_dict())))
+    running = np.array([100, 200])
+    assert again.theta == history.theta > 0
+    assert (again.curve(8192, running).values == history.curve(8192, running).values).all()
+    for other in (history, again):
+        fill(other, families=10, correlation=0.0, first=1000)
+    assert again.to_dict() == history.to_dict()
+
+
+def fill(history: LengthHistory, families: int, correlation: float, size: int = 8, first: int = 0, seed: int = 0):
+    """Lognormal lengths whose logs are correlated within a family."""
+    random = np.random.default_rng(seed)
+    for family in range(families):
+        common = random.normal()
+        own = random.normal(size=size)
+        for score in np.sqrt(correlation) * common + np.sqrt(1 - correlation) * own:
+            history.observe(round(np.exp(7 + score)), first + family)
+    return history
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.2, 0.5, 0.8])
+def test_theta_is_that_of_kendalls_tau(correlation):
+    history = fill(LengthHistory(), families=REFRESH * 6, correlation=correlation)
+    tau = 2 / np.pi * np.arcsin(correlation)
+    assert history.theta / (history.theta + 2) == pytest.approx(tau, abs=0.06)
+
+
+def test_theta_against_kendalls_tau_of_gamma_frailty():
+    """Lengths drawn from the model itself: its theta is found."""
+    random = np.random.default_rng(1)
+    factor = random.gamma(1.0, 1.0, size=(500, 1))  # theta = 1
+    lengths = 1000 * random.exponential(size=(500, 8)) / factor
+    history = LengthHistory()
+    for family, members in enumerate(np.maximum(lengths, 1).astype(int)):
+        for length in members:
+            history.observe(length, family)
+    assert history.theta == pytest.approx(1.0, abs=0.2)
+    assert kendalltau(lengths[:, 0], lengths[:, 1]).statistic == pytest.approx(1 / 3, abs=0.08)
+
+
+def test_no_theta_from_few_families_or_equal_lengths():
+    assert fill(LengthHistory(), families=MIN_FAMILIES - 1, correlation=0.9, size=REFRESH).theta == 0
+    history = LengthHistory()
+    for index in range(4 * REFRESH):
+        history.observe(500, index // 8)
+    assert history.theta == 0
+
+
+def test_siblings_shift_the_expectation():
+    """A family whose members ended early is expected to end early; one that outlived others, late."""
+    history = fill(LengthHistory(), families=100, correlation=0.7)
+    for _ in range(6):
+        history.observe(150, 901)
+        history.observe(8000, 902)
+    curve = history.curve(16384)
+    shape, rate = history.posterior(curve, np.array([901, 902, 903]), np.array([150, 150, 150]))
+    factor = shape / rate
+    assert factor[0] > 3 * factor[2] and factor[1] < factor[2] / 3
+
+
+def test_posterior_by_hand():
+    history = LengthHistory()
+    history.theta = 0.5
+    history.observe(100, 1)
+    history.observe(300, 1, finished=False)
+    curve = history.curve(1000)
+    shape, rate = history.posterior(curve, np.array([1, 1, 2]), np.array([50, 70, 20]))
+    hazard = curve.cumulative(np.array([100, 300, 50, 70, 20]))
+    assert shape.tolist() == [3.0, 3.0, 2.0]
+    assert rate == pytest.approx([2 + hazard[:4].sum()] * 2 + [2 + hazard[4]])
+
+
+def test_bad_parameters():
+    with pytest.raises(ValueError, match="must be positive"):
+        LengthHistory(window=0)
