@@ -39,6 +39,8 @@ class AdaptiveConfig:
     """File to which each decision is appended with its inputs (JSON lines)."""
     switch_at: int = 8
     """``threshold`` policy: merge when this many requests or fewer are left."""
+    max_running: int | None = None
+    """Most requests that one replica decodes at once; None if unbounded."""
     weights: str = "resident"
     """``resident``: base shards plus an arena per layout; ``reshard``: PAT's all-gather and slice."""
     kv: str = "auto"

@@ -117,6 +117,7 @@ def test_the_default_with_a_profile_is_survival(servers, llama, profile):
     [
         ("--pat-policy survival", "--pat-policy survival needs a profile"),
         ("--pat-profile /nowhere/p.json", "profile /nowhere/p.json"),
+        ("--pat-profile PROFILE --pat-log /nowhere/log", "--pat-log /nowhere/log"),
         ("--pat-profile PROFILE --dtype bfloat16", "dtype='float32'"),
         ("--pat-profile PROFILE --pat-weights reshard", "weights='resident'"),
     ],
@@ -128,5 +129,5 @@ def test_a_profile_that_does_not_fit_is_refused(llama, profile, flags, said):
         words += ["--dtype", "float32"]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert ran.returncode != 0
-    last = ran.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: ") and said in last
+    (error,) = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    assert said in error

@@ -81,6 +81,7 @@ class AdaptiveServerArgs(ServerArgs):
             policy=self.pat_policy or ("survival" if self.pat_profile else "threshold"),
             profile=self.pat_profile,
             log=self.pat_log,
+            max_running=self.max_running_requests,
             switch_at=self.pat_switch_at,
             weights=self.pat_weights,
             kv=self.pat_kv,

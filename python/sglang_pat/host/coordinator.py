@@ -11,6 +11,7 @@ import pickle
 import time
 from typing import Any
 
+import msgspec
 import setproctitle
 import zmq
 
@@ -27,13 +28,18 @@ from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
 
 from sglang_pat import messages  # noqa: E402
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
+from sglang_pat.coordinator import decision_log  # noqa: E402
 from sglang_pat.coordinator.core import Coordinator  # noqa: E402
+from sglang_pat.coordinator.policy import Policy, make_policy  # noqa: E402
 from sglang_pat.coordinator.snapshot import Decision, Snapshot  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.host.channels import HOST  # noqa: E402
 from sglang_pat.host.controls import classify  # noqa: E402
 from sglang_pat.host.processes import end_engine  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
+from sglang_pat.predict.cost import SwitchCosts  # noqa: E402
+from sglang_pat.predict.predictor import Predictor  # noqa: E402
+from sglang_pat.predict.profile import load  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +47,30 @@ TICK_MILLISECONDS = 100
 """Longest the coordinator sleeps; policies that wait for something look again this often."""
 
 
+class EventLog:
+    """``--pat-log``: appends what the coordinator saw and decided (``sglang_pat.coordinator.decision_log``)."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "ab", buffering=0)
+        self._quiet = False
+
+    def write(self, event: dict[str, Any]) -> None:
+        self._file.write(msgspec.json.encode(event) + b"\n")
+
+    def decided(self, snapshot: Snapshot, decision: Decision) -> None:
+        # An idle engine decides to stay idle ten times a second.
+        quiet = snapshot.requests == 0 and decision.tp == snapshot.tp
+        if not (quiet and self._quiet):
+            self.write(decision_log.dump_decision(snapshot, decision))
+        self._quiet = quiet
+
+
 class Sockets:
     """The coordinator's sockets, and its outbox."""
 
-    def __init__(self, port_args: PortArgs, leader_addresses: list[str], channel_address: str, metrics) -> None:
+    def __init__(
+        self, port_args: PortArgs, leader_addresses: list[str], channel_address: str, metrics, log: EventLog | None
+    ) -> None:
         context = zmq.Context(2)
         self.from_server = get_zmq_socket(context, zmq.PULL, port_args.scheduler_input_ipc_name, False)
         self.from_ranks = get_zmq_socket(context, zmq.PULL, channel_address, True)
@@ -52,6 +78,7 @@ class Sockets:
         self._server = get_zmq_socket(context, zmq.PUSH, port_args.tokenizer_ipc_name, False)
         self._leaders = [get_zmq_socket(context, zmq.PUSH, address, True) for address in leader_addresses]
         self._metrics = metrics
+        self._log = log
 
     def to_leader(self, rank: int, obj: Any) -> None:
         self._leaders[rank].send_pyobj(obj)
@@ -60,10 +87,12 @@ class Sockets:
         (self.rpc if isinstance(obj, RpcReqOutput) else self._server).send_pyobj(obj)
 
     def decided(self, snapshot: Snapshot, decision: Decision) -> None:
-        pass
+        if self._log:
+            self._log.decided(snapshot, decision)
 
     def finished(self, response: messages.Finished) -> None:
-        pass
+        if self._log:
+            self._log.write(decision_log.dump_length(response.length, response.family, not response.cut))
 
     def switched(self, record: messages.SwitchRecord) -> None:
         what = "aborted" if record.error else "done"
@@ -117,6 +146,26 @@ def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float) -> N
                 coordinator.receive(event, now)
 
 
+def load_policy(config: AdaptiveConfig) -> Policy:
+    """The policy of ``config``, with the profile it predicts from.
+
+    Raises:
+        ProfileError: the profile cannot be used.
+    """
+    predictor = costs = None
+    if config.profile is not None:
+        profile = load(config.profile)
+        predictor = Predictor(profile)
+        costs = SwitchCosts(profile, predictor)
+    return make_policy(
+        config.policy,
+        switch_at=config.switch_at,
+        predictor=predictor,
+        costs=costs,
+        max_running=config.max_running,
+    )
+
+
 def run_coordinator(
     server_args: AdaptiveServerArgs,
     port_args: PortArgs,
@@ -133,9 +182,21 @@ def run_coordinator(
     configure_logger(server_args, prefix=" coordinator")
     try:
         metrics = SwitchMetrics(config) if server_args.enable_metrics else None
-        sockets = Sockets(port_args, leader_addresses, channel_address, metrics)
+        log = EventLog(config.log) if config.log else None
+        sockets = Sockets(port_args, leader_addresses, channel_address, metrics, log)
+        coordinator = Coordinator(config, sockets, load_policy(config))
+        if log:
+            log.write(
+                decision_log.dump_start(
+                    config.policy,
+                    switch_at=config.switch_at,
+                    history=coordinator.history,
+                    profile=config.profile,
+                    max_running=config.max_running,
+                )
+            )
         pipe_writer.send({"status": "ready"})
-        serve(Coordinator(config, sockets), sockets)
+        serve(coordinator, sockets)
     except Exception:
         logger.exception("coordinator failed")
         end_engine(parent_pid)

@@ -42,7 +42,7 @@ def deployment(args: AdaptiveServerArgs, kv_tokens: int = 0, max_running: int = 
         kv_tokens=kv_tokens,
         max_running=max_running,
         host=metadata.version("sglang"),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         package=__version__,
     )
 
@@ -55,7 +55,12 @@ def _device(args: AdaptiveServerArgs) -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def check_profile(args: AdaptiveServerArgs) -> None:
-    """Raise ``ProfileError`` (a ``ValueError``) unless ``--pat-profile`` is a profile of this deployment."""
+def check_files(args: AdaptiveServerArgs) -> None:
+    """Raise ``ValueError`` unless ``--pat-profile`` is a profile of this deployment and ``--pat-log`` can be written."""
     if args.pat_profile is not None:
         profiles.check_fits(profiles.load(args.pat_profile), deployment(args), args.pat_profile)
+    if args.pat_log is not None:
+        try:
+            open(args.pat_log, "ab").close()
+        except OSError as error:
+            raise ValueError(f"--pat-log {args.pat_log}: {error.strerror}; give a file that can be written") from None

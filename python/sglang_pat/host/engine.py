@@ -26,7 +26,7 @@ from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter 
 from sglang_pat.host.args import AdaptiveServerArgs, outer_view  # noqa: E402
 from sglang_pat.host.contract import check_host  # noqa: E402
 from sglang_pat.host.coordinator import run_coordinator  # noqa: E402
-from sglang_pat.host.deployment import check_profile, deployment  # noqa: E402
+from sglang_pat.host.deployment import check_files, deployment  # noqa: E402
 from sglang_pat.host.processes import start  # noqa: E402
 from sglang_pat.host.rank import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
@@ -46,7 +46,7 @@ class AdaptiveEngine(host_engine.Engine):
     @classmethod
     def _launch_subprocesses(cls, server_args: AdaptiveServerArgs, *args: Any, **kwargs: Any):
         check_host()
-        check_profile(server_args)
+        check_files(server_args)
         return super()._launch_subprocesses(outer_view(server_args), *args, **kwargs)
 
     @classmethod

@@ -17,7 +17,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_pat.host.args import AdaptiveServerArgs, outer_view
 from sglang_pat.host.contract import HostMismatch, check_host
-from sglang_pat.host.deployment import check_profile
+from sglang_pat.host.deployment import check_files
 from sglang_pat.host.engine import AdaptiveEngine
 from sglang_pat.host.rank import run_detokenizer
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
@@ -43,7 +43,7 @@ def launch(argv: list[str]) -> None:
     try:
         check_host()
         server_args = parse_args(argv)
-        check_profile(server_args)
+        check_files(server_args)
     except (ValueError, HostMismatch) as error:
         sys.exit(f"error: {error}")
     add_routes(http_server.app)
