@@ -18,8 +18,8 @@ class UsageError(ValueError):
 class Parser(argparse.ArgumentParser):
     """Tells a bad command line in one line, without the usage above it."""
 
-    def __init__(self, **kwargs) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+    def __init__(self, *, allow_abbrev: bool = False, **kwargs) -> None:
+        super().__init__(allow_abbrev=allow_abbrev, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)

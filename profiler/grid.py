@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, fields
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from profiler.errors import UsageError
 from sglang_pat.layout import ParallelLayout
@@ -22,8 +22,8 @@ STEPS = 60
 LEAST_STEPS = 8
 SLACK = 6
 """Decode steps by which requests of one batch may start apart."""
-SWITCH_ANSWER = 96
-"""Tokens that a request may decode while switches are measured with it."""
+SWITCH_ANSWER = 256
+"""Tokens that a request may decode while switches are measured with it, and so the least distance of their contexts."""
 LEAST_CONTEXT, LEAST_GAP = 48, 16
 """Tokens: shortest context (a window must fit below it), and the least distance of two."""
 
@@ -70,14 +70,16 @@ class Grid:
     switch_context: tuple[int, ...] = SWITCH_CONTEXTS
 
     def __post_init__(self) -> None:
+        """Raises UsageError."""
         for name, values in asdict(self).items():
             least = LEAST_CONTEXT if name in ("context", "switch_context") else 1
             if list(values) != sorted(set(values)) or any(value < least for value in values):
                 given = ",".join(map(str, values))
                 raise UsageError(f"--grid {name}={given}: give ascending numbers, each at least {least}")
-        for low, high in zip(self.context, self.context[1:], strict=False):
-            if high - low < LEAST_GAP:
-                raise UsageError(f"--grid context={low},{high}: must be at least {LEAST_GAP} tokens apart")
+        for name, gap in (("context", LEAST_GAP), ("switch_context", SWITCH_ANSWER)):
+            for low, high in pairwise(getattr(self, name)):
+                if high - low < gap:
+                    raise UsageError(f"--grid {name}={low},{high}: must be at least {gap} tokens apart")
         if not self.batch or not self.context:
             raise UsageError("--grid: batch and context need at least one number each")
 

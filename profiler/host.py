@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
 from profiler.errors import Parser, UsageError, one_line
 from profiler.rig import model_folder_error
+from sglang_pat.predict.profile import Fingerprint
 
 OURS = ("--adaptive-tp", "--pat-policy", "--pat-switch-at", "--pat-profile")
 """Flags that the profiler sets itself, or that have no meaning here."""
 
 
-def set_environment() -> None:
-    """One thread a rank, and nothing to be downloaded, as the Makefile sets it; what is set already stays."""
+def set_environment(quiet: bool) -> None:
+    """One thread a rank, and nothing to be downloaded, as the Makefile sets it; what is set already stays.
+
+    ``quiet``: no warnings while SGLang is imported (kernels that this machine lacks, models that it cannot load).
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if quiet:
+        os.environ.setdefault("PYTHONWARNINGS", "ignore")
+        warnings.simplefilter("ignore")
+        logging.basicConfig(level=logging.ERROR)
 
 
 def server_args(model: str, flags: list[str]) -> Any:
@@ -33,17 +45,19 @@ def server_args(model: str, flags: list[str]) -> Any:
     for flag in flags:
         if flag.split("=")[0] in OURS:
             raise UsageError(f"{flag}: the profiler decides on switches itself; leave it out")
-    set_environment()
-    with interrupts_held():
-        # Before SGLang: it starts the fork server, and fills in what SGLang lacks on a CPU.
-        import sglang_pat.host.engine  # noqa: F401
+    quiet = not any(flag.startswith("--log-level") for flag in flags)
+    set_environment(quiet)
+    from sglang_pat.host import cpu_shim
+
+    if cpu_shim.needed():
+        cpu_shim.install()
     from sglang_pat.host.args import AdaptiveServerArgs
     from sglang_pat.host.contract import HostMismatch, check_host
 
-    parser = Parser(prog="profiler")
+    parser = Parser(prog="profiler", allow_abbrev=True)  # SGLang's own --tp is an abbreviation
     AdaptiveServerArgs.add_cli_args(parser)
-    quiet = [] if any(flag.startswith("--log-level") for flag in flags) else ["--log-level", "error"]
-    given = ["--model-path", model, *flags, *quiet, "--adaptive-tp", "--pat-policy", "manual"]
+    given = ["--model-path", model, *flags, "--adaptive-tp", "--pat-policy", "manual"]
+    given += ["--log-level", "error"] if quiet else []
     try:
         check_host()
         return AdaptiveServerArgs.from_cli_args(parser.parse_args(given))
@@ -53,11 +67,17 @@ def server_args(model: str, flags: list[str]) -> Any:
         raise UsageError(one_line(error)) from None
 
 
-def deployment(args: Any) -> Any:
+def deployment(args: Any) -> Fingerprint:
     """The fingerprint of what ``args`` would start, but for the sizes of its pools."""
     from sglang_pat.host.deployment import deployment as of
 
-    return of(args)
+    return plain(of(args))
+
+
+def plain(found: Fingerprint) -> Fingerprint:
+    """``found`` with strings that are only strings: torch's version is of a class of its own."""
+    fields = msgspec.structs.asdict(found)
+    return Fingerprint(**{name: str(value) if isinstance(value, str) else value for name, value in fields.items()})
 
 
 @contextmanager

@@ -66,7 +66,8 @@ async def decode(
     runs: list[Windows] = []
     trace: list[dict[str, Any]] = []
     for _ in range(ATTEMPTS + REPEATS):
-        ids = await prompts.of(point, max(8, point.context - WARM_UP - steps // 2))
+        alone_after = FILLER_STEPS if point.replicas < _dp(rig, point) else 0
+        ids = await prompts.of(point, max(8, point.context - alone_after - WARM_UP - steps // 2))
         await rig.trace()
         await rig.finish(_start(rig, point, ids, WARM_UP + steps + SLACK))
         steps_seen = await rig.trace()
@@ -96,12 +97,16 @@ def _start(rig: Rig, point: Point, ids: list[list[int]], answer: int) -> list:
     replica takes it, all have the same prompts, and the next longer ones find them in their caches.  For a lone
     replica all but the first of each row end early.
     """
-    dp = next(layout.dp for layout in rig.layouts if layout.tp == point.tp)
+    dp = _dp(rig, point)
     prompts, answers = [], []
     for prompt in ids:
         prompts += [prompt] * dp
         answers += [answer] * dp if point.replicas == dp else [answer + FILLER_STEPS] + [FILLER_STEPS] * (dp - 1)
     return rig.send(prompts, answers)
+
+
+def _dp(rig: Rig, point: Point) -> int:
+    return next(layout.dp for layout in rig.layouts if layout.tp == point.tp)
 
 
 async def prefill(rig: Rig, point: Point, prompts: Prompts) -> PrefillPoint:
@@ -149,6 +154,7 @@ async def switches(rig: Rig, point: Point, prompts: Prompts) -> list[SwitchSampl
     await rig.reconfigure(point.tp)
     await rig.flush()
     prompts.forget()
+    await rig.trace()
     tasks = rig.send([rig.tokens(point.context) for _ in range(point.batch)], [SWITCH_ANSWER] * point.batch)
     records = []
     try:

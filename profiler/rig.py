@@ -99,11 +99,16 @@ class Rig:
         return await self.engine.async_trace()
 
     async def until_decoding(self, tasks: Sequence[asyncio.Task], requests: int, steps: int = 2) -> None:
-        """Until ``requests`` requests in all have decoded together for ``steps`` steps; forgets the trace."""
+        """Until ``requests`` requests in all have decoded together for ``steps`` steps, in the layout in force.
+
+        Forgets the trace.  Returns as well if all ``tasks`` are over.
+        """
         last: dict[int, int] = {}
         seen: dict[int, int] = {}
         while not all(task.done() for task in tasks):
             for step in await self.trace():
+                if step["tp"] != self.tp:
+                    continue  # from before the last switch
                 decoding = step["kind"] == "decode"
                 last[step["rank"]] = step["requests"] if decoding else 0
                 seen[step["rank"]] = seen.get(step["rank"], 0) + decoding

@@ -174,4 +174,5 @@ async def fill_arenas(rig: Rig) -> list[SwitchSample]:
 def describe(machine: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
     """``machine`` for the profile; sessions are counted, and the first one's load is kept."""
     sessions = int(earlier.get("sessions", 0)) + 1
+    machine = {name: str(value) if isinstance(value, str) else value for name, value in machine.items()}
     return machine | earlier | {"sessions": sessions, "date": time.strftime("%Y-%m-%d %H:%M")}

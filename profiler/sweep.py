@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         engine = host.start(args)
     sweep = None
     try:
-        sweep = _Sweep(engine, options, found, display, began, engine.deployment(), tuple(engine.setup_costs()))
+        sweep = _Sweep(engine, options, found, display, began, tuple(engine.setup_costs()))
         return host.run(engine, sweep.run)
     except KeyboardInterrupt:
         display.say(sweep.interrupted() if sweep else "interrupted before the first point")
@@ -101,11 +101,10 @@ class _Sweep:
         found: Profile | None,
         display: displays.Display,
         began: float,
-        fingerprint: Fingerprint,
         setup: tuple[LayoutSetup, ...],
     ) -> None:
         self._engine, self._options, self._found, self._display = engine, options, found, display
-        self._began, self._fingerprint, self._setup = began, fingerprint, setup
+        self._began, self._fingerprint, self._setup = began, host.plain(engine.deployment()), setup
         self._session: Session | None = None
 
     async def run(self) -> int:
@@ -138,6 +137,8 @@ class _Sweep:
                 store.change(switches=(*store.profile.switches, *await fill_arenas(rig)))
         machine = store.profile.machine | {"spent_seconds": round(clock.spent, 1)}
         store.change(complete=True, machine=machine)
+        for note in progress.notes:
+            self._display.say(f"not measured: {note}")
         self._display.say(self._summary(store.profile, len(left_out), clock))
         return 0
 

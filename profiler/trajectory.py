@@ -1,0 +1,140 @@
+"""Real decode steps against predicted ones: pure functions of traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from profiler.windows import Step, by_rank
+from sglang_pat.predict.predictor import Predictor
+
+WINDOW = 20
+"""Steps over which errors are also taken, so that what a single step suffers from the machine averages out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """One decode step of one replica.
+
+    Attributes:
+        rank: its leader.
+        at: seconds at which it ended.
+        requests, tokens: of its batch.
+        remaining: requests decoding in the whole engine.
+        active: replicas at work.
+        measured, predicted: seconds.
+        covered: whether the profile's grid encloses it.
+    """
+
+    rank: int
+    at: float
+    requests: int
+    tokens: int
+    remaining: int
+    active: int
+    measured: float
+    predicted: float
+    covered: bool
+
+
+def decoded(trace: list[Step], predictor: Predictor, tp: int) -> list[Decoded]:
+    """Every decode step of ``trace`` with its prediction, leader by leader in the order of time."""
+    ranks = by_rank(trace, tp=tp)
+    ends = {rank: np.array([step["at"] for step in mine]) for rank, mine in ranks.items()}
+    steps = []
+    for rank, mine in ranks.items():
+        others = [(ends[other], theirs) for other, theirs in ranks.items() if other != rank]
+        for previous, step in zip([None, *mine], mine, strict=False):
+            if step["kind"] != "decode":
+                continue
+            if previous is not None and previous["kind"] == "decode" and previous["requests"] < step["requests"]:
+                continue  # requests joined in a prefill that the bounded trace has lost
+            middle = step["at"] - step["seconds"] / 2
+            beside = [found for theirs in others if (found := _covering(*theirs, middle)) is not None]
+            active = 1 + len(beside)
+            steps.append(
+                Decoded(
+                    rank=rank,
+                    at=step["at"],
+                    requests=step["requests"],
+                    tokens=step["tokens"],
+                    remaining=step["requests"] + sum(other["requests"] for other in beside),
+                    active=active,
+                    measured=step["seconds"],
+                    predicted=predictor.step_seconds(tp, step["requests"], step["tokens"], active),
+                    covered=predictor.covers(tp, step["requests"], step["tokens"]),
+                )
+            )
+    return steps
+
+
+def _covering(ends: np.ndarray, steps: list[Step], moment: float) -> Step | None:
+    """The step under way at ``moment``; ``ends`` are when ``steps`` ended."""
+    place = int(np.searchsorted(ends, moment))
+    if place < len(steps) and steps[place]["at"] - steps[place]["seconds"] <= moment:
+        return steps[place]
+    return None
+
+
+def windows(steps: list[Decoded], size: int = WINDOW) -> list[list[Decoded]]:
+    """Runs of ``size`` steps of one leader; a rest shorter than half of it is left out."""
+    found: dict[int, list[Decoded]] = {}
+    for step in steps:
+        found.setdefault(step.rank, []).append(step)
+    cut = [mine[i : i + size] for mine in found.values() for i in range(0, len(mine), size)]
+    return [window for window in cut if 2 * len(window) >= size]
+
+
+def error(groups: Iterable[list[Decoded]]) -> float:
+    """Mean absolute error of the predicted time of each group, relative to what was measured."""
+    return mean(
+        abs(sum(s.predicted for s in group) - (time := sum(s.measured for s in group))) / time for group in groups
+    )
+
+
+def repeat_spread(first: list[Decoded], second: list[Decoded]) -> float:
+    """What the machine itself varies: mean absolute difference of windows of two runs of the same trajectory.
+
+    Windows are compared by measured over predicted time, so that two runs whose requests were shared out differently
+    between replicas can be compared too.
+    """
+    ratios = [
+        [sum(s.measured for s in window) / sum(s.predicted for s in window) for window in windows(run)]
+        for run in (first, second)
+    ]
+    return mean(abs(a - b) / ((a + b) / 2) for a, b in zip(*ratios, strict=False))
+
+
+def throughput(steps: list[Decoded]) -> dict[int, tuple[float, float]]:
+    """Remaining requests → (measured, predicted) tokens a second of the engine (PAT Fig. 14)."""
+    groups: dict[int, list[Decoded]] = {}
+    for step in steps:
+        groups.setdefault(step.remaining, []).append(step)
+    rates = {}
+    for remaining, found in groups.items():
+        tokens, active = sum(s.requests for s in found), mean(s.active for s in found)
+        rates[remaining] = (
+            active * tokens / sum(s.measured for s in found),
+            active * tokens / sum(s.predicted for s in found),
+        )
+    return rates
+
+
+def summary(layout: str, runs: list[list[Decoded]]) -> dict[str, Any]:
+    """One row of the result: errors of both runs together, the machine's own spread, what was not covered."""
+    steps = [step for run in runs for step in run]
+    cut = [window for run in runs for window in windows(run)]
+    total = sum(s.measured for s in steps)
+    return {
+        "layout": layout,
+        "steps": len(steps),
+        "error a step": error([step] for step in steps),
+        f"error a window of {WINDOW}": error(cut) if cut else float("nan"),
+        "error of the whole": abs(sum(s.predicted for s in steps) - total) / total,
+        "repeat to repeat": repeat_spread(runs[0], runs[1]) if cut and len(runs) > 1 else float("nan"),
+        "beyond the grid": mean(not s.covered for s in steps),
+    }
