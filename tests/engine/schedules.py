@@ -113,7 +113,7 @@ def make(
     while (left := size - 1 - sum(r.n for r in requests)) > 0:
         requests.append(request(left))
     waves = rng.randint(0, len(requests))
-    last = pacer.max_new_tokens * 3 // 4
+    last = pacer.max_new_tokens // 2
     # At 0 nothing may have arrived yet, or prefills are under way; the last one finds the pacer decoding.
     times = sorted(0 if rng.random() < 0.3 else rng.randint(1, last) for _ in range(rng.randint(0, 5)))
     times.append(rng.randint(max([1, *times]), last))

@@ -56,7 +56,7 @@ def _device(args: AdaptiveServerArgs) -> str:
 
 
 def check_files(args: AdaptiveServerArgs) -> None:
-    """Raise ``ValueError`` unless ``--pat-profile`` is a profile of this deployment and ``--pat-log`` can be written."""
+    """Raise ``ValueError`` unless ``--pat-profile`` is of this deployment and ``--pat-log`` can be written."""
     if args.pat_profile is not None:
         profiles.check_fits(profiles.load(args.pat_profile), deployment(args), args.pat_profile)
     if args.pat_log is not None:
