@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import kendalltau, lognorm
+from scipy.stats import lognorm, norm
 
-from sglang_pat.coordinator.lengths import EDGES, MIN_FAMILIES, REFRESH, LengthHistory, Lognormal
+from sglang_pat.coordinator.families import MAX_CORRELATION, MIN_FAMILIES, expected_scores
+from sglang_pat.coordinator.lengths import EDGES, REFRESH, LengthHistory, Lognormal
 
 pytestmark = pytest.mark.unit
 
@@ -105,8 +106,7 @@ def test_only_the_window_counts(responses, window):
     for response in responses[-window:]:
         short.observe(*response)
     assert len(long) == len(short)
-    long.theta = short.theta = 0.0
-    assert (long.curve(1000).values == short.curve(1000).values).all()
+    assert (long.curve(1000).hazards == short.curve(1000).hazards).all()
     assert long._families == short._families
 
 
@@ -114,8 +114,8 @@ def test_written_and_read_it_is_the_same():
     history = fill(LengthHistory(prior=Lognormal(7.0, 1.0), window=500), families=100, correlation=0.7)
     again = LengthHistory.from_dict(json.loads(json.dumps(history.to_dict())))
     running = np.array([100, 200])
-    assert again.theta == history.theta > 0
-    assert (again.curve(8192, running).values == history.curve(8192, running).values).all()
+    assert again.correlation == history.correlation > 0
+    assert (again.curve(8192, running).hazards == history.curve(8192, running).hazards).all()
     for other in (history, again):
         fill(other, families=10, correlation=0.0, first=1000)
     assert again.to_dict() == history.to_dict()
@@ -133,31 +133,28 @@ def fill(history: LengthHistory, families: int, correlation: float, size: int = 
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.2, 0.5, 0.8])
-def test_theta_is_that_of_kendalls_tau(correlation):
+def test_the_correlation_is_found(correlation):
     history = fill(LengthHistory(), families=REFRESH * 6, correlation=correlation)
-    tau = 2 / np.pi * np.arcsin(correlation)
-    assert history.theta / (history.theta + 2) == pytest.approx(tau, abs=0.06)
+    assert history.correlation == pytest.approx(correlation, abs=0.05)
 
 
-def test_theta_against_kendalls_tau_of_gamma_frailty():
-    """Lengths drawn from the model itself: its theta is found."""
-    random = np.random.default_rng(1)
-    factor = random.gamma(1.0, 1.0, size=(500, 1))  # theta = 1
-    lengths = 1000 * random.exponential(size=(500, 8)) / factor
-    history = LengthHistory()
-    for family, members in enumerate(np.maximum(lengths, 1).astype(int)):
-        for length in members:
-            history.observe(length, family)
-    assert history.theta == pytest.approx(1.0, abs=0.2)
-    assert kendalltau(lengths[:, 0], lengths[:, 1]).statistic == pytest.approx(1 / 3, abs=0.08)
-
-
-def test_no_theta_from_few_families_or_equal_lengths():
-    assert fill(LengthHistory(), families=MIN_FAMILIES - 1, correlation=0.9, size=REFRESH).theta == 0
+def test_no_correlation_from_few_families_or_equal_lengths():
+    assert fill(LengthHistory(), families=MIN_FAMILIES - 1, correlation=0.9, size=REFRESH).correlation == 0
     history = LengthHistory()
     for index in range(4 * REFRESH):
         history.observe(500, index // 8)
-    assert history.theta == 0
+    assert history.correlation == 0
+
+
+def test_short_responses_of_unfinished_families_do_not_pass_for_likeness():
+    """Half-way through a batch without likeness: the short halves of many families are in, and whole older ones."""
+    history = fill(LengthHistory(), families=100, correlation=0.0)
+    random = np.random.default_rng(5)
+    for family in range(1000, 1100):
+        for score in random.normal(size=8):
+            if score < 0:
+                history.observe(round(np.exp(7 + score)), family)
+    assert history.correlation < 0.08
 
 
 def test_siblings_shift_the_expectation():
@@ -166,22 +163,41 @@ def test_siblings_shift_the_expectation():
     for _ in range(6):
         history.observe(150, 901)
         history.observe(8000, 902)
-    curve = history.curve(16384)
-    shape, rate = history.posterior(curve, np.array([901, 902, 903]), np.array([150, 150, 150]))
-    factor = shape / rate
-    assert factor[0] > 3 * factor[2] and factor[1] < factor[2] / 3
+    mean, spread = history.expect(history.curve(16384), np.array([901, 902, 903]), np.array([140, 140, 140]))
+    assert mean[0] < -1 < 1 < mean[1] and mean[2] == pytest.approx(0.0, abs=1e-9)
+    assert spread[0] < spread[2] == pytest.approx(1.0)
 
 
-def test_posterior_by_hand():
-    history = LengthHistory()
-    history.theta = 0.5
-    history.observe(100, 1)
-    history.observe(300, 1, finished=False)
-    curve = history.curve(1000)
-    shape, rate = history.posterior(curve, np.array([1, 1, 2]), np.array([50, 70, 20]))
-    hazard = curve.cumulative(np.array([100, 300, 50, 70, 20]))
-    assert shape.tolist() == [3.0, 3.0, 2.0]
-    assert rate == pytest.approx([2 + hazard[:4].sum()] * 2 + [2 + hazard[4]])
+def test_expected_scores_by_hand():
+    """Finished siblings only: the posterior of a normal mean."""
+    correlation, scores = 0.5, np.array([1.0, 2.0])
+    mean, spread = expected_scores(correlation, [scores, np.array([])], np.array([0, 1]), np.array([0.0, 0.0]))
+    # g has prior N(0, 1) and two observations z = √.5 g + √.5 e: precision 3, mean √.5 / .5 * 3 / 3.
+    assert mean == pytest.approx([1.0, 0.0])
+    assert spread == pytest.approx([np.sqrt(0.5 / 3 + 0.5), 1.0])
+
+
+@pytest.mark.parametrize(("correlation", "known", "present"), [
+    (0.5, [], [1.0, 1.0]),
+    (0.5, [0.3], [0.5, 1.5, 1.5]),
+    (0.8, [-0.2, 0.1], [1.0] * 4),
+    (MAX_CORRELATION, [0.5], [1.0, 1.2]),
+])  # fmt: skip
+def test_expected_scores_of_running_siblings_against_sampling(correlation, known, present):
+    random = np.random.default_rng(0)
+    g = random.normal(size=400_000)
+    weights = np.ones_like(g)
+    for z in known:
+        weights *= norm.pdf(z, np.sqrt(correlation) * g, np.sqrt(1 - correlation))
+    for z in present[1:]:  # those beside the first, of which we ask
+        weights *= norm.sf(z, np.sqrt(correlation) * g, np.sqrt(1 - correlation))
+    mean = np.average(g, weights=weights)
+    variance = np.average((g - mean) ** 2, weights=weights)
+    means, spreads = expected_scores(
+        correlation, [np.array(known)], np.zeros(len(present), dtype=int), np.array(present)
+    )
+    assert means[0] == pytest.approx(np.sqrt(correlation) * mean, abs=0.03)
+    assert spreads[0] == pytest.approx(np.sqrt(correlation * variance + 1 - correlation), abs=0.03)
 
 
 def test_bad_parameters():

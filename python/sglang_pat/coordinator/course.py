@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_pat.coordinator.outlook import Outlook
-from sglang_pat.coordinator.snapshot import Load, Snapshot
+from sglang_pat.coordinator.snapshot import Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +19,14 @@ class Plan:
             from the next interval on.
         never: when the layout in force is kept to the end.
         now: cost of a switch to each other degree, seconds.
+        saving: share of the present step time that each degree would save.
         recompute_below: of these switches.
     """
 
     by_degree: dict[int, float]
     never: float
     now: dict[int, float]
+    saving: dict[int, float]
     recompute_below: dict[int, int]
 
 
@@ -41,23 +43,20 @@ class Planner:
 
     def plan(self, snapshot: Snapshot, outlook: Outlook) -> Plan:
         degrees, here = snapshot.degrees, snapshot.degrees.index(snapshot.tp)
-        requests = len(snapshot.load)
-        shares = {tp: _even_share(requests, snapshot.num_ranks // tp) for tp in degrees}
+        shares = {tp: _share_after(snapshot, tp) for tp in degrees}
         running = np.stack([self._seconds(snapshot, outlook, tp, share) for tp, share in shares.items()])
-        staying = self._seconds(snapshot, outlook, snapshot.tp, _share_of(snapshot.load))
         switching, now, below = self._switching(snapshot, outlook)
-        best, stay = np.zeros(len(degrees)), 0.0
+        best = np.zeros(len(degrees))
         for step in range(len(outlook.width) - 1, -1, -1):
-            through = running[:, step] + best
-            onward = staying[step] + stay
-            totals = switching[step] + through  # [from, to]
+            totals = switching[step] + running[:, step] + best  # [from, to]
             best = totals.min(axis=1)
-            # Keeping the present assignment of requests is a course of its own: a switch spreads them anew.
-            others = np.delete(totals[here], here)
-            stay = min(onward, others.min(initial=np.inf))
-        first = dict(zip(degrees, totals[here].tolist(), strict=True))
-        first[snapshot.tp] = float(onward)
-        return Plan(by_degree=first, never=float(staying.sum()), now=now, recompute_below=below)
+        return Plan(
+            by_degree=dict(zip(degrees, totals[here].tolist(), strict=True)),
+            never=float(running[here].sum()),
+            now=now,
+            saving=dict(zip(degrees, (1 - running[:, 0] / running[here, 0]).tolist(), strict=True)),
+            recompute_below=below,
+        )
 
     def _seconds(self, snapshot: Snapshot, outlook: Outlook, tp: int, share: float) -> np.ndarray:
         """Expected seconds of each interval in a layout, ``[intervals]``.
@@ -107,17 +106,17 @@ class Planner:
         return self._typical[source, target]
 
 
-def _share_of(load: Load) -> float:
-    """Of the other requests, those on the same replica as a request, averaged over requests."""
-    counts = np.unique(load.replica, return_counts=True)[1]
-    return _concentration(counts)
+def _share_after(snapshot: Snapshot, tp: int) -> float:
+    """Of the other requests, those on the same replica as a request, averaged over requests, when ``tp`` is taken.
 
-
-def _even_share(requests: int, replicas: int) -> float:
-    low, more = divmod(requests, replicas)
-    return _concentration(np.array([low + 1] * more + [low] * (replicas - more)))
-
-
-def _concentration(counts: np.ndarray) -> float:
+    Replicas merge whole when tp is raised; when it is lowered the requests of each are spread over its parts.
+    """
+    replicas = snapshot.num_ranks // tp
+    if tp >= snapshot.tp:
+        counts = np.bincount(snapshot.load.replica % replicas, minlength=replicas)
+    else:
+        parts = snapshot.tp // tp
+        whole = np.bincount(snapshot.load.replica, minlength=snapshot.num_ranks // snapshot.tp)
+        counts = np.concatenate([(whole + part) // parts for part in range(parts)])
     total = counts.sum()
     return float((counts * (counts - 1)).sum() / (total * (total - 1))) if total > 1 else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import log_ndtr
 
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.snapshot import Load
@@ -54,16 +55,16 @@ def look_ahead(load: Load, history: LengthHistory) -> Outlook | None:
     if longest <= 0:
         return None
     curve = history.curve(int(load.limit.max()), load.output)
-    shape, rate = history.posterior(curve, load.family, load.output)
-    members, (output, left, shape, rate, prompt) = _classes(load.output, left, shape, rate, load.prompt)
+    mean, spread = history.expect(curve, load.family, load.output)
+    members, (output, left, mean, spread, prompt) = _classes(load.output, left, mean, spread, load.prompt)
     ends = grid(longest)
     ahead = (ends[:-1] + ends[1:]) / 2
-    hazard = curve.cumulative(output[:, None] + ahead) - curve.cumulative(output)[:, None]
-    if curve.theta == 0:
-        alive = np.exp(-hazard)
-    else:
-        # The factor is gamma distributed: its mean alone would end the family of a long response too soon.
-        alive = np.exp(-shape[:, None] * np.log1p(hazard / rate[:, None]))
+
+    def log_reached(tokens: np.ndarray) -> np.ndarray:
+        """Of P(length > tokens), ``[classes, intervals]``."""
+        return log_ndtr((mean[:, None] - curve.score(tokens)) / spread[:, None])
+
+    alive = np.exp(log_reached(output[:, None] + ahead) - log_reached(output[:, None]))
     alive = np.where(ahead < left[:, None], alive, 0.0)
     number = members @ alive
     none_alive = np.exp(members @ np.log1p(-np.minimum(alive, 1 - 1e-15)))
@@ -75,19 +76,16 @@ def look_ahead(load: Load, history: LengthHistory) -> Outlook | None:
     )
 
 
-def _classes(output, left, shape, rate, prompt) -> tuple[np.ndarray, list[np.ndarray]]:
+def _classes(output, left, mean, spread, prompt) -> tuple[np.ndarray, list[np.ndarray]]:
     """Requests counted together: members of each class, and each quantity's mean in it, float64 ``[classes]``."""
-    quantities = [np.asarray(q, dtype=float) for q in (output, left, shape, rate, prompt)]
-    size = len(output)
-    keys = [np.log(quantities[0] + 16), np.log(np.maximum(quantities[1], 1)), np.log(quantities[2])]
-    keys.append(np.log(quantities[3]))
-    resolution = 24.0
+    quantities = [np.asarray(q, dtype=float) for q in (output, left, mean, spread, prompt)]
+    keys = [np.log(quantities[0] + 16), np.log(np.maximum(quantities[1], 1)), *quantities[2:4]]
+    resolution = 32.0
     while True:
-        code = np.zeros(size, dtype=np.int64)
+        code = np.zeros(len(output), dtype=np.int64)
         for key in keys:
             code = code * 4096 + np.floor((key - key.min()) * resolution).astype(np.int64)
         _, index, members = np.unique(code, return_inverse=True, return_counts=True)
         if len(members) <= CLASSES:
-            break
+            return members.astype(float), [np.bincount(index, q) / members for q in quantities]
         resolution /= 2
-    return members.astype(float), [np.bincount(index, q) / members for q in quantities]

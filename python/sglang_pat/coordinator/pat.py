@@ -13,9 +13,9 @@ several times in one batch.
 from __future__ import annotations
 
 from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.rules import forced, may_raise
+from sglang_pat.coordinator.rules import forced, may_raise, patience
 from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
-from sglang_pat.coordinator.spread import assigned, even
+from sglang_pat.coordinator.spread import even
 
 
 def pat(predictor, costs):
@@ -27,31 +27,31 @@ def pat(predictor, costs):
             return decision
         if len(snapshot.load) == 0:
             return Decision(tp=snapshot.tp)
-        totals, below = algorithm_1(snapshot, predictor, costs)
+        totals, switch = algorithm_1(snapshot, predictor, costs)
         best = min(totals, key=totals.get)
         if totals[best] >= totals[snapshot.tp]:
             best = snapshot.tp
-        if best > snapshot.tp and not may_raise(snapshot):
-            best = snapshot.tp
-        return Decision(tp=best, estimates=totals, recompute_below=below.get(best, 0))
+        if best == snapshot.tp:
+            return Decision(tp=best, estimates=totals)
+        cost = switch[best]
+        settle = patience(cost.seconds, 1 - (totals[best] - cost.seconds) / totals[snapshot.tp])
+        if best > snapshot.tp and not may_raise(snapshot, settle=settle):
+            return Decision(tp=snapshot.tp, estimates=totals)
+        return Decision(tp=best, estimates=totals, recompute_below=cost.recompute_below)
 
     return decide
 
 
-def algorithm_1(snapshot: Snapshot, predictor, costs) -> tuple[dict[int, float], dict[int, int]]:
-    """Lines 4 to 14: total predicted seconds by degree, and ``recompute_below`` by degree other than the present."""
+def algorithm_1(snapshot: Snapshot, predictor, costs) -> tuple[dict[int, float], dict]:
+    """Lines 4 to 14: total predicted seconds by degree, and the switch to each degree other than the present."""
     load: Load = snapshot.load
     lengths = load.prompt + load.output
     remaining = max(int((load.limit - load.output).max()), 0)
-    batch, tokens = assigned(load.replica, lengths)
-    steps = predictor.step_seconds(snapshot.tp, batch, tokens, len(batch))
-    totals = {snapshot.tp: remaining * float(steps.max())}
-    below = {}
+    totals, switch = {}, {}
     for tp in snapshot.degrees:
-        if tp == snapshot.tp:
-            continue
         replicas, batch, tokens = even(len(load), float(lengths.sum()), snapshot.num_ranks // tp)
-        cost = costs.estimate(snapshot.tp, tp, lengths)
-        totals[tp] = remaining * predictor.step_seconds(tp, batch, tokens, replicas) + cost.seconds
-        below[tp] = cost.recompute_below
-    return dict(sorted(totals.items())), below
+        totals[tp] = remaining * predictor.step_seconds(tp, batch, tokens, replicas)
+        if tp != snapshot.tp:
+            switch[tp] = costs.estimate(snapshot.tp, tp, lengths)
+            totals[tp] += switch[tp].seconds
+    return totals, switch

@@ -9,6 +9,9 @@ SETTLE_SECONDS = 1.0
 a large batch do not look like its tail; nor before this long after a switch, so that an engine that had to go to the
 base layout for a control request does not go back and forth for each bucket of a weight update."""
 
+MIN_PATIENCE_SECONDS = 0.1
+"""Requests of one batch come in closer together than this."""
+
 DRAINED = 0.5
 """A batch of which at most this share of the peak is left has arrived; a fuller one may still be coming in."""
 
@@ -29,14 +32,28 @@ def forced(snapshot: Snapshot) -> Decision | None:
     return None
 
 
-def may_raise(snapshot: Snapshot, draining: bool | None = None) -> bool:
+def patience(cost: float, saving: float) -> float:
+    """Seconds without an arrival after which a batch counts as complete, for a policy that knows what waiting costs.
+
+    As long as waiting has cost less than switching in vain would: up to then neither choice is more than twice as
+    expensive as the right one (the ski rental argument).
+
+    Args:
+        cost: seconds of a switch; in vain it is paid twice, there and back.
+        saving: share of the time that the higher tp would save, while it waits.
+    """
+    return min(SETTLE_SECONDS, max(2 * cost / saving, MIN_PATIENCE_SECONDS)) if saving > 0 else SETTLE_SECONDS
+
+
+def may_raise(snapshot: Snapshot, *, draining: bool | None = None, settle: float = SETTLE_SECONDS) -> bool:
     """Whether a higher tp may be chosen now.
 
     Args:
         draining: the batch is known to be past its arrival; None to tell by ``DRAINED``.
+        settle: seconds without an arrival after which it is taken to be.
     """
     if draining is None:
         draining = snapshot.requests <= DRAINED * snapshot.peak
     if snapshot.now - snapshot.last_switch < SETTLE_SECONDS:
         return False
-    return draining or snapshot.now - snapshot.last_arrival >= SETTLE_SECONDS
+    return draining or snapshot.now - snapshot.last_arrival >= settle

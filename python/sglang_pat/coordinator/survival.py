@@ -11,7 +11,7 @@ from __future__ import annotations
 from sglang_pat.coordinator.course import Plan, Planner
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.outlook import look_ahead
-from sglang_pat.coordinator.rules import forced, may_raise
+from sglang_pat.coordinator.rules import forced, may_raise, patience
 from sglang_pat.coordinator.snapshot import Decision, Snapshot
 
 MARGIN = 0.01
@@ -58,6 +58,7 @@ def _choose(snapshot: Snapshot, plan: Plan) -> int:
         return snapshot.tp
     if snapshot.now - snapshot.last_switch < COOLDOWN * plan.now[best]:
         return snapshot.tp
-    if best > snapshot.tp and not may_raise(snapshot):
+    settle = patience(plan.now[best], plan.saving[best])
+    if best > snapshot.tp and not may_raise(snapshot, settle=settle):
         return snapshot.tp
     return best

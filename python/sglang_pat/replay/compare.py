@@ -1,0 +1,115 @@
+"""Policies on the same batches, round after round, and what each loses against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_pat.coordinator.lengths import LengthHistory
+from sglang_pat.coordinator.policy import make_policy
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.profile import Profile
+from sglang_pat.replay.oracle import oracle
+from sglang_pat.replay.shapes import Shape
+from sglang_pat.replay.simulate import SPACING, Batch, Drain, Run
+
+DECIDING = ("survival", "pat", "threshold", "manual", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Rounds to replay.
+
+    Attributes:
+        prompt: tokens of each prompt.
+        correlation: of the lengths of one prompt's responses, which come in groups of ``group``.
+    """
+
+    shape: Shape
+    batch: int
+    rounds: int = 8
+    prompt: int = 256
+    correlation: float = 0.0
+    group: int = 8
+    seed: int = 0
+
+    def batches(self) -> Iterator[Batch]:
+        """The same ones for the same values; families differ from round to round."""
+        random = np.random.default_rng(self.seed)
+        groups = -(-self.batch // self.group)
+        for number in range(self.rounds):
+            yield Batch(
+                prompt=np.full(self.batch, self.prompt),
+                length=self.shape.draw(self.batch, self.correlation, self.group, random),
+                family=number * groups + np.arange(self.batch) // self.group,
+                limit=self.shape.limit,
+            )
+
+
+@dataclass
+class Machine:
+    """A profile with its predictor and switch costs."""
+
+    profile: Profile
+    predictor: Predictor = field(init=False)
+    costs: SwitchCosts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.predictor = Predictor(self.profile)
+        self.costs = SwitchCosts(self.profile, self.predictor)
+
+    def drain(self, batch: Batch, spacing: int = SPACING) -> Drain:
+        return Drain(self.predictor, self.costs, self.profile.fingerprint, batch, spacing)
+
+    def policy(self, name: str):
+        """The policy called ``name``, ``threshold`` with its number after a colon."""
+        kind, _, number = name.partition(":")
+        return make_policy(
+            kind,
+            switch_at=int(number or 8),
+            predictor=self.predictor,
+            costs=self.costs,
+            max_running=self.profile.fingerprint.max_running,
+        )
+
+
+def check_policy(name: str, degrees: tuple[int, ...]) -> None:
+    """Raise ValueError, one line, unless ``name`` can be compared."""
+    kind, colon, number = name.partition(":")
+    if kind == "static":
+        if number.isdigit() and int(number) in degrees:
+            return
+        raise ValueError(f"policy {name}: give static:TP with TP one of {', '.join(map(str, degrees))}")
+    if kind == "threshold" and (not colon or (number.isdigit() and int(number) > 0)):
+        return
+    if name in DECIDING or name == "oracle":
+        return
+    raise ValueError(f"policy {name}: choose from {', '.join(DECIDING)}, threshold:N, static:TP, oracle")
+
+
+def compare(machine: Machine, work: Work, policies: list[str], spacing: int = SPACING) -> dict[str, list[Run]]:
+    """Runs of every policy, by round; ``oracle`` is always among them.
+
+    What a policy has learnt of lengths it keeps from round to round.
+    """
+    histories = {name: LengthHistory() for name in policies}
+    deciding = {name: machine.policy(name) for name in policies if name.partition(":")[0] in DECIDING}
+    runs: dict[str, list[Run]] = {name: [] for name in [*policies, "oracle"]}
+    for batch in work.batches():
+        drain = machine.drain(batch, spacing)
+        runs["oracle"].append(oracle(drain))
+        for name in policies:
+            if name in deciding:
+                runs[name].append(drain.follow(deciding[name], histories[name]))
+            elif name != "oracle":
+                runs[name].append(drain.static(int(name.partition(":")[2])))
+    return runs
+
+
+def regrets(runs: dict[str, list[Run]], name: str) -> np.ndarray:
+    """Time beyond the oracle's as a share of it, by round, ``[rounds]``."""
+    best = np.array([run.seconds for run in runs["oracle"]])
+    return np.array([run.seconds for run in runs[name]]) / best - 1

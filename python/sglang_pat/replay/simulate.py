@@ -1,0 +1,201 @@
+"""A draining batch, step by step, on the step times of a profile.
+
+All requests start together.  In every layout request i is on replica i mod R: so they are sent at the start (round
+robin), and so they stay when tp is raised, since replicas merge whole.  (When tp is lowered the engine spreads them by
+tokens; here they go back where they were.)  What a layout takes for an interval of token steps does therefore not
+depend on what was before, which makes the oracle's dynamic programming exact.
+
+Between two switches replicas run independently; a switch comes at one token index for all, so the fast ones wait for
+the slowest.  In an engine they would be further on: adaptive policies are slightly understated, static layouts exact.
+Prefill at the start is the same for all and left out.  Queueing is not modelled: see :func:`crowded`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_pat.coordinator.lengths import LengthHistory
+from sglang_pat.coordinator.policy import Policy
+from sglang_pat.coordinator.snapshot import Load, Snapshot
+from sglang_pat.predict.profile import Fingerprint
+
+CHECK_EVERY = 256
+"""Token steps after which policies are asked though nothing ended; the first that many are asked about more often
+(``SPACING``), as that is where they wait for the batch to be complete."""
+
+SPACING = 16
+"""Least token steps between two questions: load reports come every few steps, not after each."""
+
+ARRIVED = 0.0
+"""When the batch came in; the clock starts then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Requests, int64 ``[requests]`` each; ``length`` is known to the oracle only."""
+
+    prompt: np.ndarray
+    length: np.ndarray
+    family: np.ndarray
+    limit: int
+
+
+@dataclass
+class Run:
+    """What happened: total seconds; switches as (token index, from, to, seconds of pause); (start, tp, running) of
+    each span between questions, for pictures."""
+
+    seconds: float
+    switches: list[tuple[int, int, int, float]] = field(default_factory=list)
+    timeline: list[tuple[float, int, int]] = field(default_factory=list)
+
+
+class Drain:
+    """One batch on one profile: elapsed time of every layout between any two points, and switch costs there.
+
+    Attributes:
+        points: token indices at which a layout may change, ``[points]``; the last one is the longest response.
+    """
+
+    def __init__(self, predictor, costs, fingerprint: Fingerprint, batch: Batch, spacing: int = SPACING) -> None:
+        self.fingerprint, self.batch, self.costs = fingerprint, batch, costs
+        self.degrees = tuple(fingerprint.degrees)
+        longest = int(batch.length.max())
+        grid = np.concatenate([np.arange(0, CHECK_EVERY, SPACING), np.arange(CHECK_EVERY, longest, CHECK_EVERY)])
+        ends = np.unique(np.concatenate([grid[grid < longest], batch.length]))
+        self.points = _thin(ends, spacing, grid)
+        inside = np.searchsorted(ends, self.points)
+        self._elapsed = {tp: self._elapsed_in(predictor, tp, ends)[:, inside] for tp in self.degrees}
+        self._costs: dict[tuple[int, int, int], tuple[float, int]] = {}
+
+    def _elapsed_in(self, predictor, tp: int, ends: np.ndarray) -> np.ndarray:
+        """Seconds of each replica from the start to each of ``ends``, ``[replicas, ends]``."""
+        replicas = self.fingerprint.num_ranks // tp
+        replica = np.arange(len(self.batch.length)) % replicas
+        last = np.searchsorted(ends, self.batch.length)  # it runs in the intervals before this end
+        number = _still_running(replica, last, np.ones(len(last)), replicas, len(ends))
+        prompts = _still_running(replica, last, self.batch.prompt, replicas, len(ends))
+        # Step times are linear in tokens between knots, so the middle step stands for the interval.
+        middle = (ends[:-1] + ends[1:] - 1) / 2
+        active = np.broadcast_to((number > 0).sum(axis=0), number.shape)
+        step = predictor.step_seconds(tp, number, prompts + number * middle, np.maximum(active, 1))
+        seconds = np.where(number > 0, step, 0.0) * np.diff(ends)
+        return np.concatenate([np.zeros((replicas, 1)), np.cumsum(seconds, axis=1)], axis=1)
+
+    def seconds(self, tp: int, start: int) -> np.ndarray:
+        """From point number ``start`` to each point from there on, in one layout, ``[points - start]``."""
+        elapsed = self._elapsed[tp]
+        return (elapsed[:, start:] - elapsed[:, start : start + 1]).max(axis=0)
+
+    def switch_seconds(self, point: int, from_tp: int, to_tp: int) -> float:
+        """Pause of a switch at a point, as the profile's costs have it."""
+        key = (point, from_tp, to_tp)
+        if key not in self._costs:
+            running = self.running(point)
+            lengths = self.batch.prompt[running] + self.points[point]
+            self._costs[key] = self.costs.estimate(from_tp, to_tp, lengths).seconds
+        return self._costs[key]
+
+    def running(self, point: int) -> np.ndarray:
+        """Numbers of the requests that still run at a point."""
+        return np.flatnonzero(self.batch.length > self.points[point])
+
+    def static(self, tp: int) -> Run:
+        seconds = self.seconds(tp, 0)
+        timeline = [(float(seconds[i]), tp, len(self.running(i))) for i in range(len(self.points))]
+        return Run(seconds=float(seconds[-1]), timeline=timeline)
+
+    def scheduled(self, schedule: list[tuple[int, int]]) -> Run:
+        """Time with given switches: (point, tp) in order, from the base layout."""
+        changes = dict(schedule)
+        return self._drive(lambda point, now, tp, last: changes.get(point, tp))
+
+    def follow(self, policy: Policy, history: LengthHistory) -> Run:
+        """Time with a policy that is asked at every point; it sees, and ``history`` learns, what an engine would."""
+        order = np.argsort(self.batch.length, kind="stable")
+        reported = 0
+
+        def decide(point: int, now: float, tp: int, last_switch: float) -> int:
+            nonlocal reported
+            while self.batch.length[order[reported]] <= self.points[point]:
+                request = order[reported]
+                history.observe(int(self.batch.length[request]), int(self.batch.family[request]), True)
+                reported += 1
+            return policy(self.snapshot(point, now, tp, last_switch), history).tp
+
+        run = self._drive(decide)
+        for request in order[reported:]:
+            history.observe(int(self.batch.length[request]), int(self.batch.family[request]), True)
+        return run
+
+    def snapshot(self, point: int, now: float, tp: int, last_switch: float) -> Snapshot:
+        running = self.running(point)
+        number = len(running)
+        return Snapshot(
+            now=now,
+            tp=tp,
+            degrees=self.degrees,
+            num_ranks=self.fingerprint.num_ranks,
+            requests=number,
+            peak=len(self.batch.length),
+            last_arrival=ARRIVED,
+            last_switch=last_switch,
+            load=Load(
+                prompt=self.batch.prompt[running],
+                output=np.full(number, self.points[point]),
+                limit=np.full(number, self.batch.limit),
+                family=self.batch.family[running],
+                replica=running % (self.fingerprint.num_ranks // tp),
+            ),
+        )
+
+    def _drive(self, decide) -> Run:
+        tp, begun, since, last_switch = self.degrees[0], 0.0, 0, float("-inf")
+        elapsed = self.seconds(tp, 0)
+        run = Run(seconds=0.0)
+        for point in range(len(self.points) - 1):
+            now = begun + float(elapsed[point - since])
+            wanted = decide(point, now, tp, last_switch)
+            if wanted != tp:
+                pause = self.switch_seconds(point, tp, wanted)
+                run.switches.append((int(self.points[point]), tp, wanted, pause))
+                begun = last_switch = now + pause
+                tp, since, elapsed = wanted, point, self.seconds(wanted, point)
+            run.timeline.append((now, tp, len(self.running(point))))
+        run.seconds = begun + float(elapsed[-1])
+        run.timeline.append((run.seconds, tp, 0))
+        return run
+
+
+def crowded(fingerprint: Fingerprint, batch: Batch) -> str | None:
+    """A line to say if the batch would not fit: then requests would queue, which is not modelled."""
+    most = max(
+        (np.sort(batch.length)[i] + batch.prompt.mean()) * (len(batch.length) - i) for i in range(len(batch.length))
+    )
+    holds = fingerprint.kv_tokens * fingerprint.num_ranks // fingerprint.base_tp
+    if most > holds:
+        return f"needs up to {most:,.0f} KV tokens, the profile holds {holds:,}: requests would queue (not modelled)"
+    replicas = fingerprint.num_ranks // fingerprint.degrees[0]
+    fullest = -(-len(batch.length) // replicas)
+    if fullest > fingerprint.max_running:
+        return f"{fullest} requests a replica, the profile runs {fingerprint.max_running}: queueing is not modelled"
+    return None
+
+
+def _still_running(replica: np.ndarray, last: np.ndarray, weight: np.ndarray, replicas: int, ends: int) -> np.ndarray:
+    """Weight of the requests that run in each interval, by replica, ``[replicas, ends - 1]``."""
+    ending = np.bincount(replica * ends + last, weight, replicas * ends).reshape(replicas, ends)
+    return np.cumsum(ending[:, ::-1], axis=1)[:, ::-1][:, 1:]
+
+
+def _thin(ends: np.ndarray, spacing: int, always: np.ndarray) -> np.ndarray:
+    """The first and the last of ``ends``, those in ``always``, and every one ``spacing`` after the one kept before."""
+    kept = [int(ends[0])]
+    for end, keep in zip(ends[1:-1], np.isin(ends[1:-1], always), strict=True):
+        if keep or end - kept[-1] >= spacing:
+            kept.append(int(end))
+    if len(ends) > 1:
+        kept.append(int(ends[-1]))
+    return np.array(kept)

@@ -1,0 +1,104 @@
+"""PAT's Algorithm 1 against a transcription of it, and the rules around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from policy_world import crossing, machine, profiles, snapshot, snapshots
+
+from sglang_pat.coordinator.lengths import LengthHistory
+from sglang_pat.coordinator.policy import make_policy
+from sglang_pat.coordinator.rules import RETRY_SECONDS, SETTLE_SECONDS
+
+pytestmark = pytest.mark.unit
+
+HISTORY = LengthHistory()
+
+
+def algorithm_1(snap, predictor, costs) -> tuple[int, dict[int, float]]:
+    """PAT section 4.2, line by line; the degree to be in, and every total."""
+    # Lines 1 to 3: unfinished samples and how far the longest may still go.
+    unfinished = list(zip(snap.load.prompt, snap.load.output, snap.load.limit, strict=True))
+    longest_remaining = max([limit - output for _, output, limit in unfinished] + [0])
+    contexts = [int(prompt + output) for prompt, output, _ in unfinished]
+
+    def remaining_time(tp):
+        dp = snap.num_ranks // tp
+        used = min(dp, len(unfinished))
+        merged_batch = math.ceil(len(unfinished) / used)
+        return longest_remaining * predictor.step_seconds(tp, merged_batch, sum(contexts) / used, used)
+
+    # Line 4: staying.
+    current = remaining_time(snap.tp)
+    best, target, totals = current, snap.tp, {snap.tp: current}
+    # Lines 6 to 14: every candidate, with the cost of the switch.
+    for tp in snap.degrees:
+        if tp == snap.tp:
+            continue
+        totals[tp] = remaining_time(tp) + costs.estimate(snap.tp, tp, np.array(contexts)).seconds
+        if totals[tp] < best:
+            best, target = totals[tp], tp
+    # Line 15: only if cheaper than staying.
+    return (target if best < current else snap.tp), totals
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(profiles(), snapshots())
+def test_as_transcribed(found, snap):
+    predictor, costs = machine(found)
+    snap = dataclasses.replace(
+        snap, requests=len(snap.load), peak=100, last_arrival=-1e9, last_switch=-1e9, last_abort=-1e9
+    )
+    decision = make_policy("pat", predictor=predictor, costs=costs)(snap, HISTORY)
+    if len(snap.load) == 0:
+        assert decision.tp == 1
+        return
+    tp, totals = algorithm_1(snap, predictor, costs)
+    assert decision.estimates == pytest.approx(totals, rel=1e-12)
+    if len(set(totals.values())) == len(totals):
+        assert decision.tp == tp
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(profiles(), snapshots())
+def test_pure_and_within_the_candidates(found, snap):
+    predictor, costs = machine(found)
+    decide = make_policy("pat", predictor=predictor, costs=costs)
+    first = decide(snap, HISTORY)
+    assert first.tp in snap.degrees and set(first.estimates) <= set(snap.degrees)
+    decide(snapshot([5, 5], tp=2), HISTORY)
+    assert decide(snap, HISTORY) == first
+
+
+DECIDE = make_policy("pat", **dict(zip(("predictor", "costs"), machine(crossing()), strict=True)))
+
+CASES = [
+    ("full batch", dict(outputs=[100] * 64, peak=128), 1),
+    ("tail", dict(outputs=[1000] * 2, peak=64), 4),
+    ("tail, nearly at the limit: not worth it", dict(outputs=[4090] * 2, peak=64), 1),
+    ("merged and the load came back", dict(outputs=[100] * 64, tp=4), 1),
+    ("empty", dict(tp=4), 1),
+    ("a few, just come in", dict(outputs=[0] * 2, quiet=0.0), 1),
+    ("a few, nothing else came", dict(outputs=[0] * 2, quiet=SETTLE_SECONDS), 4),
+    ("just switched", dict(outputs=[1000] * 2, peak=64, since_switch=0.5), 1),
+    ("just aborted", dict(outputs=[1000] * 2, peak=64, since_abort=RETRY_SECONDS - 0.1), 1),
+    ("known by number only", dict(requests=5, tp=2), 2),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_situations(kwargs, expected):
+    assert DECIDE(snapshot(**kwargs), HISTORY).tp == expected
+
+
+def test_may_fire_several_times():
+    """As the batch drains it goes up step by step."""
+    tp, seen = 1, []
+    for requests in range(64, 0, -1):
+        tp = DECIDE(snapshot([500] * requests, tp=tp, peak=256), HISTORY).tp
+        seen.append(tp)
+    assert seen == sorted(seen) and len(set(seen)) >= 2

@@ -1,0 +1,217 @@
+"""The survival policy: what it does in known situations, and that it does not go to and fro."""
+
+from __future__ import annotations
+
+import timeit
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_world import crossing, machine, profiles, snapshot, snapshots
+from scipy.stats import lognorm
+
+from sglang_pat.coordinator import outlook
+from sglang_pat.coordinator.course import Planner
+from sglang_pat.coordinator.lengths import LengthHistory, Lognormal
+from sglang_pat.coordinator.policy import make_policy
+from sglang_pat.coordinator.rules import MIN_PATIENCE_SECONDS, RETRY_SECONDS, SETTLE_SECONDS, patience
+from sglang_pat.predict.cost import SwitchCosts
+
+pytestmark = pytest.mark.unit
+
+
+def policy(found):
+    predictor, costs = machine(found)
+    return make_policy("survival", predictor=predictor, costs=costs)
+
+
+def learnt(median=400, sigma=0.8, responses=2000, seed=0) -> LengthHistory:
+    history = LengthHistory()
+    lengths = np.exp(np.log(median) + sigma * np.random.default_rng(seed).normal(size=responses))
+    for index, length in enumerate(np.minimum(lengths, 4096).astype(int)):
+        history.observe(length, -1 - index)
+    return history
+
+
+LEARNT = learnt()
+DECIDE = policy(crossing())
+
+CASES = [
+    ("full batch", dict(outputs=[10] * 128), 1),
+    ("tail", dict(outputs=[1000] * 2, peak=64), 4),
+    ("tail at the limit", dict(outputs=[4096] * 2, peak=64), 1),
+    ("merged and the load came back", dict(outputs=[10] * 128, tp=4, quiet=0.0), 1),
+    ("empty", dict(tp=4), 1),
+    ("a few, just come in", dict(outputs=[0] * 2, quiet=0.0), 1),
+    ("a few, nothing else came", dict(outputs=[0] * 2, quiet=SETTLE_SECONDS), 4),
+    ("merged, one more comes", dict(outputs=[500, 0], tp=4, quiet=0.0), 4),
+    ("just switched", dict(outputs=[1000] * 2, peak=64, since_switch=0.5), 1),
+    ("just aborted", dict(outputs=[1000] * 2, peak=64, since_abort=RETRY_SECONDS - 0.1), 1),
+    ("known by number only", dict(requests=5, tp=2), 2),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_situations(kwargs, expected):
+    assert DECIDE(snapshot(**kwargs), LEARNT).tp == expected
+
+
+def test_what_it_learnt_decides():
+    """A switch of a second pays if responses of this length tend to go on, and not if they tend to end."""
+    decide = policy(crossing(control=1.0))
+    situation = snapshot([600] * 3, peak=64, families=[1, 2, 3])
+    assert decide(situation, learnt(median=640, sigma=0.02)).tp == 1
+    assert decide(situation, learnt(median=1500, sigma=0.8)).tp == 4
+
+
+def test_pat_would_take_the_bound():
+    predictor, costs = machine(crossing(control=1.0))
+    situation = snapshot([600] * 3, peak=64)
+    assert make_policy("pat", predictor=predictor, costs=costs)(situation, learnt(median=640, sigma=0.02)).tp == 4
+
+
+def test_siblings_decide():
+    """The same requests, the same history of lengths; once their siblings ended just before, once long after."""
+    predictor, costs = machine(crossing(control=1.5))
+    decide = make_policy("survival", predictor=predictor, costs=costs)
+    tps = []
+    for sibling in (615, 4000):
+        history = LengthHistory()
+        random = np.random.default_rng(0)
+        for family in range(100):
+            common = random.normal()
+            for _ in range(8):
+                history.observe(int(np.exp(6.5 + 0.95 * common + 0.3 * random.normal())), -1 - family)
+        for family in (1, 2):
+            for _ in range(7):
+                history.observe(sibling, family)
+        tps.append(decide(snapshot([600] * 2, peak=64, families=[1, 2]), history).tp)
+    assert tps == [1, 4]
+
+
+def test_estimates_of_one_request_by_hand():
+    """One request that surely ends at 1000 tokens: steps left times step time, plus the switch."""
+    predictor, costs = machine(crossing())
+    planner = Planner(predictor, costs)
+    history = LengthHistory(prior=Lognormal(20.0, 0.1))  # ends at its limit only
+    situation = snapshot([500], limit=1000)
+    plan = planner.plan(situation, outlook.look_ahead(situation.load, history))
+    for tp in (1, 4):
+        step = predictor.step_seconds(tp, 1, 850, 1)
+        cost = costs.estimate(1, tp, [600]).seconds
+        assert 500 * step + cost == pytest.approx({1: plan.never, 4: plan.by_degree[4]}[tp], rel=0.01)
+    # Staying one interval and then switching: dearer than now, cheaper than never.
+    assert plan.by_degree[4] < plan.by_degree[1] < plan.never
+
+
+def test_expected_number_alive():
+    """Lognormal lengths, no history: number and probability by the closed form."""
+    prior = Lognormal(6.0, 1.0)
+    situation = snapshot([200] * 10, limit=100_000)
+    ahead = outlook.look_ahead(situation.load, LengthHistory(prior=prior, strength=1e9))
+    middle = np.cumsum(ahead.width) - ahead.width / 2
+    alive = lognorm(1.0, scale=np.exp(6.0)).sf(200 + middle) / lognorm(1.0, scale=np.exp(6.0)).sf(200)
+    assert ahead.any_alive == pytest.approx(1 - (1 - alive) ** 10, rel=0.02, abs=1e-6)
+    assert ahead.number[:30] == pytest.approx((10 * alive / (1 - (1 - alive) ** 10))[:30], rel=0.02)
+    assert ahead.context == pytest.approx(300 + middle)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(snapshots())
+def test_counting_alike_requests_together_changes_little(snap):
+    if len(snap.load) == 0:
+        return
+    exact = outlook.look_ahead(snap.load, LEARNT)
+    before, outlook.CLASSES = outlook.CLASSES, 16
+    try:
+        coarse = outlook.look_ahead(snap.load, LEARNT)
+    finally:
+        outlook.CLASSES = before
+    if exact is None:
+        assert coarse is None
+        return
+    assert (coarse.any_alive * coarse.number * coarse.width).sum() == pytest.approx(
+        (exact.any_alive * exact.number * exact.width).sum(), rel=0.25
+    )
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(profiles(), snapshots())
+def test_pure_and_within_the_candidates(found, snap):
+    decide = policy(found)
+    first = decide(snap, LEARNT)
+    assert first.tp in snap.degrees and set(first.estimates) <= set(snap.degrees)
+    assert all(np.isfinite(seconds) for seconds in first.estimates.values())
+    decide(snapshot([5, 5], tp=2), LEARNT)
+    assert decide(snap, LEARNT) == first
+
+
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(st.integers(0, 2**31), st.integers(4, 96), st.sampled_from([0.0, 0.05, 1.0]), st.floats(0.1, 2.0))
+def test_a_draining_batch_switches_a_bounded_number_of_times(seed, requests, control, sigma):
+    """Never more switches than there are degrees above the base, whatever the lengths."""
+    random = np.random.default_rng(seed)
+    lengths = np.minimum(np.exp(6 + sigma * random.normal(size=requests)), 4096).astype(int) + 1
+    decide, history = policy(crossing(control=control)), LengthHistory()
+    tp, switches = 1, 0
+    for length in np.unique(lengths):
+        running = np.flatnonzero(lengths > length)
+        for index in np.flatnonzero(lengths == length):
+            history.observe(length, index)
+        if len(running):
+            wanted = decide(snapshot([length] * len(running), tp=tp, families=running, peak=requests,
+                                     replicas=running % (4 // tp)), history).tp  # fmt: skip
+            switches += wanted != tp
+            tp = wanted
+    assert switches <= 3
+
+
+def test_load_that_hovers_does_not_flap():
+    """Multi-turn agents about the crossing point: requests come and go, and the layout stays."""
+    random = np.random.default_rng(3)
+    for centre in range(4, 40, 2):
+        tp, switches = 1, 0
+        for _ in range(60):
+            number = max(1, centre + int(random.integers(-2, 3)))
+            outputs = random.integers(0, 600, number)
+            wanted = DECIDE(snapshot(outputs, tp=tp, peak=centre + 2, quiet=2.0), LEARNT).tp
+            switches += wanted != tp
+            tp = wanted
+        assert switches <= 3, centre
+
+
+def test_the_longer_a_switch_takes_the_longer_it_waits_for_more():
+    assert patience(cost=0.001, saving=0.5) == MIN_PATIENCE_SECONDS
+    assert patience(cost=0.1, saving=0.5) == pytest.approx(0.4)
+    assert patience(cost=5.0, saving=0.5) == SETTLE_SECONDS
+    assert patience(cost=0.1, saving=-0.1) == SETTLE_SECONDS
+
+
+def test_too_many_for_the_slots_wait_in_turn():
+    """With 8 slots a replica, 64 requests on one replica take eight turns; on four they take two."""
+    predictor, costs = machine(crossing())
+    situation = snapshot([10] * 64)
+    wide = make_policy("survival", predictor=predictor, costs=costs, max_running=8)(situation, LEARNT)
+    free = make_policy("survival", predictor=predictor, costs=costs)(situation, LEARNT)
+    assert wide.tp == 1 and wide.estimates[4] - wide.estimates[1] > free.estimates[4] - free.estimates[1]
+
+
+def test_a_decision_takes_less_than_two_milliseconds():
+    """512 requests, four layouts' worth of work; the median, since this machine is shared."""
+    random = np.random.default_rng(0)
+    history = learnt(responses=4096)
+    history.correlation = 0.5
+    situation = snapshot(np.full(512, 300), peak=1024, families=random.integers(0, 64, 512))
+    seconds = np.array(timeit.repeat(lambda: DECIDE(situation, history), number=1, repeat=40))
+    assert np.quantile(seconds, 0.2) < 2e-3
+
+
+def test_unmeasured_pairs_are_estimated():
+    """One switch in the profile is enough to decide between three layouts."""
+    found = crossing(switches=crossing().switches[:1])
+    predictor = machine(found)[0]
+    decision = make_policy("survival", predictor=predictor, costs=SwitchCosts(found, predictor))(
+        snapshot([1000] * 2, peak=64), LEARNT
+    )
+    assert decision.tp == 4 and set(decision.estimates) == {1, 2, 4}
