@@ -4,9 +4,9 @@ The time that is left under a layout is taken to be
 
     (longest response allowed - its present length) x (step time of the present batch in that layout)
 
-as if no request ended before the limit of the longest and contexts stayed as they are.  For another layout the
-unfinished requests are spread evenly over its replicas and the cost of the switch is added.  The layout with the
-smallest total is chosen, and switched to if its total is below that of staying.  Invoked again and again it may switch
+as if no request ended before the limit of the longest and contexts stayed as they are.  Unfinished requests count as
+spread evenly over the replicas, and for another layout the cost of the switch is added.  The layout with the smallest
+total is chosen, and switched to if its total is below that of staying.  Invoked again and again it may switch
 several times in one batch.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.rules import forced, may_raise, patience
 from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
-from sglang_pat.coordinator.spread import even
 
 
 def pat(predictor, costs):
@@ -49,7 +48,8 @@ def algorithm_1(snapshot: Snapshot, predictor, costs) -> tuple[dict[int, float],
     remaining = max(int((load.limit - load.output).max()), 0)
     totals, switch = {}, {}
     for tp in snapshot.degrees:
-        replicas, batch, tokens = even(len(load), float(lengths.sum()), snapshot.num_ranks // tp)
+        replicas = min(len(load), snapshot.num_ranks // tp)
+        batch, tokens = -(-len(load) // replicas), float(lengths.sum()) / replicas
         totals[tp] = remaining * predictor.step_seconds(tp, batch, tokens, replicas)
         if tp != snapshot.tp:
             switch[tp] = costs.estimate(snapshot.tp, tp, lengths)
