@@ -105,29 +105,3 @@ def test_switches_in_a_long_tail_and_loses_nothing(servers, llama, profile, tmp_
         capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-def test_the_default_with_a_profile_is_survival(servers, llama, profile):
-    server = servers.get(llama, *f"--tp 1 --dp 2 --adaptive-tp --pat-profile {profile}".split())
-    assert server.status()["policy"] == "survival"
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--pat-policy survival", "--pat-policy survival needs a profile"),
-        ("--pat-profile /nowhere/p.json", "profile /nowhere/p.json"),
-        ("--pat-profile PROFILE --pat-log /nowhere/log", "--pat-log /nowhere/log"),
-        ("--pat-profile PROFILE --dtype bfloat16", "dtype='float32'"),
-        ("--pat-profile PROFILE --pat-weights reshard", "weights='resident'"),
-    ],
-)
-def test_a_profile_that_does_not_fit_is_refused(llama, profile, flags, said):
-    command = f"{sys.executable} -m sglang_pat.launch_server --model-path {llama} --tp 1 --dp 2 --adaptive-tp"
-    words = command.split() + flags.replace("PROFILE", str(profile)).split()
-    if "--dtype" not in flags:
-        words += ["--dtype", "float32"]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert ran.returncode != 0
-    (error,) = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
-    assert said in error

@@ -8,6 +8,7 @@ from array import array
 from collections import deque
 from typing import TYPE_CHECKING
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
 
 from sglang_pat.messages import Finished, LoadReport, RankTrace, Running, Step, TraceQuery
@@ -52,7 +53,7 @@ class LoadReporter:
     def finished(self, reqs: list[Req]) -> None:
         """Called before outputs go out, when the host has not yet marked the finished ones as sent."""
         for req in reqs:
-            if req.finished() and not req.finished_output:
+            if req.finished() and not req.finished_output and HEALTH_CHECK_RID_PREFIX not in req.rid:
                 length = len(req.output_ids)
                 cut = isinstance(req.finished_reason, FINISH_ABORT) or (
                     isinstance(req.finished_reason, FINISH_LENGTH) and length >= req.pat_limit

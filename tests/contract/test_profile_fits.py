@@ -1,0 +1,116 @@
+"""``--pat-profile`` and ``--pat-log`` at start: what fits, and one line for what does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from sglang_pat.host import cpu_shim
+from sglang_pat.predict import profile as profiles
+from sglang_pat.predict.profile import DecodePoint, Profile, SwitchSample
+from sglang_pat.testing import models
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return models.make_random("llama", tmp_path_factory.mktemp("models") / "llama", heads=8, kv_heads=4)
+
+
+def arguments(model, **options):
+    from sglang_pat.host.args import AdaptiveServerArgs
+
+    base = dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
+    return AdaptiveServerArgs(**base | options)
+
+
+@pytest.fixture(scope="module")
+def profile(model, tmp_path_factory):
+    from sglang_pat.host.deployment import deployment
+
+    path = tmp_path_factory.mktemp("profile") / "llama.json"
+    decode = [
+        DecodePoint(tp=tp, replicas=2 // tp, batch=1, context=64, seconds=0.01, samples=(0.01,)) for tp in (1, 2)
+    ]
+    phases = {"drain": 0.001, "capsules": 0.004, "kv": 0.001, "install": 0.002}
+    switches = [
+        SwitchSample(
+            from_tp=a, to_tp=3 - a, requests=n, tokens=99 * n, mode="migrate", moved_bytes=n, pause_seconds=0.01,
+            prepare_seconds=0.0, phases=phases,
+        )
+        for a in (1, 2)
+        for n in (0, 2)
+    ]  # fmt: skip
+    found = Profile(
+        fingerprint=deployment(arguments(model)), complete=True, decode=tuple(decode), switches=tuple(switches)
+    )
+    profiles.save(found, path)
+    return path
+
+
+def check(args) -> None:
+    from sglang_pat.host.deployment import check_files
+
+    check_files(args)
+
+
+def test_fits_and_means_survival(model, profile, tmp_path):
+    args = arguments(model, pat_profile=str(profile), pat_log=str(tmp_path / "log"))
+    check(args)
+    assert args.adaptive_config().policy == "survival"
+    assert arguments(model).adaptive_config().policy == "threshold"
+    assert arguments(model, pat_profile=str(profile), pat_policy="pat").adaptive_config().policy == "pat"
+
+
+def test_the_pool_may_differ(model, profile):
+    """``kv_tokens`` and ``max_running`` bound what was measured; a GPU's pool differs from start to start."""
+    check(arguments(model, pat_profile=str(profile), max_total_tokens=12345, max_running_requests=7))
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (dict(pat_profile="/nowhere/p.json"), "profile /nowhere/p.json"),
+        (dict(pat_log="/nowhere/log"), "--pat-log /nowhere/log"),
+        (dict(dtype="bfloat16"), "dtype='float32', this deployment has 'bfloat16'"),
+        (dict(pat_weights="reshard"), "weights='resident', this deployment has 'reshard'"),
+        (dict(dp_size=4), "num_ranks=2, this deployment has 4"),
+        (dict(pat_candidates="1"), "degrees=(1, 2), this deployment has (1,)"),
+    ],
+)
+def test_refused(model, profile, options, said):
+    with pytest.raises(ValueError) as caught:
+        check(arguments(model, **dict(pat_profile=str(profile)) | options))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_interrupted_sweep_is_refused(model, profile, tmp_path):
+    path = tmp_path / "half.json"
+    profiles.save(profiles.msgspec.structs.replace(profiles.load(profile), complete=False), path)
+    with pytest.raises(ValueError, match="interrupted"):
+        check(arguments(model, pat_profile=str(path)))
+
+
+def test_another_link_is_refused(model, profile, monkeypatch):
+    monkeypatch.setenv("SGLANG_PAT_LINK", "50:1")
+    with pytest.raises(ValueError, match="link='none'"):
+        check(arguments(model, pat_profile=str(profile)))
+
+
+def test_a_predicting_policy_needs_a_profile(model):
+    with pytest.raises(ValueError, match="--pat-policy survival needs a profile"):
+        arguments(model, pat_policy="survival")
+
+
+def test_the_command_says_it_in_one_line(model, profile):
+    command = f"{sys.executable} -m sglang_pat.launch_server --model-path {model} --tp 1 --dp 2 --adaptive-tp"
+    words = command.split() + ["--dtype", "bfloat16", "--pat-profile", str(profile)]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    (error,) = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    assert ran.returncode == 1 and "dtype='float32'" in error
