@@ -200,13 +200,14 @@ def points(grid: Grid, limits: Limits) -> list[Point]:
         if layout.dp > 1:
             # A batch of one comes first: the last request of a long tail decodes alone.
             found += _decode(layout, 1, grid.lone, [2 * bool(i) for i in range(len(grid.lone))], grid, limits)
+        # One level later than decode points: what a step takes decides more.
         for batch, batch_level in zip(grid.prefill_batch, levels(len(grid.prefill_batch)), strict=True):
             lengths = [n for n in grid.prefill_length if limits.holds(layout.tp, batch, n + 2)]
             for length, level in zip(lengths, levels(len(lengths)), strict=True):
                 found.append(
                     Point(
                         kind="prefill", tp=layout.tp, replicas=layout.dp, batch=batch, context=length,
-                        level=batch_level + level,
+                        level=1 + batch_level + level,
                     )
                 )  # fmt: skip
     for low, high in combinations(limits.layouts, 2):

@@ -19,12 +19,14 @@ ROWS = 24
 """Switches shown at most."""
 
 
-def best_layout(view: View) -> Figure:
+def best_layout(view: View) -> Figure | None:
     """The layout with the shortest step over requests in the engine and their context; hatched: beyond what was
-    measured of it.  Lines: by how much the best is faster than the base layout."""
+    measured of it.  Lines: by how much the best is faster than the base layout.  None for a grid of one line."""
     points = [p for tp in view.degrees for p in view.points(tp)]
     requests = np.unique(np.geomspace(1, max(p.batch * p.replicas for p in points), 120).round())
     contexts = np.geomspace(min(p.context for p in points), max(p.context for p in points), 100)
+    if len(requests) < 2 or contexts[0] == contexts[-1]:
+        return None
     x, y = np.meshgrid(requests, contexts)
     seconds = np.stack([view.step(tp, x, y) for tp in view.degrees])
     best = seconds.argmin(axis=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from statistics import median
 from typing import Any
 
@@ -19,9 +20,9 @@ ATTEMPTS = 5
 """Runs in which the batch was not what it should be (requests placed or started otherwise), before giving up."""
 PREFILLS = 3
 QUICK_SECONDS = 1.0
-"""Prefills that took less in all are done :data:`PREFILLS` times even where they agree."""
-PLUG = 256
-"""Tokens of the request behind which a prefill is measured."""
+"""A prefill is repeated, :data:`PREFILLS` times at most, until its runs took so long together."""
+PLUG, PLUG_LEAD = 256, 0.004
+"""Tokens of the request behind which a batch is held, and the seconds by which it is sent earlier."""
 FILLER_STEPS = 12
 """Decode steps of the requests that keep the other replicas' places while one is filled."""
 
@@ -110,30 +111,31 @@ def _dp(rig: Rig, point: Point) -> int:
 
 
 async def prefill(rig: Rig, point: Point, prompts: Prompts) -> PrefillPoint:
-    """Time to prefill fresh random prompts; median of up to :data:`PREFILLS` runs.
+    """Time to prefill fresh random prompts; median of up to :data:`PREFILLS` runs, of one where it takes long.
 
-    One run is enough where it took long; otherwise as many as there are, or until two agree within :data:`WIDE`.
+    After a run in which the requests were not prefilled together, the next one holds them behind a plug.
 
     Raises:
         NotMeasured: the requests never were spread as they should be.
     """
     together: list[float] = []
     apart: list[float] = []
-    plug = min(PLUG, max(16, point.context))
     for _ in range(ATTEMPTS):
         await rig.flush()
         prompts.forget()
-        batch = [rig.tokens(plug) for _ in range(point.replicas)]
-        batch += [rig.tokens(point.context) for _ in range(point.replicas * point.batch)]
+        plug = min(PLUG, point.context) if apart else 0
+        batch = [rig.tokens(point.context) for _ in range(point.replicas * point.batch)]
         await rig.trace()
-        await rig.finish(rig.send(batch, [1] * len(batch)))
+        plugs = [rig.tokens(plug) for _ in range(point.replicas if plug else 0)]
+        tasks = rig.send(plugs, [1] * len(plugs))
+        await asyncio.sleep(PLUG_LEAD if plug else 0)
+        await rig.finish([*tasks, *rig.send(batch, [1] * len(batch))])
         found = prefill_seconds(
             await rig.trace(), tp=point.tp, replicas=point.replicas, batch=point.batch, length=point.context, plug=plug
         )
         if found is not None:
             (together if found[1] else apart).append(found[0])
-        agree = len(together) > 1 and spread(tuple(together)) <= WIDE
-        if len(together) >= PREFILLS or (sum(together) > QUICK_SECONDS and (agree or len(together) == 1)):
+        if len(together) >= PREFILLS or sum(together) > QUICK_SECONDS or sum(apart) > 2 * QUICK_SECONDS:
             break
     samples = tuple(together or apart)
     if not samples:

@@ -41,19 +41,28 @@ def existing(path: Path) -> Profile | None:
     return profile
 
 
-def check_same(path: Path, profile: Profile, deployment: Fingerprint, asked: dict[str, str | float]) -> None:
-    """Whether a sweep of ``deployment`` may go on with ``profile``.
-
-    ``asked``: what else must be the same, as the profile's ``machine`` keeps it (``--grid`` as given, temperature).
-    The sizes of the pools only bound what is measured; the grid stays that of the first session.
+def check_asked(path: Path, profile: Profile, asked: dict[str, str | float]) -> None:
+    """Whether a sweep may go on with ``profile``: ``--grid`` and temperature, as its ``machine`` keeps them.
 
     Raises:
         UsageError: naming the first thing that differs.
     """
-    ours = msgspec.structs.asdict(deployment)
-    theirs = msgspec.structs.asdict(profile.fingerprint)
-    pairs = [(name, theirs[name], ours[name]) for name in ours if name not in INFORMATIVE]
-    pairs += [(name, profile.machine.get(name), value) for name, value in asked.items()]
+    _compare(path, [(name, profile.machine.get(name), value) for name, value in asked.items()])
+
+
+def check_same(path: Path, profile: Profile, deployment: Fingerprint) -> None:
+    """Whether a sweep of ``deployment`` may go on with ``profile``.
+
+    The sizes of the pools only bound what is measured; the grid stays that of the first session.
+
+    Raises:
+        UsageError: naming the first field that differs.
+    """
+    ours, theirs = (msgspec.structs.asdict(mark) for mark in (deployment, profile.fingerprint))
+    _compare(path, [(name, theirs[name], ours[name]) for name in ours if name not in INFORMATIVE])
+
+
+def _compare(path: Path, pairs: list[tuple[str, object, object]]) -> None:
     for name, before, now in pairs:
         if before != now:
             raise UsageError(
@@ -71,7 +80,7 @@ class Store:
 
     @classmethod
     def fresh(cls, path: Path, fingerprint: Fingerprint, grid: Grid, asked: dict[str, str | float]) -> Store:
-        """An empty profile; ``asked``: see :func:`check_same`."""
+        """An empty profile; ``asked``: see :func:`check_asked`."""
         return cls(path, Profile(fingerprint=fingerprint, grid=grid.as_lists(), machine=dict(asked)))
 
     def done(self) -> set[tuple]:

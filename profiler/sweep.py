@@ -21,9 +21,9 @@ from profiler.budget import parse_budget
 from profiler.errors import Parser, UsageError, run
 from profiler.rig import Rig
 from profiler.session import Clock, Session, describe, fill_arenas
-from profiler.store import Store, check_same, existing
+from profiler.store import Store, check_asked, check_same, existing
 from profiler.windows import WINDOW
-from sglang_pat.predict.profile import Fingerprint, LayoutSetup, Profile
+from sglang_pat.predict.profile import LayoutSetup, Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +73,12 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     options = parse(argv)
     found = existing(options.out)
+    if found is not None:
+        check_asked(options.out, found, options.asked)
     args = host.server_args(options.model, options.flags)
     if found is not None:
         # Without an engine: it takes a while to start.
-        check_same(options.out, found, host.deployment(args), options.asked)
+        check_same(options.out, found, host.deployment(args))
     display = displays.make()
     with display.waiting("starting the engine"):
         engine = host.start(args)

@@ -65,13 +65,13 @@ def decode_windows(trace: list[Step], *, tp: int, replicas: int, batch: int, war
 
 
 def prefill_seconds(
-    trace: list[Step], *, tp: int, replicas: int, batch: int, length: int, plug: int
+    trace: list[Step], *, tp: int, replicas: int, batch: int, length: int, plug: int = 0
 ) -> tuple[float, bool] | None:
-    """Time to prefill ``batch`` requests of ``length`` tokens on each replica, behind one other of ``plug`` tokens.
+    """Time to prefill ``batch`` requests of ``length`` tokens on each replica, and whether they were together.
 
-    The plug keeps the scheduler busy while the rest arrive, so that they are prefilled together, as after a switch.
-    Returns the mean over replicas and whether all arrived in time; if they did not, their share by tokens of the whole
-    time.  None if not every replica got its share.
+    With ``plug`` tokens, one other request goes ahead and keeps the scheduler busy while the rest arrive.  Together:
+    the first of them did not start alone, nor with the plug; else the seconds are their share by tokens of the whole
+    time.  Mean over replicas; None if not every replica got its share.
     """
     found = by_rank(trace, kind="prefill", tp=tp)
     if len(found) != replicas:
@@ -81,11 +81,12 @@ def prefill_seconds(
         total = sum(step["tokens"] for step in steps)
         if not 0.9 * batch * length - batch <= total - plug <= 1.1 * batch * length + batch:
             return None
-        first, behind = steps[0], steps[1:]
-        alone = first["requests"] == 1 and abs(first["tokens"] - plug) <= 4 and behind
-        one_came_early = len(behind) > 1 and behind[0]["requests"] == 1 and abs(behind[0]["tokens"] - length) <= 4
-        if alone and not one_came_early:
-            seconds.append(sum(step["seconds"] for step in behind))
+        ahead = 1 if plug else 0
+        plug_alone = not plug or (steps[0]["requests"] == 1 and abs(steps[0]["tokens"] - plug) <= 4)
+        mine = steps[ahead:]
+        first_alone = len(mine) > 1 and mine[0]["requests"] == 1 and abs(mine[0]["tokens"] - length) <= 4
+        if plug_alone and mine and not first_alone:
+            seconds.append(sum(step["seconds"] for step in mine))
         else:
             together = False
             seconds.append(sum(step["seconds"] for step in steps) * batch * length / total)

@@ -1,0 +1,145 @@
+"""The sweep on a real engine: interrupted, resumed, refused for another deployment; then the validation."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sglang_pat.predict import profile as profiles
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import Predictor
+
+ROOT = Path(__file__).resolve().parents[2]
+GRID = (
+    "batch=1,2,4;context=64,160;lone=1,2;prefill_batch=1,2;prefill_length=64;switch_requests=4;switch_context=128"
+)
+SECONDS = 120
+
+REFUSED = """
+import importlib, json, sys
+from profiler.errors import run
+for module, *arguments in json.loads(sys.argv[1]):
+    assert run(module, importlib.import_module(module).main, arguments) == 2
+"""
+
+
+def command(module, model, *arguments):
+    flags = ["--model-path", model, "--tp", 1, "--dp", 2, "--dtype", "float32", "--max-total-tokens", 8192]
+    return [sys.executable, "-m", *map(str, (module, *arguments, *flags))]
+
+
+def sweep(model, out, *flags):
+    return command("profiler.sweep", model, "--out", out, "--grid", GRID, "--budget", "5m", *flags)
+
+
+def start(arguments, log):
+    return subprocess.Popen(arguments, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+
+
+def run(arguments):
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+
+
+def keys(profile):
+    decode = [("decode", p.tp, p.replicas, p.batch, round(p.context / 96)) for p in profile.decode]
+    return decode + [("prefill", p.tp, p.replicas, p.batch, p.length) for p in profile.prefill]
+
+
+@pytest.fixture(scope="module")
+def swept(llama, tmp_path_factory):
+    """(profile file, the profile when interrupted, output of the second run)."""
+    folder = tmp_path_factory.mktemp("profiler")
+    path, log = folder / "profile.json", folder / "log.txt"
+    with log.open("w") as output:
+        process = start(sweep(llama, path), output)
+        try:
+            begin = time.monotonic()
+            while not path.exists() or len(profiles.load(path).decode) < 4:
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() - begin < SECONDS, log.read_text()
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 130, log.read_text()
+        finally:
+            process.kill()
+    assert "the same command goes on" in log.read_text()
+    interrupted = profiles.load(path)
+    again = run(sweep(llama, path))
+    assert again.returncode == 0, again.stdout + again.stderr
+    return path, interrupted, again.stdout
+
+
+def test_an_interrupted_sweep_goes_on_where_it_was(swept):
+    path, interrupted, output = swept
+    finished = profiles.load(path)
+    assert 4 <= len(interrupted.decode) < len(finished.decode) and not interrupted.complete
+    assert finished.decode[: len(interrupted.decode)] == interrupted.decode, "measured points were touched"
+    assert len(keys(finished)) == len(set(keys(finished))), "a point was measured twice"
+    assert finished.complete and finished.machine["sessions"] == 2
+    assert f"{len(interrupted.decode)} measured before" in output
+    assert finished.machine["spent_seconds"] > interrupted.machine["spent_seconds"]
+
+
+def test_the_profile_loads_and_predicts(swept):
+    profile = profiles.load(swept[0])
+    predictor = Predictor(profile)
+    assert predictor.degrees == (1, 2)
+    for point in profile.decode:
+        seconds = predictor.step_seconds(point.tp, point.batch, point.batch * point.context, point.replicas)
+        assert seconds == pytest.approx(point.seconds) and 1e-4 < seconds < 5
+    alone = {(p.tp, p.replicas, p.batch) for p in profile.decode}
+    assert alone == {(1, 2, 1), (1, 2, 2), (1, 2, 4), (1, 1, 1), (1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 1, 4)}
+    contexts = {round(p.context / 96) for p in profile.decode}
+    assert contexts == {1, 2}, [p.context for p in profile.decode]
+    assert predictor.prefill_seconds(2, [64, 100]) > 0
+    costs = SwitchCosts(profile, predictor)
+    assert 0 < costs.estimate(1, 2, [100, 200]).seconds < 10
+    with_requests = [s for s in profile.switches if s.requests]
+    assert {(s.from_tp, s.to_tp) for s in with_requests} == {(1, 2), (2, 1)}
+    assert all(s.requests == 4 and s.tokens >= 4 * 120 and s.moved_bytes > 0 for s in with_requests)
+    assert [setup.tp for setup in profile.setup] == [2]
+
+
+def test_another_deployment_is_refused_and_the_file_stays(swept, llama, tmp_path):
+    path = swept[0]
+    before = path.read_bytes()
+    other = tmp_path / "other.json"
+    fingerprint = msgspec.structs.replace(profiles.load(path).fingerprint, dtype="bfloat16")
+    profiles.save(msgspec.structs.replace(profiles.load(path), fingerprint=fingerprint), other)
+    cases = [
+        (sweep(llama, path, "--grid", "batch=1"), "was measured with grid="),
+        (sweep(llama, path, "--temperature", "0"), "was measured with temperature=1.0"),
+        (sweep(llama, path, "--pat-weights", "reshard"), "weights='resident', this sweep has 'reshard'"),
+        (sweep(llama, path, "--dtype", "bfloat16"), "dtype='float32', this sweep has 'bfloat16'"),
+        (sweep(llama, path, "--no-such-flag", "1"), "--no-such-flag"),
+        (command("profiler.validate", llama, other), "dtype='bfloat16'"),
+    ]
+    # One process for all, since each would import SGLang first.
+    result = run([sys.executable, "-c", REFUSED, json.dumps([arguments[2:] for arguments, _ in cases])])
+    assert result.returncode == 0, result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == len(cases), result.stderr
+    for line, (_, said) in zip(lines, cases, strict=True):
+        assert said in line
+    assert path.read_bytes() == before
+
+
+def test_validation_of_a_real_batch(swept, llama, tmp_path):
+    extra = ["--requests", 8, "--max-new-tokens", 48, "--out", tmp_path / "out"]
+    result = run(command("profiler.validate", llama, swept[0], *extra))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "tp1×dp2" in result.stdout and "tp2×dp1" in result.stdout
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    assert written == {"validation.json", "throughput_tp1_dp2.png", "throughput_tp2_dp1.png"}
+    rows = json.loads((tmp_path / "out" / "validation.json").read_text())["figures"]
+    assert [row["layout"] for row in rows] == ["tp1×dp2", "tp2×dp1"]
+    # A loaded machine may be far off; what must hold is that steps were found and compared.
+    assert all(row["steps"] > 40 and 0 <= row["error a step"] < 20 for row in rows)

@@ -1,0 +1,216 @@
+"""The profile while it grows, the report, and bad input to the three commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from profiles_for_tests import FINGERPRINT, decode_points, prefill_points, profile, switch_sample
+
+from profiler import accuracy, report
+from profiler.errors import UsageError
+from profiler.grid import Grid
+from profiler.store import Store, check_asked, check_same, existing
+from sglang_pat.predict import profile as profiles
+from sglang_pat.predict.profile import DecodePoint, PrefillPoint
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).resolve().parents[2]
+GRID = Grid(batch=(1, 2), context=(64, 128), switch_context=(128,))
+ASKED = {"grid": "batch=1,2;context=64,128", "temperature": 1.0}
+
+
+def decode(batch, context):
+    return DecodePoint(tp=1, replicas=4, batch=batch, context=context, seconds=0.01, samples=(0.01,))
+
+
+def fresh(path):
+    return Store.fresh(path, FINGERPRINT, GRID, ASKED)
+
+
+def test_a_store_knows_what_it_has(tmp_path):
+    store = fresh(tmp_path / "p.json")
+    assert store.done() == set()
+    store.add(decode(1, 61), 5.0)  # a few tokens off the grid's 64
+    store.add(PrefillPoint(tp=1, replicas=4, batch=2, length=256, seconds=0.1, samples=(0.1,)), 7.0)
+    store.add([switch_sample(1, 2, 8, 8 * 150, kv=1e-3), switch_sample(2, 1, 8, 8 * 160, kv=1e-3)], 9.0)
+    store.add([switch_sample(2, 4, 0, 0, install=1e-3)], 10.0)
+    expected = {
+        ("decode", 1, 0, 4, 1, 64), ("prefill", 1, 0, 4, 2, 256), ("switch", 1, 2, 4, 8, 128),
+        ("switch", 2, 4, 2, 0, 0),
+    }  # fmt: skip
+    assert store.done() == expected
+    again = existing(tmp_path / "p.json")
+    assert Store(tmp_path / "p.json", again).done() == expected
+    assert again.machine["spent_seconds"] == 10.0 and not again.complete
+
+
+def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "p.json"
+    store = fresh(path)
+    store.add(decode(1, 64), 1.0)
+    before = path.read_bytes()
+
+    def full_disk(*_):
+        raise OSError("no space left")
+
+    for broken in ("os.replace", "pathlib.Path.write_bytes"):
+        with monkeypatch.context() as patch:
+            patch.setattr(broken, full_disk)
+            with pytest.raises(OSError, match="no space"):
+                store.add(decode(2, 64), 2.0)
+        assert path.read_bytes() == before
+        assert [file.name for file in tmp_path.iterdir()] == ["p.json"], "a temporary file was left"
+
+
+def test_goes_on_only_with_the_same(tmp_path):
+    path = tmp_path / "p.json"
+    fresh(path).add(decode(1, 64), 1.0)
+    before, found = path.read_bytes(), existing(path)
+    check_asked(path, found, ASKED)
+    check_same(path, found, FINGERPRINT)
+    # Sizes of the pools may differ: they bound what is measured and do not change it.
+    check_same(path, found, msgspec.structs.replace(FINGERPRINT, kv_tokens=1, max_running=1))
+    for field, value, said in (("dtype", "bfloat16", "dtype='float32'.*'bfloat16'"), ("degrees", (1, 4), "degrees")):
+        with pytest.raises(UsageError, match=said):
+            check_same(path, found, msgspec.structs.replace(FINGERPRINT, **{field: value}))
+    for change, said in (
+        ({"temperature": 0.0}, "temperature=1.0"),
+        ({"grid": "batch=1"}, "grid='batch=1,2;context=64,128'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            check_asked(path, found, ASKED | change)
+    assert path.read_bytes() == before
+
+
+def test_leave_one_out_is_exact_on_straight_lines():
+    points = decode_points(lambda tp, n, b, c: (1e-3 + 1e-4 * b + 1e-7 * b * c) / tp, (1, 2, 4, 8), (64, 128, 256))
+    checks = accuracy.leave_one_out(profile(decode=points))
+    assert len(checks) == len(points)
+    inside = [check for check in checks if check.inside]
+    assert {check.context for check in inside} == {128} and max(check.error for check in inside) < 1e-9
+    rows = accuracy.summary(profile(decode=points), checks)
+    assert [row["layout"] for row in rows] == ["tp1×dp4", "tp2×dp2", "tp4×dp1"]
+    assert all(row["interpolated"] < 1e-9 for row in rows)
+
+
+def made_up(**parts):
+    """Measured, with samples, lone replicas and switches."""
+    decode = decode_points(lambda tp, n, b, c: 4e-3 / tp + 2e-4 * b * tp + 1e-8 * b * c, (1, 2, 8, 32), (64, 512, 4096))
+    decode += decode_points(lambda tp, n, b, c: 3e-3 / tp, (1, 2), (64, 512), layouts=((1, 1), (2, 1)))
+    decode = tuple(msgspec.structs.replace(p, samples=(p.seconds, 1.1 * p.seconds)) for p in decode)
+    switches = tuple(
+        switch_sample(a, b, n, n * 128, kv=1e-3, install=1e-2, prepare=0.1 * (n == 0))
+        for a, b in ((1, 4), (4, 1), (1, 2))
+        for n in (0, 4)
+    )
+    return profile(**{"decode": decode, "switches": switches, "grid": {"batch": [1, 2]}} | parts)
+
+
+REPORT = {"latency_by_layout.png", "latency_over_tokens.png", "latency_over_batch.png", "best_layout.png"}
+
+
+def test_a_report_makes_all_its_files(tmp_path):
+    path, folder = tmp_path / "p.json", tmp_path / "a" / "report"
+    profiles.save(made_up(), path)
+    assert report.main([str(path), "--out", str(folder)]) == 0
+    assert {file.name for file in folder.iterdir()} == REPORT | {"switch.png", "accuracy.png", "index.html"}
+    assert all(file.stat().st_size > 5000 for file in folder.iterdir())
+    page = (folder / "index.html").read_text()
+    assert page.count("data:image/png;base64,") == 6 and 'src="data:' in page
+    assert "LlamaForCausalLM" in page and "tp1 → tp4" in page and "heads4/4" in page
+    assert 'src="http' not in page and "<link" not in page and "<script" not in page
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"decode": decode_points(lambda *_: 1e-3, (1,), (64,))},
+        {"decode": decode_points(lambda *_: 1e-3, (2, 4), (64, 128), layouts=((2, 2),)), "switches": ()},
+        {"kind": "modelled", "sources": ("somewhere <b>",), "prefill": ()},
+        {"complete": False, "prefill": prefill_points(lambda *_: 1e-3, (1,), (64,))},
+    ],
+    ids=["one point", "one layout", "modelled", "interrupted"],
+)
+def test_a_report_of_little(tmp_path, parts):
+    files = report.write(made_up(**parts), tmp_path)
+    assert all(file.stat().st_size for file in files) and files[-1].name == "index.html"
+    assert (tmp_path / "best_layout.png").exists() == ("decode" not in parts or len(parts["decode"]) > 3)
+    page = files[-1].read_text()
+    assert "somewhere &lt;b&gt;" in page or "sources" not in parts
+    assert ("interrupted sweep" in page) == (parts.get("complete") is False)
+
+
+def test_a_report_of_a_reference_profile(tmp_path):
+    assert report.main([str(ROOT / "profiles" / "8xH100-qwen3-14b.json"), "--out", str(tmp_path)]) == 0
+    assert REPORT < {made.name for made in tmp_path.iterdir()}
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+
+
+def refused(result, said):
+    """Exit code 2 and one line that says it."""
+    assert result.returncode == 2, result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and said in lines[0], result.stderr
+    assert not result.stdout
+
+
+def test_bad_input_to_the_sweep(tmp_path):
+    good = ["profiler.sweep", "--model-path", tmp_path, "--out", tmp_path / "p.json"]
+    (tmp_path / "config.json").write_text("{}")
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    modelled = tmp_path / "modelled.json"
+    profiles.save(profile(kind="modelled"), modelled)
+    kept = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    cases = [
+        (["profiler.sweep", "--out", "x.json"], "--model-path"),
+        ([*good, "--budget", "soon"], "--budget 'soon'"),
+        ([*good, "--grid", "batch=1;height=3"], "axes are batch"),
+        ([*good, "--temperature", "-1"], "--temperature -1"),
+        ([*good[:3], "--out", tmp_path / "no" / "p.json"], "does not exist"),
+        ([*good[:3], "--out", tmp_path], "is a folder"),
+        ([*good[:3], "--out", other], "not JSON"),
+        ([*good[:3], "--out", modelled], "modelled profile"),
+        ([*good, "--pat-policy", "survival"], "--pat-policy: the profiler decides"),
+        (["profiler.sweep", "--model-path", tmp_path / "none", "--out", "x.json"], "no such folder"),
+    ]
+    for arguments, said in cases:
+        refused(run(*arguments), said)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == kept
+
+
+def test_bad_input_to_the_report(tmp_path):
+    path = tmp_path / "p.json"
+    refused(run("profiler.report", path, "--out", tmp_path / "r"), "No such file")
+    path.write_text('{"version": 1}')
+    refused(run("profiler.report", path, "--out", tmp_path / "r"), "sweep again")
+    profiles.save(profile(decode=()), path)
+    refused(run("profiler.report", path, "--out", tmp_path / "r"), "no decode times")
+    profiles.save(profile(), path)
+    refused(run("profiler.report", path), "--out")
+    refused(run("profiler.report", path, "--out", path / "r"), "is not a folder")
+    refused(run("profiler.report", path, "--out", tmp_path / "r", "--dpi", "3"), "--dpi")
+    assert not (tmp_path / "r").exists()
+
+
+def test_bad_input_to_the_validation(tmp_path):
+    path = tmp_path / "p.json"
+    model = ["--model-path", tmp_path]
+    refused(run("profiler.validate", path, *model), "No such file")
+    profiles.save(profile(kind="modelled"), path)
+    refused(run("profiler.validate", path, *model), "modelled profile")
+    profiles.save(profile(), path)
+    refused(run("profiler.validate", path, *model), "no config.json")
+    refused(run("profiler.validate", path), "--model-path")
+    refused(run("profiler.validate", path, *model, "--requests", "1"), "--requests 1")
+    refused(run("profiler.validate", path, *model, "--out", path / "r"), "is not a folder")

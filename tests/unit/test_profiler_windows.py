@@ -1,0 +1,110 @@
+"""Scheduler steps → step times, prefill times, errors of predictions."""
+
+from __future__ import annotations
+
+import pytest
+from profiles_for_tests import profile
+
+from profiler import trajectory
+from profiler.windows import decode_windows, prefill_seconds, spread
+from sglang_pat.predict.predictor import Predictor
+
+pytestmark = pytest.mark.unit
+
+
+def steps(rank, count, seconds, requests, *, begin=0.0, tp=1, kind="decode", tokens=100):
+    same = dict(rank=rank, tp=tp, kind=kind, seconds=seconds, requests=requests, tokens=tokens)
+    return [same | {"at": begin + (i + 1) * seconds} for i in range(count)]
+
+
+def test_only_full_batches_count():
+    trace = steps(0, 3, 0.5, 2) + steps(0, 64, 0.01, 4, begin=1.5, tokens=400) + steps(0, 2, 0.005, 3, begin=2.14)
+    found = decode_windows(trace, tp=1, replicas=1, batch=4, warm_up=4, most=60)
+    assert found.samples == pytest.approx((0.01, 0.01, 0.01)) and found.size == 20
+    assert found.context == 100
+    assert decode_windows(trace, tp=1, replicas=1, batch=5, warm_up=4, most=60) is None
+    assert decode_windows(trace, tp=2, replicas=1, batch=4, warm_up=4, most=60) is None
+
+
+def test_several_replicas_count_only_while_all_are_full():
+    trace = steps(0, 100, 0.01, 4) + steps(1, 50, 0.02, 4, begin=0.5)
+    found = decode_windows(trace, tp=1, replicas=2, batch=4, warm_up=2, most=60)
+    # From 0.54 s (rank 1 is warm) to 1.0 s (rank 0 is done): 46 steps of rank 0, 23 of rank 1.
+    assert found.size * len(found.samples) <= 23
+    assert all(sample == pytest.approx(0.015) for sample in found.samples)
+    assert decode_windows(trace, tp=1, replicas=4, batch=4, warm_up=2, most=60) is None
+
+
+def test_a_lone_replica_counts_once_the_others_are_silent():
+    trace = steps(0, 30, 0.02, 2) + steps(0, 30, 0.01, 2, begin=0.6) + steps(1, 30, 0.02, 2)
+    found = decode_windows(trace, tp=1, replicas=1, batch=2, warm_up=4, most=60)
+    assert all(sample == pytest.approx(0.01) for sample in found.samples)
+
+
+def test_one_disturbed_window_is_outvoted():
+    trace = steps(0, 30, 0.01, 1) + steps(0, 1, 1.0, 1, begin=0.3) + steps(0, 33, 0.01, 1, begin=1.3)
+    found = decode_windows(trace, tp=1, replicas=1, batch=1, warm_up=4, most=60)
+    assert sorted(found.samples)[1] == pytest.approx(0.01) and spread(found.samples) > 1
+
+
+def prefills(rank, *shapes, begin=0.0):
+    made, at = [], begin
+    for requests, tokens, seconds in shapes:
+        at += seconds
+        made += [dict(rank=rank, tp=1, kind="prefill", at=at, seconds=seconds, requests=requests, tokens=tokens)]
+    return made
+
+
+def test_prefill_of_a_batch_that_was_together():
+    trace = prefills(0, (1, 256, 0.1), (4, 2048, 0.8)) + prefills(1, (1, 255, 0.1), (4, 2047, 0.6))
+    asked = dict(tp=1, replicas=2, batch=4, length=512, plug=256)
+    assert prefill_seconds(trace, **asked) == (pytest.approx(0.7), True)
+    # The plug was not alone: its share goes by tokens.
+    early = prefills(0, (2, 768, 0.3), (3, 1536, 0.6)) + prefills(1, (1, 256, 0.1), (4, 2048, 0.8))
+    seconds, together = prefill_seconds(early, **asked)
+    assert not together and seconds == pytest.approx(0.8)
+    # Chunks of one request are as it should be, a request that came too early is not.
+    chunks = prefills(0, (1, 256, 0.1), (3, 1100, 0.4), (2, 948, 0.4)) + prefills(1, (1, 256, 0.1), (4, 2048, 0.8))
+    assert prefill_seconds(chunks, **asked)[1]
+    lonely = prefills(0, (1, 256, 0.1), (1, 512, 0.2), (3, 1536, 0.6)) + prefills(1, (1, 256, 0.1), (4, 2048, 0.8))
+    assert not prefill_seconds(lonely, **asked)[1]
+    at_once = prefills(0, (4, 2048, 0.8)) + prefills(1, (4, 2048, 0.6))
+    assert prefill_seconds(at_once, **asked | {"plug": 0}) == (pytest.approx(0.7), True)
+    uneven = prefills(0, (1, 256, 0.1), (5, 2560, 1.0)) + prefills(1, (1, 256, 0.1), (3, 1536, 0.6))
+    assert prefill_seconds(uneven, **asked) is None
+
+
+def trace_of(predictor, tp, factor, count=60):
+    """A draining batch on every replica that takes ``factor`` times what is predicted."""
+    made = []
+    for rank in range(4 // tp):
+        at = 0.0
+        for i in range(count):
+            requests, tokens = (4, 800 + 4 * i) if i < count // 2 else (2, 600 + 2 * i)
+            seconds = factor * predictor.step_seconds(tp, requests, tokens, 4 // tp)
+            at += seconds
+            made += [dict(rank=rank, tp=tp, kind="decode", at=at, seconds=seconds, requests=requests, tokens=tokens)]
+    return made
+
+
+def test_errors_of_a_trajectory():
+    predictor = Predictor(profile())
+    runs = [trajectory.decoded(trace_of(predictor, 2, factor), predictor, 2) for factor in (1.0, 1.1)]
+    assert len(runs[0]) == 120
+    assert trajectory.error([step] for step in runs[0]) == pytest.approx(0.0, abs=1e-9)
+    assert trajectory.error([step] for step in runs[1]) == pytest.approx(0.1 / 1.1)
+    assert trajectory.repeat_spread(*runs) == pytest.approx(0.1 / 1.05)
+    row = trajectory.summary("tp2×dp2", runs)
+    assert row["steps"] == 240 and row["repeat to repeat"] == pytest.approx(0.1 / 1.05)
+    rates = trajectory.throughput(runs[0])
+    assert set(rates) == {8, 4}
+    for measured, predicted in rates.values():
+        assert measured == pytest.approx(predicted)
+    assert rates[8][0] == pytest.approx(8 / predictor.step_seconds(2, 4, 860), rel=0.02)
+
+
+def test_windows_stay_on_one_replica():
+    predictor = Predictor(profile())
+    cut = trajectory.windows(trajectory.decoded(trace_of(predictor, 1, 1.0, count=55), predictor, 1))
+    assert all(len({step.rank for step in window}) == 1 for window in cut)
+    assert sorted({len(window) for window in cut}) == [15, 20]
