@@ -40,14 +40,14 @@ def brute_force(case: Drain) -> float:
 
 
 @settings(deadline=None, derandomize=True, max_examples=25)
-@given(profiles(), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 16))
+@given(profiles(), st.lists(st.integers(1, 24), min_size=1, max_size=4), st.integers(1, 16))
 def test_as_good_as_every_schedule(found, lengths, spacing):
     case = drain(found, lengths, spacing=spacing)
     assert len(case.points) <= 7
     assert oracle(case).seconds == pytest.approx(brute_force(case), rel=1e-12)
 
 
-@pytest.mark.parametrize("lengths", [[3, 9, 14], [1, 1, 1, 1, 12, 12], [70], [5, 30, 31, 60], [2] * 8])
+@pytest.mark.parametrize("lengths", [[3, 9, 14], [1, 1, 1, 1, 12, 12], [30], [5, 20, 21, 30], [2] * 8])
 def test_as_good_as_every_schedule_on_a_crossing_machine(lengths):
     for control in (0.0, 0.01, 0.2):
         case = drain(crossing(control=control), lengths)

@@ -90,10 +90,12 @@ def check_policy(name: str, degrees: tuple[int, ...]) -> None:
     raise ValueError(f"policy {name}: choose from {', '.join(DECIDING)}, threshold:N, static:TP, oracle")
 
 
-def compare(machine: Machine, work: Work, policies: list[str], spacing: int = SPACING) -> dict[str, list[Run]]:
+def compare(
+    machine: Machine, work: Work, policies: list[str], spacing: int = SPACING, arrived: float = 0.0
+) -> dict[str, list[Run]]:
     """Runs of every policy, by round; ``oracle`` is always among them.
 
-    What a policy has learnt of lengths it keeps from round to round.
+    What a policy has learnt of lengths it keeps from round to round.  ``arrived``: see :meth:`Drain.follow`.
     """
     histories = {name: LengthHistory() for name in policies}
     deciding = {name: machine.policy(name) for name in policies if name.partition(":")[0] in DECIDING}
@@ -103,7 +105,7 @@ def compare(machine: Machine, work: Work, policies: list[str], spacing: int = SP
         runs["oracle"].append(oracle(drain))
         for name in policies:
             if name in deciding:
-                runs[name].append(drain.follow(deciding[name], histories[name]))
+                runs[name].append(drain.follow(deciding[name], histories[name], arrived))
             elif name != "oracle":
                 runs[name].append(drain.static(int(name.partition(":")[2])))
     return runs

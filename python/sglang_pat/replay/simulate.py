@@ -21,16 +21,12 @@ from sglang_pat.coordinator.policy import Policy
 from sglang_pat.coordinator.snapshot import Load, Snapshot
 from sglang_pat.predict.profile import Fingerprint
 
-CHECK_EVERY = 256
-"""Token steps after which policies are asked though nothing ended; the first that many are asked about more often
-(``SPACING``), as that is where they wait for the batch to be complete."""
+CHECK_EVERY = ((8, 128), (32, 1024), (256, None))
+"""Token steps after which policies are asked though nothing ended, up to a token index.  An engine asks every 0.1 s;
+it matters at the start, where they wait for the batch to be complete."""
 
 SPACING = 16
 """Least token steps between two questions: load reports come every few steps, not after each."""
-
-ARRIVED = 0.0
-"""When the batch came in; the clock starts then."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -63,7 +59,10 @@ class Drain:
         self.fingerprint, self.batch, self.costs = fingerprint, batch, costs
         self.degrees = tuple(fingerprint.degrees)
         longest = int(batch.length.max())
-        grid = np.concatenate([np.arange(0, CHECK_EVERY, SPACING), np.arange(CHECK_EVERY, longest, CHECK_EVERY)])
+        starts = [0, *(end for _, end in CHECK_EVERY)]
+        grid = np.concatenate(
+            [np.arange(start, end or longest, every) for start, (every, end) in zip(starts, CHECK_EVERY, strict=False)]
+        )
         ends = np.unique(np.concatenate([grid[grid < longest], batch.length]))
         self.points = _thin(ends, spacing, grid)
         inside = np.searchsorted(ends, self.points)
@@ -112,8 +111,12 @@ class Drain:
         changes = dict(schedule)
         return self._drive(lambda point, now, tp, last: changes.get(point, tp))
 
-    def follow(self, policy: Policy, history: LengthHistory) -> Run:
-        """Time with a policy that is asked at every point; it sees, and ``history`` learns, what an engine would."""
+    def follow(self, policy: Policy, history: LengthHistory, arrived: float = 0.0) -> Run:
+        """Time with a policy that is asked at every point; it sees, and ``history`` learns, what an engine would.
+
+        ``arrived``: when the last request came in, on a clock that starts with the batch; minus infinity for a batch
+        that is known to be complete.
+        """
         order = np.argsort(self.batch.length, kind="stable")
         reported = 0
 
@@ -123,14 +126,17 @@ class Drain:
                 request = order[reported]
                 history.observe(int(self.batch.length[request]), int(self.batch.family[request]), True)
                 reported += 1
-            return policy(self.snapshot(point, now, tp, last_switch), history).tp
+            return policy(self.snapshot(point, now, tp, last_switch, arrived), history).tp
 
         run = self._drive(decide)
         for request in order[reported:]:
             history.observe(int(self.batch.length[request]), int(self.batch.family[request]), True)
         return run
 
-    def snapshot(self, point: int, now: float, tp: int, last_switch: float) -> Snapshot:
+    def snapshot(
+        self, point: int, now: float, tp: int, last_switch: float = float("-inf"), arrived: float = 0.0
+    ) -> Snapshot:
+        """What an engine's policy would see at a point."""
         running = self.running(point)
         number = len(running)
         return Snapshot(
@@ -140,7 +146,7 @@ class Drain:
             num_ranks=self.fingerprint.num_ranks,
             requests=number,
             peak=len(self.batch.length),
-            last_arrival=ARRIVED,
+            last_arrival=arrived,
             last_switch=last_switch,
             load=Load(
                 prompt=self.batch.prompt[running],

@@ -1,0 +1,249 @@
+"""Policies on simulated batches: the study over length shapes, correlations, batch sizes and profiles.
+
+    python bench/replay.py [--quick] [--json FILE] [--image FILE] [--jobs N] [--profiles FILE ...]
+
+For every cell (profile × shape × ρ × batch) some rounds are drawn and generated under every static layout, ``pat``,
+``survival`` and the oracle (``python -m sglang_pat.replay`` does one cell). Simulated, so that the machine does not
+matter; the same seeds give the same figures.  Cells whose KV would not fit the profile's pool are left out and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import _replay_pat
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from sglang_pat.predict.profile import load
+from sglang_pat.replay.compare import Machine, Work, compare, regrets
+from sglang_pat.replay.shapes import NAMED, parse_shape
+from sglang_pat.replay.simulate import crowded
+
+ROOT = Path(__file__).resolve().parents[1]
+CORRELATIONS = (0.0, 0.5, 0.8)
+BATCHES = (16, 32, 64, 128, 256, 512)
+SPACING = 32
+"""Token steps between two questions at least: a policy is asked some hundred times a batch."""
+
+REGRET_GOAL = 0.5
+"""Of ``survival``'s mean regret to ``pat``'s, at most."""
+
+STATIC_GOAL = 0.98
+"""Best static layout's time over ``survival``'s, at least."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Figures of one cell: mean regrets, times as the best static layout's over the policy's, switches in a round.
+
+    ``…_decided``: regrets when the batch is known to be complete from the start, so that no time goes into waiting for
+    more requests; what is left is the quality of the decisions.
+    """
+
+    profile: str
+    shape: str
+    rho: float
+    batch: int
+    seconds: float
+    pat_regret: float
+    survival_regret: float
+    pat_decided: float
+    survival_decided: float
+    first_regret: float
+    static_over_pat: float
+    static_over_survival: float
+    static_over_oracle: float
+    most_switches: int
+    pat_most_switches: int
+
+
+@cache
+def machine(path: str) -> Machine:
+    return Machine(load(path))
+
+
+def study(task: tuple[str, str, float, int, int]) -> Cell | None:
+    """One cell; None if its batch does not fit."""
+    path, shape, rho, batch, rounds = task
+    on = machine(path)
+    work = Work(shape=parse_shape(shape), batch=batch, rounds=rounds, correlation=rho)
+    if any(crowded(on.profile.fingerprint, drawn) for drawn in work.batches()):
+        return None
+    statics = [f"static:{tp}" for tp in on.profile.fingerprint.degrees]
+    runs = compare(on, work, ["pat", "survival", *statics], SPACING)
+    mean = {name: np.mean([run.seconds for run in found]) for name, found in runs.items()}
+    best = min(mean[name] for name in statics)
+    regret = {name: regrets(runs, name) for name in ("pat", "survival")}
+    known = compare(on, work, ["pat", "survival"], SPACING, arrived=-np.inf)
+    most = {name: max(len(run.switches) for run in runs[name]) for name in ("pat", "survival")}
+    return Cell(
+        profile=Path(path).stem,
+        shape=shape,
+        rho=rho,
+        batch=batch,
+        seconds=float(mean["oracle"]),
+        pat_regret=float(regret["pat"].mean()),
+        survival_regret=float(regret["survival"].mean()),
+        pat_decided=float(regrets(known, "pat").mean()),
+        survival_decided=float(regrets(known, "survival").mean()),
+        first_regret=float(regret["survival"][0]),
+        static_over_pat=float(best / mean["pat"]),
+        static_over_survival=float(best / mean["survival"]),
+        static_over_oracle=float(best / mean["oracle"]),
+        most_switches=most["survival"],
+        pat_most_switches=most["pat"],
+    )
+
+
+def total(cells: list[Cell]) -> dict[str, float]:
+    """Means and extremes over cells.
+
+    ``worst_reachable``: the worst ratio to the best static layout among cells where the oracle itself keeps the goal.
+    Starting in the base layout and paying for a switch it cannot everywhere.
+    """
+    mean = {
+        name: float(np.mean([getattr(c, name) for c in cells]))
+        for name in ("pat_regret", "survival_regret", "pat_decided", "survival_decided", "first_regret")
+    }
+    reachable = [c.static_over_survival for c in cells if c.static_over_oracle >= STATIC_GOAL]
+    return mean | {
+        "cells": len(cells),
+        "ratio": mean["survival_regret"] / mean["pat_regret"],
+        "ratio_decided": mean["survival_decided"] / max(mean["pat_decided"], 1e-9),
+        "worst": min(c.static_over_survival for c in cells),
+        "worst_pat": min(c.static_over_pat for c in cells),
+        "worst_oracle": min(c.static_over_oracle for c in cells),
+        "worst_reachable": min(reachable, default=float("nan")),
+        "unreachable": len(cells) - len(reachable),
+        "most_switches": max(c.most_switches for c in cells),
+        "pat_most_switches": max(c.pat_most_switches for c in cells),
+    }
+
+
+def tables(cells: list[Cell]) -> tuple[Table, dict[str, dict]]:
+    """By profile, shape, ρ and batch, and over all."""
+    table = Table(
+        title="Mean regret against the oracle (decisions only: batch known to be complete); best static layout's time "
+        "over the policy's, worst cell; most switches in a round"
+    )
+    heads = ("cells", "pat", "survival", "pat, decisions", "survival", "of pat's", "1st round", "worst pat", "survival",
+             "oracle", "pat, switches", "survival")  # fmt: skip
+    for name in ("", *heads):
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
+    result = {"all": total(cells)}
+    for key in ("profile", "shape", "rho", "batch"):
+        for value in dict.fromkeys(getattr(c, key) for c in cells):
+            label = f"{key} {value}" if key in ("rho", "batch") else str(value)
+            result[label] = {"by": key} | total([c for c in cells if getattr(c, key) == value])
+    section = None
+    for name, row in result.items():
+        if row.get("by") != section:
+            table.add_section()
+            section = row.get("by")
+        shares = ("pat_regret", "survival_regret", "pat_decided", "survival_decided")
+        table.add_row(
+            name, str(row["cells"]), *(f"{row[share]:.2%}" for share in shares), f"{row['ratio_decided']:.2f}",
+            f"{row['first_regret']:.2%}", *(f"{row[worst]:.3f}" for worst in ("worst_pat", "worst", "worst_oracle")),
+            str(row["pat_most_switches"]), str(row["most_switches"]),
+        )  # fmt: skip
+    return table, result
+
+
+def draw(cells: list[Cell], path: Path) -> None:
+    """Regret of one policy against the other's, cell by cell; and against the best static layout."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    floor = 1e-4
+    for index, profile in enumerate(dict.fromkeys(c.profile for c in cells)):
+        some = [c for c in cells if c.profile == profile]
+        colour = f"C{index}"
+        left.scatter(
+            [max(c.pat_decided, floor) for c in some], [max(c.survival_decided, floor) for c in some], s=14, c=colour,
+            alpha=0.7, label=profile,
+        )  # fmt: skip
+        right.scatter(
+            [c.static_over_oracle for c in some], [c.static_over_survival for c in some], s=14, c=colour, alpha=0.7
+        )
+    ends = np.array([floor, max(c.pat_decided for c in cells) * 1.5])
+    left.plot(ends, ends, "k-", lw=0.8)
+    left.plot(ends, ends * REGRET_GOAL, "k:", lw=0.8)
+    left.set(xscale="log", yscale="log", xlabel="pat: mean regret of its decisions", ylabel="survival: the same",
+             title="one point a cell; solid: equal, dotted: half")  # fmt: skip
+    left.legend(fontsize=7)
+    ends = [min(c.static_over_survival for c in cells), max(c.static_over_oracle for c in cells)]
+    right.plot(ends, ends, "k-", lw=0.8)
+    right.axhline(STATIC_GOAL, color="k", ls=":", lw=0.8)
+    right.set(xlabel="oracle: best static time / its time", ylabel="survival: best static time / its time",
+              title="above the dotted line: at most 2% slower than the best static")  # fmt: skip
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer cells and rounds: under 2 minutes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="for all figures")
+    parser.add_argument("--image", type=Path, metavar="FILE", help="default docs/img/replay.png; none with --quick")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
+    parser.add_argument("--profiles", nargs="+", type=Path, metavar="FILE", help="default: profiles/*.json")
+    args = parser.parse_args(argv)
+    args.profiles = args.profiles or sorted((ROOT / "profiles").glob("*.json"))
+    if not args.profiles:
+        parser.error(f"no profiles in {ROOT / 'profiles'}; give --profiles FILE")
+    for path in args.profiles:
+        try:
+            load(path)
+        except ValueError as error:
+            parser.error(str(error))
+    if args.image is None and not args.quick:
+        args.image = ROOT / "docs" / "img" / "replay.png"
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    console = Console(highlight=False, width=160 if not sys.stdout.isatty() else None)
+    shapes = ("deepscaler", "rollpacker") if args.quick else tuple(NAMED)
+    batches, rhos, rounds = ((16, 128), (0.5,), 2) if args.quick else (BATCHES, CORRELATIONS, 8)
+    tasks = [(str(p), s, rho, b, rounds) for p in args.profiles for s in shapes for rho in rhos for b in batches]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        found = list(track(pool.map(study, tasks), "cells", len(tasks), console=Console(stderr=True)))
+    cells = [cell for cell in found if cell is not None]
+    table, totals = tables(cells)
+    console.print(table)
+    every = totals["all"]
+    console.print(
+        f"{len(cells)} cells, {len(tasks) - len(cells)} left out (KV does not fit).\n"
+        f"Mean regret of survival's decisions: {every['ratio_decided']:.2f} of pat's (goal: at most {REGRET_GOAL}); "
+        f"with the time in which both wait for more requests {every['ratio']:.2f}.\n"
+        f"Worst against the best static layout: {every['worst']:.3f}; where the oracle keeps {STATIC_GOAL}: "
+        f"{every['worst_reachable']:.3f} (goal: at least {STATIC_GOAL}). In {every['unreachable']} cells it cannot: "
+        f"the base layout and the switch cost more.\nMost switches in a round: {every['most_switches']}."
+    )
+    settings = _replay_pat.settings(rounds)
+    console.print(_replay_pat.table(settings))
+    if args.image:
+        draw(cells, args.image)
+        console.print(f"wrote {args.image}")
+    if args.json:
+        values = {"totals": totals, "cells": [asdict(c) for c in cells], "pat_settings": settings}
+        args.json.write_text(json.dumps(values, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
