@@ -14,30 +14,14 @@ import json
 import statistics
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
-
-import psutil
 
 from sglang_pat.testing import models
 from sglang_pat.testing.machine import machine
-from sglang_pat.testing.server import Server
+from sglang_pat.testing.server import Server, stopped
 
 CASES = {"one rank": ("--tp", "1", "--dp", "1"), "two replicas": ("--tp", "1", "--dp", "2")}
 OFF = ("--adaptive-tp", "--pat-policy", "manual")
-
-
-@contextmanager
-def stopped(server: Server):
-    """Hold all processes of ``server`` still inside the block."""
-    processes = [psutil.Process(server.process.pid), *server.children()]
-    for process in processes:
-        process.suspend()
-    try:
-        yield
-    finally:
-        for process in reversed(processes):
-            process.resume()
 
 
 def tokens_per_second(server: Server, batch: int, tokens: int) -> float:

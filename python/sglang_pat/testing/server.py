@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,19 @@ STOCK_CPU_FLAGS = (
     "--disable-overlap-schedule --disable-cuda-graph --sleep-on-idle --grammar-backend llguidance"
 ).split()
 """What stock SGLang needs on a CPU; the adaptive engine chooses these by itself."""
+
+
+@contextmanager
+def stopped(*servers: Server) -> Iterator[None]:
+    """Hold all processes of ``servers`` still (SIGSTOP) inside the block."""
+    processes = [p for server in servers for p in (psutil.Process(server.process.pid), *server.children())]
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in reversed(processes):
+            process.resume()
 
 
 class ServerDied(RuntimeError):
