@@ -51,11 +51,11 @@ bench: setup
 	@set -e; for script in bench/[!_]*.py; do echo "== $$script $(BENCH_ARGS)"; $(PY) $$script $(BENCH_ARGS); done
 
 lint: setup
-	$(PY) -m ruff check python tests bench
+	$(PY) -m ruff check python profiler tests bench
 
 clean:
 	rm -rf build dist python/*.egg-info .pytest_cache .hypothesis .ruff_cache
-	find python tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find python profiler tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 	find python -name '*.so' -delete
 	rm -f $(VENV)/.sglang_pat_setup
 

@@ -26,15 +26,9 @@ def cpu_flags() -> list[str]:
     return ["-mavx2", "-mf16c"] if {"avx2", "f16c"} <= set(words) else []
 
 
-packages = find_packages("python", include=["sglang_pat*"])
-package_dir = {"": "python"}
-if (ROOT / "profiler" / "__init__.py").exists():
-    packages += find_packages(".", include=["profiler*"])
-    package_dir["profiler"] = "profiler"
-
 setup(
-    packages=packages,
-    package_dir=package_dir,
+    packages=find_packages("python", include=["sglang_pat*"]) + find_packages(".", include=["profiler*"]),
+    package_dir={"": "python", "profiler": "profiler"},
     package_data={"sglang_pat.host": ["contract.txt", "_cpu_site/*.py"]},
     ext_modules=[
         CppExtension(
