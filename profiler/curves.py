@@ -18,6 +18,7 @@ def throughput_figure(
     axes.plot(remaining, [curve[n][0] for n in remaining], "o", color=color, ms=5, label="measured")
     axes.plot(remaining, [curve[n][1] for n in remaining], color=style.LINE, linewidth=1.4, label="predicted")
     axes.set_xlim(max(remaining) + 0.5, min(remaining) - 0.5)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(bottom=0)
     style.labels(axes, "requests remaining", "tokens/s of the engine")
     window = next(name for name in row if name.startswith("error a window"))
