@@ -118,7 +118,6 @@ def test_another_deployment_is_refused_and_the_file_stays(swept, llama, tmp_path
         (sweep(llama, path, "--grid", "batch=1"), "was measured with grid="),
         (sweep(llama, path, "--temperature", "0"), "was measured with temperature=1.0"),
         (sweep(llama, path, "--pat-weights", "reshard"), "weights='resident', this sweep has 'reshard'"),
-        (sweep(llama, path, "--dtype", "bfloat16"), "dtype='float32', this sweep has 'bfloat16'"),
         (sweep(llama, path, "--no-such-flag", "1"), "--no-such-flag"),
         (command("profiler.validate", llama, other), "dtype='bfloat16'"),
     ]
