@@ -31,7 +31,8 @@ from sglang_pat.testing.machine import machine
 from sglang_pat.testing.server import Server, stopped
 
 CACHE = Path(".cache")
-BASE = ("--tp", "1", "--dp", "2", "--adaptive-tp", "--max-running-requests", "128")
+RANKS = ("--tp", "1", "--dp", "2", "--max-running-requests", "128")
+BASE = (*RANKS, "--adaptive-tp")
 KV_TOKENS = 40_000
 
 
@@ -97,7 +98,7 @@ def sweep(model: Path, link: str, budget: str) -> Path:
     out = CACHE / "profiles" / f"rollout-{model.name}-{link.replace(':', '_')}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "profiler.sweep", "--model-path", str(model), "--out", str(out)]
-    command += ["--budget", budget, *BASE, "--dtype", "float32", "--max-total-tokens", str(KV_TOKENS)]
+    command += ["--budget", budget, *RANKS, "--dtype", "float32", "--max-total-tokens", str(KV_TOKENS)]
     environment = {name: value for name, value in os.environ.items() if name != LINK_ENV}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({} if link == "none" else {LINK_ENV: link})
     subprocess.run(command, env=environment, check=True)

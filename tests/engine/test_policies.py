@@ -84,16 +84,19 @@ def bodies() -> list[dict]:
     ]
 
 
+@pytest.fixture(scope="module")
+def expected(servers, llama) -> list[list[int]]:
+    return [answer["output_ids"] for answer in servers.stock(llama).generate(bodies())]
+
+
 @pytest.mark.parametrize("policy", ["survival", "pat"])
-def test_switches_in_a_long_tail_and_loses_nothing(servers, llama, profile, tmp_path, policy):
+def test_switches_in_a_long_tail_and_loses_nothing(servers, llama, expected, profile, tmp_path, policy):
     log = tmp_path / "decisions.jsonl"
     flags = f"--tp 1 --dp 2 --adaptive-tp --pat-profile {profile} --pat-policy {policy} --pat-log {log}".split()
     server = servers.get(llama, *flags)
     assert server.status()["policy"] == policy
-    stock = servers.stock(llama).generate(bodies())
     for _ in range(2):
-        answers = server.generate(bodies())
-        assert [a["output_ids"] for a in answers] == [s["output_ids"] for s in stock]
+        assert [answer["output_ids"] for answer in server.generate(bodies())] == expected
     switches = server.status()["switches"]
     live = [s for s in switches if s["to_tp"] == 2 and s["requests"] and not s["error"]]
     assert live and all(s["reason"] == policy for s in live)
