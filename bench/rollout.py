@@ -34,6 +34,11 @@ CACHE = Path(".cache")
 RANKS = ("--tp", "1", "--dp", "2", "--max-running-requests", "128")
 BASE = (*RANKS, "--adaptive-tp")
 KV_TOKENS = 40_000
+GRID = (
+    "batch=1,4,16,64,128;context=64,256;lone=1,4;prefill_batch=1,8;prefill_length=64,256;"
+    "switch_requests=4,16;switch_context=64,384"
+)
+"""What batches of this benchmark go through; the sweep's own grid covers all that the engine could hold."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +103,11 @@ def sweep(model: Path, link: str, budget: str) -> Path:
     out = CACHE / "profiles" / f"rollout-{model.name}-{link.replace(':', '_')}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "profiler.sweep", "--model-path", str(model), "--out", str(out)]
-    command += ["--budget", budget, *RANKS, "--dtype", "float32", "--max-total-tokens", str(KV_TOKENS)]
+    command += ["--budget", budget, "--grid", GRID, *RANKS, "--dtype", "float32", "--max-total-tokens", str(KV_TOKENS)]
     environment = {name: value for name, value in os.environ.items() if name != LINK_ENV}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({} if link == "none" else {LINK_ENV: link})
-    subprocess.run(command, env=environment, check=True)
+    if code := subprocess.run(command, env=environment).returncode:
+        sys.exit(code)  # it has said why
     return out
 
 

@@ -6,8 +6,8 @@ In this order, until the rest fits:
 2. leave out points, highest level first (:mod:`profiler.grid`), the dearest first within a level;
 3. of the corners, leave out the dearest first.
 
-What a profile cannot do without (``must``: a decode point of every layout, a switch of every pair) is measured in any
-case.
+What a profile cannot do without (``must``: a decode point of every layout, a switch with live requests of every pair)
+is measured in any case.
 """
 
 from __future__ import annotations

@@ -67,12 +67,14 @@ class Session:
         return [point for point in self._points if point.key not in done]
 
     def _must(self) -> frozenset[tuple]:
-        """Keys of the first decode point of each layout, and the first switch of each pair, that has none yet."""
+        """Keys of the first decode point of each layout, and the first switch of each pair that moves KV, if there is
+        none yet: without them nothing can be predicted."""
         profile = self._store.profile
-        have = {(point.tp, 0) for point in profile.decode} | {(s.from_tp, s.to_tp) for s in profile.switches}
+        have = {(point.tp, 0) for point in profile.decode}
+        have |= {(sample.from_tp, sample.to_tp) for sample in profile.switches if sample.tokens}
         first: dict[tuple, tuple] = {}
         for point in self._todo():
-            if point.kind != "prefill":
+            if point.kind == "decode" or (point.kind == "switch" and point.batch):
                 first.setdefault((point.tp, point.to_tp), point.key)
         return frozenset(key for what, key in first.items() if what not in have)
 

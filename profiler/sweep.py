@@ -3,7 +3,7 @@
     python -m profiler.sweep --model-path M --tp 1 --dp 2 --out profile.json [--budget 10m] [--grid ...] [SGLang flags]
 
 Interrupted (Ctrl-C or kill), the file has all points measured so far and the same command goes on.  Exit codes: 0 done,
-2 bad input (one line, the file untouched), 130 interrupted.
+1 too much failed to predict anything, 2 bad input (one line, the file untouched), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from profiler.rig import Rig
 from profiler.session import Clock, Session, describe, fill_arenas
 from profiler.store import Store, check_asked, check_same, existing
 from profiler.windows import WINDOW
-from sglang_pat.predict.profile import LayoutSetup, Profile
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.profile import LayoutSetup, Profile, ProfileError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +139,15 @@ class _Sweep:
         if rig.layouts[1:] and not any(s.requests == 0 and s.prepare_seconds > 1e-3 for s in store.profile.switches):
             with self._display.waiting("filling arenas after a weight update"):
                 store.change(switches=(*store.profile.switches, *await fill_arenas(rig)))
+        for note in self._session.progress.notes:
+            self._display.say(f"not measured: {note}")
+        try:
+            SwitchCosts(store.profile, Predictor(store.profile))
+        except ProfileError as error:
+            self._display.say(f"{options.out}: not enough was measured ({error}); the same command goes on")
+            return 1
         machine = store.profile.machine | {"spent_seconds": round(clock.spent, 1)}
         store.change(complete=True, machine=machine)
-        for note in progress.notes:
-            self._display.say(f"not measured: {note}")
         self._display.say(self._summary(store.profile, len(left_out), clock))
         return 0
 

@@ -97,6 +97,13 @@ def test_an_interrupted_sweep_is_refused(model, profile, tmp_path):
         check(arguments(model, pat_profile=str(path)))
 
 
+def test_a_profile_that_cannot_predict_is_refused(model, profile, tmp_path):
+    path = tmp_path / "thin.json"
+    profiles.save(profiles.msgspec.structs.replace(profiles.load(profile), switches=()), path)
+    with pytest.raises(ValueError, match="thin.json: the profile has no switches"):
+        check(arguments(model, pat_profile=str(path)))
+
+
 def test_another_link_is_refused(model, profile, monkeypatch):
     monkeypatch.setenv("SGLANG_PAT_LINK", "50:1")
     with pytest.raises(ValueError, match="link='none'"):

@@ -12,7 +12,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang_pat.comm import shm
 from sglang_pat.host.args import AdaptiveServerArgs
 from sglang_pat.predict import profile as profiles
-from sglang_pat.predict.profile import Fingerprint
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.profile import Fingerprint, ProfileError
 from sglang_pat.version import __version__
 
 
@@ -58,7 +60,12 @@ def _device(args: AdaptiveServerArgs) -> str:
 def check_files(args: AdaptiveServerArgs) -> None:
     """Raise ``ValueError`` unless ``--pat-profile`` is of this deployment and ``--pat-log`` can be written."""
     if args.pat_profile is not None:
-        profiles.check_fits(profiles.load(args.pat_profile), deployment(args), args.pat_profile)
+        profile = profiles.load(args.pat_profile)
+        profiles.check_fits(profile, deployment(args), args.pat_profile)
+        try:
+            SwitchCosts(profile, Predictor(profile))
+        except ProfileError as error:
+            raise ProfileError(f"profile {args.pat_profile}: {error}") from None
     if args.pat_log is not None:
         try:
             open(args.pat_log, "ab").close()
