@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
-
 from profiler.errors import Parser, UsageError, one_line
 from profiler.rig import model_folder_error
 from sglang_pat.predict.profile import Fingerprint
@@ -71,13 +69,7 @@ def deployment(args: Any) -> Fingerprint:
     """The fingerprint of what ``args`` would start, but for the sizes of its pools."""
     from sglang_pat.host.deployment import deployment as of
 
-    return plain(of(args))
-
-
-def plain(found: Fingerprint) -> Fingerprint:
-    """``found`` with strings that are only strings: torch's version is of a class of its own."""
-    fields = msgspec.structs.asdict(found)
-    return Fingerprint(**{name: str(value) if isinstance(value, str) else value for name, value in fields.items()})
+    return of(args)
 
 
 @contextmanager

@@ -134,12 +134,7 @@ class Rig:
         found = smallest_tensor(Path(self.engine.server_args.model_path))
         if found is None:
             return False
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        ranks = self.layouts[0].num_ranks
-        body = UpdateWeightsFromTensorReqInput([MultiprocessingSerializer.serialize([found]) for _ in range(ranks)])
-        success, _ = await self._manager.update_weights_from_tensor(body, None)
+        success, _ = await self.engine.async_update_weights_from_tensor([found])
         self.tp = self.layouts[0].tp
         return bool(success)
 

@@ -108,7 +108,7 @@ class _Sweep:
         setup: tuple[LayoutSetup, ...],
     ) -> None:
         self._engine, self._options, self._found, self._display = engine, options, found, display
-        self._began, self._fingerprint, self._setup = began, host.plain(engine.deployment()), setup
+        self._began, self._fingerprint, self._setup = began, engine.deployment(), setup
         self._session: Session | None = None
 
     async def run(self) -> int:

@@ -15,6 +15,7 @@ if cpu_shim.needed():
 pytestmark = pytest.mark.contract
 
 PACKAGE = Path(contract.__file__).parents[1]
+PROFILER = Path(__file__).parents[2] / "profiler"
 
 
 def test_version():
@@ -110,6 +111,7 @@ def test_only_the_host_package_imports_the_host():
         for path in PACKAGE.rglob("*.py")
         if "host" not in path.relative_to(PACKAGE).parts and "sglang" in _imports(path)
     ]
+    offenders += [path.name for path in PROFILER.glob("*.py") if "sglang" in _imports(path)]
     assert offenders == []
 
 

@@ -10,7 +10,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_pat.host import cpu_shim, processes
 
@@ -20,7 +20,9 @@ if cpu_shim.needed():
 processes.warm()
 
 from sglang.srt.entrypoints import engine as host_engine  # noqa: E402
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
+from sglang.srt.utils import MultiprocessingSerializer  # noqa: E402
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
 from sglang_pat.host.args import AdaptiveServerArgs, outer_view  # noqa: E402
@@ -32,6 +34,9 @@ from sglang_pat.host.rank import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Engine", "ReconfigureError"]
 
@@ -156,6 +161,12 @@ class Engine(AdaptiveEngine):
     def setup_costs(self) -> list[LayoutSetup]:
         """What each layout above the base cost at start, on rank 0."""
         return [LayoutSetup(**setup) for setup in self._scheduler_init_result.scheduler_infos[0]["pat_setup"]]
+
+    async def async_update_weights_from_tensor(self, named_tensors: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
+        """The host's ``update_weights_from_tensor``, inside the event loop; whole tensors, the same for all ranks."""
+        tensors = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self.server_args.tp_size)]
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=tensors)
+        return await self.tokenizer_manager.update_weights_from_tensor(request, None)
 
     async def async_trace(self) -> list[dict[str, Any]]:
         return await self.tokenizer_manager.pat_trace()
