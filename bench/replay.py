@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.compare import Machine, Work, compare, regrets
+from sglang_pat.replay.compare import KNOWN, Machine, Work, compare, regrets
 from sglang_pat.replay.shapes import NAMED, parse_shape
 from sglang_pat.replay.simulate import crowded
 
@@ -80,11 +80,10 @@ def study(task: tuple[str, str, float, int, int]) -> Cell | None:
     if any(crowded(on.profile.fingerprint, drawn) for drawn in work.batches()):
         return None
     statics = [f"static:{tp}" for tp in on.profile.fingerprint.degrees]
-    runs = compare(on, work, ["pat", "survival", *statics], SPACING)
+    runs = compare(on, work, ["pat", "survival", "pat" + KNOWN, "survival" + KNOWN, *statics], SPACING)
     mean = {name: np.mean([run.seconds for run in found]) for name, found in runs.items()}
     best = min(mean[name] for name in statics)
-    regret = {name: regrets(runs, name) for name in ("pat", "survival")}
-    known = compare(on, work, ["pat", "survival"], SPACING, arrived=-np.inf)
+    regret = {name: regrets(runs, name) for name in ("pat", "survival", "pat" + KNOWN, "survival" + KNOWN)}
     most = {name: max(len(run.switches) for run in runs[name]) for name in ("pat", "survival")}
     return Cell(
         profile=Path(path).stem,
@@ -94,8 +93,8 @@ def study(task: tuple[str, str, float, int, int]) -> Cell | None:
         seconds=float(mean["oracle"]),
         pat_regret=float(regret["pat"].mean()),
         survival_regret=float(regret["survival"].mean()),
-        pat_decided=float(regrets(known, "pat").mean()),
-        survival_decided=float(regrets(known, "survival").mean()),
+        pat_decided=float(regret["pat" + KNOWN].mean()),
+        survival_decided=float(regret["survival" + KNOWN].mean()),
         first_regret=float(regret["survival"][0]),
         static_over_pat=float(best / mean["pat"]),
         static_over_survival=float(best / mean["survival"]),
@@ -218,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     console = Console(highlight=False, width=160 if not sys.stdout.isatty() else None)
     shapes = ("deepscaler", "rollpacker") if args.quick else tuple(NAMED)
-    batches, rhos, rounds = ((16, 128), (0.5,), 2) if args.quick else (BATCHES, CORRELATIONS, 8)
+    batches, rhos, rounds = ((16, 128), (0.5,), 2) if args.quick else (BATCHES, CORRELATIONS, 4)
     tasks = [(str(p), s, rho, b, rounds) for p in args.profiles for s in shapes for rho in rhos for b in batches]
     with ProcessPoolExecutor(args.jobs) as pool:
         found = list(track(pool.map(study, tasks), "cells", len(tasks), console=Console(stderr=True)))
@@ -234,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{every['worst_reachable']:.3f} (goal: at least {STATIC_GOAL}). In {every['unreachable']} cells it cannot: "
         f"the base layout and the switch cost more.\nMost switches in a round: {every['most_switches']}."
     )
-    settings = _replay_pat.settings(rounds)
+    settings = _replay_pat.settings(2 if args.quick else 8)
     console.print(_replay_pat.table(settings))
     if args.image:
         draw(cells, args.image)

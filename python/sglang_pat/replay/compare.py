@@ -90,21 +90,26 @@ def check_policy(name: str, degrees: tuple[int, ...]) -> None:
     raise ValueError(f"policy {name}: choose from {', '.join(DECIDING)}, threshold:N, static:TP, oracle")
 
 
-def compare(
-    machine: Machine, work: Work, policies: list[str], spacing: int = SPACING, arrived: float = 0.0
-) -> dict[str, list[Run]]:
+KNOWN = ", complete batch"
+"""Ending of a policy's name: it is told that the batch is complete, and does not wait for more requests."""
+
+
+def compare(machine: Machine, work: Work, policies: list[str], spacing: int = SPACING) -> dict[str, list[Run]]:
     """Runs of every policy, by round; ``oracle`` is always among them.
 
-    What a policy has learnt of lengths it keeps from round to round.  ``arrived``: see :meth:`Drain.follow`.
+    What a policy has learnt of lengths it keeps from round to round.
     """
     histories = {name: LengthHistory() for name in policies}
-    deciding = {name: machine.policy(name) for name in policies if name.partition(":")[0] in DECIDING}
+    deciding = {
+        name: machine.policy(name.removesuffix(KNOWN)) for name in policies if not name.startswith(("static", "oracle"))
+    }
     runs: dict[str, list[Run]] = {name: [] for name in [*policies, "oracle"]}
     for batch in work.batches():
         drain = machine.drain(batch, spacing)
         runs["oracle"].append(oracle(drain))
         for name in policies:
             if name in deciding:
+                arrived = float("-inf") if name.endswith(KNOWN) else 0.0
                 runs[name].append(drain.follow(deciding[name], histories[name], arrived))
             elif name != "oracle":
                 runs[name].append(drain.static(int(name.partition(":")[2])))
