@@ -78,6 +78,19 @@ def test_tokens_decide_between_equal_numbers():
     assert rig.work(1, tokens=3) + rig.work(1, tokens=3) == [1, 0]
 
 
+def test_policies_see_requests_that_no_leader_has_taken_yet():
+    """A long prefill keeps them in the socket; a batch that is half visible looks like a small one."""
+    rig = Rig(1, 2, policy="threshold", switch_at=1)
+    rig.work(3, tokens=7)
+    rig.coordinator.tick(0.0)
+    load = rig.world.decisions[-1][0].load
+    assert load.prompt.tolist() == [7, 7, 7] and load.replica.tolist() == [0, 0, 1] and len(set(load.family)) == 3
+    rig.settle()
+    rig.coordinator.tick(0.0)
+    load = rig.world.decisions[-1][0].load
+    assert load.prompt.tolist() == [4, 4, 4] and load.output.tolist() == [6, 6, 6], "as the leaders report them"
+
+
 def test_replies_of_a_fast_and_a_slow_leader():
     """Leader 0 answers both requests before leader 1 answers the first."""
     rig = Rig(1, 2)

@@ -48,10 +48,16 @@ class Outbox(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A generation request: goes to one leader.  ``tokens``: its prompt length, for balance."""
+    """A generation request: goes to one leader.
+
+    Attributes:
+        tokens: its prompt length.
+        limit: the longest response that policies reckon with, until its leader reports it.
+    """
 
     obj: Any
     tokens: int
+    limit: int = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +83,23 @@ class Control:
 
 @dataclass
 class _Leader:
-    """What is known about one leader: its last report, and what was sent to it since."""
+    """What is known about one leader: its last report, and what was sent to it since.
+
+    ``on_the_way``: requests that it has not yet taken from its socket; a long prefill may keep them there for seconds.
+    """
 
     sent: int = 0
-    sent_tokens: int = 0
+    on_the_way: deque[Work] = field(default_factory=deque)
     report: m.LoadReport | None = None
+
+    def send(self, work: Work) -> None:
+        self.sent += 1
+        self.on_the_way.append(work)
+
+    def heard(self, report: m.LoadReport) -> None:
+        self.report = report
+        while len(self.on_the_way) > self.in_flight:
+            self.on_the_way.popleft()
 
     @property
     def known(self) -> bool:
@@ -274,8 +292,7 @@ class Coordinator:
             self.history.observe(response.length, response.family, finished=not response.cut)
             self._outbox.finished(response)
         if report.rank in self._leaders and report.tp == self.layout.tp:
-            self._leaders[report.rank].report = report
-            self._leaders[report.rank].sent_tokens = 0
+            self._leaders[report.rank].heard(report)
         elif self._blocked and report.tp == self._pending.target.tp:
             # Ranks report on a change only: dropped, this one might not come again.
             self._pending.early[report.rank] = report
@@ -298,8 +315,13 @@ class Coordinator:
         )
 
     def _load(self) -> Load:
-        reports = [(rank, self._leaders[rank].report) for rank in self.layout.leaders]
-        rows = [(*msgspec.structs.astuple(r), rank) for rank, report in reports if report for r in report.requests]
+        rows = []
+        for rank in self.layout.leaders:
+            leader = self._leaders[rank]
+            rows += [(*msgspec.structs.astuple(r), rank) for r in (leader.report.requests if leader.report else ())]
+            # Nothing is known of their siblings yet: a family of its own for each, which no hash of a prompt is.
+            first = -1 - len(rows)
+            rows += [(work.tokens, 0, work.limit, first - i, rank) for i, work in enumerate(leader.on_the_way)]
         columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
         return Load(**dict(zip(("prompt", "output", "limit", "family", "replica"), columns, strict=True)))
 
@@ -348,8 +370,7 @@ class Coordinator:
     def _dispatch(self, event: Work | Control) -> None:
         if isinstance(event, Work):
             rank = min(self.layout.leaders, key=self._cost)
-            self._leaders[rank].sent += 1
-            self._leaders[rank].sent_tokens += event.tokens
+            self._leaders[rank].send(event)
             self._outbox.to_leader(rank, event.obj)
             return
         if event.pauses is not None:
@@ -362,7 +383,7 @@ class Coordinator:
 
     def _cost(self, rank: int) -> tuple[int, int, int]:
         leader = self._leaders[rank]
-        tokens = (leader.report.tokens if leader.report else 0) + leader.sent_tokens
+        tokens = (leader.report.tokens if leader.report else 0) + sum(work.tokens for work in leader.on_the_way)
         return leader.requests, tokens, rank
 
     # -- a switch, in the order of its steps -----------------------------------------------------------
@@ -430,8 +451,7 @@ class Coordinator:
             if reply.rank not in self.layout.leaders:
                 continue
             leader = self._leaders[reply.rank]
-            leader.sent_tokens = 0
-            leader.report = self._pending.early.get(reply.rank) or m.LoadReport(
+            assumed = m.LoadReport(
                 rank=reply.rank,
                 tp=self.layout.tp,
                 received=leader.sent,
@@ -443,6 +463,7 @@ class Coordinator:
                 retracted=0,
                 weight_updates=0,
             )
+            leader.heard(self._pending.early.get(reply.rank) or assumed)
 
     def _close(self, error: str, totals: dict, now: float) -> None:
         pending, self._pending = self._pending, None

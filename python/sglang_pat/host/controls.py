@@ -8,6 +8,7 @@ from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers import io_struct as io
 
 from sglang_pat.coordinator.core import Control, Work
+from sglang_pat.host.load import length_limit
 
 
 def _all_succeed(replies: list[Any]) -> Any:
@@ -81,13 +82,18 @@ def classify(obj: Any) -> list[Work | Control]:
     goes to all leaders and is not answered (aborts, pause, continue, ...).
     """
     if isinstance(obj, _BATCHES):
-        return [Work(obj=single, tokens=len(single.input_ids)) for single in obj]
+        return [_work(single) for single in obj]
     if isinstance(obj, _SINGLES):
-        return [Work(obj=obj, tokens=len(obj.input_ids or ()))]
+        return [_work(obj)]
     if isinstance(obj, io.WatchLoadUpdateReq):
         return []
     reply, options = CONTROLS.get(type(obj), (None, {}))
     return [Control(obj=obj, reply=reply.__name__ if reply else None, **options, **_effects(obj))]
+
+
+def _work(obj: Any) -> Work:
+    limit = length_limit(obj.sampling_params) if obj.sampling_params else None
+    return Work(obj=obj, tokens=len(obj.input_ids or ()), **({"limit": limit} if limit else {}))
 
 
 def _effects(obj: Any) -> dict[str, Any]:

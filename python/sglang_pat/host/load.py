@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.messages import Finished, LoadReport, RankTrace, Running, Step, TraceQuery
 
@@ -27,10 +28,14 @@ LIMIT_PARAM = "pat_limit"
 ``max_new_tokens`` would give a response's length away (benchmarks with lengths fixed in advance)."""
 
 
+def length_limit(params: SamplingParams) -> int | None:
+    """The longest response that policies reckon with; None if neither the request nor the host has set one yet."""
+    return (params.custom_params or {}).get(LIMIT_PARAM, params.max_new_tokens)
+
+
 def register(req: Req) -> None:
     """Note on a new request what reports say of it: its length limit and its prompt's family."""
-    params = req.sampling_params
-    req.pat_limit = int((params.custom_params or {}).get(LIMIT_PARAM, params.max_new_tokens))
+    req.pat_limit = length_limit(req.sampling_params)
     req.pat_family = zlib.crc32(array("I", req.origin_input_ids))
 
 
