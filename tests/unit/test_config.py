@@ -37,7 +37,8 @@ def test_degrees():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(policy="pat"), "--pat-policy 'pat': choose one of threshold, manual, off"),
+        (dict(policy="best"), "--pat-policy 'best': choose one of survival, pat, threshold, manual, off"),
+        (dict(policy="pat"), "--pat-policy pat needs a profile"),
         (dict(weights="gather"), "--pat-weights 'gather': choose one of resident, reshard"),
         (dict(kv=""), "--pat-kv '': choose one of auto, migrate, recompute"),
         (dict(switch_at=0), "--pat-switch-at 0: must be at least 1"),

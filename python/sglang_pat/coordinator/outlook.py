@@ -56,7 +56,11 @@ def look_ahead(load: Load, history: LengthHistory) -> Outlook | None:
         return None
     curve = history.curve(int(load.limit.max()), load.output)
     mean, spread = history.expect(curve, load.family, load.output)
-    members, (output, left, mean, spread, prompt) = _classes(load.output, left, mean, spread, load.prompt)
+    # One at its limit ends with the next step; averaged with others it would end them too.
+    on = left > 0
+    members, (output, left, mean, spread, prompt) = _classes(
+        load.output[on], left[on], mean[on], spread[on], load.prompt[on]
+    )
     ends = grid(longest)
     ahead = (ends[:-1] + ends[1:]) / 2
 
