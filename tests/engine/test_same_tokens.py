@@ -59,7 +59,7 @@ SETUPS = {
     "smollm2": Setup(
         model="smollm2",
         ranks=2,
-        count=3,
+        count=2,
         limits=dict(vocab=49152, max_batch=8, max_prompt=120, max_new_tokens=24),
     ),
 }
