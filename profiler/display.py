@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,19 +58,8 @@ class Display(demo.Display):
             with Live(get_renderable=lambda: frame(progress), **live):
                 yield
             return
-        over = threading.Event()
-
-        def print_lines() -> None:
-            while not over.wait(LINE_SECONDS):
-                self.say(line(progress))
-
-        thread = threading.Thread(target=print_lines, daemon=True)
-        thread.start()
-        try:
+        with self.saying(lambda: line(progress), LINE_SECONDS):
             yield
-        finally:
-            over.set()
-            thread.join()
 
 
 def clock(seconds: float) -> str:

@@ -23,8 +23,7 @@ from profiler.rig import Rig
 from profiler.session import Clock, Session, describe, fill_arenas
 from profiler.store import Store, check_asked, check_same, existing
 from profiler.windows import WINDOW
-from sglang_pat.predict.cost import SwitchCosts
-from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import LayoutSetup, Profile, ProfileError
 
 
@@ -142,7 +141,7 @@ class _Sweep:
         for note in self._session.progress.notes:
             self._display.say(f"not measured: {note}")
         try:
-            SwitchCosts(store.profile, Predictor(store.profile))
+            fitted(store.profile)
         except ProfileError as error:
             self._display.say(f"{options.out}: not enough was measured ({error}); the same command goes on")
             return 1

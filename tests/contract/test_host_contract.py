@@ -115,7 +115,9 @@ def test_only_the_host_package_imports_the_host():
     assert offenders == []
 
 
-@pytest.mark.parametrize("name", ["layout", "config", "messages", "coordinator", "weights", "switch", "predict", "replay"])
+@pytest.mark.parametrize(
+    "name", ["layout", "config", "messages", "coordinator", "weights", "switch", "predict", "replay"]
+)
 def test_decisions_import_neither_host_nor_torch(name):
     target = PACKAGE / f"{name}.py"
     files = [target] if target.exists() else sorted((PACKAGE / name).rglob("*.py"))

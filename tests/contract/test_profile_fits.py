@@ -10,17 +10,11 @@ import pytest
 from sglang_pat.host import cpu_shim
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import DecodePoint, Profile, SwitchSample
-from sglang_pat.testing import models
 
 if cpu_shim.needed():
     cpu_shim.install()
 
 pytestmark = pytest.mark.contract
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return models.make_random("llama", tmp_path_factory.mktemp("models") / "llama", heads=8, kv_heads=4)
 
 
 def arguments(model, **options):

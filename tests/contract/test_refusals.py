@@ -16,11 +16,6 @@ if cpu_shim.needed():
 pytestmark = pytest.mark.contract
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return models.make_random("llama", tmp_path_factory.mktemp("models") / "llama", heads=8, kv_heads=4)
-
-
 def arguments(model, **options):
     from sglang_pat.host.args import AdaptiveServerArgs
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sglang_pat.config import PREDICTING
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.pat import pat
 from sglang_pat.coordinator.rules import forced, may_raise
@@ -64,7 +65,7 @@ def make_policy(
     Raises:
         ValueError: no such policy, or it needs a profile and there is none.
     """
-    if name in ("pat", "survival") and (predictor is None or costs is None):
+    if name in PREDICTING and (predictor is None or costs is None):
         raise ValueError(
             f"policy {name} needs a profile: give --pat-profile FILE (python -m profiler.sweep makes one) "
             "or choose threshold"

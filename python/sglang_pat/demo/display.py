@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, Group
@@ -49,16 +49,20 @@ class Display:
             with Live(get_renderable=lambda: frame(progress, time.time()), **live):
                 yield
         else:
-            with self._lines(progress):
-                yield
+            try:
+                with self.saying(lambda: line(progress, time.time()), LINE_SECONDS):
+                    yield
+            finally:
+                self.say(line(progress, time.time()))
 
     @contextmanager
-    def _lines(self, progress: Progress) -> Iterator[None]:
+    def saying(self, text: Callable[[], str], seconds: float) -> Iterator[None]:
+        """Print ``text()`` every so many seconds, from a thread."""
         over = threading.Event()
 
         def print_lines() -> None:
-            while not over.wait(LINE_SECONDS):
-                self.say(line(progress, time.time()))
+            while not over.wait(seconds):
+                self.say(text())
 
         thread = threading.Thread(target=print_lines, daemon=True)
         thread.start()
@@ -67,7 +71,6 @@ class Display:
         finally:
             over.set()
             thread.join()
-            self.say(line(progress, time.time()))
 
 
 def line(progress: Progress, now: float) -> str:

@@ -37,8 +37,7 @@ from sglang_pat.host.channels import HOST  # noqa: E402
 from sglang_pat.host.controls import classify  # noqa: E402
 from sglang_pat.host.processes import end_engine  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
-from sglang_pat.predict.cost import SwitchCosts  # noqa: E402
-from sglang_pat.predict.predictor import Predictor  # noqa: E402
+from sglang_pat.predict.cost import fitted  # noqa: E402
 from sglang_pat.predict.profile import load  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -154,9 +153,7 @@ def load_policy(config: AdaptiveConfig) -> Policy:
     """
     predictor = costs = None
     if config.profile is not None:
-        profile = load(config.profile)
-        predictor = Predictor(profile)
-        costs = SwitchCosts(profile, predictor)
+        predictor, costs = fitted(load(config.profile))
     return make_policy(
         config.policy,
         switch_at=config.switch_at,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
 from importlib import metadata
-from pathlib import Path
 
 import torch
 from sglang.srt.configs.model_config import ModelConfig
@@ -12,8 +10,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang_pat.comm import shm
 from sglang_pat.host.args import AdaptiveServerArgs
 from sglang_pat.predict import profile as profiles
-from sglang_pat.predict.cost import SwitchCosts
-from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import Fingerprint, ProfileError
 from sglang_pat.version import __version__
 
@@ -34,7 +31,7 @@ def deployment(args: AdaptiveServerArgs, kv_tokens: int = 0, max_running: int = 
     return Fingerprint(
         model=f"{(model.hf_config.architectures or ['?'])[0]} {sizes}",
         dtype=str(model.dtype).removeprefix("torch."),
-        device=_device(args),
+        device=torch.cuda.get_device_name() if args.device == "cuda" else profiles.cpu_model(),
         attention=args.attention_backend or "default",
         num_ranks=config.num_ranks,
         base_tp=config.base.tp,
@@ -49,21 +46,13 @@ def deployment(args: AdaptiveServerArgs, kv_tokens: int = 0, max_running: int = 
     )
 
 
-def _device(args: AdaptiveServerArgs) -> str:
-    if args.device == "cuda":
-        return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def check_files(args: AdaptiveServerArgs) -> None:
     """Raise ``ValueError`` unless ``--pat-profile`` is of this deployment and ``--pat-log`` can be written."""
     if args.pat_profile is not None:
         profile = profiles.load(args.pat_profile)
         profiles.check_fits(profile, deployment(args), args.pat_profile)
         try:
-            SwitchCosts(profile, Predictor(profile))
+            fitted(profile)
         except ProfileError as error:
             raise ProfileError(f"profile {args.pat_profile}: {error}") from None
     if args.pat_log is not None:

@@ -68,10 +68,9 @@ class LoadReporter:
     def look(self, batch: ScheduleBatch | None) -> None:
         """Report if due.  ``batch``: what is about to run."""
         scheduler = self._scheduler
-        chunked = scheduler.chunked_req
-        running = list(scheduler.running_batch.reqs)
+        chunked, running = scheduler.chunked_req, scheduler.running_batch.reqs
         if batch is not None and batch is not scheduler.running_batch:
-            running += [req for req in batch.reqs if req is not chunked]
+            running = running + [req for req in batch.reqs if req is not chunked]
         queued = len(scheduler.waiting_queue) + len(scheduler.grammar_manager.grammar_queue) + (chunked is not None)
         self._steps += batch is not None
         load = (len(running), queued, scheduler.layouts.weight_version)

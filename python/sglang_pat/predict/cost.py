@@ -171,3 +171,13 @@ class SwitchCosts:
         if best == 0:
             return float(seconds[0]), 0
         return float(seconds[best]), int(lengths[best] if best < count else lengths[-1] + 1)
+
+
+def fitted(profile: Profile) -> tuple[Predictor, SwitchCosts]:
+    """Both models of ``profile``.
+
+    Raises:
+        ProfileError: too little was measured to predict from.
+    """
+    predictor = Predictor(profile)
+    return predictor, SwitchCosts(profile, predictor)

@@ -7,6 +7,7 @@ Readable JSON with the raw samples; nothing in it is fitted.  Fits are made when
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,14 @@ INFORMATIVE = ("kv_tokens", "max_running")
 
 class ProfileError(ValueError):
     """A profile that cannot be used; one line with what was given, what is needed, what to do."""
+
+
+def cpu_model() -> str:
+    """Name of this machine's CPU; its architecture where the system does not say."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):

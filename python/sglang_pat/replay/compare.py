@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import make_policy
-from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.cost import SwitchCosts, fitted
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
 from sglang_pat.replay.oracle import oracle
@@ -58,8 +58,7 @@ class Machine:
     costs: SwitchCosts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.predictor = Predictor(self.profile)
-        self.costs = SwitchCosts(self.profile, self.predictor)
+        self.predictor, self.costs = fitted(self.profile)
 
     def drain(self, batch: Batch, spacing: int = SPACING) -> Drain:
         return Drain(self.predictor, self.costs, self.profile.fingerprint, batch, spacing)

@@ -11,8 +11,7 @@ from sglang_pat.coordinator.decision_log import load_decision
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import make_policy
 from sglang_pat.coordinator.snapshot import Decision
-from sglang_pat.predict.cost import SwitchCosts
-from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 
 TOLERANCE = 1e-9
@@ -87,9 +86,7 @@ def _policy(event: dict, profile: str | None):
     name = profile or event["profile"]
     if name is not None:
         try:
-            found = load(name)
-            predictor = Predictor(found)
-            costs = SwitchCosts(found, predictor)
+            predictor, costs = fitted(load(name))
         except ValueError as error:
             raise _Unusable(error) from None
     policy = make_policy(
