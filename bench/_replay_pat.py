@@ -1,4 +1,7 @@
-"""PAT's own settings, replayed: 128 DeepScaleR responses on 8×A40 and 8×H100, with PAT's policy and switch costs."""
+"""PAT's own settings, replayed: 128 DeepScaleR responses on 8×A40 and 8×H100, with PAT's policy and switch costs.
+
+A batch is handed over as a whole there, so that all policies know it to be complete.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +64,8 @@ def _seconds(theirs: Machine, ours: Machine, cap: int, rounds: int) -> dict[str,
         for costs, on in (("PAT's", theirs), ("our", ours)):
             drain = on.drain(batch)
             runs = {
-                "pat": drain.follow(on.policy("pat"), LengthHistory()),
-                "survival": drain.follow(on.policy("survival"), histories[f"survival, {costs} costs"]),
+                "pat": drain.follow(on.policy("pat"), LengthHistory(), complete=True),
+                "survival": drain.follow(on.policy("survival"), histories[f"survival, {costs} costs"], complete=True),
             }
             for name, run in runs.items():
                 times.setdefault(f"{name}, {costs} costs", []).append(run.seconds)

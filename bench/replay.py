@@ -46,8 +46,8 @@ STATIC_GOAL = 0.98
 class Cell:
     """Figures of one cell: mean regrets, times as the best static layout's over the policy's, switches in a round.
 
-    ``…_decided``: regrets when the batch is known to be complete from the start, so that no time goes into waiting for
-    more requests; what is left is the quality of the decisions.
+    Policies wait for more requests in the first round; after it they know how many come.  ``…_decided``: regrets when
+    they know it in the first round too; what is left is the quality of the decisions.
     """
 
     profile: str
@@ -132,8 +132,8 @@ def total(cells: list[Cell]) -> dict[str, float]:
 def tables(cells: list[Cell]) -> tuple[Table, dict[str, dict]]:
     """By profile, shape, ρ and batch, and over all."""
     table = Table(
-        title="Mean regret against the oracle (decisions only: batch known to be complete); best static layout's time "
-        "over the policy's, worst cell; most switches in a round"
+        title="Mean regret against the oracle (decisions: round 1 is known to be complete too); best static layout's "
+        "time over the policy's, worst cell; most switches in a round"
     )
     heads = ("cells", "pat", "survival", "pat, decisions", "survival", "of pat's", "1st round", "worst pat", "survival",
              "oracle", "pat, switches", "survival")  # fmt: skip
@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(
         f"{len(cells)} cells, {len(tasks) - len(cells)} left out (KV does not fit).\n"
         f"Mean regret of survival's decisions: {every['ratio_decided']:.2f} of pat's (goal: at most {REGRET_GOAL}); "
-        f"with the time in which both wait for more requests {every['ratio']:.2f}.\n"
+        f"with the first round, in which both wait for more requests, {every['ratio']:.2f}.\n"
         f"Worst against the best static layout: {every['worst']:.3f}; where the oracle keeps {STATIC_GOAL}: "
         f"{every['worst_reachable']:.3f} (goal: at least {STATIC_GOAL}). In {every['unreachable']} cells it cannot: "
         f"the base layout and the switch cost more.\nMost switches in a round: {every['most_switches']}."

@@ -17,7 +17,7 @@ DEGREES = (1, 2, 4)
 
 def snapshot(
     outputs=(), tp=1, prompt=100, limit=4096, families=None, replicas=None, peak=None, quiet=60.0, since_switch=600.0,
-    since_abort=600.0, requests=None, degrees=DEGREES,
+    since_abort=600.0, requests=None, degrees=DEGREES, complete=False,
 ) -> Snapshot:  # fmt: skip
     """Of requests with these present lengths, by default dealt out to the replicas in turn."""
     outputs = np.asarray(outputs, dtype=np.int64)
@@ -32,6 +32,7 @@ def snapshot(
         last_arrival=NOW - quiet,
         last_switch=NOW - since_switch,
         last_abort=NOW - since_abort,
+        complete=complete,
         load=Load(
             prompt=np.broadcast_to(np.int64(prompt), number),
             output=outputs,
@@ -105,5 +106,6 @@ def snapshots(draw) -> Snapshot:
         quiet=draw(seconds),
         since_switch=draw(seconds),
         since_abort=draw(st.sampled_from([0.0, 100.0])),
+        complete=draw(st.booleans()),
         **columns,
     )

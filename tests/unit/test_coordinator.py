@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,10 @@ from coordinator_world import FlushReply, Merged, Request, World, control, deliv
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.core import BASE_ATTEMPTS, HISTORY, Coordinator, Work
+from sglang_pat.coordinator.core import BASE_ATTEMPTS, DECISION_INTERVAL_SECONDS, HISTORY, Coordinator, Work
+from sglang_pat.coordinator.decision_log import dump_decision, load_decision
+from sglang_pat.coordinator.lengths import LengthHistory
+from sglang_pat.coordinator.policy import stay, threshold
 from sglang_pat.layout import ParallelLayout
 
 pytestmark = pytest.mark.unit
@@ -19,10 +23,10 @@ pytestmark = pytest.mark.unit
 class Rig:
     """A coordinator with its world, and shorthands."""
 
-    def __init__(self, tp: int = 1, dp: int = 2, **options: Any) -> None:
+    def __init__(self, tp: int = 1, dp: int = 2, decide=None, **options: Any) -> None:
         self.config = AdaptiveConfig(base=ParallelLayout(tp, dp), **dict(policy="manual") | options)
         self.world = World(self.config)
-        self.coordinator = Coordinator(self.config, self.world)
+        self.coordinator = Coordinator(self.config, self.world, decide)
         self.serial = 0
 
     def work(self, count: int = 1, tokens: int = 1, now: float = 0.0) -> list[int]:
@@ -55,6 +59,13 @@ class Rig:
             self.iterate(fate)
             self.deliver()
 
+    def finish_all(self) -> None:
+        for rank in range(self.config.num_ranks):
+            while self.world.ranks[rank].requests:
+                self.world.finish(rank)
+            self.world.iterate(rank)
+        self.settle()
+
     def reconfigure(self, tp: int, query_id: int = 0) -> None:
         self.coordinator.reconfigure(m.Reconfigure(query_id=query_id, tp=tp), 0.0)
 
@@ -80,13 +91,13 @@ def test_tokens_decide_between_equal_numbers():
 
 def test_policies_see_requests_that_no_leader_has_taken_yet():
     """A long prefill keeps them in the socket; a batch that is half visible looks like a small one."""
-    rig = Rig(1, 2, policy="threshold", switch_at=1)
+    rig = Rig(1, 2, stay, policy="survival", profile="-")
     rig.work(3, tokens=7)
-    rig.coordinator.tick(0.0)
+    rig.coordinator.tick(DECISION_INTERVAL_SECONDS)
     load = rig.world.decisions[-1][0].load
     assert load.prompt.tolist() == [7, 7, 7] and load.replica.tolist() == [0, 0, 1] and len(set(load.family)) == 3
     rig.settle()
-    rig.coordinator.tick(0.0)
+    rig.coordinator.tick(2 * DECISION_INTERVAL_SECONDS)
     load = rig.world.decisions[-1][0].load
     assert load.prompt.tolist() == [4, 4, 4] and load.output.tolist() == [6, 6, 6], "as the leaders report them"
 
@@ -384,6 +395,89 @@ def test_the_peak_is_forgotten_when_the_engine_was_empty_during_a_control():
         rig.world.answer(rank, "flush")
     rig.settle()
     assert not rig.world.records
+
+
+def test_a_second_round_of_the_same_size_is_decided_without_waiting():
+    """Two requests might be the first of many; after a round of two they are not."""
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.work(2)
+    rig.settle()
+    rig.finish_all()
+    assert not rig.world.records
+    rig.work(1, now=5.0)
+    rig.settle()
+    assert not rig.world.records
+    rig.work(1, now=5.0)
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2]
+
+
+def test_its_decision_log_gives_the_same_decision():
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.work(2)
+    rig.settle()
+    rig.finish_all()
+    rig.work(2, now=5.0)
+    decide, switches = threshold(2), 0
+    for snapshot, decision in rig.world.decisions:
+        found, logged = load_decision(json.loads(json.dumps(dump_decision(snapshot, decision))))
+        assert decide(found, LengthHistory()) == logged == decision
+        if decision.tp > snapshot.tp:
+            switches += 1
+            assert decide(replace(found, complete=False), LengthHistory()).tp == snapshot.tp
+    assert switches == 1
+
+
+def test_one_that_predicts_is_asked_at_once_when_a_round_is_complete():
+    rig = Rig(1, 2, stay, policy="survival", profile="-")
+    rig.work(3)
+    rig.settle()
+    rig.finish_all()
+    before = len(rig.world.decisions)
+    for number in range(5):
+        rig.work(1, now=10 + number * DECISION_INTERVAL_SECONDS / 10)
+    asked = [(snapshot.requests, snapshot.complete) for snapshot, _ in rig.world.decisions[before:]]
+    assert asked == [(1, False), (3, True)]
+
+
+def test_requests_that_come_during_the_return_to_base_belong_to_the_next_round():
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.work(2)
+    rig.settle()
+    rig.finish_all()
+    rig.work(2, now=5.0)
+    rig.settle()
+    assert rig.coordinator.layout.tp == 2
+    for _ in range(2):
+        rig.world.finish(0)
+    rig.world.iterate(0)
+    for _ in range(2):
+        rig.deliver()
+        rig.iterate()
+    assert rig.coordinator._blocked and rig.work(1, now=9.0) == []
+    rig.settle()
+    last, _ = rig.world.decisions[-1]
+    assert (rig.coordinator.layout.tp, last.requests, last.complete) == (1, 1, False)
+
+
+def test_a_round_that_ends_during_a_switch():
+    """The next one's requests wait for the switch, and are not taken for more of the last one's."""
+    rig = Rig(1, 2)
+    rig.work(2)
+    rig.settle()
+    rig.reconfigure(2)
+    rig.iterate()
+    rig.deliver()
+    rig.iterate()
+    for _ in range(2):
+        rig.world.finish(0)
+    rig.world.iterate(0)
+    rig.deliver(0)
+    rig.work(1)
+    rig.deliver(1)
+    assert rig.world.decisions[-1][0].peak == 1 and not rig.world.decisions[-1][0].complete
+    rig.work(1)
+    assert rig.world.decisions[-1][0].complete
 
 
 def test_history_is_bounded():

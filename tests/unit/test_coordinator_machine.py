@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import Coordinator, Work
+from sglang_pat.coordinator.policy import threshold
 from sglang_pat.coordinator.rules import RETRY_SECONDS, SETTLE_SECONDS
 from sglang_pat.layout import ParallelLayout
 
@@ -28,13 +29,15 @@ FATE = st.sampled_from(["fine", "fine", "fine", "prepare", "abort"])
 class CoordinatorMachine(RuleBasedStateMachine):
     @initialize(
         base=st.sampled_from([(1, 2), (1, 4), (2, 2)]),
-        policy=st.sampled_from(["threshold", "threshold", "manual", "off"]),
+        policy=st.sampled_from(["threshold", "survival", "manual", "off"]),
         switch_at=st.integers(1, 4),
     )
     def start(self, base, policy, switch_at):
-        self.config = AdaptiveConfig(base=ParallelLayout(*base), policy=policy, switch_at=switch_at)
+        # One that predicts is asked less often, and is told of every request; what it answers does not matter here.
+        self.config = AdaptiveConfig(base=ParallelLayout(*base), policy=policy, switch_at=switch_at, profile="-")
         self.world = World(self.config)
-        self.coordinator = Coordinator(self.config, self.world)
+        decide = threshold(switch_at) if self.config.predicts else None
+        self.coordinator = Coordinator(self.config, self.world, decide)
         self.now = 100.0
         self.serial = 0
         self.work: list[int] = []
@@ -167,6 +170,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert sorted(backlog + there + coming + done) == self.work
         sent = Counter(obj.serial for _, obj in self.world.to_leaders if getattr(obj, "kind", "") == "work")
         assert set(sent.values()) <= {1}
+
+    @invariant()
+    def arrivals_account_for_every_request(self):
+        if hasattr(self, "world"):
+            arrivals = self.coordinator._arrivals
+            assert self.coordinator._requests() <= arrivals.peak <= arrivals.came
 
     def teardown(self):
         if hasattr(self, "world"):

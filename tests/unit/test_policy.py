@@ -21,8 +21,9 @@ HISTORY = LengthHistory()
 
 
 def snapshot(
-    tp=1, requests=0, peak=None, quiet=0.0, since_abort=float("inf"), since_switch=float("inf"), degrees=(1, 2, 4)
-) -> Snapshot:
+    tp=1, requests=0, peak=None, quiet=0.0, since_abort=float("inf"), since_switch=float("inf"), degrees=(1, 2, 4),
+    complete=False,
+) -> Snapshot:  # fmt: skip
     """``quiet``: seconds since the last request came in."""
     return Snapshot(
         now=NOW,
@@ -34,6 +35,7 @@ def snapshot(
         last_arrival=NOW - quiet,
         last_abort=NOW - since_abort,
         last_switch=NOW - since_switch,
+        complete=complete,
     )
 
 
@@ -54,6 +56,9 @@ CASES = [
     ("first requests of a batch: wait for more", dict(requests=3), 1),
     ("still coming in", dict(requests=8, quiet=SETTLE_SECONDS - 0.01), 1),
     ("a small batch that has settled", dict(requests=3, quiet=SETTLE_SECONDS), 4),
+    ("a small batch, and no more are expected", dict(requests=3, complete=True), 4),
+    ("no more are expected, but just split", dict(requests=3, complete=True, since_switch=SETTLE_SECONDS - 0.01), 1),
+    ("no more are expected, but too many", dict(requests=9, complete=True), 1),
     ("a large batch never settles", dict(requests=30, quiet=60.0), 1),
     ("merged stays merged", dict(tp=4, requests=8, peak=20), 4),
     ("merged stays merged though one came in just now", dict(tp=4, requests=3, peak=3, quiet=0.0), 4),
@@ -136,6 +141,7 @@ snapshots = st.builds(
     quiet=st.floats(0, 10),
     since_abort=st.floats(0, 20),
     since_switch=st.floats(0, 20),
+    complete=st.booleans(),
 )
 
 

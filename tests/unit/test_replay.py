@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_world import crossing, machine, snapshots
+from policy_world import snapshot as make_snapshot
 from profiles_for_tests import profile as linear_profile
 from scipy.stats import spearmanr
 
@@ -19,7 +20,7 @@ from sglang_pat.coordinator.policy import make_policy
 from sglang_pat.coordinator.snapshot import Decision
 from sglang_pat.predict.profile import save
 from sglang_pat.replay import cli
-from sglang_pat.replay.compare import Machine, Work, compare
+from sglang_pat.replay.compare import KNOWN, Machine, Work, compare
 from sglang_pat.replay.shapes import NAMED, Shape, parse_shape
 from sglang_pat.replay.simulate import Batch, Drain, crowded
 
@@ -78,10 +79,10 @@ def test_what_a_policy_sees():
         seen.append((snapshot, len(history)))
         return Decision(tp=2 if snapshot.load.output[0] >= 40 else 1)
 
-    case.follow(policy, history)
+    case.follow(policy, history, complete=True)
     for snapshot, finished in seen:
         assert snapshot.requests == len(snapshot.load) == 6 - finished
-        assert snapshot.peak == 6 and snapshot.last_arrival == 0.0
+        assert snapshot.peak == 6 and snapshot.last_arrival == 0.0 and snapshot.complete
     tps = [snapshot.tp for snapshot, _ in seen]
     assert tps == sorted(tps) and set(tps) == {1, 2}
     after = next(s for s, _ in seen if s.tp == 2)
@@ -106,6 +107,38 @@ def test_rounds_are_the_same_for_every_policy_and_run():
     assert {name: len(found) for name, found in runs.items()} == dict.fromkeys(
         ["survival", "static:4", "threshold:4", "oracle"], 3
     )
+
+
+def test_policies_learn_how_many_requests_come():
+    """As an engine's, which waits in the first round only; but one that is told does not even there."""
+    asked: dict[str, list[list[bool]]] = {}
+
+    class Watched(Machine):
+        def policy(self, name):
+            rounds = asked.setdefault(name, [])
+
+            def decide(snapshot, history):
+                if snapshot.now == 0.0:
+                    rounds.append(set())
+                rounds[-1].add(snapshot.complete)
+                return Decision(tp=1)
+
+            return decide
+
+    work = Work(shape=parse_shape("lognormal:5,1,2000"), batch=24, rounds=3)
+    compare(Watched(crossing()), work, ["pat", "survival" + KNOWN, "static:4"])
+    assert asked == {"pat": [{False}, {True}, {True}], "survival": [{True}] * 3}
+
+
+def test_a_complete_batch_is_not_waited_for():
+    """Two requests, best at tp 4: at once, or after the time of which a switch in vain would cost more."""
+    found = crossing()
+    predictor, costs = machine(found)
+    case = Drain(predictor, costs, found.fingerprint, batch([3000, 3000]), 16)
+    for name in ("survival", "pat"):
+        policy = make_policy(name, predictor=predictor, costs=costs)
+        waits, knows = (case.follow(policy, LengthHistory(), complete) for complete in (False, True))
+        assert knows.switches[0][0] == 0 < waits.switches[0][0] and knows.seconds < waits.seconds, name
 
 
 # -- shapes ---------------------------------------------------------------------------------------
@@ -234,6 +267,14 @@ def test_snapshots_and_decisions_round_trip(snap):
     assert dataclasses.replace(found, load=None) == dataclasses.replace(snap, load=None)
 
 
+def test_a_snapshot_of_before_rounds_were_counted():
+    values = decision_log.snapshot_to_dict(make_snapshot([5, 7], complete=True))
+    assert decision_log.snapshot_from_dict(values).complete
+    del values["complete"]
+    old = decision_log.snapshot_from_dict(values)
+    assert not old.complete and old.load.output.tolist() == [5, 7]
+
+
 def write_log(path, profile_file, policy_name="survival") -> list[dict]:
     """As a coordinator would over two rounds."""
     found = crossing()
@@ -255,8 +296,9 @@ def write_log(path, profile_file, policy_name="survival") -> list[dict]:
             super().observe(length, family, finished)
 
     history = Logging()
-    for work in Work(shape=parse_shape("lognormal:5,1,1500"), batch=40, rounds=3, correlation=0.5).batches():
-        Drain(predictor, costs, found.fingerprint, work, 16).follow(logged, history)
+    rounds = Work(shape=parse_shape("lognormal:5,1,1500"), batch=40, rounds=3, correlation=0.5).batches()
+    for number, work in enumerate(rounds):
+        Drain(predictor, costs, found.fingerprint, work, 16).follow(logged, history, complete=number > 0)
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     return events
 

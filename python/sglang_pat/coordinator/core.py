@@ -21,6 +21,7 @@ import numpy as np
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator.arrivals import Arrivals
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import Policy, make_policy
 from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
@@ -179,10 +180,9 @@ class Coordinator:
         self._records: deque[m.SwitchRecord] = deque(maxlen=HISTORY)
         self._switches = 0
         self._base_attempts = 0
-        self._peak = 0
         self._paused = False
         self._released: frozenset[str] = frozenset()
-        self._last_arrival = float("-inf")
+        self._arrivals = Arrivals()
         self._last_abort = float("-inf")
         self._last_switch = float("-inf")
         self._next_decision = float("-inf")
@@ -191,8 +191,6 @@ class Coordinator:
 
     def receive(self, event: Work | Control, now: float) -> None:
         """A request from the TokenizerManager."""
-        if isinstance(event, Work):
-            self._last_arrival = now
         self._backlog.append(event)
         self._proceed(now)
 
@@ -307,11 +305,13 @@ class Coordinator:
             degrees=tuple(layout.tp for layout in self.config.layouts),
             num_ranks=self.config.num_ranks,
             requests=self._requests(),
-            peak=self._peak,
-            last_arrival=self._last_arrival,
+            peak=self._arrivals.peak,
+            last_arrival=self._arrivals.last,
+            complete=self._arrivals.complete,
             last_switch=self._last_switch,
             last_abort=self._last_abort,
-            load=self._load(),
+            # Policies that do not predict do not look at it, and are asked at every event.
+            load=self._load() if self.config.predicts else Load(),
         )
 
     def _load(self) -> Load:
@@ -333,16 +333,19 @@ class Coordinator:
 
     def _proceed(self, now: float) -> None:
         """Handle what can be handled, then see whether a switch is due."""
+        # Here, and not where a policy looks: the engine may run empty during a control request, or a switch.
+        self._arrivals.in_engine(self._requests())
+        complete = self._arrivals.complete
         while self._backlog and not self._blocked:
             head = self._backlog[0]
             if isinstance(head, Control) and head.needs_base and (self._pending or self.layout != self.config.base):
                 if not self._pending:
                     self._wanted = _Wanted(self.config.base, "control")
                 break
-            self._dispatch(self._backlog.popleft())
-        # Here, and not where a policy looks: the engine may run empty during a control request.
-        requests = self._requests()
-        self._peak = max(self._peak, requests) if requests else 0
+            self._dispatch(self._backlog.popleft(), now)
+        self._arrivals.in_engine(self._requests())
+        if self._arrivals.complete > complete:
+            self._next_decision = float("-inf")  # at once: the last request is what policies wait for
         if self._may_decide(now):
             self._decide(now)
         if self._pending is None and self._wanted is not None:
@@ -367,8 +370,9 @@ class Coordinator:
             target = self.config.layout(decision.tp)
             self._wanted = _Wanted(target, self.config.policy, recompute_below=decision.recompute_below)
 
-    def _dispatch(self, event: Work | Control) -> None:
+    def _dispatch(self, event: Work | Control, now: float) -> None:
         if isinstance(event, Work):
+            self._arrivals.arrived(now)
             rank = min(self.layout.leaders, key=self._cost)
             self._leaders[rank].send(event)
             self._outbox.to_leader(rank, event.obj)

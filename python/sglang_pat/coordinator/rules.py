@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang_pat.coordinator.snapshot import Decision, Snapshot
 
 SETTLE_SECONDS = 1.0
-"""tp is not raised before this long after the last arrival unless the batch is draining, so that the first requests of
+"""tp is not raised before this long after the last arrival unless the batch has arrived, so that the first requests of
 a large batch do not look like its tail; nor before this long after a switch, so that an engine that had to go to the
 base layout for a control request does not go back and forth for each bucket of a weight update."""
 
@@ -46,7 +46,7 @@ def patience(cost: float, saving: float) -> float:
 
 
 def may_raise(snapshot: Snapshot, *, draining: bool | None = None, settle: float = SETTLE_SECONDS) -> bool:
-    """Whether a higher tp may be chosen now.
+    """Whether a higher tp may be chosen now: the batch has arrived, as far as one can tell.
 
     Args:
         draining: the batch is known to be past its arrival; None to tell by ``DRAINED``.
@@ -56,4 +56,4 @@ def may_raise(snapshot: Snapshot, *, draining: bool | None = None, settle: float
         draining = snapshot.requests <= DRAINED * snapshot.peak
     if snapshot.now - snapshot.last_switch < SETTLE_SECONDS:
         return False
-    return draining or snapshot.now - snapshot.last_arrival >= settle
+    return snapshot.complete or draining or snapshot.now - snapshot.last_arrival >= settle

@@ -42,10 +42,11 @@ class Snapshot:
         num_ranks: N; a layout of degree t has N / t replicas.
         requests: requests in the engine (decoding, waiting, on their way to a replica).
         peak: most requests since the engine was last empty.
-        last_arrival: when a request last came in.
+        last_arrival: when a request last came in (was passed on to a replica).
         last_switch: when a switch was last finished, or minus infinity.
         last_abort: when a switch was last aborted, or minus infinity.
-        load: the requests, one by one.
+        complete: the round has as many requests as the largest of the recent ones: no more are expected.
+        load: the requests, one by one; empty for policies that do not look at it.
     """
 
     now: float
@@ -57,6 +58,7 @@ class Snapshot:
     last_arrival: float
     last_switch: float = float("-inf")
     last_abort: float = float("-inf")
+    complete: bool = False
     load: Load = field(default_factory=Load)
 
 

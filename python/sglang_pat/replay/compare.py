@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sglang_pat.coordinator.arrivals import Arrivals
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import make_policy
 from sglang_pat.predict.cost import SwitchCosts, fitted
@@ -90,28 +91,34 @@ def check_policy(name: str, degrees: tuple[int, ...]) -> None:
 
 
 KNOWN = ", complete batch"
-"""Ending of a policy's name: it is told that the batch is complete, and does not wait for more requests."""
+"""Ending of a policy's name: it is told that the batch is complete, and does not wait for more requests in the first
+round either."""
 
 
 def compare(machine: Machine, work: Work, policies: list[str], spacing: int = SPACING) -> dict[str, list[Run]]:
     """Runs of every policy, by round; ``oracle`` is always among them.
 
-    What a policy has learnt of lengths it keeps from round to round.
+    What a policy has learnt of lengths it keeps from round to round; and after the first one it knows, as in an engine,
+    that no more requests come.
     """
     histories = {name: LengthHistory() for name in policies}
     deciding = {
         name: machine.policy(name.removesuffix(KNOWN)) for name in policies if not name.startswith(("static", "oracle"))
     }
     runs: dict[str, list[Run]] = {name: [] for name in [*policies, "oracle"]}
+    arrivals = Arrivals()
     for batch in work.batches():
+        for _ in batch.length:
+            arrivals.arrived(0.0)
         drain = machine.drain(batch, spacing)
         runs["oracle"].append(oracle(drain))
         for name in policies:
             if name in deciding:
-                arrived = float("-inf") if name.endswith(KNOWN) else 0.0
-                runs[name].append(drain.follow(deciding[name], histories[name], arrived))
+                complete = arrivals.complete or name.endswith(KNOWN)
+                runs[name].append(drain.follow(deciding[name], histories[name], complete))
             elif name != "oracle":
                 runs[name].append(drain.static(int(name.partition(":")[2])))
+        arrivals.in_engine(0)
     return runs
 
 

@@ -111,11 +111,10 @@ class Drain:
         changes = dict(schedule)
         return self._drive(lambda point, now, tp, last: changes.get(point, tp))
 
-    def follow(self, policy: Policy, history: LengthHistory, arrived: float = 0.0) -> Run:
+    def follow(self, policy: Policy, history: LengthHistory, complete: bool = False) -> Run:
         """Time with a policy that is asked at every point; it sees, and ``history`` learns, what an engine would.
 
-        ``arrived``: when the last request came in, on a clock that starts with the batch; minus infinity for a batch
-        that is known to be complete.
+        ``complete``: it knows that no more requests come; if not, it waits for them.
         """
         order = np.argsort(self.batch.length, kind="stable")
         reported = 0
@@ -126,7 +125,7 @@ class Drain:
                 request = order[reported]
                 history.observe(int(self.batch.length[request]), int(self.batch.family[request]), True)
                 reported += 1
-            return policy(self.snapshot(point, now, tp, last_switch, arrived), history).tp
+            return policy(self.snapshot(point, now, tp, last_switch, complete), history).tp
 
         run = self._drive(decide)
         for request in order[reported:]:
@@ -134,7 +133,7 @@ class Drain:
         return run
 
     def snapshot(
-        self, point: int, now: float, tp: int, last_switch: float = float("-inf"), arrived: float = 0.0
+        self, point: int, now: float, tp: int, last_switch: float = float("-inf"), complete: bool = False
     ) -> Snapshot:
         """What an engine's policy would see at a point."""
         running = self.running(point)
@@ -146,8 +145,9 @@ class Drain:
             num_ranks=self.fingerprint.num_ranks,
             requests=number,
             peak=len(self.batch.length),
-            last_arrival=arrived,
+            last_arrival=0.0,
             last_switch=last_switch,
+            complete=complete,
             load=Load(
                 prompt=self.batch.prompt[running],
                 output=np.full(number, self.points[point]),

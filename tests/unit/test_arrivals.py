@@ -1,0 +1,109 @@
+"""What counts as a round, and when it is complete."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_pat.coordinator.arrivals import Arrivals
+
+pytestmark = pytest.mark.unit
+
+
+def after(*sizes: int) -> Arrivals:
+    """Rounds of these sizes have ended."""
+    arrivals = Arrivals()
+    for size in sizes:
+        come(arrivals, size)
+        arrivals.in_engine(0)
+    return arrivals
+
+
+def come(arrivals: Arrivals, requests: int) -> list[bool]:
+    """These come one after another and stay; whether the round was complete after each."""
+    result, before = [], arrivals.came
+    for number in range(1, requests + 1):
+        arrivals.arrived(float(number))
+        arrivals.in_engine(before + number)
+        result.append(arrivals.complete)
+    return result
+
+
+def test_nothing_is_known_of_the_first_round():
+    arrivals = Arrivals()
+    assert (arrivals.peak, arrivals.came, arrivals.last) == (0, 0, float("-inf"))
+    assert come(arrivals, 100) == [False] * 100
+    assert (arrivals.peak, arrivals.came, arrivals.last) == (100, 100, 100.0)
+
+
+def test_the_second_is_complete_with_its_last_request():
+    assert come(after(3), 3) == [False, False, True]
+
+
+def test_an_empty_engine_is_not_complete():
+    assert not after(3).complete
+
+
+def test_rounds_of_one_do_not_count():
+    """Health probes and warm-ups: neither as rounds to learn from, nor among the four that are remembered."""
+    assert come(after(1, 1), 5) == [False] * 5
+    assert come(after(3, 1, 1, 1, 1, 1), 3) == [False, False, True]
+
+
+def test_a_round_that_outgrows_the_last():
+    """It is taken for complete at the old size: nothing tells the first time.  The next one waits for the new size."""
+    assert come(after(2), 4) == [False, True, True, True]
+    assert come(after(2, 4), 4) == [False, False, False, True]
+
+
+def test_the_largest_of_the_last_four_counts():
+    assert come(after(5, 2, 2, 2), 5) == [False] * 4 + [True]
+    assert come(after(5, 2, 2, 2, 2), 2) == [False, True]
+
+
+def test_requests_that_end_while_others_come():
+    """What counts is how many came, not how many are there."""
+    arrivals = after(4)
+    come(arrivals, 2)
+    arrivals.in_engine(1)
+    arrivals.arrived(9.0)
+    arrivals.in_engine(2)
+    assert (arrivals.came, arrivals.peak, arrivals.complete) == (3, 2, False)
+    arrivals.arrived(9.5)
+    assert arrivals.complete and arrivals.last == 9.5
+    arrivals.in_engine(1)
+    assert arrivals.complete, "to its end"
+
+
+def test_an_engine_that_runs_empty_in_the_middle_of_a_round():
+    """Then it is two rounds: the larger one is what the next must reach."""
+    assert come(after(2, 5), 5) == [False] * 4 + [True]
+    arrivals = after(7)
+    come(arrivals, 2)
+    arrivals.in_engine(0)
+    assert (arrivals.peak, arrivals.came) == (0, 0)
+    assert come(arrivals, 5) == [False] * 5
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(st.lists(st.one_of(st.just("comes"), st.integers(0, 6)), max_size=60))
+def test_against_the_whole_story(events):
+    """Everything told again from the list of all events; a number: so many are left at most."""
+    arrivals, there, story = Arrivals(), 0, [[]]
+    for now, event in enumerate(events):
+        if event == "comes":
+            arrivals.arrived(now)
+            there += 1
+        else:
+            there = min(there, event)
+        arrivals.in_engine(there)
+        story[-1].append((event, there))
+        if there == 0:
+            story.append([])
+    sizes = [sum(event == "comes" for event, _ in part) for part in story]
+    known = [size for size in sizes[:-1] if size > 1][-4:]
+    assert arrivals.came == sizes[-1]
+    assert arrivals.peak == max((count for _, count in story[-1]), default=0)
+    assert arrivals.last == max((now for now, event in enumerate(events) if event == "comes"), default=float("-inf"))
+    assert arrivals.complete == (known != [] and sizes[-1] >= max(known))
