@@ -11,8 +11,9 @@ from coordinator_world import FlushReply, Merged, Request, World, control, deliv
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.core import BASE_ATTEMPTS, DECISION_INTERVAL_SECONDS, HISTORY, Coordinator, Work
+from sglang_pat.coordinator.core import BASE_ATTEMPTS, DECISION_INTERVAL_SECONDS, HISTORY, Coordinator
 from sglang_pat.coordinator.decision_log import dump_decision, load_decision
+from sglang_pat.coordinator.leader import Work
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import stay, threshold
 from sglang_pat.layout import ParallelLayout

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.core import Coordinator, Work
+from sglang_pat.coordinator.core import Coordinator
+from sglang_pat.coordinator.leader import Work
 from sglang_pat.coordinator.policy import threshold
 from sglang_pat.coordinator.rules import RETRY_SECONDS, SETTLE_SECONDS
 from sglang_pat.layout import ParallelLayout

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.arrivals import Arrivals
+from sglang_pat.coordinator.leader import Leader, Work, load_of
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import Policy, make_policy
 from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
@@ -48,20 +48,6 @@ class Outbox(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """A generation request: goes to one leader.
-
-    Attributes:
-        tokens: its prompt length.
-        limit: the longest response that policies reckon with, until its leader reports it.
-    """
-
-    obj: Any
-    tokens: int
-    limit: int = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
 class Control:
     """A control request: goes to all leaders.
 
@@ -80,40 +66,6 @@ class Control:
     pauses: bool | None = None
     releases: frozenset[str] = frozenset()
     resumes: frozenset[str] = frozenset()
-
-
-@dataclass
-class _Leader:
-    """What is known about one leader: its last report, and what was sent to it since.
-
-    ``on_the_way``: requests that it has not yet taken from its socket; a long prefill may keep them there for seconds.
-    """
-
-    sent: int = 0
-    on_the_way: deque[Work] = field(default_factory=deque)
-    report: m.LoadReport | None = None
-
-    def send(self, work: Work) -> None:
-        self.sent += 1
-        self.on_the_way.append(work)
-
-    def heard(self, report: m.LoadReport) -> None:
-        self.report = report
-        while len(self.on_the_way) > self.in_flight:
-            self.on_the_way.popleft()
-
-    @property
-    def known(self) -> bool:
-        """Whether the report lists the requests one by one; what is assumed right after a switch does not."""
-        return self.report is None or len(self.report.requests) == self.report.running + self.report.waiting
-
-    @property
-    def in_flight(self) -> int:
-        return self.sent - (self.report.received if self.report else 0)
-
-    @property
-    def requests(self) -> int:
-        return (self.report.running + self.report.waiting if self.report else 0) + self.in_flight
 
 
 @dataclass
@@ -170,7 +122,7 @@ class Coordinator:
         self.history = LengthHistory()
         self._outbox = outbox
         self._policy = policy or make_policy(config.policy, switch_at=config.switch_at)
-        self._leaders = {rank: _Leader() for rank in config.base.leaders}
+        self._leaders = {rank: Leader() for rank in config.base.leaders}
         self._backlog: deque[Work | Control] = deque()
         self._collecting: dict[str, deque[_Collect]] = {}
         self._pending: _Pending | None = None
@@ -213,7 +165,7 @@ class Coordinator:
     def status(self, query: m.StatusQuery) -> None:
         """``GET /pat/status``."""
         groups = [
-            {"leader": rank, "ranks": self.layout.group(rank), **_load(self._leaders[rank])}
+            {"leader": rank, "ranks": self.layout.group(rank), **self._leaders[rank].status()}
             for rank in self.layout.leaders
         ]
         status = {
@@ -311,19 +263,8 @@ class Coordinator:
             last_switch=self._last_switch,
             last_abort=self._last_abort,
             # Policies that do not predict do not look at it, and are asked at every event.
-            load=self._load() if self.config.predicts else Load(),
+            load=load_of(self._leaders, self.layout.leaders) if self.config.predicts else Load(),
         )
-
-    def _load(self) -> Load:
-        rows = []
-        for rank in self.layout.leaders:
-            leader = self._leaders[rank]
-            rows += [(*msgspec.structs.astuple(r), rank) for r in (leader.report.requests if leader.report else ())]
-            # Nothing is known of their siblings yet: a family of its own for each, which no hash of a prompt is.
-            first = -1 - len(rows)
-            rows += [(work.tokens, 0, work.limit, first - i, rank) for i, work in enumerate(leader.on_the_way)]
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
-        return Load(**dict(zip(("prompt", "output", "limit", "family", "replica"), columns, strict=True)))
 
     # -- getting on -----------------------------------------------------------------------------------
 
@@ -373,7 +314,7 @@ class Coordinator:
     def _dispatch(self, event: Work | Control, now: float) -> None:
         if isinstance(event, Work):
             self._arrivals.arrived(now)
-            rank = min(self.layout.leaders, key=self._cost)
+            rank = min(self.layout.leaders, key=lambda rank: self._leaders[rank].cost)
             self._leaders[rank].send(event)
             self._outbox.to_leader(rank, event.obj)
             return
@@ -384,11 +325,6 @@ class Coordinator:
             self._collecting.setdefault(event.reply, deque()).append(_Collect(event, self.layout.dp))
         for rank in self.layout.leaders:
             self._outbox.to_leader(rank, event.obj)
-
-    def _cost(self, rank: int) -> tuple[int, int, int]:
-        leader = self._leaders[rank]
-        tokens = (leader.report.tokens if leader.report else 0) + sum(work.tokens for work in leader.on_the_way)
-        return leader.requests, tokens, rank
 
     # -- a switch, in the order of its steps -----------------------------------------------------------
 
@@ -502,9 +438,3 @@ class Coordinator:
 
 def _describe(layout: ParallelLayout) -> dict[str, int]:
     return {"tp": layout.tp, "dp": layout.dp}
-
-
-def _load(leader: _Leader) -> dict[str, Any]:
-    report = leader.report
-    fields = ("running", "waiting", "tokens", "kv_used", "kv_total", "retracted", "weight_updates")
-    return {"in_flight": leader.in_flight} | {name: getattr(report, name) if report else 0 for name in fields}

@@ -7,7 +7,8 @@ from typing import Any
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers import io_struct as io
 
-from sglang_pat.coordinator.core import Control, Work
+from sglang_pat.coordinator.core import Control
+from sglang_pat.coordinator.leader import Work
 from sglang_pat.host.load import length_limit
 
 

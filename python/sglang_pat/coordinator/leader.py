@@ -1,0 +1,87 @@
+"""What is known about the leaders' load: their last reports, and what was sent to them since."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang_pat import messages as m
+from sglang_pat.coordinator.snapshot import Load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A generation request: goes to one leader.
+
+    Attributes:
+        tokens: its prompt length.
+        limit: the longest response that policies reckon with, until its leader reports it.
+    """
+
+    obj: Any
+    tokens: int
+    limit: int = 4096
+
+
+@dataclass
+class Leader:
+    """One leader.
+
+    ``on_the_way``: requests that it has not yet taken from its socket; a long prefill may keep them there for seconds.
+    """
+
+    sent: int = 0
+    on_the_way: deque[Work] = field(default_factory=deque)
+    report: m.LoadReport | None = None
+
+    def send(self, work: Work) -> None:
+        self.sent += 1
+        self.on_the_way.append(work)
+
+    def heard(self, report: m.LoadReport) -> None:
+        self.report = report
+        while len(self.on_the_way) > self.in_flight:
+            self.on_the_way.popleft()
+
+    @property
+    def known(self) -> bool:
+        """Whether the report lists the requests one by one; what is assumed right after a switch does not."""
+        return self.report is None or len(self.report.requests) == self.report.running + self.report.waiting
+
+    @property
+    def in_flight(self) -> int:
+        return self.sent - (self.report.received if self.report else 0)
+
+    @property
+    def requests(self) -> int:
+        return (self.report.running + self.report.waiting if self.report else 0) + self.in_flight
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """The next request goes to where this is least: requests, then tokens."""
+        tokens = (self.report.tokens if self.report else 0) + sum(work.tokens for work in self.on_the_way)
+        return self.requests, tokens
+
+    def status(self) -> dict[str, int]:
+        """For ``/pat/status``."""
+        fields = ("running", "waiting", "tokens", "kv_used", "kv_total", "retracted", "weight_updates")
+        report = {name: getattr(self.report, name) if self.report else 0 for name in fields}
+        return {"in_flight": self.in_flight} | report
+
+
+def load_of(leaders: Mapping[int, Leader], ranks: Iterable[int]) -> Load:
+    """All requests at the leaders of these ranks, one by one."""
+    rows = []
+    for rank in ranks:
+        leader = leaders[rank]
+        rows += [(*msgspec.structs.astuple(r), rank) for r in (leader.report.requests if leader.report else ())]
+        # Nothing is known of their siblings yet: a family of its own for each, which no hash of a prompt is.
+        first = -1 - len(rows)
+        rows += [(work.tokens, 0, work.limit, first - i, rank) for i, work in enumerate(leader.on_the_way)]
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+    return Load(**dict(zip(("prompt", "output", "limit", "family", "replica"), columns, strict=True)))
