@@ -1,10 +1,10 @@
 """What there is time for: the cost of the points to come, from those measured, and which of them to leave out.
 
-In this order, until the rest fits:
+Once, when first costs are known: how large a prefill may be (:func:`most_prefill`).  Then before each point, in this
+order, until the rest fits:
 
 1. measure fewer steps where a step is slow: at most :data:`ALLOWANCES` seconds of steps a point, 8 steps at least;
-2. leave out points, highest level first (:mod:`profiler.grid`), the dearest first within a level;
-3. of the corners, leave out the dearest first.
+2. leave out points, highest level first (:mod:`profiler.points`), the dearest first within a level.
 
 What a profile cannot do without (``must``: a decode point of every layout, a switch with live requests of every pair)
 is measured in any case.
@@ -12,14 +12,16 @@ is measured in any case.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
+from math import ceil
 from statistics import median
 
 import numpy as np
 from scipy.optimize import nnls
 
-from profiler.grid import LEAST_STEPS, STEPS, WARM_UP, Point
+from profiler.grid import LEAST_STEPS, STEPS, WARM_UP, Grid, Limits
+from profiler.points import Point
 
 ALLOWANCES = (float("inf"), 8.0, 4.0, 2.0)
 """Seconds of decode steps a point, tried in this order; below the last one points are left out."""
@@ -29,6 +31,11 @@ SWITCH_ROUNDS = 3
 """There and back, so many times with the same requests."""
 RESERVE = 0.93
 """Part of the time left that is planned for; the rest is for repeats."""
+DEAREST_PREFILL = 0.02
+"""Part of the time left that one run of a prefill point may take: beyond, prefill is all but linear in its tokens."""
+PREFILLS = 3
+QUICK_SECONDS = 1.0
+"""A prefill is repeated, :data:`PREFILLS` times at most, until its runs took so long together."""
 
 
 @dataclass
@@ -70,12 +77,11 @@ class Costs:
         return median(ratios[-10:]) if len(ratios) >= 3 else 1.0
 
     def _estimate(self, name: str, seen: list[tuple[int, float, float, float]], tp: int, x: float, y: float) -> float:
-        mine = [row for row in seen if row[0] == tp] or seen
-        if not mine:
+        if not seen:
             return 0.0
-        key = (name, mine[0][0])
+        key = (name, tp)
         if key not in self._fits:
-            rows = np.array(mine, dtype=float)
+            rows = np.array([row for row in seen if row[0] == tp] or seen, dtype=float)
             inputs = np.column_stack([np.ones(len(rows)), rows[:, 1], rows[:, 2]])
             scale = np.maximum(inputs.max(axis=0), 1e-9)
             # Relative errors count: each row is divided by its own time.
@@ -109,37 +115,45 @@ def steps_for(costs: Costs, point: Point, allowance: float) -> int:
     return STEPS if each <= 0 else int(min(STEPS, max(LEAST_STEPS, allowance / each)))
 
 
-def seconds_of(costs: Costs, point: Point, before: int, allowance: float) -> float:
-    """Expected seconds of ``point`` whose prompts' first ``before`` tokens are in the radix cache."""
-    if point.kind == "switch":
-        each = -(-point.batch // point.replicas)
-        step = costs.step_seconds(point.tp, each, each * point.context)
-        return POINT_SECONDS + costs.prefill_seconds(point.tp, each * point.context, point.context) + 16 * step
+def seconds_of(costs: Costs, point: Point, allowance: float) -> float:
+    """Expected seconds of ``point``."""
     if point.kind == "prefill":
-        return POINT_SECONDS + 2.5 * costs.prefill_seconds(point.tp, point.batch * point.context, point.context)
-    new = point.batch * max(point.context - before, 0)
-    step = costs.step_seconds(point.tp, point.batch, point.batch * point.context)
-    steps = WARM_UP + 2 + steps_for(costs, point, allowance)
-    return POINT_SECONDS + costs.prefill_seconds(point.tp, new, point.context) + steps * step
+        each = costs.prefill_seconds(point.tp, point.batch * point.context, point.context)
+        runs = min(max(ceil(QUICK_SECONDS / max(each, 1e-9)), 1), PREFILLS)
+        return POINT_SECONDS + (runs + 0.5) * each
+    batch = -(-point.batch // point.replicas) if point.kind == "switch" else point.batch
+    step = costs.step_seconds(point.tp, batch, batch * point.context)
+    if point.kind == "switch":
+        return POINT_SECONDS + 16 * step
+    # The prompts are in the radix cache but for their last token, whose prefill takes about as long as a step.
+    return POINT_SECONDS + (WARM_UP + 3 + steps_for(costs, point, allowance)) * step
 
 
 def total(costs: Costs, points: Iterable[Point], allowance: float) -> float:
-    """Expected seconds of ``points`` in their order."""
-    seconds, chain, before = 0.0, None, 0
-    for point in points:
-        before = before if point.chain == chain and point.kind == "decode" else 0
-        seconds += seconds_of(costs, point, before, allowance) * costs.correction(point.kind)
-        chain, before = point.chain, point.context
-    return seconds
+    """Expected seconds of ``points``."""
+    return sum(seconds_of(costs, point, allowance) * costs.correction(point.kind) for point in points)
 
 
-def plan(points: list[Point], costs: Costs, seconds: float, must: frozenset[tuple] = frozenset()) -> Plan:
-    """Which of ``points`` (in their order) to measure in the ``seconds`` left, and how; ``must``: keys."""
+def most_prefill(grid: Grid, limits: Limits, costs: Costs, seconds: float) -> dict[int, int]:
+    """Tokens of the largest prefill point worth its time, by degree; the grid's smallest in any case."""
+    shapes = sorted((batch * length, length) for batch in grid.prefill_batch for length in grid.prefill_length)
+    found = {}
+    for layout in limits.layouts:
+        cheap = [n for n, c in shapes if costs.prefill_seconds(layout.tp, n, c) <= DEAREST_PREFILL * seconds]
+        found[layout.tp] = max(cheap, default=shapes[0][0] if shapes else 0)
+    return found
+
+
+def plan(points: list[Point], costs: Costs, seconds: float, must: Set[tuple] = frozenset()) -> Plan:
+    """Which of ``points`` (in their order) to measure in the ``seconds`` left, and how.
+
+    ``must``: keys of those without which there is no profile.
+    """
     seconds *= RESERVE
     for allowance in ALLOWANCES:
         if total(costs, points, allowance) <= seconds:
             return _made(points, [], costs, allowance)
-    price = {point.key: seconds_of(costs, point, 0, allowance) for point in points}
+    price = {point.key: seconds_of(costs, point, allowance) for point in points}
     order = sorted(points, key=lambda p: (p.key not in must, p.level, price[p.key]))
     low, high = sum(point.key in must for point in points), len(order)
     while low < high:
@@ -150,7 +164,8 @@ def plan(points: list[Point], costs: Costs, seconds: float, must: frozenset[tupl
         else:
             high = middle - 1
     kept = {point.key for point in order[:low]}
-    return _made([p for p in points if p.key in kept], [p for p in points if p.key not in kept], costs, allowance)
+    left_out = [p for p in points if p.key not in kept]
+    return _made([p for p in points if p.key in kept], left_out, costs, allowance)
 
 
 def _made(kept: list[Point], left_out: list[Point], costs: Costs, allowance: float) -> Plan:

@@ -6,8 +6,9 @@ import asyncio
 from statistics import median
 from typing import Any
 
-from profiler.budget import SWITCH_ROUNDS
-from profiler.grid import LEAST_STEPS, SLACK, SWITCH_ANSWER, WARM_UP, Point
+from profiler.budget import PREFILLS, QUICK_SECONDS, SWITCH_ROUNDS
+from profiler.grid import LEAST_STEPS, SLACK, SWITCH_ANSWER, WARM_UP
+from profiler.points import Point
 from profiler.rig import Rig
 from profiler.windows import Windows, decode_windows, prefill_seconds, spread
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
@@ -18,9 +19,6 @@ REPEATS = 2
 """Runs beyond the first at most."""
 ATTEMPTS = 5
 """Runs in which the batch was not what it should be (requests placed or started otherwise), before giving up."""
-PREFILLS = 3
-QUICK_SECONDS = 1.0
-"""A prefill is repeated, :data:`PREFILLS` times at most, until its runs took so long together."""
 PLUG, PLUG_LEAD = 256, 0.004
 """Tokens of the request behind which a batch is held, and the seconds by which it is sent earlier."""
 FILLER_STEPS = 12
@@ -31,50 +29,27 @@ class NotMeasured(RuntimeError):
     """The batch could not be brought about."""
 
 
-class Prompts:
-    """Prompts of one chain: random, and each longer one begins with the one before."""
+async def decode(rig: Rig, point: Point, steps: int, *, may_repeat: bool = True) -> DecodePoint:
+    """Decode step time at ``point`` from runs of ``steps`` steps.
 
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
-        self._chain: tuple | None = None
-        self._ids: list[list[int]] = []
-
-    async def of(self, point: Point, length: int) -> list[list[int]]:
-        """``point.batch`` prompts of ``length`` tokens; a new chain begins with an empty radix cache."""
-        if point.chain != self._chain:
-            await self._rig.flush()
-            self._chain, self._ids = point.chain, [[] for _ in range(point.batch)]
-        for ids in self._ids:
-            ids += self._rig.tokens(length - len(ids)) if length > len(ids) else []
-        return [ids[:length] for ids in self._ids]
-
-    def forget(self) -> None:
-        """The cache is empty: a switch drops what no live request uses."""
-        self._chain = None
-
-
-async def decode(
-    rig: Rig, point: Point, steps: int, prompts: Prompts, *, may_repeat: bool = True
-) -> tuple[DecodePoint, list[dict[str, Any]]]:
-    """Decode step time at ``point`` from runs of ``steps`` steps; also returns their trace.
-
-    Median over the windows of all runs; runs are repeated (from the radix cache, so cheaply) while their windows
+    The prompts are injected, not computed.  Median over the windows of all runs; runs are repeated while their windows
     spread by more than :data:`WIDE`, :data:`REPEATS` times at most.
 
     Raises:
         NotMeasured: never was the batch full for :data:`~profiler.grid.LEAST_STEPS` steps.
     """
     runs: list[Windows] = []
-    trace: list[dict[str, Any]] = []
+    alone_after = FILLER_STEPS if point.replicas < _dp(rig, point) else 0
+    length = max(8, point.context - alone_after - WARM_UP - steps // 2)
+    ids = [rig.tokens(length) for _ in range(point.batch)]
     for _ in range(ATTEMPTS + REPEATS):
-        alone_after = FILLER_STEPS if point.replicas < _dp(rig, point) else 0
-        ids = await prompts.of(point, max(8, point.context - alone_after - WARM_UP - steps // 2))
+        await rig.flush()
+        rig.inject(ids)
         await rig.trace()
         await rig.finish(_start(rig, point, ids, WARM_UP + steps + SLACK))
-        steps_seen = await rig.trace()
-        trace += steps_seen
+        trace = await rig.trace()
         found = decode_windows(
-            steps_seen, tp=point.tp, replicas=point.replicas, batch=point.batch, warm_up=WARM_UP, most=steps
+            trace, tp=point.tp, replicas=point.replicas, batch=point.batch, warm_up=WARM_UP, most=steps
         )
         if found is not None and len(found.samples) * found.size >= LEAST_STEPS:
             runs.append(found)
@@ -84,19 +59,17 @@ async def decode(
     if not runs:
         raise NotMeasured(f"{point}: the batch was never full for {LEAST_STEPS} steps")
     context = median(run.context for run in runs)
-    measured = DecodePoint(
+    return DecodePoint(
         tp=point.tp, replicas=point.replicas, batch=point.batch, context=round(context), seconds=median(samples),
         samples=samples,
     )  # fmt: skip
-    return measured, trace
 
 
 def _start(rig: Rig, point: Point, ids: list[list[int]], answer: int) -> list:
     """Send the batch.
 
     Requests go to the replica with the fewest, so each prompt is sent once for every replica in a row: whichever
-    replica takes it, all have the same prompts, and the next longer ones find them in their caches.  For a lone
-    replica all but the first of each row end early.
+    replica takes it, all have the same prompts.  For a lone replica all but the first of each row end early.
     """
     dp = _dp(rig, point)
     prompts, answers = [], []
@@ -110,7 +83,7 @@ def _dp(rig: Rig, point: Point) -> int:
     return next(layout.dp for layout in rig.layouts if layout.tp == point.tp)
 
 
-async def prefill(rig: Rig, point: Point, prompts: Prompts) -> PrefillPoint:
+async def prefill(rig: Rig, point: Point) -> PrefillPoint:
     """Time to prefill fresh random prompts; median of up to :data:`PREFILLS` runs, of one where it takes long.
 
     After a run in which the requests were not prefilled together, the next one holds them behind a plug.
@@ -122,7 +95,6 @@ async def prefill(rig: Rig, point: Point, prompts: Prompts) -> PrefillPoint:
     apart: list[float] = []
     for _ in range(ATTEMPTS):
         await rig.flush()
-        prompts.forget()
         plug = min(PLUG, point.context) if apart else 0
         batch = [rig.tokens(point.context) for _ in range(point.replicas * point.batch)]
         await rig.trace()
@@ -146,18 +118,19 @@ async def prefill(rig: Rig, point: Point, prompts: Prompts) -> PrefillPoint:
     )  # fmt: skip
 
 
-async def switches(rig: Rig, point: Point, prompts: Prompts) -> list[SwitchSample]:
+async def switches(rig: Rig, point: Point) -> list[SwitchSample]:
     """From ``point.tp`` to ``point.to_tp`` and back, :data:`~profiler.budget.SWITCH_ROUNDS` times with the same live
-    requests, which decode a little in between.
+    requests, which decode a little in between.  Their prompts are injected, not computed.
 
     Raises:
         NotMeasured: they ended too soon.
     """
     await rig.reconfigure(point.tp)
     await rig.flush()
-    prompts.forget()
+    prompts = [rig.tokens(point.context) for _ in range(point.batch)]
+    rig.inject(prompts)
     await rig.trace()
-    tasks = rig.send([rig.tokens(point.context) for _ in range(point.batch)], [SWITCH_ANSWER] * point.batch)
+    tasks = rig.send(prompts, [SWITCH_ANSWER] * point.batch)
     records = []
     try:
         for _ in range(SWITCH_ROUNDS):

@@ -94,6 +94,10 @@ class Rig:
         """Empty the radix cache; the engine is idle."""
         await self._manager.flush_cache()
 
+    def inject(self, prompts: list[list[int]]) -> None:
+        """What is sent next finds ``prompts`` in every replica's radix cache, with whatever KV."""
+        self.engine.inject_prefixes(prompts)
+
     async def trace(self) -> list[Step]:
         """Scheduler steps since the last call."""
         return await self.engine.async_trace()

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
 from profiler import measure
-from profiler.budget import Costs, Plan, plan, seconds_of
+from profiler.budget import Costs, Plan, most_prefill, plan, seconds_of
 from profiler.display import Display, Progress
-from profiler.grid import LEAST_STEPS, Limits, Point, length_needed
-from profiler.measure import NotMeasured, Prompts
+from profiler.grid import LEAST_STEPS, Grid, Limits, length_needed
+from profiler.measure import NotMeasured
+from profiler.points import Point, points
 from profiler.rig import Rig
 from profiler.store import Store
-from profiler.windows import Step, by_rank
 from sglang_pat.demo.others import Meter
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
 
 REPEAT_SHARE = 0.7
 """Noisy points are repeated while the plan fills no more than this part of the time left."""
-PILOT_CONTEXT, PILOT_BATCH = 64, 8
+PILOT = ((1, 64), (8, 64))
+"""Batches and contexts of decode steps tried beforehand; ``PILOT_PREFILLS``: lengths."""
+PILOT_PREFILLS = (32, 128)
 
 
 @dataclass
@@ -48,19 +51,17 @@ class Clock:
 
 
 class Session:
-    """Measures what ``points`` are not in the store yet.
+    """Measures those points of ``grid`` that are not in the store yet.
 
     Life cycle: :meth:`run` once; it may be interrupted anywhere, the store has all points that were completed.
     """
 
-    def __init__(self, rig: Rig, store: Store, points: list[Point], limits: Limits, clock: Clock) -> None:
-        self._rig, self._store, self._limits, self._clock = rig, store, limits, clock
-        self._points = points
-        self._prompts = Prompts(rig)
+    def __init__(self, rig: Rig, store: Store, grid: Grid, limits: Limits, clock: Clock) -> None:
+        self._rig, self._store, self._grid, self._limits, self._clock = rig, store, grid, limits, clock
+        self._points = points(grid, limits)
         self._costs = Costs()
         self._failed: set[tuple] = set()
-        self._last: Point | None = None
-        self.progress = Progress(total=len(points), done=len(points) - len(self._todo()))
+        self.progress = Progress(total=len(self._points), done=len(self._points) - len(self._todo()))
 
     def _todo(self) -> list[Point]:
         done = self._store.done() | self._failed
@@ -78,57 +79,69 @@ class Session:
                 first.setdefault((point.tp, point.to_tp), point.key)
         return frozenset(key for what, key in first.items() if what not in have)
 
-    async def run(self, display: Display) -> list[Point]:
-        """Measure what there is time for; returns the points left out."""
+    async def run(self, display: Display) -> int:
+        """Measure what there is time for; returns how many points were left out."""
         if not self._todo():
-            return []
+            return 0
         meter = Meter([psutil.Process(), *psutil.Process().children(recursive=True)])
         for point in self._store.profile.decode:
             self._costs.saw_decode(point.tp, point.batch, point.batch * point.context, point.seconds)
         with display.following(self.progress):
             await self._pilot()
+            most = most_prefill(self._grid, self._limits, self._costs, self._clock.left)
+            self._points = points(self._grid, self._limits, most)
             while (now := plan(self._todo(), self._costs, self._clock.left, self._must())).points:
                 point = now.points[0]
                 self._show(point, now)
                 await self._measure(point, now)
                 self.progress.others = meter.share()
+        left_out = self.progress.left_out = self._left_out(now)
         self._store.change(
             machine=self._store.profile.machine
-            | {"others_share": round(meter.share(), 3), "left_out": len(now.left_out), "failed": len(self._failed)}
+            | {"others_share": round(meter.share(), 3), "left_out": left_out, "failed": len(self._failed)}
         )
-        return list(now.left_out)
+        return left_out
+
+    def _left_out(self, now: Plan) -> int:
+        """Points that ``now`` does not have, prefills too large among them."""
+        return self.progress.total - self.progress.done - len(self._failed) - len(now.points)
 
     def _show(self, point: Point, now: Plan) -> None:
         self.progress.what, self.progress.layout = str(point), f"tp{self._rig.tp}"
-        self.progress.left_out = len(now.left_out)
+        self.progress.left_out = self._left_out(now)
         self.progress.expect(now.seconds)
 
     async def _pilot(self) -> None:
-        """Two short runs in each layout that has something left: first estimates, and nothing cold afterwards."""
+        """A few short runs in each layout that has something left: first estimates, and nothing cold afterwards."""
         for tp in sorted({point.tp for point in self._todo() if point.kind != "switch"}):
-            await self._enter(tp)
+            await self._rig.reconfigure(tp)
             layout = next(layout for layout in self._limits.layouts if layout.tp == tp)
-            for batch in (1, PILOT_BATCH):
-                if not self._limits.holds(tp, batch, length_needed(PILOT_CONTEXT)):
+            self.progress.what = f"warming up {layout}"
+            for batch, context in PILOT:
+                if not self._limits.holds(tp, batch, length_needed(context)):
                     continue
-                point = Point(
-                    kind="decode", tp=tp, replicas=layout.dp, batch=batch, context=PILOT_CONTEXT, level=0
-                )  # fmt: skip
-                self.progress.what = f"warming up {layout}"
-                found, trace = await measure.decode(
-                    self._rig, point, LEAST_STEPS, Prompts(self._rig), may_repeat=False
-                )
-                self._learn(point, found, trace)
+                point = Point(kind="decode", tp=tp, replicas=layout.dp, batch=batch, context=context, level=0)
+                with suppress(NotMeasured):
+                    await self._decode(point, LEAST_STEPS, may_repeat=False)
+            for length in PILOT_PREFILLS:
+                point = Point(kind="prefill", tp=tp, replicas=layout.dp, batch=1, context=length, level=0)
+                if length <= self._limits.max_length:
+                    with suppress(NotMeasured):
+                        await self._prefill(point)
 
-    async def _enter(self, tp: int) -> None:
-        if await self._rig.reconfigure(tp):
-            self._prompts.forget()
+    async def _decode(self, point: Point, steps: int, *, may_repeat: bool) -> DecodePoint:
+        found = await measure.decode(self._rig, point, steps, may_repeat=may_repeat)
+        self._costs.saw_decode(point.tp, point.batch, point.batch * point.context, found.seconds)
+        return found
+
+    async def _prefill(self, point: Point) -> PrefillPoint:
+        found = await measure.prefill(self._rig, point)
+        self._costs.saw_prefill(point.tp, point.batch * point.context, point.context, found.seconds)
+        return found
 
     async def _measure(self, point: Point, now: Plan) -> None:
         begin = time.monotonic()
-        last, self._last = self._last, point
-        before = last.context if last and last.chain == point.chain and point.kind == "decode" else 0
-        expected = seconds_of(self._costs, point, before, now.allowance)
+        expected = seconds_of(self._costs, point, now.allowance)
         try:
             found = await self._one(point, now)
         except NotMeasured as error:
@@ -141,25 +154,12 @@ class Session:
 
     async def _one(self, point: Point, now: Plan) -> DecodePoint | PrefillPoint | list[SwitchSample]:
         if point.kind == "switch":
-            return await measure.switches(self._rig, point, self._prompts)
-        await self._enter(point.tp)
+            return await measure.switches(self._rig, point)
+        await self._rig.reconfigure(point.tp)
         if point.kind == "prefill":
-            found = await measure.prefill(self._rig, point, self._prompts)
-            self._costs.saw_prefill(point.tp, point.batch * point.context, point.context, found.seconds)
-            return found
+            return await self._prefill(point)
         spare = now.seconds <= REPEAT_SHARE * self._clock.left
-        found, trace = await measure.decode(
-            self._rig, point, now.steps[point.key], self._prompts, may_repeat=spare
-        )  # fmt: skip
-        self._learn(point, found, trace)
-        return found
-
-    def _learn(self, point: Point, found: DecodePoint, trace: list[Step]) -> None:
-        self._costs.saw_decode(point.tp, point.batch, point.batch * point.context, found.seconds)
-        for steps in by_rank(trace, kind="prefill").values():
-            tokens = sum(step["tokens"] for step in steps)
-            seconds = sum(step["seconds"] for step in steps)
-            self._costs.saw_prefill(point.tp, tokens, point.context, seconds)
+        return await self._decode(point, now.steps[point.key], may_repeat=spare)
 
 
 async def fill_arenas(rig: Rig) -> list[SwitchSample]:

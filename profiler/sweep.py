@@ -121,16 +121,15 @@ class _Sweep:
         else:
             grid = grids.Grid(**{name: tuple(values) for name, values in self._found.grid.items()})
             store = Store(options.out, self._found)
-        points = grids.points(grid, limits)
         clock = Clock(self._began, store.spent, options.budget)
-        self._session = session = Session(rig, store, points, limits, clock)
+        self._session = session = Session(rig, store, grid, limits, clock)
         progress = session.progress
         if self._found and self._found.complete and progress.done == progress.total:
             self._display.say(f"{options.out} is complete: {progress.done} points; nothing to do")
             return 0
         self._start_file(store)
         self._display.say(
-            f"{fingerprint.model}, {len(limits.layouts)} layouts, {len(points)} points"
+            f"{fingerprint.model}, {len(limits.layouts)} layouts, {progress.total} points"
             + (f", {progress.done} measured before" if progress.done else "")
             + f"; {displays.clock(max(0, clock.left))} left of {displays.clock(options.budget)}"
         )
@@ -147,7 +146,7 @@ class _Sweep:
             return 1
         machine = store.profile.machine | {"spent_seconds": round(clock.spent, 1)}
         store.change(complete=True, machine=machine)
-        self._display.say(self._summary(store.profile, len(left_out), clock))
+        self._display.say(self._summary(store.profile, left_out, clock))
         return 0
 
     def _start_file(self, store: Store) -> None:

@@ -98,6 +98,12 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
 
 
+class InjectPrefixes(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Puts prompts (token ids) into every replica's radix cache without computing them; not answered."""
+
+    prompts: list[list[int]]
+
+
 class TraceQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Asks every rank for the steps it has led since it was last asked."""
 

@@ -497,6 +497,23 @@ def main(model):
         return [answer["output_ids"] for answer in await work], [record["requests"] for record in records]
 
     switched, moved = engine.loop.run_until_complete(switching())
+
+    def prefilled(prompts):
+        engine.trace()
+        answers = engine.generate(input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": 4})
+        steps = [step for step in engine.trace() if step["kind"] == "prefill"]
+        return [answer["output_ids"] for answer in answers], sum(step["tokens"] for step in steps)
+
+    long = [[6 + i] * 300 for i in range(4)]
+    engine.flush_cache()
+    told, computed = prefilled(long)
+    engine.flush_cache()
+    engine.inject_prefixes(long)
+    engine.inject_prefixes(long)  # what is there already stays
+    injected = prefilled(long)[1]
+    engine.inject_prefixes([[200 + i] * 6000 for i in range(8)])  # more than the pool holds
+    engine.flush_cache()
+    honest = prefilled(long) == (told, computed)
     try:
         engine.reconfigure(tp=3)
     except sglang_pat.host.engine.ReconfigureError as error:
@@ -508,6 +525,7 @@ def main(model):
     print(json.dumps(dict(
         refusal=refusal, base=[base.tp, base.dp], same=switched == plain, moved=moved, code=code, to=record["to_tp"],
         layout=status["layout"], switches=status["num_switches"], world=[info["tp_size"], info["dp_size"]],
+        computed=computed, injected=injected, honest=honest,
     )))
 
 if __name__ == "__main__":
@@ -525,6 +543,7 @@ def test_python_api(llama, tmp_path):
     assert found == {
         "base": [1, 2], "same": True, "moved": [3, 3, 3], "code": 400, "to": 1,
         "layout": {"tp": 1, "dp": 2}, "switches": 4, "world": [2, 1],
+        "computed": 4 * 300, "injected": 4, "honest": True,
     }  # fmt: skip
 
 

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiler import budget, grid
-from profiler.budget import Costs, parse_budget, plan
+from profiler.budget import Costs, most_prefill, parse_budget, plan
 from profiler.errors import UsageError
-from profiler.grid import Limits, Point
+from profiler.grid import Limits
+from profiler.points import Point, levels, points
 from sglang_pat.layout import ParallelLayout
 
 pytestmark = pytest.mark.unit
@@ -18,26 +19,30 @@ LAYOUTS = (ParallelLayout(1, 4), ParallelLayout(2, 2), ParallelLayout(4, 1))
 LIMITS = Limits(layouts=LAYOUTS, kv_tokens={1: 8192, 2: 16384, 4: 16384}, max_running=64, max_length=4000)
 
 
-def costs(step=0.01, per_token=1e-6):
+GRID = grid.resolve({}, LIMITS)
+ALL = points(GRID, LIMITS)
+
+
+def costs(step=0.01, per_token=1e-6, prefill=1e-5):
     """As learnt from a few exact measurements."""
     found = Costs()
     for tp in (1, 2, 4):
         for batch, context in ((1, 64), (8, 64), (8, 1024), (1, 1024)):
             found.saw_decode(tp, batch, batch * context, step + 1e-3 * batch + per_token * batch * context)
-            found.saw_prefill(tp, batch * context, context, 1e-5 * batch * context)
+            found.saw_prefill(tp, batch * context, context, prefill * batch * context)
     return found
 
 
 @given(st.integers(1, 200))
 def test_levels_are_those_of_bisection(count):
-    levels = grid.levels(count)
-    assert levels[0] == levels[-1] == 0
-    for place, level in enumerate(levels):
+    level_of = levels(count)
+    assert level_of[0] == level_of[-1] == 0
+    for place, level in enumerate(level_of):
         if level:
-            lower = [i for i in range(count) if levels[i] < level]
+            lower = [i for i in range(count) if level_of[i] < level]
             # A point lies between two of lower level, so leaving it out only widens one gap.
             assert min(lower) < place < max(lower)
-    assert max(levels) <= count.bit_length()
+    assert max(level_of) <= count.bit_length()
 
 
 def test_axes_are_read_and_checked():
@@ -60,35 +65,43 @@ def test_axes_are_read_and_checked():
 
 def test_only_points_that_the_pool_holds():
     axes = {"batch": (1, 16, 64, 128), "context": (64, 1024, 2048)}
-    points = grid.points(grid.resolve(axes, LIMITS), LIMITS)
-    for point in points:
+    found = points(grid.resolve(axes, LIMITS), LIMITS)
+    for point in found:
         if point.kind != "switch":
             assert point.batch * point.context <= LIMITS.kv_tokens[point.tp]
             assert point.batch <= LIMITS.max_running
-    decode = {(p.tp, p.batch, p.context) for p in points if p.kind == "decode" and p.replicas == 4 // p.tp}
+    decode = {(p.tp, p.batch, p.context) for p in found if p.kind == "decode" and p.replicas == 4 // p.tp}
     assert (2, 64, 64) in decode and (1, 16, 1024) not in decode and (4, 64, 1024) not in decode
-    assert len({point.key for point in points}) == len(points)
+    assert len({point.key for point in found}) == len(found)
 
 
 def test_lone_replicas_only_where_there_are_several():
-    points = grid.points(grid.resolve({}, LIMITS), LIMITS)
-    lone = {(p.tp, p.batch) for p in points if p.kind == "decode" and p.replicas == 1 and p.tp < 4}
+    found = ALL
+    lone = {(p.tp, p.batch) for p in found if p.kind == "decode" and p.replicas == 1 and p.tp < 4}
     assert lone == {(tp, batch) for tp in (1, 2) for batch in grid.LONE}
-    pairs = {(p.tp, p.to_tp) for p in points if p.kind == "switch"}
+    pairs = {(p.tp, p.to_tp) for p in found if p.kind == "switch"}
     assert pairs == {(1, 2), (1, 4), (2, 4)}
-    assert all(any(p.batch == 0 for p in points if (p.tp, p.to_tp) == pair) for pair in pairs)
+    assert all(any(p.batch == 0 for p in found if (p.tp, p.to_tp) == pair) for pair in pairs)
 
 
-def test_chains_have_ascending_contexts_and_stay_together():
-    seen = []
-    for point in grid.points(grid.resolve({}, LIMITS), LIMITS):
-        if point.kind != "decode":
-            continue
-        if seen and seen[-1][0] == point.chain:
-            assert point.context > seen[-1][1]
-        else:
-            assert point.chain not in [chain for chain, _ in seen]
-        seen.append((point.chain, point.context))
+def test_points_of_a_layout_stay_together():
+    kinds = [(p.kind, p.tp) for p in ALL if p.kind != "switch"]
+    assert len(dict.fromkeys(kinds)) == len([a for a, b in zip(kinds, [None, *kinds], strict=False) if a != b])
+
+
+@given(st.floats(0.01, 1e5), st.floats(1e-6, 0.1))
+def test_no_prefill_takes_too_much_of_the_time(seconds, each):
+    slow = costs(prefill=each)
+    most = most_prefill(GRID, LIMITS, slow, seconds)
+    found = points(GRID, LIMITS, most)
+    assert [p for p in found if p.kind != "prefill"] == [p for p in ALL if p.kind != "prefill"]
+    for point in found:
+        if point.kind == "prefill":
+            tokens = point.batch * point.context
+            dear = slow.prefill_seconds(point.tp, tokens, point.context) > budget.DEAREST_PREFILL * seconds * 1.5
+            assert not dear or tokens == GRID.prefill_batch[0] * GRID.prefill_length[0]
+    if seconds > 1e4 and each < 1e-5:
+        assert found == ALL
 
 
 def test_nothing_fits():
@@ -105,20 +118,20 @@ def test_costs_reproduce_what_they_saw():
 
 
 def test_with_time_enough_all_is_measured_in_full():
-    points = grid.points(grid.resolve({}, LIMITS), LIMITS)
-    made = plan(points, costs(), 1e6)
-    assert list(made.points) == points and not made.left_out
+    found = ALL
+    made = plan(found, costs(), 1e6)
+    assert list(made.points) == found and not made.left_out
     assert set(made.steps.values()) == {grid.STEPS}
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.floats(1, 400))
 def test_a_plan_keeps_to_its_time_and_gives_up_the_least_first(seconds):
-    points = grid.points(grid.resolve({}, LIMITS), LIMITS)
-    made = plan(points, costs(), seconds)
+    found = ALL
+    made = plan(found, costs(), seconds)
     assert made.seconds <= seconds
-    assert [p for p in points if p in set(made.points)] == list(made.points), "the order changed"
-    assert set(made.points) | set(made.left_out) == set(points)
+    assert [p for p in found if p in set(made.points)] == list(made.points), "the order changed"
+    assert set(made.points) | set(made.left_out) == set(found)
     if made.points and made.left_out:
         highest = max(p.level for p in made.points)
         assert all(p.level >= highest for p in made.left_out), "a point of lower level was left out"
@@ -126,24 +139,18 @@ def test_a_plan_keeps_to_its_time_and_gives_up_the_least_first(seconds):
 
 
 def test_fewer_steps_come_before_fewer_points():
-    points = [Point(kind="decode", tp=1, replicas=4, batch=8, context=c, level=0) for c in (64, 128, 256)]
+    found = [Point(kind="decode", tp=1, replicas=4, batch=8, context=c, level=0) for c in (64, 128, 256)]
     slow = costs(step=0.5)
-    full = budget.total(slow, points, float("inf"))
-    made = plan(points, slow, 0.5 * full)
+    full = budget.total(slow, found, float("inf"))
+    made = plan(found, slow, 0.5 * full)
     assert len(made.points) == 3 and max(made.steps.values()) < grid.STEPS
 
 
 def test_what_a_profile_needs_is_measured_in_any_case():
-    points = grid.points(grid.resolve({}, LIMITS), LIMITS)
-    must = frozenset(point.key for point in points if point.level == 0 and point.tp == 4)
-    made = plan(points, costs(), -10.0, must)
+    found = ALL
+    must = frozenset(point.key for point in found if point.level == 0 and point.tp == 4)
+    made = plan(found, costs(), -10.0, must)
     assert {point.key for point in made.points} == must
-
-
-def test_prefix_in_the_cache_is_not_paid_again():
-    chain = [Point(kind="decode", tp=1, replicas=4, batch=8, context=c, level=0) for c in (512, 1024)]
-    apart = sum(budget.total(costs(), [point], 8.0) for point in chain)
-    assert budget.total(costs(), chain, 8.0) < apart
 
 
 def test_budget_is_read():

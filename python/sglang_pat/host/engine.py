@@ -91,7 +91,6 @@ class AdaptiveEngine(host_engine.Engine):
         )
         return result, children
 
-
     @classmethod
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
         """The host's, from our process context; ``detokenizer_worker_num`` is 1 here."""
@@ -152,6 +151,14 @@ class Engine(AdaptiveEngine):
         decode step's batch, or tokens prefilled).
         """
         return self._await(self.tokenizer_manager.pat_trace())
+
+    def inject_prefixes(self, prompts: list[list[int]]) -> None:
+        """Make every replica believe that it has the KV of ``prompts`` (token ids), without computing it.
+
+        For measurements only (PAT section 4.2): step times do not depend on what is in the KV, but the answers to
+        such prompts mean nothing until ``flush_cache()``.  A switch forgets them.
+        """
+        self.tokenizer_manager.pat_inject_prefixes(prompts)
 
     def deployment(self) -> Fingerprint:
         """What a profile taken on this engine holds for."""

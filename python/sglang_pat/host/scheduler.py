@@ -38,13 +38,13 @@ from sglang.srt.server_args import PortArgs
 from sglang.srt.utils import set_random_seed
 
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.host import penalties, requests
+from sglang_pat.host import penalties, prefixes, requests
 from sglang_pat.host.channels import ControlSender, OutputSender, RankChannel, RpcRelay
 from sglang_pat.host.layouts import LayoutRuntime, Layouts
 from sglang_pat.host.load import LoadReporter, StepTrace, register
 from sglang_pat.host.runner import AdaptiveTpModelWorker
 from sglang_pat.host.switch import SwitchExecutor
-from sglang_pat.messages import Cancel, Prepare, Switch, TraceQuery
+from sglang_pat.messages import Cancel, InjectPrefixes, Prepare, Switch, TraceQuery
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +113,7 @@ class AdaptiveScheduler(Scheduler):
                 Switch: lambda m: self.executor.switch(m),
                 Cancel: lambda m: self.executor.cancel(m),
                 TraceQuery: lambda m: self.trace.answer(self, m),
+                InjectPrefixes: lambda m: prefixes.inject(self.tree_cache, m.prompts),
             }
         )
 

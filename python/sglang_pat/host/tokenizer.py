@@ -23,7 +23,7 @@ class ReconfigureError(RuntimeError):
 
 
 class AdaptiveTokenizerManager(TokenizerManager):
-    """Adds :meth:`pat_status`, :meth:`pat_reconfigure` and :meth:`pat_trace`."""
+    """Adds :meth:`pat_status`, :meth:`pat_reconfigure`, :meth:`pat_trace` and :meth:`pat_inject_prefixes`."""
 
     def __init__(self, server_args, port_args) -> None:
         super().__init__(server_args, port_args)
@@ -72,6 +72,11 @@ class AdaptiveTokenizerManager(TokenizerManager):
     async def pat_trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call (``sglang_pat.messages.Step``), oldest first; bounded."""
         return (await self._pat_ask(messages.TraceQuery)).steps
+
+    def pat_inject_prefixes(self, prompts: list[list[int]]) -> None:
+        """Requests sent afterwards find ``prompts`` (token ids) in the radix cache of every replica."""
+        self.auto_create_handle_loop()
+        self.send_to_scheduler.send_pyobj(messages.InjectPrefixes(prompts=prompts))
 
 
 def init_adaptive_tokenizer_manager(server_args, port_args):
