@@ -170,6 +170,21 @@ def test_a_draining_batch_switches_a_bounded_number_of_times(seed, requests, con
     assert switches <= 3
 
 
+@pytest.mark.parametrize("name", ["survival", "pat", "threshold"])
+def test_a_round_that_outgrows_the_last_ones_is_raised_for_once(name):
+    """The guess that it was complete costs one switch up and the way back, however slowly the rest comes."""
+    predictor, costs = machine(crossing())
+    decide = make_policy(name, predictor=predictor, costs=costs)
+    for interval in (1, 5, 20):  # requests each 0.1 s
+        tp, tps, switched = 1, [], -100
+        for step, number in enumerate(range(2, 129, interval)):
+            outputs = 10 * np.arange(number, 0, -1) // interval
+            situation = snapshot(outputs, tp=tp, quiet=0.0, since_switch=0.1 * (step - switched), complete=True)
+            tps.append(decide(situation, LEARNT).tp)
+            tp, switched = tps[-1], step if tps[-1] != tp else switched
+        assert tps[0] == 4 and tps[-1] == 1 and tps == sorted(tps, reverse=True), interval
+
+
 def test_load_that_hovers_does_not_flap():
     """Multi-turn agents about the crossing point: requests come and go, and the layout stays."""
     random = np.random.default_rng(3)
