@@ -1,17 +1,18 @@
 """One long-tail batch: static layouts and the adaptive engine, in one run, taking turns.
 
-    python bench/rollout.py [--quick] [--json FILE] [--png FILE] [--model M] [--batch N] [--link none US:GB/S ...]
+    python bench/rollout.py [--quick] [--only REGIME ...] [--rounds N] [--json FILE] [--png FILE]
 
-Prompts are real chat prompts, response lengths are fixed in advance (lognormal quantiles, shuffled anew each round), so
-that in a round every layout does the same work; the policies are told one limit for all responses, not the lengths.
-No prompt comes twice, so that nothing is learnt about it.  Each link has its own profile, made by ``profiler.sweep`` if
-it is not there yet.  Both servers are alive all the time; the one that is not measured is stopped (SIGSTOP).
+Prompts are real chat prompts, response lengths are fixed in advance (quantiles, shuffled anew each round), so that in a
+round every layout does the same work; the policies are told one limit for all responses, not the lengths.  No prompt
+comes twice, so that of it nothing is learnt.  Each model and link has its own profile, made by ``profiler.sweep`` if it
+is not there yet.  Both servers are alive all the time; the one that is not measured is stopped (SIGSTOP).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -33,42 +34,86 @@ from sglang_pat.testing.server import Server, stopped
 CACHE = Path(".cache")
 RANKS = ("--tp", "1", "--dp", "2", "--max-running-requests", "128")
 BASE = (*RANKS, "--adaptive-tp")
-KV_TOKENS = 40_000
+KV_TOKENS = 20_000
 GRID = (
-    "batch=1,4,16,64,128;context=64,256;lone=1,4;prefill_batch=1,8;prefill_length=64,256;"
+    "batch=1,2,4,8,16,32,64,128;context=64,256;lone=1,2,4;prefill_batch=1,8;prefill_length=32,128;"
     "switch_requests=4,16;switch_context=64,384"
 )
 """What batches of this benchmark go through; the sweep's own grid covers all that the engine could hold."""
+WARM = 32
+"""Requests of the round that does not count."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Lengths of a batch: lognormal with this median (tokens) and sigma, at least ``least``, cut at ``limit``."""
+    """Response lengths of a batch, in tokens.
+
+    Lognormal with this median and sigma, at least ``least``; a share ``capped`` of them runs into the ``limit``.
+    """
 
     batch: int
     median: float
     sigma: float
     limit: int
+    capped: float = 0.0
     least: int = 4
+
+    def lengths(self) -> list[int]:
+        long = round(self.batch * self.capped)
+        short = self.batch - long
+        drawn = [self.median * math.exp(self.sigma * ndtri((i + 0.5) / short)) for i in range(short)]
+        return [int(min(max(length, self.least), self.limit)) for length in drawn] + [self.limit] * long
 
     def bodies(self, round_number: int) -> list[dict]:
         """The requests of one round."""
-        ranks = (i + 0.5 for i in range(self.batch))
-        lengths = [self.median * 2.718281828 ** (self.sigma * ndtri(rank / self.batch)) for rank in ranks]
         rng = random.Random(round_number)
+        lengths = self.lengths()
         rng.shuffle(lengths)
         return [
             {
                 "text": f"Question {round_number}.{i}: {rng.choice(PROMPTS)}\nAnswer:",
                 "sampling_params": {
                     "temperature": 0,
-                    "max_new_tokens": int(min(max(length, self.least), self.limit)),
+                    "max_new_tokens": length,
                     "ignore_eos": True,
                     "custom_params": {"pat_limit": self.limit},
                 },
             }
             for i, length in enumerate(lengths)
         ]
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A model, an emulated link (µs:GB/s) or ``none``, and the work."""
+
+    model: str
+    link: str
+    work: Work
+
+
+LOGNORMAL = Work(128, 32, 1.0, 448)
+CAPPED = Work(128, 64, 0.3, 448, capped=0.06)
+BANDWIDTH, LATENCY = "5:0.03", "200:1"
+"""Emulated links: with the first, tp2 over tp1 is of ``wide`` at batch 128 what TP8 over TP2 is of 8×A40 (1.26); the
+second takes its time for each message."""
+REGIMES = {
+    "smollm2": Regime("smollm2", "none", LOGNORMAL),
+    "smollm2-bandwidth": Regime("smollm2", BANDWIDTH, Work(64, 32, 1.0, 448)),
+    "smollm2-latency": Regime("smollm2", LATENCY, Work(64, 32, 1.0, 448)),
+    "wide": Regime("wide", "none", LOGNORMAL),
+    "wide-bandwidth": Regime("wide", BANDWIDTH, CAPPED),
+    "wide-latency": Regime("wide", LATENCY, LOGNORMAL),
+}
+QUICK = Regime("llama", "none", Work(16, 24, 1.0, 200))
+MODELS = {
+    "smollm2": lambda folder: models.make_smollm2(folder),
+    # 147 million parameters in two layers: steps are mostly weights, as those of a model of billions are.
+    "wide": lambda folder: models.make_random(
+        "llama", folder, layers=2, hidden=2048, intermediate=10240, heads=16, kv_heads=4, head_dim=128, vocab=2048
+    ),
+    "llama": lambda folder: models.make_random("llama", folder),
+}
 
 
 class Contender:
@@ -111,7 +156,8 @@ def sweep(model: Path, link: str, budget: str) -> Path:
     return out
 
 
-def compare(model: Path, link: str, profile: Path, work: Work, rounds: int, policies: list[str]) -> dict:
+def compare(model: Path, link: str, profile: Path, work: Work, rounds: int) -> dict:
+    policies = ["survival"]
     environment = {"env": {} if link == "none" else {LINK_ENV: link}, "max_total_tokens": KV_TOKENS}
     with ExitStack() as stack:
         servers = []
@@ -126,7 +172,7 @@ def compare(model: Path, link: str, profile: Path, work: Work, rounds: int, poli
             warm = number == 0
             bodies = work.bodies(number)
             if warm:
-                bodies = [b | {"sampling_params": b["sampling_params"] | {"max_new_tokens": 4}} for b in bodies[:32]]
+                bodies = [b | {"sampling_params": b["sampling_params"] | {"max_new_tokens": 4}} for b in bodies[:WARM]]
             order = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
             for contender in order:
                 with stopped(*(s for s in servers if s is not contender.server)):
@@ -141,7 +187,7 @@ def compare(model: Path, link: str, profile: Path, work: Work, rounds: int, poli
     return {
         "link": link,
         "work": asdict(work),
-        "tokens": sum(b["sampling_params"]["max_new_tokens"] for b in work.bodies(1)),
+        "tokens": sum(work.lengths()),
         "best_static": best,
         "runs": {
             c.name: {
@@ -175,7 +221,8 @@ def draw(results: list[dict], about: str, path: Path) -> None:
             axis.text(x, run["median"] * 1.02, f"{run['median']:.1f} s\n×{run['against_best_static']:.2f}", ha="center")
         axis.set_xticks(range(len(runs)), [name.replace(" ", "\n") for name in runs])
         axis.set_ylim(0, max(max(run["seconds"]) for run in runs.values()) * 1.2)
-        axis.set_title(f"{result['model']}, {result['work']['batch']} requests\nlink: {result['link']}", fontsize=10)
+        link = "natural link" if result["link"] == "none" else f"emulated link {result['link']}"
+        axis.set_title(f"{result['model']}, {result['work']['batch']} requests\n{link}", fontsize=10)
         axis.set_ylabel("seconds for the batch")
     figure.text(0.99, 0.01, about, ha="right", fontsize=8, color="#666f7b")
     figure.tight_layout(rect=(0, 0.03, 1, 1))
@@ -185,37 +232,27 @@ def draw(results: list[dict], about: str, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model and one round; 2 minutes at most")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here")
-    parser.add_argument("--model", default="smollm2", help="smollm2, or a checkpoint (default: smollm2)")
-    parser.add_argument("--batch", type=int, default=128, help="requests (default: 128)")
-    parser.add_argument("--median", type=float, default=32, help="median response, tokens (default: 32)")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the lognormal (default: 1)")
-    parser.add_argument("--limit", type=int, default=448, help="longest response, tokens (default: 448)")
-    parser.add_argument("--link", nargs="+", default=["none"], metavar="US:GB/S", help="emulated links, or none")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds (default: 3)")
+    parser.add_argument("--only", nargs="+", choices=REGIMES, metavar="REGIME", help=f"of {', '.join(REGIMES)}")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: 3)")
     parser.add_argument("--budget", default="4m", help="of a sweep, if the profile is not there yet (default: 4m)")
-    parser.add_argument(
-        "--policies", nargs="+", default=["survival"], help="survival, pat, threshold (default: survival)"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here, after each regime")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here")
     args = parser.parse_args()
-    if args.quick:
-        model = models.make_random("llama", CACHE / "models" / "llama")
-        work, rounds, budget = Work(16, 24, 1.0, 200), 1, "20s"
-    else:
-        named = {"smollm2": lambda: models.make_smollm2(CACHE / "models" / "smollm2")}
-        model = named.get(args.model, lambda: Path(args.model))()
-        work, rounds, budget = Work(args.batch, args.median, args.sigma, args.limit), args.rounds, args.budget
+    regimes = {"quick": QUICK} if args.quick else {name: REGIMES[name] for name in args.only or REGIMES}
+    rounds, budget = (1, "20s") if args.quick else (args.rounds, args.budget)
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     results = []
-    for link in args.link:
-        profile = sweep(model, link, budget)
-        print(f"{model.name}, {work.batch} requests, link {link}{'' if link == 'none' else ' (emulated)'}:", flush=True)
-        results.append({"model": model.name} | compare(model, link, profile, work, rounds, args.policies))
-        for name, run in results[-1]["runs"].items():
+    for name, regime in regimes.items():
+        model = MODELS[regime.model](CACHE / "models" / regime.model)
+        profile = sweep(model, regime.link, budget)
+        link = "natural link" if regime.link == "none" else f"emulated link {regime.link}"
+        print(f"{name}: {regime.work.batch} requests, {sum(regime.work.lengths())} tokens, {link}", flush=True)
+        found = compare(model, regime.link, profile, regime.work, rounds)
+        results.append({"regime": name, "model": regime.model} | found)
+        for contender, run in found["runs"].items():
             against = run["against_best_static"]
-            print(f"  {name:16} median {run['median']:6.1f} s, ×{against:.3f} of the best static layout")
+            print(f"  {contender:16} median {run['median']:6.1f} s, ×{against:.3f} of the best static layout")
         if args.json:
             args.json.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
     if args.png:

@@ -1,7 +1,7 @@
 """What there is time for: the cost of the points to come, from those measured, and which of them to leave out.
 
-Once, when first costs are known: how large a prefill may be (:func:`most_prefill`).  Then before each point, in this
-order, until the rest fits:
+Once, when first costs are known: which points are not worth it (:func:`worth`).  Then before each point, in this order,
+until the rest fits:
 
 1. measure fewer steps where a step is slow: at most :data:`ALLOWANCES` seconds of steps a point, 8 steps at least;
 2. leave out points, highest level first (:mod:`profiler.points`), the dearest first within a level.
@@ -20,7 +20,7 @@ from statistics import median
 import numpy as np
 from scipy.optimize import nnls
 
-from profiler.grid import LEAST_STEPS, STEPS, WARM_UP, Grid, Limits
+from profiler.grid import LEAST_STEPS, STEPS, WARM_UP
 from profiler.points import Point
 
 ALLOWANCES = (float("inf"), 8.0, 4.0, 2.0)
@@ -30,9 +30,9 @@ POINT_SECONDS = 0.1
 SWITCH_ROUNDS = 3
 """There and back, so many times with the same requests."""
 RESERVE = 0.93
-"""Part of the time left that is planned for; the rest is for repeats."""
-DEAREST_PREFILL = 0.02
-"""Part of the time left that one run of a prefill point may take: beyond, prefill is all but linear in its tokens."""
+"""Part of the time left that is planned for; the rest is for attempts that fail."""
+DEAREST = 0.04
+"""Part of the time left that one point may take: beyond, the predictor goes on with the last slope."""
 PREFILLS = 3
 QUICK_SECONDS = 1.0
 """A prefill is repeated, :data:`PREFILLS` times at most, until its runs took so long together."""
@@ -45,11 +45,14 @@ class Costs:
     Attributes:
         decode: (tp, requests of a replica, their tokens) and the step's seconds.
         prefill: (tp, new tokens of a replica, times context) and their seconds.
+        begin: (tp, context tokens of a replica, times context) and the seconds until a batch decodes whose prompts
+            are in the radix cache.  Some attention backends pay for the whole prompt there (torch_native).
         ratios: by kind of point, seconds that it took in fact over those expected.
     """
 
     decode: list[tuple[int, float, float, float]] = field(default_factory=list)
     prefill: list[tuple[int, float, float, float]] = field(default_factory=list)
+    begin: list[tuple[int, float, float, float]] = field(default_factory=list)
     ratios: dict[str, list[float]] = field(default_factory=dict)
     _fits: dict = field(default_factory=dict)
 
@@ -59,6 +62,10 @@ class Costs:
 
     def saw_prefill(self, tp: int, new_tokens: float, context: float, seconds: float) -> None:
         self.prefill.append((tp, new_tokens, new_tokens * context, seconds))
+        self._fits.clear()
+
+    def saw_begin(self, tp: int, tokens: float, context: float, seconds: float) -> None:
+        self.begin.append((tp, tokens, tokens * context, seconds))
         self._fits.clear()
 
     def saw_point(self, kind: str, expected: float, seconds: float) -> None:
@@ -71,6 +78,9 @@ class Costs:
 
     def prefill_seconds(self, tp: int, new_tokens: float, context: float) -> float:
         return self._estimate("prefill", self.prefill, tp, new_tokens, new_tokens * context)
+
+    def begin_seconds(self, tp: int, tokens: float, context: float) -> float:
+        return self._estimate("begin", self.begin, tp, tokens, tokens * context)
 
     def correction(self, kind: str) -> float:
         ratios = self.ratios.get(kind, [])
@@ -122,26 +132,20 @@ def seconds_of(costs: Costs, point: Point, allowance: float) -> float:
         runs = min(max(ceil(QUICK_SECONDS / max(each, 1e-9)), 1), PREFILLS)
         return POINT_SECONDS + (runs + 0.5) * each
     batch = -(-point.batch // point.replicas) if point.kind == "switch" else point.batch
+    begin = costs.begin_seconds(point.tp, batch * point.context, point.context)
     step = costs.step_seconds(point.tp, batch, batch * point.context)
-    if point.kind == "switch":
-        return POINT_SECONDS + 16 * step
-    # The prompts are in the radix cache but for their last token, whose prefill takes about as long as a step.
-    return POINT_SECONDS + (WARM_UP + 3 + steps_for(costs, point, allowance)) * step
+    steps = 16 if point.kind == "switch" else WARM_UP + 2 + steps_for(costs, point, allowance)
+    return POINT_SECONDS + begin + steps * step
+
+
+def worth(costs: Costs, point: Point, seconds: float) -> bool:
+    """Whether ``point`` costs little enough, if ``seconds`` are left for all."""
+    return seconds_of(costs, point, ALLOWANCES[-1]) <= DEAREST * seconds
 
 
 def total(costs: Costs, points: Iterable[Point], allowance: float) -> float:
     """Expected seconds of ``points``."""
     return sum(seconds_of(costs, point, allowance) * costs.correction(point.kind) for point in points)
-
-
-def most_prefill(grid: Grid, limits: Limits, costs: Costs, seconds: float) -> dict[int, int]:
-    """Tokens of the largest prefill point worth its time, by degree; the grid's smallest in any case."""
-    shapes = sorted((batch * length, length) for batch in grid.prefill_batch for length in grid.prefill_length)
-    found = {}
-    for layout in limits.layouts:
-        cheap = [n for n, c in shapes if costs.prefill_seconds(layout.tp, n, c) <= DEAREST_PREFILL * seconds]
-        found[layout.tp] = max(cheap, default=shapes[0][0] if shapes else 0)
-    return found
 
 
 def plan(points: list[Point], costs: Costs, seconds: float, must: Set[tuple] = frozenset()) -> Plan:

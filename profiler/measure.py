@@ -10,13 +10,9 @@ from profiler.budget import PREFILLS, QUICK_SECONDS, SWITCH_ROUNDS
 from profiler.grid import LEAST_STEPS, SLACK, SWITCH_ANSWER, WARM_UP
 from profiler.points import Point
 from profiler.rig import Rig
-from profiler.windows import Windows, decode_windows, prefill_seconds, spread
+from profiler.windows import by_rank, decode_windows, prefill_seconds
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
 
-WIDE = 0.06
-"""Windows that lie further apart, (largest - smallest) / median, are measured again."""
-REPEATS = 2
-"""Runs beyond the first at most."""
 ATTEMPTS = 5
 """Runs in which the batch was not what it should be (requests placed or started otherwise), before giving up."""
 PLUG, PLUG_LEAD = 256, 0.004
@@ -29,20 +25,17 @@ class NotMeasured(RuntimeError):
     """The batch could not be brought about."""
 
 
-async def decode(rig: Rig, point: Point, steps: int, *, may_repeat: bool = True) -> DecodePoint:
-    """Decode step time at ``point`` from runs of ``steps`` steps.
-
-    The prompts are injected, not computed.  Median over the windows of all runs; runs are repeated while their windows
-    spread by more than :data:`WIDE`, :data:`REPEATS` times at most.
+async def decode(rig: Rig, point: Point, steps: int) -> tuple[DecodePoint, float]:
+    """Decode step time at ``point`` from a run of ``steps`` steps, the median of its windows; and the seconds that its
+    prefill took.  The prompts are injected, not computed.
 
     Raises:
         NotMeasured: never was the batch full for :data:`~profiler.grid.LEAST_STEPS` steps.
     """
-    runs: list[Windows] = []
     alone_after = FILLER_STEPS if point.replicas < _dp(rig, point) else 0
     length = max(8, point.context - alone_after - WARM_UP - steps // 2)
     ids = [rig.tokens(length) for _ in range(point.batch)]
-    for _ in range(ATTEMPTS + REPEATS):
+    for _ in range(ATTEMPTS):
         await rig.flush()
         rig.inject(ids)
         await rig.trace()
@@ -52,17 +45,15 @@ async def decode(rig: Rig, point: Point, steps: int, *, may_repeat: bool = True)
             trace, tp=point.tp, replicas=point.replicas, batch=point.batch, warm_up=WARM_UP, most=steps
         )
         if found is not None and len(found.samples) * found.size >= LEAST_STEPS:
-            runs.append(found)
-        samples = tuple(sample for run in runs for sample in run.samples)
-        if runs and (not may_repeat or len(runs) > REPEATS or (len(samples) > 1 and spread(samples) <= WIDE)):
             break
-    if not runs:
+    else:
         raise NotMeasured(f"{point}: the batch was never full for {LEAST_STEPS} steps")
-    context = median(run.context for run in runs)
-    return DecodePoint(
-        tp=point.tp, replicas=point.replicas, batch=point.batch, context=round(context), seconds=median(samples),
-        samples=samples,
+    measured = DecodePoint(
+        tp=point.tp, replicas=point.replicas, batch=point.batch, context=round(found.context),
+        seconds=median(found.samples), samples=found.samples,
     )  # fmt: skip
+    prefills = by_rank(trace, kind="prefill").values()
+    return measured, max((sum(step["seconds"] for step in mine) for mine in prefills), default=0.0)
 
 
 def _start(rig: Rig, point: Point, ids: list[list[int]], answer: int) -> list:

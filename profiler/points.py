@@ -8,8 +8,8 @@ bridge.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from profiler.grid import SWITCH_ANSWER, Grid, Limits, length_needed
@@ -48,22 +48,22 @@ class Point:
         return f"{self.kind} tp{self.tp}, batch {self.batch} × {self.context} tokens{lone}"
 
 
-def points(grid: Grid, limits: Limits, most_prefill: Mapping[int, int] | None = None) -> list[Point]:
-    """Every feasible point in the order of measurement: layout by layout decode and prefill, then switches between all
-    pairs of layouts.
+Worth = Callable[[Point], bool]
 
-    ``most_prefill``: tokens of the largest prefill by degree; None: whatever the replica holds.
-    """
+
+def points(grid: Grid, limits: Limits, worth: Worth = lambda point: True) -> list[Point]:
+    """Every feasible point that is ``worth`` it, in the order of measurement: layout by layout decode and prefill, then
+    switches between all pairs of layouts.  The first of each chain is worth it in any case."""
     found = []
     for layout in limits.layouts:
-        found += _decode(layout, layout.dp, grid.batch, [0] * len(grid.batch), grid, limits)
+        found += _decode(layout, layout.dp, grid.batch, [0] * len(grid.batch), grid, limits, worth)
         if layout.dp > 1:
             # A batch of one comes first: the last request of a long tail decodes alone.
-            found += _decode(layout, 1, grid.lone, [2 * bool(i) for i in range(len(grid.lone))], grid, limits)
-        most = limits.kv_tokens[layout.tp] if most_prefill is None else most_prefill[layout.tp]
-        found += _prefill(layout, grid, limits, most)
+            later = [2 * bool(i) for i in range(len(grid.lone))]
+            found += _decode(layout, 1, grid.lone, later, grid, limits, worth)
+        found += _prefill(layout, grid, limits, worth)
     for low, high in combinations(limits.layouts, 2):
-        found += _switches(low, high, grid, limits)
+        found += _switches(low, high, grid, limits, worth)
     return found
 
 
@@ -81,42 +81,49 @@ def levels(count: int) -> list[int]:
 
 
 def _decode(
-    layout: ParallelLayout, replicas: int, batches: tuple[int, ...], extra: list[int], grid: Grid, limits: Limits
-) -> list[Point]:
-    def feasible(batch: int, context: int) -> bool:
-        return limits.holds(layout.tp, batch, length_needed(context))
+    layout: ParallelLayout, replicas: int, batches: tuple[int, ...], extra: list[int], grid: Grid, limits: Limits,
+    worth: Worth,
+) -> list[Point]:  # fmt: skip
+    def at(batch: int, context: int) -> Point:
+        return Point(kind="decode", tp=layout.tp, replicas=replicas, batch=batch, context=context, level=0)
 
-    found = []
-    batches = tuple(b for b in batches if feasible(b, grid.context[0]))
-    for batch, batch_level, more in zip(batches, levels(len(batches)), extra, strict=False):
-        contexts = [c for c in grid.context if feasible(batch, c)]
-        for context, level in zip(contexts, levels(len(contexts)), strict=True):
-            level += batch_level + more
-            found.append(
-                Point(kind="decode", tp=layout.tp, replicas=replicas, batch=batch, context=context, level=level)
-            )
-    return found
+    rows = {}
+    for batch in batches:
+        held = [at(batch, c) for c in grid.context if limits.holds(layout.tp, batch, length_needed(c))]
+        rows[batch] = [point for point in held if worth(point)] or (held[:1] if batch == batches[0] else [])
+    rows = {batch: row for batch, row in rows.items() if row}
+    return [
+        replace(point, level=level + batch_level + more)
+        for row, batch_level, more in zip(rows.values(), levels(len(rows)), extra, strict=False)
+        for point, level in zip(row, levels(len(row)), strict=True)
+    ]
 
 
-def _prefill(layout: ParallelLayout, grid: Grid, limits: Limits, most: int) -> list[Point]:
+def _prefill(layout: ParallelLayout, grid: Grid, limits: Limits, worth: Worth) -> list[Point]:
+    def at(batch: int, length: int) -> Point:
+        return Point(kind="prefill", tp=layout.tp, replicas=layout.dp, batch=batch, context=length, level=0)
+
     found = []
     for batch, batch_level in zip(grid.prefill_batch, levels(len(grid.prefill_batch)), strict=True):
-        lengths = [n for n in grid.prefill_length if limits.holds(layout.tp, batch, n + 2) and batch * n <= most]
-        for length, level in zip(lengths, levels(len(lengths)), strict=True):
-            # One level later than decode points: what a step takes decides more.
-            level += 1 + batch_level
-            found.append(
-                Point(kind="prefill", tp=layout.tp, replicas=layout.dp, batch=batch, context=length, level=level)
-            )
+        held = [at(batch, n) for n in grid.prefill_length if limits.holds(layout.tp, batch, n + 2)]
+        row = [point for point in held if worth(point)] or (held[:1] if batch == grid.prefill_batch[0] else [])
+        # One level later than decode points: what a step takes decides more.
+        found += [
+            replace(point, level=1 + batch_level + level) for point, level in zip(row, levels(len(row)), strict=True)
+        ]
     return found
 
 
-def _switches(low: ParallelLayout, high: ParallelLayout, grid: Grid, limits: Limits) -> list[Point]:
-    shapes = [(0, 0)]
-    for requests in grid.switch_requests:
-        each = -(-requests // low.dp)
-        shapes += [(requests, c) for c in grid.switch_context if limits.holds(low.tp, each, c + SWITCH_ANSWER)]
-    return [
-        Point(kind="switch", tp=low.tp, to_tp=high.tp, replicas=low.dp, batch=requests, context=context, level=level)
-        for (requests, context), level in zip(shapes, levels(len(shapes)), strict=True)
+def _switches(low: ParallelLayout, high: ParallelLayout, grid: Grid, limits: Limits, worth: Worth) -> list[Point]:
+    def at(requests: int, context: int) -> Point:
+        return Point(kind="switch", tp=low.tp, to_tp=high.tp, replicas=low.dp, batch=requests, context=context, level=0)
+
+    live = [
+        at(requests, context)
+        for requests in grid.switch_requests
+        for context in grid.switch_context
+        if limits.holds(low.tp, -(-requests // low.dp), context + SWITCH_ANSWER)
     ]
+    # Without any nothing would be known of what moving KV costs.
+    row = [at(0, 0), *([point for point in live if worth(point)] or live[:1])]
+    return [replace(point, level=level) for point, level in zip(row, levels(len(row)), strict=True)]

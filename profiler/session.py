@@ -10,19 +10,25 @@ from typing import Any
 import psutil
 
 from profiler import measure
-from profiler.budget import Costs, Plan, most_prefill, plan, seconds_of
+from profiler.budget import RESERVE, Costs, Plan, plan, seconds_of, steps_for, worth
 from profiler.display import Display, Progress
 from profiler.grid import LEAST_STEPS, Grid, Limits, length_needed
 from profiler.measure import NotMeasured
 from profiler.points import Point, points
 from profiler.rig import Rig
 from profiler.store import Store
+from profiler.windows import spread
 from sglang_pat.demo.others import Meter
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
 
-REPEAT_SHARE = 0.7
-"""Noisy points are repeated while the plan fills no more than this part of the time left."""
-PILOT = ((1, 64), (8, 64))
+FIRST_VISIT = 0.5
+"""Part of the time in which points are measured first; in the rest they are visited again: a machine changes in minutes
+more than a window of steps can show."""
+VISITS = 4
+WIDE = 0.06
+"""Every decode point is visited twice, and up to :data:`VISITS` times while its samples lie further apart than this,
+(largest - smallest) / median."""
+PILOT = ((1, 64), (8, 64), (1, 512))
 """Batches and contexts of decode steps tried beforehand; ``PILOT_PREFILLS``: lengths."""
 PILOT_PREFILLS = (32, 128)
 
@@ -88,13 +94,16 @@ class Session:
             self._costs.saw_decode(point.tp, point.batch, point.batch * point.context, point.seconds)
         with display.following(self.progress):
             await self._pilot()
-            most = most_prefill(self._grid, self._limits, self._costs, self._clock.left)
-            self._points = points(self._grid, self._limits, most)
-            while (now := plan(self._todo(), self._costs, self._clock.left, self._must())).points:
+            left = self._clock.left
+            self._points = points(self._grid, self._limits, lambda point: worth(self._costs, point, left))
+            first = self._clock.spent + FIRST_VISIT * self._clock.left
+            while (now := plan(self._todo(), self._costs, first - self._clock.spent, self._must())).points:
                 point = now.points[0]
                 self._show(point, now)
                 await self._measure(point, now)
                 self.progress.others = meter.share()
+            await self._visit_again(now)
+            self.progress.others = meter.share()
         left_out = self.progress.left_out = self._left_out(now)
         self._store.change(
             machine=self._store.profile.machine
@@ -102,8 +111,33 @@ class Session:
         )
         return left_out
 
+    async def _visit_again(self, last: Plan) -> None:
+        """Measure decode points once more while there is time: all a second time, then those that vary most.
+
+        Coarse points first, and layout after layout, so that what disturbs the machine for a while falls on all.
+        """
+        visits = dict.fromkeys(self._store.decode_points(self._points), 1)
+        while True:
+            points_found = self._store.decode_points(self._points)
+            wanted = [
+                point
+                for point, measured in points_found.items()
+                if visits[point] == 1 or (visits[point] < VISITS and spread(measured.samples) > WIDE)
+            ]
+            wanted = [p for p in wanted if seconds_of(self._costs, p, last.allowance) <= RESERVE * self._clock.left]
+            if not wanted:
+                return
+            point = min(wanted, key=lambda p: (visits[p], p.level, p.context, p.batch, p.tp))
+            visits[point] += 1
+            self.progress.what = f"{point}, visit {visits[point]}"
+            self.progress.expect(self._clock.left)
+            await self._rig.reconfigure(point.tp)
+            with suppress(NotMeasured):
+                again = await self._decode(point, steps_for(self._costs, point, last.allowance))
+                self._store.again(points_found[point], again, self._clock.spent)
+
     def _left_out(self, now: Plan) -> int:
-        """Points that ``now`` does not have, prefills too large among them."""
+        """Points that ``now`` does not have, those too dear among them."""
         return self.progress.total - self.progress.done - len(self._failed) - len(now.points)
 
     def _show(self, point: Point, now: Plan) -> None:
@@ -122,16 +156,18 @@ class Session:
                     continue
                 point = Point(kind="decode", tp=tp, replicas=layout.dp, batch=batch, context=context, level=0)
                 with suppress(NotMeasured):
-                    await self._decode(point, LEAST_STEPS, may_repeat=False)
+                    await self._decode(point, LEAST_STEPS)
             for length in PILOT_PREFILLS:
                 point = Point(kind="prefill", tp=tp, replicas=layout.dp, batch=1, context=length, level=0)
                 if length <= self._limits.max_length:
                     with suppress(NotMeasured):
                         await self._prefill(point)
 
-    async def _decode(self, point: Point, steps: int, *, may_repeat: bool) -> DecodePoint:
-        found = await measure.decode(self._rig, point, steps, may_repeat=may_repeat)
-        self._costs.saw_decode(point.tp, point.batch, point.batch * point.context, found.seconds)
+    async def _decode(self, point: Point, steps: int) -> DecodePoint:
+        found, begin = await measure.decode(self._rig, point, steps)
+        tokens = point.batch * point.context
+        self._costs.saw_decode(point.tp, point.batch, tokens, found.seconds)
+        self._costs.saw_begin(point.tp, tokens, point.context, begin)
         return found
 
     async def _prefill(self, point: Point) -> PrefillPoint:
@@ -158,8 +194,7 @@ class Session:
         await self._rig.reconfigure(point.tp)
         if point.kind == "prefill":
             return await self._prefill(point)
-        spare = now.seconds <= REPEAT_SHARE * self._clock.left
-        return await self._decode(point, now.steps[point.key], may_repeat=spare)
+        return await self._decode(point, now.steps[point.key])
 
 
 async def fill_arenas(rig: Rig) -> list[SwitchSample]:

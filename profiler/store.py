@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
 from profiler.errors import UsageError
 from profiler.grid import Grid, at_most, nearest
+from profiler.points import Point
 from sglang_pat.predict.profile import (
     INFORMATIVE,
     DecodePoint,
@@ -83,12 +85,19 @@ class Store:
         """An empty profile; ``asked``: see :func:`check_asked`."""
         return cls(path, Profile(fingerprint=fingerprint, grid=grid.as_lists(), machine=dict(asked)))
 
+    def decode_points(self, points: list[Point]) -> dict[Point, DecodePoint]:
+        """Those of ``points`` that are in the profile, and what was measured there."""
+        found = {self._key(measured): measured for measured in self.profile.decode}
+        return {point: found[point.key] for point in points if point.key in found}
+
+    def _key(self, measured: DecodePoint) -> tuple:
+        context = nearest(tuple(self.profile.grid["context"]), measured.context)
+        return ("decode", measured.tp, 0, measured.replicas, measured.batch, context)
+
     def done(self) -> set[tuple]:
-        """Keys of the points (:attr:`profiler.grid.Point.key`) that are in the profile."""
+        """Keys of the points (:attr:`profiler.points.Point.key`) that are in the profile."""
         grid = self.profile.grid
-        keys: set[tuple] = set()
-        for p in self.profile.decode:
-            keys.add(("decode", p.tp, 0, p.replicas, p.batch, nearest(tuple(grid["context"]), p.context)))
+        keys: set[tuple] = {self._key(measured) for measured in self.profile.decode}
         keys |= {("prefill", p.tp, 0, p.replicas, p.batch, p.length) for p in self.profile.prefill}
         contexts = tuple(grid["switch_context"])
         for s in self.profile.switches:
@@ -109,6 +118,13 @@ class Store:
         else:
             change = {"switches": (*profile.switches, *measured)}
         self.change(**change, machine=profile.machine | {"spent_seconds": round(spent, 1)})
+
+    def again(self, before: DecodePoint, measured: DecodePoint, spent: float) -> None:
+        """Keep another visit to the same point: its time is the median over the windows of all visits."""
+        samples = before.samples + measured.samples
+        both = msgspec.structs.replace(before, samples=samples, seconds=median(samples))
+        decode = tuple(both if point is before else point for point in self.profile.decode)
+        self.change(decode=decode, machine=self.profile.machine | {"spent_seconds": round(spent, 1)})
 
     def change(self, **fields: object) -> None:
         """Replace fields of the profile and save it."""

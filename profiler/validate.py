@@ -97,8 +97,8 @@ async def _validate(
         lengths = [answer["meta_info"]["completion_tokens"] for answer in await rig.finish(free)]
     display.say(f"{len(prompts)} prompts; answers of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all")
     result: dict[str, list[list[trajectory.Decoded]]] = {}
-    for layout in rig.layouts:
-        for number in range(RUNS):
+    for number in range(RUNS):  # layouts in turn: what disturbs the machine for a while falls on all
+        for layout in rig.layouts:
             await rig.reconfigure(layout.tp)
             with display.waiting(f"{layout}, run {number + 1} of {RUNS}"):
                 await rig.flush()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiler import budget, grid
-from profiler.budget import Costs, most_prefill, parse_budget, plan
+from profiler.budget import Costs, parse_budget, plan, worth
 from profiler.errors import UsageError
 from profiler.grid import Limits
 from profiler.points import Point, levels, points
@@ -89,19 +89,31 @@ def test_points_of_a_layout_stay_together():
     assert len(dict.fromkeys(kinds)) == len([a for a, b in zip(kinds, [None, *kinds], strict=False) if a != b])
 
 
-@given(st.floats(0.01, 1e5), st.floats(1e-6, 0.1))
-def test_no_prefill_takes_too_much_of_the_time(seconds, each):
-    slow = costs(prefill=each)
-    most = most_prefill(GRID, LIMITS, slow, seconds)
-    found = points(GRID, LIMITS, most)
-    assert [p for p in found if p.kind != "prefill"] == [p for p in ALL if p.kind != "prefill"]
-    for point in found:
-        if point.kind == "prefill":
-            tokens = point.batch * point.context
-            dear = slow.prefill_seconds(point.tp, tokens, point.context) > budget.DEAREST_PREFILL * seconds * 1.5
-            assert not dear or tokens == GRID.prefill_batch[0] * GRID.prefill_length[0]
-    if seconds > 1e4 and each < 1e-5:
+@settings(deadline=None)
+@given(st.floats(0.01, 1e6), st.floats(1e-6, 0.1))
+def test_no_point_takes_too_much_of_the_time(seconds, prefill):
+    slow = costs(prefill=prefill)
+    found = points(GRID, LIMITS, lambda point: worth(slow, point, seconds))
+    assert {p.key for p in found} <= {p.key for p in ALL}
+    firsts = {(p.kind, p.tp, p.to_tp, p.replicas) for p in ALL}
+    assert {(p.kind, p.tp, p.to_tp, p.replicas) for p in found} == firsts, "something is not known at all"
+    dear = [p for p in found if not worth(slow, p, seconds)]
+    assert len(dear) <= len(firsts) + 3, "only the first of a chain, and a switch with nobody alive"
+    kept = [p for p in found if p.kind == "decode" and p.tp == 4]
+    assert kept[0].level == 0 == kept[-1].level, "levels are those of what is left"
+    if seconds > 1e5 and prefill < 1e-5:
         assert found == ALL
+
+
+def test_a_slow_start_with_long_prompts_is_learnt():
+    slow = Costs()
+    for batch, context in ((1, 64), (8, 64), (1, 512)):
+        slow.saw_decode(1, batch, batch * context, 0.08 + 0.01 * batch)
+        slow.saw_begin(1, batch * context, context, 4e-6 * batch * context**2)
+    assert slow.begin_seconds(1, 12 * 3072, 3072) == pytest.approx(4e-6 * 12 * 3072**2, rel=0.1)
+    point = Point(kind="decode", tp=1, replicas=4, batch=12, context=3072, level=0)
+    assert not worth(slow, point, 600)
+    assert worth(slow, Point(kind="decode", tp=1, replicas=4, batch=12, context=256, level=0), 600)
 
 
 def test_nothing_fits():
