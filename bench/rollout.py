@@ -40,8 +40,8 @@ GRID = (
     "switch_requests=4,16;switch_context=64,384"
 )
 """What batches of this benchmark go through; the sweep's own grid covers all that the engine could hold."""
-WARM = 32
-"""Requests of the round that does not count."""
+WARM_TOKENS = 4
+"""Response length in the round that does not count, and its limit too, so that policies learn no length from it."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,12 @@ class Work:
         return [int(min(max(length, self.least), self.limit)) for length in drawn] + [self.limit] * long
 
     def bodies(self, round_number: int) -> list[dict]:
-        """The requests of one round."""
+        """The requests of one round; those of round 0 end at once."""
         rng = random.Random(round_number)
-        lengths = self.lengths()
+        lengths, limit = self.lengths(), self.limit
         rng.shuffle(lengths)
+        if round_number == 0:
+            lengths, limit = [WARM_TOKENS] * len(lengths), WARM_TOKENS
         return [
             {
                 "text": f"Question {round_number}.{i}: {rng.choice(PROMPTS)}\nAnswer:",
@@ -76,7 +78,7 @@ class Work:
                     "temperature": 0,
                     "max_new_tokens": length,
                     "ignore_eos": True,
-                    "custom_params": {"pat_limit": self.limit},
+                    "custom_params": {"pat_limit": limit},
                 },
             }
             for i, length in enumerate(lengths)
@@ -157,27 +159,24 @@ def sweep(model: Path, link: str, budget: str) -> Path:
 
 
 def compare(model: Path, link: str, profile: Path, work: Work, rounds: int) -> dict:
-    policies = ["survival"]
     environment = {"env": {} if link == "none" else {LINK_ENV: link}, "max_total_tokens": KV_TOKENS}
     with ExitStack() as stack:
         servers = []
-        for flags in [["--pat-policy", "manual"]] + [
-            ["--pat-policy", p, "--pat-profile", str(profile)] for p in policies
-        ]:
+        for flags in (["--pat-policy", "manual"], ["--pat-policy", "survival", "--pat-profile", str(profile)]):
             with stopped(*servers):
                 servers.append(stack.enter_context(Server(model, *BASE, *flags, **environment)))
-        contenders = [Contender("static tp1×dp2", servers[0], 1), Contender("static tp2×dp1", servers[0], 2)]
-        contenders += [Contender(p, server, None) for p, server in zip(policies, servers[1:], strict=True)]
+        contenders = [
+            Contender("static tp1×dp2", servers[0], 1),
+            Contender("static tp2×dp1", servers[0], 2),
+            Contender("survival", servers[1], None),
+        ]
         for number in range(rounds + 1):
-            warm = number == 0
             bodies = work.bodies(number)
-            if warm:
-                bodies = [b | {"sampling_params": b["sampling_params"] | {"max_new_tokens": 4}} for b in bodies[:WARM]]
             order = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
             for contender in order:
                 with stopped(*(s for s in servers if s is not contender.server)):
                     contender.run(bodies)
-            if warm:
+            if number == 0:
                 for contender in contenders:
                     contender.seconds, contender.switches = [], []
                 continue
@@ -205,28 +204,36 @@ def compare(model: Path, link: str, profile: Path, work: Work, rounds: int) -> d
 
 
 def draw(results: list[dict], about: str, path: Path) -> None:
-    """Seconds of each contender by regime, every round a point; switches of the last round below the names."""
+    """Seconds of each contender by regime, every round a point; below, when the last round's switches came."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(results), figsize=(1 + 4.2 * len(results), 4), squeeze=False)
-    for axis, result in zip(axes[0], results, strict=True):
+    columns = min(3, len(results))
+    rows = -(-len(results) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(1 + 4.2 * columns, 4 * rows), squeeze=False)
+    for axis in axes.flat[len(results) :]:
+        axis.axis("off")
+    for axis, result in zip(axes.flat, results, strict=False):
         runs = result["runs"]
         for x, (name, run) in enumerate(runs.items()):
             color = {"static tp1×dp2": "#2f6db5", "static tp2×dp1": "#ef8a2c"}.get(name, "#3a9a5b")
             axis.bar(x, run["median"], color=color, width=0.65)
             axis.plot([x] * len(run["seconds"]), run["seconds"], "k.", markersize=4)
-            axis.text(x, run["median"] * 1.02, f"{run['median']:.1f} s\n×{run['against_best_static']:.2f}", ha="center")
+            top = max(run["seconds"])
+            axis.text(x, top * 1.02, f"{run['median']:.1f} s\n×{run['against_best_static']:.2f}", ha="center")
+        made = runs["survival"]["switches"][-1]
+        arrows = [f"tp{m['to_tp']} at {m['at']:.1f} s ({m['requests']} left)" for m in made if m["requests"]]
         axis.set_xticks(range(len(runs)), [name.replace(" ", "\n") for name in runs])
+        axis.set_xlabel("survival: " + (", ".join(arrows) or "no switch"), fontsize=9)
         axis.set_ylim(0, max(max(run["seconds"]) for run in runs.values()) * 1.2)
         link = "natural link" if result["link"] == "none" else f"emulated link {result['link']}"
         axis.set_title(f"{result['model']}, {result['work']['batch']} requests\n{link}", fontsize=10)
         axis.set_ylabel("seconds for the batch")
     figure.text(0.99, 0.01, about, ha="right", fontsize=8, color="#666f7b")
     figure.tight_layout(rect=(0, 0.03, 1, 1))
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import mean
 from typing import Any
 
@@ -96,17 +97,27 @@ def error(groups: Iterable[list[Decoded]]) -> float:
     )
 
 
-def repeat_spread(first: list[Decoded], second: list[Decoded]) -> float:
-    """What the machine itself varies: mean absolute difference of windows of two runs of the same trajectory.
+def _ratios(runs: Iterable[list[Decoded]]) -> list[tuple[float, ...]]:
+    """Measured over predicted time of each window in each run of the same trajectory, ``[windows][runs]``.
 
-    Windows are compared by measured over predicted time, so that two runs whose requests were shared out differently
-    between replicas can be compared too.
+    Ratios and not times, so that runs whose requests were shared out differently between replicas can be compared.
     """
-    ratios = [
-        [sum(s.measured for s in window) / sum(s.predicted for s in window) for window in windows(run)]
-        for run in (first, second)
-    ]
-    return mean(abs(a - b) / ((a + b) / 2) for a, b in zip(*ratios, strict=False))
+    of_run = [[sum(s.measured for s in w) / sum(s.predicted for s in w) for w in windows(run)] for run in runs]
+    return list(zip(*of_run, strict=False))
+
+
+def repeat_spread(runs: list[list[Decoded]]) -> float:
+    """What the machine itself varies: mean absolute difference between the windows of every two runs."""
+    pairs = [pair for ratios in _ratios(runs) for pair in combinations(ratios, 2)]
+    return mean(abs(a - b) / ((a + b) / 2) for a, b in pairs)
+
+
+def undisturbed_error(runs: list[list[Decoded]]) -> float:
+    """Mean absolute error where each window is taken from the run that was fastest there.
+
+    Other programs can only slow a step down, so this is the profile's error with less of the machine's in it.
+    """
+    return mean(abs(1 / min(ratios) - 1) for ratios in _ratios(runs))
 
 
 def throughput(steps: list[Decoded]) -> dict[int, tuple[float, float]]:
@@ -125,16 +136,18 @@ def throughput(steps: list[Decoded]) -> dict[int, tuple[float, float]]:
 
 
 def summary(layout: str, runs: list[list[Decoded]]) -> dict[str, Any]:
-    """One row of the result: errors of both runs together, the machine's own spread, what was not covered."""
+    """One row of the result: errors of all runs together, the machine's own spread, what was not covered."""
     steps = [step for run in runs for step in run]
     cut = [window for run in runs for window in windows(run)]
     total = sum(s.measured for s in steps)
+    several = bool(cut) and len(runs) > 1
     return {
         "layout": layout,
         "steps": len(steps),
         "error a step": error([step] for step in steps),
         f"error a window of {WINDOW}": error(cut) if cut else float("nan"),
+        "undisturbed": undisturbed_error(runs) if several else float("nan"),
         "error of the whole": abs(sum(s.predicted for s in steps) - total) / total,
-        "repeat to repeat": repeat_spread(runs[0], runs[1]) if cut and len(runs) > 1 else float("nan"),
+        "repeat to repeat": repeat_spread(runs) if several else float("nan"),
         "beyond the grid": mean(not s.covered for s in steps),
     }

@@ -3,9 +3,9 @@
     python -m profiler.validate profile.json --model-path M --tp 1 --dp 2 [SGLang flags] [--out DIR]
 
 Chat prompts are answered once in the base layout to learn their natural lengths.  Then each layout decodes the same
-batch twice, every answer held to its length, so that both runs and all layouts do the same work whatever is sampled.
-Each decode step is predicted from its batch, its tokens and the number of replicas at work.  The difference between the
-two runs is what no predictor can do better than.
+batch three times, every answer held to its length, so that all runs and layouts do the same work whatever is sampled.
+Each decode step is predicted from its batch, its tokens and the number of replicas at work.  The difference between
+runs is what no predictor can do better than.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from profiler.rig import Rig
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile, check_fits, load
 
-RUNS = 2
+RUNS = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from profiles_for_tests import FINGERPRINT, decode_points, prefill_points, profi
 from profiler import accuracy, report
 from profiler.errors import UsageError
 from profiler.grid import Grid
+from profiler.points import Point
 from profiler.store import Store, check_asked, check_same, existing
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint
@@ -47,6 +48,22 @@ def test_a_store_knows_what_it_has(tmp_path):
     again = existing(tmp_path / "p.json")
     assert Store(tmp_path / "p.json", again).done() == expected
     assert again.machine["spent_seconds"] == 10.0 and not again.complete
+
+
+def test_the_fastest_visit_counts(tmp_path):
+    store = fresh(tmp_path / "p.json")
+    first = decode(2, 66)
+    store.add(first, 1.0)
+    store.add(decode(1, 66), 2.0)
+    wanted = Point(kind="decode", tp=1, replicas=4, batch=2, context=64, level=0)
+    absent = Point(kind="decode", tp=1, replicas=4, batch=2, context=128, level=0)
+    assert store.decode_points([wanted, absent]) == {wanted: first}
+    for seconds in (0.02, 0.008, 0.009):
+        visit = msgspec.structs.replace(first, seconds=seconds, samples=(seconds,))
+        store.again(store.decode_points([wanted])[wanted], visit, 3.0)
+    kept = profiles.load(tmp_path / "p.json").decode
+    assert [(p.batch, p.seconds) for p in kept] == [(2, 0.008), (1, 0.01)]
+    assert kept[0].samples == (0.01, 0.02, 0.008, 0.009)
 
 
 def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

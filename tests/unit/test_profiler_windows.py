@@ -93,7 +93,11 @@ def test_errors_of_a_trajectory():
     assert len(runs[0]) == 120
     assert trajectory.error([step] for step in runs[0]) == pytest.approx(0.0, abs=1e-9)
     assert trajectory.error([step] for step in runs[1]) == pytest.approx(0.1 / 1.1)
-    assert trajectory.repeat_spread(*runs) == pytest.approx(0.1 / 1.05)
+    assert trajectory.repeat_spread(runs) == pytest.approx(0.1 / 1.05)
+    assert trajectory.undisturbed_error(runs) == pytest.approx(0.0, abs=1e-9), "the fastest run of each window"
+    slow = [trajectory.decoded(trace_of(predictor, 2, factor), predictor, 2) for factor in (0.9, 1.3, 1.1)]
+    assert trajectory.undisturbed_error(slow) == pytest.approx(0.1 / 0.9), "not the one that fits best"
+    assert trajectory.repeat_spread(slow) == pytest.approx((0.4 / 1.1 + 0.2 / 1.2 + 0.2) / 3)
     row = trajectory.summary("tp2×dp2", runs)
     assert row["steps"] == 240 and row["repeat to repeat"] == pytest.approx(0.1 / 1.05)
     rates = trajectory.throughput(runs[0])
