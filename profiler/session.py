@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from profiler import measure
-from profiler.budget import RESERVE, Costs, Plan, plan, seconds_of, steps_for, worth
+from profiler.budget import RESERVE, Costs, Plan, plan, seconds_of, steps_for, total, worth
 from profiler.display import Display, Progress
 from profiler.grid import LEAST_STEPS, Grid, Limits, length_needed
 from profiler.measure import NotMeasured
@@ -143,7 +143,9 @@ class Session:
     def _show(self, point: Point, now: Plan) -> None:
         self.progress.what, self.progress.layout = str(point), f"tp{self._rig.tp}"
         self.progress.left_out = self._left_out(now)
-        self.progress.expect(now.seconds)
+        twice = [*self._store.decode_points(self._points), *(p for p in now.points if p.kind == "decode")]
+        again = total(self._costs, twice, now.allowance)
+        self.progress.expect(min(now.seconds + again, self._clock.left))
 
     async def _pilot(self) -> None:
         """A few short runs in each layout that has something left: first estimates, and nothing cold afterwards."""
