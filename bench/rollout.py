@@ -27,6 +27,8 @@ from scipy.special import ndtri
 
 from sglang_pat.comm.shm import LINK_ENV
 from sglang_pat.demo.prompts import PROMPTS
+from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.profile import load
 from sglang_pat.testing import models
 from sglang_pat.testing.machine import machine
 from sglang_pat.testing.server import Server, stopped
@@ -158,6 +160,18 @@ def sweep(model: Path, link: str, budget: str) -> Path:
     return out
 
 
+def ratios(profile: Path, batches: tuple[int, ...]) -> dict[int, float]:
+    """Step time of tp2 over that of tp1 by requests in the engine, at 64 tokens of context, as profiled."""
+    step = Predictor(load(profile)).step_seconds
+
+    def of(batch: int) -> float:
+        replicas = min(batch, 2)
+        each = batch // replicas
+        return step(2, batch, 64 * batch) / step(1, each, 64 * each, replicas)
+
+    return {batch: round(of(batch), 2) for batch in batches}
+
+
 def compare(model: Path, link: str, profile: Path, work: Work, rounds: int) -> dict:
     environment = {"env": {} if link == "none" else {LINK_ENV: link}, "max_total_tokens": KV_TOKENS}
     with ExitStack() as stack:
@@ -254,9 +268,12 @@ def main() -> int:
         model = MODELS[regime.model](CACHE / "models" / regime.model)
         profile = sweep(model, regime.link, budget)
         link = "natural link" if regime.link == "none" else f"emulated link {regime.link}"
-        print(f"{name}: {regime.work.batch} requests, {sum(regime.work.lengths())} tokens, {link}", flush=True)
+        over = ratios(profile, (1, 4, 16, regime.work.batch))
+        print(f"{name}: {regime.work.batch} requests, {sum(regime.work.lengths())} tokens, {link}")
+        shown = ", ".join(f"{ratio} at {batch}" for batch, ratio in over.items())
+        print(f"  a step of tp2 over one of tp1, by requests: {shown}", flush=True)
         found = compare(model, regime.link, profile, regime.work, rounds)
-        results.append({"regime": name, "model": regime.model} | found)
+        results.append({"regime": name, "model": regime.model, "tp2_over_tp1": over} | found)
         for contender, run in found["runs"].items():
             against = run["against_best_static"]
             print(f"  {contender:16} median {run['median']:6.1f} s, ×{against:.3f} of the best static layout")
