@@ -53,7 +53,7 @@ Worth = Callable[[Point], bool]
 
 def points(grid: Grid, limits: Limits, worth: Worth = lambda point: True) -> list[Point]:
     """Every feasible point that is ``worth`` it, in the order of measurement: layout by layout decode and prefill, then
-    switches between all pairs of layouts.  The first of each chain is worth it in any case."""
+    switches between all pairs of layouts.  The first of each row (its smallest) is worth it in any case."""
     found = []
     for layout in limits.layouts:
         found += _decode(layout, layout.dp, grid.batch, [0] * len(grid.batch), grid, limits, worth)

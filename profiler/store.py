@@ -116,14 +116,17 @@ class Store:
             change = {"prefill": (*profile.prefill, measured)}
         else:
             change = {"switches": (*profile.switches, *measured)}
-        self.change(**change, machine=profile.machine | {"spent_seconds": round(spent, 1)})
+        self._keep(spent, **change)
 
     def again(self, before: DecodePoint, measured: DecodePoint, spent: float) -> None:
         """Keep another visit to the same point.  The fastest one counts: others on the machine only slow steps down."""
         samples, seconds = before.samples + measured.samples, min(before.seconds, measured.seconds)
         both = msgspec.structs.replace(before, samples=samples, seconds=seconds)
         decode = tuple(both if point is before else point for point in self.profile.decode)
-        self.change(decode=decode, machine=self.profile.machine | {"spent_seconds": round(spent, 1)})
+        self._keep(spent, decode=decode)
+
+    def _keep(self, spent: float, **fields: object) -> None:
+        self.change(**fields, machine=self.profile.machine | {"spent_seconds": round(spent, 1)})
 
     def change(self, **fields: object) -> None:
         """Replace fields of the profile and save it."""

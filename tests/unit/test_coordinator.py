@@ -331,8 +331,8 @@ def test_lost_requests_end_the_engine():
         rig.deliver()
 
 
-def test_the_first_report_of_a_fast_leader_is_not_lost():
-    """Leader 0 works in the new layout, and reports, before rank 1 has said that it switched."""
+def with_a_fast_leader():
+    """Leader 0 works in the new layout, ends both requests and reports, before rank 1 has said that it switched."""
     rig = Rig(1, 2)
     rig.work(2)
     rig.settle()
@@ -344,6 +344,11 @@ def test_the_first_report_of_a_fast_leader_is_not_lost():
         rig.world.finish(0)
     rig.world.iterate(0)
     rig.deliver(0)
+    return rig
+
+
+def test_the_first_report_of_a_fast_leader_is_not_lost():
+    rig = with_a_fast_leader()
     assert rig.coordinator.layout.tp == 1
     rig.deliver(1)
     assert rig.coordinator.layout.tp == 2
@@ -463,17 +468,7 @@ def test_requests_that_come_during_the_return_to_base_belong_to_the_next_round()
 
 def test_a_round_that_ends_during_a_switch():
     """The next one's requests wait for the switch, and are not taken for more of the last one's."""
-    rig = Rig(1, 2)
-    rig.work(2)
-    rig.settle()
-    rig.reconfigure(2)
-    rig.iterate()
-    rig.deliver()
-    rig.iterate()
-    for _ in range(2):
-        rig.world.finish(0)
-    rig.world.iterate(0)
-    rig.deliver(0)
+    rig = with_a_fast_leader()
     rig.work(1)
     rig.deliver(1)
     assert rig.world.decisions[-1][0].peak == 1 and not rig.world.decisions[-1][0].complete
