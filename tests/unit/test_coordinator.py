@@ -55,6 +55,13 @@ class Rig:
             while self.world.ranks[rank].outbox:
                 deliver(self.coordinator, self.world.ranks[rank], 0.0)
 
+    def rounds(self, number: int, requests: int) -> None:
+        """Rounds of so many requests, at time 0."""
+        for _ in range(number):
+            self.work(requests)
+            self.settle()
+            self.finish_all()
+
     def settle(self, fate: str = "fine") -> None:
         for _ in range(10):
             self.iterate(fate)
@@ -334,6 +341,7 @@ def test_lost_requests_end_the_engine():
 def with_a_fast_leader():
     """Leader 0 works in the new layout, ends both requests and reports, before rank 1 has said that it switched."""
     rig = Rig(1, 2)
+    rig.rounds(1, requests=2)
     rig.work(2)
     rig.settle()
     rig.reconfigure(2)
@@ -403,12 +411,10 @@ def test_the_peak_is_forgotten_when_the_engine_was_empty_during_a_control():
     assert not rig.world.records
 
 
-def test_a_second_round_of_the_same_size_is_decided_without_waiting():
-    """Two requests might be the first of many; after a round of two they are not."""
+def test_a_third_round_of_the_same_size_is_decided_without_waiting():
+    """Two requests might be the first of many; after two rounds of two they are not."""
     rig = Rig(1, 2, policy="threshold", switch_at=2)
-    rig.work(2)
-    rig.settle()
-    rig.finish_all()
+    rig.rounds(2, requests=2)
     assert not rig.world.records
     rig.work(1, now=5.0)
     rig.settle()
@@ -420,9 +426,7 @@ def test_a_second_round_of_the_same_size_is_decided_without_waiting():
 
 def test_its_decision_log_gives_the_same_decision():
     rig = Rig(1, 2, policy="threshold", switch_at=2)
-    rig.work(2)
-    rig.settle()
-    rig.finish_all()
+    rig.rounds(2, requests=2)
     rig.work(2, now=5.0)
     decide, switches = threshold(2), 0
     for snapshot, decision in rig.world.decisions:
@@ -436,9 +440,7 @@ def test_its_decision_log_gives_the_same_decision():
 
 def test_one_that_predicts_is_asked_at_once_when_a_round_is_complete():
     rig = Rig(1, 2, stay, policy="survival", profile="-")
-    rig.work(3)
-    rig.settle()
-    rig.finish_all()
+    rig.rounds(2, requests=3)
     before = len(rig.world.decisions)
     for number in range(5):
         rig.work(1, now=10 + number * DECISION_INTERVAL_SECONDS / 10)
@@ -446,11 +448,30 @@ def test_one_that_predicts_is_asked_at_once_when_a_round_is_complete():
     assert asked == [(1, False), (3, True)]
 
 
-def test_requests_that_come_during_the_return_to_base_belong_to_the_next_round():
-    rig = Rig(1, 2, policy="threshold", switch_at=2)
-    rig.work(2)
+def test_one_that_predicts_is_asked_less_often_in_the_course_of_a_long_round():
+    rig = Rig(1, 2, stay, policy="survival", profile="-")
+
+    def asked(seconds: float, start: float) -> int:
+        before = len(rig.world.decisions)
+        for tick in range(int(seconds * 100)):
+            rig.coordinator.tick(start + tick / 100)
+        return len(rig.world.decisions) - before
+
+    rig.work(3, now=100.0)
+    rig.settle()
+    assert 85 <= asked(10, start=100) <= 101
+    assert 18 <= asked(10, start=150) <= 20, "every 0.5 to 0.6 s"
+    assert 10 <= asked(10, start=1000) <= 11, "every second"
+    rig.work(1, now=1010.0)
+    assert 85 <= asked(10, start=1010) <= 101, "more requests came"
     rig.settle()
     rig.finish_all()
+    assert 85 <= asked(10, start=2000) <= 101, "an empty engine goes to base at once"
+
+
+def test_requests_that_come_during_the_return_to_base_belong_to_the_next_round():
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.rounds(2, requests=2)
     rig.work(2, now=5.0)
     rig.settle()
     assert rig.coordinator.layout.tp == 2

@@ -7,6 +7,10 @@ from collections import deque
 ROUNDS = 4
 """Rounds that are remembered: a validation set among batches of training is not forgotten at once."""
 
+ALIKE = 2
+"""So many of them must have had the largest size before it is believed: a single one may have been a warm-up, or one
+turn of agents that all finished theirs together."""
+
 
 class Arrivals:
     """What came since the engine was last empty, and how many came in earlier rounds.
@@ -27,8 +31,11 @@ class Arrivals:
 
     @property
     def complete(self) -> bool:
-        """Whether no more are expected: as many came as in the largest of the recent rounds."""
-        return bool(self._sizes) and self.came >= max(self._sizes)
+        """Whether no more are expected: as many came as in the largest of the recent rounds, and no more than that."""
+        if not self._sizes:
+            return False
+        largest = max(self._sizes)
+        return self.came == largest and self._sizes.count(largest) >= ALIKE
 
     def arrived(self, now: float) -> None:
         """A request goes into the engine."""

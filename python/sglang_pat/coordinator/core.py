@@ -34,7 +34,14 @@ BASE_ATTEMPTS = 3
 """Attempts to get back to the base layout for a control request before the engine gives up."""
 
 DECISION_INTERVAL_SECONDS = 0.1
-"""Between two looks of a policy that predicts: a decision takes about a millisecond of a core that ranks may need."""
+"""Policies that predict are asked at most this often: a decision takes milliseconds of a core that ranks may want."""
+
+DECISION_SHARE = 0.01
+"""And while a round gets on without arrivals or switches, after this share of the time it has done so: a switch that is
+late by it costs less than that share."""
+
+LONGEST_INTERVAL_SECONDS = 1.0
+"""But at least this often, as aborts may empty half of a batch at any time."""
 
 
 class Outbox(Protocol):
@@ -137,7 +144,7 @@ class Coordinator:
         self._arrivals = Arrivals()
         self._last_abort = float("-inf")
         self._last_switch = float("-inf")
-        self._next_decision = float("-inf")
+        self._last_decision = float("-inf")
 
     # -- events from the server -----------------------------------------------------------------
 
@@ -286,7 +293,7 @@ class Coordinator:
             self._dispatch(self._backlog.popleft(), now)
         self._arrivals.in_engine(self._requests())
         if self._arrivals.complete > complete:
-            self._next_decision = float("-inf")  # at once: the last request is what policies wait for
+            self._last_decision = float("-inf")  # at once: the last request is what policies wait for
         if self._may_decide(now):
             self._decide(now)
         if self._pending is None and self._wanted is not None:
@@ -299,11 +306,16 @@ class Coordinator:
         # While nothing decodes a switch gains nothing, and without its memory a rank cannot.
         if self._paused or self._released or self._pending or self._wanted or self._collecting:
             return False
-        return now >= self._next_decision and all(self._leaders[rank].known for rank in self.layout.leaders)
+        if self.config.predicts and now < self._last_decision + self._interval(now):
+            return False
+        return all(self._leaders[rank].known for rank in self.layout.leaders)
+
+    def _interval(self, now: float) -> float:
+        calm = now - max(self._arrivals.last, self._last_switch) if self._arrivals.came else 0.0
+        return min(max(DECISION_SHARE * calm, DECISION_INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS)
 
     def _decide(self, now: float) -> None:
-        if self.config.predicts:
-            self._next_decision = now + DECISION_INTERVAL_SECONDS
+        self._last_decision = now
         snapshot = self._snapshot(now)
         decision = self._policy(snapshot, self.history)
         self._outbox.decided(snapshot, decision)
