@@ -46,8 +46,8 @@ STATIC_GOAL = 0.98
 class Cell:
     """Figures of one cell: mean regrets, times as the best static layout's over the policy's, switches in a round.
 
-    Policies wait for more requests in the first round; after it they know how many come.  ``…_decided``: regrets when
-    they know it in the first round too; what is left is the quality of the decisions.
+    Policies wait for more requests in the first two rounds; after them they know how many come.  ``…_decided``: regrets
+    when they know it from the first on; what is left is the quality of the decisions.
     """
 
     profile: str
@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(
         f"{len(cells)} cells, {len(tasks) - len(cells)} left out (KV does not fit).\n"
         f"Mean regret of survival's decisions: {every['ratio_decided']:.2f} of pat's (goal: at most {REGRET_GOAL}); "
-        f"with the first round, in which both wait for more requests, {every['ratio']:.2f}.\n"
+        f"with the first two rounds, in which both wait for more requests, {every['ratio']:.2f}.\n"
         f"Worst against the best static layout: {every['worst']:.3f}; where the oracle keeps {STATIC_GOAL}: "
         f"{every['worst_reachable']:.3f} (goal: at least {STATIC_GOAL}). In {every['unreachable']} cells it cannot: "
         f"the base layout and the switch cost more.\nMost switches in a round: {every['most_switches']}."
