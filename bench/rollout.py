@@ -42,8 +42,11 @@ GRID = (
     "switch_requests=4,16;switch_context=64,384"
 )
 """What batches of this benchmark go through; the sweep's own grid covers all that the engine could hold."""
+WARM_ROUNDS = 2
+"""Rounds that do not count; after two of one size policies know how large a round is (coordinator/arrivals.py)."""
+
 WARM_TOKENS = 4
-"""Response length in the round that does not count, and its limit too, so that policies learn no length from it."""
+"""Response length in them, and their limit too, so that policies learn no length from them."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,11 @@ class Work:
         return [int(min(max(length, self.least), self.limit)) for length in drawn] + [self.limit] * long
 
     def bodies(self, round_number: int) -> list[dict]:
-        """The requests of one round; those of round 0 end at once."""
+        """The requests of one round; those of the first ones end at once."""
         rng = random.Random(round_number)
         lengths, limit = self.lengths(), self.limit
         rng.shuffle(lengths)
-        if round_number == 0:
+        if round_number < WARM_ROUNDS:
             lengths, limit = [WARM_TOKENS] * len(lengths), WARM_TOKENS
         return [
             {
@@ -184,17 +187,17 @@ def compare(model: Path, link: str, profile: Path, work: Work, rounds: int) -> d
             Contender("static tp2×dp1", servers[0], 2),
             Contender("survival", servers[1], None),
         ]
-        for number in range(rounds + 1):
+        for number in range(WARM_ROUNDS + rounds):
             bodies = work.bodies(number)
             order = contenders[number % len(contenders) :] + contenders[: number % len(contenders)]
             for contender in order:
                 with stopped(*(s for s in servers if s is not contender.server)):
                     contender.run(bodies)
-            if number == 0:
+            if number < WARM_ROUNDS:
                 for contender in contenders:
                     contender.seconds, contender.switches = [], []
                 continue
-            print(f"  round {number}: " + ", ".join(f"{c.name} {c.seconds[-1]:.1f} s" for c in contenders), flush=True)
+            print(f"  round {number - WARM_ROUNDS + 1}: " + ", ".join(f"{c.name} {c.seconds[-1]:.1f} s" for c in contenders), flush=True)
     static = {c.name: statistics.median(c.seconds) for c in contenders[:2]}
     best = min(static, key=static.get)
     reference = next(c.seconds for c in contenders if c.name == best)
