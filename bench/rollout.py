@@ -197,7 +197,8 @@ def compare(model: Path, link: str, profile: Path, work: Work, rounds: int) -> d
                 for contender in contenders:
                     contender.seconds, contender.switches = [], []
                 continue
-            print(f"  round {number - WARM_ROUNDS + 1}: " + ", ".join(f"{c.name} {c.seconds[-1]:.1f} s" for c in contenders), flush=True)
+            shown = ", ".join(f"{c.name} {c.seconds[-1]:.1f} s" for c in contenders)
+            print(f"  round {number - WARM_ROUNDS + 1}: {shown}", flush=True)
     static = {c.name: statistics.median(c.seconds) for c in contenders[:2]}
     best = min(static, key=static.get)
     reference = next(c.seconds for c in contenders if c.name == best)
