@@ -262,14 +262,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=REGIMES, metavar="REGIME", help=f"of {', '.join(REGIMES)}")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: 3)")
     parser.add_argument("--budget", default="4m", help="of a sweep, if the profile is not there yet (default: 4m)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here, after each regime")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the results here, after each regime, beside those of others"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw them here, with all that are in --json")
     args = parser.parse_args()
     regimes = {"quick": QUICK} if args.quick else {name: REGIMES[name] for name in args.only or REGIMES}
     rounds, budget = (1, "20s") if args.quick else (args.rounds, args.budget)
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    results = []
+    results = {}
+    if args.json and args.json.is_file():
+        results = {result["regime"]: result for result in json.loads(args.json.read_text())["results"]}
     for name, regime in regimes.items():
         model = MODELS[regime.model](CACHE / "models" / regime.model)
         profile = sweep(model, regime.link, budget)
@@ -279,14 +283,16 @@ def main() -> int:
         shown = ", ".join(f"{ratio} at {batch}" for batch, ratio in over.items())
         print(f"  a step of tp2 over one of tp1, by requests: {shown}", flush=True)
         found = compare(model, regime.link, profile, regime.work, rounds)
-        results.append({"regime": name, "model": regime.model, "tp2_over_tp1": over} | found)
+        results[name] = {"regime": name, "model": regime.model, "tp2_over_tp1": over, "machine": about} | found
         for contender, run in found["runs"].items():
-            against = run["against_best_static"]
-            print(f"  {contender:16} median {run['median']:6.1f} s, ×{against:.3f} of the best static layout by rounds")
+            ratio = found["runs"][found["best_static"]]["median"] / run["median"]
+            by_rounds = f"{run['against_best_static']:.3f} by rounds"
+            print(f"  {contender:16} median {run['median']:6.1f} s, ×{ratio:.3f} of the best static layout, {by_rounds}")
         if args.json:
-            args.json.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
+            args.json.write_text(json.dumps({"results": list(results.values())}, indent=1) + "\n")
     if args.png:
-        draw(results, f"{about['cpu']}, {about['cores']} cores; median of {rounds} rounds, each a point", args.png)
+        shown = [results[name] for name in (*REGIMES, "quick") if name in results]
+        draw(shown, f"{about['cpu']}, {about['cores']} cores; bars: medians, points: rounds", args.png)
     return 0
 
 
