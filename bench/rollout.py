@@ -287,7 +287,7 @@ def main() -> int:
         for contender, run in found["runs"].items():
             ratio = found["runs"][found["best_static"]]["median"] / run["median"]
             by_rounds = f"{run['against_best_static']:.3f} by rounds"
-            print(f"  {contender:16} median {run['median']:6.1f} s, ×{ratio:.3f} of the best static layout, {by_rounds}")
+            print(f"  {contender:16} median {run['median']:6.1f} s, best static over it {ratio:.3f}, {by_rounds}")
         if args.json:
             args.json.write_text(json.dumps({"results": list(results.values())}, indent=1) + "\n")
     if args.png:
