@@ -399,6 +399,12 @@ ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& opts) {
   return done(OpType::BARRIER, {}, deadline, opts.asyncOp);
 }
 
+ShmBackend::WorkPtr ShmBackend::meet(int64_t link_bytes) {
+  TORCH_CHECK_VALUE(link_bytes >= 0, "pat_shm meet: ", link_bytes, " bytes given; allowed: 0 or more");
+  apply(c10d::kUnsetTimeout);
+  return done(OpType::BARRIER, {}, group_->barrier(link_bytes), true);
+}
+
 ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
   const at::Tensor t = only(tensors, "send").contiguous();
   const int64_t deadline = group_->send(span(t), to, tag);

@@ -63,6 +63,10 @@ class ShmBackend : public c10d::Backend {
   WorkPtr send(Tensors& tensors, int to, int tag) override;
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
 
+  // A barrier that takes as long as the link takes for `link_bytes` (emulated link; the same on every rank): for bytes
+  // that ranks read from memory they share. The rest of that time passes in wait().
+  WorkPtr meet(int64_t link_bytes);
+
   void abort() override { group_->abort(); }
   void shutdown() override { group_->shutdown(); }
 

@@ -9,7 +9,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "C++ parts of sglang_pat: the shared-memory torch.distributed backend and the KV copy kernels";
   py::module_::import("torch.distributed");  // registers c10d::Backend, the base class below
 
-  py::class_<pat::ShmBackend, c10d::Backend, c10::intrusive_ptr<pat::ShmBackend>>(m, "ShmBackend");
+  py::class_<pat::ShmBackend, c10d::Backend, c10::intrusive_ptr<pat::ShmBackend>>(m, "ShmBackend")
+      .def("meet", &pat::ShmBackend::meet, py::arg("link_bytes"), py::call_guard<py::gil_scoped_release>());
 
   m.def(
       "create_shm_backend",

@@ -125,12 +125,12 @@ class Group::Collective {
   int64_t entered_, start_;
 };
 
-int64_t Group::barrier() {
+int64_t Group::barrier(int64_t link_bytes) {
   if (size_ == 1) return 0;
-  Collective c(*this, signature(Op::barrier, 0, c10::kByte, ReduceKind::sum, 0));
+  Collective c(*this, signature(Op::barrier, 0, c10::kByte, ReduceKind::sum, size_t(link_bytes)));
   c.begin(false);
   c.wait_all();
-  return c.finish(0);
+  return c.finish(double(link_bytes));
 }
 
 int64_t Group::broadcast(Span data, int root) {

@@ -58,7 +58,7 @@ class Group {
   ~Group();
 
   // Each returns the monotonic time in ns before which the operation must not appear complete (emulated link), else 0.
-  int64_t barrier();
+  int64_t barrier(int64_t link_bytes = 0);  // link_bytes: what a transfer outside the group's buffers would move
   int64_t broadcast(Span data, int root);
   int64_t all_reduce(void* data, size_t count, c10::ScalarType t, ReduceKind kind);
   int64_t reduce(void* data, size_t count, c10::ScalarType t, ReduceKind kind, int root);

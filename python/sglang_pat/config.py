@@ -10,6 +10,7 @@ POLICIES = ("survival", "pat", "threshold", "manual", "off")
 PREDICTING = ("survival", "pat")
 """Policies that need a profile."""
 WEIGHT_MODES = ("resident", "reshard")
+KV_EXCHANGES = ("alltoall", "allgather")
 KV_MODES = ("auto", "migrate", "recompute")
 
 
@@ -45,6 +46,9 @@ class AdaptiveConfig:
     """``resident``: base shards plus an arena per layout; ``reshard``: PAT's all-gather and slice."""
     kv: str = "auto"
     """``migrate`` KV, ``recompute`` it from tokens, or the cheaper (``auto``)."""
+    kv_exchange: str = "alltoall"
+    """How KV is migrated: each rank gets its slices (``alltoall``), or all ranks of a group get everything and cut their
+    slices out of it, as in PAT (``allgather``)."""
     layouts: tuple[ParallelLayout, ...] = field(init=False)
     """All layouts, lowest degree (the base) first."""
 
@@ -52,6 +56,7 @@ class AdaptiveConfig:
         _one_of("--pat-policy", self.policy, POLICIES)
         _one_of("--pat-weights", self.weights, WEIGHT_MODES)
         _one_of("--pat-kv", self.kv, KV_MODES)
+        _one_of("--pat-kv-exchange", self.kv_exchange, KV_EXCHANGES)
         if self.predicts and self.profile is None:
             raise ValueError(
                 f"--pat-policy {self.policy} needs a profile: give --pat-profile FILE "

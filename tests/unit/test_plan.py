@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from sglang_pat.layout import ParallelLayout, exchange_groups
 from sglang_pat.switch import plan
+from sglang_pat.switch.gather import build_gather
 
 pytestmark = pytest.mark.unit
 
@@ -148,7 +149,7 @@ def execute(case: Case) -> tuple[dict[int, np.ndarray], list[tuple[int, int, int
             assert new_pools[dst][recv, b : b + out.heads].shape == values.shape, "and on the target"
             new_pools[dst][recv, b : b + out.heads] = values
             travelled += [(src, dst, int(v)) for v in values.ravel()]
-            assert out.split(DIM, out.send_offsets)[j] == values.size * DIM
+            assert out.elements(DIM)[i, j] == into.elements(DIM)[i, j] == values.size * DIM
         elements += sum(exchanges[rank].elements_sent(DIM, i) for i, rank in enumerate(members))
     return new_pools, travelled, elements
 
@@ -225,6 +226,37 @@ def test_what_does_not_fit_comes_as_tokens(case):
         assert not running or used + running <= case.capacity
     event("some refused" if refused else "all fit")
     check_exchange(case)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.one_of(cases(), cases(roomy=False)))
+def test_pats_way_ends_with_the_same_kv(case):
+    """Everything gathered over the larger group, and cut: the same pools as by the exchange."""
+    old, new, kv_heads = case.old, case.new, case.kv_heads
+    wanted, _, _ = execute(case)
+    larger = max(old, new)
+    for members in larger.groups():
+        plans = {new.group_of(m): case.plans[new.group_of(m)] for m in members}
+        gathers, staged = {}, {}
+        for rank in members:
+            group, heads = old.group_of(rank), heads_of(kv_heads, old, rank)
+            pool = np.full((case.num_slots, len(heads)), -1)
+            for tokens, slots in zip(case.tokens[group], case.slots[group], strict=True):
+                pool[slots] = np.array(tokens, dtype=np.int64).reshape(-1, 1) * kv_heads + heads
+            gathers[rank] = build_gather(
+                old, new, kv_heads, members, rank, plans, case.slots[group], case.live[group]
+            )
+            assert gathers[rank].heads == len(heads)
+            staged[rank] = pool[gathers[rank].send_slots]
+        for rank in members:
+            got = np.full_like(wanted[rank], -1)
+            assert gathers[rank].counts == [len(staged[m]) for m in members]
+            for take in gathers[rank].takes:
+                rows = staged[members[take.member]][take.first : take.first + len(take.slots)]
+                part = rows[:, take.src_head : take.src_head + take.count]
+                assert part.shape == (len(take.slots), take.count)
+                got[take.slots, take.dst_head : take.dst_head + take.count] = part
+            assert (got == wanted[rank]).all()
 
 
 @settings(deadline=None, derandomize=True, max_examples=150)

@@ -32,6 +32,7 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import torch
 import torch.distributed as dist
 
 BACKEND = "pat_shm"
@@ -115,6 +116,15 @@ def register() -> None:
             "sglang_pat._C is not built; run `pip install --no-build-isolation -e .` in the repository"
         )
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+
+
+def backend_of(group: dist.ProcessGroup):
+    """The ``ShmBackend`` behind a group of this backend, for what ``torch.distributed`` has no call for.
+
+    ``meet(link_bytes)``: a barrier that takes as long as the emulated link takes for so many bytes, the same number on
+    every rank; returns a ``Work``.
+    """
+    return group._get_backend(torch.device("cpu"))
 
 
 def _create(options, _backend_options):

@@ -15,7 +15,7 @@ from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
-from sglang_pat.config import KV_MODES, POLICIES, WEIGHT_MODES, AdaptiveConfig, parse_degrees
+from sglang_pat.config import KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES, AdaptiveConfig, parse_degrees
 from sglang_pat.layout import ParallelLayout
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -31,6 +31,7 @@ class AdaptiveServerArgs(ServerArgs):
     pat_switch_at: int = 8
     pat_weights: str = "resident"
     pat_kv: str = "auto"
+    pat_kv_exchange: str = "alltoall"
     pat_profile: str | None = None
     pat_log: str | None = None
     pat_base_tp: int = 0
@@ -71,6 +72,11 @@ class AdaptiveServerArgs(ServerArgs):
         )
         group.add_argument("--pat-weights", default="resident", help=f"weight handling: {', '.join(WEIGHT_MODES)}")
         group.add_argument("--pat-kv", default="auto", help=f"KV of live requests: {', '.join(KV_MODES)}")
+        group.add_argument(
+            "--pat-kv-exchange",
+            default="alltoall",
+            help=f"how KV is migrated: {', '.join(KV_EXCHANGES)} (PAT's way, to compare with)",
+        )
 
     def adaptive_config(self) -> AdaptiveConfig:
         """Raises ``ValueError`` for an impossible layout, candidate or mode."""
@@ -85,6 +91,7 @@ class AdaptiveServerArgs(ServerArgs):
             switch_at=self.pat_switch_at,
             weights=self.pat_weights,
             kv=self.pat_kv,
+            kv_exchange=self.pat_kv_exchange,
         )
 
 

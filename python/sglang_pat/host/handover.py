@@ -25,16 +25,16 @@ class Offer:
 
     Attributes:
         decoding: the plan's view of the decoding requests, in batch order.
-        waiting_dest: destination group of each waiting request.
-        capsules: pickled capsules, decoding requests first.
+        waiting: number of requests that wait for a prefill.
+        capsules: destination group -> its requests' capsules, pickled together, decoding ones first.
         sent: outputs this leader has sent so far (``sglang_pat.switch.order``).
         fence: what its next output would have carried as a fence.
         weight_version: number of weight updates this rank has applied.
     """
 
     decoding: list[plan.LiveRequest] = field(default_factory=list)
-    waiting_dest: list[int] = field(default_factory=list)
-    capsules: list[bytes] = field(default_factory=list)
+    waiting: int = 0
+    capsules: dict[int, bytes] = field(default_factory=dict)
     sent: int = 0
     fence: dict[int, int] | None = None
     weight_version: int = 0
@@ -72,16 +72,19 @@ def make_offer(
     ]
     lengths = [req.kv_committed_len for req in decoding] + [req.seqlen for req in waiting]
     dests = plan.destinations(old, new, old.group_of(scheduler.rank), lengths)
-    decoding_dest, waiting_dest = dests[: len(decoding)], dests[len(decoding) :]
+    decoding_dest = dests[: len(decoding)]
     shared = plan.shared_prefixes(rows, decoding_dest, layouts.current.kv_pool.size + 1)
     live = [
         plan.LiveRequest(len(row), *pair, dest) for row, pair, dest in zip(rows, shared, decoding_dest, strict=True)
     ]
-    capsules = []
+    capsules = {}
     if scheduler.is_leader:
-        capsules = [pickle.dumps(requests.capture(req)) for req in decoding + waiting]
+        bound: dict[int, list[requests.Capsule]] = {}
+        for req, dest in zip(decoding + waiting, dests, strict=True):
+            bound.setdefault(dest, []).append(requests.capture(req))
+        capsules = {dest: pickle.dumps(found, pickle.HIGHEST_PROTOCOL) for dest, found in bound.items()}
     output = scheduler.output
-    return Offer(live, waiting_dest, capsules, output.sent, output.fence, layouts.weight_version)
+    return Offer(live, len(waiting), capsules, output.sent, output.fence, layouts.weight_version)
 
 
 def plan_groups(
@@ -105,24 +108,22 @@ def rebuild(
     recompute: list[Req] = []
     queued: list[Req] = []
     for group, offer in offers.items():
-        decoding, waiting = offer.capsules[: len(offer.decoding)], offer.capsules[len(offer.decoding) :]
-        for live, row, capsule in zip(offer.decoding, group_plan.rows[group], decoding, strict=True):
+        capsules = iter(pickle.loads(offer.capsules[mine]) if mine in offer.capsules else ())
+        for live, row in zip(offer.decoding, group_plan.rows[group], strict=True):
             if live.dest != mine:
                 continue
-            req = _rebuild_one(scheduler, capsule)
+            req = _rebuild_one(scheduler, next(capsules))
             if row is None:
                 recompute.append(req)
             else:
                 arrivals.decoding.append((req, torch.from_numpy(row).to(scheduler.device), live.shared))
-        for dest, capsule in zip(offer.waiting_dest, waiting, strict=True):
-            if dest == mine:
-                queued.append(_rebuild_one(scheduler, capsule))
+        queued += [_rebuild_one(scheduler, capsule) for capsule in capsules]
     # Those that were already running go first, as the host does with retracted ones.
     arrivals.waiting = recompute + queued
     return arrivals
 
 
-def _rebuild_one(scheduler: AdaptiveScheduler, capsule: bytes) -> Req:
-    req = scheduler.rebuild(pickle.loads(capsule))
+def _rebuild_one(scheduler: AdaptiveScheduler, capsule: requests.Capsule) -> Req:
+    req = scheduler.rebuild(capsule)
     req.pat_grammar = requests.finish_grammar(req)
     return req

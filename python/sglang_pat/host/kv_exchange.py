@@ -2,75 +2,136 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from sglang.srt.managers.schedule_batch import Req
 
+from sglang_pat.comm.exchange import AllToAll, Direct
 from sglang_pat.host.handover import Offer
-from sglang_pat.host.layouts import Layouts
+from sglang_pat.host.kv_gather import KvGather
 from sglang_pat.kernels import kv as kernels
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.switch import plan
+from sglang_pat.switch.gather import build_gather
 
 if TYPE_CHECKING:
     from sglang_pat.host.scheduler import AdaptiveScheduler
 
 
-def plan_exchange(
+GROWTH = 16
+"""Tokens that a request may still get between PREPARE and the pause: memory for them costs less than taking it then."""
+
+
+def reserve(scheduler: AdaptiveScheduler) -> None:
+    """Take memory, before the pause, for about what a switch would move now; what grows until then is taken in it.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    windows, pool = scheduler.layouts.windows, scheduler.layouts.current.kv_pool
+    if windows is None:
+        return
+    tokens = sum(req.kv_committed_len + GROWTH for req in scheduler.running_batch.reqs)
+    windows.resize(min(tokens * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes), windows.capacity))
+
+
+def prepare(
     scheduler: AdaptiveScheduler,
     new: ParallelLayout,
     plans: dict[int, plan.GroupPlan],
     offers: dict[int, Offer],
     decoding: list[Req],
-) -> plan.Exchange | None:
-    """This rank's part, or None if no KV moves in its exchange group."""
+) -> KvExchange | KvGather | None:
+    """This rank's part, or None if no KV moves in its exchange group.
+
+    Raises:
+        OSError: there is no memory to put KV through.
+    """
+    layouts = scheduler.layouts
+    old, groups = layouts.current.layout, layouts.runner.groups
+    gathering = scheduler.adaptive.kv_exchange == "allgather"
+    if gathering:
+        groups.larger(old, new)  # by all ranks, also those that have nothing to move
     if not any(group_plan.total for group_plan in plans.values()):
         return None
-    layouts = scheduler.layouts
-    old = layouts.current.layout
-    _, members = layouts.runner.groups.exchange(old, new)
     rows = [scheduler.kv_row(req).cpu().numpy() for req in decoding]
-    live = offers[old.group_of(scheduler.rank)].decoding
-    return plan.build_exchange(old, new, layouts.kv_heads, members, scheduler.rank, plans, rows, live)
+    what = plans, rows, offers[old.group_of(scheduler.rank)].decoding
+    if gathering:
+        larger = max(old, new)
+        members = larger.group(larger.group_of(scheduler.rank))
+        return KvGather(scheduler, new, build_gather(old, new, layouts.kv_heads, members, scheduler.rank, *what))
+    _, members = groups.exchange(old, new)
+    return KvExchange(scheduler, new, plan.build_exchange(old, new, layouts.kv_heads, members, scheduler.rank, *what))
 
 
-def move(
-    layouts: Layouts, new: ParallelLayout, exchange: plan.Exchange, error: Exception | None
-) -> tuple[int, Exception | None]:
-    """Pack, all-to-all and unpack each layer; returns the bytes sent to other ranks, and the first error.
+class KvExchange:
+    """One rank's part of moving the KV of a switch: everything is ready, :meth:`run` moves it."""
 
-    With an ``error``, given or met, this rank only keeps taking part in the collectives, so that nobody
-    waits for it.
-    """
-    old = layouts.current.layout
-    source, target = layouts[old].kv_pool, layouts[new].kv_pool
-    group, members = layouts.runner.groups.exchange(old, new)
-    device, dtype = source.k_buffer[0].device, source.k_buffer[0].dtype
-    dim = source.head_dim + source.v_head_dim
-    send_splits = exchange.split(dim, exchange.send_offsets)
-    recv_splits = exchange.split(dim, exchange.recv_offsets)
-    staged_out = torch.empty(sum(send_splits), dtype=dtype, device=device)
-    staged_in = torch.empty(sum(recv_splits), dtype=dtype, device=device)
-    send_slots = torch.from_numpy(exchange.send_slots).to(device)
-    recv_slots = torch.from_numpy(exchange.recv_slots).to(device)
-    out_plan = (torch.from_numpy(exchange.send_offsets), torch.from_numpy(exchange.send_heads), exchange.heads)
-    in_plan = (torch.from_numpy(exchange.recv_offsets), torch.from_numpy(exchange.recv_heads), exchange.heads)
-    for layer in range(source.layer_num):
-        old_kv = source.k_buffer[layer], source.v_buffer[layer]
-        new_kv = target.k_buffer[layer], target.v_buffer[layer]
-        # The new view lies over the old one: a layer is packed whole before anything of it is unpacked.
-        try:
-            if error is None:
-                kernels.kv_pack(*old_kv, send_slots, *out_plan, staged_out)
-        except Exception as exc:
-            error = exc
-        dist.all_to_all_single(staged_in, staged_out, recv_splits, send_splits, group=group)
-        try:
-            if error is None:
-                kernels.kv_unpack(*new_kv, recv_slots, *in_plan, staged_in)
-        except Exception as exc:
-            error = exc
-    sent = exchange.elements_sent(dim, members.index(layouts.rank)) * dtype.itemsize * source.layer_num
-    return sent, error
+    def __init__(self, scheduler: AdaptiveScheduler, new: ParallelLayout, exchange: plan.Exchange) -> None:
+        layouts = scheduler.layouts
+        self._plan = exchange
+        self._source, self._target = layouts.current.kv_pool, layouts[new].kv_pool
+        sample = self._source.k_buffer[0]
+        group, members = layouts.runner.groups.exchange(layouts.current.layout, new)
+        elements = exchange.elements(self._source.head_dim + self._source.v_head_dim)
+        if layouts.windows is not None:
+            self._carrier = Direct(group, layouts.windows, members, elements, sample.dtype)
+        else:
+            self._carrier = AllToAll(group, elements, sample.dtype, sample.device)
+        self._send_slots = torch.from_numpy(exchange.send_slots).to(sample.device)
+        self._recv_slots = torch.from_numpy(exchange.recv_slots).to(sample.device)
+        me = members.index(scheduler.rank)
+        sent = int(elements[me].sum() - elements[me, me])
+        self.bytes_sent = sent * sample.dtype.itemsize * self._source.layer_num
+        """To other ranks, all layers."""
+
+    def run(self, error: Exception | None = None) -> Exception | None:
+        """Move all layers; returns the first error.
+
+        A layer is packed while the one before travels.  With an ``error``, given or met, this rank only keeps taking
+        part in the collectives, so that nobody waits for it.
+        """
+        layers = self._source.layer_num
+
+        def attempt(step: Callable[[int], None], layer: int) -> None:
+            nonlocal error
+            try:
+                if error is None:
+                    step(layer)
+            except Exception as exc:
+                error = exc
+
+        attempt(self._pack, 0)
+        for layer in range(layers):
+            # The new view lies over the old one: no part of a layer is unpacked before all ranks have packed it whole.
+            self._carrier.start(layer)
+            if layer + 1 < layers:
+                attempt(self._pack, layer + 1)
+            attempt(self._unpack, layer)
+        return error
+
+    def _pack(self, layer: int) -> None:
+        kernels.kv_pack(
+            self._source.k_buffer[layer],
+            self._source.v_buffer[layer],
+            self._send_slots,
+            self._plan.send_offsets.tolist(),
+            self._plan.send_heads.tolist(),
+            self._plan.heads,
+            self._carrier.outgoing(layer),
+        )
+
+    def _unpack(self, layer: int) -> None:
+        for piece in self._carrier.incoming(layer):
+            offsets = self._plan.recv_offsets[piece.first : piece.last + 1]
+            kernels.kv_unpack(
+                self._target.k_buffer[layer],
+                self._target.v_buffer[layer],
+                self._recv_slots[offsets[0] : offsets[-1]],
+                (offsets - offsets[0]).tolist(),
+                self._plan.recv_heads[piece.first : piece.last].tolist(),
+                self._plan.heads,
+                piece.data,
+            )

@@ -7,6 +7,7 @@ head counts when they are constructed (docs/host.md), so each layout has its own
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +19,14 @@ from sglang.srt.layers.sampler import create_sampler
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sglang_pat.comm.windows import Windows
 from sglang_pat.host import weights
 from sglang_pat.host.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.profile import LayoutSetup
 from sglang_pat.switch.plan import kv_head_range
+
+logger = logging.getLogger(__name__)
 
 TAIL_GRAPH_BATCH_SIZES = [1, 2, 4, 8, 12, 16, 24, 32]
 """Batch sizes captured for layouts above the base: only small batches run there (PAT section 4.4)."""
@@ -99,6 +103,7 @@ class Layouts:
         self.setup: list[LayoutSetup] = []
         """What building each layout above the base took."""
         self.current = self._runtimes[base.tp]
+        self.windows = self._make_windows()
         for layout in self.config.layouts[1:]:
             self._runtimes[layout.tp] = self._build(layout)
             self.install(base)
@@ -113,6 +118,19 @@ class Layouts:
     @property
     def resharding(self) -> bool:
         return self.config.weights == "reshard"
+
+    def _make_windows(self) -> Windows | None:
+        """Where KV goes through in a switch; None where the groups' own all-to-all carries it."""
+        if self.runner.device != "cpu":
+            return None
+        pool, degrees = self.base.kv_pool, [layout.tp for layout in self.config.layouts]
+        # With more ranks than KV heads a rank may send the same heads to several.
+        most = (pool.k_buffer[0].nbytes + pool.v_buffer[0].nbytes) * (degrees[-1] // degrees[0])
+        try:
+            return Windows(self.runner.groups.world, most)
+        except OSError as error:
+            logger.warning("switches go through copies, ranks do not see each other's memory: %s", error)
+            return None
 
     def _base_runtime(self, base: ParallelLayout) -> LayoutRuntime:
         runner = self.runner

@@ -32,7 +32,7 @@ class GroupPool:
     def __init__(self, layouts: tuple[ParallelLayout, ...], rank: int, local_device: int, device: str) -> None:
         self.rank = rank
         self._layouts = layouts
-        backend = "nccl" if device == "cuda" else shm.BACKEND
+        backend = self._backend = "nccl" if device == "cuda" else shm.BACKEND
         shm.register()
         ranks = range(layouts[0].num_ranks)
         # Control traffic of all ranks together: votes, capsules, reports.
@@ -40,6 +40,7 @@ class GroupPool:
         self._single = init_model_parallel_group([[r] for r in ranks], local_device, backend, group_name="single")
         self._tp: dict[int, GroupCoordinator] = {}
         self._control: dict[int, dist.ProcessGroup] = {}
+        self._gather: dict[int, dist.ProcessGroup] = {}
         self.seconds: dict[int, float] = {}
         """Time to make the groups of each degree."""
         for layout in layouts:
@@ -74,6 +75,16 @@ class GroupPool:
     def exchange(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
         """Process group and ranks among which this rank exchanges KV between ``a`` and ``b``."""
         return self._exchange[min(a.tp, b.tp), max(a.tp, b.tp)]
+
+    def larger(self, a: ParallelLayout, b: ParallelLayout) -> dist.ProcessGroup:
+        """This rank's group of the higher degree, for PAT's all-gather; made on first use, as PAT does.
+
+        All N ranks must call it together.
+        """
+        layout = max(a, b)
+        if layout.tp not in self._gather:
+            self._gather[layout.tp] = self._new_group(layout.groups(), self._backend)
+        return self._gather[layout.tp]
 
     def use_shared_memory_for_control(self) -> None:
         """Send the host's per-step request broadcast through shared memory instead of gloo.

@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from sglang_pat.host import handover, kv_exchange
 from sglang_pat.host.handover import Arrivals, Offer
+from sglang_pat.host.kv_exchange import KvExchange
+from sglang_pat.host.steady import steady
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Cancel, Prepare, Prepared, RankSwitched, Switch
-from sglang_pat.switch import faults, plan
+from sglang_pat.switch import faults
 from sglang_pat.switch.order import fence_after_switch
 from sglang_pat.switch.state import SwitchState, advance
 
@@ -55,7 +57,9 @@ class SwitchExecutor:
         error = ""
         try:
             self._enter(SwitchState.PREPARE, command.epoch)
-            self.layouts.prepare(self.config.layout(command.tp))
+            with steady():
+                self.layouts.prepare(self.config.layout(command.tp))
+                kv_exchange.reserve(self.scheduler)
         except Exception as exc:
             logger.exception("preparing switch %d failed", command.epoch)
             error = f"rank {self.rank}: {exc}"
@@ -72,15 +76,16 @@ class SwitchExecutor:
         self._phases, self._clock = {}, time.perf_counter()
         old, new = self.layouts.current.layout, self.config.layout(command.tp)
         report = dict(rank=self.rank, epoch=command.epoch, tp=command.tp)
-        try:
-            offers, arrivals, exchange = self._quiesce(old, new, command)
-            moved = self._exchange(old, new, exchange, command.epoch)
-        except SwitchAborted as aborted:
-            self._abort()
-            self.scheduler.channel.send(RankSwitched(**report, phases=self._phases, error=str(aborted)))
-            return
-        self._commit(new, offers, arrivals, command.epoch)
-        self._resume(report, offers, arrivals, moved)
+        with steady():
+            try:
+                offers, arrivals, exchange = self._quiesce(old, new, command)
+                self._exchange(old, new, exchange, command.epoch)
+            except SwitchAborted as aborted:
+                self._abort()
+                self.scheduler.channel.send(RankSwitched(**report, phases=self._phases, error=str(aborted)))
+                return
+            self._commit(new, offers, arrivals, command.epoch)
+        self._resume(report, offers, arrivals, exchange.bytes_sent if exchange else 0)
 
     # -- the states, in order ---------------------------------------------------------------------
 
@@ -107,7 +112,7 @@ class SwitchExecutor:
         arrivals, exchange = Arrivals(), None
         try:
             plans = handover.plan_groups(self.scheduler, new, offers)
-            exchange = kv_exchange.plan_exchange(self.scheduler, new, plans, offers, reqs[0])
+            exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, reqs[0])
             arrivals = handover.rebuild(self.scheduler, new, plans[new.group_of(self.rank)], offers)
         except Exception as exc:
             error = exc
@@ -115,8 +120,8 @@ class SwitchExecutor:
         self._mark("plan")
         return offers, arrivals, exchange
 
-    def _exchange(self, old: ParallelLayout, new: ParallelLayout, exchange: plan.Exchange | None, epoch: int) -> int:
-        """Move the live KV, layer by layer; returns the bytes this rank sent to others.
+    def _exchange(self, old: ParallelLayout, new: ParallelLayout, exchange: KvExchange | None, epoch: int) -> None:
+        """Move the live KV, layer by layer.
 
         A rank that fails goes on taking part in the collectives, so that nobody waits for it, and
         says so in the vote.
@@ -127,9 +132,8 @@ class SwitchExecutor:
         except Exception as exc:
             error = exc
             self.state = SwitchState.EXCHANGE
-        moved = 0
         if exchange is not None:
-            moved, error = kv_exchange.move(self.layouts, new, exchange, error)
+            error = exchange.run(error)
         self._mark("kv")
         if self.layouts.resharding:
             # Has its own collectives and cannot be half done: a failure here ends the engine.
@@ -141,7 +145,6 @@ class SwitchExecutor:
             if self.layouts.resharding:
                 self.layouts.reshard(new, old)
             raise
-        return moved
 
     def _commit(self, new: ParallelLayout, offers: dict[int, Offer], arrivals: Arrivals, epoch: int) -> None:
         """Become part of the new layout.  There is no way back from here: an error ends the engine."""
@@ -167,7 +170,7 @@ class SwitchExecutor:
                 **report,
                 phases=self._phases,
                 moved_bytes=moved,
-                requests_in=len(mine.capsules) if mine else 0,
+                requests_in=len(mine.decoding) + mine.waiting if mine else 0,
                 requests_out=len(arrivals.decoding) + len(arrivals.waiting) if leads else 0,
                 migrated=len(arrivals.decoding) if leads else 0,
                 recomputed=sum(1 for req in arrivals.waiting if req.output_ids) if leads else 0,

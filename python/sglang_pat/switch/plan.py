@@ -188,6 +188,7 @@ class Exchange:
         send_offsets, recv_offsets: int64 ``[members + 1]``, where each peer's slots begin.
         send_heads, recv_heads: first local head of each peer's slice, int64 ``[members]``.
         heads: number of KV heads in every slice.
+        slots: what each member sends to each, its own part included, int64 ``[members, members]``.
     """
 
     send_slots: np.ndarray
@@ -197,14 +198,20 @@ class Exchange:
     recv_offsets: np.ndarray
     recv_heads: np.ndarray
     heads: int
+    slots: np.ndarray
 
-    def split(self, dim: int, offsets: np.ndarray) -> list[int]:
-        """Elements per peer of a staging buffer whose slots hold ``heads * dim`` elements."""
-        return [int(n) * self.heads * dim for n in np.diff(offsets)]
+    def elements(self, dim: int) -> np.ndarray:
+        """Elements that each member sends to each in one layer, int64 ``[members, members]``.
+
+        Args:
+            dim: elements of K and V together of one head in one slot.
+        """
+        return self.slots * self.heads * dim
 
     def elements_sent(self, dim: int, me: int) -> int:
-        """Elements that leave this rank (``me``: its index in the exchange group)."""
-        return sum(n for i, n in enumerate(self.split(dim, self.send_offsets)) if i != me)
+        """Elements that leave this rank (``me``: its index in the exchange group) in one layer."""
+        sent = self.elements(dim)[me]
+        return int(sent.sum() - sent[me])
 
 
 def build_exchange(
@@ -228,15 +235,17 @@ def build_exchange(
     group = old.group_of(rank)
     slices = {(s.src, s.dst): s for dst in members for s in head_slices(old, new, kv_heads, members, dst)}
     counts = {s.count for s in slices.values()}
+    between = [[(src, dst) in slices for dst in members] for src in members]
+    fresh = [[plans[new.group_of(dst)].fresh.get(old.group_of(src), 0) for dst in members] for src in members]
     assert len(counts) == 1, f"slices of one switch have one size, got {counts}"
     send, send_heads, recv, recv_heads = [], [], [], []
     empty = np.empty(0, dtype=np.int64)
     for peer in members:
         out = slices.get((rank, peer))
-        send.append(_outgoing(plans[new.group_of(peer)], group, old_rows, requests) if out else empty)
+        send.append(outgoing(plans[new.group_of(peer)], group, old_rows, requests) if out else empty)
         send_heads.append(out.src_head if out else 0)
         into = slices.get((peer, rank))
-        recv.append(_incoming(plans[new.group_of(rank)], old.group_of(peer)) if into else empty)
+        recv.append(incoming(plans[new.group_of(rank)], old.group_of(peer)) if into else empty)
         recv_heads.append(into.dst_head if into else 0)
     return Exchange(
         send_slots=np.concatenate(send),
@@ -246,10 +255,11 @@ def build_exchange(
         recv_offsets=_offsets(recv),
         recv_heads=np.array(recv_heads, dtype=np.int64),
         heads=counts.pop(),
+        slots=np.where(between, fresh, 0),
     )
 
 
-def _outgoing(
+def outgoing(
     plan: GroupPlan, group: int, old_rows: Sequence[np.ndarray], requests: Sequence[LiveRequest]
 ) -> np.ndarray:
     parts = [
@@ -260,7 +270,7 @@ def _outgoing(
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
-def _incoming(plan: GroupPlan, group: int) -> np.ndarray:
+def incoming(plan: GroupPlan, group: int) -> np.ndarray:
     first = 1 + sum(count for source, count in plan.fresh.items() if source < group)
     return np.arange(first, first + plan.fresh.get(group, 0), dtype=np.int64)
 

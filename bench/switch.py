@@ -1,0 +1,226 @@
+"""What a switch costs with requests alive: ours, PAT's way, and a restart, in one run, taking turns.
+
+    python bench/switch.py [--quick] [--only SETTING ...] [--rounds N] [--json FILE] [--png FILE]
+
+PAT's way (``--pat-weights reshard --pat-kv-exchange allgather``): weights and KV are gathered and cut in the pause.  Both
+engines are alive all the time; the one that is not measured is stopped (SIGSTOP).  Prompts are injected, not computed:
+what a switch moves does not depend on the values.  Restart: the engine is stopped and started in the other layout, and all
+prompts are prefilled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import _switch_figures as figures
+import psutil
+
+from sglang_pat.testing import models
+from sglang_pat.testing.machine import machine
+from sglang_pat.testing.server import stopped
+
+CACHE = Path(".cache/models")
+WAYS = {"ours": (), "PAT's": ("--pat-weights", "reshard", "--pat-kv-exchange", "allgather")}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Ranks and the two degrees between which they switch; tokens alive × requests to measure.
+
+    ``headline``: tokens and requests of the comparison with a restart.
+    """
+
+    ranks: int
+    low: int
+    high: int
+    points: tuple[tuple[int, int], ...]
+    headline: tuple[int, int] = (8192, 8)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return ("--tp", str(self.low), "--dp", str(self.ranks // self.low), "--pat-candidates", f"{self.low},{self.high}")
+
+
+POINTS = tuple((k * 1024, n) for k in (1, 4, 8, 16, 64) for n in (1, 8, 32) if k * 1024 // n <= 16384)
+SETTINGS = {
+    "2 ranks": Setting(2, 1, 2, POINTS),
+    "4 ranks": Setting(4, 2, 4, POINTS),
+}
+QUICK = {"2 ranks, tiny": Setting(2, 1, 2, ((512, 1), (2048, 8)), headline=(2048, 8))}
+
+
+class Worker:
+    """One engine in a process of its own (``_switch_worker.py``)."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        script = Path(__file__).with_name("_switch_worker.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), str(model), *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        self._answer()
+
+    def _answer(self) -> Any:
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the engine ended with code {self.process.wait()}; run {self.process.args} to see why")
+        return json.loads(line)
+
+    def do(self, what: str, **arguments: Any) -> Any:
+        self.process.stdin.write(json.dumps({"do": what} | arguments) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(60)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.process.poll() is None:
+            self.stop()
+
+
+def engine(model: Path, setting: Setting, kv_tokens: int, *flags: str) -> Worker:
+    sizes = ("--dtype", "float32", "--max-total-tokens", str(kv_tokens), "--max-running-requests", "64")
+    return Worker(model, *setting.flags, *sizes, *flags)
+
+
+def kv_bytes(model: Path) -> int:
+    """KV bytes of a token, all heads and layers, float32."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * dim * 4
+
+
+def copy_seconds(ranks: int, size: int, repeats: int = 5) -> float:
+    """Seconds for each of ``ranks`` processes to put ``size`` bytes into shared memory and to take another's out."""
+    context = multiprocessing.get_context("fork")
+    areas = [context.RawArray("b", size) for _ in range(ranks)]
+    barrier, found = context.Barrier(ranks), context.Queue()
+
+    def run(rank: int) -> None:
+        import numpy as np
+
+        shared = [np.frombuffer(area, dtype=np.int8) for area in areas]
+        mine, into = np.ones(size, np.int8), np.ones(size, np.int8)
+        best = []
+        for _ in range(repeats + 1):
+            barrier.wait()
+            begun = time.perf_counter()
+            shared[rank][:] = mine
+            barrier.wait()
+            into[:] = shared[(rank + 1) % ranks]
+            barrier.wait()
+            best.append(time.perf_counter() - begun)
+        if rank == 0:
+            found.put(statistics.median(best[1:]))
+
+    processes = [context.Process(target=run, args=(rank,)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    seconds = found.get()
+    for process in processes:
+        process.join()
+    return seconds
+
+
+def restart(model: Path, setting: Setting, kv_tokens: int) -> dict[str, float]:
+    """Stop an engine, start one in the layout of the higher degree, prefill all requests again: seconds by part."""
+    tokens, requests = setting.headline
+    worker = engine(model, setting, kv_tokens)
+    begun = time.monotonic()
+    worker.stop()
+    stopped_at = time.monotonic()
+    flags = ("--tp", str(setting.high), "--dp", str(setting.ranks // setting.high), "--pat-candidates", str(setting.high))
+    sizes = ("--dtype", "float32", "--max-total-tokens", str(kv_tokens))
+    with Worker(model, *flags, *sizes) as again:
+        started = time.monotonic()
+        prefill = again.do("prefill", requests=requests, tokens=tokens)
+    return {"stop": stopped_at - begun, "start": started - stopped_at, "prefill": prefill}
+
+
+def compare(model: Path, setting: Setting, rounds: int) -> dict:
+    """All points, both ways in turn; then the restart."""
+    # The longest single request, and half of the tokens at most on one replica with several.
+    kv_tokens = max(max(t // min(n, setting.ranks // setting.low), t // n) for t, n in setting.points) + 2048
+    per_token = kv_bytes(model)
+    result: dict = {"flags": setting.flags, "kv_bytes_per_token": per_token, "points": [], "ways": list(WAYS)}
+    with ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for way, flags in WAYS.items():
+            with stopped(*workers.values()):
+                workers[way] = stack.enter_context(engine(model, setting, kv_tokens, *flags))
+        for tokens, requests in setting.points:
+            point = {"tokens": tokens, "requests": requests, "switches": {}}
+            for way, worker in workers.items():
+                with stopped(*(other for other in workers.values() if other is not worker)):
+                    where = dict(low=setting.low, high=setting.high, requests=requests, tokens=tokens)
+                    point["switches"][way] = worker.do("switches", **where, rounds=rounds)
+                    if way == "ours":
+                        batch = dict(requests=requests, tokens=tokens)
+                        point["static"] = {tp: worker.do("static", tp=tp, **batch) for tp in (setting.low, setting.high)}
+            moved = point["switches"]["ours"][0]["record"]["moved_bytes"] // setting.ranks
+            with stopped(*workers.values()):
+                point["copy_seconds"] = copy_seconds(setting.ranks, max(moved, 1))
+            result["points"].append(point)
+            print("  " + figures.line(point, setting), flush=True)
+        with stopped(*(w for way, w in workers.items() if way != "ours")):
+            result["returning"] = workers["ours"].do("returning", low=setting.low, high=setting.high, rounds=5 * rounds)
+    result["restart"] = restart(model, setting, kv_tokens)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model and two points; 2 minutes at most")
+    parser.add_argument("--only", nargs="+", choices=SETTINGS, metavar="SETTING", help=f"of {', '.join(SETTINGS)}")
+    parser.add_argument("--rounds", type=int, default=5, help="switches there and back at each point (default: 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here, after each setting")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here")
+    args = parser.parse_args()
+    host_environment()
+    about = machine()
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    if args.quick:
+        model, settings, rounds = models.make_random("llama", CACHE / "llama"), QUICK, 2
+    else:
+        model, rounds = models.make_smollm2(CACHE / "smollm2"), args.rounds
+        settings = {name: SETTINGS[name] for name in args.only or SETTINGS}
+    results = {}
+    for name, setting in settings.items():
+        print(f"{name}, tp{setting.low} and tp{setting.high}, {model.name}:", flush=True)
+        results[name] = compare(model, setting, rounds)
+        figures.table(name, results[name], setting)
+        if args.json:
+            args.json.write_text(json.dumps({"machine": about, "model": model.name, "results": results}, indent=1) + "\n")
+    if args.png:
+        figures.draw(results, f"{about['cpu']}, {about['cores']} cores; medians of {2 * rounds} switches", args.png)
+    return 0
+
+
+def host_environment() -> None:
+    """What the engines inherit."""
+    from profiler.host import set_environment
+
+    set_environment(quiet=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Processes that form a torch.distributed world, each running one function of a test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from sglang_pat.comm import shm
+
+
+def _child(target, rank, n, port, world_backend, pipe, args):
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames functions; SGLang uses the old names
+    torch.set_num_threads(1)
+    shm.register()
+    dist.init_process_group(
+        world_backend,
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=n,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        pipe.send(target(rank, n, *args))
+    except BaseException:
+        pipe.send({"rank failed": traceback.format_exc()})
+    finally:
+        pipe.close()
+
+
+def run_ranks(n, target, *args, world_backend="pat_shm", start="forkserver", silent=()):
+    """What ``target(rank, n, *args)`` returned on each rank; None for ranks in ``silent`` (they are killed).
+
+    ``start="spawn"`` makes the ranks children of this process, which does not look after them until the end,
+    so a killed one stays a zombie; a fork server starts faster and reaps at once.
+    """
+    context = multiprocessing.get_context(start)
+    context.set_forkserver_preload(["torch.distributed", "sglang_pat.comm.shm", "pytest"])
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(n):
+        mine, theirs = context.Pipe(duplex=False)
+        p = context.Process(target=_child, args=(target, rank, n, port, world_backend, theirs, args))
+        p.start()
+        theirs.close()
+        pipes.append(mine)
+        processes.append(p)
+    try:
+        results = []
+        for rank, pipe in enumerate(pipes):
+            if rank in silent:
+                results.append(None)
+                continue
+            assert pipe.poll(100), f"rank {rank} has not answered"
+            results.append(pipe.recv())
+        return results
+    finally:
+        for p in processes:
+            p.join(10)
+            if p.is_alive():
+                p.kill()
+                p.join()

@@ -1,0 +1,127 @@
+"""Layers from rank to rank: through windows and through an all-to-all, against what was put in."""
+
+from __future__ import annotations
+
+import mmap
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from sglang_pat.comm import shm
+from sglang_pat.comm.exchange import AllToAll, Direct
+from sglang_pat.comm.windows import Windows
+
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.skipif(not shm.is_available(), reason="the extension sglang_pat._C is not built"),
+]
+
+CAPACITY = 1 << 20
+
+
+def content(source: int, target: int, layer: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1 + source + 10 * target + 100 * layer)
+    return torch.randint(0, 100, (count,), generator=generator).to(dtype)
+
+
+def carry(exchange, rank: int, elements: np.ndarray, layers: int, dtype: torch.dtype, rng) -> None:
+    """Every rank packs late or early, and takes its time to unpack."""
+    n = len(elements)
+
+    def dawdle() -> None:
+        if rng.random() < 0.2:
+            time.sleep(rng.random() * 0.003)
+
+    def pack(layer: int) -> None:
+        dawdle()
+        parts = [content(rank, peer, layer, int(elements[rank, peer]), dtype) for peer in range(n)]
+        exchange.outgoing(layer).copy_(torch.cat(parts))
+
+    pack(0)
+    for layer in range(layers):
+        exchange.start(layer)
+        if layer + 1 < layers:
+            pack(layer + 1)
+        dawdle()
+        pieces = exchange.incoming(layer)
+        seen = [peer for piece in pieces for peer in range(piece.first, piece.last)]
+        assert seen == sorted(set(seen)) and all(elements[p, rank] == 0 for p in set(range(n)) - set(seen))
+        for piece in pieces:
+            wanted = [
+                content(p, rank, layer, int(elements[p, rank]), dtype) for p in range(piece.first, piece.last)
+            ]
+            assert torch.equal(piece.data, torch.cat(wanted)), (rank, layer, piece.first)
+
+
+def carry_many(rank: int, n: int) -> None:
+    windows = Windows(dist.group.WORLD, CAPACITY)
+    everyone = list(range(n))
+    for seed in range(40):
+        shared = np.random.default_rng(seed)
+        own = np.random.default_rng([seed, rank])
+        elements = shared.integers(0, shared.choice([2, 50, 20_000]), (n, n)) * shared.integers(0, 2, (n, n))
+        dtype = [torch.float32, torch.bfloat16, torch.uint8][seed % 3]
+        layers = int(shared.integers(1, 8))
+        carry(Direct(dist.group.WORLD, windows, everyone, elements, dtype), rank, elements, layers, dtype, own)
+        carry(AllToAll(dist.group.WORLD, elements, dtype, "cpu"), rank, elements, layers, dtype, own)
+    check_windows(windows)
+
+
+def check_windows(windows: Windows) -> None:
+    windows.resize(100)
+    assert 100 <= windows.reserved <= mmap.PAGESIZE
+    windows.reserve(CAPACITY)
+    windows.reserve(100)
+    assert windows.reserved == CAPACITY
+    windows.resize(0)
+    assert windows.reserved == 0
+    with pytest.raises(ValueError, match="1048577 bytes do not fit a window of 1048576"):
+        windows.reserve(CAPACITY + 1)
+
+
+def carry_in_pairs(rank: int, n: int) -> None:
+    """Two exchange groups of a world of four at a time, with the windows of the world."""
+    windows = Windows(dist.group.WORLD, CAPACITY)
+    for pairs in ([[0, 2], [1, 3]], [[0, 1], [2, 3]]):
+        groups = [dist.new_group(pair, backend=shm.BACKEND) for pair in pairs]
+        group, members = next((g, p) for g, p in zip(groups, pairs, strict=True) if rank in p)
+        for seed in range(10):
+            elements = np.random.default_rng([seed, members[0]]).integers(0, 3000, (2, 2))
+            exchange = Direct(group, windows, members, elements, torch.int64)
+            carry(exchange, members.index(rank), elements, 4, torch.int64, np.random.default_rng([seed, rank]))
+            dist.barrier()  # as the vote after an exchange: nobody reads any more
+
+
+def through_a_link(rank: int, n: int) -> tuple[float, float]:
+    """Seconds of ten layers: packing that takes 5 ms, in turn with a layer that travels for 5 ms."""
+    shm.set_link(0, 0.02)
+    group = dist.new_group(list(range(n)), backend=shm.BACKEND)
+    elements = np.array([[7, 100_000], [100_000, 7]])
+    exchange = Direct(group, Windows(group, CAPACITY), [0, 1], elements, torch.uint8)
+    dist.barrier(group)
+    began = time.perf_counter()
+    time.sleep(0.005)
+    for layer in range(10):
+        exchange.start(layer)
+        time.sleep(0.005)
+        exchange.incoming(layer)
+    return time.perf_counter() - began
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_layer_arrives(n):
+    assert run_ranks(n, carry_many) == [None] * n
+
+
+def test_exchange_groups_of_a_larger_world():
+    assert run_ranks(4, carry_in_pairs) == [None] * 4
+
+
+def test_packing_hides_behind_an_emulated_link():
+    """100,000 bytes at 0.02 GB/s are 5 ms: in turn ten layers would take 0.105 s of sleeping and travelling alone."""
+    for seconds in run_ranks(2, through_a_link):
+        assert 0.055 <= seconds < 0.1
