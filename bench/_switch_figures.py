@@ -49,8 +49,8 @@ def line(point: dict, setting: Any) -> str:
     for way in point["switches"]:
         up, down = (of(point, way, direction) for direction in (True, False))
         shown.append(f"{way} {1e3 * own(up):.1f} up, {1e3 * own(down):.1f} down")
-    ms = 1e3 * point["copy_seconds"]
-    return f"{point['tokens']} tokens, {point['requests']} requests: pause without drain, ms: {'; '.join(shown)}; copy {ms:.1f}"
+    shown.append(f"copy {1e3 * point['copy_seconds']:.1f}")
+    return f"{point['tokens']} tokens, {point['requests']} requests: pause without drain, ms: {'; '.join(shown)}"
 
 
 def rows(result: dict, setting: Any) -> list[dict]:
@@ -85,8 +85,8 @@ def table(name: str, result: dict, setting: Any) -> None:
     """Printed."""
     console = Console(width=170)
     shown = Table(title=f"{name}: medians, ms", title_justify="left")
-    head = ["tokens", "requests", "to", "way", "pause", "without drain", *PHASES[1:], "sent / min", "copy", "RSS +MB", "step / static"]
-    for column in head:
+    measured = ("sent / min", "copy", "RSS +MB", "step / static")
+    for column in ("tokens", "requests", "to", "way", "pause", "without drain", *PHASES[1:], *measured):
         shown.add_column(column, justify="right")
     for row in rows(result, setting):
         shown.add_row(
@@ -96,14 +96,19 @@ def table(name: str, result: dict, setting: Any) -> None:
         )  # fmt: skip
     console.print(shown)
     back = result["returning"]
-    console.print(f"return to base without requests: median {1e3 * median(back):.2f} ms, longest {1e3 * max(back):.2f} ms")
+    median_ms, longest_ms = 1e3 * median(back), 1e3 * max(back)
+    console.print(f"return to base without requests: median {median_ms:.2f} ms, longest {longest_ms:.2f} ms")
     parts = result["restart"]
     whole = sum(parts.values())
     tokens, requests = setting.headline
-    console.print(f"restart, {requests} requests, {tokens} tokens: {whole:.1f} s ({', '.join(f'{k} {v:.1f}' for k, v in parts.items())})")
+    each = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
+    console.print(f"restart, {requests} requests, {tokens} tokens: {whole:.1f} s ({each})")
     for row in rows(result, setting):
         if (row["tokens"], row["requests"], row["to"]) == (*setting.headline, f"tp{setting.high}"):
-            console.print(f"  {row['way']}: {1e3 * row['pause']:.0f} ms, without drain {1e3 * row['own']:.1f} ms; restart is {whole / row['pause']:.0f}, {whole / row['own']:.0f} times that")
+            console.print(
+                f"  {row['way']}: {1e3 * row['pause']:.0f} ms, without drain {1e3 * row['own']:.1f} ms; "
+                f"a restart is {whole / row['pause']:.0f} and {whole / row['own']:.0f} times that"
+            )
 
 
 def draw(results: dict, about: str, path: Path) -> None:
@@ -112,8 +117,7 @@ def draw(results: dict, about: str, path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-
-    from switch import SETTINGS, QUICK  # noqa: PLC0415
+    from switch import QUICK, SETTINGS  # noqa: PLC0415
 
     columns = len(results)
     figure, axes = plt.subplots(2, columns, figsize=(1 + 6 * columns, 8), squeeze=False)

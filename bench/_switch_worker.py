@@ -1,4 +1,4 @@
-"""One adaptive engine for ``bench/switch.py``, in a process of its own: commands on stdin, answers on stdout (JSON lines).
+"""One adaptive engine for ``bench/switch.py``, in a process of its own: commands on stdin, answers on stdout (JSON).
 
     python bench/_switch_worker.py MODEL [SGLang flags]
 """

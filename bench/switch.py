@@ -2,10 +2,10 @@
 
     python bench/switch.py [--quick] [--only SETTING ...] [--rounds N] [--json FILE] [--png FILE]
 
-PAT's way (``--pat-weights reshard --pat-kv-exchange allgather``): weights and KV are gathered and cut in the pause.  Both
-engines are alive all the time; the one that is not measured is stopped (SIGSTOP).  Prompts are injected, not computed:
-what a switch moves does not depend on the values.  Restart: the engine is stopped and started in the other layout, and all
-prompts are prefilled.
+PAT's way (``--pat-weights reshard --pat-kv-exchange allgather``): weights and KV are gathered and cut in the pause.
+Both engines are alive all the time; the one that is not measured is stopped (SIGSTOP).  Prompts are injected, not
+computed: what a switch moves does not depend on the values.  Restart: the engine is stopped and started in the other
+layout, and all prompts are prefilled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Setting:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return ("--tp", str(self.low), "--dp", str(self.ranks // self.low), "--pat-candidates", f"{self.low},{self.high}")
+        degrees = f"{self.low},{self.high}"
+        return ("--tp", str(self.low), "--dp", str(self.ranks // self.low), "--pat-candidates", degrees)
 
 
 POINTS = tuple((k * 1024, n) for k in (1, 4, 8, 16, 64) for n in (1, 8, 32) if k * 1024 // n <= 16384)
@@ -148,7 +149,8 @@ def restart(model: Path, setting: Setting, kv_tokens: int) -> dict[str, float]:
     begun = time.monotonic()
     worker.stop()
     stopped_at = time.monotonic()
-    flags = ("--tp", str(setting.high), "--dp", str(setting.ranks // setting.high), "--pat-candidates", str(setting.high))
+    high = str(setting.high)
+    flags = ("--tp", high, "--dp", str(setting.ranks // setting.high), "--pat-candidates", high)
     sizes = ("--dtype", "float32", "--max-total-tokens", str(kv_tokens))
     with Worker(model, *flags, *sizes) as again:
         started = time.monotonic()
@@ -159,7 +161,7 @@ def restart(model: Path, setting: Setting, kv_tokens: int) -> dict[str, float]:
 def compare(model: Path, setting: Setting, rounds: int) -> dict:
     """All points, both ways in turn; then the restart."""
     # The longest single request, and half of the tokens at most on one replica with several.
-    kv_tokens = max(max(t // min(n, setting.ranks // setting.low), t // n) for t, n in setting.points) + 2048
+    kv_tokens = max(max(t // min(n, setting.ranks // setting.low), t // n) for t, n in setting.points) + 8192
     per_token = kv_bytes(model)
     result: dict = {"flags": setting.flags, "kv_bytes_per_token": per_token, "points": [], "ways": list(WAYS)}
     with ExitStack() as stack:
@@ -174,8 +176,8 @@ def compare(model: Path, setting: Setting, rounds: int) -> dict:
                     where = dict(low=setting.low, high=setting.high, requests=requests, tokens=tokens)
                     point["switches"][way] = worker.do("switches", **where, rounds=rounds)
                     if way == "ours":
-                        batch = dict(requests=requests, tokens=tokens)
-                        point["static"] = {tp: worker.do("static", tp=tp, **batch) for tp in (setting.low, setting.high)}
+                        batch, degrees = dict(requests=requests, tokens=tokens), (setting.low, setting.high)
+                        point["static"] = {tp: worker.do("static", tp=tp, **batch) for tp in degrees}
             moved = point["switches"]["ours"][0]["record"]["moved_bytes"] // setting.ranks
             with stopped(*workers.values()):
                 point["copy_seconds"] = copy_seconds(setting.ranks, max(moved, 1))
@@ -209,7 +211,8 @@ def main() -> int:
         results[name] = compare(model, setting, rounds)
         figures.table(name, results[name], setting)
         if args.json:
-            args.json.write_text(json.dumps({"machine": about, "model": model.name, "results": results}, indent=1) + "\n")
+            written = {"machine": about, "model": model.name, "results": results}
+            args.json.write_text(json.dumps(written, indent=1) + "\n")
     if args.png:
         figures.draw(results, f"{about['cpu']}, {about['cores']} cores; medians of {2 * rounds} switches", args.png)
     return 0

@@ -47,8 +47,8 @@ class AdaptiveConfig:
     kv: str = "auto"
     """``migrate`` KV, ``recompute`` it from tokens, or the cheaper (``auto``)."""
     kv_exchange: str = "alltoall"
-    """How KV is migrated: each rank gets its slices (``alltoall``), or all ranks of a group get everything and cut their
-    slices out of it, as in PAT (``allgather``)."""
+    """How KV is migrated: each rank gets its slices (``alltoall``), or all ranks of a group get everything and cut
+    their slices out of it, as in PAT (``allgather``)."""
     layouts: tuple[ParallelLayout, ...] = field(init=False)
     """All layouts, lowest degree (the base) first."""
 

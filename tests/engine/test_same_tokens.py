@@ -56,7 +56,9 @@ SETUPS = {
         model="qwen3", ranks=2, count=21, max_total_tokens=1200, flags=("--schedule-conservativeness", "0.2")
     ),
     # As PAT moves weights and KV.
-    "qwen3-pat": Setup(model="qwen3", ranks=4, count=8, flags=("--pat-weights", "reshard", "--pat-kv-exchange", "allgather")),
+    "qwen3-pat": Setup(
+        model="qwen3", ranks=4, count=8, flags=("--pat-weights", "reshard", "--pat-kv-exchange", "allgather")
+    ),
     "smollm2": Setup(
         model="smollm2",
         ranks=2,

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 CHECK_STEADY_ENV = "SGLANG_PAT_CHECK_STEADY"
@@ -16,7 +16,6 @@ CHECK_STEADY_ENV = "SGLANG_PAT_CHECK_STEADY"
 _MAKERS = (
     (dist, "new_group"),
     (MHATokenToKVPool, "__init__"),
-    (ReqToTokenPool, "__init__"),
     (ModelRunner, "init_device_graphs"),
     (ModelRunner, "init_attention_backend"),
 )

@@ -1,4 +1,4 @@
-"""KV in a switch as PAT moves it (section 4.3, Fig. 7), to compare with: everyone gets everything and cuts out its part.
+"""KV in a switch as PAT moves it (section 4.3, Fig. 7), to compare with: all get everything and cut their part out.
 
 All ranks of the larger TP group take part, each with the whole KV that it holds of requests that move.
 """
@@ -60,7 +60,9 @@ def build_gather(
     old_rows: Sequence[np.ndarray],
     requests: Sequence[LiveRequest],
 ) -> Gather:
-    """This rank's part; arguments as of :func:`~sglang_pat.switch.plan.build_exchange`, ``members`` the larger TP group."""
+    """This rank's part.  Arguments as of :func:`~sglang_pat.switch.plan.build_exchange`, but ``members``: the ranks of
+    its larger TP group.
+    """
     dests = sorted(plans)
     group, mine = old.group_of(rank), new.group_of(rank)
     takes = []
