@@ -7,7 +7,6 @@ import asyncio
 import pytest
 import requests
 
-from sglang_pat.host.steady import CHECK_STEADY_ENV
 from sglang_pat.testing.server import Server
 
 BODIES = [
@@ -18,7 +17,7 @@ BODIES = [
 
 def start(model, *flags: str) -> Server:
     base = ("--tp", "1", "--dp", "2", "--adaptive-tp", "--pat-policy", "manual")
-    return Server(model, *base, *flags, env={CHECK_STEADY_ENV: "1"})
+    return Server(model, *base, *flags, env={"SGLANG_PAT_CHECK_STEADY": "1"})
 
 
 def test_switches_make_no_group_pool_or_graph(llama):
