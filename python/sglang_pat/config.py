@@ -10,7 +10,7 @@ POLICIES = ("survival", "pat", "threshold", "manual", "off")
 PREDICTING = ("survival", "pat")
 """Policies that need a profile."""
 WEIGHT_MODES = ("resident", "reshard")
-KV_EXCHANGES = ("alltoall", "allgather")
+KV_EXCHANGES = ("direct", "alltoall", "allgather")
 KV_MODES = ("auto", "migrate", "recompute")
 
 
@@ -46,9 +46,10 @@ class AdaptiveConfig:
     """``resident``: base shards plus an arena per layout; ``reshard``: PAT's all-gather and slice."""
     kv: str = "auto"
     """``migrate`` KV, ``recompute`` it from tokens, or the cheaper (``auto``)."""
-    kv_exchange: str = "alltoall"
-    """How KV is migrated: each rank gets its slices (``alltoall``), or all ranks of a group get everything and cut
-    their slices out of it, as in PAT (``allgather``)."""
+    kv_exchange: str = "direct"
+    """How KV is migrated.  ``direct``: each rank takes its slices from where the others packed them, on CPUs; elsewhere
+    the same as ``alltoall``: through the process group.  ``allgather``: all ranks of a group get everything and cut their
+    slices out of it, as in PAT."""
     layouts: tuple[ParallelLayout, ...] = field(init=False)
     """All layouts, lowest degree (the base) first."""
 

@@ -42,7 +42,7 @@ REFUSED = [
     (dict(pat_policy="magic"), "--pat-policy 'magic'", "threshold, manual, off"),
     (dict(pat_weights="lazy"), "--pat-weights 'lazy'", "resident, reshard"),
     (dict(pat_kv="lose"), "--pat-kv 'lose'", "auto, migrate, recompute"),
-    (dict(pat_kv_exchange="mail"), "--pat-kv-exchange 'mail'", "alltoall, allgather"),
+    (dict(pat_kv_exchange="mail"), "--pat-kv-exchange 'mail'", "direct, alltoall, allgather"),
     (dict(pat_switch_at=0), "--pat-switch-at 0", "at least 1"),
     (dict(tp_size=0), "tp=0", "at least 1"),
     (dict(tp_size=1, dp_size=3, pat_candidates="1,3"), "tp=3", "8 attention heads"),

@@ -50,7 +50,9 @@ SETUPS = {
     "llama-4-ranks": Setup(model="llama", ranks=4, count=21),
     "llama-recompute": Setup(model="llama", ranks=2, count=8, flags=("--pat-kv", "recompute")),
     # Bias in q, k and v.  Six decoding requests a rank at most: some wait, and twelve do not fit after a merge.
-    "qwen2": Setup(model="qwen2", ranks=2, count=21, flags=("--max-running-requests", "6")),
+    "qwen2": Setup(
+        model="qwen2", ranks=2, count=21, flags=("--max-running-requests", "6", "--pat-kv-exchange", "alltoall")
+    ),
     # Norms on q and k, tied embeddings.  Little KV, lavishly given out: requests are retracted.
     "qwen3": Setup(
         model="qwen3", ranks=2, count=21, max_total_tokens=1200, flags=("--schedule-conservativeness", "0.2")

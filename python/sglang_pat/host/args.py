@@ -31,7 +31,7 @@ class AdaptiveServerArgs(ServerArgs):
     pat_switch_at: int = 8
     pat_weights: str = "resident"
     pat_kv: str = "auto"
-    pat_kv_exchange: str = "alltoall"
+    pat_kv_exchange: str = "direct"
     pat_profile: str | None = None
     pat_log: str | None = None
     pat_base_tp: int = 0
@@ -74,8 +74,8 @@ class AdaptiveServerArgs(ServerArgs):
         group.add_argument("--pat-kv", default="auto", help=f"KV of live requests: {', '.join(KV_MODES)}")
         group.add_argument(
             "--pat-kv-exchange",
-            default="alltoall",
-            help=f"how KV is migrated: {', '.join(KV_EXCHANGES)} (PAT's way, to compare with)",
+            default="direct",
+            help=f"how KV is migrated: {', '.join(KV_EXCHANGES)} (the last is PAT's way, to compare with)",
         )
 
     def adaptive_config(self) -> AdaptiveConfig:

@@ -121,7 +121,7 @@ class Layouts:
 
     def _make_windows(self) -> Windows | None:
         """Where KV goes through in a switch; None where the groups' own all-to-all carries it."""
-        if self.runner.device != "cpu":
+        if self.runner.device != "cpu" or self.config.kv_exchange != "direct":
             return None
         pool, degrees = self.base.kv_pool, [layout.tp for layout in self.config.layouts]
         # With more ranks than KV heads a rank may send the same heads to several.
