@@ -48,8 +48,8 @@ class AdaptiveConfig:
     """``migrate`` KV, ``recompute`` it from tokens, or the cheaper (``auto``)."""
     kv_exchange: str = "direct"
     """How KV is migrated.  ``direct``: each rank takes its slices from where the others packed them, on CPUs; elsewhere
-    the same as ``alltoall``: through the process group.  ``allgather``: all ranks of a group get everything and cut their
-    slices out of it, as in PAT."""
+    the same as ``alltoall``: through the process group.  ``allgather``: all ranks of a group get everything and cut
+    their slices out of it, as in PAT."""
     layouts: tuple[ParallelLayout, ...] = field(init=False)
     """All layouts, lowest degree (the base) first."""
 

@@ -38,6 +38,7 @@ def deployment(args: AdaptiveServerArgs, kv_tokens: int = 0, max_running: int = 
         degrees=tuple(layout.tp for layout in config.layouts),
         link=str(shm.current_link() or "none"),
         weights=config.weights,
+        kv_exchange=config.kv_exchange,
         kv_tokens=kv_tokens,
         max_running=max_running,
         host=metadata.version("sglang"),

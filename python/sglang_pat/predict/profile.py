@@ -42,7 +42,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         num_ranks, base_tp: N and the lowest degree.
         degrees: candidate degrees, ascending, base first.
         link: emulated link between CPU ranks, or ``none``.
-        weights: ``resident`` or ``reshard``.
+        weights: ``resident`` or ``reshard``; kv_exchange: ``direct``, ``alltoall`` or ``allgather``.
         kv_tokens: KV tokens that one replica of the base layout holds; max_running: most requests that it decodes
             at once.  They bound what was measured and do not change it, so they may differ.
         host, torch, package: versions of SGLang, torch and sglang_pat.
@@ -57,6 +57,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     degrees: tuple[int, ...]
     link: str
     weights: str
+    kv_exchange: str = "direct"
     kv_tokens: int
     max_running: int
     host: str
