@@ -112,12 +112,19 @@ def repeat_spread(runs: list[list[Decoded]]) -> float:
     return mean(abs(a - b) / ((a + b) / 2) for a, b in pairs)
 
 
-def undisturbed_error(runs: list[list[Decoded]]) -> float:
-    """Mean absolute error where each window is taken from the run that was fastest there.
+def slowness(run: list[Decoded]) -> float:
+    """Measured over predicted time of a whole run: by how much the machine was slower than during the sweep, provided
+    that the profile is right on the whole."""
+    return sum(s.measured for s in run) / sum(s.predicted for s in run)
 
-    Other programs can only slow a step down, so this is the profile's error with less of the machine's in it.
+
+def shape_error(runs: list[list[Decoded]]) -> float:
+    """Mean absolute error of the windows with the slowness of each run taken out.
+
+    What the profile gets wrong between batches and contexts, whatever the machine's speed on that day.
     """
-    return mean(abs(1 / min(ratios) - 1) for ratios in _ratios(runs))
+    ratios = [(ratio, slowness(run)) for run in runs for (ratio,) in _ratios([run])]
+    return mean(abs(slow / ratio - 1) for ratio, slow in ratios)
 
 
 def throughput(steps: list[Decoded]) -> dict[int, tuple[float, float]]:
@@ -139,15 +146,14 @@ def summary(layout: str, runs: list[list[Decoded]]) -> dict[str, Any]:
     """One row of the result: errors of all runs together, the machine's own spread, what was not covered."""
     steps = [step for run in runs for step in run]
     cut = [window for run in runs for window in windows(run)]
-    total = sum(s.measured for s in steps)
     several = bool(cut) and len(runs) > 1
     return {
         "layout": layout,
         "steps": len(steps),
         "error a step": error([step] for step in steps),
         f"error a window of {WINDOW}": error(cut) if cut else float("nan"),
-        "undisturbed": undisturbed_error(runs) if several else float("nan"),
-        "error of the whole": abs(sum(s.predicted for s in steps) - total) / total,
+        "with the run's slowness taken out": shape_error(runs) if cut else float("nan"),
+        "slower than the sweep": slowness(steps) - 1,
         "repeat to repeat": repeat_spread(runs) if several else float("nan"),
         "beyond the grid": mean(not s.covered for s in steps),
     }

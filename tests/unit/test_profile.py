@@ -24,6 +24,7 @@ OTHER = dict(
     degrees=(1, 4),
     link="10 GB/s",
     weights="reshard",
+    kv_exchange="allgather",
     kv_tokens=1,
     max_running=2,
     host="0.6",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from profiles_for_tests import profile
 
@@ -94,17 +96,29 @@ def test_errors_of_a_trajectory():
     assert trajectory.error([step] for step in runs[0]) == pytest.approx(0.0, abs=1e-9)
     assert trajectory.error([step] for step in runs[1]) == pytest.approx(0.1 / 1.1)
     assert trajectory.repeat_spread(runs) == pytest.approx(0.1 / 1.05)
-    assert trajectory.undisturbed_error(runs) == pytest.approx(0.0, abs=1e-9), "the fastest run of each window"
+    assert trajectory.slowness(runs[1]) == pytest.approx(1.1)
+    assert trajectory.shape_error(runs) == pytest.approx(0.0, abs=1e-9), "each run has one speed"
     slow = [trajectory.decoded(trace_of(predictor, 2, factor), predictor, 2) for factor in (0.9, 1.3, 1.1)]
-    assert trajectory.undisturbed_error(slow) == pytest.approx(0.1 / 0.9), "not the one that fits best"
     assert trajectory.repeat_spread(slow) == pytest.approx((0.4 / 1.1 + 0.2 / 1.2 + 0.2) / 3)
     row = trajectory.summary("tp2×dp2", runs)
     assert row["steps"] == 240 and row["repeat to repeat"] == pytest.approx(0.1 / 1.05)
+    assert row["slower than the sweep"] == pytest.approx(0.05)
     rates = trajectory.throughput(runs[0])
     assert set(rates) == {8, 4}
     for measured, predicted in rates.values():
         assert measured == pytest.approx(predicted)
     assert rates[8][0] == pytest.approx(8 / predictor.step_seconds(2, 4, 860), rel=0.02)
+
+
+def test_what_is_wrong_whatever_the_speed():
+    """Two windows a replica: one 1.2 times, the other 0.9 times what is predicted."""
+    predictor = Predictor(profile())
+    even = trajectory.decoded(trace_of(predictor, 2, 1.0, count=40), predictor, 2)
+    uneven = [replace(step, measured=step.measured * (1.2 if step.requests == 4 else 0.9)) for step in even]
+    first, second = (sum(s.predicted for s in even if s.requests == n) for n in (4, 2))
+    whole = (1.2 * first + 0.9 * second) / (first + second)
+    assert trajectory.slowness(uneven) == pytest.approx(whole)
+    assert trajectory.shape_error([uneven]) == pytest.approx((1 - whole / 1.2 + whole / 0.9 - 1) / 2)
 
 
 def test_windows_stay_on_one_replica():

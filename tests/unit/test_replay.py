@@ -110,7 +110,7 @@ def test_rounds_are_the_same_for_every_policy_and_run():
 
 
 def test_policies_learn_how_many_requests_come():
-    """As an engine's, which waits in the first round only; but one that is told does not even there."""
+    """As an engine's, which waits in the first two rounds only; but one that is told does not even there."""
     asked: dict[str, list[list[bool]]] = {}
 
     class Watched(Machine):
@@ -125,9 +125,9 @@ def test_policies_learn_how_many_requests_come():
 
             return decide
 
-    work = Work(shape=parse_shape("lognormal:5,1,2000"), batch=24, rounds=3)
+    work = Work(shape=parse_shape("lognormal:5,1,2000"), batch=24, rounds=4)
     compare(Watched(crossing()), work, ["pat", "survival" + KNOWN, "static:4"])
-    assert asked == {"pat": [{False}, {True}, {True}], "survival": [{True}] * 3}
+    assert asked == {"pat": [{False}, {False}, {True}, {True}], "survival": [{True}] * 4}
 
 
 def test_a_complete_batch_is_not_waited_for():
