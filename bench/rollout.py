@@ -246,7 +246,7 @@ def draw(results: list[dict], about: str, path: Path) -> None:
         made = runs["survival"]["switches"][-1]
         arrows = [f"tp{m['to_tp']} at {m['at']:.1f} s ({m['requests']} left)" for m in made if m["requests"]]
         axis.set_xticks(range(len(runs)), [name.replace(" ", "\n") for name in runs])
-        axis.set_xlabel("survival: " + (", ".join(arrows) or "no switch"), fontsize=9)
+        axis.set_xlabel("survival: " + (",\n".join(arrows) or "no switch"), fontsize=8)
         axis.set_ylim(0, max(max(run["seconds"]) for run in runs.values()) * 1.2)
         link = "natural link" if result["link"] == "none" else f"emulated link {result['link']}"
         axis.set_title(f"{result['model']}, {result['work']['batch']} requests\n{link}", fontsize=10)
