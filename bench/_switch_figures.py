@@ -37,12 +37,6 @@ def own(switches: list[dict]) -> float:
     return median(s["record"]["pause_seconds"] - s["record"]["phases"]["drain"] for s in switches)
 
 
-def minimum(point: dict, result_bytes: int, setting: Any) -> float:
-    """Bytes that must leave ranks, all together: each rank lacks this share of the heads of its new group's tokens."""
-    tokens = of(point, "ours", True)[0]["record"]["tokens"]
-    return tokens * result_bytes * (1 - setting.low / setting.high)
-
-
 def line(point: dict, setting: Any) -> str:
     """Progress."""
     shown = []

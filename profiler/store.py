@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
@@ -119,9 +120,13 @@ class Store:
         self._keep(spent, **change)
 
     def again(self, before: DecodePoint, measured: DecodePoint, spent: float) -> None:
-        """Keep another visit to the same point.  The fastest one counts: others on the machine only slow steps down."""
-        samples, seconds = before.samples + measured.samples, min(before.seconds, measured.seconds)
-        both = msgspec.structs.replace(before, samples=samples, seconds=seconds)
+        """Keep another visit to the same point.
+
+        The median of all samples counts, as within a visit: the fastest would be what the machine does at its best, and
+        the more so the more often a point was visited.
+        """
+        samples = before.samples + measured.samples
+        both = msgspec.structs.replace(before, samples=samples, seconds=median(samples))
         decode = tuple(both if point is before else point for point in self.profile.decode)
         self._keep(spent, decode=decode)
 

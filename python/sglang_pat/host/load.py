@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import zlib
-from array import array
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ def length_limit(params: SamplingParams) -> int | None:
 def register(req: Req) -> None:
     """Note on a new request what reports say of it: its length limit and its prompt's family."""
     req.pat_limit = length_limit(req.sampling_params)
-    req.pat_family = zlib.crc32(array("I", req.origin_input_ids))
+    req.pat_family = zlib.crc32(req.pat_prompt)
 
 
 class LoadReporter:

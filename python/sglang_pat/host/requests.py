@@ -7,6 +7,8 @@ contract test holds them against the host, so a new attribute fails there by nam
 
 from __future__ import annotations
 
+import copy
+from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any
@@ -60,35 +62,47 @@ class Capsule:
     """One request on its way to new ranks.
 
     Attributes:
-        request: the tokenized request as the TokenizerManager sent it.
-        state: values of :data:`CARRIED`.
+        request: the tokenized request as the TokenizerManager sent it, without its tokens.
+        prompt, output: token ids, unsigned 32 bit.  As arrays: pickling a list takes a step for each token.
+        state: values of :data:`CARRIED`, but ``output_ids``.
         times: numeric fields of the host's time stats (seconds of this machine's clock).
     """
 
     request: TokenizedGenerateReqInput
+    prompt: array
+    output: array
     state: dict[str, Any]
     times: dict[str, float]
+
+    def tokenized(self) -> TokenizedGenerateReqInput:
+        """The request as it came in."""
+        self.request.input_ids = self.prompt.tolist()
+        return self.request
 
 
 def capture(req: Req) -> Capsule:
     """The capsule of ``req``; ``req`` itself is not touched.
 
-    ``req.pat_request`` was attached by the adaptive scheduler when the request came in.
+    ``req.pat_request`` and ``req.pat_prompt`` were attached by the adaptive scheduler when the request came in.
     """
     # The host sets some attributes on first use only.
     state = {name: getattr(req, name) for name in CARRIED if hasattr(req, name)}
-    if req.origin_input_ids == req.pat_request.input_ids:
+    output = array("I", state.pop("output_ids"))
+    if req.origin_input_ids is req.pat_request.input_ids:
         del state["origin_input_ids"]
+    request = copy.copy(req.pat_request)
+    request.input_ids = None
     times = {
         field.name: value
         for field in fields(req.time_stats)
         if isinstance(value := getattr(req.time_stats, field.name), (int, float))
     }
-    return Capsule(req.pat_request, state, times)
+    return Capsule(request, req.pat_prompt, output, state, times)
 
 
 def restore(req: Req, capsule: Capsule) -> None:
-    """Give a fresh ``Req`` (made from ``capsule.request``) the state it had before the switch."""
+    """Give a fresh ``Req`` (made from ``capsule.tokenized()``) the state it had before the switch."""
+    req.output_ids = capsule.output.tolist()
     for name, value in capsule.state.items():
         setattr(req, name, value)
     for name, value in capsule.times.items():

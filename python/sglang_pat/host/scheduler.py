@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import zlib
+from array import array
 from contextlib import contextmanager
 from typing import Any
 
@@ -175,12 +176,13 @@ class AdaptiveScheduler(Scheduler):
         super().process_input_requests(recv_reqs)
 
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
-        self._incoming = recv_req
+        self._incoming, self._prompt = recv_req, None
         super().handle_generate_request(recv_req)
 
     def init_req_max_new_tokens(self, req: Req) -> None:
         # The one step that every path of the host's handler takes with the new request.
         req.pat_request = self._incoming
+        req.pat_prompt = array("I", req.origin_input_ids) if self._prompt is None else self._prompt
         # A request admitted in a tail layout, where the pool holds more tokens, must still fit in
         # the base layout.
         capacity, self.max_total_num_tokens = self.max_total_num_tokens, self.base_capacity
@@ -201,7 +203,8 @@ class AdaptiveScheduler(Scheduler):
         """A ``Req`` of this scheduler from a capsule, by the host's own constructor path."""
         self._captured = []
         try:
-            self.handle_generate_request(capsule.request)
+            self._incoming, self._prompt = capsule.tokenized(), capsule.prompt
+            super().handle_generate_request(self._incoming)
             if self.grammar_manager.grammar_queue and not self._captured:
                 self._captured.append(self.grammar_manager.grammar_queue.pop())
             (req,) = self._captured

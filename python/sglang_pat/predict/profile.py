@@ -73,7 +73,7 @@ class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
         replicas: replicas that decoded at the same time, each with ``batch`` requests.
         batch: requests of each of them.
         context: tokens of each request, in the middle of the window.
-        seconds: step time; the median of a visit, of the fastest where there were several.
+        seconds: step time, the median of the samples.
         samples: mean step time (seconds) of each measured window.
     """
 

@@ -109,19 +109,20 @@ def shared_prefixes(rows: Sequence[np.ndarray], dests: Sequence[int], num_slots:
         dests: destination group of each request; sharing counts only inside one destination.
         num_slots: number of slots of the pool.
     """
-    owner = {dest: np.full(num_slots, -1, dtype=np.int64) for dest in set(dests)}
+    # Index + 1; memory that is zero from the start is touched only where slots are in use.
+    owner = {dest: np.zeros(num_slots, dtype=np.int32) for dest in set(dests)}
     result = []
     for index, (row, dest) in enumerate(zip(rows, dests, strict=True)):
         owners = owner[dest][row]
-        taken = owners >= 0
+        taken = owners > 0
         shared = int(taken.sum())
         if not taken[:shared].all():
             raise AssertionError(
                 f"requests share KV slots that are not a common prefix: request {index} has {len(row)} tokens, "
                 f"{shared} of them shared, but its own begin at {np.argmin(taken)}"
             )
-        result.append((shared, int(owners[shared - 1]) if shared else -1))
-        owner[dest][row[shared:]] = index
+        result.append((shared, int(owners[shared - 1]) - 1 if shared else -1))
+        owner[dest][row[shared:]] = index + 1
     return result
 
 
