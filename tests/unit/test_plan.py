@@ -135,7 +135,7 @@ def execute(case: Case) -> tuple[dict[int, np.ndarray], list[tuple[int, int, int
         for rank in members:
             group = old.group_of(rank)
             exchanges[rank] = plan.build_exchange(
-                old, new, kv_heads, members, rank, plans, case.slots[group], case.live[group]
+                plan.Move(old, new, kv_heads, members, rank, plans, case.slots[group], case.live[group])
             )
         for (i, src), (j, dst) in itertools.product(enumerate(members), repeat=2):
             out, into = exchanges[src], exchanges[dst]
@@ -244,7 +244,7 @@ def test_pats_way_ends_with_the_same_kv(case):
             for tokens, slots in zip(case.tokens[group], case.slots[group], strict=True):
                 pool[slots] = np.array(tokens, dtype=np.int64).reshape(-1, 1) * kv_heads + heads
             gathers[rank] = build_gather(
-                old, new, kv_heads, members, rank, plans, case.slots[group], case.live[group]
+                plan.Move(old, new, kv_heads, members, rank, plans, case.slots[group], case.live[group])
             )
             assert gathers[rank].heads == len(heads)
             staged[rank] = pool[gathers[rank].send_slots]
@@ -338,7 +338,7 @@ def test_bytes_of_the_design():
     plans = {0: plan.plan_group(0, live, 100, 10_000)}
     rows = [np.arange(1, tokens + 1)]
     sent = [
-        plan.build_exchange(old, new, 8, members, rank, plans, rows, live[rank]).elements_sent(1, rank)
+        plan.build_exchange(plan.Move(old, new, 8, members, rank, plans, rows, live[rank])).elements_sent(1, rank)
         for rank in members
     ]
     assert sent == [tokens * 7] * 8

@@ -56,14 +56,20 @@ def prepare(
         groups.larger(old, new)  # by all ranks, also those that have nothing to move
     if not any(group_plan.total for group_plan in plans.values()):
         return None
-    rows = [scheduler.kv_row(req).cpu().numpy() for req in decoding]
-    what = plans, rows, offers[old.group_of(scheduler.rank)].decoding
+    larger = max(old, new)
+    move = plan.Move(
+        old=old,
+        new=new,
+        kv_heads=layouts.kv_heads,
+        members=larger.group(larger.group_of(scheduler.rank)) if gathering else groups.exchange(old, new)[1],
+        rank=scheduler.rank,
+        plans=plans,
+        rows=[scheduler.kv_row(req).cpu().numpy() for req in decoding],
+        requests=offers[old.group_of(scheduler.rank)].decoding,
+    )
     if gathering:
-        larger = max(old, new)
-        members = larger.group(larger.group_of(scheduler.rank))
-        return KvGather(scheduler, new, build_gather(old, new, layouts.kv_heads, members, scheduler.rank, *what))
-    _, members = groups.exchange(old, new)
-    return KvExchange(scheduler, new, plan.build_exchange(old, new, layouts.kv_heads, members, scheduler.rank, *what))
+        return KvGather(scheduler, new, build_gather(move))
+    return KvExchange(scheduler, new, plan.build_exchange(move))
 
 
 class KvExchange:
@@ -75,15 +81,15 @@ class KvExchange:
         self._source, self._target = layouts.current.kv_pool, layouts[new].kv_pool
         sample = self._source.k_buffer[0]
         group, members = layouts.runner.groups.exchange(layouts.current.layout, new)
-        elements = exchange.elements(self._source.head_dim + self._source.v_head_dim)
+        dim = self._source.head_dim + self._source.v_head_dim
+        elements = exchange.elements(dim)
         if layouts.windows is not None:
             self._carrier = Direct(group, layouts.windows, members, elements, sample.dtype)
         else:
             self._carrier = AllToAll(group, elements, sample.dtype, sample.device)
         self._send_slots = torch.from_numpy(exchange.send_slots).to(sample.device)
         self._recv_slots = torch.from_numpy(exchange.recv_slots).to(sample.device)
-        me = members.index(scheduler.rank)
-        sent = int(elements[me].sum() - elements[me, me])
+        sent = exchange.elements_sent(dim, members.index(scheduler.rank))
         self.bytes_sent = sent * sample.dtype.itemsize * self._source.layer_num
         """To other ranks, all layers."""
 

@@ -5,13 +5,11 @@ All ranks of the larger TP group take part, each with the whole KV that it holds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_pat.layout import ParallelLayout
-from sglang_pat.switch.plan import GroupPlan, LiveRequest, head_slices, incoming, kv_head_range, outgoing
+from sglang_pat.switch.plan import Move, kv_head_range
 
 
 @dataclass(frozen=True)
@@ -50,30 +48,20 @@ class Gather:
     takes: list[Take]
 
 
-def build_gather(
-    old: ParallelLayout,
-    new: ParallelLayout,
-    kv_heads: int,
-    members: Sequence[int],
-    rank: int,
-    plans: dict[int, GroupPlan],
-    old_rows: Sequence[np.ndarray],
-    requests: Sequence[LiveRequest],
-) -> Gather:
-    """This rank's part.  Arguments as of :func:`~sglang_pat.switch.plan.build_exchange`, but ``members``: the ranks of
-    its larger TP group.
-    """
-    dests = sorted(plans)
-    group, mine = old.group_of(rank), new.group_of(rank)
+def build_gather(move: Move) -> Gather:
+    """This rank's part."""
+    old, members, plans = move.old, move.members, move.plans
+    dests, mine = sorted(plans), move.new.group_of(move.rank)
     takes = []
-    for piece in head_slices(old, new, kv_heads, members, rank):
+    for piece in move.slices(move.rank):
         source = old.group_of(piece.src)
         first = sum(plans[dest].fresh.get(source, 0) for dest in dests if dest < mine)
-        slots = incoming(plans[mine], source)
-        takes.append(Take(members.index(piece.src), first, slots, piece.src_head, piece.dst_head, piece.count))
+        takes.append(
+            Take(members.index(piece.src), first, move.coming(source), piece.src_head, piece.dst_head, piece.count)
+        )
     return Gather(
-        send_slots=np.concatenate([outgoing(plans[dest], group, old_rows, requests) for dest in dests]),
+        send_slots=np.concatenate([move.leaving(dest) for dest in dests]),
         counts=[sum(plans[dest].fresh.get(old.group_of(member), 0) for dest in dests) for member in members],
-        heads=kv_head_range(kv_heads, old, rank)[1],
+        heads=kv_head_range(move.kv_heads, old, move.rank)[1],
         takes=takes,
     )

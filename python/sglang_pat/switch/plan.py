@@ -215,38 +215,66 @@ class Exchange:
         return int(sent.sum() - sent[me])
 
 
-def build_exchange(
-    old: ParallelLayout,
-    new: ParallelLayout,
-    kv_heads: int,
-    members: Sequence[int],
-    rank: int,
-    plans: dict[int, GroupPlan],
-    old_rows: Sequence[np.ndarray],
-    requests: Sequence[LiveRequest],
-) -> Exchange:
-    """This rank's exchange.
+@dataclass(frozen=True)
+class Move:
+    """What a rank knows when KV is about to move.
 
-    Args:
-        members: ranks of its exchange group, sorted.
+    Attributes:
+        kv_heads: of the whole model.
+        members: ranks that take part, sorted: those of the exchange group (:func:`build_exchange`) or of the larger TP
+            group (:func:`~sglang_pat.switch.gather.build_gather`).
         plans: the plan of every new group that a member belongs to.
-        old_rows: slots, in this rank's old pool view, of each request of its old group.
+        rows: slots, in this rank's old pool view, of each request of its old group.
         requests: the same requests, as the plan saw them.
     """
-    group = old.group_of(rank)
-    slices = {(s.src, s.dst): s for dst in members for s in head_slices(old, new, kv_heads, members, dst)}
+
+    old: ParallelLayout
+    new: ParallelLayout
+    kv_heads: int
+    members: Sequence[int]
+    rank: int
+    plans: dict[int, GroupPlan]
+    rows: Sequence[np.ndarray]
+    requests: Sequence[LiveRequest]
+
+    def slices(self, dst: int) -> list[HeadSlice]:
+        """What ``dst`` needs from the members."""
+        return head_slices(self.old, self.new, self.kv_heads, self.members, dst)
+
+    def leaving(self, dest: int) -> np.ndarray:
+        """Slots of the old pool view that go from this rank's old group to new group ``dest``, each once."""
+        parts = [
+            row[request.shared :]
+            for row, new_row, request in zip(
+                self.rows, self.plans[dest].rows[self.old.group_of(self.rank)], self.requests, strict=True
+            )
+            if new_row is not None
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def coming(self, source: int) -> np.ndarray:
+        """Slots of the new pool view in which that lies what comes from old group ``source`` to this rank's new one."""
+        fresh = self.plans[self.new.group_of(self.rank)].fresh
+        first = 1 + sum(count for group, count in fresh.items() if group < source)
+        return np.arange(first, first + fresh.get(source, 0), dtype=np.int64)
+
+
+def build_exchange(move: Move) -> Exchange:
+    """This rank's side of the all-to-all."""
+    old, new, members, rank = move.old, move.new, move.members, move.rank
+    slices = {(s.src, s.dst): s for dst in members for s in move.slices(dst)}
     counts = {s.count for s in slices.values()}
     between = [[(src, dst) in slices for dst in members] for src in members]
-    fresh = [[plans[new.group_of(dst)].fresh.get(old.group_of(src), 0) for dst in members] for src in members]
+    fresh = [[move.plans[new.group_of(dst)].fresh.get(old.group_of(src), 0) for dst in members] for src in members]
     assert len(counts) == 1, f"slices of one switch have one size, got {counts}"
     send, send_heads, recv, recv_heads = [], [], [], []
     empty = np.empty(0, dtype=np.int64)
     for peer in members:
         out = slices.get((rank, peer))
-        send.append(outgoing(plans[new.group_of(peer)], group, old_rows, requests) if out else empty)
+        send.append(move.leaving(new.group_of(peer)) if out else empty)
         send_heads.append(out.src_head if out else 0)
         into = slices.get((peer, rank))
-        recv.append(incoming(plans[new.group_of(rank)], old.group_of(peer)) if into else empty)
+        recv.append(move.coming(old.group_of(peer)) if into else empty)
         recv_heads.append(into.dst_head if into else 0)
     return Exchange(
         send_slots=np.concatenate(send),
@@ -258,22 +286,6 @@ def build_exchange(
         heads=counts.pop(),
         slots=np.where(between, fresh, 0),
     )
-
-
-def outgoing(
-    plan: GroupPlan, group: int, old_rows: Sequence[np.ndarray], requests: Sequence[LiveRequest]
-) -> np.ndarray:
-    parts = [
-        old_row[request.shared :]
-        for old_row, new_row, request in zip(old_rows, plan.rows[group], requests, strict=True)
-        if new_row is not None
-    ]
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-
-
-def incoming(plan: GroupPlan, group: int) -> np.ndarray:
-    first = 1 + sum(count for source, count in plan.fresh.items() if source < group)
-    return np.arange(first, first + plan.fresh.get(group, 0), dtype=np.int64)
 
 
 def _offsets(parts: Sequence[np.ndarray]) -> np.ndarray:
