@@ -12,9 +12,8 @@ import argparse
 import time
 from pathlib import Path
 
-from safetensors.torch import load_file
-
 import sglang_pat
+from safetensors.torch import load_file
 from sglang_pat.testing import models
 
 
