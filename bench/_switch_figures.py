@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from profiler.measure import sample
+from sglang_pat.predict.fits import fit_control, fit_kv
 
 PHASES = ("drain", "capsules", "plan", "kv", "weights", "install", "check")
 COLORS = {
@@ -67,42 +73,108 @@ def rows(result: dict, setting: Any) -> list[dict]:
                         "sent_over_minimum": record["moved_bytes"] / least if least else float("nan"),
                         "moved_bytes": record["moved_bytes"],
                         "copy": point["copy_seconds"],
-                        "rise": median(max(s["rise"]) for s in switches),
-                        "layer_bytes": record["tokens"] * result["kv_bytes_per_token"],
+                        "extra": median(max(s["extra"]) for s in switches),
+                        "extra_over_layers": median(max(s["extra"]) for s in switches) / two_layers(record, result),
                         "after_over_static": after / median(static) if way == "ours" else float("nan"),
                     }
                 )  # fmt: skip
     return found
 
 
+def two_layers(record: dict, result: dict) -> float:
+    """Bytes of the live KV of two layers on a rank, shared out evenly: what the exchange may take besides capsules."""
+    return 2 * record["tokens"] * result["kv_bytes_per_token"] / result["layers"] / result["ranks"]
+
+
+def modelled(result: dict) -> list[float]:
+    """Predicted over measured pause without drain of each point and direction of ours.
+
+    Predicted as the policies do (``sglang_pat.predict.fits``), from all *other* points.
+    """
+    ratios = []
+    for point, up in itertools.product(result["points"], (True, False)):
+        others = [sample(s["record"]) for p in result["points"] if p is not point for s in of(p, "ours", up)]
+        if len({(s.requests, s.tokens) for s in others}) < 3:
+            continue
+        fixed, per_request = fit_control(others, None)
+        kv_fixed, per_token = fit_kv(others)
+        found = of(point, "ours", up)
+        tokens = median(s["record"]["tokens"] for s in found)
+        predicted = fixed + per_request * point["requests"] + kv_fixed + per_token * tokens
+        ratios.append(predicted / own(found))
+    return ratios
+
+
+def linear(result: dict, up: bool) -> tuple[float, float]:
+    """Of ours over the live tokens: exponent of a power law through the upper half of the points, and R² of a line."""
+    points = [(p["tokens"], own(of(p, "ours", up))) for p in result["points"]]
+    tokens, seconds = (np.array(column) for column in zip(*points, strict=True))
+    large = tokens >= np.median(tokens)
+    exponent = np.polyfit(np.log(tokens[large]), np.log(seconds[large]), 1)[0] if len(set(tokens[large])) > 1 else 1.0
+    line = np.polyval(np.polyfit(tokens, seconds, 1), tokens)
+    return float(exponent), float(1 - ((seconds - line) ** 2).sum() / ((seconds - seconds.mean()) ** 2).sum())
+
+
+def bars(result: dict, setting: Any) -> Iterator[tuple[str, str, str]]:
+    """(figure, bar, measured) of one setting; all of the pause without drain unless said otherwise."""
+    everything = rows(result, setting)
+    ours = [row for row in everything if row["way"] == "ours"]
+    head = {row["way"]: row for row in everything if _is_headline(row, setting)}
+    whole, parts = sum(result["restart"].values()), [(row["own"] - 0.010) / row["copy"] for row in ours]
+    ratios = [abs(ratio - 1) for ratio in modelled(result)]
+    yield "bytes sent over the minimum, worst", "≤ 1.05", f"{max(row['sent_over_minimum'] for row in ours):.3f}"
+    pats = head.get("PAT's")
+    if pats is not None:
+        without, drained = (pats[name] / head["ours"][name] for name in ("own", "pause"))
+        yield "PAT's way over ours, headline", "≥ 5 with 4 ranks", f"{without:.1f} ({drained:.1f} with drain)"
+    yield (
+        "restart over ours, headline", "≥ 100",
+        f"{whole / head['ours']['own']:.0f} ({whole / head['ours']['pause']:.0f} with drain)",
+    )  # fmt: skip
+    yield "(ours - 10 ms) over one copy, median; worst", "≤ 3", f"{median(parts):.2f}; {max(parts):.2f}"
+    yield "return to base without requests", "≤ 5 ms", f"{1e3 * median(result['returning']):.1f} ms, drain included"
+    extra = [row["extra_over_layers"] for row in ours if row["tokens"] >= 4096]
+    if extra:
+        yield "extra memory over two layers' live KV, from 4K tokens, worst", "≤ 1 + capsules", f"{max(extra):.2f}"
+    after = [row["after_over_static"] for row in ours]
+    spread = f"{median(after):.3f} ({min(after):.3f}-{max(after):.3f})"
+    yield "step after over static, median (range)", "within 2%", spread
+    for up in (True, False):
+        exponent, r2 = linear(result, up)
+        yield f"pause ∝ tokens^x, {'up' if up else 'down'}", "x ≤ 1", f"x = {exponent:.2f}, line R² {r2:.3f}"
+    if ratios:
+        yield "model of the pause, error: mean; worst", "≤ 15%", f"{np.mean(ratios):.0%}; {max(ratios):.0%}"
+
+
+def _is_headline(row: dict, setting: Any) -> bool:
+    return (row["tokens"], row["requests"], row["to"]) == (*setting.headline, f"tp{setting.high}")
+
+
 def table(name: str, result: dict, setting: Any) -> None:
     """Printed."""
     console = Console(width=170)
     shown = Table(title=f"{name}: medians, ms", title_justify="left")
-    measured = ("sent / min", "copy", "RSS +MB", "step / static")
+    measured = ("sent / min", "copy", "extra MB", "/ 2 layers", "step / static")
     for column in ("tokens", "requests", "to", "way", "pause", "without drain", *PHASES[1:], *measured):
         shown.add_column(column, justify="right")
     for row in rows(result, setting):
         shown.add_row(
             str(row["tokens"]), str(row["requests"]), row["to"], row["way"], f"{1e3 * row['pause']:.0f}",
             f"{1e3 * row['own']:.1f}", *(f"{1e3 * row[p]:.1f}" for p in PHASES[1:]), f"{row['sent_over_minimum']:.3f}",
-            f"{1e3 * row['copy']:.1f}", f"{row['rise'] / 1e6:.1f}", f"{row['after_over_static']:.3f}",
+            f"{1e3 * row['copy']:.1f}", f"{row['extra'] / 1e6:.1f}", f"{row['extra_over_layers']:.2f}",
+            f"{row['after_over_static']:.3f}",
         )  # fmt: skip
     console.print(shown)
-    back = result["returning"]
-    median_ms, longest_ms = 1e3 * median(back), 1e3 * max(back)
-    console.print(f"return to base without requests: median {median_ms:.2f} ms, longest {longest_ms:.2f} ms")
     parts = result["restart"]
-    whole = sum(parts.values())
     tokens, requests = setting.headline
     each = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
-    console.print(f"restart, {requests} requests, {tokens} tokens: {whole:.1f} s ({each})")
-    for row in rows(result, setting):
-        if (row["tokens"], row["requests"], row["to"]) == (*setting.headline, f"tp{setting.high}"):
-            console.print(
-                f"  {row['way']}: {1e3 * row['pause']:.0f} ms, without drain {1e3 * row['own']:.1f} ms; "
-                f"a restart is {whole / row['pause']:.0f} and {whole / row['own']:.0f} times that"
-            )
+    console.print(f"restart, {requests} requests, {tokens} tokens: {sum(parts.values()):.1f} s ({each})")
+    shown = Table(title=f"{name}: without drain unless said otherwise", title_justify="left")
+    for column in ("figure", "bar", "measured"):
+        shown.add_column(column)
+    for row in bars(result, setting):
+        shown.add_row(*row)
+    console.print(shown)
 
 
 def draw(results: dict, about: str, path: Path) -> None:

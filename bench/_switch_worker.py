@@ -26,7 +26,7 @@ SKIP = 2
 
 
 class Memory:
-    """Resident memory of each rank: how far it rises above what it was."""
+    """What a switch takes on each rank beyond what is mapped already, and in the windows that KV goes through."""
 
     def __init__(self) -> None:
         children = psutil.Process().children(recursive=True)
@@ -35,11 +35,24 @@ class Memory:
     def start(self) -> None:
         for pid in self._pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the high-water mark starts again from here
-        self._before = [self._read(pid, "VmRSS") for pid in self._pids]
+        self._before = [(self._read(pid, "VmRSS"), self._read(pid, "RssShmem")) for pid in self._pids]
 
-    def rise(self) -> list[int]:
-        """Bytes by rank; shared pages count on both sides."""
-        return [self._read(pid, "VmHWM") - b for pid, b in zip(self._pids, self._before, strict=True)]
+    def extra(self) -> list[int]:
+        """Bytes by rank.
+
+        Windows count where they were made, whole, though they were there before the pause, and not where a peer has
+        them mapped as well.
+        """
+        found = []
+        for pid, (rss, shared) in zip(self._pids, self._before, strict=True):
+            mapped = max(0, self._read(pid, "RssShmem") - shared)
+            found.append(max(0, self._read(pid, "VmHWM") - rss - mapped) + self._windows(pid))
+        return found
+
+    @staticmethod
+    def _windows(pid: int) -> int:
+        files = [file for file in Path(f"/proc/{pid}/fd").iterdir() if "memfd:sglang_pat" in os.readlink(file)]
+        return sum(512 * file.stat().st_blocks for file in files)
 
     @staticmethod
     def _read(pid: int, field: str) -> int:
@@ -78,8 +91,8 @@ async def switches(rig: Rig, memory: Memory, low: int, high: int, requests: int,
             for target in (high, low):
                 memory.start()
                 record = await rig.reconfigure(target)
-                rise = memory.rise()
-                made.append({"record": record, "rise": rise, "steps": await decode(rig, tasks, requests)})
+                extra = memory.extra()
+                made.append({"record": record, "extra": extra, "steps": await decode(rig, tasks, requests)})
     finally:
         await rig.abort(tasks)
     return made

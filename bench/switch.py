@@ -110,6 +110,10 @@ def kv_bytes(model: Path) -> int:
     return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * dim * 4
 
 
+def layers(model: Path) -> int:
+    return json.loads((model / "config.json").read_text())["num_hidden_layers"]
+
+
 def copy_seconds(ranks: int, size: int, repeats: int = 5) -> float:
     """Seconds for each of ``ranks`` processes to put ``size`` bytes into shared memory and to take another's out."""
     context = multiprocessing.get_context("fork")
@@ -163,7 +167,10 @@ def compare(model: Path, setting: Setting, rounds: int) -> dict:
     # The longest single request, and half of the tokens at most on one replica with several.
     kv_tokens = max(max(t // min(n, setting.ranks // setting.low), t // n) for t, n in setting.points) + 8192
     per_token = kv_bytes(model)
-    result: dict = {"flags": setting.flags, "kv_bytes_per_token": per_token, "points": [], "ways": list(WAYS)}
+    result: dict = {
+        "flags": setting.flags, "ranks": setting.ranks, "kv_bytes_per_token": per_token, "layers": layers(model),
+        "points": [], "ways": list(WAYS),
+    }  # fmt: skip
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for way, flags in WAYS.items():
@@ -187,6 +194,25 @@ def compare(model: Path, setting: Setting, rounds: int) -> dict:
             result["returning"] = workers["ours"].do("returning", low=setting.low, high=setting.high, rounds=5 * rounds)
     result["restart"] = restart(model, setting, kv_tokens)
     return result
+
+
+def idle_slots(rounds: int) -> dict[int, list[float]]:
+    """Pauses without drain, by KV slots of a rank, with the same few requests alive; a tiny model, 2 ranks."""
+    model, setting = models.make_random("llama", CACHE / "llama"), QUICK["2 ranks, tiny"]
+    slots = (8192, 32 * 8192)
+    pauses: dict[int, list[float]] = {}
+    with ExitStack() as stack:
+        workers: dict[int, Worker] = {}
+        for size in slots:
+            with stopped(*workers.values()):
+                workers[size] = stack.enter_context(engine(model, setting, size))
+        for _ in range(rounds):
+            for size, worker in workers.items():
+                with stopped(*(other for other in workers.values() if other is not worker)):
+                    made = worker.do("switches", low=1, high=2, requests=4, tokens=1024, rounds=2)
+                found = [s["record"] for s in made[2:]]
+                pauses.setdefault(size, []).extend(r["pause_seconds"] - r["phases"]["drain"] for r in found)
+    return pauses
 
 
 def main() -> int:
@@ -213,6 +239,11 @@ def main() -> int:
         if args.json:
             written = {"machine": about, "model": model.name, "results": results}
             args.json.write_text(json.dumps(written, indent=1) + "\n")
+    pauses = {size: statistics.median(found) for size, found in idle_slots(rounds).items()}
+    shown = ", ".join(f"{1e3 * seconds:.1f} ms with {size} slots" for size, seconds in pauses.items())
+    print(f"idle slots, tiny model, 4 requests, 1024 tokens: {shown}")
+    if args.json:
+        args.json.write_text(json.dumps(written | {"idle_slots": pauses}, indent=1) + "\n")
     if args.png:
         figures.draw(results, f"{about['cpu']}, {about['cores']} cores; medians of {2 * rounds} switches", args.png)
     return 0

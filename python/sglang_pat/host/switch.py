@@ -98,12 +98,14 @@ class SwitchExecutor:
         try:
             self._enter(SwitchState.QUIESCE, command.epoch)
             self.scheduler.drain()
+            self._mark("drain")
             reqs = self.scheduler.live_requests()
             offer = handover.make_offer(self.scheduler, new, *reqs, command.recompute_below)
+            self._mark("capsules")
         except Exception as exc:
             error = exc
         self._vote(error)
-        self._mark("drain")
+        self._mark("drain")  # of the others: their last step, and their offers where they come later
         # Only a leader's offer counts; its followers hold the same requests.
         gathered: list[Offer | None] = [None] * self.config.num_ranks
         dist.all_gather_object(gathered, offer if self.scheduler.is_leader else None, group=self.world)
