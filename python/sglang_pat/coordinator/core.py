@@ -82,6 +82,7 @@ class _Pending:
     Attributes:
         replies: ranks that have answered the current command.
         early: load reports of ranks that already work in the new layout while others still switch.
+        ahead: of a round, whose requests wait for it.
     """
 
     source: ParallelLayout
@@ -91,6 +92,7 @@ class _Pending:
     started: float
     query_id: int | None = None
     recompute_below: int = 0
+    ahead: bool = False
     commanded: bool = False
     prepare_seconds: float = 0.0
     replies: dict[int, Any] = field(default_factory=dict)
@@ -105,6 +107,7 @@ class _Wanted:
     reason: str
     query_id: int | None = None
     recompute_below: int = 0
+    ahead: bool = False
 
 
 @dataclass
@@ -145,6 +148,7 @@ class Coordinator:
         self._last_abort = float("-inf")
         self._last_switch = float("-inf")
         self._last_decision = float("-inf")
+        self._opened = False
 
     # -- events from the server -----------------------------------------------------------------
 
@@ -263,7 +267,7 @@ class Coordinator:
             tp=self.layout.tp,
             degrees=tuple(layout.tp for layout in self.config.layouts),
             num_ranks=self.config.num_ranks,
-            requests=self._requests(),
+            requests=self._requests() + sum(isinstance(event, Work) for event in self._backlog),
             peak=self._arrivals.peak,
             last_arrival=self._arrivals.last,
             complete=self._arrivals.complete,
@@ -271,6 +275,7 @@ class Coordinator:
             last_abort=self._last_abort,
             # Policies that do not predict do not look at it, and are asked at every event.
             load=load_of(self._leaders, self.layout.leaders) if self.config.predicts else Load(),
+            coming=self._arrivals.coming(now) if self.config.predicts else Load(),
         )
 
     # -- getting on -----------------------------------------------------------------------------------
@@ -279,12 +284,19 @@ class Coordinator:
     def _blocked(self) -> bool:
         return self._pending is not None and self._pending.commanded
 
+    @property
+    def _held(self) -> bool:
+        """Whether what comes in has to wait."""
+        switch = self._pending or self._wanted
+        return self._blocked or (switch is not None and switch.ahead)
+
     def _proceed(self, now: float) -> None:
         """Handle what can be handled, then see whether a switch is due."""
         # Here, and not where a policy looks: the engine may run empty during a control request, or a switch.
         self._arrivals.in_engine(self._requests())
         complete = self._arrivals.complete
-        while self._backlog and not self._blocked:
+        self._open_round(now)
+        while self._backlog and not self._held:
             head = self._backlog[0]
             if isinstance(head, Control) and head.needs_base and (self._pending or self.layout != self.config.base):
                 if not self._pending:
@@ -302,6 +314,15 @@ class Coordinator:
         elif self._pending and not self._pending.commanded and self._all_prepared():
             self._command_switch()
 
+    def _open_round(self, now: float) -> None:
+        """Ask the policy before the first request of a round whose size is known: a switch stops nobody yet."""
+        begins = self._backlog and isinstance(self._backlog[0], Work) and not self._arrivals.came and not self._opened
+        if begins and self.config.predicts and len(self._arrivals.coming(now)):
+            self._opened = True
+            self._last_decision = float("-inf")
+            if self._may_decide(now):
+                self._decide(now, ahead=True)
+
     def _may_decide(self, now: float) -> bool:
         # While nothing decodes a switch gains nothing, and without its memory a rank cannot.
         if self._paused or self._released or self._pending or self._wanted or self._collecting:
@@ -314,18 +335,21 @@ class Coordinator:
         calm = now - max(self._arrivals.last, self._last_switch) if self._arrivals.came else 0.0
         return min(max(DECISION_SHARE * calm, DECISION_INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS)
 
-    def _decide(self, now: float) -> None:
+    def _decide(self, now: float, ahead: bool = False) -> None:
         self._last_decision = now
         snapshot = self._snapshot(now)
+        self._arrivals.saw(snapshot.load)
         decision = self._policy(snapshot, self.history)
         self._outbox.decided(snapshot, decision)
         if decision.tp != self.layout.tp:
             target = self.config.layout(decision.tp)
-            self._wanted = _Wanted(target, self.config.policy, recompute_below=decision.recompute_below)
+            below = decision.recompute_below
+            self._wanted = _Wanted(target, self.config.policy, recompute_below=below, ahead=ahead)
 
     def _dispatch(self, event: Work | Control, now: float) -> None:
         if isinstance(event, Work):
             self._arrivals.arrived(now)
+            self._opened = False
             rank = min(self.layout.leaders, key=lambda rank: self._leaders[rank].cost)
             self._leaders[rank].send(event)
             self._outbox.to_leader(rank, event.obj)
@@ -345,8 +369,9 @@ class Coordinator:
             return
         self._epoch += 1
         self._pending = _Pending(
-            self.layout, wanted.target, self._epoch, wanted.reason, now, wanted.query_id, wanted.recompute_below
-        )
+            self.layout, wanted.target, self._epoch, wanted.reason, now, wanted.query_id, wanted.recompute_below,
+            wanted.ahead,
+        )  # fmt: skip
         for rank in self.layout.leaders:
             self._outbox.to_leader(rank, m.Prepare(epoch=self._epoch, tp=wanted.target.tp))
 

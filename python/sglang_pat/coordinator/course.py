@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_pat.coordinator.outlook import Outlook
-from sglang_pat.coordinator.snapshot import Snapshot
+from sglang_pat.coordinator.snapshot import Load, Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,14 @@ class Planner:
             saving=dict(zip(degrees, (1 - running[:, 0] / running[here, 0]).tolist(), strict=True)),
             recompute_below=below,
         )
+
+    def prefill(self, snapshot: Snapshot, load: Load, tp: int) -> float:
+        """Seconds until all of ``load``, spread evenly, has its first token; 0 where the profile has no prefill times."""
+        if not self.predictor.has_prefill(tp):
+            return 0.0
+        replicas = min(snapshot.num_ranks // tp, len(load))
+        rms = float(np.sqrt(np.mean(np.square(load.prompt, dtype=float))))
+        return self.predictor.prefill_uniform(tp, -(-len(load) // replicas), rms, replicas)
 
     def _seconds(self, snapshot: Snapshot, outlook: Outlook, tp: int, share: float) -> np.ndarray:
         """Expected seconds of each interval in a layout, ``[intervals]``.

@@ -21,6 +21,7 @@ from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
 
 _TIMES = ("last_arrival", "last_switch", "last_abort")
+_LOADS = ("load", "coming")
 
 
 def dump_start(
@@ -67,7 +68,8 @@ def snapshot_to_dict(snapshot: Snapshot) -> dict[str, Any]:
     """JSON values of a snapshot; the requests column by column."""
     values = {f.name: getattr(snapshot, f.name) for f in fields(Snapshot)}
     values["degrees"] = list(snapshot.degrees)
-    values["load"] = {f.name: getattr(snapshot.load, f.name).tolist() for f in fields(Load)}
+    for name in _LOADS:
+        values[name] = {f.name: getattr(values[name], f.name).tolist() for f in fields(Load)}
     for name in _TIMES:
         values[name] = values[name] if math.isfinite(values[name]) else None
     return values
@@ -79,5 +81,6 @@ def snapshot_from_dict(values: dict[str, Any]) -> Snapshot:
     for name in _TIMES:
         values[name] = -math.inf if values[name] is None else values[name]
     values["degrees"] = tuple(values["degrees"])
-    values["load"] = Load(**{name: np.array(column, dtype=np.int64) for name, column in values["load"].items()})
+    for load in _LOADS:
+        values[load] = Load(**{name: np.array(column, dtype=np.int64) for name, column in values[load].items()})
     return Snapshot(**values)

@@ -40,13 +40,15 @@ class Snapshot:
     Attributes:
         tp: degree in force; ``degrees``: candidates in ascending order, base first.
         num_ranks: N; a layout of degree t has N / t replicas.
-        requests: requests in the engine (decoding, waiting, on their way to a replica).
+        requests: requests in the engine (decoding, waiting, on their way to a replica, held back).
         peak: most requests since the engine was last empty.
         last_arrival: when a request last came in (was passed on to a replica).
         last_switch: when a switch was last finished, or minus infinity.
         last_abort: when a switch was last aborted, or minus infinity.
         complete: the round has as many requests as the largest of the recent ones: no more are expected.
         load: the requests, one by one; empty for policies that do not look at it.
+        coming: while a round comes in, all requests it is expected to have, those that are here already included
+            (``replica`` means nothing); empty if nothing is known of it or all have come.
     """
 
     now: float
@@ -60,6 +62,7 @@ class Snapshot:
     last_abort: float = float("-inf")
     complete: bool = False
     load: Load = field(default_factory=Load)
+    coming: Load = field(default_factory=Load)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,15 @@ PAT bounds the time that is left by the longest response allowed.  Here each run
 left after so many more tokens (:mod:`~sglang_pat.coordinator.lengths`, :mod:`~sglang_pat.coordinator.outlook`), and the
 best course over all layouts and later moments is computed (:mod:`~sglang_pat.coordinator.course`).  It is followed as
 far as the first move, and only where that move gains more than the estimates can be trusted to tell apart.
+
+A round of a known size starts in the layout that is best for all of it, before its first request is passed on.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
 
 from sglang_pat.coordinator.course import Plan, Planner
 from sglang_pat.coordinator.lengths import LengthHistory
@@ -37,6 +43,8 @@ def survival(predictor, costs, max_running: int | None = None):
         decision = forced(snapshot)
         if decision is not None:
             return decision
+        if len(snapshot.coming):
+            return _begin(planner, snapshot, history)
         outlook = look_ahead(snapshot.load, history) if len(snapshot.load) else None
         if outlook is None:
             return Decision(tp=snapshot.tp)
@@ -45,6 +53,25 @@ def survival(predictor, costs, max_running: int | None = None):
         return Decision(tp=tp, estimates=plan.by_degree, recompute_below=plan.recompute_below.get(tp, 0))
 
     return decide
+
+
+def _begin(planner: Planner, snapshot: Snapshot, history: LengthHistory) -> Decision:
+    """While a round comes in: where all of it would be done first, whatever is there of it so far.
+
+    A switch is free before the first request; later it costs what it would cost with all of them.
+    """
+    coming, here = snapshot.coming, snapshot.tp
+    spread = replace(coming, replica=np.arange(len(coming)) % (snapshot.num_ranks // here))
+    outlook = look_ahead(spread, history)
+    if outlook is None:
+        return Decision(tp=here)
+    plan = planner.plan(replace(snapshot, load=spread), outlook)
+    totals = {tp: s - plan.now.get(tp, 0.0) + planner.prefill(snapshot, coming, tp) for tp, s in plan.by_degree.items()}
+    best = min(totals, key=totals.get)
+    cost = plan.now.get(best, 0.0) if len(snapshot.load) else 0.0
+    worth = totals[here] - totals[best] - cost >= max(MARGIN * totals[here], MARGIN_SECONDS)
+    calm = not len(snapshot.load) or snapshot.now - snapshot.last_switch >= COOLDOWN * cost
+    return Decision(tp=best if worth and calm else here, estimates=totals)
 
 
 def _choose(snapshot: Snapshot, plan: Plan) -> int:
