@@ -28,7 +28,9 @@ def content(source: int, target: int, layer: int, count: int, dtype: torch.dtype
     return torch.randint(0, 100, (count,), generator=generator).to(dtype)
 
 
-def carry(exchange, rank: int, elements: np.ndarray, layers: int, dtype: torch.dtype, rng) -> None:
+def carry(
+    exchange, rank: int, elements: np.ndarray, staying: int, layers: int, dtype: torch.dtype, rng
+) -> None:  # fmt: skip
     """Every rank packs late or early, and takes its time to unpack."""
     n = len(elements)
 
@@ -39,6 +41,7 @@ def carry(exchange, rank: int, elements: np.ndarray, layers: int, dtype: torch.d
     def pack(layer: int) -> None:
         dawdle()
         parts = [content(rank, peer, layer, int(elements[rank, peer]), dtype) for peer in range(n)]
+        parts.append(content(rank, rank, layer, staying, dtype))
         exchange.outgoing(layer).copy_(torch.cat(parts))
 
     pack(0)
@@ -50,9 +53,13 @@ def carry(exchange, rank: int, elements: np.ndarray, layers: int, dtype: torch.d
         pieces = exchange.incoming(layer)
         seen = [peer for piece in pieces for peer in range(piece.first, piece.last)]
         assert seen == sorted(set(seen)) and all(elements[p, rank] == 0 for p in set(range(n)) - set(seen))
+        assert n in seen or not staying
         for piece in pieces:
             wanted = [
-                content(p, rank, layer, int(elements[p, rank]), dtype) for p in range(piece.first, piece.last)
+                content(p, rank, layer, int(elements[p, rank]), dtype)
+                if p < n
+                else content(rank, rank, layer, staying, dtype)
+                for p in range(piece.first, piece.last)
             ]
             assert torch.equal(piece.data, torch.cat(wanted)), (rank, layer, piece.first)
 
@@ -64,10 +71,14 @@ def carry_many(rank: int, n: int) -> None:
         shared = np.random.default_rng(seed)
         own = np.random.default_rng([seed, rank])
         elements = shared.integers(0, shared.choice([2, 50, 20_000]), (n, n)) * shared.integers(0, 2, (n, n))
+        np.fill_diagonal(elements, 0)
+        staying = int(own.choice([0, 1, 5000]))
         dtype = [torch.float32, torch.bfloat16, torch.uint8][seed % 3]
         layers = int(shared.integers(1, 8))
-        carry(Direct(dist.group.WORLD, windows, everyone, elements, dtype), rank, elements, layers, dtype, own)
-        carry(AllToAll(dist.group.WORLD, elements, dtype, "cpu"), rank, elements, layers, dtype, own)
+        direct = Direct(dist.group.WORLD, windows, everyone, elements, staying, dtype)
+        carry(direct, rank, elements, staying, layers, dtype, own)
+        through_copies = AllToAll(dist.group.WORLD, elements, staying, dtype, "cpu")
+        carry(through_copies, rank, elements, staying, layers, dtype, own)
     check_windows(windows)
 
 
@@ -90,9 +101,9 @@ def carry_in_pairs(rank: int, n: int) -> None:
         groups = [dist.new_group(pair, backend=shm.BACKEND) for pair in pairs]
         group, members = next((g, p) for g, p in zip(groups, pairs, strict=True) if rank in p)
         for seed in range(10):
-            elements = np.random.default_rng([seed, members[0]]).integers(0, 3000, (2, 2))
-            exchange = Direct(group, windows, members, elements, torch.int64)
-            carry(exchange, members.index(rank), elements, 4, torch.int64, np.random.default_rng([seed, rank]))
+            elements = np.random.default_rng([seed, members[0]]).integers(0, 3000, (2, 2)) * (1 - np.eye(2, dtype=int))
+            exchange = Direct(group, windows, members, elements, 7, torch.int64)
+            carry(exchange, members.index(rank), elements, 7, 4, torch.int64, np.random.default_rng([seed, rank]))
             dist.barrier()  # as the vote after an exchange: nobody reads any more
 
 
@@ -100,8 +111,8 @@ def through_a_link(rank: int, n: int) -> tuple[float, float]:
     """Seconds of ten layers: packing that takes 5 ms, in turn with a layer that travels for 5 ms."""
     shm.set_link(0, 0.02)
     group = dist.new_group(list(range(n)), backend=shm.BACKEND)
-    elements = np.array([[7, 100_000], [100_000, 7]])
-    exchange = Direct(group, Windows(group, CAPACITY), [0, 1], elements, torch.uint8)
+    elements = np.array([[0, 100_000], [100_000, 0]])
+    exchange = Direct(group, Windows(group, CAPACITY), [0, 1], elements, 0, torch.uint8)
     dist.barrier(group)
     began = time.perf_counter()
     time.sleep(0.005)

@@ -2,7 +2,7 @@
 
 Both classes are used in the same way, by all ranks of a group together::
 
-    exchange.outgoing(0)                      # a flat buffer: pack layer 0 into it, peers in order
+    exchange.outgoing(0)                      # a flat buffer: pack layer 0 into it, peers in order, what stays here last
     for layer in ...:
         exchange.start(layer)
         exchange.outgoing(layer + 1)          # pack the next one meanwhile
@@ -26,7 +26,10 @@ from sglang_pat.comm.windows import COUNT, Windows
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements from peers ``first`` to ``last - 1``, in order, in one flat buffer."""
+    """Elements of parts ``first`` to ``last - 1``, in order, in one flat buffer.
+
+    Part ``i`` is from peer ``i``; the one behind the last peer's is what stays on this rank.
+    """
 
     first: int
     last: int
@@ -39,14 +42,18 @@ class AllToAll:
     On CUDA the transfer runs on the backend's own stream beside the caller's.
 
     Args:
-        elements: what each rank of the group sends to each, its own part included, int ``[ranks, ranks]``.
+        elements: what each rank of the group sends to each, int ``[ranks, ranks]``, zero on the diagonal.
+        staying: elements that go through the buffer without leaving this rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, elements: np.ndarray, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, elements: np.ndarray, staying: int, dtype: torch.dtype, device: str
+    ) -> None:
         me = dist.get_rank(group)
         self._group = group
         self._out_splits, self._in_splits = elements[me].tolist(), elements[:, me].tolist()
-        self._out = [torch.empty(sum(self._out_splits), dtype=dtype, device=device) for _ in range(COUNT)]
+        self._leaving = sum(self._out_splits)
+        self._out = [torch.empty(self._leaving + staying, dtype=dtype, device=device) for _ in range(COUNT)]
         self._in = torch.empty(sum(self._in_splits), dtype=dtype, device=device)
         self._work: dist.Work | None = None
 
@@ -54,13 +61,15 @@ class AllToAll:
         return self._out[layer % COUNT]
 
     def start(self, layer: int) -> None:
+        leaving = self.outgoing(layer)[: self._leaving]
         self._work = dist.all_to_all_single(
-            self._in, self.outgoing(layer), self._in_splits, self._out_splits, group=self._group, async_op=True
+            self._in, leaving, self._in_splits, self._out_splits, group=self._group, async_op=True
         )
 
     def incoming(self, layer: int) -> list[Piece]:
         self._work.wait()
-        return [Piece(0, len(self._in_splits), self._in)]
+        peers = len(self._in_splits)
+        return [Piece(0, peers, self._in), Piece(peers, peers + 1, self.outgoing(layer)[self._leaving :])]
 
 
 class Direct:
@@ -70,6 +79,7 @@ class Direct:
 
     Args:
         members: rank in the windows' group of each rank of ``group``.
+        elements, staying: as of :class:`AllToAll`.
 
     Raises:
         OSError, ValueError: this rank has no memory for the windows.
@@ -81,6 +91,7 @@ class Direct:
         windows: Windows,
         members: list[int],
         elements: np.ndarray,
+        staying: int,
         dtype: torch.dtype,
     ) -> None:
         self._me = dist.get_rank(group)
@@ -88,9 +99,9 @@ class Direct:
         self._windows, self._members = windows, members
         self._elements, self._dtype = elements, dtype
         self._ends = np.cumsum(elements, axis=1)
-        self._size = int(self._ends[self._me, -1])
-        foreign = elements * (1 - np.eye(len(elements), dtype=elements.dtype))
-        self._busiest = int(max(foreign.sum(axis=0).max(), foreign.sum(axis=1).max())) * dtype.itemsize
+        self._leaving, self._staying = int(self._ends[self._me, -1]), staying
+        self._size = self._leaving + staying
+        self._busiest = int(max(elements.sum(axis=0).max(), elements.sum(axis=1).max())) * dtype.itemsize
         self._work: dist.Work | None = None
         windows.reserve(self._size * dtype.itemsize)
 
@@ -109,4 +120,7 @@ class Direct:
             if count:
                 data = self._windows.view(self._members[peer], layer % COUNT, end - count, count, self._dtype)
                 pieces.append(Piece(peer, peer + 1, data))
+        if self._staying:
+            peers = len(self._members)
+            pieces.append(Piece(peers, peers + 1, self.outgoing(layer)[self._leaving :]))
         return pieces

@@ -59,7 +59,7 @@ class Planner:
         )
 
     def prefill(self, snapshot: Snapshot, load: Load, tp: int) -> float:
-        """Seconds until all of ``load``, spread evenly, has its first token; 0 where the profile has no prefill times."""
+        """Seconds until all of ``load``, spread evenly, has its first token; 0 without prefill times in the profile."""
         if not self.predictor.has_prefill(tp):
             return 0.0
         replicas = min(snapshot.num_ranks // tp, len(load))

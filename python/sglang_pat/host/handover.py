@@ -45,15 +45,20 @@ class Arrivals:
     """Requests of this rank's new group, rebuilt.
 
     Attributes:
-        decoding: request, its KV slots in the new pool (int64 ``[tokens]``), and how many of them it
-            shares with an earlier one.
+        decoding: request, its slots in the plan (int64 ``[tokens]``), and how many of them it shares with an earlier
+            one.
         waiting: requests that start with a prefill.
-        num_slots: KV slots in use, which are ``1 .. num_slots``.
+        place: slot of the new pool view for each slot of the plan, int64 ``[num_slots + 1]``.
     """
 
     decoding: list[tuple[Req, torch.Tensor, int]] = field(default_factory=list)
     waiting: list[Req] = field(default_factory=list)
-    num_slots: int = 0
+    place: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+
+    @property
+    def num_slots(self) -> int:
+        """KV slots in use."""
+        return len(self.place) - 1
 
 
 def make_offer(
@@ -100,11 +105,15 @@ def plan_groups(
 
 
 def rebuild(
-    scheduler: AdaptiveScheduler, new: ParallelLayout, group_plan: plan.GroupPlan, offers: dict[int, Offer]
+    scheduler: AdaptiveScheduler,
+    new: ParallelLayout,
+    group_plan: plan.GroupPlan,
+    offers: dict[int, Offer],
+    place: torch.Tensor,
 ) -> Arrivals:
     """Rebuild the requests that come to this rank's new group, decoding ones in plan order."""
     mine = new.group_of(scheduler.rank)
-    arrivals = Arrivals(num_slots=group_plan.total)
+    arrivals = Arrivals(place=place)
     recompute: list[Req] = []
     queued: list[Req] = []
     for group, offer in offers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req
 
@@ -24,7 +25,7 @@ GROWTH = 16
 """Tokens that a request may still get between PREPARE and the pause: memory for them costs less than taking it then."""
 
 
-def reserve(scheduler: AdaptiveScheduler) -> None:
+def reserve(scheduler: AdaptiveScheduler, new: ParallelLayout) -> None:
     """Take memory, before the pause, for about what a switch would move now; what grows until then is taken in it.
 
     Raises:
@@ -34,7 +35,11 @@ def reserve(scheduler: AdaptiveScheduler) -> None:
     if windows is None:
         return
     tokens = sum(req.kv_committed_len + GROWTH for req in scheduler.running_batch.reqs)
-    windows.resize(min(tokens * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes), windows.capacity))
+    held = tokens * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes)
+    old = scheduler.layouts.current.layout
+    # When tp is raised what a rank keeps stays where it is; else some of it goes through the window as well.
+    through = held - held * old.tp // new.tp if new.tp > old.tp else held
+    windows.resize(min(through, windows.capacity))
 
 
 def prepare(
@@ -82,16 +87,20 @@ class KvExchange:
         sample = self._source.k_buffer[0]
         group, members = layouts.runner.groups.exchange(layouts.current.layout, new)
         dim = self._source.head_dim + self._source.v_head_dim
-        elements = exchange.elements(dim)
+        elements, staying = exchange.elements(dim), exchange.moving * exchange.heads * dim
         if layouts.windows is not None:
-            self._carrier = Direct(group, layouts.windows, members, elements, sample.dtype)
+            self._carrier = Direct(group, layouts.windows, members, elements, staying, sample.dtype)
         else:
-            self._carrier = AllToAll(group, elements, sample.dtype, sample.device)
-        self._send_slots = torch.from_numpy(exchange.send_slots).to(sample.device)
+            self._carrier = AllToAll(group, elements, staying, sample.dtype, sample.device)
         self._recv_slots = torch.from_numpy(exchange.recv_slots).to(sample.device)
-        sent = exchange.elements_sent(dim, members.index(scheduler.rank))
+        send_slots = torch.from_numpy(exchange.send_slots).to(sample.device)
+        self._sends = kernels.Parts(send_slots, *_lists(exchange.send_offsets, exchange.send_heads), exchange.heads)
+        self._receives: dict[tuple[int, int], kernels.Parts] = {}
+        sent = int(elements[members.index(scheduler.rank)].sum())
         self.bytes_sent = sent * sample.dtype.itemsize * self._source.layer_num
         """To other ranks, all layers."""
+        self.place = torch.from_numpy(exchange.place).to(sample.device)
+        """Slot of the new pool view for each slot of the plan."""
 
     def run(self, error: Exception | None = None) -> Exception | None:
         """Move all layers; returns the first error.
@@ -111,7 +120,7 @@ class KvExchange:
 
         attempt(self._pack, 0)
         for layer in range(layers):
-            # The new view lies over the old one: no part of a layer is unpacked before all ranks have packed it whole.
+            # The new view lies over the old one: no part of a layer is unpacked before this rank has packed it whole.
             self._carrier.start(layer)
             if layer + 1 < layers:
                 attempt(self._pack, layer + 1)
@@ -119,25 +128,22 @@ class KvExchange:
         return error
 
     def _pack(self, layer: int) -> None:
-        kernels.kv_pack(
-            self._source.k_buffer[layer],
-            self._source.v_buffer[layer],
-            self._send_slots,
-            self._plan.send_offsets.tolist(),
-            self._plan.send_heads.tolist(),
-            self._plan.heads,
-            self._carrier.outgoing(layer),
-        )
+        pools = self._source.k_buffer[layer], self._source.v_buffer[layer]
+        self._sends.pack(*pools, self._carrier.outgoing(layer))
 
     def _unpack(self, layer: int) -> None:
+        pools = self._target.k_buffer[layer], self._target.v_buffer[layer]
         for piece in self._carrier.incoming(layer):
-            offsets = self._plan.recv_offsets[piece.first : piece.last + 1]
-            kernels.kv_unpack(
-                self._target.k_buffer[layer],
-                self._target.v_buffer[layer],
-                self._recv_slots[offsets[0] : offsets[-1]],
-                (offsets - offsets[0]).tolist(),
-                self._plan.recv_heads[piece.first : piece.last].tolist(),
-                self._plan.heads,
-                piece.data,
-            )
+            key = piece.first, piece.last
+            if key not in self._receives:  # every layer comes in the same pieces
+                self._receives[key] = self._parts_received(piece.first, piece.last)
+            self._receives[key].unpack(*pools, piece.data)
+
+    def _parts_received(self, first: int, last: int) -> kernels.Parts:
+        offsets, heads = self._plan.recv_offsets[first : last + 1], self._plan.recv_heads[first:last]
+        slots = self._recv_slots[offsets[0] : offsets[-1]]
+        return kernels.Parts(slots, *_lists(offsets - offsets[0], heads), self._plan.heads)
+
+
+def _lists(*arrays: np.ndarray) -> list[list[int]]:
+    return [array.tolist() for array in arrays]

@@ -37,6 +37,8 @@ class KvGather:
         ]  # fmt: skip
         self.bytes_sent = self._out.nbytes * (len(gather.counts) - 1) * self._source.layer_num
         """To other ranks, all layers."""
+        self.place = torch.arange(gather.total + 1, device=sample.device)
+        """Slot of the new pool view for each slot of the plan: the same."""
 
     def run(self, error: Exception | None = None) -> Exception | None:
         """Move all layers; returns the first error, as ``KvExchange.run``."""

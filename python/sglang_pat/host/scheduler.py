@@ -252,14 +252,14 @@ class AdaptiveScheduler(Scheduler):
         """KV slots of ``req``'s tokens, int64 ``[tokens]``."""
         return self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len].to(torch.int64)
 
-    def adopt(self, decoding: list[tuple[Req, torch.Tensor, int]], waiting: list[Req], num_slots: int) -> None:
+    def adopt(self, decoding: list[tuple[Req, torch.Tensor, int]], waiting: list[Req], place: torch.Tensor) -> None:
         """Take over the requests of a finished switch; pools are empty, KV already lies in place.
 
         Args:
-            decoding: request, its KV slots (int64 ``[tokens]``), and how many of them it shares with
-                an earlier one.
+            decoding: request, its slots in the plan (int64 ``[tokens]``), and how many of them it shares with an
+                earlier one.
             waiting: requests that (re)start with a prefill.
-            num_slots: distinct KV slots in use, which are ``1 .. num_slots``.
+            place: KV slot for each slot of the plan, int64 ``[slots + 1]``; the first is no one's.
         """
         self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
         self.chunked_req, self._chunked_req_scheduled_last_iter = None, False
@@ -267,11 +267,10 @@ class AdaptiveScheduler(Scheduler):
         self.waiting_queue = waiting
         for req in waiting:
             req.retracted_stain |= bool(req.output_ids)
-        if num_slots:
-            self.token_to_kv_pool_allocator.alloc(num_slots)
+        self._occupy(place[1:])
         # Where two groups bring the same tokens, the tree keeps the first copy and frees the second: requests that
         # share slots with the second one must follow it.
-        now = torch.arange(num_slots + 1, device=self.device)
+        now = place.clone()
         for req, row, shared in decoding:
             self._adopt_kv(req, now[row], shared)
             now[row] = self.kv_row(req)
@@ -279,6 +278,13 @@ class AdaptiveScheduler(Scheduler):
             self.grammar_manager.grammar_backend.set_cache(key, pristine)
         if decoding:
             self.running_batch = self._decode_batch([req for req, _, _ in decoding])
+
+    def _occupy(self, slots: torch.Tensor) -> None:
+        """Take these KV slots out of the empty pool."""
+        allocator = self.token_to_kv_pool_allocator
+        free = torch.ones(allocator.size + 1, dtype=torch.bool, device=self.device)
+        free[slots] = False
+        allocator.free_pages = allocator.free_pages[free[allocator.free_pages]]
 
     def _grammars(self, reqs: list[Req]) -> list[tuple[tuple[str, str], Any]]:
         found = {}

@@ -58,8 +58,9 @@ class SwitchExecutor:
         try:
             self._enter(SwitchState.PREPARE, command.epoch)
             with steady():
-                self.layouts.prepare(self.config.layout(command.tp))
-                kv_exchange.reserve(self.scheduler)
+                new = self.config.layout(command.tp)
+                self.layouts.prepare(new)
+                kv_exchange.reserve(self.scheduler, new)
         except Exception as exc:
             logger.exception("preparing switch %d failed", command.epoch)
             error = f"rank {self.rank}: {exc}"
@@ -115,7 +116,8 @@ class SwitchExecutor:
         try:
             plans = handover.plan_groups(self.scheduler, new, offers)
             exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, reqs[0])
-            arrivals = handover.rebuild(self.scheduler, new, plans[new.group_of(self.rank)], offers)
+            place = exchange.place if exchange else torch.zeros(1, dtype=torch.int64, device=self.scheduler.device)
+            arrivals = handover.rebuild(self.scheduler, new, plans[new.group_of(self.rank)], offers, place)
         except Exception as exc:
             error = exc
         self._vote(error)
@@ -154,7 +156,7 @@ class SwitchExecutor:
         sent = {leader: offer.sent for leader, offer in offers.items()}
         fence = fence_after_switch(self.rank, sent, [offer.fence for offer in offers.values()])
         self.scheduler.point_at(self.layouts[new], epoch, fence)
-        self.scheduler.adopt(arrivals.decoding, arrivals.waiting, arrivals.num_slots)
+        self.scheduler.adopt(arrivals.decoding, arrivals.waiting, arrivals.place)
         self._mark("install")
 
     def _resume(self, report: dict, offers: dict[int, Offer], arrivals: Arrivals, moved: int) -> None:

@@ -37,32 +37,60 @@ def staged_numel(n: int, head_count: int, dim_k: int, dim_v: int) -> int:
     return n * head_count * (dim_k + dim_v)
 
 
-def kv_pack(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slots: torch.Tensor,
-    part_offsets: Ints,
-    head_begin: Ints,
-    head_count: int,
-    out: torch.Tensor,
-) -> None:
-    """Copies pool rows into ``out``: C++ on CPU, Triton on CUDA, torch elsewhere."""
-    offsets, begins = _check(k, v, slots, part_offsets, head_begin, head_count, out, "out")
-    _run("pack", k, v, slots, offsets, begins, head_count, out)
+class Parts:
+    """Which slots and heads to copy: made once, used for every layer.
+
+    Everything is checked against the first layer; one of the same shapes is not checked again.
+
+    Args:
+        slots, part_offsets, head_begin, head_count: see the module.
+    """
+
+    def __init__(self, slots: torch.Tensor, part_offsets: Ints, head_begin: Ints, head_count: int) -> None:
+        self._slots, self._head_count = slots, head_count
+        self._offsets, self._begins = _ints(part_offsets), _ints(head_begin)
+        self._tensors = torch.tensor(self._offsets), torch.tensor(self._begins)
+        self._checked: tuple | None = None
+
+    def pack(self, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        """Copies pool rows into ``out``: C++ on CPU, Triton on CUDA, torch elsewhere."""
+        self._run("pack", k, v, out, "out")
+
+    def unpack(self, k: torch.Tensor, v: torch.Tensor, staged: torch.Tensor) -> None:
+        """Copies ``staged`` into pool rows, the inverse of :meth:`pack`."""
+        self._run("unpack", k, v, staged, "staged")
+
+    def _run(self, which: str, k, v, flat, flat_name: str) -> None:
+        shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in (k, v, flat))
+        if shapes != self._checked:
+            _check(k, v, self._slots, self._offsets, self._begins, self._head_count, flat, flat_name)
+            self._checked = shapes
+        if self._slots.numel() == 0 or self._head_count == 0:
+            return
+        if k.device.type == "cpu" and (extension := _extension()) is not None:
+            function = extension.kv_pack if which == "pack" else extension.kv_unpack
+            function(k, v, self._slots, *self._tensors, self._head_count, flat)
+            return
+        if k.device.type == "cuda":
+            from sglang_pat.kernels import kv_triton
+
+            function = kv_triton.kv_pack if which == "pack" else kv_triton.kv_unpack
+        else:
+            low, high = int(self._slots.min()), int(self._slots.max())
+            if low < 0 or high >= k.shape[0]:
+                raise ValueError(f"slots span {low} to {high}, outside the pool's [0, {k.shape[0]})")
+            function = kv_pack_reference if which == "pack" else kv_unpack_reference
+        function(k, v, self._slots, self._offsets, self._begins, self._head_count, flat)
 
 
-def kv_unpack(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slots: torch.Tensor,
-    part_offsets: Ints,
-    head_begin: Ints,
-    head_count: int,
-    staged: torch.Tensor,
-) -> None:
-    """Copies ``staged`` into pool rows, the inverse of :func:`kv_pack`."""
-    offsets, begins = _check(k, v, slots, part_offsets, head_begin, head_count, staged, "staged")
-    _run("unpack", k, v, slots, offsets, begins, head_count, staged)
+def kv_pack(k, v, slots, part_offsets, head_begin, head_count, out) -> None:
+    """:meth:`Parts.pack` of one layer."""
+    Parts(slots, part_offsets, head_begin, head_count).pack(k, v, out)
+
+
+def kv_unpack(k, v, slots, part_offsets, head_begin, head_count, staged) -> None:
+    """:meth:`Parts.unpack` of one layer."""
+    Parts(slots, part_offsets, head_begin, head_count).unpack(k, v, staged)
 
 
 def kv_pack_reference(k, v, slots, part_offsets, head_begin, head_count, out) -> None:
@@ -89,26 +117,6 @@ def _blocks(k, v, slots, part_offsets, head_begin, head_count, flat):
             at += size
 
 
-def _run(which: str, k, v, slots, offsets, begins, head_count, flat) -> None:
-    if slots.numel() == 0 or head_count == 0:
-        return
-    kind = k.device.type
-    if kind == "cpu" and (extension := _extension()) is not None:
-        function = extension.kv_pack if which == "pack" else extension.kv_unpack
-        function(k, v, slots, torch.tensor(offsets), torch.tensor(begins), head_count, flat)
-        return
-    if kind == "cuda":
-        from sglang_pat.kernels import kv_triton
-
-        function = kv_triton.kv_pack if which == "pack" else kv_triton.kv_unpack
-    else:
-        low, high = int(slots.min()), int(slots.max())
-        if low < 0 or high >= k.shape[0]:
-            raise ValueError(f"slots span {low} to {high}, outside the pool's [0, {k.shape[0]})")
-        function = kv_pack_reference if which == "pack" else kv_unpack_reference
-    function(k, v, slots, offsets, begins, head_count, flat)
-
-
 @cache
 def _extension():
     try:
@@ -121,8 +129,8 @@ def _ints(values: Ints) -> tuple[int, ...]:
     return tuple(values.tolist()) if isinstance(values, torch.Tensor) else tuple(values)
 
 
-def _check(k, v, slots, part_offsets, head_begin, head_count, flat, flat_name):
-    """Checks all but slot values; returns the two index lists as tuples."""
+def _check(k, v, slots, offsets, begins, head_count, flat, flat_name) -> None:
+    """Checks all but slot values."""
     for name, pool in (("k", k), ("v", v)):
         if pool.dim() != 3:
             raise ValueError(f"{name} must be [num_slots, heads, dim], got shape {list(pool.shape)}")
@@ -147,7 +155,7 @@ def _check(k, v, slots, part_offsets, head_begin, head_count, flat, flat_name):
             f"slots must be a contiguous 1-D int64 tensor on {k.device}, got {list(slots.shape)} "
             f"{slots.dtype} on {slots.device}"
         )
-    offsets, begins, n, heads = _ints(part_offsets), _ints(head_begin), slots.numel(), k.shape[1]
+    n, heads = slots.numel(), k.shape[1]
     if len(offsets) != len(begins) + 1:
         raise ValueError(f"{len(begins)} parts need {len(begins) + 1} part_offsets, got {len(offsets)}")
     if offsets[0] != 0 or offsets[-1] != n or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
@@ -168,4 +176,3 @@ def _check(k, v, slots, part_offsets, head_begin, head_count, flat, flat_name):
             f"{flat_name} must be a contiguous 1-D {k.dtype} tensor of {wanted} elements on {k.device}, got "
             f"{list(flat.shape)} {flat.dtype} on {flat.device}"
         )
-    return offsets, begins

@@ -40,12 +40,14 @@ class Gather:
         counts: number of slots of each member.
         heads: KV heads of each member's shard.
         takes: what this rank keeps.
+        total: slots that its new group uses.
     """
 
     send_slots: np.ndarray
     counts: list[int]
     heads: int
     takes: list[Take]
+    total: int
 
 
 def build_gather(move: Move) -> Gather:
@@ -64,4 +66,5 @@ def build_gather(move: Move) -> Gather:
         counts=[sum(plans[dest].fresh.get(old.group_of(member), 0) for dest in dests) for member in members],
         heads=kv_head_range(move.kv_heads, old, move.rank)[1],
         takes=takes,
+        total=plans[mine].total,
     )

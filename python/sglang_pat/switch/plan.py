@@ -182,14 +182,16 @@ def plan_group(
 class Exchange:
     """One rank's side of the all-to-all, the same for every layer.
 
-    ``send_*`` and ``recv_*`` have one entry per member of the exchange group, in its order.
+    ``send_*`` and ``recv_*`` have one part for each member of the exchange group, in its order, its own one empty; and
+    at the end one for what changes its slot without leaving the rank.
 
     Attributes:
-        send_slots, recv_slots: slots of the old and of the new pool view, concatenated by peer (int64).
-        send_offsets, recv_offsets: int64 ``[members + 1]``, where each peer's slots begin.
-        send_heads, recv_heads: first local head of each peer's slice, int64 ``[members]``.
+        send_slots, recv_slots: slots of the old and of the new pool view, concatenated by part (int64).
+        send_offsets, recv_offsets: int64 ``[members + 2]``, where each part's slots begin.
+        send_heads, recv_heads: first local head of each part's slice, int64 ``[members + 1]``.
         heads: number of KV heads in every slice.
-        slots: what each member sends to each, its own part included, int64 ``[members, members]``.
+        slots: what each member sends to each, int64 ``[members, members]``; zero on the diagonal.
+        place: slot of the new pool view for each slot of the plan, int64 ``[total + 1]``.
     """
 
     send_slots: np.ndarray
@@ -200,6 +202,7 @@ class Exchange:
     recv_heads: np.ndarray
     heads: int
     slots: np.ndarray
+    place: np.ndarray
 
     def elements(self, dim: int) -> np.ndarray:
         """Elements that each member sends to each in one layer, int64 ``[members, members]``.
@@ -209,10 +212,10 @@ class Exchange:
         """
         return self.slots * self.heads * dim
 
-    def elements_sent(self, dim: int, me: int) -> int:
-        """Elements that leave this rank (``me``: its index in the exchange group) in one layer."""
-        sent = self.elements(dim)[me]
-        return int(sent.sum() - sent[me])
+    @property
+    def moving(self) -> int:
+        """Slots whose content moves within this rank."""
+        return int(self.send_offsets[-1] - self.send_offsets[-2])
 
 
 @dataclass(frozen=True)
@@ -264,18 +267,24 @@ def build_exchange(move: Move) -> Exchange:
     old, new, members, rank = move.old, move.new, move.members, move.rank
     slices = {(s.src, s.dst): s for dst in members for s in move.slices(dst)}
     counts = {s.count for s in slices.values()}
-    between = [[(src, dst) in slices for dst in members] for src in members]
-    fresh = [[move.plans[new.group_of(dst)].fresh.get(old.group_of(src), 0) for dst in members] for src in members]
     assert len(counts) == 1, f"slices of one switch have one size, got {counts}"
+    between = [[src != dst and (src, dst) in slices for dst in members] for src in members]
+    fresh = [[move.plans[new.group_of(dst)].fresh.get(old.group_of(src), 0) for dst in members] for src in members]
+    own = slices[rank, rank]
+    place, stays = _place(move, own)
     send, send_heads, recv, recv_heads = [], [], [], []
     empty = np.empty(0, dtype=np.int64)
     for peer in members:
-        out = slices.get((rank, peer))
+        out = slices.get((rank, peer)) if peer != rank else None
         send.append(move.leaving(new.group_of(peer)) if out else empty)
         send_heads.append(out.src_head if out else 0)
-        into = slices.get((peer, rank))
-        recv.append(move.coming(old.group_of(peer)) if into else empty)
+        into = slices.get((peer, rank)) if peer != rank else None
+        recv.append(place[move.coming(old.group_of(peer))] if into else empty)
         recv_heads.append(into.dst_head if into else 0)
+    send.append(move.leaving(new.group_of(rank))[~stays])
+    send_heads.append(own.src_head)
+    recv.append(place[move.coming(old.group_of(rank))[~stays]])
+    recv_heads.append(own.dst_head)
     return Exchange(
         send_slots=np.concatenate(send),
         send_offsets=_offsets(send),
@@ -285,7 +294,38 @@ def build_exchange(move: Move) -> Exchange:
         recv_heads=np.array(recv_heads, dtype=np.int64),
         heads=counts.pop(),
         slots=np.where(between, fresh, 0),
+        place=place,
     )
+
+
+def _place(move: Move, own: HeadSlice) -> tuple[np.ndarray, np.ndarray]:
+    """The slot of the new pool view for each slot of the plan; and which of this rank's own tokens stay where they are.
+
+    Both views lie over the same bytes.  With ``k`` times fewer heads, slot ``s`` becomes ``k`` slots from ``k * s`` on,
+    one of which is what the rank keeps: so all its own tokens stay.  With ``k`` times more heads it is the other way
+    round, and those stay that happen to lie in the right part of the larger slot.  The others take the lowest free
+    slots.
+
+    Slots are a rank's own business: of one token, the ranks of a group may have different ones.
+    """
+    kept = move.leaving(move.new.group_of(move.rank))
+    of_plan = move.coming(move.old.group_of(move.rank))
+    old_heads, new_heads = (kv_head_range(move.kv_heads, layout, move.rank)[1] for layout in (move.old, move.new))
+    if old_heads >= new_heads:
+        k, part = old_heads // new_heads, own.src_head // new_heads
+        slots, stays = kept * k + part, np.ones(len(kept), dtype=bool)
+    else:
+        k, part = new_heads // old_heads, own.dst_head // old_heads
+        slots, stays = kept // k, (kept % k == part) & (kept >= k)  # not in slot 0, the host's padding slot
+    total = move.plans[move.new.group_of(move.rank)].total
+    place = np.zeros(total + 1, dtype=np.int64)
+    place[of_plan[stays]] = slots[stays]
+    free = np.ones(total + 1, dtype=bool)
+    free[0] = False
+    free[slots[stays & (slots <= total)]] = False
+    others = np.flatnonzero(place[1:] == 0) + 1
+    place[others] = np.flatnonzero(free)[: len(others)]
+    return place, stays
 
 
 def _offsets(parts: Sequence[np.ndarray]) -> np.ndarray:
