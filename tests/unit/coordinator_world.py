@@ -130,7 +130,8 @@ class World:
 
     def decided(self, snapshot, decision) -> None:
         assert snapshot.tp == self.known.tp and decision.tp in snapshot.degrees
-        assert len(snapshot.load) == (snapshot.requests if self.config.predicts else 0)
+        held = snapshot.requests - len(snapshot.load)  # before a round its first requests wait for the decision
+        assert held == 0 or len(snapshot.load) == 0 and (len(snapshot.coming) or not self.config.predicts)
         self.decisions.append((snapshot, decision))
 
     def finished(self, response: m.Finished) -> None:

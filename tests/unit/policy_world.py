@@ -17,9 +17,10 @@ DEGREES = (1, 2, 4)
 
 def snapshot(
     outputs=(), tp=1, prompt=100, limit=4096, families=None, replicas=None, peak=None, quiet=60.0, since_switch=600.0,
-    since_abort=600.0, requests=None, degrees=DEGREES, complete=False,
+    since_abort=600.0, requests=None, degrees=DEGREES, complete=False, coming=0,
 ) -> Snapshot:  # fmt: skip
-    """Of requests with these present lengths, by default dealt out to the replicas in turn."""
+    """Of requests with these present lengths, by default dealt out to the replicas in turn; ``coming``: so many are
+    expected in all."""
     outputs = np.asarray(outputs, dtype=np.int64)
     number = len(outputs)
     return Snapshot(
@@ -39,6 +40,13 @@ def snapshot(
             limit=np.broadcast_to(np.int64(limit), number),
             family=np.arange(number) if families is None else np.asarray(families),
             replica=np.arange(number) % (4 // tp) if replicas is None else np.asarray(replicas),
+        ),
+        coming=Load(
+            prompt=np.full(coming, 100),
+            output=np.zeros(coming, dtype=np.int64),
+            limit=np.full(coming, 4096),
+            family=-1 - np.arange(coming),
+            replica=np.zeros(coming, dtype=np.int64),
         ),
     )
 
@@ -107,5 +115,6 @@ def snapshots(draw) -> Snapshot:
         since_switch=draw(seconds),
         since_abort=draw(st.sampled_from([0.0, 100.0])),
         complete=draw(st.booleans()),
+        coming=draw(st.sampled_from([0, 0, 1, 50])),
         **columns,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_pat.coordinator.arrivals import Arrivals
+from sglang_pat.coordinator.snapshot import Load
 
 pytestmark = pytest.mark.unit
 
@@ -98,6 +100,43 @@ def test_an_engine_that_runs_empty_in_the_middle_of_a_round():
     arrivals.in_engine(0)
     assert (arrivals.peak, arrivals.came) == (0, 0)
     assert come(arrivals, 5) == [False] * 5
+
+
+def load(*families: int) -> Load:
+    numbers = np.arange(len(families))
+    return Load(prompt=10 + numbers, output=numbers, limit=0 * numbers + 64, family=np.array(families), replica=numbers)
+
+
+def seen(sizes: list[int], *loads: Load) -> Arrivals:
+    """Rounds of these sizes have ended; in each, these were in the engine at one time or another."""
+    arrivals = Arrivals()
+    for size in sizes:
+        come(arrivals, size)
+        for found in loads:
+            arrivals.saw(found)
+        arrivals.in_engine(0)
+    return arrivals
+
+
+def test_the_round_to_come_is_like_the_last_one_before_its_first_token():
+    arrivals = seen([3, 3], load(5), load(8, 9, 8), load(9))
+    coming = arrivals.coming(100.0)
+    assert (coming.prompt.tolist(), coming.output.tolist(), coming.limit.tolist()) == ([10, 11, 12], [0] * 3, [64] * 3)
+    assert coming.family[0] == coming.family[2] != coming.family[1] and max(coming.family) < 0
+    arrivals.arrived(200.0)
+    assert len(arrivals.coming(200.5)) == 3
+    assert len(arrivals.coming(201.0)) == 0, "none came for a while"
+    arrivals.arrived(201.0), arrivals.arrived(201.0)
+    assert len(arrivals.coming(201.0)) == 0, "all are there"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "loads"),
+    [([3], [load(1, 2, 3)]), ([3, 4], [load(1, 2, 3)]), ([20, 20], [load(*range(17))]), ([3, 3], [])],
+    ids=["one round", "two sizes", "never all at once", "not looked at"],
+)
+def test_nothing_is_known_of_the_round_to_come(sizes, loads):
+    assert len(seen(sizes, *loads).coming(100.0)) == 0
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)

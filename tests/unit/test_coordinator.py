@@ -16,6 +16,8 @@ from sglang_pat.coordinator.decision_log import dump_decision, load_decision
 from sglang_pat.coordinator.leader import Work
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import stay, threshold
+from sglang_pat.coordinator.rules import SETTLE_SECONDS
+from sglang_pat.coordinator.snapshot import Decision
 from sglang_pat.layout import ParallelLayout
 
 pytestmark = pytest.mark.unit
@@ -446,6 +448,70 @@ def test_one_that_predicts_is_asked_at_once_when_a_round_is_complete():
         rig.work(1, now=10 + number * DECISION_INTERVAL_SECONDS / 10)
     asked = [(snapshot.requests, snapshot.complete) for snapshot, _ in rig.world.decisions[before:]]
     assert asked == [(1, False), (3, True)]
+
+
+def up_front(snapshot, history) -> Decision:
+    """Wants tp=2 for a round to come, and nothing else once it is there."""
+    return Decision(tp=2 if len(snapshot.coming) else snapshot.degrees[0] if not snapshot.requests else snapshot.tp)
+
+
+def known_rounds(requests: int = 3) -> Rig:
+    """Two rounds of so many are over; the policy has seen all of them at once."""
+    rig = Rig(1, 2, up_front, policy="survival", profile="-")
+    for number in range(2):
+        rig.work(requests, now=10.0 * number)
+        rig.coordinator.tick(10 * number + 2 * DECISION_INTERVAL_SECONDS)
+        rig.settle()
+        rig.finish_all()
+    return rig
+
+
+def test_a_round_starts_in_the_layout_that_is_best_for_all_of_it():
+    rig = known_rounds()
+    assert rig.coordinator.layout.tp == 1 and not rig.world.records
+    before = len(rig.world.to_leaders)
+    rig.work(2, now=50.0)
+    assert {type(obj) for _, obj in rig.world.to_leaders[before:]} == {m.Prepare}, "the requests are held"
+    snapshot, decision = rig.world.decisions[-1]
+    assert (snapshot.requests, len(snapshot.load), decision.tp) == (1, 0, 2)
+    assert snapshot.coming.output.tolist() == [0, 0, 0] and len(set(snapshot.coming.family)) == 3
+    rig.settle()
+    assert [(record.to_tp, record.requests) for record in rig.world.records] == [(2, 0)]
+    assert [rank for rank, obj in rig.world.to_leaders if getattr(obj, "kind", "") == "work"][-2:] == [0, 0]
+    assert rig.work(1, now=50.0) == [0] and not len(rig.world.decisions[-1][0].coming), "all are there"
+    rig.settle()
+    rig.finish_all()
+    rig.coordinator.tick(60.0)
+    rig.settle()
+    assert rig.coordinator.layout.tp == 1
+    assert rig.world.decisions[-1][0].requests == 0
+
+
+@pytest.mark.parametrize("fate", ["prepare", "abort"])
+def test_and_in_the_old_one_if_that_fails(fate):
+    rig = known_rounds()
+    rig.work(2, now=50.0)
+    rig.settle(fate)
+    assert rig.world.records[0].error and rig.coordinator._requests() == 2
+
+
+def test_it_is_asked_once_before_a_round_and_not_held_without_a_switch():
+    rig = known_rounds()
+    rig.coordinator._policy = stay
+    before = len(rig.world.decisions)
+    assert rig.work(2, now=50.0) == [0, 1] and len(rig.world.decisions) == before + 1
+
+
+def test_a_round_of_which_nothing_more_comes():
+    """Four came the last times; what came now is looked at as it is after a while."""
+    rig = known_rounds(4)
+    rig.coordinator._policy = stay
+    rig.work(2, now=50.0)
+    rig.settle()
+    rig.coordinator.tick(50.0 + 0.9 * SETTLE_SECONDS)
+    assert len(rig.world.decisions[-1][0].coming) == 4
+    rig.coordinator.tick(50.0 + 1.1 * SETTLE_SECONDS)
+    assert len(rig.world.decisions[-1][0].coming) == 0
 
 
 def test_one_that_predicts_is_asked_less_often_in_the_course_of_a_long_round():

@@ -52,6 +52,14 @@ CASES = [
     ("just switched", dict(outputs=[1000] * 2, peak=64, since_switch=0.5), 1),
     ("just aborted", dict(outputs=[1000] * 2, peak=64, since_abort=RETRY_SECONDS - 0.1), 1),
     ("known by number only", dict(requests=5, tp=2), 2),
+    ("a small round begins", dict(requests=1, coming=2, quiet=0.0, since_switch=0.0), 4),
+    ("a large round begins", dict(requests=1, coming=128, quiet=0.0), 1),
+    ("a large round begins, merged", dict(requests=1, coming=128, tp=4, quiet=0.0), 1),
+    ("a small round comes in", dict(outputs=[0], coming=2, quiet=0.0), 4),
+    ("a small round comes in, just switched", dict(outputs=[0], coming=2, quiet=0.0, since_switch=0.01), 1),
+    ("a large round comes in, few so far", dict(outputs=[0] * 2, coming=128, quiet=0.9), 1),
+    ("between rounds", dict(coming=2, tp=4), 1),
+    ("a small round begins, just aborted", dict(requests=1, coming=2, since_abort=1.0), 1),
 ]
 
 

@@ -2,7 +2,7 @@
 
 Both classes are used in the same way, by all ranks of a group together::
 
-    exchange.outgoing(0)                      # a flat buffer: pack layer 0 into it, peers in order, what stays here last
+    exchange.outgoing(0)                      # a flat buffer: pack layer 0: peers in order, what stays here last
     for layer in ...:
         exchange.start(layer)
         exchange.outgoing(layer + 1)          # pack the next one meanwhile

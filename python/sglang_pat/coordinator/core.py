@@ -262,12 +262,13 @@ class Coordinator:
         return sum(self._leaders[rank].requests for rank in self.layout.leaders)
 
     def _snapshot(self, now: float) -> Snapshot:
+        requests = self._requests() + sum(isinstance(event, Work) for event in self._backlog)
         return Snapshot(
             now=now,
             tp=self.layout.tp,
             degrees=tuple(layout.tp for layout in self.config.layouts),
             num_ranks=self.config.num_ranks,
-            requests=self._requests() + sum(isinstance(event, Work) for event in self._backlog),
+            requests=requests,
             peak=self._arrivals.peak,
             last_arrival=self._arrivals.last,
             complete=self._arrivals.complete,
@@ -275,7 +276,7 @@ class Coordinator:
             last_abort=self._last_abort,
             # Policies that do not predict do not look at it, and are asked at every event.
             load=load_of(self._leaders, self.layout.leaders) if self.config.predicts else Load(),
-            coming=self._arrivals.coming(now) if self.config.predicts else Load(),
+            coming=self._arrivals.coming(now) if self.config.predicts and requests else Load(),
         )
 
     # -- getting on -----------------------------------------------------------------------------------
