@@ -262,17 +262,18 @@ def test_snapshots_and_decisions_round_trip(snap):
     decision = Decision(tp=2, estimates={1: 0.1 + 0.2, 2: 1e-9}, recompute_below=7)
     found, answer = decision_log.load_decision(json.loads(json.dumps(decision_log.dump_decision(snap, decision))))
     assert answer == decision
-    for name in ("prompt", "output", "limit", "family", "replica"):
-        assert (getattr(found.load, name) == getattr(snap.load, name)).all()
-    assert dataclasses.replace(found, load=None) == dataclasses.replace(snap, load=None)
+    for load in ("load", "coming"):
+        for name in ("prompt", "output", "limit", "family", "replica"):
+            assert (getattr(getattr(found, load), name) == getattr(getattr(snap, load), name)).all()
+    assert dataclasses.replace(found, load=None, coming=None) == dataclasses.replace(snap, load=None, coming=None)
 
 
 def test_a_snapshot_of_before_rounds_were_counted():
     values = decision_log.snapshot_to_dict(make_snapshot([5, 7], complete=True))
     assert decision_log.snapshot_from_dict(values).complete
-    del values["complete"]
+    del values["complete"], values["coming"]
     old = decision_log.snapshot_from_dict(values)
-    assert not old.complete and old.load.output.tolist() == [5, 7]
+    assert not old.complete and old.load.output.tolist() == [5, 7] and not len(old.coming)
 
 
 def write_log(path, profile_file, policy_name="survival") -> list[dict]:

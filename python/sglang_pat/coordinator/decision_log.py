@@ -21,7 +21,7 @@ from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
 
 _TIMES = ("last_arrival", "last_switch", "last_abort")
-_LOADS = ("load", "coming")
+_LOADS = {"load", "coming"}
 
 
 def dump_start(
@@ -81,6 +81,6 @@ def snapshot_from_dict(values: dict[str, Any]) -> Snapshot:
     for name in _TIMES:
         values[name] = -math.inf if values[name] is None else values[name]
     values["degrees"] = tuple(values["degrees"])
-    for load in _LOADS:
+    for load in _LOADS & values.keys():  # logs of before rounds were foreseen have no "coming"
         values[load] = Load(**{name: np.array(column, dtype=np.int64) for name, column in values[load].items()})
     return Snapshot(**values)
