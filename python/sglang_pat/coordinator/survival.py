@@ -58,7 +58,8 @@ def survival(predictor, costs, max_running: int | None = None):
 def _begin(planner: Planner, snapshot: Snapshot, history: LengthHistory) -> Decision:
     """While a round comes in: where all of it would be done first, whatever is there of it so far.
 
-    A switch is free before the first request; later it costs what it would cost with all of them.
+    Before the first request a switch is all but free, and a small gain is enough; later it costs what it would cost with
+    all of them.
     """
     coming, here = snapshot.coming, snapshot.tp
     spread = replace(coming, replica=np.arange(len(coming)) % (snapshot.num_ranks // here))
@@ -68,9 +69,12 @@ def _begin(planner: Planner, snapshot: Snapshot, history: LengthHistory) -> Deci
     plan = planner.plan(replace(snapshot, load=spread), outlook)
     totals = {tp: s - plan.now.get(tp, 0.0) + planner.prefill(snapshot, coming, tp) for tp, s in plan.by_degree.items()}
     best = min(totals, key=totals.get)
-    cost = plan.now.get(best, 0.0) if len(snapshot.load) else 0.0
-    worth = totals[here] - totals[best] - cost >= max(MARGIN * totals[here], MARGIN_SECONDS)
-    calm = not len(snapshot.load) or snapshot.now - snapshot.last_switch >= COOLDOWN * cost
+    gain = totals[here] - totals[best]
+    if not len(snapshot.load):
+        return Decision(tp=best if gain >= MARGIN_SECONDS else here, estimates=totals)
+    cost = plan.now.get(best, 0.0)
+    worth = gain - cost >= max(MARGIN * totals[here], MARGIN_SECONDS)
+    calm = snapshot.now - snapshot.last_switch >= COOLDOWN * cost
     return Decision(tp=best if worth and calm else here, estimates=totals)
 
 
