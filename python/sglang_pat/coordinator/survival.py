@@ -58,8 +58,8 @@ def survival(predictor, costs, max_running: int | None = None):
 def _begin(planner: Planner, snapshot: Snapshot, history: LengthHistory) -> Decision:
     """While a round comes in: where all of it would be done first, whatever is there of it so far.
 
-    Before the first request a switch is all but free, and a small gain is enough; later it costs what it would cost with
-    all of them.
+    Before the first request a switch is all but free, and a small gain is enough; later it costs what it would cost
+    with all of them.
     """
     coming, here = snapshot.coming, snapshot.tp
     spread = replace(coming, replica=np.arange(len(coming)) % (snapshot.num_ranks // here))
