@@ -18,7 +18,7 @@ import psutil
 from profiler import host
 from profiler.rig import Rig
 
-STEPS = 12
+STEPS = 8
 """Decode steps that are timed after each switch, and in the static layout."""
 
 SKIP = 2
