@@ -128,10 +128,13 @@ def shared_prefixes(rows: Sequence[np.ndarray], dests: Sequence[int], num_slots:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Slots of one new group: which requests bring KV along, and where it lies.
+    """Slots of one new group: which requests bring KV along, and how it is numbered.
+
+    The numbers are the plan's, the same on all ranks; which slot of its pool each is, is a rank's own business
+    (``Exchange.place``).
 
     Attributes:
-        rows: for each source group, for each of its requests, the new slots of its tokens
+        rows: for each source group, for each of its requests, the slots of its tokens
             (None for requests that come as tokens only or go elsewhere).
         fresh: for each source group, the number of distinct slots it sends, in order.
         total: slots used; they are ``1 .. total`` (slot 0 is the host's padding slot).
@@ -256,7 +259,7 @@ class Move:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def coming(self, source: int) -> np.ndarray:
-        """Slots of the new pool view in which that lies what comes from old group ``source`` to this rank's new one."""
+        """Slots of the plan for what comes from old group ``source`` to this rank's new group."""
         fresh = self.plans[self.new.group_of(self.rank)].fresh
         first = 1 + sum(count for group, count in fresh.items() if group < source)
         return np.arange(first, first + fresh.get(source, 0), dtype=np.int64)
