@@ -64,7 +64,8 @@ def rows(result: dict, setting: Any) -> list[dict]:
                 after = median(median(s["steps"]) for s in switches)
                 record = switches[0]["record"]
                 least = record["tokens"] * result["kv_bytes_per_token"] * (1 - setting.low / setting.high)
-                static = point["static"].get(to, point["static"].get(str(to)))
+                static = median(point["static"][str(to)])
+                taken = point["taken"][str(to)] if way == "ours" else float("nan")
                 found.append(
                     {
                         "tokens": point["tokens"], "requests": point["requests"], "way": way,
@@ -73,9 +74,9 @@ def rows(result: dict, setting: Any) -> list[dict]:
                         "sent_over_minimum": record["moved_bytes"] / least if least else float("nan"),
                         "moved_bytes": record["moved_bytes"],
                         "copy": point["copy_seconds"],
-                        "extra": median(max(s["extra"]) for s in switches),
-                        "extra_over_layers": median(max(s["extra"]) for s in switches) / two_layers(record, result),
-                        "after_over_static": after / median(static) if way == "ours" else float("nan"),
+                        "extra": taken,
+                        "extra_over_layers": taken / two_layers(record, result),
+                        "after_over_static": after / static if way == "ours" else float("nan"),
                     }
                 )  # fmt: skip
     return found

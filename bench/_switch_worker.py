@@ -11,6 +11,7 @@ import os
 import statistics
 import sys
 import time
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -76,40 +77,57 @@ async def decode(rig: Rig, tasks: list, requests: int) -> list[float]:
     return [statistics.mean(row) for row in zip(*(mine[:STEPS] for mine in steps.values()), strict=True)]
 
 
-async def switches(rig: Rig, memory: Memory, low: int, high: int, requests: int, tokens: int, rounds: int) -> list:
-    """There and back with the same live requests; their prompts are injected, not computed."""
-    await rig.reconfigure(low)
-    await rig.flush()
-    prompts = [rig.tokens(tokens // requests) for _ in range(requests)]
-    rig.inject(prompts)
-    await rig.trace()
-    tasks = rig.send(prompts, [4 * rounds * (STEPS + 3 * SKIP)] * requests)
-    made = []
-    try:
-        await decode(rig, tasks, requests)
-        for _ in range(rounds):
-            for target in (high, low):
-                memory.start()
-                record = await rig.reconfigure(target)
-                extra = memory.extra()
-                made.append({"record": record, "extra": extra, "steps": await decode(rig, tasks, requests)})
-    finally:
-        await rig.abort(tasks)
-    return made
-
-
-async def static(rig: Rig, tp: int, requests: int, tokens: int) -> list[float]:
-    """Steps of the same batch in a layout that the engine was in from the start."""
+@asynccontextmanager
+async def decoding(rig: Rig, tp: int, requests: int, tokens: int, answer: int):
+    """A batch whose prompts are injected, not computed; tasks that decode for ``answer`` steps unless aborted."""
     await rig.reconfigure(tp)
     await rig.flush()
     prompts = [rig.tokens(tokens // requests) for _ in range(requests)]
     rig.inject(prompts)
     await rig.trace()
-    tasks = rig.send(prompts, [4 * (STEPS + 3 * SKIP)] * requests)
+    tasks = rig.send(prompts, [answer] * requests)
     try:
-        return await decode(rig, tasks, requests)
+        yield tasks
     finally:
         await rig.abort(tasks)
+
+
+async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int) -> list:
+    """There and back with the same live requests."""
+    made = []
+    async with decoding(rig, low, requests, tokens, 4 * rounds * (STEPS + 3 * SKIP)) as tasks:
+        await decode(rig, tasks, requests)
+        for _ in range(rounds):
+            for target in (high, low):
+                record = await rig.reconfigure(target)
+                made.append({"record": record, "steps": await decode(rig, tasks, requests)})
+    return made
+
+
+async def taken(rig: Rig, low: int, high: int, requests: int, tokens: int) -> dict[int, int]:
+    """Bytes that a switch to each degree takes on the rank where it takes most.
+
+    Generation is paused: decode steps take more, and would hide it.  The second time counts: pages of the pool that
+    were never used are not the switch's.
+    """
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    manager, memory, found = rig.engine.tokenizer_manager, Memory(), {}
+    async with decoding(rig, low, requests, tokens, 20 * STEPS) as tasks:
+        await rig.until_decoding(tasks, requests)
+        await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        for target in (high, low) * 2:
+            memory.start()
+            await rig.reconfigure(target)
+            found[target] = max(memory.extra())
+        await manager.continue_generation(ContinueGenerationReqInput())
+    return found
+
+
+async def static(rig: Rig, tp: int, requests: int, tokens: int) -> list[float]:
+    """Steps of the same batch in a layout that the engine was in from the start."""
+    async with decoding(rig, tp, requests, tokens, 4 * (STEPS + 3 * SKIP)) as tasks:
+        return await decode(rig, tasks, requests)
 
 
 async def returning(rig: Rig, low: int, high: int, rounds: int) -> list[float]:
@@ -129,7 +147,7 @@ async def prefill(rig: Rig, requests: int, tokens: int) -> float:
 
 
 async def serve(engine, answer) -> None:
-    rig, memory = Rig(engine, temperature=0.0), Memory()
+    rig = Rig(engine, temperature=0.0)
     await rig.connect()
     answer({"ready": os.getpid()})
     loop = asyncio.get_running_loop()
@@ -137,7 +155,9 @@ async def serve(engine, answer) -> None:
         command = json.loads(line)
         match command.pop("do"):
             case "switches":
-                answer(await switches(rig, memory, **command))
+                answer(await switches(rig, **command))
+            case "taken":
+                answer(await taken(rig, **command))
             case "static":
                 answer(await static(rig, **command))
             case "returning":

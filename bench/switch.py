@@ -185,7 +185,8 @@ def compare(model: Path, setting: Setting, rounds: int) -> dict:
                     point["switches"][way] = worker.do("switches", **where, rounds=rounds)
                     if way == "ours":
                         batch, degrees = dict(requests=requests, tokens=tokens), (setting.low, setting.high)
-                        point["static"] = {tp: worker.do("static", tp=tp, **batch) for tp in degrees}
+                        point["static"] = {str(tp): worker.do("static", tp=tp, **batch) for tp in degrees}
+                        point["taken"] = worker.do("taken", **where)
             moved = point["switches"]["ours"][0]["record"]["moved_bytes"] // setting.ranks
             with stopped(*workers.values()):
                 point["copy_seconds"] = copy_seconds(setting.ranks, max(moved, 1))

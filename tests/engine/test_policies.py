@@ -33,9 +33,12 @@ def fingerprint(model: Path) -> Fingerprint:
     return profiles.msgspec.json.decode(ran.stdout.strip().splitlines()[-1], type=Fingerprint)
 
 
-def crossing_profile(deployment: Fingerprint) -> Profile:
-    """Made up so that policies act: tp1 is faster for many requests, tp2 for few; a switch costs 10 ms."""
-    seconds = {(1, 1): 0.020, (1, 16): 0.024, (2, 1): 0.010, (2, 16): 0.048}
+def made_up(deployment: Fingerprint, tp2_with_16: float = 0.048) -> Profile:
+    """So that policies act: tp1 is faster for many requests, tp2 for few; a switch costs 10 ms.
+
+    ``tp2_with_16``: seconds of a step of 16 requests in tp2; in tp1 it takes 0.024.
+    """
+    seconds = {(1, 1): 0.020, (1, 16): 0.024, (2, 1): 0.010, (2, 16): tp2_with_16}
     decode = [
         DecodePoint(tp=tp, replicas=2 // tp, batch=b, context=c, seconds=s + 1e-7 * b * c, samples=(s,))
         for (tp, b), s in seconds.items()
@@ -64,7 +67,7 @@ def crossing_profile(deployment: Fingerprint) -> Profile:
 @pytest.fixture(scope="module")
 def profile(llama, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "llama.json"
-    profiles.save(crossing_profile(fingerprint(llama)), path)
+    profiles.save(made_up(fingerprint(llama)), path)
     return path
 
 
@@ -108,3 +111,19 @@ def test_switches_in_a_long_tail_and_loses_nothing(servers, llama, expected, pro
         capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_a_round_of_a_known_size_starts_in_the_better_layout(servers, llama, tmp_path):
+    """Before its first request: nothing is alive at that switch."""
+    path = tmp_path / "merged.json"
+    profiles.save(made_up(fingerprint(llama), tp2_with_16=0.012), path)
+    short = bodies()[:6]
+    for body in short:
+        body["sampling_params"]["max_new_tokens"] = 60
+    wanted = [answer["output_ids"] for answer in servers.stock(llama).generate(short)]
+    server = servers.get(llama, *f"--tp 1 --dp 2 --adaptive-tp --pat-profile {path} --pat-policy survival".split())
+    for _ in range(5):
+        assert [answer["output_ids"] for answer in server.generate(short)] == wanted
+    switches = server.status()["switches"]
+    assert [s for s in switches if s["to_tp"] == 2 and s["requests"] == 0 and s["reason"] == "survival"], switches
+    assert not any(s["error"] for s in switches) and len(switches) <= 10
