@@ -19,8 +19,10 @@ import psutil
 from profiler import host
 from profiler.rig import Rig
 
-STEPS = 8
-"""Decode steps that are timed after each switch, and in the static layout."""
+def steps_for(tokens: int) -> int:
+    """Decode steps that are timed after each switch, and in the static layout: one of 64K tokens takes seconds."""
+    return 8 if tokens <= 16384 else 3
+
 
 SKIP = 2
 """Steps after a switch that are not: the caches are cold."""
@@ -63,18 +65,18 @@ class Memory:
         raise ValueError(field)
 
 
-async def decode(rig: Rig, tasks: list, requests: int) -> list[float]:
-    """Seconds of :data:`STEPS` steps from now on, the mean over replicas of each step."""
+async def decode(rig: Rig, tasks: list, requests: int, steps: int) -> list[float]:
+    """Seconds of so many steps from now on, the mean over replicas of each step."""
     await rig.until_decoding(tasks, requests, steps=SKIP)
-    steps: dict[int, list[float]] = {}
-    while not steps or any(len(mine) < STEPS for mine in steps.values()):
+    found: dict[int, list[float]] = {}
+    while not found or any(len(mine) < steps for mine in found.values()):
         for step in await rig.trace():
             if step["tp"] == rig.tp and step["kind"] == "decode":
-                steps.setdefault(step["rank"], []).append(step["seconds"])
+                found.setdefault(step["rank"], []).append(step["seconds"])
         if all(task.done() for task in tasks):
             raise RuntimeError("the requests ended")
         await asyncio.sleep(0.01)
-    return [statistics.mean(row) for row in zip(*(mine[:STEPS] for mine in steps.values()), strict=True)]
+    return [statistics.mean(row) for row in zip(*(mine[:steps] for mine in found.values()), strict=True)]
 
 
 @asynccontextmanager
@@ -94,13 +96,13 @@ async def decoding(rig: Rig, tp: int, requests: int, tokens: int, answer: int):
 
 async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int) -> list:
     """There and back with the same live requests."""
-    made = []
-    async with decoding(rig, low, requests, tokens, 4 * rounds * (STEPS + 3 * SKIP)) as tasks:
-        await decode(rig, tasks, requests)
+    made, steps = [], steps_for(tokens)
+    async with decoding(rig, low, requests, tokens, 4 * rounds * (steps + 3 * SKIP)) as tasks:
+        await decode(rig, tasks, requests, steps)
         for _ in range(rounds):
             for target in (high, low):
                 record = await rig.reconfigure(target)
-                made.append({"record": record, "steps": await decode(rig, tasks, requests)})
+                made.append({"record": record, "steps": await decode(rig, tasks, requests, steps)})
     return made
 
 
@@ -113,7 +115,7 @@ async def taken(rig: Rig, low: int, high: int, requests: int, tokens: int) -> di
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     manager, memory, found = rig.engine.tokenizer_manager, Memory(), {}
-    async with decoding(rig, low, requests, tokens, 20 * STEPS) as tasks:
+    async with decoding(rig, low, requests, tokens, 100) as tasks:
         await rig.until_decoding(tasks, requests)
         await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
         for target in (high, low) * 2:
@@ -126,8 +128,9 @@ async def taken(rig: Rig, low: int, high: int, requests: int, tokens: int) -> di
 
 async def static(rig: Rig, tp: int, requests: int, tokens: int) -> list[float]:
     """Steps of the same batch in a layout that the engine was in from the start."""
-    async with decoding(rig, tp, requests, tokens, 4 * (STEPS + 3 * SKIP)) as tasks:
-        return await decode(rig, tasks, requests)
+    steps = steps_for(tokens)
+    async with decoding(rig, tp, requests, tokens, 4 * (steps + 3 * SKIP)) as tasks:
+        return await decode(rig, tasks, requests, steps)
 
 
 async def returning(rig: Rig, low: int, high: int, rounds: int) -> list[float]:
