@@ -19,13 +19,13 @@ import psutil
 from profiler import host
 from profiler.rig import Rig
 
+SKIP = 2
+"""Steps after a switch that are not timed: the caches are cold."""
+
+
 def steps_for(tokens: int) -> int:
     """Decode steps that are timed after each switch, and in the static layout: one of 64K tokens takes seconds."""
     return 8 if tokens <= 16384 else 3
-
-
-SKIP = 2
-"""Steps after a switch that are not: the caches are cold."""
 
 
 class Memory:
