@@ -274,7 +274,8 @@ def build_exchange(move: Move) -> Exchange:
     between = [[src != dst and (src, dst) in slices for dst in members] for src in members]
     fresh = [[move.plans[new.group_of(dst)].fresh.get(old.group_of(src), 0) for dst in members] for src in members]
     own = slices[rank, rank]
-    place, stays = _place(move, own)
+    kept, of_plan = move.leaving(new.group_of(rank)), move.coming(old.group_of(rank))
+    place, stays = _place(move, own, kept, of_plan)
     send, send_heads, recv, recv_heads = [], [], [], []
     empty = np.empty(0, dtype=np.int64)
     for peer in members:
@@ -284,9 +285,9 @@ def build_exchange(move: Move) -> Exchange:
         into = slices.get((peer, rank)) if peer != rank else None
         recv.append(place[move.coming(old.group_of(peer))] if into else empty)
         recv_heads.append(into.dst_head if into else 0)
-    send.append(move.leaving(new.group_of(rank))[~stays])
+    send.append(kept[~stays])
     send_heads.append(own.src_head)
-    recv.append(place[move.coming(old.group_of(rank))[~stays]])
+    recv.append(place[of_plan[~stays]])
     recv_heads.append(own.dst_head)
     return Exchange(
         send_slots=np.concatenate(send),
@@ -301,7 +302,7 @@ def build_exchange(move: Move) -> Exchange:
     )
 
 
-def _place(move: Move, own: HeadSlice) -> tuple[np.ndarray, np.ndarray]:
+def _place(move: Move, own: HeadSlice, kept: np.ndarray, of_plan: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The slot of the new pool view for each slot of the plan; and which of this rank's own tokens stay where they are.
 
     Both views lie over the same bytes.  With ``k`` times fewer heads, slot ``s`` becomes ``k`` slots from ``k * s`` on,
@@ -310,9 +311,9 @@ def _place(move: Move, own: HeadSlice) -> tuple[np.ndarray, np.ndarray]:
     slots.
 
     Slots are a rank's own business: of one token, the ranks of a group may have different ones.
+
+    ``kept``, ``of_plan``: old slots of the tokens that it has and keeps, and their slots in the plan.
     """
-    kept = move.leaving(move.new.group_of(move.rank))
-    of_plan = move.coming(move.old.group_of(move.rank))
     old_heads, new_heads = (kv_head_range(move.kv_heads, layout, move.rank)[1] for layout in (move.old, move.new))
     if old_heads >= new_heads:
         k, part = old_heads // new_heads, own.src_head // new_heads
