@@ -61,10 +61,8 @@ def rows(result: dict, setting: Any) -> list[dict]:
             for up in (True, False):
                 switches = of(point, way, up)
                 to = setting.high if up else setting.low
-                after = median(median(s["steps"]) for s in switches)
                 record = switches[0]["record"]
                 least = record["tokens"] * result["kv_bytes_per_token"] * (1 - setting.low / setting.high)
-                static = median(point["static"][str(to)])
                 taken = point["taken"][str(to)] if way == "ours" else float("nan")
                 found.append(
                     {
@@ -76,10 +74,15 @@ def rows(result: dict, setting: Any) -> list[dict]:
                         "copy": point["copy_seconds"],
                         "extra": taken,
                         "extra_over_layers": taken / two_layers(record, result),
-                        "after_over_static": after / static if way == "ours" else float("nan"),
+                        "after_over_static": after_over_static(switches) if way == "ours" else float("nan"),
                     }
                 )  # fmt: skip
     return found
+
+
+def after_over_static(switches: list[dict]) -> float:
+    """Time of a step after the switch over that in the static layout: median of the rounds' ratios."""
+    return median(median(s["steps"]) / median(s["static"]) for s in switches)
 
 
 def two_layers(record: dict, result: dict) -> float:
@@ -116,9 +119,8 @@ def linear(result: dict, up: bool) -> tuple[float, float]:
     return float(exponent), float(1 - ((seconds - line) ** 2).sum() / ((seconds - seconds.mean()) ** 2).sum())
 
 
-def bars(result: dict, setting: Any) -> Iterator[tuple[str, str, str]]:
+def bars(everything: list[dict], result: dict, setting: Any) -> Iterator[tuple[str, str, str]]:
     """(figure, bar, measured) of one setting; all of the pause without drain unless said otherwise."""
-    everything = rows(result, setting)
     ours = [row for row in everything if row["way"] == "ours"]
     head = {row["way"]: row for row in everything if _is_headline(row, setting)}
     whole, parts = sum(result["restart"].values()), [(row["own"] - 0.010) / row["copy"] for row in ours]
@@ -158,7 +160,8 @@ def table(name: str, result: dict, setting: Any) -> None:
     measured = ("sent / min", "copy", "extra MB", "/ 2 layers", "step / static")
     for column in ("tokens", "requests", "to", "way", "pause", "without drain", *PHASES[1:], *measured):
         shown.add_column(column, justify="right")
-    for row in rows(result, setting):
+    everything = rows(result, setting)
+    for row in everything:
         shown.add_row(
             str(row["tokens"]), str(row["requests"]), row["to"], row["way"], f"{1e3 * row['pause']:.0f}",
             f"{1e3 * row['own']:.1f}", *(f"{1e3 * row[p]:.1f}" for p in PHASES[1:]), f"{row['sent_over_minimum']:.3f}",
@@ -173,7 +176,7 @@ def table(name: str, result: dict, setting: Any) -> None:
     shown = Table(title=f"{name}: without drain unless said otherwise", title_justify="left")
     for column in ("figure", "bar", "measured"):
         shown.add_column(column)
-    for row in bars(result, setting):
+    for row in bars(everything, result, setting):
         shown.add_row(*row)
     console.print(shown)
 

@@ -94,15 +94,24 @@ async def decoding(rig: Rig, tp: int, requests: int, tokens: int, answer: int):
         await rig.abort(tasks)
 
 
-async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int) -> list:
-    """There and back with the same live requests."""
+async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int, static: bool) -> list:
+    """There and back, with the steps after each switch.
+
+    ``static``: and, in turn with them, those of the same batch in an engine that was in that layout from the start.
+    """
     made, steps = [], steps_for(tokens)
-    async with decoding(rig, low, requests, tokens, 4 * rounds * (steps + 3 * SKIP)) as tasks:
-        await decode(rig, tasks, requests, steps)
-        for _ in range(rounds):
+    answer = 4 * (3 * steps + 3 * SKIP)
+    for _ in range(rounds):
+        before = {}
+        if static:
+            async with decoding(rig, high, requests, tokens, answer) as tasks:
+                before[high] = await decode(rig, tasks, requests, steps)
+        async with decoding(rig, low, requests, tokens, answer) as tasks:
+            before[low] = await decode(rig, tasks, requests, steps)
             for target in (high, low):
                 record = await rig.reconfigure(target)
-                made.append({"record": record, "steps": await decode(rig, tasks, requests, steps)})
+                after = await decode(rig, tasks, requests, steps)
+                made.append({"record": record, "steps": after, "static": before.get(target, [])})
     return made
 
 
@@ -124,13 +133,6 @@ async def taken(rig: Rig, low: int, high: int, requests: int, tokens: int) -> di
             found[target] = max(memory.extra())
         await manager.continue_generation(ContinueGenerationReqInput())
     return found
-
-
-async def static(rig: Rig, tp: int, requests: int, tokens: int) -> list[float]:
-    """Steps of the same batch in a layout that the engine was in from the start."""
-    steps = steps_for(tokens)
-    async with decoding(rig, tp, requests, tokens, 4 * (steps + 3 * SKIP)) as tasks:
-        return await decode(rig, tasks, requests, steps)
 
 
 async def returning(rig: Rig, low: int, high: int, rounds: int) -> list[float]:
@@ -161,8 +163,6 @@ async def serve(engine, answer) -> None:
                 answer(await switches(rig, **command))
             case "taken":
                 answer(await taken(rig, **command))
-            case "static":
-                answer(await static(rig, **command))
             case "returning":
                 answer(await returning(rig, **command))
             case "prefill":

@@ -182,10 +182,8 @@ def compare(model: Path, setting: Setting, rounds: int) -> dict:
             for way, worker in workers.items():
                 with stopped(*(other for other in workers.values() if other is not worker)):
                     where = dict(low=setting.low, high=setting.high, requests=requests, tokens=tokens)
-                    point["switches"][way] = worker.do("switches", **where, rounds=rounds)
+                    point["switches"][way] = worker.do("switches", **where, rounds=rounds, static=way == "ours")
                     if way == "ours":
-                        batch, degrees = dict(requests=requests, tokens=tokens), (setting.low, setting.high)
-                        point["static"] = {str(tp): worker.do("static", tp=tp, **batch) for tp in degrees}
                         point["taken"] = worker.do("taken", **where)
             moved = point["switches"]["ours"][0]["record"]["moved_bytes"] // setting.ranks
             with stopped(*workers.values()):
@@ -211,7 +209,7 @@ def idle_slots(rounds: int) -> dict[int, list[float]]:
         for _ in range(rounds):
             for size, worker in workers.items():
                 with stopped(*(other for other in workers.values() if other is not worker)):
-                    made = worker.do("switches", low=1, high=2, requests=4, tokens=1024, rounds=2)
+                    made = worker.do("switches", low=1, high=2, requests=4, tokens=1024, rounds=2, static=False)
                 found = [s["record"] for s in made[2:]]
                 pauses.setdefault(size, []).extend(r["pause_seconds"] - r["phases"]["drain"] for r in found)
     return pauses

@@ -25,15 +25,16 @@ class Offer:
 
     Attributes:
         decoding: the plan's view of the decoding requests, in batch order.
-        waiting: number of requests that wait for a prefill.
-        capsules: destination group -> its requests' capsules, pickled together, decoding ones first.
+        waiting: destination group of each request that waits for a prefill.
+        capsules: destination group -> its requests' capsules, pickled together, decoding ones first; only of groups
+            with ranks that do not hold these requests already.
         sent: outputs this leader has sent so far (``sglang_pat.switch.order``).
         fence: what its next output would have carried as a fence.
         weight_version: number of weight updates this rank has applied.
     """
 
     decoding: list[plan.LiveRequest] = field(default_factory=list)
-    waiting: int = 0
+    waiting: list[int] = field(default_factory=list)
     capsules: dict[int, bytes] = field(default_factory=dict)
     sent: int = 0
     fence: dict[int, int] | None = None
@@ -61,6 +62,13 @@ class Arrivals:
         return len(self.place) - 1
 
 
+def seal(scheduler: AdaptiveScheduler, new: ParallelLayout) -> None:
+    """Before the pause: pickle what of this group's requests never changes, if it is going to travel."""
+    if scheduler.is_leader and new.tp > scheduler.layouts.current.layout.tp:
+        for req in scheduler.running_batch.reqs + scheduler.waiting_queue:
+            requests.seal(req)
+
+
 def make_offer(
     scheduler: AdaptiveScheduler, new: ParallelLayout, decoding: list[Req], waiting: list[Req], recompute_below: int
 ) -> Offer:
@@ -83,13 +91,13 @@ def make_offer(
         plan.LiveRequest(len(row), *pair, dest) for row, pair, dest in zip(rows, shared, decoding_dest, strict=True)
     ]
     capsules = {}
-    if scheduler.is_leader:
+    if scheduler.is_leader and new.tp > old.tp:
         bound: dict[int, list[requests.Capsule]] = {}
         for req, dest in zip(decoding + waiting, dests, strict=True):
             bound.setdefault(dest, []).append(requests.capture(req))
         capsules = {dest: pickle.dumps(found, pickle.HIGHEST_PROTOCOL) for dest, found in bound.items()}
     output = scheduler.output
-    return Offer(live, len(waiting), capsules, output.sent, output.fence, layouts.weight_version)
+    return Offer(live, dests[len(decoding) :], capsules, output.sent, output.fence, layouts.weight_version)
 
 
 def plan_groups(
@@ -109,30 +117,43 @@ def rebuild(
     new: ParallelLayout,
     group_plan: plan.GroupPlan,
     offers: dict[int, Offer],
+    held: list[Req],
     place: torch.Tensor,
 ) -> Arrivals:
-    """Rebuild the requests that come to this rank's new group, decoding ones in plan order."""
+    """The requests that come to this rank's new group, decoding ones in plan order.
+
+    Those whose KV comes along and that this rank ``held`` (decoding ones first, as in its own group's offer) go on as
+    they are: all ranks of a group keep the same account of a request.  The others are rebuilt.  Nothing of what is held
+    is changed here, so that an aborted switch goes on with it.
+    """
     mine = new.group_of(scheduler.rank)
+    own = scheduler.layouts.current.layout.group_of(scheduler.rank)
     arrivals = Arrivals(place=place)
     recompute: list[Req] = []
     queued: list[Req] = []
     for group, offer in offers.items():
-        capsules = iter(pickle.loads(offer.capsules[mine]) if mine in offer.capsules else ())
+        if group == own:
+            dests = [live.dest for live in offer.decoding] + offer.waiting
+            coming = iter([req for req, dest in zip(held, dests, strict=True) if dest == mine])
+        else:
+            coming = iter(pickle.loads(offer.capsules[mine]) if mine in offer.capsules else ())
         for live, row in zip(offer.decoding, group_plan.rows[group], strict=True):
             if live.dest != mine:
                 continue
-            req = _rebuild_one(scheduler, next(capsules))
             if row is None:
-                recompute.append(req)
-            else:
-                arrivals.decoding.append((req, torch.from_numpy(row).to(scheduler.device), live.shared))
-        queued += [_rebuild_one(scheduler, capsule) for capsule in capsules]
+                recompute.append(_rebuild_one(scheduler, next(coming)))
+                continue
+            req = next(coming)
+            if not isinstance(req, Req) or req.grammar is not None:  # a new group compiles its grammars together
+                req = _rebuild_one(scheduler, req)
+            arrivals.decoding.append((req, torch.from_numpy(row).to(scheduler.device), live.shared))
+        queued += [_rebuild_one(scheduler, one) for one in coming]
     # Those that were already running go first, as the host does with retracted ones.
     arrivals.waiting = recompute + queued
     return arrivals
 
 
-def _rebuild_one(scheduler: AdaptiveScheduler, capsule: requests.Capsule) -> Req:
-    req = scheduler.rebuild(capsule)
+def _rebuild_one(scheduler: AdaptiveScheduler, one: requests.Capsule | Req) -> Req:
+    req = scheduler.rebuild(requests.capture(one) if isinstance(one, Req) else one)
     req.pat_grammar = requests.finish_grammar(req)
     return req

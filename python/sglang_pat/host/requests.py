@@ -8,6 +8,7 @@ contract test holds them against the host, so a new attribute fails there by nam
 from __future__ import annotations
 
 import copy
+import pickle
 from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
@@ -62,46 +63,54 @@ class Capsule:
     """One request on its way to new ranks.
 
     Attributes:
-        request: the tokenized request as the TokenizerManager sent it, without its tokens.
-        prompt, output: token ids, unsigned 32 bit.  As arrays: pickling a list takes a step for each token.
+        sealed: the tokenized request as the TokenizerManager sent it, and its prompt (:func:`seal`).
+        output: token ids, unsigned 32 bit.  As an array: pickling a list takes a step for each token.
         state: values of :data:`CARRIED`, but ``output_ids``.
         times: numeric fields of the host's time stats (seconds of this machine's clock).
     """
 
-    request: TokenizedGenerateReqInput
-    prompt: array
+    sealed: bytes
     output: array
     state: dict[str, Any]
     times: dict[str, float]
 
-    def tokenized(self) -> TokenizedGenerateReqInput:
-        """The request as it came in."""
-        self.request.input_ids = self.prompt.tolist()
-        return self.request
 
-
-def capture(req: Req) -> Capsule:
-    """The capsule of ``req``; ``req`` itself is not touched.
+def seal(req: Req) -> bytes:
+    """What of ``req`` never changes, pickled on first use: before the pause, in PREPARE.
 
     ``req.pat_request`` and ``req.pat_prompt`` were attached by the adaptive scheduler when the request came in.
     """
+    if req.pat_sealed is None:
+        request = copy.copy(req.pat_request)
+        request.input_ids = None  # the prompt has them
+        req.pat_sealed = pickle.dumps((request, req.pat_prompt), pickle.HIGHEST_PROTOCOL)
+    return req.pat_sealed
+
+
+def unseal(sealed: bytes) -> tuple[TokenizedGenerateReqInput, array]:
+    """The request as it came in, and its prompt's token ids (unsigned 32 bit)."""
+    request, prompt = pickle.loads(sealed)
+    request.input_ids = prompt.tolist()
+    return request, prompt
+
+
+def capture(req: Req) -> Capsule:
+    """The capsule of ``req``; ``req`` itself is not touched."""
     # The host sets some attributes on first use only.
     state = {name: getattr(req, name) for name in CARRIED if hasattr(req, name)}
     output = array("I", state.pop("output_ids"))
     if req.origin_input_ids is req.pat_request.input_ids:
         del state["origin_input_ids"]
-    request = copy.copy(req.pat_request)
-    request.input_ids = None
     times = {
         field.name: value
         for field in fields(req.time_stats)
         if isinstance(value := getattr(req.time_stats, field.name), (int, float))
     }
-    return Capsule(request, req.pat_prompt, output, state, times)
+    return Capsule(seal(req), output, state, times)
 
 
 def restore(req: Req, capsule: Capsule) -> None:
-    """Give a fresh ``Req`` (made from ``capsule.tokenized()``) the state it had before the switch."""
+    """Give a fresh ``Req`` (made from what ``capsule`` seals) the state it had before the switch."""
     req.output_ids = capsule.output.tolist()
     for name, value in capsule.state.items():
         setattr(req, name, value)

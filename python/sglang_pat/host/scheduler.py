@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import zlib
 from array import array
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 import zmq
@@ -36,7 +38,6 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler, SenderWrapper
 from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
 from sglang.srt.server_args import PortArgs
-from sglang.srt.utils import set_random_seed
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.host import penalties, prefixes, requests
@@ -54,6 +55,19 @@ CHECK_TOKENS_ENV = "SGLANG_PAT_CHECK_TOKENS"
 
 WORK = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)
 """Types of requests that the coordinator routes to one leader."""
+
+
+def reseed(seed: int) -> None:
+    """What the host's ``set_random_seed`` does, for the devices that are there.
+
+    For each kind that is not, ``torch.manual_seed`` keeps the call and a printed stack for ever, which takes
+    milliseconds.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
 
 
 class AdaptiveScheduler(Scheduler):
@@ -157,7 +171,7 @@ class AdaptiveScheduler(Scheduler):
         )
         # Ranks of one group must draw the same numbers and different groups different ones; after a
         # switch neither holds by itself.  A seed from (seed, switch, group) needs no exchange.
-        set_random_seed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
+        reseed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
         # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must agree.
         self.new_token_ratio = self.init_new_token_ratio
         self.load.forget()
@@ -176,12 +190,12 @@ class AdaptiveScheduler(Scheduler):
         super().process_input_requests(recv_reqs)
 
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
-        self._incoming, self._prompt = recv_req, None
+        self._incoming, self._prompt, self._sealed = recv_req, None, None
         super().handle_generate_request(recv_req)
 
     def init_req_max_new_tokens(self, req: Req) -> None:
         # The one step that every path of the host's handler takes with the new request.
-        req.pat_request = self._incoming
+        req.pat_request, req.pat_sealed = self._incoming, self._sealed
         req.pat_prompt = array("I", req.origin_input_ids) if self._prompt is None else self._prompt
         # A request admitted in a tail layout, where the pool holds more tokens, must still fit in
         # the base layout.
@@ -203,7 +217,8 @@ class AdaptiveScheduler(Scheduler):
         """A ``Req`` of this scheduler from a capsule, by the host's own constructor path."""
         self._captured = []
         try:
-            self._incoming, self._prompt = capsule.tokenized(), capsule.prompt
+            self._incoming, self._prompt = requests.unseal(capsule.sealed)
+            self._sealed = capsule.sealed
             super().handle_generate_request(self._incoming)
             if self.grammar_manager.grammar_queue and not self._captured:
                 self._captured.append(self.grammar_manager.grammar_queue.pop())
@@ -281,10 +296,14 @@ class AdaptiveScheduler(Scheduler):
 
     def _occupy(self, slots: torch.Tensor) -> None:
         """Take these KV slots out of the empty pool."""
-        allocator = self.token_to_kv_pool_allocator
-        free = torch.ones(allocator.size + 1, dtype=torch.bool, device=self.device)
+        if not len(slots):
+            return
+        allocator, highest = self.token_to_kv_pool_allocator, int(slots.max())
+        free = torch.ones(highest + 1, dtype=torch.bool, device=self.device)
+        free[0] = False  # the host's padding slot
         free[slots] = False
-        allocator.free_pages = allocator.free_pages[free[allocator.free_pages]]
+        # Of those above, which may be many, nothing is looked up: the empty pool's list is 1, 2, 3 ...
+        allocator.free_pages = torch.cat([free.nonzero().flatten(), allocator.free_pages[highest:]])
 
     def _grammars(self, reqs: list[Req]) -> list[tuple[tuple[str, str], Any]]:
         found = {}
@@ -295,6 +314,8 @@ class AdaptiveScheduler(Scheduler):
 
     def _adopt_kv(self, req: Req, row: torch.Tensor, shared: int) -> None:
         tokens = len(row)
+        # It may have been here already: what tied it to the old pools and tree goes.
+        req.req_pool_idx = req.last_host_node = req.best_match_node = None
         self.req_to_token_pool.alloc([req])
         self.req_to_token_pool.write((req.req_pool_idx, slice(0, tokens)), row.to(torch.int32))
         req.fill_ids = (req.origin_input_ids + req.output_ids)[:tokens]

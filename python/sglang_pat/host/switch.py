@@ -61,6 +61,7 @@ class SwitchExecutor:
                 new = self.config.layout(command.tp)
                 self.layouts.prepare(new)
                 kv_exchange.reserve(self.scheduler, new)
+                handover.seal(self.scheduler, new)
         except Exception as exc:
             logger.exception("preparing switch %d failed", command.epoch)
             error = f"rank {self.rank}: {exc}"
@@ -117,7 +118,9 @@ class SwitchExecutor:
             plans = handover.plan_groups(self.scheduler, new, offers)
             exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, reqs[0])
             place = exchange.place if exchange else torch.zeros(1, dtype=torch.int64, device=self.scheduler.device)
-            arrivals = handover.rebuild(self.scheduler, new, plans[new.group_of(self.rank)], offers, place)
+            arrivals = handover.rebuild(
+                self.scheduler, new, plans[new.group_of(self.rank)], offers, reqs[0] + reqs[1], place
+            )
         except Exception as exc:
             error = exc
         self._vote(error)
@@ -174,7 +177,7 @@ class SwitchExecutor:
                 **report,
                 phases=self._phases,
                 moved_bytes=moved,
-                requests_in=len(mine.decoding) + mine.waiting if mine else 0,
+                requests_in=len(mine.decoding) + len(mine.waiting) if mine else 0,
                 requests_out=len(arrivals.decoding) + len(arrivals.waiting) if leads else 0,
                 migrated=len(arrivals.decoding) if leads else 0,
                 recomputed=sum(1 for req in arrivals.waiting if req.output_ids) if leads else 0,
