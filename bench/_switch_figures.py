@@ -43,7 +43,7 @@ def own(switches: list[dict]) -> float:
     return median(s["record"]["pause_seconds"] - s["record"]["phases"]["drain"] for s in switches)
 
 
-def line(point: dict, setting: Any) -> str:
+def line(point: dict) -> str:
     """Progress."""
     shown = []
     for way in point["switches"]:

@@ -3,9 +3,9 @@
     python bench/switch.py [--quick] [--only SETTING ...] [--rounds N] [--json FILE] [--png FILE]
 
 PAT's way (``--pat-weights reshard --pat-kv-exchange allgather``): weights and KV are gathered and cut in the pause.
-Both engines are alive all the time; the one that is not measured is stopped (SIGSTOP).  Prompts are injected, not
-computed: what a switch moves does not depend on the values.  Restart: the engine is stopped and started in the other
-layout, and all prompts are prefilled.
+But for the largest points both engines are alive, and the one that is not measured is stopped (SIGSTOP).  Prompts are
+injected, not computed: what a switch moves does not depend on the values.  Restart: the engine is stopped and started
+in the other layout, and all prompts are prefilled.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class Setting:
         return ("--tp", str(self.low), "--dp", str(self.ranks // self.low), "--pat-candidates", degrees)
 
 
+LARGE = 16384
+"""Tokens alive beyond which the engines are not there together: eight ranks' KV would not fit in memory."""
 POINTS = tuple((k * 1024, n) for k, n in ((1, 1), (1, 8), (1, 32), (8, 8), (32, 8), (64, 32)))
 """SmolLM2 takes 8,192 tokens a request."""
 SETTINGS = {
@@ -99,14 +101,10 @@ class Worker:
             self.stop()
 
 
-def engine(model: Path, setting: Setting, kv_tokens: int, *flags: str) -> Worker:
-    sizes = ("--dtype", "float32", "--max-total-tokens", str(kv_tokens), "--max-running-requests", "64")
+def engine(model: Path, setting: Setting, pool: int, *flags: str) -> Worker:
+    """``pool``: KV tokens of a replica."""
+    sizes = ("--dtype", "float32", "--max-total-tokens", str(pool), "--max-running-requests", "64")
     return Worker(model, *setting.flags, *sizes, *flags)
-
-
-def rounds_for(tokens: int) -> int:
-    """Switches there and back at most: with 64K tokens alive a batch takes half a minute to begin."""
-    return 5 if tokens <= 16384 else 3
 
 
 def kv_bytes(model: Path) -> int:
@@ -153,16 +151,16 @@ def copy_seconds(ranks: int, size: int, repeats: int = 5) -> float:
     return seconds
 
 
-def restart(model: Path, setting: Setting, kv_tokens: int) -> dict[str, float]:
+def restart(model: Path, setting: Setting, pool: int) -> dict[str, float]:
     """Stop an engine, start one in the layout of the higher degree, prefill all requests again: seconds by part."""
     tokens, requests = setting.headline
-    worker = engine(model, setting, kv_tokens)
+    worker = engine(model, setting, pool)
     begun = time.monotonic()
     worker.stop()
     stopped_at = time.monotonic()
     high = str(setting.high)
     flags = ("--tp", high, "--dp", str(setting.ranks // setting.high), "--pat-candidates", high)
-    sizes = ("--dtype", "float32", "--max-total-tokens", str(kv_tokens))
+    sizes = ("--dtype", "float32", "--max-total-tokens", str(pool))
     with Worker(model, *flags, *sizes) as again:
         started = time.monotonic()
         prefill = again.do("prefill", requests=requests, tokens=tokens)
@@ -170,38 +168,57 @@ def restart(model: Path, setting: Setting, kv_tokens: int) -> dict[str, float]:
 
 
 def compare(model: Path, setting: Setting, rounds: int, save: Callable[[dict], None]) -> dict:
-    """All points, both ways in turn; then the restart.  ``save`` is given what is there after each point."""
-    # The longest single request, and half of the tokens at most on one replica with several.
-    kv_tokens = max(max(t // min(n, setting.ranks // setting.low), t // n) for t, n in setting.points) + 8192
-    per_token = kv_bytes(model)
+    """All points, both ways; then the restart.  ``save`` is given what is there after each point."""
     result: dict = {
-        "flags": setting.flags, "ranks": setting.ranks, "kv_bytes_per_token": per_token, "layers": layers(model),
-        "points": [], "ways": list(WAYS),
+        "flags": setting.flags, "ranks": setting.ranks, "kv_bytes_per_token": kv_bytes(model), "layers": layers(model),
+        "points": [{"tokens": tokens, "requests": requests, "switches": {}} for tokens, requests in setting.points],
+        "ways": list(WAYS),
     }  # fmt: skip
+    small = [point for point in result["points"] if point["tokens"] <= LARGE]
+    large = [point for point in result["points"] if point["tokens"] > LARGE]
+
+    def measured(workers: dict[str, Worker], points: list[dict]) -> None:
+        for point in points:
+            for way, worker in workers.items():
+                with stopped(*(other for other in workers.values() if other is not worker)):
+                    measure(worker, way, setting, point, rounds)
+            if "copy_seconds" not in point:
+                moved = point["switches"]["ours"][0]["record"]["moved_bytes"] // setting.ranks
+                with stopped(*workers.values()):
+                    point["copy_seconds"] = copy_seconds(setting.ranks, max(moved, 1))
+            print("  " + figures.line(point), flush=True)
+            save(result)
+
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for way, flags in WAYS.items():
             with stopped(*workers.values()):
-                workers[way] = stack.enter_context(engine(model, setting, kv_tokens, *flags))
-        for tokens, requests in setting.points:
-            point = {"tokens": tokens, "requests": requests, "switches": {}}
-            for way, worker in workers.items():
-                with stopped(*(other for other in workers.values() if other is not worker)):
-                    where = dict(low=setting.low, high=setting.high, requests=requests, tokens=tokens)
-                    static, times = way == "ours", min(rounds, rounds_for(tokens))
-                    point["switches"][way] = worker.do("switches", **where, rounds=times, static=static)
-                    if way == "ours":
-                        point["taken"] = worker.do("taken", **where)
-            moved = point["switches"]["ours"][0]["record"]["moved_bytes"] // setting.ranks
-            with stopped(*workers.values()):
-                point["copy_seconds"] = copy_seconds(setting.ranks, max(moved, 1))
-            result["points"].append(point)
-            save(result)
-            print("  " + figures.line(point, setting), flush=True)
+                workers[way] = stack.enter_context(engine(model, setting, kv_tokens(setting, small), *flags))
+        measured(workers, small)
         with stopped(*(w for way, w in workers.items() if way != "ours")):
             result["returning"] = workers["ours"].do("returning", low=setting.low, high=setting.high, rounds=5 * rounds)
-    result["restart"] = restart(model, setting, kv_tokens)
+    for way, flags in WAYS.items() if large else ():
+        with engine(model, setting, kv_tokens(setting, large), *flags) as worker:
+            measured({way: worker}, large)
+    result["restart"] = restart(model, setting, kv_tokens(setting, small))
     return result
+
+
+def measure(worker: Worker, way: str, setting: Setting, point: dict, rounds: int) -> None:
+    """Adds one way's figures to a point."""
+    tokens, ours = point["tokens"], way == "ours"
+    where = dict(low=setting.low, high=setting.high, requests=point["requests"], tokens=tokens)
+    # With 64K tokens alive a batch takes half a minute to begin.
+    times = rounds if tokens <= LARGE else min(rounds, 3)
+    point["switches"][way] = worker.do("switches", **where, rounds=times, static=ours)
+    if ours:
+        point["taken"] = worker.do("taken", **where)
+
+
+def kv_tokens(setting: Setting, points: list[dict]) -> int:
+    """A pool for the longest single request, and for half of the tokens at most on one replica with several."""
+    replicas = setting.ranks // setting.low
+    return max(max(p["tokens"] // min(p["requests"], replicas), p["tokens"] // p["requests"]) for p in points) + 8192
 
 
 def idle_slots(rounds: int) -> dict[int, list[float]]:

@@ -127,6 +127,19 @@ def shape_error(runs: list[list[Decoded]]) -> float:
     return mean(abs(slow / ratio - 1) for ratio, slow in ratios)
 
 
+def own_error(runs: list[list[Decoded]]) -> float:
+    """Root mean square of what the profile gets wrong in a window, with each run's slowness and the machine's noise
+    taken out.
+
+    The mean of R runs is off by the profile's error and by noise whose variance is the runs' own over R: that much is
+    subtracted.  0 where the noise explains everything; as certain as the noise is small.
+    """
+    table = np.array(_ratios(runs))  # [windows, runs]
+    table = table / np.array([slowness(run) for run in runs])
+    noise = table.var(axis=1, ddof=1) / table.shape[1]
+    return float(np.sqrt(max(0.0, np.mean((table.mean(axis=1) - 1) ** 2 - noise))))
+
+
 def throughput(steps: list[Decoded]) -> dict[int, tuple[float, float]]:
     """Remaining requests → (measured, predicted) tokens a second of the engine (PAT Fig. 14)."""
     groups: dict[int, list[Decoded]] = {}
@@ -153,6 +166,7 @@ def summary(layout: str, runs: list[list[Decoded]]) -> dict[str, Any]:
         "error a step": error([step] for step in steps),
         f"error a window of {WINDOW}": error(cut) if cut else float("nan"),
         "with the run's slowness taken out": shape_error(runs) if cut else float("nan"),
+        "and the machine's noise": own_error(runs) if several else float("nan"),
         "slower than the sweep": slowness(steps) - 1,
         "repeat to repeat": repeat_spread(runs) if several else float("nan"),
         "beyond the grid": mean(not s.covered for s in steps),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from profiles_for_tests import profile
 
@@ -119,6 +120,23 @@ def test_what_is_wrong_whatever_the_speed():
     whole = (1.2 * first + 0.9 * second) / (first + second)
     assert trajectory.slowness(uneven) == pytest.approx(whole)
     assert trajectory.shape_error([uneven]) == pytest.approx((1 - whole / 1.2 + whole / 0.9 - 1) / 2)
+
+
+def test_what_is_wrong_beyond_the_noise():
+    """Three runs of 24 windows, each window off by 10% up or down, beside noise of 20% or none."""
+    predictor, rng = Predictor(profile()), np.random.default_rng(0)
+    even = trajectory.decoded(trace_of(predictor, 1, 1.0, count=240), predictor, 1)
+    wrong = {id(step): 1.1 if i % 2 else 0.9 for i, w in enumerate(trajectory.windows(even)) for step in w}
+
+    def run(bias: bool, noise: float) -> list[trajectory.Decoded]:
+        factor = {id(s): f for w in trajectory.windows(even) for f in [1 + noise * rng.normal()] for s in w}
+        return [replace(s, measured=s.measured * factor[id(s)] * (wrong[id(s)] if bias else 1)) for s in even]
+
+    assert trajectory.own_error([run(True, 0.0)] * 3) == pytest.approx(0.1, abs=0.01)
+    # Means over many draws, for the estimate itself is noisy.
+    for bias, wanted in ((True, 0.1), (False, 0.0)):
+        found = [trajectory.own_error([run(bias, 0.2) for _ in range(3)]) for _ in range(40)]
+        assert np.mean(np.square(found)) == pytest.approx(wanted**2, abs=0.003)
 
 
 def test_windows_stay_on_one_replica():
