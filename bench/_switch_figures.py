@@ -100,11 +100,11 @@ def modelled(result: dict) -> list[float]:
         others = [sample(s["record"]) for p in result["points"] if p is not point for s in of(p, "ours", up)]
         if len({(s.requests, s.tokens) for s in others}) < 3:
             continue
-        fixed, per_request = fit_control(others, None)
+        fixed, per_request, handing_over = fit_control(others, None)
         kv_fixed, per_token = fit_kv(others)
         found = of(point, "ours", up)
         tokens = median(s["record"]["tokens"] for s in found)
-        predicted = fixed + per_request * point["requests"] + kv_fixed + per_token * tokens
+        predicted = fixed + per_request * point["requests"] + kv_fixed + (handing_over + per_token) * tokens
         ratios.append(predicted / own(found))
     return ratios
 

@@ -152,6 +152,7 @@ class SwitchExecutor:
             if self.layouts.resharding:
                 self.layouts.reshard(new, old)
             raise
+        self._mark("weights" if self.layouts.resharding else "kv")  # of the others, where they are done later
 
     def _commit(self, new: ParallelLayout, offers: dict[int, Offer], arrivals: Arrivals, epoch: int) -> None:
         """Become part of the new layout.  There is no way back from here: an error ends the engine."""

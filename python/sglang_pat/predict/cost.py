@@ -52,7 +52,8 @@ STAY = SwitchCost(seconds=0.0, control_seconds=0.0, state_seconds=0.0, weights_s
 class PairFit:
     """Fitted parameters of switches from one degree to another, seconds.
 
-    ``kv_fixed`` is paid if any KV moves; ``kv_per_token`` is infinite if no migration was ever measured.
+    ``kv_fixed`` is paid if any KV moves; ``kv_per_token``, with what handing a token over costs besides, is infinite if
+    no migration was ever measured.
     """
 
     fixed: float
@@ -92,11 +93,12 @@ class SwitchCosts:
         degrees = {*profile.fingerprint.degrees, *(tp for pair in samples for tp in pair)}
         for pair in ((a, b) for a in degrees for b in degrees if a != b):
             own = samples.get(pair, [])
-            fixed, per_request = fit_control(own, control) if own else control
+            fixed, per_request, per_token = fit_control(own, control) if own else control
             migrated = fit_kv(own)
             if migrated is None and kv is not None:
                 migrated = kv[0], kv[1] * (1 - min(pair) / max(pair))
             kv_fixed, kv_per_token = migrated or (0.0, np.inf)
+            kv_per_token += per_token
             reshard = resharding.get(pair, resharding.get(pair[::-1], max(resharding.values())))
             self._fits[pair] = PairFit(
                 fixed=fixed, per_request=per_request, kv_fixed=kv_fixed, kv_per_token=kv_per_token, reshard=reshard

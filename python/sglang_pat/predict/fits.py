@@ -15,9 +15,12 @@ _ROUNDS = 30
 def robust_nnls(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Non-negative coefficients of ``features [samples, terms]``, little moved by a few samples far off.
 
-    Non-negative least squares, repeated with samples beyond the median residual weighted down by how far they are
-    (Huber's weights).
+    Non-negative least squares of the relative error, for a switch that takes milliseconds is to be known as well as
+    one that takes a second, repeated with samples beyond the median residual weighted down by how far they are (Huber's
+    weights).
     """
+    each = np.maximum(np.abs(seconds), max(1e-3 * float(np.abs(seconds).max()), 1e-300))
+    features, seconds = features / each[:, None], seconds / each
     scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
     weights = np.ones(len(seconds))
     coefficients = np.zeros(features.shape[1])
@@ -30,18 +33,26 @@ def robust_nnls(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return coefficients / scale
 
 
-def fit_control(samples: Sequence[SwitchSample], pooled: tuple[float, float] | None) -> tuple[float, float]:
-    """(fixed, per request): the pause without KV, weights and the wait for steps in flight.
+def fit_control(
+    samples: Sequence[SwitchSample], pooled: tuple[float, float, float] | None
+) -> tuple[float, float, float]:
+    """(fixed, per request, per KV token that comes along): the pause without KV, weights and the wait for steps.
 
-    With one number of requests only, the slope is ``pooled``'s.
+    What does not differ between the samples has ``pooled``'s slope.
     """
-    requests = np.array([sample.requests for sample in samples], dtype=float)
+    counts = np.array([[sample.requests, _migrated(sample)] for sample in samples], dtype=float)
     seconds = np.array([max(sample.pause_seconds - _apart(sample), 0.0) for sample in samples])
-    if len(set(requests)) > 1:
-        fixed, per_request = robust_nnls(np.stack([np.ones_like(requests), requests], axis=1), seconds)
-        return float(fixed), float(per_request)
-    per_request = pooled[1] if pooled else 0.0
-    return max(float(np.median(seconds - per_request * requests)), 0.0), per_request
+    slopes = np.array(pooled[1:] if pooled else (0.0, 0.0))
+    free = np.array([len(set(column)) > 1 for column in counts.T])
+    rest = np.maximum(seconds - counts[:, ~free] @ slopes[~free], 0.0)
+    fixed, *found = robust_nnls(np.column_stack([np.ones(len(samples)), counts[:, free]]), rest)
+    slopes[free] = found
+    return float(fixed), float(slopes[0]), float(slopes[1])
+
+
+def _migrated(sample: SwitchSample) -> int:
+    """KV tokens that moved."""
+    return sample.tokens if sample.mode == "migrate" else 0
 
 
 def _apart(sample: SwitchSample) -> float:
@@ -50,7 +61,7 @@ def _apart(sample: SwitchSample) -> float:
 
 def fit_kv(samples: Sequence[SwitchSample], nested: bool = False) -> tuple[float, float] | None:
     """(fixed, per token) of the KV exchange; None without one.  ``nested``: per token that changes rank."""
-    moved = [sample for sample in samples if sample.mode == "migrate" and sample.tokens > 0]
+    moved = [sample for sample in samples if _migrated(sample) > 0]
     if not moved:
         return None
     tokens = np.array([sample.tokens * (_moving_share(sample) if nested else 1.0) for sample in moved])
