@@ -11,6 +11,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -54,8 +55,10 @@ class Memory:
 
     @staticmethod
     def _windows(pid: int) -> int:
-        files = [file for file in Path(f"/proc/{pid}/fd").iterdir() if "memfd:sglang_pat" in os.readlink(file)]
-        return sum(512 * file.stat().st_blocks for file in files)
+        files = [file.stat() for file in Path(f"/proc/{pid}/fd").iterdir() if "memfd:sglang_pat" in os.readlink(file)]
+        seen = Counter(file.st_ino for file in files)
+        # Every mapping keeps a descriptor: a peer's file is there once, its own once more.
+        return next((512 * file.st_blocks for file in files if seen[file.st_ino] > 1), 0)
 
     @staticmethod
     def _read(pid: int, field: str) -> int:
