@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import bootstrap
 
 from profiler.measure import sample
 from sglang_pat.predict.fits import fit_control, fit_kv
@@ -74,15 +75,15 @@ def rows(result: dict, setting: Any) -> list[dict]:
                         "copy": point["copy_seconds"],
                         "extra": taken,
                         "extra_over_layers": taken / two_layers(record, result),
-                        "after_over_static": after_over_static(switches) if way == "ours" else float("nan"),
+                        "after_over_static": median(after_over_static(switches)) if way == "ours" else float("nan"),
                     }
                 )  # fmt: skip
     return found
 
 
-def after_over_static(switches: list[dict]) -> float:
-    """Time of a step after the switch over that in the static layout: median of the rounds' ratios."""
-    return median(median(s["steps"]) / median(s["static"]) for s in switches)
+def after_over_static(switches: list[dict]) -> list[float]:
+    """Time of a step after the switch over that in the static layout, round by round."""
+    return [median(s["steps"]) / median(s["static"]) for s in switches]
 
 
 def two_layers(record: dict, result: dict) -> float:
@@ -139,9 +140,10 @@ def bars(everything: list[dict], result: dict, setting: Any) -> Iterator[tuple[s
     extra = [row["extra_over_layers"] for row in ours if row["tokens"] >= 4096]
     if extra:
         yield "extra memory over two layers' live KV, from 4K tokens, worst", "≤ 1 + capsules", f"{max(extra):.2f}"
-    after = [row["after_over_static"] for row in ours]
-    spread = f"{median(after):.3f} ({min(after):.3f}-{max(after):.3f})"
-    yield "step after over static, median (range)", "within 2%", spread
+    after = [r for p in result["points"] for up in (True, False) for r in after_over_static(of(p, "ours", up))]
+    low, high = bootstrap((after,), np.median, method="percentile", rng=0).confidence_interval
+    known = f"{median(after):.3f} ({low:.3f}-{high:.3f}), {len(after)} switches"
+    yield "step after over static, median (95% interval)", "within 2%", known
     for up in (True, False):
         exponent, r2 = linear(result, up)
         yield f"pause ∝ tokens^x, {'up' if up else 'down'}", "x ≤ 1", f"x = {exponent:.2f}, line R² {r2:.3f}"
