@@ -57,6 +57,57 @@ def test_every_request_attribute_is_accounted_for():
     assert not gone, f"attributes that Req no longer has: {sorted(gone)}"
 
 
+def test_reseeding_is_the_hosts():
+    """The same numbers as from the host's function, and nothing that grows with the number of switches."""
+    import random
+
+    import numpy as np
+    import torch
+    from sglang.srt.utils import set_random_seed
+
+    from sglang_pat.host.scheduler import reseed
+
+    def draw() -> tuple:
+        return random.random(), float(np.random.rand()), torch.rand(3).tolist()
+
+    drawn = []
+    for seeding in (set_random_seed, reseed):
+        seeding(7)
+        drawn.append(draw())
+    assert drawn[0] == drawn[1]
+    queued = len(torch.cuda._queued_calls)
+    reseed(8)
+    assert len(torch.cuda._queued_calls) == queued and draw() != drawn[0]
+
+
+def test_a_request_is_sealed_once():
+    """What never changes is pickled on first use and comes out as it went in; the request keeps its tokens."""
+    from array import array
+
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from sglang_pat.host import requests
+
+    params = SamplingParams(temperature=0.5)
+    given = TokenizedGenerateReqInput(
+        rid="r", input_text="text", input_ids=[5, 6, 70_000], mm_inputs=None, sampling_params=params,
+        return_logprob=True, logprob_start_len=-1, top_logprobs_num=2, token_ids_logprob=None, stream=True,
+    )  # fmt: skip
+    req = Req("r", "text", given.input_ids, params)
+    req.pat_request, req.pat_prompt, req.pat_sealed = given, array("I", given.input_ids), None
+    req.output_ids = [1, 2]
+    capsule = requests.capture(req)
+    assert given.input_ids == [5, 6, 70_000]
+    request, prompt = requests.unseal(capsule.sealed)
+    assert request.input_ids == prompt.tolist() == given.input_ids
+    assert request.rid == "r" and request.top_logprobs_num == 2
+    assert request.sampling_params.temperature == 0.5 and capsule.output.tolist() == [1, 2]
+    assert "origin_input_ids" not in capsule.state, "the prompt travels once"
+    assert requests.capture(req).sealed is capsule.sealed
+
+
 def test_every_scheduler_request_type_is_known():
     """Each reply the TokenizerManager waits for must be one that the coordinator merges."""
     from sglang.srt.managers import tokenizer_control_mixin as control
