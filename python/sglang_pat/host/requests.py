@@ -95,7 +95,7 @@ def unseal(sealed: bytes) -> tuple[TokenizedGenerateReqInput, array]:
 
 
 def capture(req: Req) -> Capsule:
-    """The capsule of ``req``; ``req`` itself is not touched."""
+    """The capsule of ``req``, which is not touched but for its seal."""
     # The host sets some attributes on first use only.
     state = {name: getattr(req, name) for name in CARRIED if hasattr(req, name)}
     output = array("I", state.pop("output_ids"))
