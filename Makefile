@@ -51,7 +51,7 @@ bench: setup
 	@set -e; for script in bench/[!_]*.py; do echo "== $$script $(BENCH_ARGS)"; $(PY) $$script $(BENCH_ARGS); done
 
 lint: setup
-	$(PY) -m ruff check python profiler tests bench
+	$(PY) -m ruff check python profiler tests bench examples
 
 clean:
 	rm -rf build dist python/*.egg-info .pytest_cache .hypothesis .ruff_cache

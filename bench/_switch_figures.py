@@ -24,24 +24,28 @@ COLORS = {
 
 
 def of(point: dict, way: str, up: bool) -> list[dict]:
-    """Switches of a point in one direction, the first one there and back left out (page faults, lazy groups)."""
-    made = point["switches"][way]
-    found = [s for s in made if (s["record"]["to_tp"] > s["record"]["from_tp"]) == up]
+    """Records of a point in one direction, the first one left out (page faults, lazy groups)."""
+    found = [record for record in point["switches"][way] if (record["to_tp"] > record["from_tp"]) == up]
     return found[1:] or found
 
 
 def phase(switches: list[dict], name: str) -> float:
     """Median seconds."""
-    return median(s["record"]["phases"].get(name, 0.0) for s in switches)
+    return median(s["phases"].get(name, 0.0) for s in switches)
 
 
 def pause(switches: list[dict]) -> float:
-    return median(s["record"]["pause_seconds"] for s in switches)
+    return median(s["pause_seconds"] for s in switches)
+
+
+def copy(point: dict) -> float:
+    """Median seconds."""
+    return median(point["copies"])
 
 
 def own(switches: list[dict]) -> float:
     """Median pause without the steps in flight, which every way has to let end."""
-    return median(s["record"]["pause_seconds"] - s["record"]["phases"]["drain"] for s in switches)
+    return median(s["pause_seconds"] - s["phases"]["drain"] for s in switches)
 
 
 def line(point: dict) -> str:
@@ -50,7 +54,7 @@ def line(point: dict) -> str:
     for way in point["switches"]:
         up, down = (of(point, way, direction) for direction in (True, False))
         shown.append(f"{way} {1e3 * own(up):.1f} up, {1e3 * own(down):.1f} down")
-    shown.append(f"copy {1e3 * point['copy_seconds']:.1f}")
+    shown.append(f"copy {1e3 * copy(point):.1f}")
     return f"{point['tokens']} tokens, {point['requests']} requests: pause without drain, ms: {'; '.join(shown)}"
 
 
@@ -62,9 +66,9 @@ def rows(result: dict, setting: Any) -> list[dict]:
             for up in (True, False):
                 switches = of(point, way, up)
                 to = setting.high if up else setting.low
-                record = switches[0]["record"]
+                record = switches[0]
                 least = record["tokens"] * result["kv_bytes_per_token"] * (1 - setting.low / setting.high)
-                taken = point["taken"][str(to)] if way == "ours" else float("nan")
+                taken = point.get("taken", {}).get(str(to), float("nan")) if way == "ours" else float("nan")
                 found.append(
                     {
                         "tokens": point["tokens"], "requests": point["requests"], "way": way,
@@ -72,18 +76,12 @@ def rows(result: dict, setting: Any) -> list[dict]:
                         **{name: phase(switches, name) for name in PHASES},
                         "sent_over_minimum": record["moved_bytes"] / least if least else float("nan"),
                         "moved_bytes": record["moved_bytes"],
-                        "copy": point["copy_seconds"],
+                        "copy": copy(point),
                         "extra": taken,
                         "extra_over_layers": taken / two_layers(record, result),
-                        "after_over_static": after_over_static(switches) if way == "ours" else [float("nan")],
                     }
                 )  # fmt: skip
     return found
-
-
-def after_over_static(switches: list[dict]) -> list[float]:
-    """Time of a step after the switch over that in the static layout, round by round."""
-    return [median(s["steps"]) / median(s["static"]) for s in switches]
 
 
 def two_layers(record: dict, result: dict) -> float:
@@ -98,13 +96,13 @@ def modelled(result: dict) -> list[float]:
     """
     ratios = []
     for point, up in itertools.product(result["points"], (True, False)):
-        others = [sample(s["record"]) for p in result["points"] if p is not point for s in of(p, "ours", up)]
+        others = [sample(s) for p in result["points"] if p is not point for s in of(p, "ours", up)]
         if len({(s.requests, s.tokens) for s in others}) < 3:
             continue
         fixed, per_request, handing_over = fit_control(others, None)
         kv_fixed, per_token = fit_kv(others)
         found = of(point, "ours", up)
-        tokens = median(s["record"]["tokens"] for s in found)
+        tokens = median(s["tokens"] for s in found)
         predicted = fixed + per_request * point["requests"] + kv_fixed + (handing_over + per_token) * tokens
         ratios.append(predicted / own(found))
     return ratios
@@ -140,10 +138,10 @@ def bars(everything: list[dict], result: dict, setting: Any) -> Iterator[tuple[s
     extra = [row["extra_over_layers"] for row in ours if row["tokens"] >= 4096]
     if extra:
         yield "extra memory over two layers' live KV, from 4K tokens, worst", "≤ 1 + capsules", f"{max(extra):.2f}"
-    after = [ratio for row in ours for ratio in row["after_over_static"]]
+    after = [a / b for pair in result["after"] for a, b in zip(pair["switched"], pair["static"], strict=True)]
     low, high = bootstrap((after,), np.median, method="percentile", rng=0).confidence_interval
     known = f"{median(after):.3f} ({low:.3f}-{high:.3f}), {len(after)} switches"
-    yield "step after over static, median (95% interval)", "within 2%", known
+    yield f"step after over static, {setting.after[0]} tokens, median (95% interval)", "within 2%", known
     for up in (True, False):
         exponent, r2 = linear(result, up)
         yield f"pause ∝ tokens^x, {'up' if up else 'down'}", "x ≤ 1", f"x = {exponent:.2f}, line R² {r2:.3f}"
@@ -159,7 +157,7 @@ def table(name: str, result: dict, setting: Any) -> None:
     """Printed."""
     console = Console(width=170)
     shown = Table(title=f"{name}: medians, ms", title_justify="left")
-    measured = ("sent / min", "copy", "extra MB", "/ 2 layers", "step / static")
+    measured = ("sent / min", "copy", "extra MB", "/ 2 layers")
     for column in ("tokens", "requests", "to", "way", "pause", "without drain", *PHASES[1:], *measured):
         shown.add_column(column, justify="right")
     everything = rows(result, setting)
@@ -168,7 +166,6 @@ def table(name: str, result: dict, setting: Any) -> None:
             str(row["tokens"]), str(row["requests"]), row["to"], row["way"], f"{1e3 * row['pause']:.0f}",
             f"{1e3 * row['own']:.1f}", *(f"{1e3 * row[p]:.1f}" for p in PHASES[1:]), f"{row['sent_over_minimum']:.3f}",
             f"{1e3 * row['copy']:.1f}", f"{row['extra'] / 1e6:.1f}", f"{row['extra_over_layers']:.2f}",
-            f"{median(row['after_over_static']):.3f}",
         )  # fmt: skip
     console.print(shown)
     parts = result["restart"]
@@ -201,7 +198,10 @@ def draw(results: dict, about: str, path: Path) -> None:
             points = sorted({(row["tokens"], row["requests"]) for row in mine})
             for at, point in enumerate(points):
                 for offset, way in ((-0.2, "ours"), (0.2, "PAT's")):
-                    row = next(r for r in mine if (r["tokens"], r["requests"]) == point and r["way"] == way)
+                    found = (r for r in mine if (r["tokens"], r["requests"]) == point and r["way"] == way)
+                    row = next(found, None)
+                    if row is None:
+                        continue  # a run that was ended early
                     low = 0.0
                     for part in PHASES[1:]:
                         axis.bar(at + offset, 1e3 * row[part], 0.36, bottom=low, color=COLORS[part], label=part)

@@ -24,11 +24,6 @@ SKIP = 2
 """Steps after a switch that are not timed: the caches are cold."""
 
 
-def steps_for(tokens: int) -> int:
-    """Decode steps that are timed after each switch, and in the static layout: one of 64K tokens takes seconds."""
-    return 8 if tokens <= 16384 else 3
-
-
 class Memory:
     """What a switch takes on each rank beyond what is mapped already, and in the windows that KV goes through."""
 
@@ -68,18 +63,20 @@ class Memory:
         raise ValueError(field)
 
 
-async def decode(rig: Rig, tasks: list, requests: int, steps: int) -> list[float]:
-    """Seconds of so many steps from now on, the mean over replicas of each step."""
+async def decode(rig: Rig, tasks: list, requests: int, steps: int) -> tuple[float, float]:
+    """Median seconds of so many steps from now on, the mean over replicas of each step; mean context of a request."""
     await rig.until_decoding(tasks, requests, steps=SKIP)
-    found: dict[int, list[float]] = {}
+    found: dict[int, list[dict]] = {}
     while not found or any(len(mine) < steps for mine in found.values()):
         for step in await rig.trace():
             if step["tp"] == rig.tp and step["kind"] == "decode":
-                found.setdefault(step["rank"], []).append(step["seconds"])
+                found.setdefault(step["rank"], []).append(step)
         if all(task.done() for task in tasks):
             raise RuntimeError("the requests ended")
         await asyncio.sleep(0.01)
-    return [statistics.mean(row) for row in zip(*(mine[:steps] for mine in found.values()), strict=True)]
+    rows = list(zip(*(mine[:steps] for mine in found.values()), strict=True))
+    seconds = statistics.median(statistics.mean(step["seconds"] for step in row) for row in rows)
+    return seconds, statistics.mean(step["tokens"] / step["requests"] for row in rows for step in row)
 
 
 @asynccontextmanager
@@ -97,25 +94,47 @@ async def decoding(rig: Rig, tp: int, requests: int, tokens: int, answer: int):
         await rig.abort(tasks)
 
 
-async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int, static: bool) -> list:
-    """There and back, with the steps after each switch.
-
-    ``static``: and, in turn with them, those of the same batch in an engine that was in that layout from the start.
-    """
-    made, steps = [], steps_for(tokens)
-    answer = 4 * (3 * steps + 3 * SKIP)
-    for _ in range(rounds):
-        before = {}
-        if static:
-            async with decoding(rig, high, requests, tokens, answer) as tasks:
-                before[high] = await decode(rig, tasks, requests, steps)
-        async with decoding(rig, low, requests, tokens, answer) as tasks:
-            before[low] = await decode(rig, tasks, requests, steps)
-            for target in (high, low):
-                record = await rig.reconfigure(target)
-                after = await decode(rig, tasks, requests, steps)
-                made.append({"record": record, "steps": after, "static": before.get(target, [])})
+async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int) -> list[dict]:
+    """One there and one back."""
+    made = []
+    async with decoding(rig, low, requests, tokens, 50) as tasks:
+        await rig.until_decoding(tasks, requests, steps=1)
+        for target in (high, low):
+            made.append(await rig.reconfigure(target))
+            await rig.until_decoding(tasks, requests, steps=1)
     return made
+
+
+async def after(
+    rig: Rig, low: int, high: int, requests: int, tokens: int, steps: int, contexts: list[float] | None
+) -> dict[str, list[float]]:
+    """Median seconds of a step in the higher and in the lower degree, after a switch to it and static.
+
+    Static: in a batch that began in that layout, of the same context as after the switch, or the times would differ by
+    what was generated meanwhile.  ``contexts`` of the turn before: the static batches come first.
+    """
+    answer = 4 * (3 * steps + 3 * SKIP)
+
+    async def static(contexts: list[float]) -> list[float]:
+        found = []
+        for tp, context in zip((high, low), contexts, strict=True):
+            length = round(context - steps / 2 - SKIP)
+            async with decoding(rig, tp, requests, length * requests, answer) as tasks:
+                found.append(await decode(rig, tasks, requests, steps))
+        return found
+
+    begun = await static(contexts) if contexts else None
+    switched = []
+    async with decoding(rig, low, requests, tokens, answer) as tasks:
+        await rig.until_decoding(tasks, requests, steps=SKIP)
+        for target in (high, low):
+            await rig.reconfigure(target)
+            switched.append(await decode(rig, tasks, requests, steps))
+    begun = begun or await static([context for _, context in switched])
+    return {
+        "switched": [seconds for seconds, _ in switched], "static": [seconds for seconds, _ in begun],
+        "contexts": [context for _, context in switched], "static_contexts": [context for _, context in begun],
+    }  # fmt: skip
 
 
 async def taken(rig: Rig, low: int, high: int, requests: int, tokens: int) -> dict[int, int]:
@@ -164,6 +183,8 @@ async def serve(engine, answer) -> None:
         match command.pop("do"):
             case "switches":
                 answer(await switches(rig, **command))
+            case "after":
+                answer(await after(rig, **command))
             case "taken":
                 answer(await taken(rig, **command))
             case "returning":

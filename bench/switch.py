@@ -38,7 +38,8 @@ WAYS = {"ours": (), "PAT's": ("--pat-weights", "reshard", "--pat-kv-exchange", "
 class Setting:
     """Ranks and the two degrees between which they switch; tokens alive × requests to measure.
 
-    ``headline``: tokens and requests of the comparison with a restart.
+    ``headline``: tokens and requests of the comparison with a restart; ``after``: of the steps after a switch, which
+    are compared with the static layout's ``pairs`` times there and back.
     """
 
     ranks: int
@@ -46,6 +47,8 @@ class Setting:
     high: int
     points: tuple[tuple[int, int], ...]
     headline: tuple[int, int] = (8192, 8)
+    after: tuple[int, int] = (1024, 8)
+    pairs: int = 30
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -176,43 +179,56 @@ def compare(model: Path, setting: Setting, rounds: int, save: Callable[[dict], N
     }  # fmt: skip
     small = [point for point in result["points"] if point["tokens"] <= LARGE]
     large = [point for point in result["points"] if point["tokens"] > LARGE]
-
-    def measured(workers: dict[str, Worker], points: list[dict]) -> None:
-        for point in points:
-            for way, worker in workers.items():
-                with stopped(*(other for other in workers.values() if other is not worker)):
-                    measure(worker, way, setting, point, rounds)
-            if "copy_seconds" not in point:
-                moved = point["switches"]["ours"][0]["record"]["moved_bytes"] // setting.ranks
-                with stopped(*workers.values()):
-                    point["copy_seconds"] = copy_seconds(setting.ranks, max(moved, 1))
-            print("  " + figures.line(point), flush=True)
-            save(result)
-
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for way, flags in WAYS.items():
             with stopped(*workers.values()):
                 workers[way] = stack.enter_context(engine(model, setting, kv_tokens(setting, small), *flags))
-        measured(workers, small)
-        with stopped(*(w for way, w in workers.items() if way != "ours")):
-            result["returning"] = workers["ours"].do("returning", low=setting.low, high=setting.high, rounds=5 * rounds)
+        measure(workers, setting, small, rounds, lambda: save(result))
+        with stopped(*(worker for way, worker in workers.items() if way != "ours")):
+            alone(workers["ours"], setting, small, result, rounds)
+            save(result)
     for way, flags in WAYS.items() if large else ():
         with engine(model, setting, kv_tokens(setting, large), *flags) as worker:
-            measured({way: worker}, large)
+            # With 64K tokens alive a batch takes minutes: its prompts are attended to whole, though injected.
+            measure({way: worker}, setting, large, min(rounds, 2), lambda: save(result))
     result["restart"] = restart(model, setting, kv_tokens(setting, small))
     return result
 
 
-def measure(worker: Worker, way: str, setting: Setting, point: dict, rounds: int) -> None:
-    """Adds one way's figures to a point."""
-    tokens, ours = point["tokens"], way == "ours"
-    where = dict(low=setting.low, high=setting.high, requests=point["requests"], tokens=tokens)
-    # With 64K tokens alive a batch takes half a minute to begin.
-    times = rounds if tokens <= LARGE else min(rounds, 3)
-    point["switches"][way] = worker.do("switches", **where, rounds=times, static=ours)
-    if ours:
-        point["taken"] = worker.do("taken", **where)
+def measure(workers: dict[str, Worker], setting: Setting, points: list[dict], rounds: int, save: Callable) -> None:
+    """Adds switches to the points: in each round all points, at each point one way after the other.
+
+    So that what the machine does in one minute falls on all of them alike.
+    """
+    for number in range(rounds):
+        for point in points:
+            for way, worker in workers.items():
+                with stopped(*(other for other in workers.values() if other is not worker)):
+                    made = worker.do("switches", **batch(setting, point["tokens"], point["requests"]))
+                point["switches"].setdefault(way, []).extend(made)
+            with stopped(*workers.values()):
+                moved = point["switches"]["ours"][0]["moved_bytes"] // setting.ranks
+                point.setdefault("copies", []).append(copy_seconds(setting.ranks, max(moved, 1)))
+            print(f"  {number + 1}/{rounds} " + figures.line(point), flush=True)
+            save()
+
+
+def alone(worker: Worker, setting: Setting, points: list[dict], result: dict, rounds: int) -> None:
+    """What is measured of ours only: memory, return to base, steps after a switch."""
+    for point in points:
+        point["taken"] = worker.do("taken", **batch(setting, point["tokens"], point["requests"]))
+    result["returning"] = worker.do("returning", low=setting.low, high=setting.high, rounds=5 * rounds)
+    where, contexts = batch(setting, *setting.after), None
+    result["after"] = []
+    for _ in range(setting.pairs if rounds > 2 else 2):
+        pair = worker.do("after", **where, steps=16, contexts=contexts)
+        result["after"].append(pair)
+        contexts = None if contexts else pair["contexts"]
+
+
+def batch(setting: Setting, tokens: int, requests: int) -> dict[str, int]:
+    return {"low": setting.low, "high": setting.high, "requests": requests, "tokens": tokens}
 
 
 def kv_tokens(setting: Setting, points: list[dict]) -> int:
@@ -234,8 +250,8 @@ def idle_slots(rounds: int) -> dict[int, list[float]]:
         for _ in range(rounds):
             for size, worker in workers.items():
                 with stopped(*(other for other in workers.values() if other is not worker)):
-                    made = worker.do("switches", low=1, high=2, requests=4, tokens=1024, rounds=2, static=False)
-                found = [s["record"] for s in made[2:]]
+                    worker.do("switches", **batch(setting, 1024, 4))
+                    found = worker.do("switches", **batch(setting, 1024, 4))
                 pauses.setdefault(size, []).extend(r["pause_seconds"] - r["phases"]["drain"] for r in found)
     return pauses
 

@@ -3,11 +3,15 @@
 #include <ATen/ATen.h>
 
 #include <cstring>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace pat {
 namespace {
 
 constexpr int64_t kAhead = 8;  // slots whose rows are fetched ahead: they lie anywhere in the pool
+constexpr size_t kLine = 64;
 
 void check_pool(const at::Tensor& t, const char* name) {
   TORCH_CHECK_VALUE(t.device().is_cpu() && t.dim() == 3, name, " must be a CPU tensor [num_slots, heads, dim], got ",
@@ -24,15 +28,56 @@ void check_index(const at::Tensor& t, const char* name) {
                     t.device());
 }
 
+// From so many bytes on a layer does not stay in the caches until it is read again.
+constexpr int64_t kStreamed = 4 << 20;
+
+// Past the caches: what is overwritten need not be read first, and nothing else is driven out.
+inline void stream(char* to, const char* from, size_t bytes) {
+#ifdef __SSE2__
+  if (reinterpret_cast<uintptr_t>(to) % 16 == 0 && bytes % kLine == 0) {
+    for (size_t at = 0; at < bytes; at += kLine) {
+      const __m128i* source = reinterpret_cast<const __m128i*>(from + at);
+      __m128i* target = reinterpret_cast<__m128i*>(to + at);
+      const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+      const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+      _mm_stream_si128(target, a);
+      _mm_stream_si128(target + 1, b);
+      _mm_stream_si128(target + 2, c);
+      _mm_stream_si128(target + 3, d);
+    }
+    return;
+  }
+#endif
+  memcpy(to, from, bytes);
+}
+
+// Streamed stores are not ordered by the locks and flags with which ranks meet afterwards.
+inline void drain_streams() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+
 // The rows of one part in one of the two pools: row i is `bytes` long, at pool + slots[i] * stride.
-template <bool kPack>
+template <bool kPack, bool kStream>
 void copy_rows(char* pool, const int64_t* slots, int64_t n, int64_t stride, size_t bytes, char* staged) {
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) __builtin_prefetch(pool + slots[i + kAhead] * stride, !kPack);
+    if (i + kAhead < n && (kPack || !kStream)) {
+      const char* ahead = pool + slots[i + kAhead] * stride;
+      for (size_t at = 0; at < bytes; at += kLine) __builtin_prefetch(ahead + at, !kPack);
+    }
     char* row = pool + slots[i] * stride;
-    kPack ? memcpy(staged, row, bytes) : memcpy(row, staged, bytes);
+    char* to = kPack ? staged : row;
+    const char* from = kPack ? row : staged;
+    kStream ? stream(to, from, bytes) : void(memcpy(to, from, bytes));
     staged += bytes;
   }
+}
+
+template <bool kPack>
+void copy_rows(char* pool, const int64_t* slots, int64_t n, int64_t stride, size_t bytes, char* staged, bool streamed) {
+  streamed ? copy_rows<kPack, true>(pool, slots, n, stride, bytes, staged)
+           : copy_rows<kPack, false>(pool, slots, n, stride, bytes, staged);
 }
 
 template <bool kPack>
@@ -75,13 +120,15 @@ void run(const at::Tensor& k, const at::Tensor& v, const at::Tensor& slots, cons
   char* const k_pool = static_cast<char*>(k.data_ptr());
   char* const v_pool = static_cast<char*>(v.data_ptr());
   char* at = static_cast<char*>(staged.data_ptr());
+  const bool streamed = n * int64_t(k_bytes + v_bytes) >= kStreamed;
   for (int64_t p = 0; p < parts; ++p) {
     const int64_t rows = offset[p + 1] - offset[p];
-    copy_rows<kPack>(k_pool + first[p] * k_row, slot + offset[p], rows, k.stride(0) * item, k_bytes, at);
+    copy_rows<kPack>(k_pool + first[p] * k_row, slot + offset[p], rows, k.stride(0) * item, k_bytes, at, streamed);
     at += rows * int64_t(k_bytes);
-    copy_rows<kPack>(v_pool + first[p] * v_row, slot + offset[p], rows, v.stride(0) * item, v_bytes, at);
+    copy_rows<kPack>(v_pool + first[p] * v_row, slot + offset[p], rows, v.stride(0) * item, v_bytes, at, streamed);
     at += rows * int64_t(v_bytes);
   }
+  if (streamed) drain_streams();
 }
 
 }  // namespace

@@ -12,8 +12,9 @@ import argparse
 import time
 from pathlib import Path
 
-import sglang_pat
 from safetensors.torch import load_file
+
+import sglang_pat
 from sglang_pat.testing import models
 
 

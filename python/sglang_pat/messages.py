@@ -98,6 +98,12 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
 
 
+class Floor(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The lowest degree from now on, for a round that is about to begin; the base's again with ``tp`` 0."""
+
+    tp: int
+
+
 class InjectPrefixes(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Puts prompts (token ids) into every replica's radix cache without computing them; not answered."""
 
@@ -131,6 +137,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         running, waiting: requests decoding, and queued (grammar and chunked prefill included).
         tokens: KV tokens of the running requests.
         kv_used, kv_total: KV tokens in use (cache included) and in the pool.
+        retracted: requests put back into the queue for want of KV, since the last report.
         weight_updates: number of weight updates applied.
         requests: the running and the waiting ones.
         finished: responses that ended since the last report.

@@ -85,6 +85,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.queries[query] = dict(tp=tp, allowed=allowed, busy=busy, here=tp == self.world.known.tp)
         self.coordinator.reconfigure(m.Reconfigure(query_id=query, tp=tp), self.now)
 
+    @rule(which=st.integers(0, 2), off=st.booleans())
+    def floor(self, which, off):
+        tp = 0 if off else self.config.layouts[which % len(self.config.layouts)].tp
+        self.coordinator.floor(m.Floor(tp=tp), self.now)
+
     @rule()
     def status(self):
         self.coordinator.status(m.StatusQuery(query_id=7))
@@ -180,6 +185,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "world"):
+            self.coordinator.floor(m.Floor(tp=0), self.now)
             self.drain()
 
     def drain(self) -> None:

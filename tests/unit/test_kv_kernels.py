@@ -89,6 +89,24 @@ def test_against_reference(case):
     assert torch.equal(bits(again), bits(out))
 
 
+@pytest.mark.parametrize(("dim", "gap"), [(64, 0), (64, 1), (63, 0), (8, 4)])
+def test_layers_larger_than_the_caches(dim: int, gap: int):
+    """Those go past the caches, where rows are aligned and long enough; every slot of the target must be there."""
+    slots, heads, taken = 40_000, 4, 2
+    k, v = (make_pool(slots, heads, dim, torch.float32, seed, gap) for seed in (1, 2))
+    order = torch.randperm(slots)[: 3 * slots // 4]
+    where = (order, [0, 1000, len(order)], [0, 2], taken)
+    out, expected = (torch.zeros(kv.staged_numel(len(order), taken, dim, dim)) for _ in range(2))
+    kv.kv_pack(k, v, *where, out)
+    kv.kv_pack_reference(k, v, *where, expected)
+    assert torch.equal(bits(out), bits(expected))
+    into = [make_pool(slots, heads, dim, torch.float32, 3, gap) for _ in range(2)]
+    wanted = [pool.clone() for pool in into]
+    kv.kv_unpack(*into, *where, out)
+    kv.kv_unpack_reference(*wanted, *where, expected)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(into, wanted, strict=True))
+
+
 def test_raising_tp_moves_every_head_once():
     """TP1 → TP4 with 8 heads: four parts with the same slots, each another head slice."""
     slots_per_part, heads, dim = 10, 8, 16

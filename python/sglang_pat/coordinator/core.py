@@ -24,6 +24,7 @@ from sglang_pat.coordinator.arrivals import Arrivals
 from sglang_pat.coordinator.leader import Leader, Work, load_of
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import Policy, make_policy
+from sglang_pat.coordinator.rules import RETRY_SECONDS
 from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
 from sglang_pat.layout import ParallelLayout
 
@@ -141,7 +142,9 @@ class Coordinator:
         self._epoch = 0
         self._records: deque[m.SwitchRecord] = deque(maxlen=HISTORY)
         self._switches = 0
+        self._retracted = 0
         self._base_attempts = 0
+        self._floor = config.base.tp
         self._paused = False
         self._released: frozenset[str] = frozenset()
         self._arrivals = Arrivals()
@@ -173,6 +176,15 @@ class Coordinator:
         self._wanted = _Wanted(target, "request", query.query_id)
         self._proceed(now)
 
+    def floor(self, message: m.Floor, now: float) -> None:
+        """Lowest degree of a round (RollPacker's planner): an empty engine goes there, what comes in waits for it."""
+        self._floor = max(message.tp, self.config.base.tp)
+        target = self.config.layout(self._floor)
+        busy = self._requests() or self._backlog or self._pending or self._wanted or self._released
+        if target != self.layout and not busy:
+            self._wanted = _Wanted(target, "planner", ahead=True)
+        self._proceed(now)
+
     def status(self, query: m.StatusQuery) -> None:
         """``GET /pat/status``."""
         groups = [
@@ -188,6 +200,7 @@ class Coordinator:
             "target": _describe(self._pending.target) if self._pending else None,
             "requests": self._requests(),
             "groups": groups,
+            "retracted": self._retracted,
             "num_switches": self._switches,
             "switches": [msgspec.to_builtins(record) for record in self._records],
         }
@@ -249,6 +262,7 @@ class Coordinator:
             del self._traces[trace.query_id]
 
     def _load_report(self, report: m.LoadReport) -> None:
+        self._retracted += report.retracted
         for response in report.finished:
             self.history.observe(response.length, response.family, finished=not response.cut)
             self._outbox.finished(response)
@@ -263,10 +277,11 @@ class Coordinator:
 
     def _snapshot(self, now: float) -> Snapshot:
         requests = self._requests() + sum(isinstance(event, Work) for event in self._backlog)
+        lowest = min(self._floor, self.layout.tp)
         return Snapshot(
             now=now,
             tp=self.layout.tp,
-            degrees=tuple(layout.tp for layout in self.config.layouts),
+            degrees=tuple(layout.tp for layout in self.config.layouts if layout.tp >= lowest),
             num_ranks=self.config.num_ranks,
             requests=requests,
             peak=self._arrivals.peak,
@@ -338,6 +353,10 @@ class Coordinator:
 
     def _decide(self, now: float, ahead: bool = False) -> None:
         self._last_decision = now
+        # Without requests it stays where a control request has led it: the next round says again what it wants.
+        if self.layout.tp < self._floor and self._requests() and now - self._last_abort >= RETRY_SECONDS:
+            self._wanted = _Wanted(self.config.layout(self._floor), "planner", ahead=ahead)
+            return
         snapshot = self._snapshot(now)
         self._arrivals.saw(snapshot.load)
         decision = self._policy(snapshot, self.history)

@@ -69,7 +69,7 @@ class Leader:
 
     def status(self) -> dict[str, int]:
         """For ``/pat/status``."""
-        fields = ("running", "waiting", "tokens", "kv_used", "kv_total", "retracted", "weight_updates")
+        fields = ("running", "waiting", "tokens", "kv_used", "kv_total", "weight_updates")
         report = {name: getattr(self.report, name) if self.report else 0 for name in fields}
         return {"in_flight": self.in_flight} | report
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.server_args import ServerArgs
@@ -34,6 +35,7 @@ class AdaptiveServerArgs(ServerArgs):
     pat_kv_exchange: str = "direct"
     pat_profile: str | None = None
     pat_log: str | None = None
+    pat_rollout_dir: str | None = None
     pat_base_tp: int = 0
     """Set by :func:`outer_view`: degree of the base layout, once ``tp_size`` shows all ranks."""
 
@@ -42,6 +44,8 @@ class AdaptiveServerArgs(ServerArgs):
             # Before the host's own handling, which turns some of these into other errors.
             refuse_unsupported(self)
             self.adaptive_config()
+            if self.pat_rollout_dir is not None and not Path(self.pat_rollout_dir).is_dir():
+                raise ValueError(f"--pat-rollout-dir {self.pat_rollout_dir}: no such folder; make it, or leave it out")
             _cpu_defaults(self)
         super().__post_init__()
         if self.adaptive_tp:
@@ -66,6 +70,9 @@ class AdaptiveServerArgs(ServerArgs):
         )
         group.add_argument(
             "--pat-log", default=None, metavar="FILE", help="append each decision with its inputs (JSON lines)"
+        )
+        group.add_argument(
+            "--pat-rollout-dir", default=None, metavar="DIR", help="keep what waits between rounds of /pat/rollout here"
         )
         group.add_argument(
             "--pat-switch-at", type=int, default=8, help="threshold policy: merge at this many running requests"

@@ -138,6 +138,8 @@ def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float) -> N
             coordinator.status(obj)
         elif isinstance(obj, messages.Reconfigure):
             coordinator.reconfigure(obj, now)
+        elif isinstance(obj, messages.Floor):
+            coordinator.floor(obj, now)
         elif isinstance(obj, messages.TraceQuery):
             coordinator.trace(obj, now)
         else:

@@ -7,8 +7,10 @@ one coordinator and N ranks of one world, instead of one world per replica.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +27,17 @@ from sglang.srt.server_args import PortArgs  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer  # noqa: E402
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
+from sglang_pat.admission.admitter import Admitter  # noqa: E402
+from sglang_pat.admission.records import Group, Judge, Summary  # noqa: E402
+from sglang_pat.admission.rounds import RolloutRound  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs, outer_view  # noqa: E402
 from sglang_pat.host.contract import check_host  # noqa: E402
 from sglang_pat.host.coordinator import run_coordinator  # noqa: E402
 from sglang_pat.host.deployment import check_files, deployment  # noqa: E402
+from sglang_pat.host.intake import Intake  # noqa: E402
 from sglang_pat.host.processes import start  # noqa: E402
 from sglang_pat.host.rank import run_detokenizer, run_rank  # noqa: E402
+from sglang_pat.host.rollout import ManagerBackend  # noqa: E402
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
@@ -159,6 +166,55 @@ class Engine(AdaptiveEngine):
         such prompts mean nothing until ``flush_cache()``.  A switch forgets them.
         """
         self.tokenizer_manager.pat_inject_prefixes(prompts)
+
+    async def async_rollout(
+        self,
+        admitter: Admitter,
+        sampling_params: dict[str, Any],
+        version: int,
+        judge: Callable[[Group], bool | Awaitable[bool]] | None = None,
+    ) -> AsyncIterator[Group | Summary]:
+        """One round: its groups as they are completed, then its summary.
+
+        Args:
+            admitter: decides, and keeps what waits for another round; its prompts are ``{"input_ids": [...]}``.
+            sampling_params: SGLang's, of every sample; ``max_new_tokens`` counts for a response, over all rounds.
+            version: of the weights, as the training job counts them; every token returned carries it (``partial``: or
+                an earlier one, not older than ``max_staleness``).
+            judge: whether a complete group is of use; with ``filter_groups``.
+
+        Left before its end, the round is cancelled: its prompts are where they were.
+
+        Raises:
+            ValueError: too few prompts, or bad parameters; nothing was started.
+            WeightsChanged: weights were updated meanwhile; the round was cancelled.
+        """
+        params = Intake(self.tokenizer_manager).params(sampling_params, admitter.rules.mode)
+        round_ = RolloutRound(admitter, ManagerBackend(self.tokenizer_manager), version, params)
+        self.tokenizer_manager.pat_rollouts.watch(round_)
+        try:
+            async with aclosing(aiter(round_)) as events:
+                async for event in events:
+                    if not isinstance(event, Judge):
+                        yield event
+                        continue
+                    keep = judge(event.group) if judge else True
+                    round_.judge(event.group.key, await keep if inspect.isawaitable(keep) else keep)
+        finally:
+            round_.cancel()
+            await round_.wait()
+
+    def rollout(self, *args: Any, **kwargs: Any) -> Iterator[Group | Summary]:
+        """:meth:`async_rollout` for those who have no event loop."""
+        events = self.async_rollout(*args, **kwargs)
+        try:
+            while True:
+                try:
+                    yield self._await(anext(events))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self._await(events.aclose())
 
     def deployment(self) -> Fingerprint:
         """What a profile taken on this engine holds for."""

@@ -1,4 +1,4 @@
-"""SGLang's HTTP server in front of the adaptive engine, with ``/pat/status`` and ``/pat/reconfigure``."""
+"""SGLang's HTTP server in front of the adaptive engine, with ``/pat/*``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import sys
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import kill_process_tree
@@ -19,7 +19,9 @@ from sglang_pat.host.args import AdaptiveServerArgs, outer_view
 from sglang_pat.host.contract import HostMismatch, check_host
 from sglang_pat.host.deployment import check_files
 from sglang_pat.host.engine import AdaptiveEngine
+from sglang_pat.host.intake import parse, parse_verdict
 from sglang_pat.host.rank import run_detokenizer
+from sglang_pat.host.rollout import Busy, server_sent
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
 
 
@@ -63,6 +65,9 @@ def add_routes(app) -> None:
     """Add ``/pat/*`` to the host's FastAPI application, under its API-key rules."""
     app.add_api_route("/pat/status", status, methods=["GET"])
     app.add_api_route("/pat/reconfigure", reconfigure, methods=["POST"])
+    app.add_api_route("/pat/rollout", rollout, methods=["POST"])
+    app.add_api_route("/pat/rollout/verdict", verdict, methods=["POST"])
+    app.add_api_route("/pat/rollout/{job}", forget, methods=["DELETE"])
 
 
 def _manager():
@@ -89,6 +94,41 @@ async def reconfigure(request: Request) -> JSONResponse:
         return JSONResponse(await _manager().pat_reconfigure(tp))
     except ReconfigureError as error:
         return _error(error.code, str(error))
+
+
+async def rollout(request: Request) -> Response:
+    """A round in (:class:`~sglang_pat.host.rollout.RolloutBody`), its groups out as server-sent events.
+
+    400: a body that is not like that, or too few prompts; 409: the job has a round under way.
+    """
+    try:
+        events = _manager().pat_rollouts.events(parse(await request.body()))
+        first = await anext(events)
+    except ValueError as error:
+        return _error(400, str(error))
+    except Busy as error:
+        return _error(409, str(error))
+    return StreamingResponse(server_sent(first, events), media_type="text/event-stream")
+
+
+async def verdict(request: Request) -> JSONResponse:
+    """``{"key": [0, 17], "keep": false}``: whether a group of a ``judge`` event is of use; ``job`` as in the round."""
+    try:
+        _manager().pat_rollouts.judge(parse_verdict(await request.body()))
+    except ValueError as error:
+        return _error(400, str(error))
+    return JSONResponse({})
+
+
+async def forget(job: str) -> JSONResponse:
+    """Drop a job and the prompts that wait in it; 409 while it has a round under way."""
+    try:
+        _manager().pat_rollouts.forget(job)
+    except ValueError as error:
+        return _error(400, str(error))
+    except Busy as error:
+        return _error(409, str(error))
+    return JSONResponse({})
 
 
 def _degree(body: bytes) -> int:

@@ -29,7 +29,9 @@ LIMIT_PARAM = "pat_limit"
 
 def length_limit(params: SamplingParams) -> int | None:
     """The longest response that policies reckon with; None if neither the request nor the host has set one yet."""
-    return (params.custom_params or {}).get(LIMIT_PARAM, params.max_new_tokens)
+    custom = params.custom_params
+    limit = custom.get(LIMIT_PARAM) if isinstance(custom, dict) else None
+    return limit if isinstance(limit, int) else params.max_new_tokens
 
 
 def register(req: Req) -> None:
@@ -46,6 +48,7 @@ class LoadReporter:
         self.received = 0
         """Generation requests taken from the input socket so far."""
         self.retracted = 0
+        """Requests put back into the queue for want of KV, while this rank led, since the last report."""
         self._finished: list[Finished] = []
         self._last: tuple[int, int, int] | None = None
         self._steps = 0
@@ -102,7 +105,7 @@ class LoadReporter:
                 finished=self._finished,
             )
         )
-        self._finished = []
+        self._finished, self.retracted = [], 0
 
 
 class StepTrace:

@@ -210,7 +210,7 @@ class AdaptiveScheduler(Scheduler):
         if self._captured is not None:
             self._captured.append(req)
             return
-        self.load.retracted += is_retracted
+        self.load.retracted += is_retracted and self.is_leader
         super()._add_request_to_queue(req, is_retracted)
 
     def rebuild(self, capsule: requests.Capsule) -> Req:

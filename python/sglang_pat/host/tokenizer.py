@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
@@ -12,6 +15,8 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
 from sglang_pat.host.channels import AsyncOrderedReceiver
+from sglang_pat.host.rollout import Rollouts
+from sglang_pat.metrics import RolloutMetrics
 
 
 class ReconfigureError(RuntimeError):
@@ -23,12 +28,21 @@ class ReconfigureError(RuntimeError):
 
 
 class AdaptiveTokenizerManager(TokenizerManager):
-    """Adds :meth:`pat_status`, :meth:`pat_reconfigure`, :meth:`pat_trace` and :meth:`pat_inject_prefixes`."""
+    """Adds :meth:`pat_status`, :meth:`pat_reconfigure`, :meth:`pat_trace` and :meth:`pat_inject_prefixes`.
+
+    Attributes:
+        pat_weight_updates: number of weight updates so far.
+        pat_rollouts: rounds of training jobs.
+    """
 
     def __init__(self, server_args, port_args) -> None:
         super().__init__(server_args, port_args)
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
+        self.pat_weight_updates = 0
+        folder = server_args.pat_rollout_dir
+        metrics = RolloutMetrics() if server_args.enable_metrics else None
+        self.pat_rollouts = Rollouts(self, Path(folder) if folder else None, metrics)
         self._result_dispatcher += TypeBasedDispatcher(
             [
                 (messages.StatusReply, self._pat_reply),
@@ -36,6 +50,31 @@ class AdaptiveTokenizerManager(TokenizerManager):
                 (messages.TraceReply, self._pat_reply),
             ]
         )
+
+    async def update_weights_from_disk(self, obj, request=None):
+        with self._pat_update():
+            return await super().update_weights_from_disk(obj, request)
+
+    async def update_weights_from_tensor(self, obj, request=None):
+        with self._pat_update():
+            return await super().update_weights_from_tensor(obj, request)
+
+    async def update_weights_from_distributed(self, obj, request=None):
+        with self._pat_update():
+            return await super().update_weights_from_distributed(obj, request)
+
+    async def update_weights_from_ipc(self, obj, request=None):
+        with self._pat_update():
+            return await super().update_weights_from_ipc(obj, request)
+
+    @contextmanager
+    def _pat_update(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            # Also one that failed: some ranks may have begun.
+            self.pat_weight_updates += 1
+            self.pat_rollouts.weights_changed()
 
     def init_ipc_channels(self, port_args) -> None:
         super().init_ipc_channels(port_args)
@@ -72,6 +111,11 @@ class AdaptiveTokenizerManager(TokenizerManager):
     async def pat_trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call (``sglang_pat.messages.Step``), oldest first; bounded."""
         return (await self._pat_ask(messages.TraceQuery)).steps
+
+    def pat_floor(self, tp: int) -> None:
+        """Requests sent from now on run in degree ``tp`` at least; 0: in whatever the policy chooses."""
+        self.auto_create_handle_loop()
+        self.send_to_scheduler.send_pyobj(messages.Floor(tp=tp))
 
     def pat_inject_prefixes(self, prompts: list[list[int]]) -> None:
         """Requests sent afterwards find ``prompts`` (token ids) in the radix cache of every replica."""

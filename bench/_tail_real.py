@@ -1,0 +1,160 @@
+"""The real part of ``bench/tail_batching.py``: rounds of SmolLM2 on this machine, and the picture of both parts."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import requests
+import rollout
+from rich.console import Console
+from rich.table import Table
+
+from sglang_pat.demo.prompts import PROMPTS
+from sglang_pat.testing.machine import machine
+from sglang_pat.testing.server import Server, stopped
+
+NUM_PROMPTS, NUM_RESPONSES = 4, 4
+LIMIT = 256
+
+
+@dataclass
+class Contender:
+    """A way to make rounds.  ``eta``: of prompts and of responses."""
+
+    name: str
+    server: Server
+    eta: tuple[float, float]
+    given: int = 0
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+
+    def round(self, number: int) -> None:
+        """One round: seconds, kind, each response's length, whether it ended by itself, its mean log-prob."""
+        prompts = [] if self.rounds and self.rounds[-1]["waiting"] >= 2 * NUM_PROMPTS else self._prompts()
+        body = {
+            "job": self.name.replace(" ", "-").replace(",", ""), "prompts": prompts, "version": number,
+            "num_prompts": NUM_PROMPTS, "num_responses": NUM_RESPONSES,
+            "eta_prompts": self.eta[0], "eta_responses": self.eta[1],
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": LIMIT},
+        }  # fmt: skip
+        before = self.server.status()["num_switches"]
+        began = time.monotonic()
+        responses, summary = [], {}
+        with requests.post(f"{self.server.url}/pat/rollout", json=body, stream=True, timeout=600) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                event = json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: {") else {}
+                if event.get("type") == "group":
+                    responses += event["responses"]
+                elif event.get("type") == "round":
+                    summary, seconds = event, time.monotonic() - began
+                elif event.get("type") == "error":
+                    raise RuntimeError(event["message"])
+        self.rounds.append(
+            {
+                "seconds": seconds, "kind": summary["kind"], "thrown": summary["thrown"],
+                "waiting": len(summary["ages"]), "switches": self.server.status()["num_switches"] - before,
+                "lengths": [len(r["token_ids"]) for r in responses],
+                "ended": [r["finish_reason"] == "stop" for r in responses],
+                "logprobs": [mean(r["logprobs"]) for r in responses],
+            }
+        )  # fmt: skip
+
+    def _prompts(self) -> list[dict[str, Any]]:
+        count = round(self.eta[0] * NUM_PROMPTS)
+        mine = range(self.given, self.given + count)
+        self.given += count
+        texts = {i: f"Question {i}: {PROMPTS[i % len(PROMPTS)]}\nAnswer:" for i in mine}
+        return [{"key": [0, i], "text": text} for i, text in texts.items()]
+
+
+def run(console: Console, quick: bool) -> dict:
+    """All contenders, round by round in turn."""
+    name, budget, rounds = ("llama", "20s", 2) if quick else ("smollm2", "5m", 10)
+    rollout.CACHE.mkdir(exist_ok=True)
+    model = rollout.MODELS[name](rollout.CACHE / "models" / name)
+    profile = rollout.sweep(Path(model), "none", budget)
+    with ExitStack() as stack:
+        servers: list[Server] = []
+        for flags in (["--pat-policy", "off"], ["--pat-policy", "survival", "--pat-profile", str(profile)]):
+            with stopped(*servers):
+                made = Server(model, *rollout.BASE, *flags, max_total_tokens=rollout.KV_TOKENS)
+                servers.append(stack.enter_context(made))
+        contenders = [
+            Contender("without", servers[0], (1.0, 1.0)),
+            Contender("tail batching", servers[0], (1.25, 1.25)),
+            Contender("tail batching, adaptive", servers[1], (1.25, 1.25)),
+            Contender("prompts only", servers[0], (1.25, 1.0)),
+        ]
+        for number in range(1 + rounds):  # the first one does not count
+            for contender in contenders:
+                with stopped(*(server for server in servers if server is not contender.server)):
+                    contender.round(number)
+            shown = ", ".join(f"{c.name} {c.rounds[-1]['seconds']:.1f} s ({c.rounds[-1]['kind']})" for c in contenders)
+            console.print(f"  round {number}: {shown}")
+    about = machine()
+    result = {
+        "machine": about, "num_prompts": NUM_PROMPTS, "num_responses": NUM_RESPONSES, "limit": LIMIT,
+        "contenders": {c.name: c.rounds[1:] for c in contenders},
+    }  # fmt: skip
+    show(console, result)
+    return result
+
+
+def show(console: Console, result: dict) -> None:
+    table = Table(title="real rounds; lengths in tokens", title_justify="left")
+    for column in (
+        "", "seconds a round", "short", "long", "tokens thrown away", "switches", "length, mean",
+        "length, short rounds", "length, long rounds", "ended by themselves", "log-prob of a token",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for name, rounds in result["contenders"].items():
+        by_kind = {kind: [r for r in rounds if r["kind"] == kind] for kind in ("short", "long")}
+        kept = sum(sum(r["lengths"]) for r in rounds)
+        thrown = sum(r["thrown"] for r in rounds)
+        every = {key: [x for r in rounds for x in r[key]] for key in ("lengths", "ended", "logprobs")}
+        table.add_row(
+            name, f"{mean(r['seconds'] for r in rounds):.1f} ({median(r['seconds'] for r in rounds):.1f})",
+            *(f"{len(found)}" for found in by_kind.values()), f"{thrown / (thrown + kept):.0%}",
+            f"{sum(r['switches'] for r in rounds)}", f"{mean(every['lengths']):.0f}",
+            *(f"{mean([x for r in found for x in r['lengths']] or [float('nan')]):.0f}" for found in by_kind.values()),
+            f"{mean(every['ended']):.0%}", f"{mean(every['logprobs']):.3f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def draw(written: dict, path: Path) -> None:
+    """Real rounds one by one; the replay's gains by eta."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.2))
+    for name, rounds in written.get("real", {}).get("contenders", {}).items():
+        axes[0].plot(range(1, len(rounds) + 1), [r["seconds"] for r in rounds], marker="o", label=name)
+    axes[0].set_xlabel("round")
+    axes[0].set_ylabel("seconds")
+    axes[0].set_title("SmolLM2 on this machine")
+    found = written.get("replay", {})
+    for of, style in (("prompts", "--"), ("responses", ":"), ("both", "-")):
+        for rho, color in zip(("0.0", "0.5", "0.8"), ("#2f6db5", "#ef8a2c", "#3a9a5b"), strict=True):
+            base = found.get(f"base / 14B, 16K / {rho}", {}).get("seconds")
+            keys = [key for key in found if key.startswith(of + " / ") and key.endswith(" / " + rho)]
+            mine = {float(key.split(" / ")[1]): found[key]["seconds"] for key in keys}
+            if base and mine:
+                xs = sorted(mine)
+                axes[1].plot([1, *xs], [1, *(base / mine[x] for x in xs)], style, color=color, label=f"{of}, rho {rho}")
+    axes[1].set_xlabel("eta")
+    axes[1].set_ylabel("rollout, times as fast")
+    axes[1].set_title("14B, 16K, simulated")
+    for axis in axes:
+        if axis.lines:
+            axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,234 @@
+"""Tail batching: simulated in RollPacker's settings, and real on this machine.
+
+    python bench/tail_batching.py [--quick] [--only replay|real] [--json FILE] [--png FILE]
+
+Replay: the admitter itself on an engine whose step times come from a profile (``sglang_pat.replay.rounds``); response
+lengths are drawn, those to one prompt with correlation ρ.  No machine matters; the same seeds give the same figures.
+Real: ten rounds of SmolLM2 over ``/pat/rollout`` with natural lengths, without tail batching, with it, and with it and
+adaptive TP, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import _tail_real as real
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from sglang_pat.admission.rules import Rules
+from sglang_pat.coordinator.policy import make_policy
+from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.profile import load
+from sglang_pat.replay.rounds import Engines, Simulation
+from sglang_pat.replay.shapes import parse_shape
+
+ROOT = Path(__file__).resolve().parents[1]
+CORRELATIONS = (0.0, 0.5, 0.8)
+ETAS = (1.0, 1.125, 1.25, 1.375, 1.5)
+ROLLOUT_SHARE = 0.71
+"""Of a training step without tail batching (RollPacker Table 1: 72, 66 and 71%)."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of RollPacker's (section 6.1), on the profile that is nearest to it.
+
+    Attributes:
+        gpus, tp: as there.
+        cap: most tokens of a response; the body of lengths is that of Fig. 2.
+        reported: speed-up of a training step by tail batching (Table 2).
+    """
+
+    name: str
+    profile: str
+    gpus: int
+    tp: int
+    cap: int
+    reported: float
+    slower: float = 1.0
+    """Step times over those of the profile, for a model that has none."""
+
+    @property
+    def lengths(self) -> str:
+        return f"body-atom:6.363,0.70,{self.cap},0.01"
+
+
+SETTINGS = (
+    Setting("7B, 8K", "8xH100-llama3.1-8b", 16, 1, 8192, 1.30),
+    Setting("14B, 16K", "8xH100-qwen3-14b", 32, 2, 16384, 1.48),
+    Setting("32B, 32K", "8xH100-qwen3-14b", 64, 2, 32768, 2.21, slower=32.5 / 14.8),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One simulation: so many ``rounds`` count, after some that fill the queue."""
+
+    setting: Setting
+    rho: float
+    mode: str
+    eta_prompts: float
+    eta_responses: float
+    rounds: int
+    num_prompts: int = 128
+    nodes: int | None = None
+    adaptive: bool = False
+    base: int | None = None
+
+
+class Slower:
+    """A predictor whose steps all take so many times as long."""
+
+    def __init__(self, predictor, factor: float) -> None:
+        self._predictor, self._factor = predictor, factor
+
+    def step_seconds(self, *args, **kwargs):
+        return self._factor * self._predictor.step_seconds(*args, **kwargs)
+
+
+def simulate(job: Job) -> dict:
+    """Mean seconds of a round, rounds by kind, switches a round, tokens thrown away over all made."""
+    setting = job.setting
+    profile = load(ROOT / "profiles" / f"{setting.profile}.json")
+    predictor, costs = fitted(profile)
+    policy = make_policy("survival", predictor=predictor, costs=costs) if job.adaptive else None
+    nodes = job.nodes or setting.gpus // profile.fingerprint.num_ranks
+    engines = Engines(
+        predictor=Slower(predictor, setting.slower) if setting.slower != 1 else predictor, costs=costs,
+        fingerprint=profile.fingerprint, nodes=nodes, tp=job.base or setting.tp, policy=policy,
+    )  # fmt: skip
+    rules = Rules(
+        mode=job.mode, num_prompts=job.num_prompts, num_responses=8, eta_prompts=job.eta_prompts,
+        eta_responses=job.eta_responses, max_deferrals=64,
+    )  # fmt: skip
+    simulation = Simulation(engines, rules, parse_shape(setting.lengths), job.rho, seed=1)
+    warm = min(8, job.rounds // 4)
+    rounds = [simulation.round(version) for version in range(warm + job.rounds)][warm:]
+    kinds = [found.kind for found in rounds]
+    kept = sum(sum(found.kept) for found in rounds)
+    thrown = sum(found.thrown for found in rounds)
+    return {
+        "seconds": mean(found.seconds for found in rounds),
+        "short": kinds.count("short"), "long": kinds.count("long"),
+        "short_seconds": mean([f.seconds for f in rounds if f.kind == "short"] or [float("nan")]),
+        "long_seconds": mean([f.seconds for f in rounds if f.kind == "long"] or [float("nan")]),
+        "switches": mean(found.switches for found in rounds),
+        "thrown": thrown / (thrown + kept),
+    }  # fmt: skip
+
+
+def step_speedup(rollout: float) -> float:
+    """Of a whole training step, if only its rollout becomes ``rollout`` times as fast."""
+    return 1 / (1 - ROLLOUT_SHARE + ROLLOUT_SHARE / rollout)
+
+
+def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
+    """All simulations, by what they are for."""
+    plan: dict[tuple, Job] = {}
+    for setting in settings:
+        for rho in CORRELATIONS:
+            plan["base", setting.name, rho] = Job(setting, rho, "strict", 1.0, 1.0, rounds)
+            for mode in ("strict", "reorder"):
+                eta_r = 1.25 if mode == "strict" else 1.0
+                plan[mode, setting.name, rho] = Job(setting, rho, mode, 1.25, eta_r, rounds)
+            # Adaptive TP works on one node: a node's share of the batch.
+            share = dict(num_prompts=8 * 128 // setting.gpus, nodes=1)
+            for name, eta in (("base", 1.0), ("strict", 1.25)):
+                for adaptive in (False, True):
+                    key = f"{name} on a node{', adaptive' if adaptive else ''}"
+                    job = Job(setting, rho, "strict", eta, eta, rounds, **share, adaptive=adaptive)
+                    plan[key, setting.name, rho] = job
+    middle = settings[min(1, len(settings) - 1)]
+    for rho in CORRELATIONS:
+        for eta in ETAS[1:]:
+            plan["prompts", eta, rho] = Job(middle, rho, "strict", eta, 1.0, rounds)
+            plan["responses", eta, rho] = Job(middle, rho, "strict", 1.0, eta, rounds)
+            plan["both", eta, rho] = Job(middle, rho, "strict", eta, eta, rounds)
+    with ProcessPoolExecutor(jobs) as pool:
+        found = dict(zip(plan, track(pool.map(simulate, plan.values()), "replay", len(plan)), strict=True))
+    return {"settings": settings, "middle": middle, "found": found}
+
+
+def show_replay(console: Console, result: dict) -> None:
+    found, middle = result["found"], result["middle"]
+    table = Table(title="RollPacker's settings, P0 = 128, R0 = 8, eta = 1.25 (simulated)", title_justify="left")
+    for column in (
+        "setting", "rho", "base, s", "tail batching, s", "rollout", "a step", "reported", "short : long",
+        "short, s", "long, s", "thrown", "reorder",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for setting in result["settings"]:
+        for rho in CORRELATIONS:
+            base, tail = found["base", setting.name, rho], found["strict", setting.name, rho]
+            gain = base["seconds"] / tail["seconds"]
+            table.add_row(
+                setting.name, f"{rho}", f"{base['seconds']:.0f}", f"{tail['seconds']:.0f}", f"{gain:.2f}",
+                f"{step_speedup(gain):.2f}", f"{setting.reported:.2f}",
+                f"{tail['short'] / max(tail['long'], 1):.1f}", f"{tail['short_seconds']:.0f}",
+                f"{tail['long_seconds']:.0f}", f"{tail['thrown']:.0%}",
+                f"{base['seconds'] / found['reorder', setting.name, rho]['seconds']:.2f}",
+            )  # fmt: skip
+    console.print(table)
+    table = Table(title=f"over-provisioning, {middle.name}: base over it, rollout (simulated)", title_justify="left")
+    for column in ("of", *(f"eta {eta}, rho {rho}" for eta in ETAS[1:] for rho in CORRELATIONS)):
+        table.add_column(column, justify="right")
+    for of in ("prompts", "responses", "both"):
+        base = {rho: found["base", middle.name, rho]["seconds"] for rho in CORRELATIONS}
+        cells = [f"{base[rho] / found[of, eta, rho]['seconds']:.2f}" for eta in ETAS[1:] for rho in CORRELATIONS]
+        table.add_row(of, *cells)
+    console.print(table)
+    table = Table(title="a node's share, and adaptive TP on top (simulated): seconds a round", title_justify="left")
+    for column in ("setting", "rho", "base", "base, adaptive", "tail batching", "both", "gain of both", "switches"):
+        table.add_column(column, justify="right")
+    for setting in result["settings"]:
+        for rho in CORRELATIONS:
+            names = [f"{name} on a node{more}" for name in ("base", "strict") for more in ("", ", adaptive")]
+            cells = [found[name, setting.name, rho] for name in names]
+            table.add_row(
+                setting.name, f"{rho}", *(f"{cell['seconds']:.0f}" for cell in cells),
+                f"{cells[0]['seconds'] / cells[3]['seconds']:.2f}", f"{cells[3]['switches']:.1f}",
+            )  # fmt: skip
+    console.print(table)
+    console.print(recipe_example())
+
+
+def recipe_example(batches: int = 100, slow: float = 120.0, usual: float = 30.0) -> str:
+    """The reorder recipe's own example, by its assumptions: one slow sample in each batch, times given."""
+    before, after = slow * batches, usual * (batches - 1) + slow
+    return f"reorder's example: {batches} batches, {slow:.0f} s with the slow sample, {usual:.0f} s without: " \
+           f"{before:.0f} s become {after:.0f} s, {before / after:.1f} times"  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and settings, a tiny model")
+    parser.add_argument("--only", choices=("replay", "real"), help="one of the two parts")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes of the replay")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here")
+    args = parser.parse_args()
+    console, written = Console(width=170), {}
+    if args.only != "real":
+        result = replay(6 if args.quick else 40, SETTINGS[1:2] if args.quick else SETTINGS, args.jobs)
+        show_replay(console, result)
+        written["replay"] = {" / ".join(map(str, key)): value for key, value in result["found"].items()}
+    if args.only != "replay":
+        written["real"] = real.run(console, quick=args.quick)
+    if args.json:
+        args.json.write_text(json.dumps(written, indent=1) + "\n")
+    if args.png:
+        real.draw(written, args.png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

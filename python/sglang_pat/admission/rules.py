@@ -1,0 +1,78 @@
+"""What a training job asks of the admitter, checked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+MODES = ("strict", "reorder", "partial")
+LARGEST = 1 << 20
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How rounds are made.  ``P0`` and ``R0`` as in RollPacker section 3.
+
+    Attributes:
+        num_prompts: P0, prompts (groups) of a batch.
+        num_responses: R0, responses to each.
+        mode: ``strict`` (tail batching), ``reorder`` (verl's recipe) or ``partial`` (partial rollout).
+        eta_prompts: η_P, prompts started over prompts kept; in ``partial`` samples under way over a batch's samples.
+        eta_responses: η_R, responses started over responses kept; None: 1.25 in ``strict``, 1 elsewhere.
+        max_deferrals: rounds that may pass a prompt over once it was started (``strict``, ``reorder``).
+        max_staleness: weight versions between a returned token and the round's (``partial``).
+        filter_groups: each complete group waits for :meth:`Admitter.judged` (DAPO's dynamic sampling).
+    """
+
+    num_prompts: int
+    num_responses: int
+    mode: str = "strict"
+    eta_prompts: float = 1.25
+    eta_responses: float | None = None
+    max_deferrals: int = 8
+    max_staleness: int = 1
+    filter_groups: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: one line that names the field, what was given and what is allowed."""
+        if self.mode not in MODES:
+            raise ValueError(f"mode is {self.mode!r}, must be one of {', '.join(MODES)}")
+        for name in ("num_prompts", "num_responses"):
+            _check(name, getattr(self, name), 1, LARGEST)
+        for name in ("max_deferrals", "max_staleness"):
+            _check(name, getattr(self, name), 0, LARGEST)
+        for name in ("eta_prompts", "eta_responses"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and 1 <= value <= 64):
+                raise ValueError(f"{name} is {value}, must be between 1 and 64")
+        if self.mode == "partial" and (self.eta_responses or 1) != 1:
+            raise ValueError(f"eta_responses is {self.eta_responses}, must be 1 in partial: every response is kept")
+
+    @property
+    def started_prompts(self) -> int:
+        """⌈η_P · P0⌉."""
+        return _times(self.eta_prompts, self.num_prompts)
+
+    @property
+    def started_responses(self) -> int:
+        """⌈η_R · R0⌉."""
+        eta = self.eta_responses
+        if eta is None:
+            eta = 1.25 if self.mode == "strict" else 1.0
+        return _times(eta, self.num_responses)
+
+    @property
+    def bound(self) -> int:
+        """Rounds that a prompt, once started, may have to wait."""
+        return self.max_staleness if self.mode == "partial" else self.max_deferrals
+
+
+def _times(eta: float, count: int) -> int:
+    # 1.1 * 10 is 11.000000000000002, which is not meant to be 12.
+    return math.ceil(round(eta * count, 6))
+
+
+def _check(name: str, value: Any, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value}, must be between {least} and {most}")

@@ -1,0 +1,272 @@
+"""Rounds of the admitter on a simulated engine: step times of a profile, response lengths drawn in advance.
+
+The admitter is the real one (``sglang_pat.admission``); only time and tokens are made up.  Replicas run independently,
+a sample goes to the one with the fewest; what does not fit its batch waits.  Prefill is left out, as in
+:mod:`sglang_pat.replay.simulate`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import ndtr
+
+from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.records import Abort, Action, Group, Judge, Launch, Output, Return, RoundOver, SampleId, Span
+from sglang_pat.admission.rules import Rules
+from sglang_pat.coordinator.lengths import LengthHistory
+from sglang_pat.coordinator.policy import Policy
+from sglang_pat.coordinator.snapshot import Load, Snapshot
+from sglang_pat.predict.profile import Fingerprint
+from sglang_pat.replay.shapes import Shape
+
+ASK_SECONDS = 0.25
+"""Time between two questions to a policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engines:
+    """What the rounds run on.
+
+    Attributes:
+        predictor, costs, fingerprint: of a profile of one node.
+        nodes: so many of them.
+        tp: degree of all replicas at the start of a round.
+        policy: who changes it within a round, with one node; None: nobody.
+    """
+
+    predictor: object
+    costs: object
+    fingerprint: Fingerprint
+    nodes: int
+    tp: int
+    policy: Policy | None = None
+
+
+class Replica:
+    """Samples that decode together.  ``clock``: seconds at which its state holds."""
+
+    def __init__(self, seconds: Callable[[int, float], float], most: int, clock: float) -> None:
+        self._seconds, self._most = seconds, most
+        self.clock = clock
+        self.ids: list[SampleId] = []
+        self.context = np.zeros(0, dtype=np.int64)
+        self.left = np.zeros(0, dtype=np.int64)
+        self.waiting: deque[tuple[SampleId, int, int]] = deque()
+        self._next: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids) + len(self.waiting)
+
+    def add(self, sample: SampleId, context: int, left: int, now: float) -> None:
+        self.advance(now)
+        self.waiting.append((sample, context, left))
+        self._fill()
+
+    def _fill(self) -> None:
+        if not self.ids:
+            self._next = None
+        count = min(len(self.waiting), self._most - len(self.ids))
+        if count > 0:
+            new = [self.waiting.popleft() for _ in range(count)]
+            self.ids += [sample for sample, _, _ in new]
+            self.context = np.append(self.context, [context for _, context, _ in new])
+            self.left = np.append(self.left, [left for _, _, left in new])
+        self._next = None
+
+    @property
+    def due(self) -> float:
+        """Seconds at which the next sample ends; infinity if none runs."""
+        if self._next is None:
+            self._next = np.inf
+            if self.ids:
+                steps = int(self.left.min())
+                middle = float(self.context.sum()) + len(self.ids) * steps / 2
+                self._next = self.clock + steps * self._seconds(len(self.ids), middle)
+        return self._next
+
+    def advance(self, now: float) -> None:
+        """Decode until ``now``, at most to the end of the next sample; a step under way goes on."""
+        if not self.ids:
+            self.clock = max(self.clock, now)
+            return
+        steps, due = int(self.left.min()), self.due
+        done = steps if now >= due else int(steps * (now - self.clock) / (due - self.clock))
+        if done > 0:
+            self.clock += (due - self.clock) * done / steps
+            self.context, self.left = self.context + done, self.left - done
+            self._next = None
+
+    def ended(self) -> SampleId | None:
+        """Take out a sample that has no tokens left."""
+        over = np.flatnonzero(self.left <= 0)
+        return self._take(int(over[0])) if len(over) else None
+
+    def remove(self, sample: SampleId, now: float) -> int:
+        """Take a sample out; its context."""
+        self.advance(now)
+        if sample in self.ids:
+            place = self.ids.index(sample)
+            context = int(self.context[place])
+            self._take(place)
+            return context
+        entry = next(entry for entry in self.waiting if entry[0] == sample)
+        self.waiting.remove(entry)
+        return entry[1]
+
+    def _take(self, place: int) -> SampleId:
+        sample = self.ids.pop(place)
+        self.context, self.left = np.delete(self.context, place), np.delete(self.left, place)
+        self._fill()
+        return sample
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds of a round, its kind, lengths of what was returned, tokens thrown away, number of switches."""
+
+    seconds: float
+    kind: str
+    kept: list[int]
+    thrown: int
+    switches: int
+
+
+class Simulation:
+    """A training job: prompts without end, rounds one after the other.
+
+    Args:
+        rules: of the admitter.
+        shape, correlation: of the response lengths; those to one prompt are correlated (Gaussian copula).
+        prompt_tokens: of each prompt.
+    """
+
+    def __init__(
+        self, engines: Engines, rules: Rules, shape: Shape, correlation: float, seed: int, prompt_tokens: int = 256
+    ) -> None:
+        self.engines, self.rules, self.prompt_tokens = engines, rules, prompt_tokens
+        self.admitter = Admitter(rules)
+        self._shape, self._correlation = shape, correlation
+        self._seed = seed
+        self._lengths: dict[tuple[int, int, int], int] = {}
+        self._history = LengthHistory()
+        self._fed = 0
+        self.now = 0.0
+
+    def _feed(self) -> None:
+        wanted = self.admitter.wanted
+        self.admitter.feed([((0, self._fed + place), None) for place in range(wanted)])
+        self._fed += wanted
+
+    def round(self, version: int) -> Round:
+        """One round; the next one begins at once."""
+        self._feed()
+        begun, self._tp, self._switched = self.now, self.engines.tp, 0
+        self._replicas = self._make(self._tp)
+        self._where: dict[SampleId, Replica] = {}
+        self._had: dict[SampleId, int] = {}
+        self._asked, self._last_switch = self.now, float("-inf")
+        self._over: RoundOver | None = None
+        self._peak = 0
+        self._do(self.admitter.begin(version))
+        while self._over is None:
+            replica = min(self._replicas, key=lambda replica: replica.due)
+            if self.engines.policy is not None and self._asked + ASK_SECONDS < replica.due:
+                self.now = max(self.now, self._asked + ASK_SECONDS)
+                self._ask()
+                continue
+            self.now = max(self.now, replica.due)
+            replica.advance(self.now)
+            # One at a time: the first may be what completes the batch, and the others are aborted then.
+            sample = replica.ended()
+            del self._where[sample]
+            length = self._length(sample)
+            self._history.observe(length, sample.index, True)
+            self._do(self.admitter.finished(sample, self._output(version, length - self._had[sample], "stop")))
+        summary = self._over.summary
+        return Round(self.now - begun, summary.kind, summary.kept_lengths, summary.thrown, self._switched)
+
+    def _length(self, sample: SampleId) -> int:
+        """Tokens of a response; one that is started again, not resumed, is another draw for the same prompt."""
+        attempt = 0 if self.rules.mode == "partial" else sample.attempt
+        key = sample.index, sample.number, attempt
+        if key not in self._lengths:
+            rho = self._correlation
+            own = np.random.default_rng((self._seed, 1, *key)).normal()
+            common = np.random.default_rng((self._seed, 2, sample.index)).normal()
+            self._lengths[key] = int(self._shape.quantile(ndtr(np.sqrt(rho) * common + np.sqrt(1 - rho) * own)))
+        return self._lengths[key]
+
+    def _output(self, version: int, tokens: int, reason: str) -> Output:
+        return Output(spans=[Span(version, tokens)] if tokens else [], finish_reason=reason)
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Launch(sample, _, prefix):
+                    self._had[sample] = prefix.tokens if prefix else 0
+                    left = self._length(sample) - self._had[sample]
+                    replica = min(self._replicas, key=len)
+                    self._where[sample] = replica
+                    replica.add(sample, self.prompt_tokens + self._had[sample], left, self.now)
+                case Abort(sample):
+                    context = self._where.pop(sample).remove(sample, self.now)
+                    tokens = context - self.prompt_tokens - self._had[sample]
+                    self._history.observe(context - self.prompt_tokens, sample.index, False)
+                    version = self.admitter.state.round.version
+                    self._do(self.admitter.stopped(sample, self._output(version, tokens, "")))
+                case Judge(group):
+                    self._do(self.admitter.judged(group.key, True))
+                case Return(Group()):
+                    pass
+                case RoundOver():
+                    self._over = action
+        self._peak = max(self._peak, len(self._where))
+
+    # -- adaptive tp -----------------------------------------------------------------------------------
+
+    def _make(self, tp: int) -> list[Replica]:
+        engines = self.engines
+        count = engines.nodes * engines.fingerprint.num_ranks // tp
+
+        def seconds(batch: int, tokens: float) -> float:
+            return engines.predictor.step_seconds(tp, batch, tokens)
+
+        return [Replica(seconds, engines.fingerprint.max_running, self.now) for _ in range(count)]
+
+    def _ask(self) -> None:
+        engines = self.engines
+        self._asked = self.now
+        for replica in self._replicas:
+            replica.advance(self.now)
+        samples = [(sample, context, place) for place, replica in enumerate(self._replicas)
+                   for sample, context in zip(replica.ids, replica.context, strict=True)]  # fmt: skip
+        if any(replica.waiting for replica in self._replicas) or not samples:
+            return
+        prompt = np.full(len(samples), self.prompt_tokens)
+        output = np.array([context for _, context, _ in samples]) - prompt
+        load = Load(
+            prompt=prompt, output=output, limit=np.full(len(samples), self._shape.limit),
+            family=np.array([sample.index for sample, _, _ in samples]), replica=np.array([r for *_, r in samples]),
+        )  # fmt: skip
+        snapshot = Snapshot(
+            now=self.now, tp=self._tp, degrees=tuple(engines.fingerprint.degrees),
+            num_ranks=engines.fingerprint.num_ranks, requests=len(samples), peak=self._peak, last_arrival=0.0,
+            last_switch=self._last_switch, complete=True, load=load,
+        )  # fmt: skip
+        wanted = engines.policy(snapshot, self._history).tp
+        if wanted == self._tp:
+            return
+        lengths = np.array([context for _, context, _ in samples])
+        self.now += engines.costs.estimate(self._tp, wanted, lengths).seconds
+        old, self._replicas, self._tp = self._replicas, self._make(wanted), wanted
+        self._switched += 1
+        self._last_switch = self.now
+        for replica in old:
+            for sample, context, left in zip(replica.ids, replica.context, replica.left, strict=True):
+                target = min(self._replicas, key=len)
+                self._where[sample] = target
+                target.add(sample, int(context), int(left), self.now)

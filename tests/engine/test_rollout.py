@@ -1,0 +1,401 @@
+"""Rounds on a real engine: ``POST /pat/rollout``, ``Engine.rollout``."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from sglang_pat.testing.server import Server
+
+STOPS = list(range(100, 124))
+"""Tokens that end a response: of 512 equally likely ones, so that it has some 20 tokens and sometimes 100."""
+
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 150, "stop_token_ids": STOPS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture
+def server(servers, llama, folder) -> Server:
+    return servers.adaptive(llama, 2, "--pat-rollout-dir", str(folder), "--enable-metrics")
+
+
+def prompt(epoch: int, index: int, tokens: int = 12) -> dict[str, Any]:
+    return {"key": [epoch, index], "input_ids": [6 + (index * 97 + i * 31) % 490 for i in range(tokens)]}
+
+
+def body(prompts: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    rules = {"num_prompts": 3, "num_responses": 2, "eta_prompts": 1.5, "eta_responses": 1.5}
+    return {"prompts": prompts, "sampling_params": SAMPLING} | rules | fields
+
+
+def post(server: Server, data: Any, **options: Any) -> requests.Response:
+    data = data if isinstance(data, bytes) else json.dumps(data)
+    return requests.post(f"{server.url}/pat/rollout", data=data, **options)
+
+
+def events(server: Server, data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with post(server, data, stream=True) as response:
+        assert response.status_code == 200, response.text
+        for line in response.iter_lines():
+            if line == b"data: [DONE]":
+                return
+            if line:
+                yield json.loads(line.removeprefix(b"data: "))
+
+
+def one_round(server: Server, data: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Groups and summary."""
+    begin, *groups, summary = events(server, data)
+    assert begin["type"] == "begin"
+    assert {group["type"] for group in groups} <= {"group"}
+    assert summary["type"] == "round", summary
+    return groups, summary
+
+
+def idle(server: Server) -> dict[str, int]:
+    """Nothing is in the engine; KV tokens of each group once the cache is emptied."""
+    deadline = time.monotonic() + 20
+    while server.status()["requests"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert requests.post(f"{server.url}/flush_cache").status_code == 200
+    deadline = time.monotonic() + 20
+    while any(group["kv_used"] for group in server.status()["groups"]):
+        assert time.monotonic() < deadline, server.status()["groups"]
+        time.sleep(0.05)
+
+
+def test_a_round_of_groups(server, folder):
+    prompts = [prompt(0, index) for index in range(6)]
+    groups, summary = one_round(server, body(prompts, job="groups", version=41))
+    assert summary["returned"] == len(groups) == 3
+    assert summary["kind"] == "short"
+    assert summary["engine"] == {"running": 0, "waiting": 0, "tokens": 0, "retracted": 0}
+    for group in groups:
+        assert len(group["responses"]) == 2
+        for response in group["responses"]:
+            assert response["versions"] == [[41, len(response["token_ids"])]]
+            assert len(response["logprobs"]) == len(response["token_ids"])
+            assert response["finish_reason"] == "length" or response["token_ids"][-1] in STOPS
+    waiting = json.loads((folder / "groups.json").read_text())["state"]["waiting"]
+    assert len(waiting) == 2
+    assert not {group["index"] for group in waiting} & {group["key"][1] for group in groups}
+
+
+def test_responses_are_those_of_generate(server):
+    """Greedy: the same tokens as without rounds, through a switch."""
+    greedy = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+    prompts = [prompt(0, index) for index in range(3)]
+    wanted = server.generate([{"input_ids": p["input_ids"], "sampling_params": greedy} for p in prompts])
+    switch = threading.Timer(0.15, lambda: server.reconfigure(2))
+    switch.start()
+    groups, _ = one_round(server, body(prompts, job="greedy", sampling_params=greedy, eta_prompts=1.0))
+    switch.join()
+    found = {group["key"][1]: [r["token_ids"] for r in group["responses"]] for group in groups}
+    assert found == {index: [answer["output_ids"]] * 2 for index, answer in enumerate(wanted)}
+
+
+def test_partial_goes_on_with_the_same_tokens(server):
+    """Interrupted and resumed in later rounds, greedily: as if never interrupted; versions say when."""
+    greedy = {"temperature": 0, "max_new_tokens": 240, "ignore_eos": True}
+    # The shortest prompts wait for a slot least, and all responses are equally long: each round interrupts some.
+    prompts = [prompt(0, index, tokens=10 + index) for index in range(4)]
+    wanted = server.generate([{"input_ids": p["input_ids"], "sampling_params": greedy} for p in prompts])
+    fields = {"mode": "partial", "num_prompts": 1, "num_responses": 1, "eta_prompts": 4.0, "eta_responses": 1}
+    fields |= {"max_staleness": 9, "job": "partial", "end_of_epoch": 0, "sampling_params": greedy}
+    found, interrupted = {}, 0
+    for version, given in enumerate([prompts, [], [], []]):
+        groups, summary = one_round(server, body(given, version=version, **fields))
+        assert summary["thrown"] == 0
+        interrupted += len(summary["aborted_lengths"])
+        found |= {group["key"][1]: group["responses"][0] for group in groups}
+    assert sorted(found) == [0, 1, 2, 3]
+    for index, answer in enumerate(wanted):
+        assert found[index]["token_ids"] == answer["output_ids"]
+        assert len(found[index]["logprobs"]) == 240
+        assert [version for version, _ in found[index]["versions"]] == sorted({v for v, _ in found[index]["versions"]})
+    assert interrupted
+    assert any(len(response["versions"]) > 1 for response in found.values())
+
+
+def test_fifty_rounds_with_switches_leave_no_kv(server):
+    """Random lengths, aborts in every round, a switch in the middle of most; each prompt of an epoch once."""
+    idle(server)
+    stop = threading.Event()
+
+    def switching() -> None:
+        chance = random.Random(3)
+        while not stop.wait(chance.uniform(0.05, 0.3)):
+            server.reconfigure(chance.choice([1, 2]))
+
+    thread = threading.Thread(target=switching)
+    thread.start()
+    returned, kinds, aborted, given = [], [], 0, 0
+    try:
+        for number in range(50):
+            count = 5 if number < 40 else 0
+            prompts = [prompt(0, given + i) for i in range(count)]
+            given += count
+            end = {"end_of_epoch": 0} if number == 40 else {}
+            groups, summary = one_round(server, body(prompts, job="fifty", max_deferrals=5, **end))
+            returned += [group["key"][1] for group in groups]
+            kinds.append(summary["kind"])
+            aborted += len(summary["aborted_lengths"])
+            engine = summary["engine"]
+            assert (engine["running"], engine["waiting"], engine["tokens"]) == (0, 0, 0)
+    finally:
+        stop.set()
+        thread.join()
+    idle(server)
+    assert len(kinds) == 50
+    assert len(returned) == len(set(returned)) == sum(3 for kind in kinds)
+    assert aborted > 50
+    assert {"short", "long"} <= set(kinds)
+    assert server.status()["num_switches"] > 20
+
+
+def test_a_client_that_goes_away_aborts_its_round(server):
+    long = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}
+    data = body([prompt(0, index) for index in range(5)], job="away", sampling_params=long)
+    stream = events(server, data)
+    assert next(stream)["type"] == "begin"
+    busy = post(server, data)
+    assert busy.status_code == 409 and "round under way" in busy.text
+    deadline = time.monotonic() + 10
+    while not server.status()["requests"]:
+        assert time.monotonic() < deadline
+    stream.close()
+    idle(server)
+    groups, summary = one_round(server, body([], job="away"))
+    assert summary["returned"] == 3, "its prompts are where they were"
+
+
+def test_weights_between_rounds_and_in_one(server, llama):
+    prompts = [prompt(0, index) for index in range(9)]
+    one_round(server, body(prompts, job="weights", version=1))
+    update = {"model_path": str(llama), "weight_version": "2"}
+    assert requests.post(f"{server.url}/update_weights_from_disk", json=update).json()["success"]
+    groups, _ = one_round(server, body([], job="weights", version=2))
+    assert {r["versions"][0][0] for group in groups for r in group["responses"]} == {2}
+    long = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
+    more = [prompt(0, 20 + index) for index in range(6)]
+    stream = events(server, body(more, job="weights", version=3, sampling_params=long))
+    assert next(stream)["type"] == "begin"
+    time.sleep(0.3)
+    assert requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}).status_code == 200
+    # With requests alive the host's own flush would fail, and end the server.
+    kept = update | {"flush_cache": False}
+    assert requests.post(f"{server.url}/update_weights_from_disk", json=kept).json()["success"]
+    assert requests.post(f"{server.url}/continue_generation", json={}).status_code == 200
+    (error,) = stream
+    assert error["type"] == "error" and "weights were updated" in error["message"]
+    idle(server)
+    groups, _ = one_round(server, body([], job="weights", version=4))
+    assert len(groups) == 3
+
+
+def test_verdicts(server):
+    data = body([prompt(0, index) for index in range(8)], job="verdicts", filter_groups=True)
+    kept, judged = [], 0
+    for event in events(server, data):
+        if event["type"] == "judge":
+            judged += 1
+            verdict = {"job": "verdicts", "key": event["key"], "keep": judged % 2 == 0}
+            assert requests.post(f"{server.url}/pat/rollout/verdict", json=verdict).status_code == 200
+        elif event["type"] == "group":
+            kept.append(event["key"])
+    assert event["type"] == "round"
+    assert event["filtered"] == judged - judged // 2
+    assert len(kept) == event["returned"] == judged // 2 == 3
+
+
+def test_a_job_can_be_dropped(server, folder):
+    one_round(server, body([prompt(0, index) for index in range(5)], job="dropped"))
+    assert (folder / "dropped.json").exists()
+    assert requests.delete(f"{server.url}/pat/rollout/dropped").status_code == 200
+    assert not (folder / "dropped.json").exists()
+    assert requests.delete(f"{server.url}/pat/rollout/dropped").status_code == 400
+    groups, _ = one_round(server, body([prompt(0, index) for index in range(5)], job="dropped"))
+    assert len(groups) == 3, "the same keys again: it is another job"
+
+
+def test_rounds_one_right_after_the_other(server, folder):
+    """The next is asked for as soon as the last event is there; its state is on the disk by then."""
+    for number in range(8):
+        prompts = [prompt(0, 5 * number + index) for index in range(5)]
+        _, summary = one_round(server, body(prompts, job="quick"))
+        state = json.loads((folder / "quick.json").read_text())["state"]
+        assert state["round"] is None and len(state["waiting"]) == len(summary["ages"])
+
+
+def test_metrics_of_rounds(server):
+    one_round(server, body([prompt(0, index) for index in range(5)], job="metrics"))
+    text = requests.get(f"{server.url}/metrics").text
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("sglang_pat_round"))
+
+    def value(name: str, **labels: str) -> float:
+        wanted = [f'{key}="{text}"' for key, text in ({"job": "metrics"} | labels).items()]
+        (found,) = [v for key, v in lines.items() if key.startswith(name + "{") and all(w in key for w in wanted)]
+        return float(found)
+
+    assert value("sglang_pat_rounds_total", kind="short", outcome="done") == 1
+    assert value("sglang_pat_round_prompts_total", became="returned") == 3
+    assert value("sglang_pat_round_prompts_total", became="deferred") == 2
+    assert value("sglang_pat_round_drawn_prompts") == 5
+    assert value("sglang_pat_round_waiting_prompts") == 2
+    assert value("sglang_pat_round_waiting_age_count") == 2
+    assert value("sglang_pat_round_response_tokens_count", became="kept") == 6
+    assert value("sglang_pat_round_response_tokens_count", became="aborted") == value(
+        "sglang_pat_round_aborted_samples_total"
+    )
+    assert value("sglang_pat_round_kv_tokens_left") == 0
+
+
+def test_the_planner_raises_tp_when_kv_runs_out(servers, llama):
+    """A pool so small that requests are put back: the second short round with more of them starts in tp2."""
+    server = servers.adaptive(llama, 2, "--schedule-conservativeness", "0.05", max_total_tokens=700)
+    kinds, first = [], {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+    more = first | {"max_new_tokens": 120}
+    rules = {"job": "planner", "planner": True, "eta_prompts": 1.0, "eta_responses": 1.0, "num_prompts": 8}
+    for number, sampling in enumerate((first, more, more)):
+        prompts = [prompt(0, 8 * number + index) for index in range(8)]
+        _, summary = one_round(server, body(prompts, sampling_params=sampling, **rules))
+        kinds.append((summary["kind"], summary["engine"]["retracted"], server.status()["switches"][-1:]))
+    assert kinds[1][1] > 1.05 * kinds[0][1], kinds
+    reasons = [record["reason"] for record in server.status()["switches"]]
+    assert "planner" in reasons
+    records = [record for record in server.status()["switches"] if record["reason"] == "planner"]
+    assert [record["to_tp"] for record in records][0] == 2
+    # The floor is kept for a while, for the next round; a weight update goes to the base layout all the same.
+    update = {"model_path": str(llama)}
+    assert requests.post(f"{server.url}/update_weights_from_disk", json=update).json()["success"]
+    assert server.status()["layout"]["tp"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"eta_prompts": 0.5}, "eta_prompts"),
+        ({"eta_responses": 0}, "eta_responses"),
+        ({"num_prompts": 0}, "num_prompts"),
+        ({"num_responses": -1}, "num_responses"),
+        ({"num_prompts": "three"}, "num_prompts"),
+        ({"mode": "loose"}, "mode"),
+        ({"prompts": []}, "prompts"),
+        ({"prompts": [{"key": [0, 0], "input_ids": []}]}, "prompts[0].input_ids"),
+        ({"prompts": [{"key": [0, 0]}]}, "prompts[0]"),
+        ({"prompts": [{"key": [0, 0], "input_ids": [5, 99999]}]}, "prompts[0].input_ids"),
+        ({"prompts": [prompt(0, 0), prompt(0, 0)]}, "key [0, 0]"),
+        ({"prompts": [prompt(0, 0), prompt(0, 1, tokens=9000)]}, "prompts[1].input_ids"),
+        ({"prompts": [{"key": [0], "input_ids": [5]}]}, "prompts[0].key"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params"),
+        ({"sampling_params": {"heat": 1}}, "sampling_params"),
+        ({"sampling_params": {"n": 4}}, "sampling_params.n"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"sampling_params": {"custom_params": "abc"}}, "custom_params"),
+        ({"sampling_params": {"logit_bias": {"5": "x"}}}, "logit_bias"),
+        ({"sampling_params": {"logit_bias": {"99999": 1}}}, "sampling_params: token 99999"),
+        ({"sampling_params": {"stop_token_ids": [10000000], "min_new_tokens": 1}}, "sampling_params: token 10000000"),
+        ({"sampling_params": {"stop": 5}}, "stop"),
+        ({"sampling_params": {"stop_regex": "("}}, "sampling_params"),
+        ({"sampling_params": {"sampling_seed": "x"}}, "sampling_seed"),
+        ({"sampling_params": {"min_new_tokens": 9, "max_new_tokens": 3}}, "min_new_tokens"),
+        ({"mode": "partial", "eta_responses": 1, "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+        ({"mode": "partial", "eta_responses": 1.5}, "eta_responses"),
+        ({"etaa": 1.5}, "etaa"),
+        ({"job": "../../etc/passwd"}, "job"),
+        ({"max_deferrals": -1}, "max_deferrals"),
+    ],
+)
+def test_bad_bodies(server, change, said):
+    answer = post(server, body([prompt(0, index) for index in range(6)], job="bad") | change)
+    assert answer.status_code == 400, answer.text
+    message = answer.json()["error"]["message"]
+    assert said in message and "\n" not in message
+
+
+DEEP = b'{"sampling_params": {"custom_params": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b'{"prompts": 3}', DEEP], ids=range(6))
+def test_no_bodies(server, data):
+    answer = post(server, data)
+    assert answer.status_code == 400
+    assert "\n" not in answer.json()["error"]["message"]
+
+
+def test_bad_bodies_did_no_harm(server):
+    groups, _ = one_round(server, body([prompt(0, index) for index in range(6)], job="bad"))
+    assert len(groups) == 3
+    assert requests.post(f"{server.url}/pat/rollout/verdict", json={"key": [0, 0]}).status_code == 400
+    idle(server)
+
+
+SCRIPT = """
+import sglang_pat
+from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.records import Group, Summary
+from sglang_pat.admission.rules import Rules
+
+if __name__ == "__main__":
+    engine = sglang_pat.Engine(
+        model_path={model!r}, tp_size=1, dp_size=2, adaptive_tp=True, pat_policy="manual", dtype="float32",
+        max_total_tokens=20000, log_level="error",
+    )
+    sampling = {{"temperature": 1.0, "max_new_tokens": 100, "stop_token_ids": list(range(100, 124))}}
+    for mode in ("strict", "reorder", "partial"):
+        rules = Rules(mode=mode, num_prompts=3, num_responses=2, eta_prompts=1.5, max_staleness=2, filter_groups=True)
+        admitter = Admitter(rules)
+        admitter.feed([((0, i), {{"input_ids": [10 + i, 20, 30 + i]}}) for i in range(10)], end_of=0)
+        useless = []
+
+        def judge(group):
+            if group.index % 4 == 3:
+                useless.append(group.index)
+            return group.index % 4 != 3
+
+        returned, rounds = [], 0
+        while admitter.state.fresh or admitter.state.waiting:
+            for event in engine.rollout(admitter, sampling, version=rounds, judge=judge):
+                if isinstance(event, Group):
+                    returned.append(event.index)
+            assert isinstance(event, Summary)
+            rounds += 1
+        assert sorted(returned + useless) == list(range(10)), (mode, returned, useless)
+        assert engine.status()["requests"] == 0
+        print(mode, "rounds", rounds)
+    admitter = Admitter(Rules(num_prompts=2, num_responses=1))
+    admitter.feed([((0, i), {{"input_ids": [10 + i, 20, 30 + i]}}) for i in range(4)])
+    events = engine.rollout(admitter, sampling, version=0)
+    next(events)
+    events.close()
+    assert admitter.state.round is None
+    assert len(admitter.state.fresh) + len(admitter.state.waiting) + admitter.state.returned == 4
+    assert engine.status()["requests"] == 0
+    assert not engine.tokenizer_manager.rid_to_state
+    engine.shutdown()
+    print("done")
+"""
+
+
+def test_engine_rollout(llama, tmp_path):
+    script = tmp_path / "rollout.py"
+    script.write_text(SCRIPT.format(model=str(llama)))
+    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240)
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert found.stdout.strip().endswith("done")
+    assert all(f"{mode} rounds" in found.stdout for mode in ("strict", "reorder", "partial"))

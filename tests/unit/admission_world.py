@@ -1,0 +1,208 @@
+"""An engine for the admitter that ends samples when it is told to; after each event all must be accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang_pat.admission import saved
+from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.records import (
+    Abort,
+    Action,
+    Judge,
+    Key,
+    Launch,
+    Output,
+    Return,
+    RoundOver,
+    SampleId,
+    Span,
+    Summary,
+)  # fmt: skip
+from sglang_pat.admission.rules import Rules
+
+
+def fixed_length(key: Key, number: int) -> int:
+    """Of a response, always the same; short mostly."""
+    value = (key.epoch * 7919 + key.index * 104729 + number * 1299709) % 97
+    return 1 + (value % 11 if value % 5 else 3 * value)
+
+
+class World:
+    """Runs what the admitter starts.
+
+    Attributes:
+        running: tokens that each sample had when it was started; ``stopping``: those of them to be aborted.
+        judging: groups that wait for a verdict.
+        returned: groups of rounds that are over, in order; ``batch``: of the present one.
+        filtered: keys of rounds that are over; ``useless``: of the present one, with their tokens.
+        made: tokens generated in all; ``kept``: returned, ``wasted``: filtered.
+    """
+
+    def __init__(self, rules: Rules, length: Callable[[Key, int], int] = fixed_length) -> None:
+        self.admitter = Admitter(rules)
+        self.length = length
+        self.running: dict[SampleId, int] = {}
+        self.stopping: list[SampleId] = []
+        self.judging: list[Key] = []
+        self.useful: set[Key] = set()
+        self.returned: list[Key] = []
+        self.batch: list[Key] = []
+        self.filtered: list[Key] = []
+        self.useless: dict[Key, int] = {}
+        self.rounds: list[Summary] = []
+        self.version = 0
+        self.made = 0
+        self.kept = 0
+        self.kept_in_batch = 0
+        self.wasted = 0
+        self.launched: list[SampleId] = []
+
+    # -- what may happen -------------------------------------------------------------------------------
+
+    def feed(self, epoch: int, indices, end: bool = False) -> None:
+        self.admitter.feed([((epoch, i), f"prompt {i}") for i in indices], end_of=epoch if end else None)
+        self.check()
+
+    def begin(self) -> None:
+        self.version += 1
+        self._do(self.admitter.begin(self.version))
+
+    def finish(self, sample: SampleId) -> None:
+        """It ends, perhaps while its abort is on the way."""
+        had = self.running.pop(sample)
+        if sample in self.stopping:
+            self.stopping.remove(sample)
+        self._do(self.admitter.finished(sample, self._output(self.length(sample.key, sample.number) - had, "stop")))
+
+    def stop(self, sample: SampleId, tokens: int) -> None:
+        """Its abort is confirmed after it made so many more tokens (at most all but one)."""
+        had = self.running.pop(sample)
+        if sample in self.stopping:
+            self.stopping.remove(sample)
+        most = self.length(sample.key, sample.number) - had - 1
+        self._do(self.admitter.stopped(sample, self._output(min(tokens, most), "")))
+
+    def judge(self, key: Key, keep: bool) -> None:
+        self.judging.remove(key)
+        self.useful.discard(key)
+        if keep:
+            self.useful.add(key)
+        else:
+            group = next(group for group in self.admitter.state.round.groups if group.key == key)
+            self.useless[key] = group.tokens
+        self._do(self.admitter.judged(key, keep))
+
+    def cancel(self) -> None:
+        self._do(self.admitter.cancel())
+
+    def save_and_restore(self) -> None:
+        data = saved.dumps(self.admitter)
+        self.admitter = saved.loads(data)
+        assert saved.dumps(self.admitter) == data
+
+    def _output(self, tokens: int, reason: str) -> Output:
+        self.made += tokens
+        return Output(spans=[Span(self.version, tokens)] if tokens else [], finish_reason=reason)
+
+    # -- what the admitter wants -----------------------------------------------------------------------
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Launch(sample, prompt, prefix):
+                    assert sample not in self.launched, "an attempt is made once"
+                    assert prompt == f"prompt {sample.index}"
+                    had = prefix.tokens if prefix else 0
+                    assert had < self.length(sample.key, sample.number)
+                    assert not (had and self.admitter.rules.mode != "partial")
+                    self.launched.append(sample)
+                    self.running[sample] = had
+                case Abort(sample):
+                    assert sample in self.running
+                    assert sample not in self.stopping
+                    self.stopping.append(sample)
+                case Judge(group):
+                    self.judging.append(group.key)
+                case Return(group):
+                    self._returned(group)
+                case RoundOver(summary):
+                    assert not self.running
+                    if not summary.cancelled:
+                        assert summary.returned == len(self.batch)
+                        assert summary.filtered == len(self.useless)
+                        self.returned += self.batch
+                        self.kept += self.kept_in_batch
+                        self.filtered += self.useless
+                        self.wasted += sum(self.useless.values())
+                    if self.admitter.rules.mode != "partial":
+                        self.useful -= {g.key for g in (*self.admitter.state.fresh, *self.admitter.state.waiting)}
+                    self.batch, self.kept_in_batch, self.useless, self.judging = [], 0, {}, []
+                    self.rounds.append(summary)
+        self.check()
+
+    def _returned(self, group) -> None:
+        rules = self.admitter.rules
+        assert group.key not in (*self.returned, *self.batch, *self.filtered)
+        assert not rules.filter_groups or group.key in self.useful
+        assert len(group.kept()) == rules.num_responses == len({sample.number for sample in group.kept()})
+        for sample in group.kept():
+            output = sample.output
+            assert output.finish_reason == "stop"
+            assert output.tokens == self.length(group.key, sample.number)
+            least = self.version - (rules.max_staleness if rules.mode == "partial" else 0)
+            assert all(least <= span.version <= self.version for span in output.spans)
+        assert rules.mode == "partial" or group.deferrals <= rules.max_deferrals
+        self.batch.append(group.key)
+        self.kept_in_batch += sum(sample.output.tokens for sample in group.kept())
+
+    def check(self) -> None:
+        """Drawn = returned + filtered + deferred + running; every prompt in one place; every token somewhere."""
+        state = self.admitter.state
+        inside = [] if state.round is None else state.round.groups
+        left = [] if state.round is None else [*state.round.taken, *state.round.filtered]
+        assert state.drawn == state.returned + state.filtered + len(state.waiting) + len(inside)
+        places = [group.key for group in (*state.fresh, *state.waiting, *inside, *left)]
+        assert len(places) == len(set(places))
+        assert not set(places) & {*self.returned, *self.filtered}
+        assert len(places) + len(self.returned) + len(self.filtered) == state.fed
+        alive = {(sample.key, sample.number) for sample in self.running}
+        assert alive == {(g.key, s.number) for g in (*inside, *left) for s in g.samples if s.alive}
+        if self.admitter.rules.mode != "partial":
+            assert all(group.deferrals <= self.admitter.rules.max_deferrals for group in state.waiting)
+        held = sum(group.tokens for group in (*state.waiting, *inside, *left))
+        thrown = state.thrown + (state.round.thrown if state.round else 0)
+        assert self.made == self.kept + self.wasted + held + thrown
+        if state.round is None:
+            assert not self.running
+
+
+class Clock:
+    """Runs a :class:`World` by time: a token a step for every sample, however many; ends in the order of time."""
+
+    def __init__(self, world: World, useful: Callable[[Key], bool] = lambda key: True) -> None:
+        self.world = world
+        self.useful = useful
+
+    def round(self) -> Summary:
+        """One round; aborts are confirmed and verdicts given at once."""
+        world, now, began = self.world, 0, {}
+        number = len(world.rounds)
+        world.begin()
+        while len(world.rounds) == number:
+            for sample in world.running:
+                began.setdefault(sample, now)
+            if world.judging:
+                key = world.judging[0]
+                world.judge(key, self.useful(key))
+            elif world.stopping:
+                sample = world.stopping[0]
+                world.stop(sample, now - began[sample])
+            else:
+                ends = [
+                    (began[s] + world.length(s.key, s.number) - had, order, s)
+                    for order, (s, had) in enumerate(world.running.items())
+                ]
+                now, _, sample = min(ends)
+                world.finish(sample)
+        return world.rounds[-1]

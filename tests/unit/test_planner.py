@@ -1,0 +1,86 @@
+"""RollPacker's parallelism planner, and importance weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_pat.admission.importance import decoupled_objective, decoupled_weights
+from sglang_pat.admission.planner import Planner
+
+pytestmark = pytest.mark.unit
+
+
+def test_more_retractions_double_tp():
+    planner = Planner([1, 2, 4], 1)
+    assert planner.observe("short", 100) == 1
+    assert planner.observe("short", 105) == 1, "not more than 1.05 times"
+    assert planner.observe("short", 111) == 2
+    assert planner.observe("short", 50) == 2
+    assert planner.observe("short", 60) == 4
+    assert planner.observe("short", 99) == 4, "there is no more"
+
+
+def test_four_rounds_without_any_halve_it():
+    planner = Planner([1, 2, 4], 4)
+    assert [planner.observe("short", 0) for _ in range(9)] == [4, 4, 4, 2, 2, 2, 2, 1, 1]
+    assert planner.observe("short", 1) == 2, "the first after none"
+
+
+def test_kinds_have_courses_of_their_own():
+    planner = Planner([1, 2], 1)
+    planner.observe("short", 0)
+    planner.observe("short", 5)
+    assert (planner.tp("short"), planner.tp("long")) == (2, 1)
+
+
+@given(st.lists(st.integers(0, 20), max_size=60))
+def test_degrees_change_one_step_at_a_time(retractions):
+    planner, tp = Planner([1, 2, 4, 8], 2), 2
+    for count in retractions:
+        after = planner.observe("short", count)
+        assert after in (tp // 2, tp, tp * 2)
+        assert 1 <= after <= 8
+        tp = after
+
+
+def test_a_degree_that_is_not_there():
+    with pytest.raises(ValueError, match="tp 3 is none of"):
+        Planner([1, 2], 3)
+
+
+def test_without_staleness_it_is_ppo():
+    torch.manual_seed(0)
+    train, proximal = torch.randn(3, 5), torch.randn(3, 5)
+    advantage = torch.randn(3, 1)
+    ratio = (train - proximal).exp()
+    ppo = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    torch.testing.assert_close(decoupled_objective(train, proximal, proximal, advantage), ppo)
+
+
+def test_the_recipes_formula():
+    """min(train/behaviour · A, prox/behaviour · clip(train/prox) · A), written out for one token at a time."""
+    torch.manual_seed(1)
+    train, proximal, behaviour, advantage = torch.randn(4, 200).unbind()
+    found = decoupled_objective(train, proximal, behaviour, advantage, clip=0.2)
+    for t, p, b, a, value in zip(train, proximal, behaviour, advantage, found, strict=True):
+        t, p, b = t.exp(), p.exp(), b.exp()
+        clipped = max(0.8, min(1.2, float(t / p)))
+        assert float(value) == pytest.approx(min(float(t / b * a), float(p / b) * clipped * float(a)), rel=1e-4)
+
+
+def test_only_the_trained_policy_has_a_gradient():
+    train, proximal, behaviour = (torch.randn(6, requires_grad=True) for _ in range(3))
+    decoupled_objective(train, proximal, behaviour, torch.ones(6), clip=100.0).sum().backward()
+    assert train.grad is not None
+    assert proximal.grad is None
+    assert behaviour.grad is None
+
+
+def test_weights_are_capped_and_shapes_checked():
+    ratio, weight = decoupled_weights(torch.zeros(2), torch.tensor([3.0, 0.0]), torch.zeros(2), cap=2.0)
+    assert weight.tolist() == [2.0, 1.0]
+    with pytest.raises(ValueError, match="must be the same"):
+        decoupled_weights(torch.zeros(2), torch.zeros(3), torch.zeros(2))

@@ -1,0 +1,237 @@
+"""Rounds on an engine that is played: launches, aborts, clients that go away, weights that change."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from sglang_pat.admission import rounds
+from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.records import Group, Judge, Key, Output, Summary
+from sglang_pat.admission.rounds import RolloutRound, WeightsChanged
+from sglang_pat.admission.rules import Rules
+
+pytestmark = pytest.mark.unit
+
+STEP = 0.002
+
+
+class Played:
+    """A token a step; ``length``: of the response to a prompt of so many tokens, whatever came before."""
+
+    def __init__(self, length=lambda prompt: prompt[0]) -> None:
+        self.length = length
+        self.running: dict[str, asyncio.Event] = {}
+        self.calls: list[tuple[list[int], dict]] = []
+        self.weights = 0
+        self.deaf = 0
+        self.aborts = 0
+
+    def updates(self) -> int:
+        return self.weights
+
+    async def generate(self, rid, prompt, params) -> Output:
+        ids = prompt["input_ids"]
+        self.calls.append((ids, params))
+        if ids[0] < 0:
+            raise ValueError("refused")
+        stop = self.running[rid] = asyncio.Event()
+        made: list[int] = []
+        had = ids.count(7777)
+        try:
+            while had + len(made) < self.length(ids) and len(made) < params["max_new_tokens"]:
+                try:
+                    await asyncio.wait_for(stop.wait(), STEP)
+                    return Output(token_ids=made, logprobs=[-1.0] * len(made))
+                except TimeoutError:
+                    made.append(7777)
+            reason = "stop" if had + len(made) == self.length(ids) else "length"
+            return Output(token_ids=made, logprobs=[-1.0] * len(made), finish_reason=reason)
+        finally:
+            del self.running[rid]
+
+    def text(self, token_ids) -> str:
+        return f"{len(token_ids)} tokens"
+
+    def abort(self, rid) -> None:
+        self.aborts += 1
+        if self.deaf:
+            self.deaf -= 1
+        elif rid in self.running:
+            self.running[rid].set()
+
+
+def admitter(mode="strict", lengths=(3, 3, 3, 40, 3, 40), end=True, **rules) -> Admitter:
+    given = {"num_prompts": 2, "num_responses": 2, "eta_prompts": 1.5} | rules
+    made = Admitter(Rules(mode=mode, **given))
+    made.feed([((0, i), {"input_ids": [length, i]}) for i, length in enumerate(lengths)], end_of=0 if end else None)
+    return made
+
+
+async def all_of(round_: RolloutRound) -> list:
+    async with aclosing(aiter(round_)) as events:
+        return [event async for event in events]
+
+
+def test_a_round_gives_its_groups_and_then_its_summary():
+    async def run():
+        engine, mine = Played(), admitter()
+        *groups, summary = await all_of(RolloutRound(mine, engine, 5, {"max_new_tokens": 50}))
+        assert all(isinstance(group, Group) for group in groups)
+        assert summary.returned == 2 == len(groups)
+        assert not engine.running
+        for sample in (sample for group in groups for sample in group.kept()):
+            assert sample.output.token_ids == [7777] * 3
+            assert sample.output.versions() == [5] * 3
+            assert len(sample.output.logprobs) == 3
+        return summary
+
+    assert asyncio.run(run()).kind == "short"
+
+
+def test_an_epoch_round_by_round():
+    async def run():
+        mine, engine, returned = admitter(), Played(), []
+        for version in range(3):
+            *groups, summary = await all_of(RolloutRound(mine, engine, version, {"max_new_tokens": 50}))
+            returned += [group.key.index for group in groups]
+            assert not engine.running
+        assert sorted(returned) == list(range(6))
+
+    asyncio.run(run())
+
+
+def test_an_abort_that_overtakes_its_request_is_sent_again(monkeypatch):
+    monkeypatch.setattr(rounds, "ABORT_AGAIN_SECONDS", 0.02)
+
+    async def run():
+        engine, mine = Played(), admitter(lengths=(3, 3, 4000, 3), end=False)
+        engine.deaf = 4
+        await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 5000}))
+        assert engine.aborts > 4
+        assert not engine.running
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_client_that_goes_away_aborts_its_round():
+    async def run():
+        engine, mine = Played(), admitter(lengths=(3, 30, 30, 30))
+        round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 50})
+        async with aclosing(aiter(round_)) as events:
+            async for event in events:
+                assert event.key == Key(0, 0)
+                break
+        await round_.wait()
+        assert not engine.running
+        assert round_.summary.cancelled
+        assert mine.state.round is None
+        assert [group.key.index for group in mine.state.fresh] == [0, 1, 2, 3]
+        assert mine.state.drawn == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_weights_that_change_in_a_round_cancel_it(told):
+    async def run():
+        engine, mine = Played(), admitter()
+        round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 50})
+        await asyncio.sleep(2 * STEP)
+        engine.weights += 1
+        if told:
+            round_.weights_changed()
+        with pytest.raises(WeightsChanged):
+            await all_of(round_)
+        await round_.wait()
+        assert len(mine.state.fresh) == 6
+        assert not engine.running
+
+    asyncio.run(run())
+
+
+def test_an_error_of_the_engine_is_raised_and_nothing_is_lost():
+    async def run():
+        engine, mine = Played(), admitter(lengths=(3, -1, 3, 3))
+        round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 50})
+        with pytest.raises(ValueError, match="refused"):
+            await all_of(round_)
+        await round_.wait()
+        assert len(mine.state.fresh) == 4
+        assert not engine.running
+
+    asyncio.run(run())
+
+
+def test_a_verdict_decides_what_is_returned():
+    async def run():
+        engine, mine = Played(), admitter(lengths=(3, 4, 5, 6), filter_groups=True)
+        round_, returned = RolloutRound(mine, engine, 0, {"max_new_tokens": 50}), []
+        async with aclosing(aiter(round_)) as events:
+            async for event in events:
+                if isinstance(event, Judge):
+                    with pytest.raises(ValueError, match="verdicts are awaited for"):
+                        round_.judge((0, 99), True)
+                    round_.judge(event.group.key, event.group.key.index != 0)
+                elif isinstance(event, Group):
+                    returned.append(event.key.index)
+                elif isinstance(event, Summary):
+                    assert event.filtered == 1
+        assert 0 not in returned
+        assert len(returned) == 2
+
+    asyncio.run(run())
+
+
+def test_partial_resumes_with_prefix_and_what_is_left_of_the_limit():
+    async def run():
+        rules = dict(num_prompts=1, num_responses=1, eta_prompts=2.0, max_staleness=3)
+        mine = admitter("partial", lengths=(3, 60, 3, 3), **rules)
+        engine, found, params = Played(), [], {"max_new_tokens": 50, "min_new_tokens": 20}
+        for version in range(4):
+            *groups, summary = await all_of(RolloutRound(mine, engine, version, params))
+            found += groups
+        assert sorted(group.key.index for group in found) == [0, 1, 2, 3]
+        long = next(group for group in found if group.key.index == 1).kept()[0].output
+        assert long.finish_reason == "length"
+        assert long.text == "50 tokens"
+        assert len(long.token_ids) == len(long.logprobs) == len(long.versions()) == 50
+        assert [span.version for span in long.spans] == sorted({span.version for span in long.spans})
+        resumed = [(ids, params) for ids, params in engine.calls if ids[0] == 60 and 7777 in ids]
+        assert resumed
+        assert all(ids.count(7777) + params["max_new_tokens"] == 50 for ids, params in resumed)
+        assert all(params["min_new_tokens"] == max(0, 20 - ids.count(7777)) for ids, params in resumed)
+
+    asyncio.run(run())
+
+
+def test_interrupted_in_its_last_step():
+    """All tokens are there, the engine had no time to say so: nothing is generated any more."""
+
+    class Late(Played):
+        async def generate(self, rid, prompt, params) -> Output:
+            output = await super().generate(rid, prompt, params)
+            if len(output.token_ids) == params["max_new_tokens"] and not self.aborts:
+                output.finish_reason = ""
+            return output
+
+    async def run():
+        mine = admitter(lengths=(9, 9, 9, 9), num_responses=1, num_prompts=1, mode="partial", eta_prompts=1.0)
+        engine = Late()
+        *groups, summary = await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 4}))
+        assert groups[0].kept()[0].output.finish_reason == "length"
+        assert len(groups[0].kept()[0].output.token_ids) == 4
+        assert len(engine.calls) == 1
+
+    asyncio.run(run())
+
+
+def test_samples_of_a_prompt_have_seeds_of_their_own():
+    async def run():
+        engine, mine = Played(), admitter(lengths=(3, 3), num_prompts=1, num_responses=3, eta_responses=1.0)
+        await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 5, "sampling_seed": 10}))
+        assert sorted(p["sampling_seed"] for ids, p in engine.calls if ids[1] == 0) == [10, 11, 12]
+
+    asyncio.run(run())

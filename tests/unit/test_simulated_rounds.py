@@ -1,0 +1,75 @@
+"""Rounds of the admitter on a simulated engine (``sglang_pat.replay.rounds``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.admission.rules import Rules
+from sglang_pat.coordinator.policy import make_policy
+from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.profile import load
+from sglang_pat.replay.rounds import Engines, Simulation
+from sglang_pat.replay.shapes import parse_shape
+
+pytestmark = pytest.mark.unit
+
+PROFILE = Path(__file__).resolve().parents[2] / "profiles" / "8xH100-qwen3-14b.json"
+
+
+class Constant:
+    """A step takes 10 ms, whatever runs."""
+
+    def step_seconds(self, tp, batch, tokens, replicas=None):
+        return 0.01
+
+
+def simulation(lengths: str, rho: float = 0.0, predictor=None, policy=None, **rules) -> Simulation:
+    profile = load(PROFILE)
+    fits = fitted(profile)
+    engines = Engines(
+        predictor=predictor or fits[0], costs=fits[1], fingerprint=profile.fingerprint, nodes=1, tp=2, policy=policy
+    )
+    given = {"num_prompts": 8, "num_responses": 4, "eta_prompts": 1.25, "eta_responses": 1.25} | rules
+    return Simulation(engines, Rules(**given), parse_shape(lengths), rho, seed=3)
+
+
+def test_equal_lengths_end_together():
+    """All tie: the first ones complete the batch, the others are stopped in that moment."""
+    mine = simulation("lognormal:4.60517,0,1000", predictor=Constant())
+    found = mine.round(0)
+    assert found.seconds == pytest.approx(1.0)
+    assert found.kept == [100] * 32
+    assert found.thrown == pytest.approx((50 - 32) * 100, abs=50)
+
+
+def test_a_round_takes_as_long_as_what_it_waits_for():
+    mine = simulation("lognormal:5,1,4000", predictor=Constant(), eta_prompts=1.0, eta_responses=1.0)
+    for version in range(5):
+        found = mine.round(version)
+        assert found.seconds == pytest.approx(0.01 * max(found.kept))
+        assert found.thrown == 0
+
+
+def test_tail_batching_is_faster_than_waiting_and_keeps_every_prompt():
+    shape = "body-atom:6.363,0.70,16384,0.01"
+    waiting = simulation(shape, eta_prompts=1.0, eta_responses=1.0)
+    tail = simulation(shape)
+    seconds = [sum(job.round(version).seconds for version in range(12)) for job in (waiting, tail)]
+    assert seconds[1] < 0.8 * seconds[0]
+    state = tail.admitter.state
+    assert state.drawn == state.returned + len(state.waiting)
+
+
+def test_adaptive_tp_on_top():
+    profile = load(PROFILE)
+    predictor, costs = fitted(profile)
+    policy = make_policy("survival", predictor=predictor, costs=costs)
+    shape = "body-atom:6.363,0.70,16384,0.02"
+    still = simulation(shape, eta_prompts=1.0, eta_responses=1.0)
+    adaptive = simulation(shape, eta_prompts=1.0, eta_responses=1.0, policy=policy)
+    pairs = [(still.round(version), adaptive.round(version)) for version in range(8)]
+    assert [a.kept and sorted(a.kept) for a, _ in pairs] == [sorted(b.kept) for _, b in pairs], "the same work"
+    assert sum(b.switches for _, b in pairs) >= 8
+    assert sum(b.seconds for _, b in pairs) < sum(a.seconds for a, _ in pairs)
