@@ -11,7 +11,7 @@ from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
 MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
-KEEP = 3
+KEEP = 6
 """Servers kept alive at once."""
 
 

@@ -553,7 +553,7 @@ def test_python_api(llama, tmp_path):
 def test_no_tokenizer(servers, llama):
     server = servers.adaptive(llama, 2, "--skip-tokenizer-init")
     stock = servers.stock(llama)
-    bodies = [body(seed, 60) for seed in range(4)]
+    bodies = [body(seed, 400) for seed in range(4)]
 
     async def stream(session: aiohttp.ClientSession, request: dict[str, Any]) -> list[list[int]]:
         return [chunk["output_ids"] async for chunk in server.stream(session, request)]

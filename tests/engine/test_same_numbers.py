@@ -91,8 +91,8 @@ def body(seed: int, length: int, new: int, start: int = 0) -> dict:
 @pytest.mark.parametrize("degrees", [(2, 1, 4, 2, 4, 1), (4, 1, 4, 1)], ids=str)
 def test_logprobs_through_switches(adaptive, stock, degrees):
     """Decoding, and some prompts in chunked prefill, at every switch."""
-    bodies = [body(i, length, new=120) for i, length in enumerate((3, 40, 130, 300))]
-    bodies.append(body(9, 200, new=60, start=150))
+    bodies = [body(i, length, new=300) for i, length in enumerate((3, 40, 130, 300))]
+    bodies.append(body(9, 200, new=280, start=150))
     late = [body(20 + i, 500, new=30) for i in range(len(degrees))]
     want = stock.generate([*bodies, *late])
 

@@ -148,7 +148,7 @@ def test_the_same_prompts_in_two_groups(runner):
     """After a merge one copy of a prefix goes; who shared it with its owner must not read what comes there next."""
     server, prefix = runner.adaptive("llama"), tuple(range(5, 205))
     tails = ((300,), (300, 301), (302,), (303, 304), (300,), (300, 301), (302,), (303, 304))
-    sharing = [schedules.Request(prompt=prefix + tail, max_new_tokens=150) for tail in tails]
+    sharing = [schedules.Request(prompt=prefix + tail, max_new_tokens=600) for tail in tails]
     # After each switch other requests fill the slots that have become free.
     filling = [schedules.Request(prompt=(400 + i, *range(200, 290)), max_new_tokens=20) for i in range(16)]
 

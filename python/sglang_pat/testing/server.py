@@ -153,9 +153,9 @@ class Server:
             return list(await asyncio.gather(*(self.one(session, body) for body in bodies)))
 
     def session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=1800)
-        )
+        # A connection for each request: one that is kept may be closed by the server just when it is used again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=1800))
 
     async def one(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> dict[str, Any]:
         async with session.post(self.url + "/generate", json=body) as response:
