@@ -6,7 +6,9 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+from made_up import fingerprint
 
+from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
@@ -78,3 +80,9 @@ def qwen3() -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     return models.make_smollm2(MODELS / "smollm2")
+
+
+@pytest.fixture(scope="session")
+def deployment(llama) -> Fingerprint:
+    """Of ``llama`` on two ranks."""
+    return fingerprint(llama)

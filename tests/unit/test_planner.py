@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from profiles_for_tests import FINGERPRINT, decode_points
 
 from sglang_pat.admission.importance import decoupled_objective, decoupled_weights
-from sglang_pat.admission.planner import Planner
+from sglang_pat.admission.planner import Planner, profiled_degree
+from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.profile import Profile
 
 pytestmark = pytest.mark.unit
 
@@ -49,6 +53,27 @@ def test_degrees_change_one_step_at_a_time(retractions):
 def test_a_degree_that_is_not_there():
     with pytest.raises(ValueError, match="tp 3 is none of"):
         Planner([1, 2], 3)
+
+
+def profiled(samples: int, prompt: int = 100, limit: int = 200, **engine) -> int:
+    """Of a profile where tp1 steps in 10 ms however many requests there are, tp2 in 6, and one more for each."""
+    seconds = {1: lambda batch: 0.010, 2: lambda batch: 0.006 + 0.001 * batch}
+    points = decode_points(lambda tp, _, batch, __: seconds[tp](batch), (1, 64), (1, 4096), ((1, 2), (2, 1)))
+    engine = msgspec.structs.replace(FINGERPRINT, num_ranks=2, base_tp=1, degrees=(1, 2), **engine)
+    profile = Profile(fingerprint=engine, decode=points)
+    return profiled_degree(Predictor(profile), engine, samples, prompt, limit)
+
+
+def test_the_profile_says_where_to_start():
+    room = dict(kv_tokens=10**6, max_running=100)
+    assert [profiled(samples, **room) for samples in (1, 3, 5, 60)] == [2, 2, 1, 1]
+
+
+def test_what_finds_no_room_waits():
+    """One sample at a time fits in tp1, three in tp2: tp1 needs 30 steps of 10 ms for 60 samples, tp2 20 of 9."""
+    assert profiled(60, kv_tokens=450, max_running=100) == 2
+    assert profiled(60, kv_tokens=10**6, max_running=1) == 1
+    assert profiled(60, kv_tokens=1, max_running=1) == 1, "one at a time at least"
 
 
 def test_without_staleness_it_is_ppo():

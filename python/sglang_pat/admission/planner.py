@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
+
+from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.profile import Fingerprint
 
 RISE = 1.05
 """More than so many times the retractions of the round before: not enough room for KV, tp is doubled."""
@@ -21,8 +25,28 @@ class Course(msgspec.Struct):
     quiet: int = 0
 
 
+def profiled_degree(predictor: Predictor, engine: Fingerprint, samples: int, prompt: float, limit: int) -> int:
+    """The degree that decodes a batch fastest, by the profile: what the planner starts with.
+
+    Args:
+        engine: whose KV and running requests there are.
+        samples: of a batch, without speculation; spread evenly over the replicas.
+        prompt, limit: tokens of each prompt, and of a response at most.  Each sample is taken to be half way, and to
+            need room for all of it; those for which a replica has none wait for the others.
+    """
+
+    def seconds(tp: int) -> float:
+        """Of a token for each sample."""
+        each = math.ceil(samples * tp / engine.num_ranks)
+        room = int(engine.kv_tokens * tp / engine.base_tp / (prompt + limit))
+        batch = max(1, min(each, room, engine.max_running))
+        return each / batch * predictor.step_seconds(tp, batch, batch * (prompt + limit / 2))
+
+    return min(sorted(engine.degrees), key=seconds)
+
+
 class Planner:
-    """Starts at ``tp``, the base layout's degree; ``degrees``: those that there are.
+    """Starts at ``tp``; ``degrees``: those that there are.
 
     Short and long rounds have courses of their own: what they need differs, that is why there are two.
     """

@@ -81,8 +81,10 @@ def _reshape(layer: torch.Tensor, ratio: int) -> torch.Tensor:
 def _compile_embedding(model: torch.nn.Module, device: str) -> None:
     """Have the host's ``torch.compile`` of the sharded embedding happen now, not in the first step after a switch.
 
-    It compiles once for one token and once for several (3 s on a CPU).  All ranks of a group together.
+    It compiles once for one token and once for several; not on a CPU, see ``run_rank``.  All ranks of a group together.
     """
+    if device == "cpu":
+        return
     with torch.no_grad():
         for tokens in (1, 4):
             model.get_input_embeddings()(torch.zeros(tokens, dtype=torch.int64, device=device))

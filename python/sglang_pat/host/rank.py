@@ -6,6 +6,7 @@ import faulthandler
 import logging
 
 import setproctitle
+import torch
 
 from sglang_pat.host import cpu_shim
 
@@ -44,6 +45,9 @@ def run_rank(
     faulthandler.enable()
     configure_logger(server_args, prefix=f" rank{rank}")
     suppress_other_loggers()
+    if server_args.device == "cpu":
+        # What the host compiles are a few tiny functions; asking the C++ compiler what it can do takes seconds.
+        torch.compiler.set_stance("force_eager")
     try:
         from sglang_pat.host.scheduler import AdaptiveScheduler
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from weakref import WeakSet
 
@@ -16,11 +17,13 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.planner import Planner
+from sglang_pat.admission.planner import Planner, profiled_degree
 from sglang_pat.admission.records import Group, Judge, Output, Summary
 from sglang_pat.admission.rounds import RolloutRound
 from sglang_pat.host.intake import Intake, RolloutBody, Verdict, check_job
 from sglang_pat.metrics import RolloutMetrics
+from sglang_pat.predict import profile as profiles
+from sglang_pat.predict.predictor import Predictor
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +144,7 @@ class Rollouts:
         job.updates = self._manager.pat_weight_updates
         self.watch(round_)
         if body.planner and admitter.state.round is not None:
-            job.planner = job.planner or self._planner()
+            job.planner = job.planner or self._planner(round_, params["max_new_tokens"])
             # Goes out before the first sample: its tasks have not run yet.
             self._set_floor(job, job.planner.tp(round_.kind))
         return job
@@ -162,9 +165,17 @@ class Rollouts:
             return body.version
         return 0 if last is None else last + updated
 
-    def _planner(self) -> Planner:
-        config = self._manager.server_args.adaptive_config()
-        return Planner([layout.tp for layout in config.layouts], config.base.tp)
+    def _planner(self, round_: RolloutRound, limit: int) -> Planner:
+        """Starts with what the profile says of this round; without one, with the base layout."""
+        args, rules = self._manager.server_args, round_.admitter.rules
+        config = args.adaptive_config()
+        start = config.base.tp
+        if args.pat_profile is not None:
+            profile, state = profiles.load(args.pat_profile), round_.admitter.state
+            prompt = mean(len(group.prompt["input_ids"]) for group in (*state.round.groups, *state.fresh))
+            samples = rules.num_prompts * rules.num_responses
+            start = profiled_degree(Predictor(profile), profile.fingerprint, samples, prompt, limit)
+        return Planner([layout.tp for layout in config.layouts], start)
 
     def _set_floor(self, job: Job, tp: int) -> None:
         job.floor = tp
@@ -186,7 +197,8 @@ class Rollouts:
             raise ValueError(f"job is {name!r}, there are {sorted(self._jobs)}")
         if name in self._jobs and not self._jobs[name].settled:
             raise Busy(f"job {name!r} has a round under way; close its stream first")
-        self._jobs.pop(name, None)
+        if (job := self._jobs.pop(name, None)) is not None and job.floor:
+            self._set_floor(job, 0)
         if file is not None:
             file.unlink(missing_ok=True)
 
