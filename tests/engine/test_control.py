@@ -176,10 +176,10 @@ def test_second_reconfiguration_gets_409(server):
 def test_many_reconfigurations_at_once(server):
     async def run() -> list[int]:
         async with server.session() as session:
-            work = asyncio.ensure_future(server.generate_async([body(i, 300) for i in range(4)]))
+            work = asyncio.ensure_future(server.generate_async([body(i, 1000) for i in range(4)]))
             await server.until_decoding(session, 4)
             answers = await asyncio.gather(*(server.reconfigure_async(session, 2 - i % 2) for i in range(12)))
-            assert all(len(answer["output_ids"]) == 300 for answer in await work)
+            assert all(len(answer["output_ids"]) == 1000 for answer in await work)
             return [code for code, _ in answers]
 
     codes = asyncio.run(run())

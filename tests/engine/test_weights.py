@@ -16,6 +16,9 @@ from sglang_pat.testing.server import Server
 A, B, C, D, E = 100, 200, 300, 400, 450
 """Tokens that the marker models say."""
 
+ALIVE = 1500
+"""Tokens of a request that is to be alive in a test: enough for a client that hardly gets a core."""
+
 GROUP = "marker_update"
 
 
@@ -306,7 +309,7 @@ def test_broken_update_is_made_good_by_the_next(two):
 
 async def decode_while_paused(server: Server, mode: str, act: Callable[[], Any]) -> list[dict[str, Any]]:
     """Four requests decode in the tail layout, are paused, ``act`` is called, and they go on to the end."""
-    bodies = [body(70 + i, 600) for i in range(4)]
+    bodies = [body(70 + i, ALIVE) for i in range(4)]
     async with server.session() as session:
         work = asyncio.ensure_future(server.generate_async(bodies))
         await server.until_decoding(session, 4)
@@ -332,7 +335,7 @@ def test_update_with_requests_alive_in_the_tail(two, mode):
     answers = asyncio.run(decode_while_paused(server, mode, update))
     for answer in answers:
         ids = answer["output_ids"]
-        assert len(ids) == 600
+        assert len(ids) == ALIVE
         assert ids[0] == A and ids[-1] != A, "old weights at first, not the old ones at last"
     assert server.post("/flush_cache").status_code == 200
     all_layouts_say(server, B)
@@ -341,7 +344,7 @@ def test_update_with_requests_alive_in_the_tail(two, mode):
 def test_update_waits_for_running_requests(two):
     """Without a pause the host lets running requests finish with the weights they began with."""
     server = two.start_in(1)
-    bodies = [body(90 + i, 400) for i in range(4)]
+    bodies = [body(90 + i, ALIVE) for i in range(4)]
 
     async def run() -> list[dict[str, Any]]:
         async with server.session() as session:
@@ -353,7 +356,7 @@ def test_update_waits_for_running_requests(two):
             return await work
 
     for answer in asyncio.run(run()):
-        assert set(answer["output_ids"]) == {A} and len(answer["output_ids"]) == 400
+        assert set(answer["output_ids"]) == {A} and len(answer["output_ids"]) == ALIVE
     assert layout(server) == 1
     all_layouts_say(server, B)
 

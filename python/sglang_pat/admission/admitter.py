@@ -319,9 +319,9 @@ class Admitter:
 
     def _throw(self, group: Group, sample: Sample) -> None:
         """Throw away what a sample generated."""
-        self.state.round.thrown += sample.output.tokens
-        group.seen = max(group.seen, sample.output.tokens)
-        sample.output, sample.state = Output(), NEW
+        tokens = sample.reset()
+        self.state.round.thrown += tokens
+        group.seen = max(group.seen, tokens)
 
     def _over(self) -> RoundOver:
         """Nothing of the round is in the engine: groups that are left wait for another one."""
@@ -420,8 +420,7 @@ class Admitter:
             for sample in group.samples:
                 oldest = sample.output.oldest
                 if oldest is not None and version - oldest > self.rules.max_staleness:
-                    thrown += sample.output.tokens
-                    sample.output, sample.state = Output(), NEW
+                    thrown += sample.reset()
                     group.chosen = [number for number in group.chosen if number != sample.number]
                     group.complete = group.useful = False
         return thrown

@@ -93,6 +93,12 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         """Whether the engine has it."""
         return self.state in (RUNNING, STOPPING)
 
+    def reset(self) -> int:
+        """Forget what it generated; so many tokens."""
+        tokens = self.output.tokens
+        self.output, self.state = Output(), NEW
+        return tokens
+
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
     """A prompt and its samples.

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtr
 
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.records import Abort, Action, Group, Judge, Launch, Output, Return, RoundOver, SampleId, Span
@@ -194,10 +193,9 @@ class Simulation:
         attempt = 0 if self.rules.mode == "partial" else sample.attempt
         key = sample.index, sample.number, attempt
         if key not in self._lengths:
-            rho = self._correlation
             own = np.random.default_rng((self._seed, 1, *key)).normal()
             common = np.random.default_rng((self._seed, 2, sample.index)).normal()
-            self._lengths[key] = int(self._shape.quantile(ndtr(np.sqrt(rho) * common + np.sqrt(1 - rho) * own)))
+            self._lengths[key] = int(self._shape.correlated(common, own, self._correlation))
         return self._lengths[key]
 
     def _output(self, version: int, tokens: int, reason: str) -> Output:

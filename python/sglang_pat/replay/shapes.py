@@ -55,7 +55,10 @@ class Shape:
         """
         groups = -(-batch // group)
         common = np.repeat(random.normal(size=groups), group)[:batch]
-        own = random.normal(size=batch)
+        return self.correlated(common, random.normal(size=batch), correlation)
+
+    def correlated(self, common: np.ndarray, own: np.ndarray, correlation: float) -> np.ndarray:
+        """Lengths for normal scores: those of the prompts, ``common``, and those of the responses, ``own``."""
         return self.quantile(ndtr(np.sqrt(correlation) * common + np.sqrt(1 - correlation) * own))
 
 

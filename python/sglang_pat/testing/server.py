@@ -92,9 +92,11 @@ class Server:
             "--skip-server-warmup", *stock, *flags,
         ]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        # In our session: Linux schedules sessions against each other, and one whose ranks compute without end keeps its
+        # clients waiting for seconds.  In a process group of its own: an interrupt is for us.
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment | (env or {}), start_new_session=True
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment | (env or {}), process_group=0
             )
         self.started_seconds = 0.0
         if wait:
