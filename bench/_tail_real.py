@@ -19,8 +19,9 @@ from sglang_pat.demo.prompts import PROMPTS
 from sglang_pat.testing.machine import machine
 from sglang_pat.testing.server import Server, stopped
 
-NUM_PROMPTS, NUM_RESPONSES = 4, 4
-LIMIT = 256
+NUM_PROMPTS, NUM_RESPONSES = 4, 2
+LIMIT = 192
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Contender:
         count = round(self.eta[0] * NUM_PROMPTS)
         mine = range(self.given, self.given + count)
         self.given += count
-        texts = {i: f"Question {i}: {PROMPTS[i % len(PROMPTS)]}\nAnswer:" for i in mine}
+        texts = {i: CHAT.format(PROMPTS[i % len(PROMPTS)]) for i in mine}
         return [{"key": [0, i], "text": text} for i, text in texts.items()]
 
 
