@@ -138,10 +138,12 @@ def draw(written: dict, path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.2))
     for name, rounds in written.get("real", {}).get("contenders", {}).items():
-        axes[0].plot(range(1, len(rounds) + 1), [r["seconds"] for r in rounds], marker="o", label=name)
+        (line,) = axes[0].plot(range(1, len(rounds) + 1), [r["seconds"] for r in rounds], marker=".", label=name)
+        long = [(number, r["seconds"]) for number, r in enumerate(rounds, 1) if r["kind"] == "long"]
+        axes[0].plot(*zip(*long, strict=True) if long else ([], []), "s", color=line.get_color(), markersize=8)
     axes[0].set_xlabel("round")
     axes[0].set_ylabel("seconds")
-    axes[0].set_title("SmolLM2 on this machine")
+    axes[0].set_title("SmolLM2 on this machine; squares: long rounds")
     found = written.get("replay", {})
     for of, style in (("prompts", "--"), ("responses", ":"), ("both", "-")):
         for rho, color in zip(("0.0", "0.5", "0.8"), ("#2f6db5", "#ef8a2c", "#3a9a5b"), strict=True):
@@ -155,7 +157,7 @@ def draw(written: dict, path: Path) -> None:
     axes[1].set_ylabel("rollout, times as fast")
     axes[1].set_title("14B, 16K, simulated")
     for axis in axes:
-        if axis.lines:
-            axis.legend(fontsize=7)
+        axis.set_visible(bool(axis.lines))
+        axis.legend(fontsize=7) if axis.lines else None
     figure.tight_layout()
     figure.savefig(path, dpi=110)
