@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from sglang_pat.demo.prompts import PROMPTS
 from sglang_pat.testing.machine import machine
-from sglang_pat.testing.server import Server, stopped
+from sglang_pat.testing.server import Server, sent_event, stopped
 
 NUM_PROMPTS, NUM_RESPONSES = 4, 2
 LIMIT = 192
@@ -49,13 +48,13 @@ class Contender:
         with requests.post(f"{self.server.url}/pat/rollout", json=body, stream=True, timeout=600) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
-                event = json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: {") else {}
-                if event.get("type") == "group":
-                    responses += event["responses"]
-                elif event.get("type") == "round":
-                    summary, seconds = event, time.monotonic() - began
-                elif event.get("type") == "error":
-                    raise RuntimeError(event["message"])
+                found = sent_event(line) or {}
+                if found.get("type") == "group":
+                    responses += found["responses"]
+                elif found.get("type") == "round":
+                    summary, seconds = found, time.monotonic() - began
+                elif found.get("type") == "error":
+                    raise RuntimeError(found["message"])
         self.rounds.append(
             {
                 "seconds": seconds, "kind": summary["kind"], "thrown": summary["thrown"],

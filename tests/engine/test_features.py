@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from sglang_pat.testing.server import Server
+from sglang_pat.testing.server import Server, sent_event
 
 Body = dict[str, Any]
 
@@ -641,10 +641,9 @@ def test_openai_streaming(server, stock, path):
             async with session.post(server.url + path, json=request_body | {"stream": True}) as response:
                 assert response.status == 200
                 async for line in response.content:
-                    text = line.decode().strip()
-                    if not text.startswith("data: ") or text == "data: [DONE]":
+                    chunk = sent_event(line)
+                    if chunk is None:
                         continue
-                    chunk = json.loads(text.removeprefix("data: "))
                     if chunk["choices"]:
                         pieces.append(piece(chunk))
                     if plan and len(pieces) % STEPS == 0:

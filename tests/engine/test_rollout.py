@@ -17,7 +17,7 @@ import requests
 from made_up import made_up
 
 from sglang_pat.predict import profile as profiles
-from sglang_pat.testing.server import Server
+from sglang_pat.testing.server import Server, sent_event
 
 STOPS = list(range(100, 124))
 """Tokens that end a response: of 512 equally likely ones, so that it has some 20 tokens and sometimes 100."""
@@ -53,10 +53,8 @@ def events(server: Server, data: dict[str, Any]) -> Iterator[dict[str, Any]]:
     with post(server, data, stream=True) as response:
         assert response.status_code == 200, response.text
         for line in response.iter_lines():
-            if line == b"data: [DONE]":
-                return
-            if line:
-                yield json.loads(line.removeprefix(b"data: "))
+            if (found := sent_event(line)) is not None:
+                yield found
 
 
 def one_round(server: Server, data: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from contextlib import suppress
 from typing import Any
@@ -15,7 +14,7 @@ from sglang_pat.demo.progress import Progress, Row
 from sglang_pat.demo.prompts import Task
 from sglang_pat.demo.records import Answer, DemoError
 from sglang_pat.demo.routes import Routes, loads
-from sglang_pat.testing.server import Server
+from sglang_pat.testing.server import Server, sent_event
 
 ROUTE_SECONDS = 0.1
 """Longest wait for the engine to count a request before the next one is sent."""
@@ -81,10 +80,9 @@ async def _stream(
         if response.status != 200:
             raise DemoError(f"/v1/chat/completions answered {response.status}: {await response.text()}")
         async for line in response.content:
-            data = line.strip().removeprefix(b"data: ")
-            if not data or data == b"[DONE]":
+            chunk = sent_event(line)
+            if chunk is None:
                 continue
-            chunk = json.loads(data)
             if "error" in chunk:
                 raise DemoError(f"/v1/chat/completions answered {chunk['error']}")
             for choice in chunk["choices"]:

@@ -47,6 +47,12 @@ STOCK_CPU_FLAGS = (
 """What stock SGLang needs on a CPU; the adaptive engine chooses these by itself."""
 
 
+def sent_event(line: bytes) -> dict[str, Any] | None:
+    """What a line of server-sent events carries; None for one without data and for the last."""
+    kind, _, data = line.strip().partition(b": ")
+    return None if kind != b"data" or data == b"[DONE]" else json.loads(data)
+
+
 @contextmanager
 def stopped(*servers: Server) -> Iterator[None]:
     """Hold all processes of ``servers`` still (SIGSTOP) inside the block."""
@@ -190,9 +196,8 @@ class Server:
         """Chunks of a streamed ``/generate``, as they come."""
         async with session.post(self.url + "/generate", json=body | {"stream": True}) as response:
             async for line in response.content:
-                text = line.decode().strip()
-                if text.startswith("data: ") and text != "data: [DONE]":
-                    yield json.loads(text.removeprefix("data: "))
+                if (found := sent_event(line)) is not None:
+                    yield found
 
     # -- processes --------------------------------------------------------------------------------
 
