@@ -25,7 +25,7 @@ from sglang_pat.coordinator.leader import Leader, Work, load_of
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import Policy, make_policy
 from sglang_pat.coordinator.rules import RETRY_SECONDS
-from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
+from sglang_pat.coordinator.snapshot import NO_LOAD, Decision, Snapshot
 from sglang_pat.layout import ParallelLayout
 
 HISTORY = 256
@@ -133,8 +133,12 @@ class Coordinator:
         self.history = LengthHistory()
         self._outbox = outbox
         self._policy = policy or make_policy(config.policy, switch_at=config.switch_at)
+        self._degrees, self._num_ranks = tuple(layout.tp for layout in config.layouts), config.num_ranks
         self._leaders = {rank: Leader() for rank in config.base.leaders}
         self._backlog: deque[Work | Control] = deque()
+        self._held_work = 0
+        """Requests in the backlog; ``_in_engine``: at the leaders of the layout in force."""
+        self._in_engine = 0
         self._collecting: dict[str, deque[_Collect]] = {}
         self._pending: _Pending | None = None
         self._wanted: _Wanted | None = None
@@ -158,6 +162,7 @@ class Coordinator:
     def receive(self, event: Work | Control, now: float) -> None:
         """A request from the TokenizerManager."""
         self._backlog.append(event)
+        self._held_work += isinstance(event, Work)
         self._proceed(now)
 
     def reconfigure(self, query: m.Reconfigure, now: float) -> None:
@@ -268,21 +273,22 @@ class Coordinator:
             self._outbox.finished(response)
         if report.rank in self._leaders and report.tp == self.layout.tp:
             self._leaders[report.rank].heard(report)
+            self._in_engine = sum(self._leaders[rank].requests for rank in self.layout.leaders)
         elif self._blocked and report.tp == self._pending.target.tp:
             # Ranks report on a change only: dropped, this one might not come again.
             self._pending.early[report.rank] = report
 
     def _requests(self) -> int:
-        return sum(self._leaders[rank].requests for rank in self.layout.leaders)
+        return self._in_engine
 
     def _snapshot(self, now: float) -> Snapshot:
-        requests = self._requests() + sum(isinstance(event, Work) for event in self._backlog)
+        requests = self._requests() + self._held_work
         lowest = min(self._floor, self.layout.tp)
         return Snapshot(
             now=now,
             tp=self.layout.tp,
-            degrees=tuple(layout.tp for layout in self.config.layouts if layout.tp >= lowest),
-            num_ranks=self.config.num_ranks,
+            degrees=self._degrees if lowest <= self._degrees[0] else tuple(tp for tp in self._degrees if tp >= lowest),
+            num_ranks=self._num_ranks,
             requests=requests,
             peak=self._arrivals.peak,
             last_arrival=self._arrivals.last,
@@ -290,8 +296,8 @@ class Coordinator:
             last_switch=self._last_switch,
             last_abort=self._last_abort,
             # Policies that do not predict do not look at it, and are asked at every event.
-            load=load_of(self._leaders, self.layout.leaders) if self.config.predicts else Load(),
-            coming=self._arrivals.coming(now) if self.config.predicts and requests else Load(),
+            load=load_of(self._leaders, self.layout.leaders) if self.config.predicts else NO_LOAD,
+            coming=self._arrivals.coming(now) if self.config.predicts and requests else NO_LOAD,
         )
 
     # -- getting on -----------------------------------------------------------------------------------
@@ -318,7 +324,9 @@ class Coordinator:
                 if not self._pending:
                     self._wanted = _Wanted(self.config.base, "control")
                 break
-            self._dispatch(self._backlog.popleft(), now)
+            event = self._backlog.popleft()
+            self._held_work -= isinstance(event, Work)
+            self._dispatch(event, now)
         self._arrivals.in_engine(self._requests())
         if self._arrivals.complete > complete:
             self._last_decision = float("-inf")  # at once: the last request is what policies wait for
@@ -372,6 +380,7 @@ class Coordinator:
             self._opened = False
             rank = min(self.layout.leaders, key=lambda rank: self._leaders[rank].cost)
             self._leaders[rank].send(event)
+            self._in_engine += 1
             self._outbox.to_leader(rank, event.obj)
             return
         if event.pauses is not None:
@@ -461,6 +470,7 @@ class Coordinator:
                 weight_updates=0,
             )
             leader.heard(self._pending.early.get(reply.rank) or assumed)
+        self._in_engine = sum(self._leaders[rank].requests for rank in self.layout.leaders)
 
     def _close(self, error: str, totals: dict, now: float) -> None:
         pending, self._pending = self._pending, None

@@ -28,44 +28,48 @@ class Work:
     limit: int = 4096
 
 
-@dataclass
+@dataclass(slots=True)
 class Leader:
     """One leader.
 
-    ``on_the_way``: requests that it has not yet taken from its socket; a long prefill may keep them there for seconds.
+    Attributes:
+        sent: requests sent to it so far.
+        on_the_way: those that it has not yet taken from its socket; a long prefill may keep them there for seconds.
+        requests: those that it has, on their way included.
+        tokens: KV tokens of the running ones and prompts of those on their way.
+        known: whether the report lists the requests one by one; what is assumed right after a switch does not.
     """
 
     sent: int = 0
     on_the_way: deque[Work] = field(default_factory=deque)
     report: m.LoadReport | None = None
+    requests: int = 0
+    tokens: int = 0
+    known: bool = True
 
     def send(self, work: Work) -> None:
         self.sent += 1
         self.on_the_way.append(work)
+        self.requests += 1
+        self.tokens += work.tokens
 
     def heard(self, report: m.LoadReport) -> None:
+        tokens = self.tokens - (self.report.tokens if self.report else 0)
         self.report = report
         while len(self.on_the_way) > self.in_flight:
-            self.on_the_way.popleft()
-
-    @property
-    def known(self) -> bool:
-        """Whether the report lists the requests one by one; what is assumed right after a switch does not."""
-        return self.report is None or len(self.report.requests) == self.report.running + self.report.waiting
+            tokens -= self.on_the_way.popleft().tokens
+        self.requests = report.running + report.waiting + self.in_flight
+        self.tokens = report.tokens + tokens
+        self.known = len(report.requests) == report.running + report.waiting
 
     @property
     def in_flight(self) -> int:
         return self.sent - (self.report.received if self.report else 0)
 
     @property
-    def requests(self) -> int:
-        return (self.report.running + self.report.waiting if self.report else 0) + self.in_flight
-
-    @property
     def cost(self) -> tuple[int, int]:
         """The next request goes to where this is least: requests, then tokens."""
-        tokens = (self.report.tokens if self.report else 0) + sum(work.tokens for work in self.on_the_way)
-        return self.requests, tokens
+        return self.requests, self.tokens
 
     def status(self) -> dict[str, int]:
         """For ``/pat/status``."""

@@ -33,6 +33,9 @@ class Load:
         return len(self.prompt)
 
 
+NO_LOAD = Load()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """What a policy may look at.  Times are seconds of one monotonic clock.
@@ -61,8 +64,8 @@ class Snapshot:
     last_switch: float = float("-inf")
     last_abort: float = float("-inf")
     complete: bool = False
-    load: Load = field(default_factory=Load)
-    coming: Load = field(default_factory=Load)
+    load: Load = NO_LOAD
+    coming: Load = NO_LOAD
 
 
 @dataclass(frozen=True, kw_only=True)

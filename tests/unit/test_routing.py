@@ -1,0 +1,145 @@
+"""Routing: the running sums behind it against what they stand for, and what a burst costs."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_pat import messages as m
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator.core import Coordinator
+from sglang_pat.coordinator.leader import Leader, Work
+from sglang_pat.layout import ParallelLayout
+
+pytestmark = pytest.mark.unit
+
+
+def report(rank: int, received: int, running: int, waiting: int, tokens: int, tp: int = 1) -> m.LoadReport:
+    return m.LoadReport(
+        rank=rank, tp=tp, received=received, running=running, waiting=waiting, tokens=tokens, kv_used=0, kv_total=0,
+        retracted=0, weight_updates=0, requests=[m.Running(1, 1, 1, 1)] * (running + waiting),
+    )  # fmt: skip
+
+
+class Recomputed:
+    """A leader's load by its definition, from everything that was ever sent and reported."""
+
+    def __init__(self) -> None:
+        self.sent: list[Work] = []
+        self.report: m.LoadReport | None = None
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        received = self.report.received if self.report else 0
+        there = self.report.running + self.report.waiting if self.report else 0
+        tokens = self.report.tokens if self.report else 0
+        on_the_way = self.sent[received:]
+        return there + len(on_the_way), tokens + sum(work.tokens for work in on_the_way)
+
+
+class Chosen:
+    """An outbox that keeps where requests go."""
+
+    def __init__(self) -> None:
+        self.ranks: deque[int] = deque()
+
+    def to_leader(self, rank: int, obj) -> None:
+        self.ranks.append(rank)
+
+    def decided(self, snapshot, decision) -> None:
+        self.requests = snapshot.requests
+
+
+events = st.lists(
+    st.one_of(
+        st.integers(0, 5000),
+        st.tuples(st.integers(0, 7), st.floats(0, 1), st.integers(0, 40), st.integers(0, 40), st.integers(0, 99999)),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(leaders=st.integers(1, 8), events=events)
+def test_requests_go_where_the_recomputed_load_is_least(leaders: int, events: list):
+    """An event is a request of so many tokens, or a leader's report that it has taken a share of what was sent."""
+    chosen = Chosen()
+    core = Coordinator(AdaptiveConfig(base=ParallelLayout(1, leaders), policy="off"), chosen)
+    reference = [Recomputed() for _ in range(leaders)]
+    for event in events:
+        if isinstance(event, int):
+            work = Work(obj=None, tokens=event)
+            expected = min(range(leaders), key=lambda rank: reference[rank].cost)
+            core.receive(work, 0.0)
+            assert chosen.ranks.pop() == expected
+            reference[expected].sent.append(work)
+        else:
+            rank, share, running, waiting, tokens = event
+            rank %= leaders
+            before = reference[rank].report.received if reference[rank].report else 0
+            received = before + int(share * (len(reference[rank].sent) - before))
+            reference[rank].report = report(rank, received, running, waiting, tokens)
+            core.rank_message(reference[rank].report, 0.0)
+        assert [core._leaders[rank].cost for rank in range(leaders)] == [one.cost for one in reference]
+        assert core._requests() == chosen.requests == sum(one.cost[0] for one in reference)
+
+
+def lines_run(call) -> int:
+    """Lines of Python that a call executes: a cost that no other load on the machine changes."""
+    lines = 0
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+def test_a_request_costs_the_same_however_many_are_on_their_way():
+    core = Coordinator(AdaptiveConfig(base=ParallelLayout(1, 8), policy="threshold"), Chosen())
+
+    def receive():
+        core.receive(Work(obj=None, tokens=7), 0.0)
+
+    receive()
+    first = lines_run(receive)
+    for _ in range(2000):
+        receive()
+    assert lines_run(receive) <= first + 10
+
+
+def test_a_request_that_is_held_back_costs_the_same_however_many_are():
+    core = Coordinator(AdaptiveConfig(base=ParallelLayout(1, 2), policy="manual"), Chosen())
+    core.receive(Work(obj=None, tokens=7), 0.0)
+    core.reconfigure(m.Reconfigure(query_id=1, tp=2), 0.0)
+    for rank in range(2):
+        core.rank_message(m.Prepared(rank=rank, epoch=1, seconds=0.0), 0.0)
+    assert core._blocked
+
+    def snapshot():
+        assert core._snapshot(0.0).requests == 1 + len(core._backlog)
+
+    first = lines_run(snapshot)
+    for _ in range(500):
+        core.receive(Work(obj=None, tokens=7), 0.0)
+    assert lines_run(snapshot) <= first + 10
+
+
+def test_a_leader_knows_its_requests_one_by_one():
+    leader = Leader()
+    assert leader.known
+    leader.heard(report(0, 0, 2, 1, 5))
+    assert leader.known
+    leader.heard(m.LoadReport(rank=0, tp=1, received=0, running=2, waiting=0, tokens=5, kv_used=5, kv_total=9,
+                              retracted=0, weight_updates=0))  # fmt: skip
+    assert not leader.known
