@@ -5,13 +5,13 @@ from __future__ import annotations
 import pickle
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_pat.host import requests
+from sglang_pat.host import agreement, requests
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.switch import plan
 
@@ -31,6 +31,8 @@ class Offer:
         sent: outputs this leader has sent so far (``sglang_pat.switch.order``).
         fence: what its next output would have carried as a fence.
         weight_version: number of weight updates this rank has applied.
+        entered: when each request came into the queue, by the leader's clock; decoding ones first.
+        taken: what ranks of a new group hold from their leader (``agreement.TAKEN``).
     """
 
     decoding: list[plan.LiveRequest] = field(default_factory=list)
@@ -39,6 +41,8 @@ class Offer:
     sent: int = 0
     fence: dict[int, int] | None = None
     weight_version: int = 0
+    entered: list[float] = field(default_factory=list)
+    taken: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -50,11 +54,14 @@ class Arrivals:
             one.
         waiting: requests that start with a prefill.
         place: slot of the new pool view for each slot of the plan, int64 ``[num_slots + 1]``.
+        entered: rid -> when it came into the queue, of those that this rank held: their leader's clock counts, since
+            priority scheduling sorts by it.
     """
 
     decoding: list[tuple[Req, torch.Tensor, int]] = field(default_factory=list)
     waiting: list[Req] = field(default_factory=list)
     place: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    entered: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_slots(self) -> int:
@@ -97,7 +104,16 @@ def make_offer(
             bound.setdefault(dest, []).append(requests.capture(req))
         capsules = {dest: pickle.dumps(found, pickle.HIGHEST_PROTOCOL) for dest, found in bound.items()}
     output = scheduler.output
-    return Offer(live, dests[len(decoding) :], capsules, output.sent, output.fence, layouts.weight_version)
+    return Offer(
+        live,
+        dests[len(decoding) :],
+        capsules,
+        output.sent,
+        output.fence,
+        layouts.weight_version,
+        [req.time_stats.wait_queue_entry_time for req in decoding + waiting],
+        agreement.taken(scheduler),
+    )
 
 
 def plan_groups(
@@ -135,6 +151,7 @@ def rebuild(
         if group == own:
             dests = [live.dest for live in offer.decoding] + offer.waiting
             coming = iter([req for req, dest in zip(held, dests, strict=True) if dest == mine])
+            arrivals.entered = {req.rid: at for req, at in zip(held, offer.entered, strict=True)}
         else:
             coming = iter(pickle.loads(offer.capsules[mine]) if mine in offer.capsules else ())
         for live, row in zip(offer.decoding, group_plan.rows[group], strict=True):

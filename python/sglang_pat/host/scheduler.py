@@ -26,6 +26,8 @@ from sglang.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
     OpenSessionReqInput,
     OpenSessionReqOutput,
+    ProfileReq,
+    ProfileReqOutput,
     ResumeMemoryOccupationReqInput,
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
@@ -37,6 +39,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler, SenderWrapper
 from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import PortArgs
 
 from sglang_pat.config import AdaptiveConfig
@@ -208,6 +211,7 @@ class AdaptiveScheduler(Scheduler):
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         if self._captured is not None:
+            self._set_or_validate_priority(req)  # one without a priority gets the host's default
             self._captured.append(req)
             return
         self.load.retracted += is_retracted and self.is_leader
@@ -429,6 +433,27 @@ class AdaptiveScheduler(Scheduler):
         dist.all_reduce(high, dist.ReduceOp.MAX, group=self.tp_cpu_group)
         if low.item() != high.item():
             raise RuntimeError(f"ranks of a TP group sampled different tokens; rank {self.rank} has {mine}")
+
+    # -- the host's profiler ---------------------------------------------------------------------------
+
+    def profile(self, recv_req: ProfileReq) -> ProfileReqOutput:
+        if recv_req.merge_profiles:
+            # Nobody waits until the last rank has written its file.
+            advice = "merge_profiles: not with --adaptive-tp; leave it out, each rank writes a trace of its own"
+            return ProfileReqOutput(success=False, message=advice)
+        return super().profile(recv_req)
+
+    def stop_profile(self, stage: ForwardMode | None = None) -> ProfileReqOutput | None:
+        """The host's, without its barrier: ranks of a group may have come together in the middle of a profile.
+
+        The trace is named by this rank's number in the engine.
+        """
+        tp_rank, group = self.tp_rank, self.dp_tp_cpu_group
+        self.tp_rank, self.dp_tp_cpu_group = self.rank, self.layouts.runner.groups.single().cpu_group
+        try:
+            return super().stop_profile(stage)
+        finally:
+            self.tp_rank, self.dp_tp_cpu_group = tp_rank, group
 
     # -- weights: every rank, addressed by its place in the engine -------------------------------------
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from sglang_pat.host import handover, kv_exchange
+from sglang_pat.host import agreement, handover, kv_exchange
 from sglang_pat.host.handover import Arrivals, Offer
 from sglang_pat.host.kv_exchange import KvExchange
 from sglang_pat.host.steady import steady
@@ -159,7 +159,12 @@ class SwitchExecutor:
         self._enter(SwitchState.COMMIT, epoch)
         sent = {leader: offer.sent for leader, offer in offers.items()}
         fence = fence_after_switch(self.rank, sent, [offer.fence for offer in offers.values()])
+        leader = agreement.leader_before(self.rank, self.layouts.current.layout, new)
         self.scheduler.point_at(self.layouts[new], epoch, fence)
+        agreement.take(self.scheduler, offers[leader].taken)
+        for req in [req for req, _, _ in arrivals.decoding] + arrivals.waiting:
+            stats = req.time_stats
+            stats.wait_queue_entry_time = arrivals.entered.get(req.rid, stats.wait_queue_entry_time)
         self.scheduler.adopt(arrivals.decoding, arrivals.waiting, arrivals.place)
         self._mark("install")
 
@@ -167,6 +172,7 @@ class SwitchExecutor:
         """Check that nothing was lost, say so, and let the host's loop go on."""
         self._enter(SwitchState.RESUME, report["epoch"])
         self.scheduler.check_conservation()
+        agreement.check(self.scheduler)
         versions = {offer.weight_version for offer in offers.values()} | {self.layouts.weight_version}
         if len(versions) > 1:
             raise RuntimeError(f"ranks hold different weight versions after the switch: {sorted(versions)}")

@@ -1,0 +1,71 @@
+"""Ranks that come together from different groups go on as one: what they receive, its order, how they profile."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+
+import pytest
+
+from sglang_pat.testing.server import Server
+
+CHECKED = {"SGLANG_PAT_CHECK_AGREEMENT": "1", "SGLANG_PAT_CHECK_TOKENS": "1"}
+PRIORITIES = (None, 3, 3, -2)
+
+
+@pytest.fixture
+def server(servers, llama) -> Server:
+    """Four ranks, so that some are followers before a merge; flags whose state every rank counts by itself."""
+    flags = ("--scheduler-recv-interval", "3", "--enable-priority-scheduling", "--max-running-requests", "4")
+    return servers.adaptive(llama, 4, *flags, env=CHECKED)
+
+
+def bodies(count: int, tokens: int) -> list[dict]:
+    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    prompts = [[5 + i, 7 + 3 * i, 9] for i in range(count)]
+    return [
+        {"input_ids": prompt, "sampling_params": params, "priority": PRIORITIES[i % len(PRIORITIES)]}
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def test_order_and_reception(server):
+    """More requests than run at once, some with equal priorities: followers keep the order of their leader's clock."""
+    work = bodies(40, 60)
+    want = [answer["output_ids"] for answer in server.generate(work)]
+
+    async def switching() -> list[dict]:
+        async with server.session() as session:
+            answers = asyncio.gather(*(server.one(session, body) for body in work))
+            await server.until_decoding(session, 8)
+            for tp in (2, 4, 2, 1, 4):
+                code, record = await server.reconfigure_async(session, tp)
+                assert code == 200, record
+            return await answers
+
+    got = [answer["output_ids"] for answer in asyncio.run(switching())]
+    assert got == want
+    assert [record["error"] for record in server.status()["switches"]][-5:] == [""] * 5
+
+
+def test_a_profile_goes_on_over_a_switch(server, tmp_path):
+    """Its end is counted in steps, of which the groups have done different numbers; one has done none."""
+    what = {"output_dir": str(tmp_path), "num_steps": 30, "activities": ["CPU"], "with_stack": False}
+    begun = server.post("/start_profile", what)
+    assert begun.status_code == 200, begun.text
+
+    async def switching() -> dict:
+        async with server.session() as session:
+            (body,) = bodies(1, 120)
+            answer = asyncio.ensure_future(server.one(session, body))
+            await server.until_decoding(session, 1)
+            code, record = await server.reconfigure_async(session, 4)
+            assert code == 200, record
+            return await answer
+
+    assert len(asyncio.run(switching())["output_ids"]) == 120
+    traces = sorted(tmp_path.glob("*.trace.json.gz"))
+    assert [trace.name.split("TP-")[1] for trace in traces] == [f"{rank}.trace.json.gz" for rank in range(4)]
+    with gzip.open(traces[3]) as file:
+        assert json.load(file)["traceEvents"]
