@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sglang_pat.layout import ParallelLayout, candidate_layouts
 
-POLICIES = ("survival", "pat", "threshold", "manual", "off")
+POLICIES = ("survival", "pat", "threshold", "schedule", "manual", "off")
 PREDICTING = ("survival", "pat")
 """Policies that need a profile."""
 WEIGHT_MODES = ("resident", "reshard")
@@ -32,12 +32,14 @@ class AdaptiveConfig:
     degrees: tuple[int, ...] | None = None
     """Candidate TP degrees; None for every doubling of the base degree."""
     policy: str = "threshold"
-    """Who decides on switches: ``survival`` or ``pat`` (predict from a profile), ``threshold``, ``manual`` (only
-    /pat/reconfigure) or ``off``."""
+    """Who decides on switches: ``survival`` or ``pat`` (predict from a profile), ``threshold``, ``schedule`` (at
+    given steps), ``manual`` (only /pat/reconfigure) or ``off``."""
     profile: str | None = None
     """File that ``python -m profiler.sweep`` wrote for this deployment."""
     log: str | None = None
     """File to which each decision is appended with its inputs (JSON lines)."""
+    schedule: str | None = None
+    """``schedule`` policy: file with the switches to begin with (``sglang_pat.coordinator.schedule``)."""
     switch_at: int = 8
     """``threshold`` policy: merge when this many requests or fewer are left."""
     max_running: int | None = None
@@ -63,6 +65,8 @@ class AdaptiveConfig:
                 f"--pat-policy {self.policy} needs a profile: give --pat-profile FILE "
                 "(python -m profiler.sweep makes one) or choose --pat-policy threshold"
             )
+        if self.schedule is not None and self.policy != "schedule":
+            raise ValueError(f"--pat-schedule {self.schedule} needs --pat-policy schedule, not {self.policy}")
         if self.switch_at < 1:
             raise ValueError(f"--pat-switch-at {self.switch_at}: must be at least 1")
         degrees = None if self.degrees is None else list(self.degrees)

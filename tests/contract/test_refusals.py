@@ -39,7 +39,7 @@ REFUSED = [
     (dict(pat_candidates="1,3"), "tp=3", "does not divide the 2 ranks"),
     (dict(pat_candidates="1,x"), "'1,x'", "separated by commas"),
     (dict(tp_size=2, dp_size=1, pat_candidates="1,2"), "tp=1", "below the base tp=2"),
-    (dict(pat_policy="magic"), "--pat-policy 'magic'", "threshold, manual, off"),
+    (dict(pat_policy="magic"), "--pat-policy 'magic'", "threshold, schedule, manual, off"),
     (dict(pat_weights="lazy"), "--pat-weights 'lazy'", "resident, reshard"),
     (dict(pat_kv="lose"), "--pat-kv 'lose'", "auto, migrate, recompute"),
     (dict(pat_kv_exchange="mail"), "--pat-kv-exchange 'mail'", "direct, alltoall, allgather"),

@@ -37,7 +37,7 @@ def test_degrees():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(policy="best"), "--pat-policy 'best': choose one of survival, pat, threshold, manual, off"),
+        (dict(policy="best"), "--pat-policy 'best': choose one of survival, pat, threshold, schedule, manual, off"),
         (dict(policy="pat"), "--pat-policy pat needs a profile"),
         (dict(weights="gather"), "--pat-weights 'gather': choose one of resident, reshard"),
         (dict(kv=""), "--pat-kv '': choose one of auto, migrate, recompute"),

@@ -46,7 +46,17 @@ RECORD = m.SwitchRecord(
     phases={"kv": 0.1},
     error="ü",
 )
+ENTRY = m.ScheduleEntry(tp=2, arrived=8, step=40)
+STATE = m.ScheduleState(entries=2, done=1, holding=False)
+
 EXAMPLES = [
+    ENTRY,
+    STATE,
+    m.SetSchedule(query_id=4, entries=[ENTRY, m.ScheduleEntry(left=3, hold=True)]),
+    m.ScheduleQuery(query_id=5, wait=True),
+    m.ScheduleReply(query_id=5, state=STATE),
+    m.Go(number=3, steps=40, finish=True),
+    m.Held(rank=1, number=3, steps=40, batches=42),
     m.Prepare(epoch=1, tp=2),
     m.Switch(epoch=1, tp=2),
     m.Cancel(epoch=1),

@@ -190,7 +190,7 @@ def test_no_clock_in_the_module():
 
 
 def test_unknown_policy():
-    with pytest.raises(ValueError, match="choose one of survival, pat, threshold, manual, off"):
+    with pytest.raises(ValueError, match="choose one of survival, pat, threshold, schedule, manual, off"):
         make_policy("magic")
 
 

@@ -24,7 +24,7 @@ Policy = Callable[[Snapshot, LengthHistory], Decision]
 
 
 def stay(snapshot: Snapshot, history: LengthHistory) -> Decision:
-    """``manual``: switch on request only."""
+    """``manual`` and ``schedule``: others say when to switch."""
     return Decision(tp=snapshot.tp)
 
 
@@ -74,6 +74,7 @@ def make_policy(
         "survival": lambda: survival(predictor, costs, max_running),
         "pat": lambda: pat(predictor, costs),
         "threshold": lambda: threshold(switch_at),
+        "schedule": lambda: stay,
         "manual": lambda: stay,
         "off": lambda: base_only,
     }

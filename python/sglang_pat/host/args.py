@@ -29,6 +29,7 @@ class AdaptiveServerArgs(ServerArgs):
     adaptive_tp: bool = False
     pat_candidates: str | None = None
     pat_policy: str | None = None
+    pat_schedule: str | None = None
     pat_switch_at: int = 8
     pat_weights: str = "resident"
     pat_kv: str = "auto"
@@ -75,6 +76,12 @@ class AdaptiveServerArgs(ServerArgs):
             "--pat-rollout-dir", default=None, metavar="DIR", help="keep what waits between rounds of /pat/rollout here"
         )
         group.add_argument(
+            "--pat-schedule",
+            default=None,
+            metavar="FILE",
+            help="schedule policy: switches at given steps to begin with (JSON lines, or a decision log)",
+        )
+        group.add_argument(
             "--pat-switch-at", type=int, default=8, help="threshold policy: merge at this many running requests"
         )
         group.add_argument("--pat-weights", default="resident", help=f"weight handling: {', '.join(WEIGHT_MODES)}")
@@ -95,6 +102,7 @@ class AdaptiveServerArgs(ServerArgs):
             profile=self.pat_profile,
             log=self.pat_log,
             max_running=self.max_running_requests,
+            schedule=self.pat_schedule,
             switch_at=self.pat_switch_at,
             weights=self.pat_weights,
             kv=self.pat_kv,

@@ -142,6 +142,10 @@ def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float) -> N
             coordinator.floor(obj, now)
         elif isinstance(obj, messages.TraceQuery):
             coordinator.trace(obj, now)
+        elif isinstance(obj, messages.ScheduleQuery):
+            coordinator.schedule(obj)
+        elif isinstance(obj, messages.SetSchedule):
+            coordinator.receive(obj, now)
         else:
             for event in classify(obj):
                 coordinator.receive(event, now)

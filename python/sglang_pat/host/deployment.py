@@ -8,7 +8,9 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_pat.comm import shm
+from sglang_pat.coordinator import schedule
 from sglang_pat.host.args import AdaptiveServerArgs
+from sglang_pat.messages import ScheduleEntry
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import Fingerprint, ProfileError
@@ -47,8 +49,22 @@ def deployment(args: AdaptiveServerArgs, kv_tokens: int = 0, max_running: int = 
     )
 
 
+def first_schedule(args: AdaptiveServerArgs) -> list[ScheduleEntry] | None:
+    """The entries of ``--pat-schedule``; raises ``ValueError`` with one line if there are none to be had from it."""
+    if args.pat_schedule is None:
+        return None
+    entries = schedule.read(args.pat_schedule)
+    try:
+        schedule.check_degrees(entries, args.adaptive_config().layouts)
+    except ValueError as error:
+        raise ValueError(f"--pat-schedule {args.pat_schedule}: {error}") from None
+    return entries
+
+
 def check_files(args: AdaptiveServerArgs) -> None:
-    """Raise ``ValueError`` unless ``--pat-profile`` is of this deployment and ``--pat-log`` can be written."""
+    """Raise ``ValueError`` unless ``--pat-profile`` is of this deployment, ``--pat-schedule`` a schedule for it, and
+    ``--pat-log`` can be written."""
+    first_schedule(args)
     if args.pat_profile is not None:
         profile = profiles.load(args.pat_profile)
         profiles.check_fits(profile, deployment(args), args.pat_profile)

@@ -30,10 +30,11 @@ from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter 
 from sglang_pat.admission.admitter import Admitter  # noqa: E402
 from sglang_pat.admission.records import Group, Judge, Summary  # noqa: E402
 from sglang_pat.admission.rounds import RolloutRound  # noqa: E402
+from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs, outer_view  # noqa: E402
 from sglang_pat.host.contract import check_host  # noqa: E402
 from sglang_pat.host.coordinator import run_coordinator  # noqa: E402
-from sglang_pat.host.deployment import check_files, deployment  # noqa: E402
+from sglang_pat.host.deployment import check_files, deployment, first_schedule  # noqa: E402
 from sglang_pat.host.intake import Intake  # noqa: E402
 from sglang_pat.host.processes import start  # noqa: E402
 from sglang_pat.host.rank import run_detokenizer, run_rank  # noqa: E402
@@ -125,6 +126,7 @@ class Engine(AdaptiveEngine):
             raise ValueError("sglang_pat.Engine needs adaptive_tp=True; for a static layout use sglang.Engine")
         super().__init__(**kwargs)
         self._given = self.server_args
+        self.tokenizer_manager.pat_first_schedule = first_schedule(self._given)
         # The host keeps the arguments as given; show it the engine as it is: N ranks.
         self.server_args = outer_view(self.server_args)
 
@@ -149,6 +151,21 @@ class Engine(AdaptiveEngine):
             ReconfigureError: not a candidate, a switch under way, or aborted.
         """
         return self._await(self.tokenizer_manager.pat_reconfigure(tp))
+
+    def set_schedule(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
+        """Switch at given steps from now on (policy ``schedule``; :class:`~sglang_pat.messages.ScheduleEntry`).
+
+        Raises:
+            ValueError: an entry that cannot be.
+            ReconfigureError: the policy is another one.
+        """
+        checked = schedules.check(entries)
+        schedules.check_degrees(checked, self._given.adaptive_config().layouts)
+        return self._await(self.tokenizer_manager.pat_set_schedule(checked))
+
+    def schedule(self, wait: bool = True) -> dict[str, Any]:
+        """How far the schedule is (:class:`~sglang_pat.messages.ScheduleState`); ``wait``: when it is over."""
+        return self._await(self.tokenizer_manager.pat_schedule(wait))
 
     def trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call, oldest first (the last 16,384 of each rank).

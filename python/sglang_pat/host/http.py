@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Awaitable
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -15,9 +16,10 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from sglang_pat.coordinator import schedule as schedules
 from sglang_pat.host.args import AdaptiveServerArgs, outer_view
 from sglang_pat.host.contract import HostMismatch, check_host
-from sglang_pat.host.deployment import check_files
+from sglang_pat.host.deployment import check_files, first_schedule
 from sglang_pat.host.engine import AdaptiveEngine
 from sglang_pat.host.intake import parse, parse_verdict
 from sglang_pat.host.rank import run_detokenizer
@@ -46,6 +48,7 @@ def launch(argv: list[str]) -> None:
         check_host()
         server_args = parse_args(argv)
         check_files(server_args)
+        first = first_schedule(server_args)
     except (ValueError, HostMismatch) as error:
         sys.exit(f"error: {error}")
     add_routes(http_server.app)
@@ -56,6 +59,7 @@ def launch(argv: list[str]) -> None:
             outer_view(server_args),
             init_tokenizer_manager_func=init_adaptive_tokenizer_manager,
             run_detokenizer_process_func=run_detokenizer,
+            launch_callback=lambda: setattr(_manager(), "pat_first_schedule", first),
         )
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
@@ -65,6 +69,8 @@ def add_routes(app) -> None:
     """Add ``/pat/*`` to the host's FastAPI application, under its API-key rules."""
     app.add_api_route("/pat/status", status, methods=["GET"])
     app.add_api_route("/pat/reconfigure", reconfigure, methods=["POST"])
+    app.add_api_route("/pat/schedule", schedule, methods=["GET"])
+    app.add_api_route("/pat/schedule", set_schedule, methods=["POST"])
     app.add_api_route("/pat/rollout", rollout, methods=["POST"])
     app.add_api_route("/pat/rollout/verdict", verdict, methods=["POST"])
     app.add_api_route("/pat/rollout/{job}", forget, methods=["DELETE"])
@@ -92,6 +98,32 @@ async def reconfigure(request: Request) -> JSONResponse:
         return _error(400, str(error))
     try:
         return JSONResponse(await _manager().pat_reconfigure(tp))
+    except ReconfigureError as error:
+        return _error(error.code, str(error))
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def set_schedule(request: Request) -> JSONResponse:
+    """``[{"tp": 2, "step": 40}]``: the switches from now on (``sglang_pat.coordinator.schedule``); ``[]`` for none.
+
+    400: not such a list; 409: the policy is another one.
+    """
+    try:
+        entries = schedules.parse(await request.body() or b"[]")
+        schedules.check_degrees(entries, _manager().server_args.adaptive_config().layouts)
+    except ValueError as error:
+        return _error(400, str(error))
+    return await _schedule_state(_manager().pat_set_schedule(entries))
+
+
+async def schedule(wait: bool = True) -> JSONResponse:
+    """How far the schedule is; answered when it is over or replaced, with ``?wait=false`` at once.  409: see above."""
+    return await _schedule_state(_manager().pat_schedule(wait))
+
+
+async def _schedule_state(asked: Awaitable[dict]) -> JSONResponse:
+    try:
+        return JSONResponse(await asked)
     except ReconfigureError as error:
         return _error(error.code, str(error))
 

@@ -82,6 +82,18 @@ class LoadReporter:
         waiting = ([chunked] if chunked is not None else []) + scheduler.waiting_queue
         self.send(running, waiting + scheduler.grammar_manager.grammar_queue)
 
+    def report_held(self) -> None:
+        """Report in any case: the replica holds between two steps.  What the last one prefilled is about to decode."""
+        scheduler = self._scheduler
+        chunked, last, running = scheduler.chunked_req, scheduler.last_batch, list(scheduler.running_batch.reqs)
+        if last is not None and last is not scheduler.running_batch:
+            running += [req for req in last.reqs if req is not chunked and req not in running]
+        waiting = ([chunked] if chunked is not None else []) + scheduler.waiting_queue
+        self._last = None
+        self.send(
+            [req for req in running if not req.finished()], waiting + scheduler.grammar_manager.grammar_queue
+        )
+
     def send(self, running: list[Req], waiting: list[Req]) -> None:
         scheduler = self._scheduler
         allocator = scheduler.token_to_kv_pool_allocator

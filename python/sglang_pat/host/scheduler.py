@@ -49,12 +49,16 @@ from sglang_pat.host.layouts import LayoutRuntime, Layouts
 from sglang_pat.host.load import LoadReporter, StepTrace, register
 from sglang_pat.host.runner import AdaptiveTpModelWorker
 from sglang_pat.host.switch import SwitchExecutor
-from sglang_pat.messages import Cancel, InjectPrefixes, Prepare, Switch, TraceQuery
+from sglang_pat.messages import Cancel, Go, InjectPrefixes, Prepare, Switch, TraceQuery
+from sglang_pat.switch.gate import StepGate
 
 logger = logging.getLogger(__name__)
 
 CHECK_TOKENS_ENV = "SGLANG_PAT_CHECK_TOKENS"
 """Test builds: compare the sampled tokens of all ranks of a group after every step."""
+
+HELD_POLL_MILLISECONDS = 20
+"""A leader that holds looks for requests this often: a bound on how long it sleeps, not a delay, as one wakes it."""
 
 WORK = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)
 """Types of requests that the coordinator routes to one leader."""
@@ -87,6 +91,7 @@ class AdaptiveScheduler(Scheduler):
         self._captured: list[Req] | None = None
         self.load = LoadReporter(self)
         self.trace = StepTrace()
+        self.gate = StepGate()
         self._check_tokens = os.environ.get(CHECK_TOKENS_ENV) == "1"
         penalties.fix_order()
         super().__init__(**kwargs)
@@ -130,10 +135,34 @@ class AdaptiveScheduler(Scheduler):
                 Prepare: lambda m: self.executor.prepare(m),
                 Switch: lambda m: self.executor.switch(m),
                 Cancel: lambda m: self.executor.cancel(m),
+                Go: lambda m: self.gate.go(m),
                 TraceQuery: lambda m: self.trace.answer(self, m),
                 InjectPrefixes: lambda m: prefixes.inject(self.tree_cache, m.prompts),
             }
         )
+
+    # -- holding at a step (``--pat-policy schedule``) ---------------------------------------------
+
+    @property
+    def _engine_paused(self) -> bool:
+        """What the host's loops ask before each step: paused by a client, or held by the schedule."""
+        return self._paused_by_client or self.gate.closed
+
+    @_engine_paused.setter
+    def _engine_paused(self, paused: bool) -> None:
+        self._paused_by_client = paused
+
+    def recv_requests(self) -> list[Any]:
+        if self.is_leader and self.gate.closed and self.gate.said:
+            self.recv_from_tokenizer.poll(HELD_POLL_MILLISECONDS)
+        return super().recv_requests()
+
+    def _say_held(self) -> None:
+        if self.gate.closed and not self.gate.said:
+            held = self.gate.held(self.rank)
+            if self.is_leader:
+                self.load.report_held()
+                self.channel.send(held)
 
     # -- which group this scheduler belongs to ---------------------------------------------------
 
@@ -148,6 +177,9 @@ class AdaptiveScheduler(Scheduler):
         here (docs/host.md lists them).
         """
         layout = runtime.layout
+        left = self.gate.leave(self.rank)
+        if left is not None and self.is_leader:
+            self.channel.send(left)
         self.layouts.install(layout)
         group = self.layouts.runner.groups.tp_group(layout)
         self.tp_rank = self.attn_tp_rank = runtime.tp_rank
@@ -191,6 +223,7 @@ class AdaptiveScheduler(Scheduler):
         if self.is_leader:
             self.load.received += sum(isinstance(req, WORK) for req in recv_reqs)
         super().process_input_requests(recv_reqs)
+        self._say_held()
 
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
         self._incoming, self._prompt, self._sealed = recv_req, None, None
@@ -404,6 +437,8 @@ class AdaptiveScheduler(Scheduler):
         decode, requests_in_it = batch.forward_mode.is_decode(), len(batch.reqs)
         tokens = int((batch.seq_lens_sum if decode else batch.extend_num_tokens) or 0)
         super().process_batch_result(batch, result)
+        if any(req.finished() for req in batch.reqs):
+            self.gate.finished()
         self.trace.end(self, "decode" if decode else "prefill", requests_in_it, tokens)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
@@ -420,6 +455,7 @@ class AdaptiveScheduler(Scheduler):
         if batch.return_logprob:
             requests.complete_token_ids(batch)
         self.trace.begin()
+        self.gate.launched(batch.forward_mode.is_decode())
         result = super().run_batch(batch, *args, **kwargs)
         if self._check_tokens and self.tp_size > 1 and getattr(result, "next_token_ids", None) is not None:
             self._compare_tokens(batch, result.next_token_ids)

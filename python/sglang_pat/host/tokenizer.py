@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.utils import TypeBasedDispatcher
@@ -33,6 +34,8 @@ class AdaptiveTokenizerManager(TokenizerManager):
     Attributes:
         pat_weight_updates: number of weight updates so far.
         pat_rollouts: rounds of training jobs.
+        pat_first_schedule: is set before the next request goes out, if there is one (``--pat-schedule``, after the
+            host's own warm-up requests).
     """
 
     def __init__(self, server_args, port_args) -> None:
@@ -40,6 +43,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self.pat_weight_updates = 0
+        self.pat_first_schedule: list[messages.ScheduleEntry] | None = None
         folder = server_args.pat_rollout_dir
         metrics = RolloutMetrics() if server_args.enable_metrics else None
         self.pat_rollouts = Rollouts(self, Path(folder) if folder else None, metrics)
@@ -48,6 +52,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
                 (messages.StatusReply, self._pat_reply),
                 (messages.ReconfigureReply, self._pat_reply),
                 (messages.TraceReply, self._pat_reply),
+                (messages.ScheduleReply, self._pat_reply),
             ]
         )
 
@@ -112,6 +117,34 @@ class AdaptiveTokenizerManager(TokenizerManager):
         """Steps of all replicas since the last call (``sglang_pat.messages.Step``), oldest first; bounded."""
         return (await self._pat_ask(messages.TraceQuery)).steps
 
+    async def pat_set_schedule(self, entries: list[messages.ScheduleEntry]) -> dict[str, Any]:
+        """Replace the schedule, for the requests sent from now on; an empty one ends it.
+
+        Raises:
+            ReconfigureError: the policy is another one (409).
+        """
+        return _schedule_state(await self._pat_ask(messages.SetSchedule, entries=entries))
+
+    async def pat_schedule(self, wait: bool = True) -> dict[str, Any]:
+        """How far the schedule is (fields of :class:`~sglang_pat.messages.ScheduleState`).
+
+        ``wait``: until it is over, or replaced.  Raises as :meth:`pat_set_schedule`.
+        """
+        return _schedule_state(await self._pat_ask(messages.ScheduleQuery, wait=wait))
+
+    def _send_one_request(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin_schedule()
+        return super()._send_one_request(*args, **kwargs)
+
+    def _send_batch_request(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin_schedule()
+        return super()._send_batch_request(*args, **kwargs)
+
+    def _begin_schedule(self) -> None:
+        entries, self.pat_first_schedule = self.pat_first_schedule, None
+        if entries:
+            self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=entries))
+
     def pat_floor(self, tp: int) -> None:
         """Requests sent from now on run in degree ``tp`` at least; 0: in whatever the policy chooses."""
         self.auto_create_handle_loop()
@@ -121,6 +154,12 @@ class AdaptiveTokenizerManager(TokenizerManager):
         """Requests sent afterwards find ``prompts`` (token ids) in the radix cache of every replica."""
         self.auto_create_handle_loop()
         self.send_to_scheduler.send_pyobj(messages.InjectPrefixes(prompts=prompts))
+
+
+def _schedule_state(reply: messages.ScheduleReply) -> dict[str, Any]:
+    if reply.state is None:
+        raise ReconfigureError(409, "this engine does not follow a schedule: start it with --pat-policy schedule")
+    return msgspec.to_builtins(reply.state)
 
 
 def init_adaptive_tokenizer_manager(server_args, port_args):
