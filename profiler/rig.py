@@ -130,31 +130,6 @@ class Rig:
         self.tp = tp
         return record
 
-    async def touch_weights(self) -> bool:
-        """A weight update that changes nothing: the model's smallest tensor once more.
-
-        Every arena is then filled anew before its next use.  False where it cannot be done (no safetensors).
-        """
-        found = smallest_tensor(Path(self.engine.server_args.model_path))
-        if found is None:
-            return False
-        success, _ = await self.engine.async_update_weights_from_tensor([found])
-        self.tp = self.layouts[0].tp
-        return bool(success)
-
-
-def smallest_tensor(folder: Path) -> tuple[str, Any] | None:
-    """Name and value of the final norm, or of another norm, of the checkpoint in ``folder``; None without one."""
-    from safetensors import safe_open
-
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
-        with safe_open(file, framework="pt") as tensors:
-            names = [name for name in tensors.keys() if name.endswith("norm.weight")]  # noqa: SIM118
-            if names:
-                name = min(names, key=len)
-                return name, tensors.get_tensor(name)
-    return None
-
 
 def model_folder_error(model: str) -> str | None:
     """What is wrong with ``--model-path`` if it is meant as a folder."""

@@ -199,17 +199,6 @@ class Session:
         return await self._decode(point, now.steps[point.key])
 
 
-async def fill_arenas(rig: Rig) -> list[SwitchSample]:
-    """Every arena filled afresh after a weight update, with no request alive: their ``prepare_seconds``.
-
-    Empty where the weights cannot be updated so cheaply; the first fill at start is in the profile either way.
-    """
-    if not await rig.touch_weights():
-        return []
-    tour = [layout.tp for layout in (*rig.layouts[1:], rig.layouts[0])]
-    return [measure.sample(await rig.reconfigure(tp)) for tp in tour]
-
-
 def describe(machine: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
     """``machine`` for the profile; sessions are counted, and the first one's load is kept."""
     sessions = int(earlier.get("sessions", 0)) + 1

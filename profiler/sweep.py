@@ -20,7 +20,7 @@ from profiler import host
 from profiler.budget import parse_budget
 from profiler.errors import Parser, UsageError, run
 from profiler.rig import Rig
-from profiler.session import Clock, Session, describe, fill_arenas
+from profiler.session import Clock, Session, describe
 from profiler.store import Store, check_asked, check_same, existing
 from profiler.windows import WINDOW
 from sglang_pat.predict.cost import fitted
@@ -134,9 +134,6 @@ class _Sweep:
             + f"; {displays.clock(max(0, clock.left))} left of {displays.clock(options.budget)}"
         )
         left_out = await session.run(self._display)
-        if rig.layouts[1:] and not any(s.requests == 0 and s.prepare_seconds > 1e-3 for s in store.profile.switches):
-            with self._display.waiting("filling arenas after a weight update"):
-                store.change(switches=(*store.profile.switches, *await fill_arenas(rig)))
         for note in self._session.progress.notes:
             self._display.say(f"not measured: {note}")
         try:

@@ -45,7 +45,7 @@ class AdaptiveConfig:
     max_running: int | None = None
     """Most requests that one replica decodes at once; None if unbounded."""
     weights: str = "resident"
-    """``resident``: base shards plus an arena per layout; ``reshard``: PAT's all-gather and slice."""
+    """``resident``: base shards, of which other layouts are views; ``reshard``: PAT's all-gather and slice."""
     kv: str = "auto"
     """``migrate`` KV, ``recompute`` it from tokens, or the cheaper (``auto``)."""
     kv_exchange: str = "direct"

@@ -241,7 +241,7 @@ def test_needs_base_in_a_tail_layout_keeps_the_order():
 
 
 def test_needs_base_waits_for_a_switch_that_is_being_prepared():
-    """The arenas may be filled already: weights must not change under them."""
+    """Ranks have looked at the weights already: these must not change under them."""
     rig = Rig(1, 2)
     rig.reconfigure(2)
     rig.control("update", needs_base=True)

@@ -11,7 +11,7 @@ from profiles_for_tests import prefill_points, profile, switch_sample
 from sglang_pat.predict.cost import DRAIN_STEPS, SwitchCosts
 from sglang_pat.predict.fits import robust_nnls
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.predict.profile import LayoutSetup, ProfileError
+from sglang_pat.predict.profile import ProfileError
 
 pytestmark = pytest.mark.unit
 
@@ -105,7 +105,7 @@ def test_without_live_requests():
 
 
 def test_staying_costs_nothing():
-    assert costs(samples()).estimate(2, 2, [5, 6], stale=True).seconds == 0
+    assert costs(samples()).estimate(2, 2, [5, 6]).seconds == 0
 
 
 def every_split(found: SwitchCosts, fit, to_tp, lengths):
@@ -181,19 +181,7 @@ def test_one_sample_of_a_pair():
     assert 0 < fit.per_request < PER_REQUEST * 1.5
 
 
-def test_stale_arena():
-    prepares = (1e-5, 0.05, 2e-5, 0.06, 0.055)
-    fresh_and_stale = [switch_sample(1, 4, 2, 100, prepare=seconds, kv=1e-3, install=1e-2) for seconds in prepares]
-    found = costs(fresh_and_stale)
-    assert found.estimate(1, 4, [10]).weights_seconds == 0
-    assert found.estimate(1, 4, [10], stale=True).weights_seconds == pytest.approx(0.055)
-    assert found.estimate(1, 2, [10], stale=True).weights_seconds == pytest.approx(0.055)
-    assert found.estimate(4, 1, [10], stale=True).weights_seconds == 0
-    setup = (LayoutSetup(tp=4, groups_seconds=0, build_seconds=0, graphs_seconds=0, fill_seconds=0.2, fill_bytes=1),)
-    assert costs(fresh_and_stale, setup=setup).estimate(1, 4, stale=True).weights_seconds == pytest.approx(0.2)
-
-
-def test_resharding_counts_with_fresh_weights_too():
+def test_resharding():
     up = switch_sample(1, 4, 2, 100, kv=1e-3, weights=0.3, install=1e-2)
     found = costs([up, switch_sample(2, 4, 2, 100, kv=1e-3, weights=0.4)])
     seconds = {pair: found.estimate(*pair, [10]).weights_seconds for pair in ((1, 4), (4, 1), (2, 4), (1, 2))}

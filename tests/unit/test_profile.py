@@ -43,7 +43,7 @@ def refused(call, *arguments) -> str:
 
 
 def test_round_trip(tmp_path):
-    setup = LayoutSetup(tp=4, groups_seconds=1, build_seconds=2, graphs_seconds=0, fill_seconds=0.1, fill_bytes=7)
+    setup = LayoutSetup(tp=4, groups_seconds=1, build_seconds=2, graphs_seconds=0)
     written = profile(
         machine={"cores": 2, "load": 0.5, "kernel": "6.1"},
         sources=("somewhere",),
@@ -54,6 +54,16 @@ def test_round_trip(tmp_path):
     save(written, tmp_path / "p.json")
     assert load(tmp_path / "p.json") == written
     assert os.listdir(tmp_path) == ["p.json"]
+
+
+def test_a_file_from_before_layouts_were_views_still_loads(tmp_path):
+    """It also says how long each layout's own copy of the weights took to fill."""
+    setup = LayoutSetup(tp=4, groups_seconds=1, build_seconds=2, graphs_seconds=0)
+    save(profile(setup=(setup,)), tmp_path / "p.json")
+    written = json.loads((tmp_path / "p.json").read_text())
+    written["setup"][0] |= {"fill_seconds": 0.1, "fill_bytes": 7}
+    (tmp_path / "p.json").write_text(json.dumps(written))
+    assert load(tmp_path / "p.json").setup == (setup,)
 
 
 def test_the_file_is_for_people_too(tmp_path):

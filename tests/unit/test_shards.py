@@ -115,7 +115,7 @@ def test_every_shard_and_every_move(ranks, spec, blocks):
 
 
 def test_contiguous_target_is_one_copy():
-    """What the arena turns into a view: column-parallel and embedding shards."""
+    """What becomes one view: column-parallel and embedding shards."""
     spec = ShardSpec(0, (Block(48),))
     for high in (1, 2, 4, 8):
         for low in (t for t in (1, 2, 4, 8) if high % t == 0):

@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.layers.sampler import create_sampler
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pat.comm.windows import Windows
-from sglang_pat.host import weights
+from sglang_pat.host.reshard import reshard
 from sglang_pat.host.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
+from sglang_pat.host.weights import Views, build_model
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.profile import LayoutSetup
 from sglang_pat.switch.plan import kv_head_range
@@ -37,14 +39,14 @@ class LayoutRuntime:
     """One layout on one rank.
 
     Attributes:
-        arena: weights sliced from the base shards; None for the base layout and in reshard mode.
+        views: where the weights lie in the base shards; None for the base layout and in reshard mode.
         kv_pool: view of the one KV allocation, ``[slots, local KV heads, head dim]`` per layer.
     """
 
     layout: ParallelLayout
     tp_rank: int
     model: torch.nn.Module
-    arena: weights.Arena | None
+    views: Views | None
     sampler: torch.nn.Module
     attn_backend: Any
     graph_runner: Any
@@ -86,8 +88,10 @@ def _compile_embedding(model: torch.nn.Module, device: str) -> None:
     if device == "cpu":
         return
     with torch.no_grad():
-        for tokens in (1, 4):
-            model.get_input_embeddings()(torch.zeros(tokens, dtype=torch.int64, device=device))
+        for module in model.modules():
+            if type(module) is VocabParallelEmbedding:
+                for tokens in (1, 4):
+                    module(torch.zeros(tokens, dtype=torch.int64, device=device))
 
 
 class Layouts:
@@ -99,6 +103,7 @@ class Layouts:
         self.config = self.runner.adaptive
         self.rank = self.runner.rank
         self.weight_version = 0
+        """Updates so far, which all ranks must have counted alike."""
         self.kv_heads = self.runner.model_config.get_total_num_kv_heads()
         base = self.config.base
         self._runtimes = {base.tp: self._base_runtime(base)}
@@ -140,7 +145,7 @@ class Layouts:
             layout=base,
             tp_rank=base.tp_rank(self.rank),
             model=runner.model,
-            arena=None,
+            views=None,
             sampler=runner.sampler,
             attn_backend=runner.attn_backend,
             graph_runner=runner.graph_runner,
@@ -153,17 +158,9 @@ class Layouts:
         clock = [time.perf_counter()]
         runner.groups.install(layout)
         self._set_ranks(layout)
-        with runner.memory_saver_adapter.region("weights", enable_cpu_backup=False):
-            model = weights.build_model(runner.model_config, runner.load_config, runner.device)
+        model = build_model(runner.model_config, runner.load_config, runner.device)
+        views = None if self.resharding else Views(model, base.model, layout, self.config.base, self.rank)
         _compile_embedding(model, runner.device)
-        arena, filled = None, 0
-        clock.append(time.perf_counter())
-        if self.resharding:
-            weights.drop_weights(model)
-        else:
-            arena = weights.Arena(model, base.model, layout, self.config.base, self.rank)
-            filled = arena.fill(self.weight_version)
-        clock.append(time.perf_counter())
         _, base_heads = kv_head_range(self.kv_heads, self.config.base, self.rank)
         _, heads = kv_head_range(self.kv_heads, layout, self.rank)
         pool = kv_pool_view(base.kv_pool, base_heads // heads)
@@ -179,22 +176,20 @@ class Layouts:
         with self._tail_graph_sizes():
             runner.init_device_graphs()
         clock.append(time.perf_counter())
-        model_time, fill_time, pool_time, graph_time = np.diff(clock).tolist()
+        build_time, graph_time = np.diff(clock).tolist()
         self.setup.append(
             LayoutSetup(
                 tp=layout.tp,
                 groups_seconds=runner.groups.seconds[layout.tp],
-                build_seconds=model_time + pool_time,
+                build_seconds=build_time,
                 graphs_seconds=graph_time,
-                fill_seconds=fill_time,
-                fill_bytes=filled,
             )
         )
         return LayoutRuntime(
             layout=layout,
             tp_rank=layout.tp_rank(self.rank),
             model=model,
-            arena=arena,
+            views=views,
             sampler=runner.sampler,
             attn_backend=runner.attn_backend,
             graph_runner=runner.graph_runner,
@@ -223,21 +218,21 @@ class Layouts:
         self.runner.server_args.tp_size = layout.tp
 
     def prepare(self, layout: ParallelLayout) -> None:
-        """Fill the arena of ``layout`` if the weights changed since; decoding may go on meanwhile."""
-        arena = self[layout].arena
-        if arena is not None:
-            arena.fill(self.weight_version)
+        """Make sure that ``layout`` sees the present weights; decoding may go on meanwhile.
 
-    def invalidate(self) -> None:
-        """The arenas' memory was given away and taken back: fill them again before use."""
-        for runtime in self._runtimes.values():
-            if runtime.arena is not None:
-                runtime.arena.version = -1
+        Raises:
+            RuntimeError: an update has replaced weights that this layout's CUDA graphs read at the old address.
+        """
+        runtime = self[layout]
+        if runtime.views is not None and runtime.views.moved():
+            if runtime.graph_runner is not None:
+                raise RuntimeError(f"a weight update has moved weights that the CUDA graphs of tp={layout.tp} read")
+            runtime.views.place()
 
     def reshard(self, old: ParallelLayout, new: ParallelLayout) -> None:
         """Reshard mode: move the weights from ``old`` to ``new``; all ranks together."""
         group = self.runner.groups.tp_group(old).device_group
-        weights.reshard(self[old].model, self[new].model, old, new, self.rank, group)
+        reshard(self[old].model, self[new].model, old, new, self.rank, group)
 
     def install(self, layout: ParallelLayout) -> LayoutRuntime:
         """Point the host's groups, runner and worker at ``layout``."""

@@ -28,7 +28,6 @@ from sglang.srt.managers.io_struct import (
     OpenSessionReqOutput,
     ProfileReq,
     ProfileReqOutput,
-    ResumeMemoryOccupationReqInput,
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
     UpdateWeightFromDiskReqInput,
@@ -528,11 +527,6 @@ class AdaptiveScheduler(Scheduler):
     def init_weights_update_group(self, recv_req: InitWeightsUpdateGroupReqInput) -> Any:
         with self._physical_rank():
             return super().init_weights_update_group(recv_req)
-
-    def resume_memory_occupation(self, recv_req: ResumeMemoryOccupationReqInput) -> Any:
-        output = super().resume_memory_occupation(recv_req)
-        self.layouts.invalidate()
-        return output
 
     def get_init_info(self) -> dict[str, Any]:
         info = super().get_init_info()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_pat.predict.fits import fit_arena_fill, fit_control, fit_kv, fit_reshard
+from sglang_pat.predict.fits import fit_control, fit_kv, fit_reshard
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile, ProfileError, SwitchSample
 
@@ -33,7 +33,7 @@ class SwitchCost:
         seconds: sum of the three parts.
         control_seconds: finishing the steps in flight, agreeing, handing requests over, installing the layout.
         state_seconds: moving or recomputing the KV of live requests.
-        weights_seconds: filling a stale arena, or resharding.
+        weights_seconds: resharding; nothing where weights are resident.
         recompute_below: requests with fewer KV tokens are cheaper recomputed than moved; 0 if none is.
     """
 
@@ -72,7 +72,6 @@ class SwitchCosts:
     * KV: one line through all exchanges over ``tokens · (1 - low/high)``, the share of a token's KV that changes rank
       when shards nest (``low``, ``high``: the smaller and the larger degree).
     * resharding: that of the way back, else the longest measured.
-    * arena fill: the longest measured of another degree; none for the base layout, whose shards never left.
 
     Raises:
         ProfileError: no switch was measured, or KV can be neither moved nor recomputed.
@@ -105,7 +104,6 @@ class SwitchCosts:
             )
             if kv_per_token == np.inf and not predictor.has_prefill(pair[1]):
                 raise ProfileError(f"the profile can neither move nor recompute KV to tp={pair[1]}; sweep again")
-        self._fill = fit_arena_fill(profile, degrees)
 
     def fit(self, from_tp: int, to_tp: int) -> PairFit:
         """The parameters of one pair, measured or by the rule for those that were not."""
@@ -114,16 +112,13 @@ class SwitchCosts:
         except KeyError:
             raise ProfileError(f"the profile does not know a switch from tp={from_tp} to tp={to_tp}") from None
 
-    def estimate(
-        self, from_tp: int, to_tp: int, lengths: np.ndarray = (), waiting: int = 0, stale: bool = False
-    ) -> SwitchCost:
+    def estimate(self, from_tp: int, to_tp: int, lengths: np.ndarray = (), waiting: int = 0) -> SwitchCost:
         """Cost of a switch.
 
         Args:
             lengths: KV tokens of the live requests of the engine, ``[requests]``; empty for a return to base after
                 the batch.
             waiting: requests that go over as tokens and would be prefilled with or without the switch.
-            stale: weights changed since the target's arena was filled.
         """
         if from_tp == to_tp:
             return STAY
@@ -131,12 +126,11 @@ class SwitchCosts:
         lengths = np.sort(np.asarray(lengths, dtype=float))
         control = fit.fixed + fit.per_request * (lengths.size + waiting) + self._drain(from_tp, lengths)
         state, below = self._state(fit, to_tp, lengths) if lengths.size else (0.0, 0)
-        weights = fit.reshard + (self._fill[to_tp] if stale else 0.0)
         return SwitchCost(
-            seconds=control + state + weights,
+            seconds=control + state + fit.reshard,
             control_seconds=control,
             state_seconds=state,
-            weights_seconds=weights,
+            weights_seconds=fit.reshard,
             recompute_below=below,
         )
 

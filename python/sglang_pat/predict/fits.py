@@ -1,4 +1,4 @@
-"""Fits of the parts of a switch to measured switches: control, KV exchange, resharding, arena."""
+"""Fits of the parts of a switch to measured switches: control, KV exchange, resharding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import nnls
 
-from sglang_pat.predict.profile import Profile, SwitchSample
+from sglang_pat.predict.profile import SwitchSample
 
 _ROUNDS = 30
 
@@ -82,19 +82,3 @@ def _moving_share(sample: SwitchSample) -> float:
 def fit_reshard(samples: Sequence[SwitchSample]) -> float:
     """Seconds in which weights move during the pause; 0 where they are resident."""
     return float(np.median([sample.phases.get("weights", 0.0) for sample in samples]))
-
-
-def fit_arena_fill(profile: Profile, degrees: set[int]) -> dict[int, float]:
-    """Seconds to fill each degree's arena.
-
-    The larger of the first fill and the usual stale one.  Samples whose arena was fresh took next to nothing: only
-    those above half of the longest count.
-    """
-    base = profile.fingerprint.base_tp
-    known: dict[int, float] = {setup.tp: setup.fill_seconds for setup in profile.setup}
-    for tp in degrees:
-        prepares = np.array([sample.prepare_seconds for sample in profile.switches if sample.to_tp == tp])
-        if prepares.size:
-            known[tp] = max(known.get(tp, 0.0), float(np.median(prepares[prepares >= prepares.max() / 2])))
-    others = [seconds for tp, seconds in known.items() if tp != base]
-    return {tp: 0.0 if tp == base else known.get(tp, max(others, default=0.0)) for tp in degrees}

@@ -104,7 +104,7 @@ class SwitchSample(msgspec.Struct, frozen=True, kw_only=True):
         mode: what happened to their KV: ``migrate`` or ``recompute``.
         moved_bytes: KV bytes sent between ranks, all ranks together.
         pause_seconds: no step ran for this long.
-        prepare_seconds: work ahead of the pause (arena fill).
+        prepare_seconds: work ahead of the pause.
         phases: seconds by phase, slowest rank.
     """
 
@@ -120,14 +120,12 @@ class SwitchSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayoutSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """One-time work for a layout at start, seconds: groups, model object and buffers, graphs, first arena fill."""
+    """One-time work for a layout at start, seconds: groups, model object and buffers, graphs."""
 
     tp: int
     groups_seconds: float
     build_seconds: float
     graphs_seconds: float
-    fill_seconds: float
-    fill_bytes: int
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,31 +49,28 @@ def pat(model: ModelSize, read_rate: float, link_rate: float, degrees: tuple[int
 
 
 def ours(model: ModelSize, read_rate: float, link_rate: float, degrees: tuple[int, ...], ranks: int) -> Switches:
-    """All-to-all of the slices that change rank; arenas filled ahead of the pause, if stale.
+    """All-to-all of the slices that change rank; weights stay where they are.
 
     The busiest rank decides: at the lower degree its replica has ceil(requests / replicas) of them.
     """
-    base, samples = degrees[0], []
+    samples = []
     for from_tp, to_tp in permutations(degrees, 2):
         low, share = min(from_tp, to_tp), 1 - min(from_tp, to_tp) / max(from_tp, to_tp)
-        # Nothing is filled for the base layout: its shards stay.
-        prepare = 0.0 if to_tp == base else 2 * model.weight_bytes / to_tp / read_rate
         for requests, length in CASES:
             tokens = requests * length
             busiest = -(-requests // (ranks // low)) * length * model.kv_bytes / low * share
             phases = {"kv": busiest / link_rate, "install": OUR_CONTROL}
             moved = tokens * model.kv_bytes * share
-            samples.append(_sample(from_tp, to_tp, requests, tokens, moved, phases, prepare))
+            samples.append(_sample(from_tp, to_tp, requests, tokens, moved, phases))
     return tuple(samples), (
         "Switch, KV: bytes that the busiest rank sends in an all-to-all over its link's rate one way (25 GB/s A40, "
         "450 GB/s H100), as in 9 requests of 12K tokens: 72 ms for 8×A40 TP2 → TP8, 6.3 ms for 8×H100 TP1 → TP8; "
         "no overhead of packing, so a lower bound.",
         "Switch, control: 25 ms, the middle of the 20-30 ms of sglang_pat's runs on CPU; not measured on a GPU.",
-        "Arena fill: weight bytes of the target shard read and written at the memory rate of the step times.",
     )
 
 
-def _sample(from_tp, to_tp, requests, tokens, moved, phases, prepare=0.0) -> SwitchSample:
+def _sample(from_tp, to_tp, requests, tokens, moved, phases) -> SwitchSample:
     phases = {name: round(float(seconds), 9) for name, seconds in phases.items()}
     return SwitchSample(
         from_tp=from_tp,
@@ -83,6 +80,6 @@ def _sample(from_tp, to_tp, requests, tokens, moved, phases, prepare=0.0) -> Swi
         mode="migrate",
         moved_bytes=round(moved),
         pause_seconds=round(sum(phases.values()), 9),
-        prepare_seconds=round(float(prepare), 9),
+        prepare_seconds=0.0,
         phases=phases,
     )

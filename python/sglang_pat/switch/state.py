@@ -6,7 +6,7 @@
                |          |          |
                +----------+----------+--> ABORT -> IDLE
 
-PREPARE (groups, weight arena, graphs) leaves decoding alone.  From QUIESCE on no step
+PREPARE (memory, capsules) leaves decoding alone.  From QUIESCE on no step
 runs until RESUME: these are the states a request feels as the pause.  Until COMMIT any
 rank's failure aborts the switch on all ranks, which go on in the old layout.  From COMMIT
 on there is no way back; a failure then ends the engine.

@@ -1,0 +1,54 @@
+"""How the host's layers shard their parameters, as intervals of the full tensors."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from sglang_pat.weights.shards import WHOLE, Block, ShardSpec
+
+
+def shard_specs(model: torch.nn.Module) -> dict[str, ShardSpec]:
+    """How each parameter of ``model`` is sharded, by parameter name.
+
+    Raises:
+        ValueError: a sharded layer of a class that is not known here.
+    """
+    specs: dict[str, ShardSpec] = {}
+    for module_name, module in model.named_modules():
+        spec = _module_spec(module)
+        for name, _ in module.named_parameters(recurse=False):
+            full_name = f"{module_name}.{name}" if module_name else name
+            row_bias = isinstance(module, RowParallelLinear) and name == "bias"
+            specs[full_name] = WHOLE if spec is None or row_bias else spec
+    return specs
+
+
+def _module_spec(module: torch.nn.Module) -> ShardSpec | None:
+    if isinstance(module, QKVParallelLinear):
+        heads, kv_heads = module.total_num_heads, module.total_num_kv_heads
+        return ShardSpec(
+            0,
+            (
+                Block(heads * module.head_size, heads),
+                Block(kv_heads * module.head_size, kv_heads),
+                Block(kv_heads * module.v_head_size, kv_heads),
+            ),
+        )
+    if isinstance(module, MergedColumnParallelLinear):
+        return ShardSpec(0, tuple(Block(size) for size in module.output_sizes))
+    if isinstance(module, ColumnParallelLinear):
+        return ShardSpec(0, (Block(module.output_size),))
+    if isinstance(module, RowParallelLinear):
+        return ShardSpec(1, (Block(module.input_size),))
+    if isinstance(module, VocabParallelEmbedding):
+        return ShardSpec(0, (Block(module.num_embeddings_padded),))
+    if getattr(module, "tp_size", 1) > 1 and list(module.parameters(recurse=False)):
+        raise ValueError(f"--adaptive-tp does not know how {type(module).__name__} is sharded")
+    return None
