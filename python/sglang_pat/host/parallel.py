@@ -16,10 +16,10 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_p
 from sglang_pat.comm import shm
 from sglang_pat.layout import ParallelLayout, exchange_groups
 
-_TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
+TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
 """Globals of ``parallel_state`` that follow the layout."""
 
-_SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
+SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
 """Globals of ``parallel_state`` that are always groups of one rank (the degrees refused at start)."""
 
 
@@ -96,9 +96,9 @@ class GroupPool:
 
     def install(self, layout: ParallelLayout) -> None:
         """Point the host's group globals at the pooled groups of ``layout``."""
-        for name in _TP_GLOBALS:
+        for name in TP_GLOBALS:
             setattr(parallel_state, name, self._tp[layout.tp])
-        for name in _SINGLE_GLOBALS:
+        for name in SINGLE_GLOBALS:
             setattr(parallel_state, name, self._single)
 
     @contextmanager

@@ -1,0 +1,171 @@
+"""A decode step of a layout whose weights are views of the base shards, against copies of them, in turn.
+
+    python bench/tail_weights.py [--quick] [--rounds N] [--json FILE]
+
+One rank in one process on one thread, with SGLang's own layers, attention and KV pool, at the shapes of a rank of
+that degree.  What its peers would add is left out (an all-reduce gives back its input), so that the difference of the
+two is no smaller a share than in an engine.  Times are the thread's own, not the wall's: other processes count less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+from rich.console import Console
+from rich.table import Table
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+import torch  # noqa: E402
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+from sglang_pat.host.lone import LoneRank  # noqa: E402
+from sglang_pat.host.sharding import shard_specs  # noqa: E402
+from sglang_pat.host.weights import Views  # noqa: E402
+from sglang_pat.layout import ParallelLayout  # noqa: E402
+from sglang_pat.testing.machine import machine  # noqa: E402
+from sglang_pat.testing.weights import RandomModel, config  # noqa: E402
+from sglang_pat.weights.shards import copies  # noqa: E402
+
+MODELS = {
+    # Shapes of SmolLM2-135M as it is served here: 12 query and 4 KV heads, so that 2 and 4 divide them.
+    "smollm2": RandomModel(
+        layers=30, hidden=576, heads=12, kv_heads=4, head_dim=64, intermediate=1536, vocab=49152, tie=True
+    ),
+    # As in rollout.py: two layers, whose steps are mostly weights.
+    "wide": RandomModel(
+        layers=2, hidden=2048, heads=16, kv_heads=4, head_dim=128, intermediate=10240, vocab=2048
+    ),
+}
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXT = 128
+
+
+class Stepper:
+    """Decode steps of the models of one rank."""
+
+    def __init__(self, model: RandomModel) -> None:
+        folder = Path(tempfile.mkdtemp())
+        (folder / "config.json").write_text(json.dumps(config(model)))
+        args = ServerArgs(
+            model_path=str(folder), device="cpu", dtype=model.dtype, attention_backend="torch_native",
+            skip_tokenizer_init=True, disable_cuda_graph=True,
+        )  # fmt: skip
+        self.shape, self.rank = model, LoneRank(args)
+        self.base = self.rank.model(1, 0)
+        for param in self.base.parameters():
+            param.data = torch.randn(param.shape, dtype=param.dtype) * 0.02
+
+    def viewed(self, layout: ParallelLayout) -> torch.nn.Module:
+        """The model of rank 0 in ``layout``, as the engine has it."""
+        model = self.rank.model(layout.tp, 0)
+        Views(model, self.base, layout, ParallelLayout(1, layout.num_ranks), 0)
+        return model
+
+    def copied(self, layout: ParallelLayout) -> torch.nn.Module:
+        """The same with weights of its own, each in one piece."""
+        model = self.rank.model(layout.tp, 0)
+        held, wanted, base = shard_specs(self.base), shard_specs(model), dict(self.base.named_parameters())
+        for name, param in model.named_parameters():
+            source, dim = base[name].data, wanted[name].dim
+            if dim is not None:
+                pieces = copies(held[name].intervals(1, 0), wanted[name].intervals(layout.tp, 0))
+                source = torch.cat([source.narrow(dim, piece.src, piece.length) for piece in pieces], dim)
+            param.data = source.clone(memory_format=torch.contiguous_format)
+        return model
+
+    def step(self, model: torch.nn.Module, tp: int, batch: int) -> Callable[[], torch.Tensor]:
+        """A decode step of ``model``: ``batch`` requests with ``CONTEXT`` tokens each, to the logits."""
+        shape, tokens = self.shape, batch * CONTEXT
+        pool = MHATokenToKVPool(
+            size=tokens, page_size=1, dtype=torch.float32, head_num=max(1, shape.kv_heads // tp),
+            head_dim=shape.head_dim, layer_num=shape.layers, device="cpu", enable_memory_saver=False,
+        )  # fmt: skip
+        requests = ReqToTokenPool(size=batch, max_context_len=CONTEXT, device="cpu", enable_memory_saver=False)
+        requests.req_to_token[1:] = torch.arange(1, tokens + 1).view(batch, CONTEXT)
+        lengths = torch.full((batch,), CONTEXT)
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE, batch_size=batch, input_ids=torch.arange(batch) + 10,
+            req_pool_indices=torch.arange(1, batch + 1), seq_lens=lengths, seq_lens_sum=tokens,
+            out_cache_loc=torch.arange(1, batch + 1) * CONTEXT, positions=lengths - 1, req_to_token_pool=requests,
+            token_to_kv_pool=pool, attn_backend=TorchNativeAttnBackend(SimpleNamespace(device="cpu")),
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )  # fmt: skip
+
+        def run() -> torch.Tensor:
+            self.rank.install(tp, 0)
+            out = model(forward_batch.input_ids, forward_batch.positions, forward_batch)
+            return out.next_token_logits
+
+        return run
+
+
+def compare(stepper: Stepper, tp: int, batches: tuple[int, ...], rounds: int) -> list[dict]:
+    """Steps of the viewed and the copied model of degree ``tp`` in turn; ``ratio``: median of the rounds' ratios."""
+    layout = ParallelLayout(tp, 1)
+    models = {"views": stepper.viewed(layout), "copies": stepper.copied(layout)}
+    found = []
+    for batch in batches:
+        steps = {name: stepper.step(model, tp, batch) for name, model in models.items()}
+        logits = {name: step() for name, step in steps.items()}
+        torch.testing.assert_close(logits["views"], logits["copies"], rtol=1e-3, atol=1e-3)
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for number in range(rounds):
+            for name in list(steps) if number % 2 else reversed(steps):
+                began = time.thread_time()
+                steps[name]()
+                seconds[name].append(time.thread_time() - began)
+        ratios = [ours / theirs for ours, theirs in zip(seconds["views"], seconds["copies"], strict=True)]
+        quarters = statistics.quantiles(ratios, n=4)
+        found.append(
+            {"tp": tp, "batch": batch, "rounds": rounds, "ratio": statistics.median(ratios), "quartiles": quarters}
+            | {f"{name}_seconds": statistics.median(times) for name, times in seconds.items()}
+        )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer degrees, batches and rounds; half a minute")
+    parser.add_argument("--rounds", type=int, default=100, help="steps of each (default: 100)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    degrees, batches, rounds = ((2,), (1, 16), 20) if args.quick else ((2, 4), BATCHES, args.rounds)
+    about = machine()
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    table = Table(title="a decode step, ms", title_justify="left")
+    for column in ("model", "tp", "batch", "copies", "views", "views / copies", "half of the rounds"):
+        table.add_column(column, justify="right")
+    results = []
+    for name, model in MODELS.items():
+        stepper = Stepper(model)
+        for tp in degrees:
+            for row in compare(stepper, tp, batches, rounds):
+                results.append({"model": name} | row)
+                low, _, high = row["quartiles"]
+                times = (f"{row[f'{kind}_seconds'] * 1e3:.2f}" for kind in ("copies", "views"))
+                table.add_row(name, str(tp), str(row["batch"]), *times, f"{row['ratio']:.3f}", f"{low:.3f}-{high:.3f}")
+    Console(width=120).print(table)
+    if args.json:
+        args.json.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
