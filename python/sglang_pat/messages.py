@@ -8,7 +8,12 @@ here.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What policies compute with; more cannot be read."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -65,17 +70,17 @@ class RankSwitched(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Running(msgspec.Struct, frozen=True, array_like=True):
     """A request that is not finished: prompt tokens, tokens generated, most that may be, and its prompt's hash."""
 
-    prompt: int
-    output: int
-    limit: int
-    family: int
+    prompt: Int64
+    output: Int64
+    limit: Int64
+    family: Int64
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
     """A response of ``length`` tokens.  ``cut``: aborted or at its limit, it would have been longer."""
 
-    length: int
-    family: int
+    length: Int64
+    family: Int64
     cut: bool
 
 
@@ -304,6 +309,9 @@ class ScheduleReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state: ScheduleState | None
 
 
+FromServer = StatusQuery | Reconfigure | Floor | TraceQuery | ScheduleQuery | SetSchedule
+"""Everything of ours that the server sends to the coordinator for itself."""
+
 FromRank = Prepared | RankSwitched | LoadReport | RankTrace | Held
 """Everything a rank sends on its channel to the coordinator."""
 
@@ -318,3 +326,18 @@ def encode(message: msgspec.Struct) -> bytes:
 def decode_from_rank(data: bytes) -> FromRank:
     """Raises ``msgspec.DecodeError`` on anything but a :data:`FromRank` message."""
     return _from_rank.decode(data)
+
+
+def kind_of(data: bytes) -> str:
+    """What :func:`decode_from_rank` could not read says it is: the name of a type, or ``unreadable``."""
+    try:
+        content = msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return "unreadable"
+    kind = content.get("type") if isinstance(content, dict) else None
+    return kind if kind in _KINDS else "unreadable"
+
+
+_KINDS = {kind.__name__ for kind in FromRank.__args__}
+PROTOCOL = (Prepared.__name__, RankSwitched.__name__, Held.__name__)
+"""Without these a switch never ends, or a replica waits for ever: they are not to be dropped."""

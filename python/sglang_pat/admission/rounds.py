@@ -29,6 +29,9 @@ from sglang_pat.admission.records import (
 ABORT_AGAIN_SECONDS = 0.5
 """An abort that overtakes its request is dropped by the host; it is sent again until the request is out."""
 
+RID_PREFIX = "pat-"
+"""What the ids of a round's requests begin with; no client may use it."""
+
 _serial = itertools.count()
 
 
@@ -78,7 +81,7 @@ class RolloutRound:
         self.summary: Summary | None = None
         self._backend = backend
         self._params = params
-        self.name = f"pat-{next(_serial)}-"
+        self.name = f"{RID_PREFIX}{next(_serial)}-"
         """What request ids of this round begin with."""
         self._events: asyncio.Queue[Group | Judge | Summary | Exception] = asyncio.Queue()
         self._tasks: dict[SampleId, asyncio.Task] = {}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from http import HTTPStatus
+from typing import Any, get_origin, get_type_hints
 
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers import io_struct as io
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_pat.coordinator.core import Control
 from sglang_pat.coordinator.leader import Work
-from sglang_pat.host.load import length_limit
+from sglang_pat.host.sampling import length_limit
+
+MAX_MESSAGE = 500
+"""Characters of an error that a client gets to see."""
 
 
 def _all_succeed(replies: list[Any]) -> Any:
@@ -74,6 +80,28 @@ CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
 
 _BATCHES = (io.BatchTokenizedGenerateReqInput, io.BatchTokenizedEmbeddingReqInput)
 _SINGLES = (io.TokenizedGenerateReqInput, io.TokenizedEmbeddingReqInput)
+
+
+def failed(obj: Any, error: Exception) -> Any:
+    """What a leader answers to a request whose handling raised ``error``; None if nobody waits for an answer."""
+    message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+    if isinstance(obj, _SINGLES):
+        return io.AbortReq(rid=obj.rid, finished_reason=FINISH_ABORT(message, HTTPStatus.BAD_REQUEST).to_json())
+    reply, _ = CONTROLS.get(type(obj), (None, None))
+    if reply is None:
+        return None
+    values = {"success": False} | dict.fromkeys(("message", "error_msg", "error_message"), message)
+    kinds = get_type_hints(reply)
+    fields = [field for field in dataclasses.fields(reply) if field.init]
+    required = [f for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    given = {field.name: values[field.name] for field in fields if field.name in values}
+    return reply(**{field.name: _nothing(kinds[field.name]) for field in required} | given)
+
+
+def _nothing(kind: Any) -> Any:
+    """An empty value of a field's type."""
+    kind = get_origin(kind) or kind
+    return kind() if kind in (dict, list, str, bool, int, float) else None
 
 
 def classify(obj: Any) -> list[Work | Control]:

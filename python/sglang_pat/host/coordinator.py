@@ -32,6 +32,7 @@ from sglang_pat.coordinator import decision_log  # noqa: E402
 from sglang_pat.coordinator.core import Coordinator  # noqa: E402
 from sglang_pat.coordinator.policy import Policy, make_policy  # noqa: E402
 from sglang_pat.coordinator.snapshot import Decision, Snapshot  # noqa: E402
+from sglang_pat.dropped import Dropped  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.host.channels import HOST  # noqa: E402
 from sglang_pat.host.controls import classify  # noqa: E402
@@ -104,8 +105,8 @@ class Sockets:
             self._metrics.observe(record)
 
 
-def serve(coordinator: Coordinator, sockets: Sockets) -> None:
-    """Run forever.  Events are handled in the order of arrival on each socket."""
+def serve(coordinator: Coordinator, sockets: Sockets, dropped: Dropped) -> None:
+    """Run forever.  Events are handled in the order of arrival on each socket; what cannot be read is dropped."""
     poller = zmq.Poller()
     for socket in (sockets.from_server, sockets.from_ranks, sockets.rpc):
         poller.register(socket, zmq.POLLIN)
@@ -115,25 +116,44 @@ def serve(coordinator: Coordinator, sockets: Sockets) -> None:
         ready = dict(poller.poll(TICK_MILLISECONDS))
         now = time.monotonic() + offset
         if sockets.from_ranks in ready:
-            _drain_ranks(coordinator, sockets.from_ranks, now)
+            _drain_ranks(coordinator, sockets.from_ranks, now, dropped)
         for socket in (sockets.from_server, sockets.rpc):
             if socket in ready:
-                _drain_server(coordinator, socket, now)
+                _drain_server(coordinator, socket, now, dropped)
         coordinator.tick(now)
 
 
-def _drain_ranks(coordinator: Coordinator, socket: zmq.Socket, now: float) -> None:
+def _drain_ranks(coordinator: Coordinator, socket: zmq.Socket, now: float, dropped: Dropped) -> None:
     while socket.poll(0):
-        kind, rank, payload = socket.recv_multipart()
-        if kind == HOST:
-            coordinator.reply(int(rank), pickle.loads(payload), now)
+        frames = socket.recv_multipart()
+        try:
+            rank, message = _from_rank(frames)
+        except Exception as error:
+            kind = messages.kind_of(frames[-1])
+            if kind in messages.PROTOCOL:
+                raise
+            dropped.note(kind, error)
+            continue
+        if isinstance(message, messages.FromRank):
+            coordinator.rank_message(message, now)
         else:
-            coordinator.rank_message(messages.decode_from_rank(payload), now)
+            coordinator.reply(rank, message, now)
 
 
-def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float) -> None:
+def _from_rank(frames: list[bytes]) -> tuple[int, Any]:
+    """Who sent it, and what: one of our messages, or a host object."""
+    kind, rank, payload = frames
+    return int(rank), pickle.loads(payload) if kind == HOST else messages.decode_from_rank(payload)
+
+
+def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, dropped: Dropped) -> None:
     while socket.poll(0):
-        obj = socket.recv_pyobj()
+        try:
+            obj = socket.recv_pyobj()
+            events = () if isinstance(obj, messages.FromServer) else classify(obj)
+        except Exception as error:
+            dropped.note("from the server", error)
+            continue
         if isinstance(obj, messages.StatusQuery):
             coordinator.status(obj)
         elif isinstance(obj, messages.Reconfigure):
@@ -147,7 +167,7 @@ def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float) -> N
         elif isinstance(obj, messages.SetSchedule):
             coordinator.receive(obj, now)
         else:
-            for event in classify(obj):
+            for event in events:
                 coordinator.receive(event, now)
 
 
@@ -199,7 +219,7 @@ def run_coordinator(
                 )
             )
         pipe_writer.send({"status": "ready"})
-        serve(coordinator, sockets)
+        serve(coordinator, sockets, Dropped(server_args.enable_metrics))
     except Exception:
         logger.exception("coordinator failed")
         end_engine(parent_pid)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.rules import Rules
-
-MAX_NEW_TOKENS = 128
-"""The host's default."""
+from sglang_pat.host.sampling import Sampling, checked
 
 
 class Prompt(msgspec.Struct, forbid_unknown_fields=True):
@@ -89,35 +87,6 @@ def _decoded(data: bytes, kind: type) -> Any:
         raise ValueError(f"the body is not JSON: {error}") from None
 
 
-class Sampling(msgspec.Struct, forbid_unknown_fields=True):
-    """SGLang's sampling parameters with their types: some that are wrong would end the engine."""
-
-    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] = MAX_NEW_TOKENS
-    min_new_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    stop_regex: str | list[str] | None = None
-    regex: str | None = None
-    json_schema: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
-    custom_params: dict[str, Any] | None = None
-    logit_bias: dict[str, float] | None = None
-    sampling_seed: int | None = None
-
-
 WHOLE_ONLY = (
     "stop", "stop_regex", "regex", "json_schema", "ebnf", "structural_tag", "frequency_penalty", "presence_penalty",
     "repetition_penalty",
@@ -134,13 +103,12 @@ class Intake:
     def params(self, given: dict[str, Any], mode: str) -> dict[str, Any]:
         """Sampling parameters of every sample."""
         where = "sampling_params"
-        try:
-            typed = msgspec.convert(given, Sampling)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{where}: {error}") from None
+        params = {name: value for name, value in checked(given).items() if value is not None}
+        typed = Sampling(**params)
         if typed.n != 1:
             raise ValueError(f"{where}.n is {typed.n}, must be 1: num_responses says how many")
-        params = {name: value for name, value in given.items() if value is not None}
+        if typed.max_new_tokens < 1:
+            raise ValueError(f"{where}.max_new_tokens is {typed.max_new_tokens}, must be at least 1")
         params["max_new_tokens"] = typed.max_new_tokens
         tokens = [*(typed.stop_token_ids or ()), *map(_token, typed.logit_bias or ())]
         most = self._manager.model_config.vocab_size - 1
@@ -196,5 +164,5 @@ class Intake:
         return ids
 
 
-def _token(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() else -1
+def _token(text: str | int) -> int:
+    return int(text) if str(text).isascii() and str(text).isdigit() else -1

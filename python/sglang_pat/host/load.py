@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
-from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_pat.host.sampling import length_limit
 from sglang_pat.messages import Finished, LoadReport, RankTrace, Running, Step, TraceQuery
 
 if TYPE_CHECKING:
@@ -21,17 +21,6 @@ REPORT_INTERVAL_STEPS = 32
 
 TRACE_STEPS = 16384
 """Steps kept for :class:`StepTrace`; older ones are forgotten."""
-
-LIMIT_PARAM = "pat_limit"
-"""In ``sampling_params.custom_params``: the longest response that policies are to reckon with, where
-``max_new_tokens`` would give a response's length away (benchmarks with lengths fixed in advance)."""
-
-
-def length_limit(params: SamplingParams) -> int | None:
-    """The longest response that policies reckon with; None if neither the request nor the host has set one yet."""
-    custom = params.custom_params
-    limit = custom.get(LIMIT_PARAM) if isinstance(custom, dict) else None
-    return limit if isinstance(limit, int) else params.max_new_tokens
 
 
 def register(req: Req) -> None:
@@ -61,11 +50,17 @@ class LoadReporter:
         """Called before outputs go out, when the host has not yet marked the finished ones as sent."""
         for req in reqs:
             if req.finished() and not req.finished_output and HEALTH_CHECK_RID_PREFIX not in req.rid:
-                length = len(req.output_ids)
-                cut = isinstance(req.finished_reason, FINISH_ABORT) or (
-                    isinstance(req.finished_reason, FINISH_LENGTH) and length >= req.pat_limit
-                )
-                self._finished.append(Finished(length=length, family=req.pat_family, cut=cut))
+                try:
+                    self._account(req)
+                except Exception as error:
+                    self._scheduler.dropped.note("Finished", error)
+
+    def _account(self, req: Req) -> None:
+        length = len(req.output_ids)
+        cut = isinstance(req.finished_reason, FINISH_ABORT) or (
+            isinstance(req.finished_reason, FINISH_LENGTH) and length >= req.pat_limit
+        )
+        self._finished.append(Finished(length=length, family=req.pat_family, cut=cut))
 
     def look(self, batch: ScheduleBatch | None) -> None:
         """Report if due.  ``batch``: what is about to run."""
@@ -95,6 +90,15 @@ class LoadReporter:
         )
 
     def send(self, running: list[Req], waiting: list[Req]) -> None:
+        try:
+            self._send(running, waiting, running + waiting)
+        except Exception as error:
+            self._scheduler.dropped.note("LoadReport", error)
+            # What the coordinator routes by it has to know; policies wait for a report with the requests in it.
+            self._finished = []
+            self._send(running, waiting, [])
+
+    def _send(self, running: list[Req], waiting: list[Req], listed: list[Req]) -> None:
         scheduler = self._scheduler
         allocator = scheduler.token_to_kv_pool_allocator
         decoding = scheduler.running_batch
@@ -112,7 +116,7 @@ class LoadReporter:
                 weight_updates=scheduler.layouts.weight_version,
                 requests=[
                     Running(len(req.origin_input_ids), len(req.output_ids), req.pat_limit, req.pat_family)
-                    for req in running + waiting
+                    for req in listed
                 ],
                 finished=self._finished,
             )

@@ -7,14 +7,29 @@ import os
 import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.dp_attention import initialize_dp_attention
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils import get_available_gpu_memory
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_pat.comm import shm
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.host import grammars
 from sglang_pat.host.parallel import GroupPool
+
+
+def leave_a_choice(logits: torch.Tensor) -> None:
+    """Let rows in which a request forbids every token choose from all: the host's sampler dies of them.
+
+    A grammar and ``min_new_tokens`` can do that together; the grammar then aborts the request.
+
+    Args:
+        logits: float ``[requests, vocab]``, changed in place; nothing is moved to the CPU.
+    """
+    empty = ~torch.isfinite(logits.amax(dim=-1, keepdim=True))
+    logits.masked_fill_(empty, 0.0)
 
 
 class AdaptiveModelRunner(ModelRunner):
@@ -28,6 +43,14 @@ class AdaptiveModelRunner(ModelRunner):
         self.adaptive = adaptive
         self.rank = rank
         super().__init__(**kwargs)
+
+    def _preprocess_logits(self, logits_output: LogitsProcessorOutput, sampling_info: SamplingBatchInfo) -> None:
+        grammars.guard(sampling_info)
+        super()._preprocess_logits(logits_output, sampling_info)
+        orchestrator = sampling_info.penalizer_orchestrator  # None with overlap scheduling, which has sums of them
+        penalized = sampling_info.acc_additive_penalties is not None or (orchestrator and orchestrator.is_required)
+        if sampling_info.grammars or sampling_info.logit_bias is not None or penalized:
+            leave_a_choice(logits_output.next_token_logits)
 
     def init_threads_binding(self) -> None:
         """Share the cores out over the N ranks (the host knows the ranks of one replica only)."""

@@ -42,8 +42,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import PortArgs
 
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.host import penalties, prefixes, requests
+from sglang_pat.dropped import Dropped
+from sglang_pat.host import grammars, penalties, prefixes, requests
 from sglang_pat.host.channels import ControlSender, OutputSender, RankChannel, RpcRelay
+from sglang_pat.host.isolation import IsolatingDispatcher
 from sglang_pat.host.layouts import LayoutRuntime, Layouts
 from sglang_pat.host.load import LoadReporter, StepTrace, register
 from sglang_pat.host.runner import AdaptiveTpModelWorker
@@ -88,6 +90,7 @@ class AdaptiveScheduler(Scheduler):
         self.rank = rank
         self._channel_address = channel_address
         self._captured: list[Req] | None = None
+        self.dropped = Dropped(kwargs["server_args"].enable_metrics)
         self.load = LoadReporter(self)
         self.trace = StepTrace()
         self.gate = StepGate()
@@ -139,6 +142,7 @@ class AdaptiveScheduler(Scheduler):
                 InjectPrefixes: lambda m: prefixes.inject(self.tree_cache, m.prompts),
             }
         )
+        self._request_dispatcher = IsolatingDispatcher(self._request_dispatcher, self.dropped)
 
     # -- holding at a step (``--pat-policy schedule``) ---------------------------------------------
 
@@ -456,6 +460,8 @@ class AdaptiveScheduler(Scheduler):
         self.trace.begin()
         self.gate.launched(batch.forward_mode.is_decode())
         result = super().run_batch(batch, *args, **kwargs)
+        if batch.has_grammar:
+            grammars.abort_failed(batch.reqs)
         if self._check_tokens and self.tp_size > 1 and getattr(result, "next_token_ids", None) is not None:
             self._compare_tokens(batch, result.next_token_ids)
         return result
@@ -505,24 +511,29 @@ class AdaptiveScheduler(Scheduler):
             for owner, tp_rank in zip(owners, saved, strict=True):
                 owner.tp_rank = tp_rank
 
-    def _updated(self, output: Any) -> Any:
-        # After a failure as well: some of the weights may have changed, and no rank may count differently.
-        self.layouts.weight_version += 1
-        return output
+    @contextmanager
+    def _update(self):
+        try:
+            yield
+        finally:
+            # After a failure as well: some of the weights may have changed, and no rank may count differently.
+            self.layouts.weight_version += 1
 
     def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
-        return self._updated(super().update_weights_from_disk(recv_req))
+        with self._update():
+            return super().update_weights_from_disk(recv_req)
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
-        with self._physical_rank():
-            return self._updated(super().update_weights_from_tensor(recv_req))
+        with self._physical_rank(), self._update():
+            return super().update_weights_from_tensor(recv_req)
 
     def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> Any:
-        return self._updated(super().update_weights_from_distributed(recv_req))
+        with self._update():
+            return super().update_weights_from_distributed(recv_req)
 
     def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> Any:
-        with self._physical_rank():
-            return self._updated(super().update_weights_from_ipc(recv_req))
+        with self._physical_rank(), self._update():
+            return super().update_weights_from_ipc(recv_req)
 
     def init_weights_update_group(self, recv_req: InitWeightsUpdateGroupReqInput) -> Any:
         with self._physical_rank():

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
+from sglang.srt.managers.io_struct import AbortReq, EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
 from sglang_pat.host.channels import AsyncOrderedReceiver
+from sglang_pat.host.gate import Gate, admit
 from sglang_pat.host.rollout import Rollouts
 from sglang_pat.metrics import RolloutMetrics
+
+logger = logging.getLogger(__name__)
 
 
 class ReconfigureError(RuntimeError):
@@ -40,6 +45,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
 
     def __init__(self, server_args, port_args) -> None:
         super().__init__(server_args, port_args)
+        self._pat_gate = Gate(self)
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self.pat_weight_updates = 0
@@ -55,6 +61,65 @@ class AdaptiveTokenizerManager(TokenizerManager):
                 (messages.ScheduleReply, self._pat_reply),
             ]
         )
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def generate_request(self, obj, request=None) -> AsyncIterator[Any]:
+        """The host's, behind the gate.
+
+        Raises:
+            ValueError: the request is not one that the engine takes; no rank has seen it.
+        """
+        try:
+            admit(obj, None if request is None else request.url.path)
+            async with aclosing(super().generate_request(obj, request)) as answers:
+                async for answer in answers:
+                    yield answer
+        except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError) as error:
+            # What the host says of values that it did not expect, while it takes a request apart.
+            if any(state.pat_sent for state in self._pat_states(obj)):
+                raise
+            logger.debug("malformed request", exc_info=True)
+            raise ValueError(f"the request is malformed: {type(error).__name__}: {error}"[:300]) from None
+        finally:
+            # The host keeps what was refused before it went to a rank, and all but one of the n that it is copied from.
+            for state in list(self._pat_states(obj)):
+                if not state.pat_sent:
+                    del self.rid_to_state[state.pat_rid]
+
+    def _pat_states(self, obj: GenerateReqInput | EmbeddingReqInput) -> Iterator[Any]:
+        """The host's states of ``obj``'s requests, under the ids that came with them."""
+        parts = vars(obj).get("_sub_obj_cache", {})
+        for i, rid in enumerate(obj.rid if isinstance(obj.rid, list) else [obj.rid]):
+            state = self.rid_to_state.get(rid) if isinstance(rid, str) else None
+            if state is not None and (state.obj is obj or state.obj is parts.get(i)):
+                state.pat_rid, state.pat_sent = rid, getattr(state, "pat_sent", False)
+                yield state
+
+    def _create_tokenized_object(self, *args, **kwargs):
+        tokenized = super()._create_tokenized_object(*args, **kwargs)
+        self._pat_gate.check(tokenized)
+        return tokenized
+
+    def _send_one_request(self, tokenized_obj) -> None:
+        super()._send_one_request(tokenized_obj)
+        self._pat_sent([tokenized_obj])
+
+    def _send_batch_request(self, tokenized_objs) -> None:
+        super()._send_batch_request(tokenized_objs)
+        self._pat_sent(tokenized_objs)
+
+    def _pat_sent(self, tokenized: list[Any]) -> None:
+        for one in tokenized:
+            if (state := self.rid_to_state.get(one.rid)) is not None:
+                state.pat_sent = True
+
+    def _handle_abort_req(self, recv_obj: AbortReq) -> None:
+        # The host expects that whoever asked still waits.
+        if recv_obj.rid in self.rid_to_state:
+            super()._handle_abort_req(recv_obj)
+
+    # -- weights ----------------------------------------------------------------------------------
 
     async def update_weights_from_disk(self, obj, request=None):
         with self._pat_update():
