@@ -335,7 +335,7 @@ def kind_of(data: bytes) -> str:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "unreadable"
     kind = content.get("type") if isinstance(content, dict) else None
-    return kind if kind in _KINDS else "unreadable"
+    return kind if isinstance(kind, str) and kind in _KINDS else "unreadable"
 
 
 _KINDS = {kind.__name__ for kind in FromRank.__args__}

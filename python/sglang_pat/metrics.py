@@ -47,6 +47,9 @@ class SwitchMetrics:
         self._set_layout(record.to_tp)
 
 
+MAX_JOB_LABELS = 64
+"""Jobs that ``/metrics`` tells apart, by their order of arrival; others are ``other``."""
+
 _TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
 _AGES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -57,6 +60,7 @@ class RolloutMetrics:
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
+        self._jobs: set[str] = set()
         self._rounds = Counter("sglang_pat_rounds_total", "Rounds.", ["job", "kind", "outcome"])
         self._prompts = Counter("sglang_pat_round_prompts_total", "Prompts at the end of rounds.", ["job", "became"])
         self._aborted = Counter("sglang_pat_round_aborted_samples_total", "Samples that were stopped.", ["job"])
@@ -81,8 +85,15 @@ class RolloutMetrics:
             buckets=(-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0),
         )  # fmt: skip
 
+    def _label(self, job: str) -> str:
+        if job not in self._jobs and len(self._jobs) >= MAX_JOB_LABELS:
+            return "other"
+        self._jobs.add(job)
+        return job
+
     def observe(self, job: str, summary, engine: dict[str, int]) -> None:
         """``summary``: an ``admission.records.Summary``; ``engine``: what it held afterwards."""
+        job = self._label(job)
         self._rounds.labels(job, summary.kind, "cancelled" if summary.cancelled else "done").inc()
         self._thrown.labels(job).inc(summary.thrown)
         self._aborted.labels(job).inc(len(summary.aborted_lengths))

@@ -147,6 +147,22 @@ def test_bad_bytes(data):
         m.decode_from_rank(data)
 
 
+def test_what_bad_bytes_say_they_are():
+    """Whether they may be dropped: a switch never ends without each rank's answer."""
+    switch = {"not a map": False, "unknown tag": False, "noise": False, "missing field": True, "wrong type": True}
+    assert {name: m.kind_of(BAD[name]) in m.PROTOCOL for name in switch} == switch
+    assert m.kind_of(m.encode(LOAD)) == "LoadReport" and m.kind_of(GOOD[:-1]) == "unreadable"
+    assert m.kind_of(msgspec.msgpack.encode({"type": ["Prepared"]})) == "unreadable"
+
+
+@pytest.mark.parametrize("value", [2**63, 2**64 - 1])
+def test_numbers_that_policies_cannot_compute_with_are_refused(value):
+    report = msgspec.to_builtins(LOAD)
+    for part in ([[1, 2, value, 3]], [[value, 2, 3, 4]]):
+        with pytest.raises(msgspec.ValidationError):
+            m.decode_from_rank(msgspec.msgpack.encode(report | {"requests": part}))
+
+
 def test_every_truncation_is_refused():
     for data in (GOOD, m.encode(SWITCHED)):
         for end in range(len(data)):

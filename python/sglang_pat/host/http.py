@@ -21,10 +21,13 @@ from sglang_pat.host.args import AdaptiveServerArgs, outer_view
 from sglang_pat.host.contract import HostMismatch, check_host
 from sglang_pat.host.deployment import check_files, first_schedule
 from sglang_pat.host.engine import AdaptiveEngine
-from sglang_pat.host.intake import parse, parse_verdict
+from sglang_pat.host.intake import MAX_BODY_BYTES, parse, parse_verdict
 from sglang_pat.host.rank import run_detokenizer
 from sglang_pat.host.rollout import Busy, server_sent
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
+
+MAX_SMALL_BYTES = 1 << 16
+"""Of a body other than that of ``POST /pat/rollout``."""
 
 
 def parse_args(argv: list[str]) -> AdaptiveServerArgs:
@@ -93,7 +96,7 @@ async def reconfigure(request: Request) -> JSONResponse:
     layout goes on.
     """
     try:
-        tp = _degree(await request.body())
+        tp = _degree(await _body(request, MAX_SMALL_BYTES))
     except ValueError as error:
         return _error(400, str(error))
     try:
@@ -134,7 +137,8 @@ async def rollout(request: Request) -> Response:
     400: a body that is not like that, or too few prompts; 409: the job has a round under way.
     """
     try:
-        events = _manager().pat_rollouts.events(parse(await request.body()))
+        body = parse(await _body(request, MAX_BODY_BYTES))
+        events = _manager().pat_rollouts.events(body)
         first = await anext(events)
     except ValueError as error:
         return _error(400, str(error))
@@ -146,14 +150,16 @@ async def rollout(request: Request) -> Response:
 async def verdict(request: Request) -> JSONResponse:
     """``{"key": [0, 17], "keep": false}``: whether a group of a ``judge`` event is of use; ``job`` as in the round."""
     try:
-        _manager().pat_rollouts.judge(parse_verdict(await request.body()))
+        given = parse_verdict(await _body(request, MAX_SMALL_BYTES))
+        _manager().pat_rollouts.judge(given)
     except ValueError as error:
         return _error(400, str(error))
     return JSONResponse({})
 
 
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def forget(job: str) -> JSONResponse:
-    """Drop a job and the prompts that wait in it; 409 while it has a round under way."""
+    """Drop a job and the prompts that wait in it, for an administrator; 409 while it has a round under way."""
     try:
         _manager().pat_rollouts.forget(job)
     except ValueError as error:
@@ -161,6 +167,16 @@ async def forget(job: str) -> JSONResponse:
     except Busy as error:
         return _error(409, str(error))
     return JSONResponse({})
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """Raises ValueError: longer than ``most`` bytes; no more than these are held."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            raise ValueError(f"the body is longer than {most} bytes; send less")
+    return bytes(body)
 
 
 def _degree(body: bytes) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -16,11 +16,23 @@ from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.rules import Rules
 from sglang_pat.host.sampling import Sampling, checked
 
+MAX_BODY_BYTES = 64 << 20
+"""Of ``POST /pat/rollout``."""
+
+MAX_ROUND_SAMPLES = 32_768
+"""Samples that a round may start: the server's event loop does something for each of them."""
+
+MAX_PROMPTS = 65_536
+"""Prompts that a job may have waiting, those of the call included."""
+
+Number = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+"""Whole, and the same in every JSON reader."""
+
 
 class Prompt(msgspec.Struct, forbid_unknown_fields=True):
     """``key``: (epoch, index); one of ``text`` and ``input_ids``."""
 
-    key: tuple[int, int]
+    key: tuple[Number, Number]
     text: str | None = None
     input_ids: list[int] | None = None
 
@@ -39,14 +51,20 @@ class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     prompts: list[Prompt] = []
     sampling_params: dict[str, Any] = {}
-    version: int | None = None
-    end_of_epoch: int | None = None
+    version: Number | None = None
+    end_of_epoch: Number | None = None
     job: str = "default"
     planner: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_job(self.job)
+        samples = self.started_prompts * self.started_responses
+        if samples > MAX_ROUND_SAMPLES:
+            raise ValueError(
+                f"num_prompts {self.num_prompts} and num_responses {self.num_responses} start {samples} samples, "
+                f"at most {MAX_ROUND_SAMPLES} are allowed; make rounds smaller"
+            )
 
     @property
     def rules(self) -> Rules:
@@ -56,7 +74,7 @@ class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Verdict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of ``POST /pat/rollout/verdict``."""
 
-    key: tuple[int, int]
+    key: tuple[Number, Number]
     keep: bool
     reward: float | None = None
     job: str = "default"
@@ -129,9 +147,14 @@ class Intake:
         """(key, prompt as token ids) of each."""
         return [(p.key, {"input_ids": self._ids(p, f"prompts[{i}]", new_tokens)}) for i, p in enumerate(prompts)]
 
-    def fits(self, admitter: Admitter, new_tokens: int) -> None:
-        """Prompts that wait from earlier calls must leave room for so many tokens as well."""
-        for group in (*admitter.state.waiting, *admitter.state.fresh):
+    def fits(self, admitter: Admitter, new_prompts: int, new_tokens: int) -> None:
+        """Prompts that wait from earlier calls must leave room for so many more, and for so many tokens."""
+        groups = (*admitter.state.waiting, *admitter.state.fresh)
+        if len(groups) + new_prompts > MAX_PROMPTS:
+            raise ValueError(
+                f"prompts: {new_prompts}, and {len(groups)} wait from earlier calls; at most {MAX_PROMPTS} together"
+            )
+        for group in groups:
             length = len(group.prompt["input_ids"])
             if length + new_tokens > self._room:
                 raise ValueError(

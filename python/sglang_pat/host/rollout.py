@@ -34,6 +34,19 @@ FLOOR_SECONDS = 30.0
 """A planner's floor is kept so long after a round, so that the next one finds the engine where it wants it."""
 
 
+SHOWN = 8
+"""Names of jobs in an error."""
+
+MAX_JOBS = 64
+"""Jobs in memory; a new one beyond that is refused."""
+
+MAX_SAVED_JOBS = 1024
+"""Files in ``--pat-rollout-dir``; a new job beyond that is refused."""
+
+JOB_SECONDS = 86_400.0
+"""A job without a round for so long is forgotten when another one begins; its file stays, if there is one."""
+
+
 class Busy(RuntimeError):
     """A round of this job is under way."""
 
@@ -85,6 +98,7 @@ class Job:
     Attributes:
         round: the last one; ``settled``: it is over, and all that had to be written is.
         updates: weight updates before it.
+        used: when its last round began or ended, seconds of the machine's monotonic clock.
         settling: what is done when it is over, once.
         floor: lowest tp that its planner asks for, 0 for none.
     """
@@ -97,6 +111,7 @@ class Job:
         self.updates = 0
         self.planner: Planner | None = None
         self.floor = 0
+        self.used = time.monotonic()
 
 
 class Rollouts:
@@ -130,9 +145,10 @@ class Rollouts:
         known = self._jobs.get(body.job)
         if known is not None and not known.settled:
             raise Busy(f"job {body.job!r} has a round under way; wait for its end, or give another job")
+        self._make_room(body.job)
         # A copy: if anything is refused the job is what it was.
         admitter = self._copy(body)
-        self._intake.fits(admitter, params["max_new_tokens"])
+        self._intake.fits(admitter, len(prompts), params["max_new_tokens"])
         version = self._version(body, admitter, known)
         try:
             admitter.feed(prompts, end_of=body.end_of_epoch)
@@ -141,13 +157,26 @@ class Rollouts:
             raise ValueError(str(error) if str(error).startswith("version") else f"prompts: {error}") from None
         job = self._jobs[body.job] = known or Job(admitter)
         job.admitter, job.round, job.settled, job.settling = admitter, round_, False, None
-        job.updates = self._manager.pat_weight_updates
+        job.updates, job.used = self._manager.pat_weight_updates, time.monotonic()
         self.watch(round_)
         if body.planner and admitter.state.round is not None:
             job.planner = job.planner or self._planner(round_, params["max_new_tokens"])
             # Goes out before the first sample: its tasks have not run yet.
             self._set_floor(job, job.planner.tp(round_.kind))
         return job
+
+    def _make_room(self, name: str) -> None:
+        """Forget jobs that nobody has used for long.  Raises ValueError: there are too many for another one."""
+        old = time.monotonic() - JOB_SECONDS
+        for other in [n for n, job in self._jobs.items() if job.settled and job.used < old and n != name]:
+            del self._jobs[other]
+        if name in self._jobs:
+            return
+        if len(self._jobs) >= MAX_JOBS:
+            raise ValueError(f"job is {name!r}, and there are {MAX_JOBS} others; DELETE /pat/rollout/JOB drops one")
+        if self._folder is not None and not self._file(name).exists():
+            if (files := sum(1 for _ in self._folder.glob("*.json"))) >= MAX_SAVED_JOBS:
+                raise ValueError(f"job is {name!r}, and {files} are kept; DELETE /pat/rollout/JOB drops one")
 
     def _copy(self, body: RolloutBody) -> Admitter:
         file = self._file(body.job)
@@ -194,7 +223,7 @@ class Rollouts:
         check_job(name)
         file = self._file(name)
         if name not in self._jobs and not (file is not None and file.exists()):
-            raise ValueError(f"job is {name!r}, there are {sorted(self._jobs)}")
+            raise ValueError(f"job is {name!r}, there are {sorted(self._jobs)[:SHOWN]}")
         if name in self._jobs and not self._jobs[name].settled:
             raise Busy(f"job {name!r} has a round under way; close its stream first")
         if (job := self._jobs.pop(name, None)) is not None and job.floor:
@@ -206,7 +235,7 @@ class Rollouts:
         """Raises ValueError: no verdict is awaited for such a group."""
         job = self._jobs.get(verdict.job)
         if job is None or job.round is None:
-            raise ValueError(f"job is {verdict.job!r}, which has no round; there are {sorted(self._jobs)}")
+            raise ValueError(f"job is {verdict.job!r}, which has no round; there are {sorted(self._jobs)[:SHOWN]}")
         job.round.judge(verdict.key, verdict.keep, verdict.reward)
 
     async def events(self, body: RolloutBody) -> AsyncIterator[dict[str, Any]]:
@@ -252,7 +281,7 @@ class Rollouts:
                 job.planner.observe(round_.summary.kind, after["retracted"])
             asyncio.get_running_loop().call_later(FLOOR_SECONDS, self._lift_floor, job, round_)
         await self._save(body.job)
-        job.settled = True
+        job.settled, job.used = True, time.monotonic()
         return after
 
     def _lift_floor(self, job: Job, round_: RolloutRound) -> None:

@@ -1,0 +1,167 @@
+"""Bounds of ``/pat/*``, and who may call what."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+pytestmark = pytest.mark.contract
+
+API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
+
+ADMINS = {"/pat/reconfigure": "POST", "/pat/rollout/{job}": "DELETE"}
+"""Routes that change the engine for everybody, or destroy what is kept; all others are a client's."""
+
+
+@pytest.fixture
+def app():
+    from fastapi import FastAPI
+
+    from sglang_pat.host.http import add_routes
+
+    app = FastAPI()
+    add_routes(app)
+    return app
+
+
+def client(app, **keys):
+    from sglang.srt.utils.auth import add_api_key_middleware
+    from starlette.testclient import TestClient
+
+    add_api_key_middleware(app, **({"api_key": None, "admin_api_key": None} | keys))
+    # What is behind the keys does not exist here: any answer but 401 means that the caller got through.
+    return TestClient(app, raise_server_exceptions=False)
+
+
+def routes(app):
+    found = [(route.path, method) for route in app.routes for method in getattr(route, "methods", ())]
+    return [(path, method) for path, method in found if path.startswith("/pat/")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "as_user", "as_admin"),
+    [
+        ({}, None, True, True),
+        ({"api_key": API_KEY}, None, False, False),
+        ({"api_key": API_KEY}, API_KEY, True, True),
+        ({"admin_api_key": ADMIN_KEY}, None, True, False),
+        ({"admin_api_key": ADMIN_KEY}, ADMIN_KEY, True, True),
+        ({"api_key": API_KEY, "admin_api_key": ADMIN_KEY}, None, False, False),
+        ({"api_key": API_KEY, "admin_api_key": ADMIN_KEY}, API_KEY, True, False),
+        ({"api_key": API_KEY, "admin_api_key": ADMIN_KEY}, ADMIN_KEY, False, True),
+    ],
+    ids=str,
+)
+def test_who_may_call_what(app, keys, key, as_user, as_admin):
+    found = routes(app)
+    assert len(found) == 5 and set(ADMINS.items()) < set(found)
+    caller = client(app, **keys)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    for path, method in found:
+        answer = caller.request(method, path.replace("{job}", "mine"), headers=headers)
+        admin = ADMINS.get(path) == method
+        assert (answer.status_code != 401) == (as_admin if admin else as_user), (path, answer)
+
+
+@pytest.mark.parametrize("path", ["/pat/reconfigure", "/pat/rollout", "/pat/rollout/verdict"])
+def test_bodies_are_bounded(app, path, monkeypatch):
+    from sglang_pat.host import http
+
+    monkeypatch.setattr(http, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(http, "MAX_SMALL_BYTES", 1000)
+    monkeypatch.setattr(http, "_manager", lambda: None)
+    answer = client(app).post(path, content=(b"[" * 100 for _ in range(100)))
+    assert answer.status_code == 400
+    assert "longer than 1000 bytes" in answer.json()["error"]["message"]
+
+
+def test_a_round_is_bounded():
+    from sglang_pat.host.intake import MAX_ROUND_SAMPLES, parse
+
+    assert parse(b'{"num_prompts": 512, "num_responses": 16}').started_prompts == 640
+    for body in (b'{"num_prompts": 1, "num_responses": 262144}', b'{"num_prompts": 8192, "num_responses": 8}'):
+        with pytest.raises(ValueError, match=f"at most {MAX_ROUND_SAMPLES} are allowed") as caught:
+            parse(body)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**53) - 1, 2**64 - 1, 10**30])
+def test_numbers_are_those_of_json(number):
+    """Beyond 64 bits the state of a job could not be written, and one more than the last version is computed."""
+    from sglang_pat.host.intake import parse, parse_verdict
+
+    for field in ("version", "end_of_epoch"):
+        with pytest.raises(ValueError, match=field):
+            parse(b'{"num_prompts": 1, "num_responses": 1, "%s": %d}' % (field.encode(), number))
+    with pytest.raises(ValueError, match="key"):
+        parse(b'{"num_prompts": 1, "num_responses": 1, "prompts": [{"key": [0, %d], "text": "a"}]}' % number)
+    with pytest.raises(ValueError, match="key"):
+        parse_verdict(b'{"key": [%d, 0], "keep": true}' % number)
+
+
+@pytest.fixture
+def rollouts(tmp_path):
+    from sglang_pat.host.rollout import Rollouts
+
+    return Rollouts(None, tmp_path, None)
+
+
+def add_job(rollouts, name: str, settled: bool = True, used: float | None = None) -> None:
+    from sglang_pat.admission.admitter import Admitter
+    from sglang_pat.admission.rules import Rules
+    from sglang_pat.host.rollout import Job
+
+    job = rollouts._jobs[name] = Job(Admitter(Rules(num_prompts=1, num_responses=1)))
+    job.settled = settled
+    job.used = job.used if used is None else used
+
+
+def test_jobs_are_bounded(rollouts, monkeypatch):
+    from sglang_pat.host import rollout
+
+    monkeypatch.setattr(rollout, "MAX_JOBS", 3)
+    for name in "abc":
+        rollouts._make_room(name)
+        add_job(rollouts, name)
+    rollouts._make_room("a")
+    with pytest.raises(ValueError, match="3 others; DELETE"):
+        rollouts._make_room("d")
+    rollouts.forget("b")
+    rollouts._make_room("d")
+
+
+def test_jobs_expire_but_not_in_a_round(rollouts):
+    from sglang_pat.host import rollout
+
+    now = rollout.time.monotonic()
+    add_job(rollouts, "old", used=now - rollout.JOB_SECONDS - 1)
+    add_job(rollouts, "busy", settled=False, used=now - rollout.JOB_SECONDS - 1)
+    add_job(rollouts, "young", used=now - rollout.JOB_SECONDS + 60)
+    add_job(rollouts, "mine", used=now - rollout.JOB_SECONDS - 1)
+    rollouts._make_room("mine")
+    assert set(rollouts._jobs) == {"busy", "young", "mine"}
+
+
+def test_files_of_jobs_are_bounded(rollouts, tmp_path, monkeypatch):
+    from sglang_pat.host import rollout
+
+    monkeypatch.setattr(rollout, "MAX_SAVED_JOBS", 2)
+    for name in "ab":
+        (tmp_path / f"{name}.json").write_text("{}")
+    rollouts._make_room("a")
+    with pytest.raises(ValueError, match="2 are kept"):
+        rollouts._make_room("c")
+
+
+def test_labels_are_bounded():
+    from sglang_pat import metrics
+
+    jobs = metrics.RolloutMetrics.__new__(metrics.RolloutMetrics)
+    jobs._jobs = set()
+    labels = {jobs._label(f"job{i}") for i in range(5 * metrics.MAX_JOB_LABELS)}
+    assert len(labels) == metrics.MAX_JOB_LABELS + 1 and "other" in labels
+    assert jobs._label("job0") == "job0"
