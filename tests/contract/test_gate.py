@@ -144,6 +144,7 @@ def asked(**fields):
         ({"rid": "a" * 10_000}, "rid is 'aaa"),
         ({"rid": 5}, "rid is '5'"),
         ({"rid": ["a", None, 5]}, "rid is '5'"),
+        ({"rid": "a\ud800"}, "must be printable"),
         ({"rid": "HEALTH_CHECK_1"}, "the engine's"),
         ({"rid": "pat-0-1"}, "the engine's"),
         ({"rid": "pa"}, "the engine's"),
@@ -192,6 +193,14 @@ def tokenized(params=None, **fields):
 def checker(host):
     model = SimpleNamespace(vocab_size=VOCAB, hidden_size=4)
     return host.gate.Gate(SimpleNamespace(model_config=model, tokenizer=SimpleNamespace(eos_token_id=2)))
+
+
+@pytest.mark.parametrize("known, left", [(None, None), (["team"], {"team": "a"})])
+def test_labels_that_no_metric_has_are_left_out(host, known, left):
+    arguments = SimpleNamespace(tokenizer_metrics_allowed_custom_labels=known)
+    request = asked(custom_labels={"team": "a", "other": "b"})
+    host.gate.Gate(SimpleNamespace(server_args=arguments)).admit(request, "/generate")
+    assert request.custom_labels == left
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ def check_rid(rid: Any, health: bool = False) -> None:
         return
     if not isinstance(rid, str) or not 1 <= len(rid) <= MAX_RID:
         raise ValueError(f"rid is {str(rid)[:40]!r}, must be a string of 1 to {MAX_RID} characters")
+    if not rid.isprintable():
+        raise ValueError(f"rid is {rid[:40]!r}, must be printable")
     # The host aborts whatever begins with an id.
     if not health and (HEALTH_CHECK_RID_PREFIX in rid or rid.startswith(RID_PREFIX) or RID_PREFIX.startswith(rid)):
         raise ValueError(f"rid is {rid[:40]!r}: names with {HEALTH_CHECK_RID_PREFIX} and {RID_PREFIX} are the engine's")
@@ -83,6 +85,13 @@ class Gate:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+
+    def admit(self, obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -> None:
+        """:func:`admit`, and labels that no metric of this engine has are left out."""
+        admit(obj, path)
+        if obj.custom_labels is not None:
+            known = self._manager.server_args.tokenizer_metrics_allowed_custom_labels or ()
+            obj.custom_labels = {name: value for name, value in obj.custom_labels.items() if name in known} or None
 
     def check(self, req: TokenizedGenerateReqInput) -> None:
         """Raises ValueError for what the ranks would not survive."""

@@ -12,6 +12,8 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from sglang_pat.host.controls import MAX_MESSAGE
+
 
 class Guarded:
     """A grammar in front of the host's mask: if it cannot say what it allows, it allows everything for this step."""
@@ -23,7 +25,7 @@ class Guarded:
         try:
             self._inner.fill_vocab_mask(vocab_mask, idx)
         except Exception as error:
-            self._inner.pat_failed = str(error)
+            self._inner.pat_failed = str(error).split("\n")[0][:MAX_MESSAGE]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -39,4 +41,4 @@ def abort_failed(reqs: list[Req]) -> None:
     """Finish the requests whose grammars have failed in the step that was just run."""
     for req in reqs:
         if (error := getattr(req.grammar, "pat_failed", None)) is not None and req.to_finish is None:
-            req.to_finish = FINISH_ABORT(f"the grammar failed: {error}"[:500], HTTPStatus.BAD_REQUEST)
+            req.to_finish = FINISH_ABORT(f"the grammar failed: {error}", HTTPStatus.BAD_REQUEST)
