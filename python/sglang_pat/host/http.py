@@ -112,7 +112,7 @@ async def set_schedule(request: Request) -> JSONResponse:
     400: not such a list; 409: the policy is another one.
     """
     try:
-        entries = schedules.parse(await request.body() or b"[]")
+        entries = schedules.parse(await _body(request, MAX_SMALL_BYTES) or b"[]")
         schedules.check_degrees(entries, _manager().server_args.adaptive_config().layouts)
     except ValueError as error:
         return _error(400, str(error))

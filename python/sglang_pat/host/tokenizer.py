@@ -18,7 +18,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
 from sglang_pat.host.channels import AsyncOrderedReceiver
-from sglang_pat.host.gate import Gate
+from sglang_pat.host.entrance import Entrance
 from sglang_pat.host.rollout import Rollouts
 from sglang_pat.metrics import RolloutMetrics
 
@@ -45,7 +45,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
 
     def __init__(self, server_args, port_args) -> None:
         super().__init__(server_args, port_args)
-        self._pat_gate = Gate(self)
+        self._pat_entrance = Entrance(self)
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self.pat_weight_updates = 0
@@ -65,13 +65,13 @@ class AdaptiveTokenizerManager(TokenizerManager):
     # -- requests ---------------------------------------------------------------------------------
 
     async def generate_request(self, obj, request=None) -> AsyncIterator[Any]:
-        """The host's, behind the gate.
+        """The host's, behind the entrance.
 
         Raises:
             ValueError: the request is not one that the engine takes; no rank has seen it.
         """
         try:
-            self._pat_gate.admit(obj, None if request is None else request.url.path)
+            self._pat_entrance.admit(obj, None if request is None else request.url.path)
             async with aclosing(super().generate_request(obj, request)) as answers:
                 async for answer in answers:
                     yield answer
@@ -98,7 +98,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
 
     def _create_tokenized_object(self, *args, **kwargs):
         tokenized = super()._create_tokenized_object(*args, **kwargs)
-        self._pat_gate.check(tokenized)
+        self._pat_entrance.check(tokenized)
         return tokenized
 
     def _send_one_request(self, tokenized_obj) -> None:

@@ -1,4 +1,4 @@
-"""The gate between clients and ranks: what a request must be before any rank sees it.
+"""The entrance, between clients and ranks: what a request must be before any rank sees it.
 
 The host checks some of it, in the server or on the ranks; what it does not, ends a rank, and with it the engine.
 Both checks run in the server's process and raise ValueError, which clients see as 400, with one line that names the
@@ -76,7 +76,7 @@ def check_rid(rid: Any, health: bool = False) -> None:
         raise ValueError(f"rid is {rid[:40]!r}: names with {HEALTH_CHECK_RID_PREFIX} and {RID_PREFIX} are the engine's")
 
 
-class Gate:
+class Entrance:
     """Checks what goes to the ranks against one engine.
 
     Args:

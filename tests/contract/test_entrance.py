@@ -20,9 +20,9 @@ VOCAB = 512
 
 @pytest.fixture(scope="module")
 def host():
-    from sglang_pat.host import gate, sampling
+    from sglang_pat.host import entrance, sampling
 
-    return SimpleNamespace(gate=gate, sampling=sampling)
+    return SimpleNamespace(entrance=entrance, sampling=sampling)
 
 
 def test_parameters_are_the_hosts(host):
@@ -159,20 +159,20 @@ def asked(**fields):
 )
 def test_requests_over_http_are_refused(host, fields, what):
     with pytest.raises(ValueError, match=what) as caught:
-        host.gate.admit(asked(**fields), "/generate")
+        host.entrance.admit(asked(**fields), "/generate")
     assert "\n" not in str(caught.value)
 
 
 def test_outputs_go_nowhere_else(host):
     request = asked(http_worker_ipc="ipc:///tmp/mine")
-    host.gate.admit(request, "/generate")
+    host.entrance.admit(request, "/generate")
     assert request.http_worker_ipc is None
 
 
 def test_the_engines_own_requests_pass(host):
-    host.gate.admit(asked(rid="pat-0-1"), None)
-    host.gate.admit(asked(rid="HEALTH_CHECK_1"), "/health_generate")
-    host.gate.admit(asked(rid="mine", sampling_params=[{"n": None}, {"n": 1}], input_ids=[[1], [2]]), "/generate")
+    host.entrance.admit(asked(rid="pat-0-1"), None)
+    host.entrance.admit(asked(rid="HEALTH_CHECK_1"), "/health_generate")
+    host.entrance.admit(asked(rid="mine", sampling_params=[{"n": None}, {"n": 1}], input_ids=[[1], [2]]), "/generate")
 
 
 def tokenized(params=None, **fields):
@@ -192,14 +192,14 @@ def tokenized(params=None, **fields):
 @pytest.fixture(scope="module")
 def checker(host):
     model = SimpleNamespace(vocab_size=VOCAB, hidden_size=4)
-    return host.gate.Gate(SimpleNamespace(model_config=model, tokenizer=SimpleNamespace(eos_token_id=2)))
+    return host.entrance.Entrance(SimpleNamespace(model_config=model, tokenizer=SimpleNamespace(eos_token_id=2)))
 
 
 @pytest.mark.parametrize("known, left", [(None, None), (["team"], {"team": "a"})])
 def test_labels_that_no_metric_has_are_left_out(host, known, left):
     arguments = SimpleNamespace(tokenizer_metrics_allowed_custom_labels=known)
     request = asked(custom_labels={"team": "a", "other": "b"})
-    host.gate.Gate(SimpleNamespace(server_args=arguments)).admit(request, "/generate")
+    host.entrance.Entrance(SimpleNamespace(server_args=arguments)).admit(request, "/generate")
     assert request.custom_labels == left
 
 
@@ -251,9 +251,9 @@ def test_stop_tokens_that_never_come_are_left_out(checker):
 @pytest.mark.parametrize("params", [{"stop": "a"}, {"stop_regex": "a"}, {"min_new_tokens": 1}])
 def test_what_needs_a_tokenizer(host, params):
     model = SimpleNamespace(vocab_size=VOCAB)
-    gate = host.gate.Gate(SimpleNamespace(model_config=model, tokenizer=None))
+    entrance = host.entrance.Entrance(SimpleNamespace(model_config=model, tokenizer=None))
     with pytest.raises(ValueError, match="tokenizer"):
-        gate.check(tokenized(params))
+        entrance.check(tokenized(params))
 
 
 # -- on the ranks --------------------------------------------------------------------------------------------
