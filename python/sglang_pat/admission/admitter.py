@@ -11,10 +11,12 @@ comes twice.  A prompt is passed over in at most ``Rules.bound`` rounds: see :me
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sglang_pat.admission.modes import FRESH, MODES, Mode, to_start
+from sglang_pat.admission.modes import MODES, Mode
+from sglang_pat.admission.ready import Ready
 from sglang_pat.admission.records import (
     DONE,
     FLUSH,
@@ -37,6 +39,7 @@ from sglang_pat.admission.records import (
     Summary,
 )  # fmt: skip
 from sglang_pat.admission.rules import Rules
+from sglang_pat.admission.starting import FRESH, to_start
 
 
 class StaleOutput(RuntimeError):
@@ -55,7 +58,31 @@ class Admitter:
         self.rules = rules
         self.state = state or State()
         self._mode: Mode = MODES[rules.mode](rules)
-        self._groups = {group.key: group for group in self.state.round.everyone} if self.state.round else {}
+        self._most: int | None = None
+        self.more = False
+        """Whether samples wait to be started by :meth:`go_on`, see ``most`` of :meth:`begin`."""
+        everyone = self.state.round.everyone if self.state.round else []
+        self._alive = sum(sample.alive for group in everyone for sample in group.samples)
+        self._oldest = {group.order: group.oldest for group in (*everyone, *self.state.waiting)}
+        self._look_up()
+
+    def _look_up(self) -> None:
+        """What follows from the round's state, kept beside it so that no event has to go through all groups.
+
+        Besides it, ``_alive``: samples under way, and ``_oldest``: of groups begun, weight version of the oldest token.
+        """
+        round_ = self.state.round
+        everyone = round_.everyone if round_ else []
+        self._groups = {group.key: group for group in everyone}
+        self._judging = sum(group.judging for group in everyone)
+        self._kept = [sample.output.tokens for group in (round_.taken if round_ else ()) for sample in group.kept()]
+        """Lengths of the responses returned."""
+        self._ready = Ready()
+        self._starting = self._mode.starting(round_, self.state, self._oldest) if round_ else None
+        for group in round_.complete.values() if round_ else ():
+            self._ready.completed(group)
+            if not group.judging:
+                self._ready.add(group, self._least(group))
 
     # -- prompts ---------------------------------------------------------------------------------------
 
@@ -95,7 +122,9 @@ class Admitter:
         epoch = self.epoch
         if self.state.round is not None or (epoch is not None and epoch in self.state.ended):
             return 0
-        return max(0, self._mode.needs(self.state, self._owed(None)) - self._fresh(epoch))
+        ages = [0 if self._mode.keeps else group.deferrals for group in self.state.waiting]
+        owed = [0] if self._mode.keeps else self._owed(ages)
+        return max(0, self._mode.needs(self.state, owed) - self._fresh(epoch))
 
     def _fresh(self, epoch: int | None) -> int:
         """Prompts of an epoch that were never started."""
@@ -114,8 +143,12 @@ class Admitter:
 
     # -- a round ---------------------------------------------------------------------------------------
 
-    def begin(self, version: int) -> list[Action]:
+    def begin(self, version: int, most: int | None = None) -> list[Action]:
         """Start a round with the weights ``version``.
+
+        Args:
+            most: samples to start in one call, of this or any other method, until the round is over; None: all.  If
+                there are :attr:`more`, :meth:`go_on` starts the next.
 
         Raises:
             ValueError: there are no prompts, or too few of an epoch that has not ended; nothing changes.
@@ -134,28 +167,35 @@ class Admitter:
         ended = epoch in state.ended
         if total < rules.num_prompts and not ended:
             raise ValueError(f"{total} prompts for a round of {rules.num_prompts}: feed more, or end epoch {epoch}")
-        thrown = self._throw_stale(version)
-        owed = self._owed(version)
+        ages, thrown = self._ages(version)
+        owed = self._owed(ages)
         plan = self._mode.plan(state, owed, fresh)
         kind = FLUSH if ended and self._mode.flushes(len(state.waiting), fresh) else plan.kind
         target = min(rules.num_prompts, total)
-        oldest = sorted(state.waiting, key=lambda group: (-self._age(group, version), group.order))
+        oldest = sorted(zip(ages, state.waiting, strict=True), key=lambda pair: (-pair[0], pair[1].order))
         state.round = Round(
             number=sum(state.rounds.values()), epoch=epoch, kind=kind, version=version, target=target,
             prompts=plan.prompts, responses=plan.responses, owed=[min(count, target) for count in owed], thrown=thrown,
-            forced=[group.key for group in oldest[: max(owed)]],
+            forced=[group.key for _, group in oldest[: max(owed)]],
             room=rules.bound * rules.num_prompts + target - len(state.waiting),
         )  # fmt: skip
-        self._groups = {}
         state.version = version
+        self._most = most
         actions: list[Action] = []
         if self._mode.keeps:
             # What is complete or half done is part of the round from the start.
-            for group in list(state.waiting):
-                self._join(group)
+            waiting, state.waiting = state.waiting, []
+            for group in waiting:
+                (state.round.complete if group.complete else state.round.open)[group.order] = group
+                self._fill(group)
                 if group.complete:
                     actions += self._ask(group)
+        self._look_up()
         return actions + self._go_on()
+
+    def go_on(self) -> list[Action]:
+        """Start :attr:`more` samples."""
+        return self._go_on() if self.state.round is not None else []
 
     def finished(self, sample: SampleId, output: Output) -> list[Action]:
         """A sample has ended by itself; ``output`` is what came after its prefix.
@@ -171,13 +211,18 @@ class Admitter:
             versions = sorted({span.version for span in output.spans})
             of = self.state.round.version
             raise StaleOutput(f"sample {list(sample)}: tokens of weights {versions} in a round of {of}")
-        mine.output = mine.output.followed_by(output)
+        self._heard(group, mine, output)
         if late:
             self._throw(group, mine)
+            self._again(group)
             return self._go_on()
         mine.state = DONE
         group.chosen.append(mine.number)
-        actions = self._completed(group) if len(group.chosen) == self.rules.num_responses else []
+        if len(group.chosen) == self.rules.num_responses:
+            actions = self._completed(group)
+        else:
+            actions = []
+            self._starting.changed(group)
         return actions + self._go_on()
 
     def stopped(self, sample: SampleId, output: Output) -> list[Action]:
@@ -188,14 +233,28 @@ class Admitter:
         group, mine = self._find(sample)
         if mine is None:
             return []
-        mine.output = mine.output.followed_by(output)
+        self._heard(group, mine, output)
         self.state.aborted += 1
         self.state.round.aborted.append(mine.output.tokens)
         if self._mode.keeps:
             mine.state = NEW
         else:
             self._throw(group, mine)
+        self._again(group)
         return self._go_on()
+
+    def _heard(self, group: Group, sample: Sample, output: Output) -> None:
+        """It is out of the engine."""
+        self._alive -= 1
+        sample.output = sample.output.followed_by(output)
+        if self._mode.keeps and output.oldest is not None:
+            oldest = self._oldest[group.order]
+            self._oldest[group.order] = output.oldest if oldest is None else min(oldest, output.oldest)
+
+    def _again(self, group: Group) -> None:
+        """One of its samples is out of the engine unfinished."""
+        if not group.complete and not self.state.round.stopping:
+            self._starting.waits(group)
 
     def judged(self, key: Sequence[int], keep: bool, reward: float | None = None) -> list[Action]:
         """The verdict on a group of :class:`~.records.Judge`: a useless one leaves for good.
@@ -206,7 +265,10 @@ class Admitter:
         if group is None or not group.judging:
             return []
         group.judging, group.useful, group.reward = False, keep, reward
-        if not keep:
+        self._judging -= 1
+        if keep:
+            self._ready.add(group, self._least(group))
+        else:
             self._leave(group, self.state.round.filtered)
             self.state.filtered += 1
             self.state.round.room += 1
@@ -244,51 +306,63 @@ class Admitter:
         if not round_.stopping and (round_.cancelled or len(round_.taken) >= round_.target):
             round_.stopping = True
             actions += [abort for group in round_.groups for abort in self._stop(group)]
-        alive = any(sample.alive for group in round_.everyone for sample in group.samples)
-        judging = any(group.judging for group in round_.groups) and not round_.cancelled
-        return actions if alive or judging else [*actions, self._over()]
+        judging = self._judging and not round_.cancelled
+        return actions if self._alive or judging else [*actions, self._over()]
 
     def _take(self) -> list[Action]:
         """Return groups in the order in which they were completed, as far as older ones do not need the place."""
         round_, actions = self.state.round, []
-        while len(round_.taken) < round_.target:
-            ready = (g for g in round_.groups if g.complete and not g.judging and self._may_take(g))
-            group = next(ready, None)
-            if group is None:
-                break
+        while len(round_.taken) < round_.target and (order := self._ready.pop(self._may_take)) is not None:
+            group = round_.complete[order]
             self._leave(group, round_.taken)
             self.state.returned += 1
+            self._kept += [sample.output.tokens for sample in group.kept()]
             actions.append(Return(group))
         return actions
 
     def _start(self) -> list[Action]:
-        round_, state, actions = self.state.round, self.state, []
+        round_, state, starting = self.state.round, self.state, self._starting
+        actions: list[Action] = []
         while True:
-            group = next((g for g in round_.groups if to_start(round_, g)), None) if not self._mode.keeps else None
-            if group is None:
-                ready = state.fresh and state.fresh[0].epoch == round_.epoch
-                group = self._mode.next(round_, state, bool(ready) and round_.room > 0)
+            self.more = self._most is not None and len(actions) >= self._most
+            if self.more:
+                return actions
+            ready = bool(state.fresh) and state.fresh[0].epoch == round_.epoch and round_.room > 0
+            group = starting.next(ready, self._alive)
             if group is None:
                 return actions
             if group is FRESH:
                 group = state.fresh.pop(0)
                 round_.room -= 1
                 state.drawn += 1
-            if group.key not in self._groups:
                 self._join(group)
-            actions += [self._launch(group, sample) for sample in self._mode.samples(round_, group)]
+            elif group.order not in round_.open:
+                # In the order of arrival: found without looking at all of them.
+                del state.waiting[bisect_left(state.waiting, group.order, key=lambda other: other.order)]
+                self._join(group)
+            samples = starting.samples(group, self._alive)
+            if self._most is not None:
+                samples = samples[: self._most - len(actions)]
+            actions += [self._launch(group, sample) for sample in samples]
+            if to_start(round_, group):
+                starting.waits(group)
 
     def _join(self, group: Group) -> None:
         """A group becomes part of the round."""
-        if group in self.state.waiting:
-            self.state.waiting.remove(group)
-        self.state.round.groups.append(group)
+        self.state.round.open[group.order] = group
         self._groups[group.key] = group
+        self._oldest[group.order] = None
+        self._fill(group)
+        self._starting.joined(group)
+
+    def _fill(self, group: Group) -> None:
+        """As many samples as are started of each in this round."""
         group.samples += [Sample(number=n) for n in range(len(group.samples), self.state.round.responses)]
 
     def _launch(self, group: Group, sample: Sample) -> Launch:
         sample.state = RUNNING
         sample.attempt += 1
+        self._alive += 1
         return Launch(_id(group, sample), group.prompt, sample.output if sample.output.tokens else None)
 
     def _stop(self, group: Group) -> list[Action]:
@@ -299,10 +373,15 @@ class Admitter:
 
     def _completed(self, group: Group) -> list[Action]:
         group.complete = True
-        groups = self.state.round.groups
-        groups.remove(group)
-        groups.insert(sum(other.complete for other in groups), group)
-        return self._ask(group) + self._stop(group)
+        round_ = self.state.round
+        round_.complete[group.order] = round_.open.pop(group.order)
+        self._ready.completed(group)
+        actions = self._ask(group)
+        if group.judging:
+            self._judging += 1
+        else:
+            self._ready.add(group, self._least(group))
+        return actions + self._stop(group)
 
     def _ask(self, group: Group) -> list[Action]:
         """For the verdict on a complete group, where one is wanted and was not given."""
@@ -314,8 +393,9 @@ class Admitter:
         round_ = self.state.round
         least = self._least(group)
         round_.owed = [max(0, count - (j >= least)) for j, count in enumerate(round_.owed)]
-        round_.groups.remove(group)
+        del round_.complete[group.order]
         where.append(group)
+        self._ready.look_again()
 
     def _throw(self, group: Group, sample: Sample) -> None:
         """Throw away what a sample generated."""
@@ -327,27 +407,41 @@ class Admitter:
         """Nothing of the round is in the engine: groups that are left wait for another one."""
         state, round_ = self.state, self.state.round
         deferred, cancelled = round_.groups, round_.cancelled
-        kept = [sample.output.tokens for group in round_.taken for sample in group.kept()]
+        kept = self._kept
         if cancelled:
             state.returned -= len(round_.taken)
             state.filtered -= len(round_.filtered)
         else:
             state.rounds[round_.kind] = state.rounds.get(round_.kind, 0) + 1
             state.lengths = [state.lengths[0] + len(kept), state.lengths[1] + sum(kept)]
+        for group in () if cancelled else (*round_.taken, *round_.filtered):
+            del self._oldest[group.order]
         for group in round_.everyone if cancelled else deferred:
             self._put_back(group)
+        if cancelled:
+            state.fresh.sort(key=_by_epoch)
+        state.waiting.sort(key=lambda group: group.order)
         if not cancelled:
             for group in state.waiting:
                 group.deferrals += 1
         state.thrown += round_.thrown
-        state.round, self._groups = None, {}
+        state.round, self.more = None, False
+        self._look_up()
         self._close_epochs()
         return RoundOver(
             Summary(
-                number=round_.number, kind=round_.kind, version=round_.version, target=round_.target,
-                returned=0 if cancelled else len(round_.taken), filtered=0 if cancelled else len(round_.filtered),
-                deferred=0 if cancelled else len(deferred), thrown=round_.thrown, cancelled=cancelled,
-                drawn=state.drawn, kept_lengths=[] if cancelled else kept, aborted_lengths=round_.aborted,
+                number=round_.number,
+                kind=round_.kind,
+                version=round_.version,
+                target=round_.target,
+                returned=0 if cancelled else len(round_.taken),
+                filtered=0 if cancelled else len(round_.filtered),
+                deferred=0 if cancelled else len(deferred),
+                thrown=round_.thrown,
+                cancelled=cancelled,
+                drawn=state.drawn,
+                kept_lengths=[] if cancelled else kept,
+                aborted_lengths=round_.aborted,
                 kept_rewards=[] if cancelled else _rewards(round_.taken),
                 filtered_rewards=[] if cancelled else _rewards(round_.filtered),
                 ages=[group.deferrals for group in state.waiting],
@@ -357,18 +451,18 @@ class Admitter:
     def _put_back(self, group: Group) -> None:
         state = self.state
         group.judging = False
-        if not self._mode.keeps:
+        anew = state.round.cancelled and not group.begun and not (self._mode.keeps and group.tokens)
+        if anew or not self._mode.keeps:
             for sample in group.samples:
-                self._throw(group, sample)
+                if sample.state != NEW or sample.output.spans:
+                    self._throw(group, sample)
             group.chosen, group.complete, group.useful = [], False, False
-        if state.round.cancelled and not group.begun and not group.tokens:
+        if anew:
             state.drawn -= 1
             state.fresh.append(group)
-            state.fresh.sort(key=_by_epoch)
         else:
             group.begun = True
             state.waiting.append(group)
-            state.waiting.sort(key=lambda group: group.order)
 
     def _find(self, sample: SampleId) -> tuple[Group, Sample] | tuple[None, None]:
         """The sample, if this attempt at it is in the engine as far as we know."""
@@ -385,44 +479,57 @@ class Admitter:
         """Rounds that passed a group over; in ``partial``, weight versions since its oldest token."""
         if not self._mode.keeps:
             return group.deferrals
-        return version - group.oldest if group.oldest is not None else 0
+        oldest = self._oldest[group.order]
+        return version - oldest if oldest is not None else 0
 
     def _least(self, group: Group) -> int:
         """How many more rounds a group may wait; more than anything for one that was not begun earlier."""
         bound = self.rules.bound
         return bound - self._age(group, self.state.round.version) if group.begun else bound + 1
 
-    def _owed(self, version: int | None) -> list[int]:
-        """Of the groups that may wait at most j more rounds, how many the next one must return, ``[bound + 1]``.
+    def _owed(self, ages: list[int]) -> list[int]:
+        """Of the groups that may wait at most j more rounds, how many the next one must return (``Round.owed``).
 
         There may be j·P0 of them left after it, as many as the j rounds after it return.  Since a round starts no more
         fresh prompts than ``Round.room``, and keeps the places that are owed (:meth:`_may_take`), no figure here ever
         exceeds P0: nobody waits longer than the bound.
+
+        Args:
+            ages: of the groups that wait.
         """
         bound, size = self.rules.bound, self.rules.num_prompts
-        if version is None and self._mode.keeps:
-            return [0] * (bound + 1)
-        left = [bound - self._age(group, version or 0) for group in self.state.waiting]
-        return [max(0, sum(least <= j for least in left) - j * size) for j in range(bound + 1)]
+        left = sorted(bound - age for age in ages)
+        return [max(0, bisect_right(left, j) - j * size) for j in range(min(bound, len(left) // size) + 1)]
 
-    def _may_take(self, group: Group) -> bool:
-        """Whether enough places remain for the groups that must be in this round."""
-        round_, least = self.state.round, self._least(group)
+    def _may_take(self, least: int) -> bool:
+        """Whether enough places remain for the groups that must be in this round if such a one is returned."""
+        round_ = self.state.round
         places = round_.target - len(round_.taken) - 1
         return all(count - (j >= least) <= places for j, count in enumerate(round_.owed))
 
-    def _throw_stale(self, version: int) -> int:
-        """Throw away what is too old for a round of these weights (they were updated more than once); its tokens."""
-        if not self._mode.keeps:
-            return 0
-        thrown = 0
+    def _ages(self, version: int) -> tuple[list[int], int]:
+        """Of the groups that wait; what is too old for a round of these weights is thrown away: its tokens.
+
+        It is too old where weights were updated more than once between two rounds.
+        """
+        thrown, ages, keeps = 0, [], self._mode.keeps
         for group in self.state.waiting:
-            for sample in group.samples:
-                oldest = sample.output.oldest
-                if oldest is not None and version - oldest > self.rules.max_staleness:
-                    thrown += sample.reset()
-                    group.chosen = [number for number in group.chosen if number != sample.number]
-                    group.complete = group.useful = False
+            age = self._age(group, version)
+            if keeps and age > self.rules.max_staleness:
+                thrown += self._throw_stale(group, version)
+                self._oldest[group.order] = group.oldest
+                age = self._age(group, version)
+            ages.append(age)
+        return ages, thrown
+
+    def _throw_stale(self, group: Group, version: int) -> int:
+        thrown = 0
+        for sample in group.samples:
+            oldest = sample.output.oldest
+            if oldest is not None and version - oldest > self.rules.max_staleness:
+                thrown += sample.reset()
+                group.chosen = [number for number in group.chosen if number != sample.number]
+                group.complete = group.useful = False
         return thrown
 
 

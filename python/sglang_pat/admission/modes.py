@@ -1,11 +1,12 @@
-"""How a round is put together: what is started next, in each mode.  Pure functions of the state."""
+"""How a round is put together, in each mode: its kind, and how many prompts it needs.  Pure functions of the state."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from sglang_pat.admission.records import DONE, LONG, NEW, SHORT, Group, Round, Sample, State
+from sglang_pat.admission.records import LONG, SHORT, Round, State
 from sglang_pat.admission.rules import Rules
+from sglang_pat.admission.starting import AnyStarting, Starting, StartingShortest, StartingWhereLeft
 
 
 class Plan(NamedTuple):
@@ -14,13 +15,6 @@ class Plan(NamedTuple):
     kind: str
     prompts: int
     responses: int
-
-
-class Fresh:
-    """Instead of a group: the next prompt that was never started."""
-
-
-FRESH = Fresh()
 
 
 class Strict:
@@ -52,18 +46,9 @@ class Strict:
         plan = self.plan(state, owed, self.rules.num_prompts)
         return plan.prompts if plan.kind == SHORT else self.rules.num_prompts - len(state.waiting)
 
-    def next(self, round_: Round, state: State, fresh: bool) -> Group | Fresh | None:
-        """What to start now; ``fresh``: whether a fresh prompt may be."""
-        if len(round_.groups) + len(round_.taken) >= round_.prompts:
-            return None
-        short_of = len(round_.groups) + len(round_.taken) < round_.target and not fresh  # so many were useless
-        if state.waiting and (round_.kind != SHORT or short_of):
-            return max(state.waiting, key=lambda group: (group.deferrals, -group.order))
-        return FRESH if fresh else None
-
-    def samples(self, round_: Round, group: Group) -> list[Sample]:
-        """Of a group that was just picked, those to start."""
-        return to_start(round_, group)
+    def starting(self, round_: Round, state: State, oldest: dict[int, int | None]) -> AnyStarting:
+        """What is to be started in a round, from now on; ``oldest``: of each group, as it is at any time."""
+        return Starting(round_, state)
 
 
 class Reorder(Strict):
@@ -83,20 +68,8 @@ class Reorder(Strict):
     def needs(self, state: State, owed: list[int]) -> int:
         return self.rules.started_prompts - len(state.waiting)
 
-    def next(self, round_: Round, state: State, fresh: bool) -> Group | Fresh | None:
-        if len(round_.groups) + len(round_.taken) >= round_.prompts:
-            return None
-        forced = next((group for group in state.waiting if group.key in round_.forced), None)
-        if forced is not None:
-            return forced
-        usual = state.lengths[1] / state.lengths[0] if state.lengths[0] else 0.0
-        candidates = [(float(group.seen), group.order, group) for group in state.waiting]
-        if fresh:
-            candidates.append((usual, state.fed, FRESH))
-        if not candidates:
-            return None
-        sign = 1 if round_.kind == SHORT else -1
-        return min(candidates, key=lambda c: (sign * c[0], c[1]))[2]
+    def starting(self, round_: Round, state: State, oldest: dict[int, int | None]) -> AnyStarting:
+        return StartingShortest(round_, state)
 
 
 class Partial:
@@ -122,35 +95,8 @@ class Partial:
         # Samples that end early are supplemented: some prompts more than fit at once.
         return 2 * self.rules.started_prompts - len(state.waiting)
 
-    def _free(self, round_: Round) -> int:
-        return self.capacity - sum(sample.alive for group in round_.groups for sample in group.samples)
-
-    def next(self, round_: Round, state: State, fresh: bool) -> Group | Fresh | None:
-        if self._free(round_) <= 0:
-            return None
-        open_ = [group for group in round_.groups if to_start(round_, group)]
-        if open_:
-            return min(open_, key=lambda group: (group.key not in round_.forced, *priority(group), group.order))
-        return FRESH if fresh else None
-
-    def samples(self, round_: Round, group: Group) -> list[Sample]:
-        return to_start(round_, group)[: self._free(round_)]
-
-
-def to_start(round_: Round, group: Group) -> list[Sample]:
-    """Samples of a group that is not complete which wait to be started."""
-    return [] if group.complete else [s for s in group.samples[: round_.responses] if s.state == NEW]
-
-
-def priority(group: Group) -> tuple[int, float, int]:
-    """Of resuming a group in ``partial``, smallest first (the recipe's ``get_scheduling_priority``).
-
-    Few unfinished samples, short finished ones (unknown: last), old tokens first.
-    """
-    done = [sample.output.tokens for sample in group.samples if sample.state == DONE]
-    mean = sum(done) / len(done) if done else 1e9
-    oldest = group.oldest
-    return len(group.samples) - len(done), mean, oldest if oldest is not None else 1 << 62
+    def starting(self, round_: Round, state: State, oldest: dict[int, int | None]) -> AnyStarting:
+        return StartingWhereLeft(round_, oldest, self.capacity)
 
 
 Mode = Strict | Reorder | Partial

@@ -1,4 +1,8 @@
-"""What the admitter knows: prompts, their samples, the round under way.  All of it can be written to a file."""
+"""What the admitter knows: prompts, their samples, the round under way.  All of it can be written to a file.
+
+There are tens of thousands of samples in a large round: none refers to what refers to it, so Python's garbage collector
+does not go through them (``gc=False``), which would hold up the event loop.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,14 @@ class SampleId(NamedTuple):
         return Key(self.epoch, self.index)
 
 
-class Span(msgspec.Struct, array_like=True):
+class Span(msgspec.Struct, array_like=True, gc=False):
     """So many tokens, one after the other, were generated under this weight version."""
 
     version: int
     tokens: int
 
 
-class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """What was generated of a response so far.
 
     Attributes:
@@ -52,7 +56,10 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def tokens(self) -> int:
-        return sum(span.tokens for span in self.spans)
+        tokens = 0
+        for span in self.spans:
+            tokens += span.tokens
+        return tokens
 
     @property
     def oldest(self) -> int | None:
@@ -80,7 +87,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
 NEW, RUNNING, STOPPING, DONE = "new", "running", "stopping", "done"
 
 
-class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
+class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False, gc=False):
     """A response: ``new``, ``running``, ``stopping`` (its abort is not confirmed) or ``done``."""
 
     number: int
@@ -136,7 +143,13 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
     @property
     def oldest(self) -> int | None:
         """Weight version of its oldest token; None without tokens."""
-        return min((v for s in self.samples if (v := s.output.oldest) is not None), default=None)
+        # A loop: this is looked at for every group that waits, whenever a round begins.
+        oldest = None
+        for sample in self.samples:
+            for span in sample.output.spans:
+                if span.tokens and (oldest is None or span.version < oldest):
+                    oldest = span.version
+        return oldest
 
     @property
     def tokens(self) -> int:
@@ -159,11 +172,12 @@ class Round(msgspec.Struct, kw_only=True):
         version: of the weights.
         target: groups wanted.
         prompts: groups under way or taken at most (``partial``: unlimited); ``responses``: samples started for each.
-        groups: of this round, those that are not returned or filtered.
+        open: groups of this round that lack responses, by order, as they joined it.
+        complete: those that have them, by order, as they were completed, but those returned or filtered.
         taken: returned groups, in order; kept until the round is over, so that it can be taken back.
         filtered: groups that were judged useless, likewise.
-        owed: ``[bound + 1]``: of the groups that may wait at most so many more rounds, how many must be returned in
-            this one, or some group will wait too long.
+        owed: ``[bound + 1]`` or shorter: of the groups that may wait at most so many more rounds, how many must be
+            returned in this one, or some group will wait too long; what is not there is 0.
         forced: those groups.
         room: fresh prompts that may still be started.
         stopping: the batch is complete, or the round was cancelled.
@@ -178,7 +192,8 @@ class Round(msgspec.Struct, kw_only=True):
     target: int
     prompts: int
     responses: int
-    groups: list[Group] = []
+    open: dict[int, Group] = {}
+    complete: dict[int, Group] = {}
     taken: list[Group] = []
     filtered: list[Group] = []
     owed: list[int] = []
@@ -188,6 +203,11 @@ class Round(msgspec.Struct, kw_only=True):
     cancelled: bool = False
     thrown: int = 0
     aborted: list[int] = []
+
+    @property
+    def groups(self) -> list[Group]:
+        """Of this round, those that are not returned or filtered."""
+        return [*self.complete.values(), *self.open.values()]
 
     @property
     def everyone(self) -> list[Group]:
@@ -228,7 +248,7 @@ class State(msgspec.Struct, kw_only=True):
     version: int | None = None
 
 
-class Launch(msgspec.Struct, frozen=True, tag=True):
+class Launch(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Start a sample, or go on with ``prefix``."""
 
     sample: SampleId
@@ -236,7 +256,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     prefix: Output | None = None
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Stop a sample, and say so with :meth:`Admitter.stopped` (or that it has ended after all)."""
 
     sample: SampleId

@@ -12,7 +12,13 @@ from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.records import State
 from sglang_pat.admission.rules import Rules
 
-VERSION = 1
+VERSION = 2
+
+
+class Header(msgspec.Struct):
+    """What files of all versions have."""
+
+    version: int
 
 
 class Saved(msgspec.Struct, kw_only=True):
@@ -35,11 +41,12 @@ def loads(data: bytes, rules: Rules | None = None, source: str = "saved admitter
         ValueError: one line: not such a file, of another version, or of another mode.
     """
     try:
+        version = msgspec.json.decode(data, type=Header).version
+        if version != VERSION:
+            raise ValueError(f"{source}: version {version}, this is version {VERSION}; finish its epoch there")
         saved = msgspec.json.decode(data, type=Saved)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{source}: not the state of an admitter ({error})") from None
-    if saved.version != VERSION:
-        raise ValueError(f"{source}: version {saved.version}, this is version {VERSION}; finish its epoch there")
     if rules is not None and rules.mode != saved.rules.mode:
         raise ValueError(f"mode is {rules.mode!r}, {source} is of mode {saved.rules.mode!r}; give another one")
     began = any(group.samples for group in saved.state.waiting)

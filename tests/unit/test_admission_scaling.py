@@ -1,0 +1,185 @@
+"""The admitter in large rounds: the same decisions as by its definitions, and the same cost however large they are."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from admission_scanning import ScanningAdmitter
+
+from sglang_pat.admission import saved
+from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.records import Judge, Key, Launch, Output, RoundOver, SampleId, Span
+from sglang_pat.admission.rules import Rules
+
+pytestmark = pytest.mark.unit
+
+MODES = ("strict", "reorder", "partial")
+
+
+def plain(value: Any) -> Any:
+    """With what comes at the end of ``owed`` left out, which is 0."""
+    value = msgspec.to_builtins(value)
+    round_ = value.get("round") if isinstance(value, dict) else None
+    while round_ and round_["owed"] and not round_["owed"][-1]:
+        round_["owed"].pop()
+    return value
+
+
+class Both:
+    """The admitter and the scanning one, told the same; both must answer the same."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.one, self.other = Admitter(rules), ScanningAdmitter(rules)
+        self.running: list[SampleId] = []
+        self.judging: list[Key] = []
+
+    def tell(self, what: str, *arguments: Any) -> None:
+        answers = []
+        for admitter in (self.one, self.other):
+            # Each its own outputs: they are kept, and added to.
+            given = [msgspec.convert(msgspec.to_builtins(a), Output) if isinstance(a, Output) else a for a in arguments]
+            try:
+                answers.append(getattr(admitter, what)(*given) or [])
+            except ValueError as error:
+                answers.append([str(error)])
+        assert plain(answers[0]) == plain(answers[1])
+        assert plain(self.one.state) == plain(self.other.state)
+        assert self.one.wanted == self.other.wanted
+        for action in answers[0]:
+            if isinstance(action, Launch):
+                self.running.append(action.sample)
+            elif isinstance(action, Judge):
+                self.judging.append(action.group.key)
+            elif isinstance(action, RoundOver):
+                assert not self.running
+                self.judging = []
+
+    def restore(self) -> None:
+        self.one = saved.loads(saved.dumps(self.one))
+        state = msgspec.json.decode(msgspec.json.encode(self.other.state), type=type(self.other.state))
+        self.other = ScanningAdmitter(self.other.rules, state)
+
+
+def anything(seed: int, prompts: int, responses: int, events: int) -> None:
+    """Events in random order, in rounds of up to so many prompts."""
+    rng = random.Random(seed)
+    bound = rng.randint(0, 4)
+    both = Both(
+        Rules(
+            mode=MODES[seed % 3], num_prompts=rng.randint(1, prompts), num_responses=rng.randint(1, responses),
+            eta_prompts=rng.choice([1.0, 1.25, 1.5, 2.5]), max_deferrals=bound, max_staleness=bound,
+            filter_groups=rng.random() < 0.4,
+        )
+    )  # fmt: skip
+    version = fed = 0
+    for _ in range(events):
+        chance, version_now = rng.random(), both.one.state.version
+        if both.one.state.round is None and chance < 0.6:
+            version += rng.choice([0, 1, 1, 1, 2, 3])
+            both.tell("begin", version)
+        elif chance < (0.8 if both.one.state.round is None else 0.01):
+            count = rng.randint(1, 2 * prompts)
+            both.tell("feed", [((0, index), index) for index in range(fed, fed + count)])
+            fed += count
+        elif chance < 0.015:
+            both.tell("cancel")
+        elif chance < 0.02:
+            both.restore()
+        elif both.judging and (chance < 0.2 or not both.running):
+            both.tell("judged", both.judging.pop(rng.randrange(len(both.judging))), rng.random() < 0.6)
+        elif both.running:
+            # Now the oldest, now any: rounds get on, and out of order.
+            sample = both.running.pop(0 if rng.random() < 0.5 else rng.randrange(len(both.running)))
+            tokens = rng.randint(1, 30)
+            output = Output(spans=[Span(version_now, tokens)], finish_reason="stop" if rng.random() < 0.85 else "")
+            both.tell("finished" if output.finish_reason else "stopped", sample, output)
+
+
+@pytest.mark.parametrize("seed", range(90))
+def test_decisions_are_those_of_the_definitions(seed: int):
+    anything(seed, prompts=5, responses=3, events=250)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_larger_rounds_as_well(seed: int):
+    anything(1000 + seed, prompts=40, responses=6, events=700)
+
+
+def lines_run(call: Callable[[], Any]) -> tuple[int, Any]:
+    """Lines of Python that a call executes, a cost that no other load on the machine changes; and what it returns."""
+    lines = 0
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        result = call()
+    finally:
+        sys.settrace(None)
+    return lines, result
+
+
+def lines_of_events(mode: str, prompts: int) -> int:
+    """Of the costliest of the events in the middle of a round's samples."""
+    admitter = Admitter(Rules(mode=mode, num_prompts=prompts, num_responses=4, eta_responses=1.0))
+    admitter.feed([((0, index), None) for index in range(6 * prompts)])
+    running: list[SampleId] = []
+    version = worst = 0
+    for version in range(2):
+        actions = admitter.begin(version)
+        count = 0
+        while True:
+            running += [action.sample for action in actions if isinstance(action, Launch)]
+            if any(isinstance(action, RoundOver) for action in actions):
+                break
+            # Of two samples that run, one from each end: groups are completed at any time.
+            sample = running.pop(0 if count % 2 else -1)
+            output = Output(spans=[Span(version, 5)], finish_reason="stop")
+            lines, actions = lines_run(lambda s=sample, o=output: admitter.finished(s, o))
+            count += 1
+            if not admitter.state.round or admitter.state.round.stopping:
+                actions += admitter.engine_lost()
+                break
+            worst = max(worst, lines)
+        running = []
+    return worst
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_event_costs_the_same_in_a_round_of_any_size(mode: str):
+    assert lines_of_events(mode, 64) <= lines_of_events(mode, 8) + 40
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_round_that_is_begun_in_slices_starts_the_same_samples(mode: str):
+    whole, sliced = (Admitter(Rules(mode=mode, num_prompts=20, num_responses=3)) for _ in range(2))
+    for admitter in (whole, sliced):
+        admitter.feed([((0, index), None) for index in range(100)])
+    expected = whole.begin(0)
+    found, slices = sliced.begin(0, most=7), 1
+    while sliced.more:
+        more = sliced.go_on()
+        assert len(more) <= 7
+        found, slices = found + more, slices + 1
+    assert plain(found) == plain(expected)
+    assert slices >= len(expected) // 7
+    assert plain(sliced.state) == plain(whole.state)
+
+
+def test_a_round_in_slices_goes_on_although_all_that_was_started_has_ended():
+    admitter = Admitter(Rules(mode="strict", num_prompts=4, num_responses=2, eta_responses=1.0))
+    admitter.feed([((0, index), None) for index in range(20)])
+    actions, returned = admitter.begin(0, most=1), 0
+    while not any(isinstance(action, RoundOver) for action in actions):
+        (sample,) = [action.sample for action in actions if isinstance(action, Launch)]
+        actions = admitter.finished(sample, Output(spans=[Span(0, 1)], finish_reason="stop"))
+        returned += 1
+    assert returned == 8
