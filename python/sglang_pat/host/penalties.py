@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling import penaltylib
@@ -33,26 +34,34 @@ def sampling_info_with_history(batch: ScheduleBatch, decode: bool) -> SamplingBa
     at zero (its own retraction has this gap too).  ``decode``: the host itself will count the last
     token when it prepares the next decode step.
     """
-    vocab_size = batch.model_config.vocab_size
-    info = SamplingBatchInfo.from_schedule_batch(batch, vocab_size)
-    if not info.penalizer_orchestrator.is_required:
-        return info
-    merged: SamplingBatchInfo | None = None
-    singles = []  # keeps the batches alive that the orchestrators refer to weakly
-    for req in batch.reqs:
-        single = ScheduleBatch(reqs=[req], model_config=batch.model_config, device=batch.device)
-        singles.append(single)
-        info = SamplingBatchInfo.from_schedule_batch(single, vocab_size)
-        orchestrator = info.penalizer_orchestrator
-        if orchestrator.is_required:
-            for token in req.output_ids[: len(req.output_ids) - decode]:
-                orchestrator.cumulate_output_tokens(torch.tensor([token], device=batch.device))
-        if merged is None:
-            merged = info
-        else:
-            # The orchestrator prepares what it lacks from the requests merged so far.
-            merged.merge_batch(info)
-            singles[0].reqs = singles[0].reqs + [req]
-    assert merged is not None
-    merged.penalizer_orchestrator.batch = batch
-    return merged
+    info = SamplingBatchInfo.from_schedule_batch(batch, batch.model_config.vocab_size)
+    if info.penalizer_orchestrator.is_required:
+        remember(info.penalizer_orchestrator, [req.output_ids[: len(req.output_ids) - decode] for req in batch.reqs])
+    return info
+
+
+def remember(penalties: penaltylib.BatchedPenalizerOrchestrator, histories: list[list[int]]) -> None:
+    """Count all tokens of ``histories`` (``[requests]`` lists of token ids) at once.
+
+    The state is, bit for bit, that of the host's ``cumulate_output_tokens`` called for one token after the other.
+    """
+    lengths = [len(history) for history in histories]
+    tokens = np.concatenate([np.asarray(history, dtype=np.int64) for history in histories])
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(penalties.device)
+    place = row * penalties.vocab_size + torch.from_numpy(tokens).to(penalties.device)
+    for penalizer in penalties.penalizers.values():
+        if not penalizer.is_prepared():
+            continue
+        match penalizer:
+            case penaltylib.BatchedFrequencyPenalizer():
+                # Added as often as a token occurs, not multiplied: floats would differ in the last bit.
+                counted = penalizer.cumulated_frequency_penalties.view(-1)
+                counted.scatter_add_(0, place, penalizer.frequency_penalties.view(-1)[row])
+            case penaltylib.BatchedPresencePenalizer():
+                penalizer.cumulated_presence_penalties.view(-1)[place] = penalizer.presence_penalties.view(-1)[row]
+            case penaltylib.BatchedRepetitionPenalizer():
+                penalizer.cumulated_repetition_penalties.view(-1)[place] = penalizer.repetition_penalties.view(-1)[row]
+            case penaltylib.BatchedMinNewTokensPenalizer():
+                penalizer.len_output_tokens += torch.tensor(lengths, dtype=torch.int32).to(penalties.device).view(-1, 1)
+            case _:
+                raise TypeError(f"{type(penalizer).__name__}: not known here how it counts tokens")

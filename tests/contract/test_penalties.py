@@ -1,0 +1,111 @@
+"""Penalties counted from whole histories: the state of the host's own counting, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+from sglang.srt.sampling import penaltylib  # noqa: E402
+
+from sglang_pat.host import penalties  # noqa: E402
+
+pytestmark = pytest.mark.contract
+
+VOCAB = 40
+KINDS = {
+    penaltylib.BatchedFrequencyPenalizer,
+    penaltylib.BatchedMinNewTokensPenalizer,
+    penaltylib.BatchedPresencePenalizer,
+    penaltylib.BatchedRepetitionPenalizer,
+}
+
+
+class Batch:
+    """What the host's penalties read of a batch; can be referred to weakly."""
+
+    device = "cpu"
+
+    def __init__(self, reqs: list) -> None:
+        self.reqs = reqs
+
+
+def random_request(rng: random.Random) -> SimpleNamespace:
+    def maybe(value, otherwise):
+        return value if rng.random() < 0.6 else otherwise
+
+    params = SimpleNamespace(
+        frequency_penalty=maybe(rng.uniform(-2, 2), 0.0), presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        repetition_penalty=maybe(rng.uniform(0.5, 2), 1.0), min_new_tokens=maybe(rng.randint(1, 60), 0),
+        stop_token_ids={rng.randrange(VOCAB)},
+    )  # fmt: skip
+    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=2)
+    return SimpleNamespace(sampling_params=params, tokenizer=tokenizer)
+
+
+def tensors(penalizer) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(penalizer).items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_histories_at_once_are_as_token_by_token(seed):
+    rng = random.Random(seed)
+    reqs = [random_request(rng) for _ in range(rng.randint(1, 9))]
+    # Few tokens that come often: sums of many floats.
+    histories = [[rng.randrange(rng.randint(1, VOCAB)) for _ in range(rng.choice([0, 1, 7, 150]))] for _ in reqs]
+    batch = Batch(reqs)
+    found = penalties.OrderedPenalties(VOCAB, batch, KINDS)
+    penalties.remember(found, histories)
+
+    singles = [Batch([req]) for req in reqs]
+    alone = [penalties.OrderedPenalties(VOCAB, single, KINDS) for single in singles]
+    for one, history in zip(alone, histories, strict=True):
+        for penalizer in one.penalizers.values():
+            penalizer.prepare()
+        for token in history:
+            one.cumulate_output_tokens(torch.tensor([token]))
+    counted = 0
+    for kind, penalizer in found.penalizers.items():
+        if not penalizer.is_prepared():
+            continue
+        for name, value in tensors(penalizer).items():
+            for row, one in enumerate(alone):
+                assert torch.equal(value[row], tensors(one.penalizers[kind])[name][0]), (kind.__name__, name, row)
+                counted += 1
+    assert counted or not found.is_required
+
+    # And so it goes on.
+    step = torch.tensor([rng.randrange(VOCAB) for _ in reqs])
+    found.cumulate_output_tokens(step)
+    logits = torch.randn(len(reqs), VOCAB)
+    expected = logits.clone()
+    for row, one in enumerate(alone):
+        one.cumulate_output_tokens(step[row : row + 1])
+        one.accumulate_additive_penalties(expected[row : row + 1])
+    found.accumulate_additive_penalties(logits)
+    assert torch.equal(logits, expected)
+
+
+def test_a_penalty_that_is_not_known_is_named():
+    class Another(penaltylib.BatchedPresencePenalizer.__base__):
+        def _is_required(self):
+            return True
+
+        def _prepare(self): ...
+        def _cumulate_output_tokens(self, output_ids): ...
+        def _apply(self, logits): ...
+        def _filter(self, keep_indices): ...
+        def _merge(self, their): ...
+        def _teardown(self): ...
+
+    batch = Batch([random_request(random.Random(0))])
+    found = penalties.OrderedPenalties(VOCAB, batch, {Another})
+    with pytest.raises(TypeError, match="^Another: not known here"):
+        penalties.remember(found, [[1]])
