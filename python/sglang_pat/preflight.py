@@ -1,18 +1,25 @@
-"""Is everything in place for ``--adaptive-tp``?
+"""Is everything in place for ``--adaptive-tp``, and does a model fit?
 
     python -m sglang_pat.preflight
+    python -m sglang_pat.preflight --model-path M --tp 1 --dp 8 [--gpus 8x80GB]
 
-Prints one line for each thing that is needed; exits with 1 if one is missing.
+The first prints one line for each thing that is needed, the second the memory plan of an engine on this machine, or on
+GPUs that need not be here.  Exits with 1 if something is missing or does not fit.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_pat.host import contract, cpu_shim
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.memory import estimate
+from sglang_pat.memory.plan import GIB, Plan, make_plan
+from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.version import HOST_VERSION, __version__
 
 Line = tuple[bool, str, str]
@@ -62,7 +69,30 @@ def _devices() -> Iterator[Line]:
         yield True, "devices", f"CPU, {cores} cores; ranks may outnumber cores, slowly"
 
 
-def main() -> int:
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The memory plan that the command line asks for.
+
+    Raises:
+        ValueError: no such model, no such layout, or it does not fit; one line.
+    """
+    shape = ModelShape.from_config(estimate.read_config(args.model_path), args.dtype)
+    base = ParallelLayout(args.tp, args.dp)
+    supply = estimate.supply_of_machine(args.gpus or _gpus_here(), base.num_ranks)
+    return make_plan(estimate.demand_of(shape, base, supply, args.max_total_tokens), supply)
+
+
+def _gpus_here() -> str | None:
+    """What this machine has free, as ``--gpus`` describes it; None without CUDA."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    return f"{len(free)}x{min(free) / GIB:.2f}GB"
+
+
+def report() -> int:
+    """Print what is in place; 1 if something is missing."""
     fine = True
     print(f"sglang_pat {__version__}")
     for good, what, finding in checks():
@@ -70,6 +100,25 @@ def main() -> int:
         print(f"{'ok  ' if good else 'FAIL'}  {what}: {finding}")
     print("ready for --adaptive-tp" if fine else "not ready: see the lines that say FAIL")
     return 0 if fine else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m sglang_pat.preflight", description=__doc__.splitlines()[0])
+    parser.add_argument("--model-path", help="print the memory plan of this model")
+    parser.add_argument("--tp", type=int, default=1, help="TP degree of the base layout (default 1)")
+    parser.add_argument("--dp", type=int, default=1, help="replicas of the base layout (default 1)")
+    parser.add_argument("--gpus", help="e.g. 8x80GB (default: those here, else the CPU)")
+    parser.add_argument("--dtype", default="auto", help="as the server's (default auto)")
+    parser.add_argument("--max-total-tokens", type=int, help="as the server's (default: what fits)")
+    args = parser.parse_args(argv)
+    if args.model_path is None:
+        return report()
+    try:
+        print(plan_of(args).table())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ REFUSED = [
     (dict(pat_switch_at=0), "--pat-switch-at 0", "at least 1"),
     (dict(tp_size=0), "tp=0", "at least 1"),
     (dict(tp_size=1, dp_size=3, pat_candidates="1,3"), "tp=3", "8 attention heads"),
-    (dict(tp_size=1, dp_size=16), "tp=16", "8 attention heads"),
+    (dict(tp_size=16, dp_size=1), "tp=16", "8 attention heads"),
 ]
 
 
@@ -61,7 +61,24 @@ def test_refused(model, options, given, advice):
 def test_kv_heads_that_do_not_divide(tmp_path):
     model = models.make_random("llama", tmp_path / "m", heads=12, kv_heads=3, hidden=96)
     with pytest.raises(ValueError, match="3 KV heads: one must divide the other"):
-        arguments(model)
+        arguments(model, pat_candidates="1,2")
+
+
+def test_a_vocabulary_that_does_not_divide(tmp_path):
+    model = models.make_random("llama", tmp_path / "m", heads=9, kv_heads=3, hidden=144, intermediate=288)
+    with pytest.raises(ValueError, match="tp=3 does not divide the model's vocabulary of 512"):
+        arguments(model, dp_size=3, pat_candidates="1,3")
+
+
+def test_default_candidates_are_those_that_the_heads_allow(model, caplog):
+    args = arguments(model, dp_size=16)
+    assert args.pat_candidates == "1,2,4,8"
+    assert caplog.records[-1].message == "not a candidate: tp=16 (tp=16 does not divide the model's 8 attention heads)"
+
+
+def test_only_one_layout_is_said(model, caplog):
+    assert len(arguments(model, dp_size=3).adaptive_config().layouts) == 1
+    assert "only one layout, tp1×dp3" in caplog.records[-1].message
 
 
 def test_accepted(model):

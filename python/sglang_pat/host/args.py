@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from pathlib import Path
 
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
@@ -18,6 +19,9 @@ from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
 from sglang_pat.config import KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES, AdaptiveConfig, parse_degrees
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.memory.shapes import ModelShape
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -39,9 +43,12 @@ class AdaptiveServerArgs(ServerArgs):
     pat_rollout_dir: str | None = None
     pat_base_tp: int = 0
     """Set by :func:`outer_view`: degree of the base layout, once ``tp_size`` shows all ranks."""
+    pat_fraction_given: bool = False
+    """Set here: ``mem_fraction_static`` is the user's, not the host's default."""
 
     def __post_init__(self) -> None:
         if self.adaptive_tp:
+            self.pat_fraction_given = self.mem_fraction_static is not None
             # Before the host's own handling, which turns some of these into other errors.
             refuse_unsupported(self)
             self.adaptive_config()
@@ -51,12 +58,13 @@ class AdaptiveServerArgs(ServerArgs):
         super().__post_init__()
         if self.adaptive_tp:
             refuse_model(self)
+            settle_candidates(self)
 
     @staticmethod
     def add_cli_args(parser) -> None:
         ServerArgs.add_cli_args(parser)
         group = parser.add_argument_group("adaptive tensor parallelism (sglang_pat)")
-        parser.set_defaults(pat_base_tp=0)
+        parser.set_defaults(pat_base_tp=0, pat_fraction_given=False)
         group.add_argument("--adaptive-tp", action="store_true", help="merge replicas as the batch drains")
         group.add_argument(
             "--pat-candidates", default=None, help="TP degrees to use, e.g. 1,2,4 (default: doublings of --tp)"
@@ -173,18 +181,35 @@ def refuse_model(args: AdaptiveServerArgs) -> None:
         raise ValueError("--adaptive-tp supports dense text-generation models with MHA or GQA only")
     if getattr(model, "is_hybrid_swa", False):
         raise ValueError("--adaptive-tp does not support hybrid sliding-window models")
-    heads, kv_heads = model.num_attention_heads, model.get_total_num_kv_heads()
-    for layout in args.adaptive_config().layouts:
-        if heads % layout.tp:
-            raise ValueError(
-                f"tp={layout.tp} does not divide the model's {heads} attention heads; "
-                f"leave it out of --pat-candidates or choose other --tp/--dp"
-            )
-        if max(kv_heads, layout.tp) % min(kv_heads, layout.tp):
-            raise ValueError(
-                f"tp={layout.tp} and the model's {kv_heads} KV heads: one must divide the other; "
-                f"leave it out of --pat-candidates or choose other --tp/--dp"
-            )
+
+
+def model_shape(model: ModelConfig) -> ModelShape:
+    """The host's view of a model as sizes."""
+    shape = ModelShape.from_config(model.hf_text_config.to_dict(), str(model.dtype).removeprefix("torch."))
+    return dataclasses.replace(shape, context=model.context_len)
+
+
+def settle_candidates(args: AdaptiveServerArgs) -> None:
+    """Leave out of the default candidates what the model's sizes do not allow, and say so.
+
+    Raises:
+        ValueError: such a degree was asked for, or is the base layout's.
+    """
+    shape, layouts = model_shape(ModelConfig.from_server_args(args)), args.adaptive_config().layouts
+    allowed = shape.allowed(layouts)
+    if len(allowed) < len(layouts):
+        first = layouts[len(allowed)].tp
+        reason = f"tp={first} {shape.why_not(first)}"
+        if args.pat_candidates is not None or not allowed:
+            raise ValueError(f"{reason}; leave it out of --pat-candidates or choose other --tp/--dp")
+        left = ", ".join(f"tp={layout.tp}" for layout in layouts[len(allowed) :])
+        logger.warning("not a candidate: %s (%s)", left, reason)
+        args.pat_candidates = ",".join(map(str, allowed))
+    if len(allowed) == 1:
+        logger.warning(
+            "there is only one layout, %s, so nothing will switch: %d ranks allow no other candidate",
+            layouts[0], layouts[0].num_ranks,
+        )  # fmt: skip
 
 
 def outer_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:

@@ -32,13 +32,13 @@ from sglang_pat.admission.records import Group, Judge, Summary  # noqa: E402
 from sglang_pat.admission.rounds import RolloutRound  # noqa: E402
 from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs, outer_view  # noqa: E402
-from sglang_pat.host.contract import check_host  # noqa: E402
 from sglang_pat.host.coordinator import run_coordinator  # noqa: E402
-from sglang_pat.host.deployment import check_files, deployment, first_schedule  # noqa: E402
+from sglang_pat.host.deployment import deployment, first_schedule  # noqa: E402
 from sglang_pat.host.intake import Intake  # noqa: E402
 from sglang_pat.host.processes import start  # noqa: E402
 from sglang_pat.host.rank import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.host.rollout import ManagerBackend  # noqa: E402
+from sglang_pat.host.start import ready  # noqa: E402
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
@@ -58,9 +58,7 @@ class AdaptiveEngine(host_engine.Engine):
 
     @classmethod
     def _launch_subprocesses(cls, server_args: AdaptiveServerArgs, *args: Any, **kwargs: Any):
-        check_host()
-        check_files(server_args)
-        return super()._launch_subprocesses(outer_view(server_args), *args, **kwargs)
+        return super()._launch_subprocesses(ready(server_args), *args, **kwargs)
 
     @classmethod
     def _launch_scheduler_processes(

@@ -17,13 +17,14 @@ from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_pat.coordinator import schedule as schedules
-from sglang_pat.host.args import AdaptiveServerArgs, outer_view
-from sglang_pat.host.contract import HostMismatch, check_host
-from sglang_pat.host.deployment import check_files, first_schedule
+from sglang_pat.host.args import AdaptiveServerArgs
+from sglang_pat.host.contract import HostMismatch
+from sglang_pat.host.deployment import first_schedule
 from sglang_pat.host.engine import AdaptiveEngine
 from sglang_pat.host.intake import MAX_BODY_BYTES, parse, parse_verdict
 from sglang_pat.host.rank import run_detokenizer
 from sglang_pat.host.rollout import Busy, server_sent
+from sglang_pat.host.start import ready
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
 
 MAX_SMALL_BYTES = 1 << 16
@@ -48,9 +49,7 @@ def parse_args(argv: list[str]) -> AdaptiveServerArgs:
 def launch(argv: list[str]) -> None:
     """Serve until killed.  Exits with one line if the arguments or the host do not fit."""
     try:
-        check_host()
-        server_args = parse_args(argv)
-        check_files(server_args)
+        server_args = ready(parse_args(argv))
         first = first_schedule(server_args)
     except (ValueError, HostMismatch) as error:
         sys.exit(f"error: {error}")
@@ -59,7 +58,7 @@ def launch(argv: list[str]) -> None:
     http_server.Engine = AdaptiveEngine
     try:
         http_server.launch_server(
-            outer_view(server_args),
+            server_args,
             init_tokenizer_manager_func=init_adaptive_tokenizer_manager,
             run_detokenizer_process_func=run_detokenizer,
             launch_callback=lambda: setattr(_manager(), "pat_first_schedule", first),

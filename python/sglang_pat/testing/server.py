@@ -84,7 +84,7 @@ class Server:
         model: str | os.PathLike,
         *flags: str,
         dtype: str = "float32",
-        max_total_tokens: int = 16384,
+        max_total_tokens: int | None = 16384,
         env: dict[str, str] | None = None,
         wait: bool = True,
     ) -> None:
@@ -94,9 +94,10 @@ class Server:
         stock = [] if "--adaptive-tp" in flags else STOCK_CPU_FLAGS
         command = [
             sys.executable, "-m", "sglang_pat.launch_server", "--model-path", str(model), "--port", str(self.port),
-            "--dtype", dtype, "--max-total-tokens", str(max_total_tokens), "--random-seed", "1",
-            "--skip-server-warmup", *stock, *flags,
+            "--dtype", dtype, "--random-seed", "1", "--skip-server-warmup", *stock, *flags,
         ]  # fmt: skip
+        if max_total_tokens is not None:
+            command += ["--max-total-tokens", str(max_total_tokens)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         # In our session: Linux schedules sessions against each other, and one whose ranks compute without end keeps its
         # clients waiting for seconds.  In a process group of its own: an interrupt is for us.

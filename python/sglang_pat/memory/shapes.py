@@ -1,0 +1,131 @@
+"""What a dense model weighs: bytes of its weights and of its KV, at any TP degree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from sglang_pat.layout import ParallelLayout
+
+ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+VOCAB_PADDING = 64
+"""SGLang pads the vocabulary to a multiple of this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a Llama, Qwen2 or Qwen3 model (dense, grouped-query attention)."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    context: int
+    """Longest sequence, tokens."""
+    item: int
+    """Bytes of a weight and of a KV element."""
+    tied: bool = False
+    """The output head is the embedding."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Of the attention's output projection."""
+    mlp_bias: bool = False
+    head_norms: bool = False
+    """Norms of queries and keys (Qwen3)."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], dtype: str = "auto") -> ModelShape:
+        """Read a Hugging Face ``config.json``.
+
+        Args:
+            dtype: as ``--dtype``; ``auto`` takes the model's own, but float16 for float32, as SGLang does.
+
+        Raises:
+            ValueError: a size is missing or is not a positive integer, or an unknown dtype.
+        """
+        kind = config.get("model_type")
+        heads = _size(config, "num_attention_heads")
+        hidden = _size(config, "hidden_size")
+        attention_bias = bool(config.get("attention_bias", False))
+        return cls(
+            layers=_size(config, "num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=_size(config, "num_key_value_heads", heads),
+            head_dim=_size(config, "head_dim", hidden // heads or 1),
+            intermediate=_size(config, "intermediate_size"),
+            vocab=_size(config, "vocab_size"),
+            context=_size(config, "max_position_embeddings", 2048),
+            item=_item(config, dtype),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2" or attention_bias,
+            output_bias=kind == "llama" and attention_bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            head_norms=kind == "qwen3",
+        )
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab // VOCAB_PADDING) * VOCAB_PADDING
+
+    def why_not(self, tp: int) -> str | None:
+        """Why the model cannot be cut into ``tp`` shards; None if it can."""
+        if self.heads % tp:
+            return f"does not divide the model's {self.heads} attention heads"
+        if max(self.kv_heads, tp) % min(self.kv_heads, tp):
+            return f"and the model's {self.kv_heads} KV heads: one must divide the other"
+        if self.intermediate % tp:
+            return f"does not divide the model's intermediate size {self.intermediate}"
+        if self.padded_vocab % tp:
+            return f"does not divide the model's vocabulary of {self.padded_vocab} (padded)"
+        return None
+
+    def allowed(self, layouts: Iterable[ParallelLayout]) -> tuple[int, ...]:
+        """The degrees of ``layouts``, in order, up to the first that the model does not allow."""
+        return tuple(layout.tp for layout in takewhile(lambda layout: self.why_not(layout.tp) is None, layouts))
+
+    def local_kv_heads(self, tp: int) -> int:
+        """KV heads of a rank; with more ranks than KV heads each has one, as others do."""
+        return max(1, self.kv_heads // tp)
+
+    def kv_bytes(self, tp: int) -> int:
+        """Of one token on one rank, all layers, K and V."""
+        return self.layers * 2 * self.local_kv_heads(tp) * self.head_dim * self.item
+
+    def parameters(self, tp: int = 1) -> int:
+        """Parameters that one rank holds."""
+        queries, kv = self.heads // tp * self.head_dim, self.local_kv_heads(tp) * self.head_dim
+        inner = self.intermediate // tp
+        layer = (queries + 2 * kv) * self.hidden + queries * self.hidden + 3 * self.hidden * inner + 2 * self.hidden
+        layer += (queries + 2 * kv) * self.qkv_bias + self.hidden * self.output_bias
+        layer += (2 * inner + self.hidden) * self.mlp_bias + 2 * self.head_dim * self.head_norms
+        tables = self.padded_vocab // tp * self.hidden * (1 if self.tied else 2)
+        return self.layers * layer + tables + self.hidden
+
+    def weight_bytes(self, tp: int) -> int:
+        """Of one rank."""
+        return self.parameters(tp) * self.item
+
+
+def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        given = "is missing" if value is None else f"is {value!r}"
+        raise ValueError(f"the model's config.json: {name} {given}, must be a positive integer")
+    return value
+
+
+def _item(config: Mapping[str, Any], dtype: str) -> int:
+    own = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    name = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+    if name == "auto":
+        name = "float16" if own == "float32" else own
+    if name not in ITEM_SIZES:
+        raise ValueError(f"dtype {name!r}: choose one of {', '.join(ITEM_SIZES)}")
+    return ITEM_SIZES[name]

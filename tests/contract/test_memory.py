@@ -1,0 +1,74 @@
+"""The plan's figures are the host's: reserves, defaults, parameters of a rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_pat.host import cpu_shim
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.memory import estimate
+from sglang_pat.memory.plan import GIB, Demand, Supply, host_reserve
+from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.testing import models
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+pytestmark = pytest.mark.contract
+
+FULL = ModelShape(
+    layers=1, hidden=64, heads=8, kv_heads=8, head_dim=8, intermediate=64, vocab=64, context=64, item=2
+)  # fmt: skip
+
+
+def host_settings(gigabytes: int, tp: int):
+    """The fields that the host fills in for a GPU of that size."""
+    from sglang.srt.server_args import ServerArgs
+
+    args = SimpleNamespace(
+        chunked_prefill_size=None, cuda_graph_max_bs=None, cuda_graph_bs=None, mem_fraction_static=None, tp_size=tp,
+        pp_size=1, dp_size=1, device="cuda", disable_cuda_graph_padding=False, speculative_algorithm=None,
+        piecewise_cuda_graph_max_tokens=None, piecewise_cuda_graph_tokens=None, disable_piecewise_cuda_graph=False,
+        max_total_tokens=None, max_prefill_tokens=16384, model_path="m", enable_dp_attention=False,
+        enable_symm_mem=False, language_only=False, use_mla_backend=lambda: False,
+        get_model_config=lambda: SimpleNamespace(is_multimodal=False),
+    )  # fmt: skip
+    args._generate_cuda_graph_batch_sizes = lambda: ServerArgs._generate_cuda_graph_batch_sizes(args)
+    args._generate_piecewise_cuda_graph_tokens = lambda: ServerArgs._generate_piecewise_cuda_graph_tokens(args)
+    ServerArgs._handle_gpu_memory_settings(args, gigabytes * 1024)
+    return args
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("gigabytes", [16, 24, 40, 80, 141, 192])
+def test_defaults_and_reserve_are_the_hosts(gigabytes, tp):
+    args = host_settings(gigabytes, tp)
+    supply = Supply(kind="cuda", free=gigabytes * GIB, total=gigabytes * GIB)
+    chunk, graph_batch = estimate.host_defaults(supply.total, tp)
+    assert (chunk, graph_batch) == (args.chunked_prefill_size, args.cuda_graph_max_bs)
+    assert estimate.host_prefill_graphs(chunk) == len(args.piecewise_cuda_graph_tokens)
+    demand = Demand(
+        shape=FULL, base=ParallelLayout(tp, 1), degrees=(tp,), prefill_tokens=chunk, graph_batch=graph_batch,
+        prefill_graphs=estimate.host_prefill_graphs(chunk),
+    )  # fmt: skip
+    fraction = 1 - host_reserve(supply.total, demand) / supply.total
+    assert fraction == pytest.approx(args.mem_fraction_static, abs=0.0006)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_weights_are_those_of_the_checkpoint(arch, tmp_path):
+    """A tiny vocabulary is no multiple of 64 here: the padding is the only difference."""
+    from safetensors import safe_open
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_pat.host.args import model_shape
+
+    folder = models.make_random(arch, tmp_path / arch)
+    with safe_open(folder / "model.safetensors", "np") as file:
+        stored = sum(file.get_tensor(name).size for name in file.keys())
+    shape = model_shape(ModelConfig(str(folder), dtype="float32"))
+    padding = (shape.padded_vocab - shape.vocab) * shape.hidden * (1 if shape.tied else 2)
+    assert shape.parameters() - padding == stored
+    assert shape == ModelShape.from_config(estimate.read_config(str(folder)), "float32")
