@@ -84,6 +84,11 @@ def test_threshold(kwargs, expected):
     assert degree(threshold(8), snapshot(**kwargs)) == expected
 
 
+@pytest.mark.parametrize(("max_running", "requests", "expected"), [(2, 2, 4), (2, 3, 1), (3, 3, 4), (None, 8, 4)])
+def test_threshold_merges_no_more_than_decode_at_once(max_running, requests, expected):
+    assert degree(threshold(8, max_running), snapshot(requests=requests, peak=20)) == expected
+
+
 def run(decide, steps, tp=1) -> list[int]:
     """Degrees over ``(seconds since the step before, requests)``, arrivals where the count goes up."""
     now, peak, before, arrival, result = NOW, 0, 0, float("-inf"), []

@@ -134,7 +134,7 @@ class Coordinator:
         self.layout = config.base
         self.history = LengthHistory()
         self._outbox = outbox
-        self._policy = policy or make_policy(config.policy, switch_at=config.switch_at)
+        self._policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
         self._degrees, self._num_ranks = tuple(layout.tp for layout in config.layouts), config.num_ranks
         self._leaders = {rank: Leader() for rank in config.base.leaders}
         self._backlog: deque[Work | Control | m.SetSchedule] = deque()

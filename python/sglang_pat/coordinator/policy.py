@@ -33,8 +33,14 @@ def base_only(snapshot: Snapshot, history: LengthHistory) -> Decision:
     return Decision(tp=snapshot.degrees[0])
 
 
-def threshold(switch_at: int) -> Policy:
-    """Merge into the highest degree when ``switch_at`` requests or fewer are left; split above twice as many."""
+def threshold(switch_at: int, max_running: int | None = None) -> Policy:
+    """Merge into the highest degree when ``switch_at`` requests or fewer are left; split above twice as many.
+
+    Not while more are left than the merged replicas decode at once: the others would wait.
+
+    Args:
+        max_running: most requests that one replica decodes at once; None if unbounded.
+    """
 
     def decide(snapshot: Snapshot, history: LengthHistory) -> Decision:
         decision = forced(snapshot)
@@ -43,7 +49,8 @@ def threshold(switch_at: int) -> Policy:
         base, top = snapshot.degrees[0], snapshot.degrees[-1]
         if snapshot.requests > switch_at * SPLIT_FACTOR:
             return Decision(tp=base)
-        few = snapshot.requests <= switch_at
+        room = None if max_running is None else max_running * (snapshot.num_ranks // top)
+        few = snapshot.requests <= (switch_at if room is None else min(switch_at, room))
         if few and may_raise(snapshot, draining=snapshot.peak > switch_at):
             return Decision(tp=top)
         return Decision(tp=snapshot.tp)
@@ -73,7 +80,7 @@ def make_policy(
     makers = {
         "survival": lambda: survival(predictor, costs, max_running),
         "pat": lambda: pat(predictor, costs),
-        "threshold": lambda: threshold(switch_at),
+        "threshold": lambda: threshold(switch_at, max_running),
         "schedule": lambda: stay,
         "manual": lambda: stay,
         "off": lambda: base_only,
