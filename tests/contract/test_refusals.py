@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from sglang_pat.host import cpu_shim
 from sglang_pat.testing import models
+from sglang_pat.testing.architectures import ARCHITECTURES
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -56,6 +58,46 @@ def test_refused(model, options, given, advice):
         arguments(model, **options)
     message = str(caught.value)
     assert given in message and advice in message and "\n" not in message
+
+
+REFUSED_MODELS = [
+    ("Gemma2ForCausalLM", dict(model_type="gemma2", query_pre_attn_scalar=8), "soft-capped"),
+    # SGLang runs it as an OLMo-2.
+    ("Olmo3ForCausalLM", dict(model_type="olmo3", sliding_window=64), "sliding window"),
+    ("Qwen3MoeForCausalLM", dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2), "mixture of experts"),
+    ("MixtralForCausalLM", dict(model_type="mixtral"), "mixture of experts"),
+    ("DeepseekV3ForCausalLM", dict(model_type="deepseek_v3"), "MLA"),
+    ("FalconH1ForCausalLM", dict(model_type="falcon_h1"), "recurrent"),
+    ("Gemma3ForConditionalGeneration", dict(model_type="gemma3"), "multimodal"),
+    ("Qwen2ForRewardModel", dict(model_type="qwen2"), "does not generate text"),
+    (
+        "LlamaForCausalLM",
+        dict(quantization_config=dict(quant_method="fp8", activation_scheme="dynamic")),
+        r"quantised \(fp8\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "fields", "why"), REFUSED_MODELS, ids=[name for name, _, _ in REFUSED_MODELS])
+def test_refused_models(model, tmp_path, architecture, fields, why):
+    config = json.loads((model / "config.json").read_text()) | {"architectures": [architecture]} | fields
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"does not support [A-Za-z0-9]+: .*{why}") as caught:
+        arguments(tmp_path, skip_tokenizer_init=True)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_dense_decoders_are_let_in(tmp_path, architecture):
+    folder = models.make_random(architecture, tmp_path / "m", layers=1)
+    assert len(arguments(folder, dp_size=4).adaptive_config().layouts) == 3
+
+
+def test_norms_over_all_kv_heads_need_as_many_heads_as_ranks(tmp_path):
+    folder = models.make_random("olmo2", tmp_path / "m", layers=1, kv_heads=2)
+    assert arguments(folder, dp_size=4).pat_candidates == "1,2"
+    with pytest.raises(ValueError, match="tp=4 is more than the model's 2 KV heads, over which it has a norm"):
+        arguments(folder, dp_size=4, pat_candidates="1,2,4")
 
 
 def test_kv_heads_that_do_not_divide(tmp_path):

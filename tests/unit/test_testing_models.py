@@ -85,7 +85,7 @@ def test_foreign_folder_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (dict(arch="gpt2"), "arch='gpt2': must be one of llama, qwen2, qwen3"),
+        (dict(arch="gpt2"), "arch='gpt2': must be one of llama, mistral, qwen2, qwen3, phi3, olmo2, glm4, granite"),
         (dict(heads=6), "heads=6: must be a multiple of kv_heads=4"),
         (dict(hidden=60), "hidden=60: must be a multiple of heads=8"),
         (dict(head_dim=7), "head_dim=7: must be even"),

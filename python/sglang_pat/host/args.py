@@ -13,17 +13,16 @@ import dataclasses
 import logging
 from pathlib import Path
 
-from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
 from sglang_pat.config import KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES, AdaptiveConfig, parse_degrees
+from sglang_pat.host.supported import refuse_model
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.shapes import ModelShape
 
 logger = logging.getLogger(__name__)
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 @dataclasses.dataclass
@@ -57,7 +56,7 @@ class AdaptiveServerArgs(ServerArgs):
             _cpu_defaults(self)
         super().__post_init__()
         if self.adaptive_tp:
-            refuse_model(self)
+            refuse_model(ModelConfig.from_server_args(self))
             settle_candidates(self)
 
     @staticmethod
@@ -167,20 +166,6 @@ def refuse_unsupported(args: ServerArgs) -> None:
     for present, given, advice in refusals:
         if present:
             raise ValueError(f"--adaptive-tp does not support {given}: {advice}")
-
-
-def refuse_model(args: AdaptiveServerArgs) -> None:
-    """Raise ``ValueError`` for a model that the candidate degrees cannot shard."""
-    model = ModelConfig.from_server_args(args)
-    architectures = model.hf_config.architectures or ["?"]
-    if architectures[0] not in SUPPORTED_ARCHITECTURES:
-        raise ValueError(
-            f"--adaptive-tp does not support {architectures[0]}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
-    if model.is_multimodal or not model.is_generation or model.attention_arch == AttentionArch.MLA:
-        raise ValueError("--adaptive-tp supports dense text-generation models with MHA or GQA only")
-    if getattr(model, "is_hybrid_swa", False):
-        raise ValueError("--adaptive-tp does not support hybrid sliding-window models")
 
 
 def model_shape(model: ModelConfig) -> ModelShape:

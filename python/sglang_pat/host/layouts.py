@@ -23,6 +23,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_pat.comm.windows import Windows
 from sglang_pat.host.reshard import reshard
 from sglang_pat.host.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
+from sglang_pat.host.shard_check import check_shards
+from sglang_pat.host.sharding import Unsupported
 from sglang_pat.host.weights import Views, build_model
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.profile import LayoutSetup
@@ -61,8 +63,7 @@ def kv_pool_view(pool: MHATokenToKVPool, ratio: int) -> MHATokenToKVPool:
     """
     if ratio == 1:
         return pool
-    if not isinstance(pool, MHATokenToKVPool):
-        raise TypeError(f"--adaptive-tp supports SGLang's MHATokenToKVPool, this model uses {type(pool).__name__}")
+    assert isinstance(pool, MHATokenToKVPool)
     view = copy.copy(pool)
     view.head_num = pool.head_num // ratio
     view.size = (pool.size + pool.page_size) * ratio - pool.page_size
@@ -106,6 +107,8 @@ class Layouts:
         """Updates so far, which all ranks must have counted alike."""
         self.kv_heads = self.runner.model_config.get_total_num_kv_heads()
         base = self.config.base
+        self._refuse()
+        check_shards(self.runner.model, base.tp, base.tp_rank(self.rank))
         self._runtimes = {base.tp: self._base_runtime(base)}
         self.setup: list[LayoutSetup] = []
         """What building each layout above the base took."""
@@ -114,6 +117,14 @@ class Layouts:
         for layout in self.config.layouts[1:]:
             self._runtimes[layout.tp] = self._build(layout)
             self.install(base)
+
+    def _refuse(self) -> None:
+        """Raise :class:`Unsupported` for what only the loaded model tells."""
+        pool = self.runner.token_to_kv_pool
+        if type(pool) is not MHATokenToKVPool:
+            raise Unsupported(f"--adaptive-tp does not support this model: its KV pool is a {type(pool).__name__}")
+        if self.runner.sliding_window_size is not None:
+            raise Unsupported("--adaptive-tp does not support this model: its attention has a sliding window")
 
     def __getitem__(self, layout: ParallelLayout) -> LayoutRuntime:
         return self._runtimes[layout.tp]
@@ -159,6 +170,7 @@ class Layouts:
         runner.groups.install(layout)
         self._set_ranks(layout)
         model = build_model(runner.model_config, runner.load_config, runner.device)
+        check_shards(model, layout.tp, layout.tp_rank(self.rank))
         views = None if self.resharding else Views(model, base.model, layout, self.config.base, self.rank)
         _compile_embedding(model, runner.device)
         _, base_heads = kv_head_range(self.kv_heads, self.config.base, self.rank)

@@ -22,6 +22,7 @@ from sglang_pat.config import AdaptiveConfig  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs, rank_view  # noqa: E402
 from sglang_pat.host.channels import OrderedReceiver  # noqa: E402
 from sglang_pat.host.processes import end_engine  # noqa: E402
+from sglang_pat.host.sharding import Unsupported  # noqa: E402
 from sglang_pat.layout import device_of_rank  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,9 @@ def run_rank(
         )
         pipe_writer.send(scheduler.get_init_info())
         scheduler.run_event_loop()
+    except Unsupported as error:
+        logger.error("%s", error)
+        end_engine(parent_pid)
     except Exception:
         logger.exception("rank %d failed", rank)
         end_engine(parent_pid)

@@ -14,15 +14,26 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang_pat.weights.shards import WHOLE, Block, ShardSpec
 
 
+class Unsupported(ValueError):
+    """The model turned out at start to be one that cannot cross a switch; one line with why and what to do."""
+
+
+class ShardError(Unsupported):
+    """It is because of how a parameter is sharded."""
+
+    def __init__(self, parameter: str, tp: int, why: str, advice: str = "this model is not supported") -> None:
+        super().__init__(f"--adaptive-tp, {parameter} at tp={tp}: {why}: {advice}")
+
+
 def shard_specs(model: torch.nn.Module) -> dict[str, ShardSpec]:
     """How each parameter of ``model`` is sharded, by parameter name.
 
     Raises:
-        ValueError: a sharded layer of a class that is not known here.
+        ShardError: a sharded layer of a class that is not known here.
     """
     specs: dict[str, ShardSpec] = {}
     for module_name, module in model.named_modules():
-        spec = _module_spec(module)
+        spec = _module_spec(module_name, module)
         for name, _ in module.named_parameters(recurse=False):
             full_name = f"{module_name}.{name}" if module_name else name
             row_bias = isinstance(module, RowParallelLinear) and name == "bias"
@@ -30,7 +41,7 @@ def shard_specs(model: torch.nn.Module) -> dict[str, ShardSpec]:
     return specs
 
 
-def _module_spec(module: torch.nn.Module) -> ShardSpec | None:
+def _module_spec(name: str, module: torch.nn.Module) -> ShardSpec | None:
     if isinstance(module, QKVParallelLinear):
         heads, kv_heads = module.total_num_heads, module.total_num_kv_heads
         return ShardSpec(
@@ -50,5 +61,5 @@ def _module_spec(module: torch.nn.Module) -> ShardSpec | None:
     if isinstance(module, VocabParallelEmbedding):
         return ShardSpec(0, (Block(module.num_embeddings_padded),))
     if getattr(module, "tp_size", 1) > 1 and list(module.parameters(recurse=False)):
-        raise ValueError(f"--adaptive-tp does not know how {type(module).__name__} is sharded")
+        raise ShardError(name, module.tp_size, f"it is not known how {type(module).__name__} is sharded")
     return None

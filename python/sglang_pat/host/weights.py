@@ -18,7 +18,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 
-from sglang_pat.host.sharding import shard_specs
+from sglang_pat.host.sharding import ShardError, shard_specs
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.weights.shards import Copy, copies, covered
 
@@ -70,7 +70,7 @@ class PiecewiseLinear(UnquantizedLinearMethod):
                 torch.mm(rows, self.weights[i], out=part)
             else:
                 torch.addmm(self.biases[i], rows, self.weights[i], out=part)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[1])
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Views:
         """Place ``model``'s parameters.
 
         Raises:
-            ValueError: a parameter of this layout does not lie inside the base shard, or the host packed it.
+            ShardError: a parameter of this layout does not lie inside the base shard, or the host has packed it.
         """
         self._whole: list[tuple[torch.nn.Parameter, _Source]] = []
         self._split: list[tuple[PiecewiseLinear, dict[str, _Source]]] = []
@@ -118,7 +118,7 @@ class Views:
         for module_name, module in model.named_modules():
             base_module, sources = base_modules[module_name], {}
             if getattr(base_module, "use_intel_amx_backend", False):
-                raise ValueError(f"SGLang packs {module_name} for AMX: use --dtype float32 with --adaptive-tp")
+                raise ShardError(module_name, base.tp, "SGLang has packed it for AMX", "use --dtype float32")
             for name, param in module.named_parameters(recurse=False):
                 full_name = f"{module_name}.{name}" if module_name else name
                 dim = specs[full_name].dim
@@ -129,26 +129,22 @@ class Views:
                 if dim is not None:
                     shape[dim] = covered(source.pieces)
                 if list(param.shape) != shape:
-                    raise ValueError(
-                        f"the shard of {full_name} at tp={layout.tp} does not lie inside the base shard "
-                        f"(vocabulary padding?): leave tp={layout.tp} out of --pat-candidates "
-                        "or use --pat-weights reshard"
-                    )
+                    advice = f"leave tp={layout.tp} out of --pat-candidates or use --pat-weights reshard"
+                    why = "its shard does not lie inside the base shard (vocabulary padding?)"
+                    raise ShardError(full_name, layout.tp, why, advice)
             if any(len(source.pieces) > 1 for source in sources.values()):
-                self._divide(module, module_name, sources)
+                self._divide(module, module_name, layout.tp, sources)
             else:
                 self._whole += [(getattr(module, name), source) for name, source in sources.items()]
         self.place()
 
-    def _divide(self, module: torch.nn.Module, module_name: str, sources: dict[str, _Source]) -> None:
+    def _divide(self, module: torch.nn.Module, name: str, tp: int, sources: dict[str, _Source]) -> None:
         plain = isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod
         if not plain or module.skip_bias_add or not set(sources) <= {"weight", "bias"}:
-            raise ValueError(
-                f"--adaptive-tp cannot multiply {module_name} ({type(module).__name__}) piece by piece: "
-                "use --pat-weights reshard"
-            )
-        for name in sources:
-            delattr(module, name)
+            why = f"a {type(module).__name__} like this one cannot be multiplied piece by piece"
+            raise ShardError(name, tp, why, "use --pat-weights reshard")
+        for parameter in sources:
+            delattr(module, parameter)
         module.register_parameter("bias", None)
         module.quant_method = PiecewiseLinear()
         self._split.append((module.quant_method, sources))

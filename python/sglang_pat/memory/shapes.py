@@ -37,6 +37,8 @@ class ModelShape:
     mlp_bias: bool = False
     head_norms: bool = False
     """Norms of queries and keys (Qwen3)."""
+    whole_norms: bool = False
+    """Norms over all queries and over all keys (OLMo-2), for which ranks gather them: each KV head once."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: str = "auto") -> ModelShape:
@@ -67,6 +69,7 @@ class ModelShape:
             output_bias=kind == "llama" and attention_bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
             head_norms=kind == "qwen3",
+            whole_norms=kind == "olmo2",
         )
 
     @property
@@ -79,6 +82,8 @@ class ModelShape:
             return f"does not divide the model's {self.heads} attention heads"
         if max(self.kv_heads, tp) % min(self.kv_heads, tp):
             return f"and the model's {self.kv_heads} KV heads: one must divide the other"
+        if self.whole_norms and tp > self.kv_heads:
+            return f"is more than the model's {self.kv_heads} KV heads, over which it has a norm"
         if self.intermediate % tp:
             return f"does not divide the model's intermediate size {self.intermediate}"
         if self.padded_vocab % tp:

@@ -1,11 +1,11 @@
 """Checkpoints for tests and demonstrations, made on the spot: no download, no GPU, no SGLang.
 
-    python -m sglang_pat.testing.models smollm2|llama|qwen2|qwen3 --out DIR [options]
+    python -m sglang_pat.testing.models smollm2|llama|mistral|qwen2|qwen3|phi3|olmo2|glm4|granite --out DIR [options]
 
 Three kinds, each a Hugging Face folder (config, safetensors, tokenizer, generation config) that stock SGLang
 loads:
 
-- random models (:func:`make_random`): small Llama, Qwen2 or Qwen3, seeded, scaled so that greedy text varies
+- random models (:func:`make_random`): small, of one of eight architectures, seeded, scaled so that greedy text varies
   and the best two logits are well apart;
 - marker models (:func:`make_marker_model`): their output says which weights they hold, and whether all of
   them;
@@ -39,7 +39,7 @@ from sglang_pat.testing.weights import (
     require,
 )
 
-_FORMAT = 4  # part of every recipe; raise it when the same options give other files
+_FORMAT = 5  # part of every recipe; raise it when the same options give other files
 
 
 def make_random(arch: str, out_dir: str | os.PathLike, **options) -> Path:

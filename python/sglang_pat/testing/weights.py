@@ -5,9 +5,9 @@ import hashlib
 import math
 from typing import Any
 
+from sglang_pat.testing.architectures import ARCHITECTURES, extra_config, layer_shapes
 from sglang_pat.testing.tokenizer import BOS_ID, EOS_ID, LEAST_VOCAB, PAD_ID, SPECIAL_TOKENS, UNK_ID
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 MIXED_ID = UNK_ID
@@ -19,7 +19,7 @@ class RandomModel:
     """What a random model is made of. ValueError, with one line, for options that do not go together."""
 
     arch: str = "llama"
-    """llama, qwen2 (bias in q, k and v) or qwen3 (norms on q and k)."""
+    """One of :data:`~sglang_pat.testing.architectures.ARCHITECTURES`."""
     heads: int = 8
     """Query heads; a multiple of `kv_heads`."""
     kv_heads: int = 4
@@ -108,29 +108,15 @@ def config(model: RandomModel) -> dict[str, Any]:
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,
     }
-    if model.arch != "qwen2":
-        content["attention_bias"] = False  # qwen2 has its bias without asking
-    if model.arch == "llama":
-        content["mlp_bias"] = False
-    return content
+    return content | extra_config(model)
 
 
 def shapes(model: RandomModel) -> dict[str, tuple[int, ...]]:
     """Hugging Face name and shape, [out, in] for matrices, of each tensor."""
-    h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    h = model.hidden
     result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (model.vocab, h)}
     for layer in range(model.layers):
-        at = f"model.layers.{layer}"
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
-            result[f"{at}.self_attn.{name}_proj.weight"] = (rows, h)
-            if model.arch == "qwen2":
-                result[f"{at}.self_attn.{name}_proj.bias"] = (rows,)
-            if model.arch == "qwen3" and name != "v":
-                result[f"{at}.self_attn.{name}_norm.weight"] = (model.head_dim,)
-        result[f"{at}.self_attn.o_proj.weight"] = (h, q)
-        result[f"{at}.mlp.gate_proj.weight"] = result[f"{at}.mlp.up_proj.weight"] = (model.intermediate, h)
-        result[f"{at}.mlp.down_proj.weight"] = (h, model.intermediate)
-        result[f"{at}.input_layernorm.weight"] = result[f"{at}.post_attention_layernorm.weight"] = (h,)
+        result |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(model).items()}
     result["model.norm.weight"] = (h,)
     if not model.tie:
         result["lm_head.weight"] = (model.vocab, h)
@@ -146,7 +132,8 @@ def random_tensors(model: RandomModel) -> dict[str, Any]:
     """
     import torch
 
-    gains = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 2.0, "down_proj": 3.0, "q_norm": 1.5, "k_norm": 1.5}
+    gains = dict.fromkeys(("qkv_proj", "q_proj", "k_proj", "q_norm", "k_norm"), 1.5)
+    gains |= {"o_proj": 2.0, "down_proj": 3.0, "post_mlp_layernorm": 2.0}
     tensors = {}
     for name, shape in shapes(model).items():
         noise = torch.randn(shape, generator=_generator("random", model.seed, name))

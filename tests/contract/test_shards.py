@@ -1,0 +1,222 @@
+"""Shards of every architecture: views of the base shards are what the host's own loader would have loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sglang_pat.host import cpu_shim
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.testing import models
+from sglang_pat.testing.weights import ARCHITECTURES
+from sglang_pat.weights.shards import Block, ShardSpec
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+pytestmark = pytest.mark.contract
+
+RANKS = 4
+SHAPES = {
+    "gqa": dict(heads=8, kv_heads=4),
+    "shared-kv": dict(heads=8, kv_heads=2, tie=True),  # at tp 4 two ranks have the same KV head
+}
+
+
+class Checkpoint:
+    """A random model on disk, and what the host makes of it on one rank without peers."""
+
+    def __init__(self, folder) -> None:
+        from sglang.srt.server_args import ServerArgs
+
+        from sglang_pat.host.lone import LoneRank
+
+        self.tensors = load_file(folder / "model.safetensors")
+        args = ServerArgs(model_path=str(folder), device="cpu", attention_backend="torch_native", dtype="float32")
+        self.rank = LoneRank(args)
+
+    def empty(self, layout: ParallelLayout, rank: int) -> torch.nn.Module:
+        return self.rank.model(layout.tp, layout.tp_rank(rank))
+
+    def loaded(self, layout: ParallelLayout, rank: int) -> torch.nn.Module:
+        """The host's model with weights that the host's loader has put there."""
+        model = self.empty(layout, rank)
+        for param in model.parameters():
+            param.data = torch.zeros(param.shape)
+        model.load_weights(iter(self.tensors.items()))
+        return model
+
+
+@pytest.fixture(scope="module", params=[(arch, shape) for arch in ARCHITECTURES for shape in SHAPES], ids="-".join)
+def checkpoint(request, tmp_path_factory) -> Checkpoint:
+    arch, shape = request.param
+    return Checkpoint(models.make_random(arch, tmp_path_factory.mktemp("shards") / arch, layers=1, **SHAPES[shape]))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Checkpoint:
+    return Checkpoint(models.make_random("llama", tmp_path_factory.mktemp("shards") / "llama", layers=1))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory) -> Checkpoint:
+    return Checkpoint(models.make_random("qwen2", tmp_path_factory.mktemp("shards") / "qwen2", layers=1))
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters, those that lie in pieces put together."""
+    from sglang_pat.host.weights import PiecewiseLinear
+
+    found = {name: param.data for name, param in model.named_parameters()}
+    for name, module in model.named_modules():
+        if isinstance(method := getattr(module, "quant_method", None), PiecewiseLinear):
+            found[f"{name}.weight"] = torch.cat([piece.t() for piece in method.weights])
+            if method.biases is not None:
+                found[f"{name}.bias"] = torch.cat(method.biases)
+    return found
+
+
+def pieces(model: torch.nn.Module) -> list[torch.Tensor]:
+    """All tensors of weights as they lie in memory."""
+    from sglang_pat.host.weights import PiecewiseLinear
+
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    split = [method for method in methods if isinstance(method, PiecewiseLinear)]
+    assert split, "no layer in pieces"
+    return [param.data for param in model.parameters()] + [
+        piece for method in split for piece in (*method.weights, *(method.biases or ()))
+    ]
+
+
+def layouts(base_tp: int) -> list[ParallelLayout]:
+    return [ParallelLayout(tp, RANKS // tp) for tp in (1, 2, 4) if tp > base_tp]
+
+
+@pytest.mark.parametrize("base_tp", [1, 2])
+def test_views_are_what_the_loader_loads(checkpoint, base_tp):
+    from sglang_pat.host.shard_check import check_shards
+    from sglang_pat.host.weights import Views
+
+    base = ParallelLayout(base_tp, RANKS // base_tp)
+    for rank in range(RANKS):
+        base_model = checkpoint.loaded(base, rank)
+        check_shards(base_model, base.tp, base.tp_rank(rank))
+        for layout in layouts(base_tp):
+            model = checkpoint.empty(layout, rank)
+            check_shards(model, layout.tp, layout.tp_rank(rank))
+            Views(model, base_model, layout, base, rank)
+            loaded, ours = weights(checkpoint.loaded(layout, rank)), weights(model)
+            assert loaded.keys() == ours.keys()
+            for name, tensor in loaded.items():
+                assert torch.equal(ours[name], tensor), (name, layout, rank)
+        again = weights(checkpoint.loaded(base, rank))
+        assert all(torch.equal(again[name], tensor) for name, tensor in weights(base_model).items()), "written to"
+
+
+BASE, TAIL = ParallelLayout(1, 2), ParallelLayout(2, 1)
+
+
+def test_views_hold_no_memory_and_see_an_update_at_once(qwen2):
+    from sglang_pat.host.weights import Views
+
+    base_model, model = qwen2.loaded(BASE, 1), qwen2.empty(TAIL, 1)
+    assert sum(param.untyped_storage().nbytes() for param in model.parameters()) < 100, "built without memory"
+    views = Views(model, base_model, TAIL, BASE, 1)
+    held = {param.untyped_storage().data_ptr() for param in base_model.parameters()}
+    assert {piece.untyped_storage().data_ptr() for piece in pieces(model)} <= held
+    before = {name: tensor.clone() for name, tensor in weights(model).items()}
+    base_model.load_weights((name, 2 * tensor) for name, tensor in qwen2.tensors.items())
+    after = weights(model)
+    assert all(torch.equal(after[name], 2 * before[name]) for name in after if "proj" in name)
+    assert not views.moved()
+
+
+def test_views_follow_a_tensor_that_was_replaced(qwen2):
+    from sglang_pat.host.weights import Views
+
+    base_model, model = qwen2.loaded(BASE, 1), qwen2.empty(TAIL, 1)
+    views = Views(model, base_model, TAIL, BASE, 1)
+    wanted = {name: tensor + 1 for name, tensor in weights(model).items()}
+    for param in base_model.parameters():
+        param.data = param.data + 1
+    assert views.moved()
+    views.place()
+    assert not views.moved()
+    found = weights(model)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64), (0, 64)])
+def test_a_layer_in_pieces_multiplies_as_one(qwen2, shape):
+    from sglang_pat.host.weights import Views
+
+    base_model, model, whole = qwen2.loaded(BASE, 1), qwen2.empty(TAIL, 1), qwen2.loaded(TAIL, 1)
+    Views(model, base_model, TAIL, BASE, 1)
+    x = torch.randn(shape)
+    for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
+        ours, theirs = (m.get_submodule(f"model.layers.0.{name}") for m in (model, whole))
+        with torch.no_grad():
+            got, bias = ours(x)
+            wanted, _ = theirs(x)
+        assert bias is None and got.is_contiguous()
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
+    """Intervals that are not the loader's: the parameter is named in one line."""
+    from sglang_pat.host import shard_check, sharding
+
+    specs = sharding.shard_specs
+
+    def wrong(model):
+        found = specs(model)
+        name = next(name for name in found if "gate_up_proj" in name)
+        return found | {name: ShardSpec(0, (Block(2 * 192),))}
+
+    for tp_rank in range(2):
+        shard_check.check_shards(llama.rank.model(2, tp_rank), 2, tp_rank)
+    monkeypatch.setattr(shard_check, "shard_specs", wrong)
+    with pytest.raises(sharding.ShardError, match=r"model\.layers\.0\.mlp\.gate_up_proj\.weight at tp=2") as caught:
+        shard_check.check_shards(llama.rank.model(2, 1), 2, 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loader_of_its_own_is_found(llama):
+    """A layer that deals its rows in another order than its class says."""
+    from sglang_pat.host.shard_check import check_shards
+    from sglang_pat.host.sharding import ShardError
+
+    model = llama.rank.model(2, 1)
+    param = model.get_parameter("model.layers.0.self_attn.o_proj.weight")
+    param.weight_loader = lambda param, loaded: param.data.copy_(loaded[:, 1::2])
+    with pytest.raises(ShardError, match=r"o_proj\.weight at tp=2: .* other parts"):
+        check_shards(model, 2, 1)
+    param.weight_loader = lambda param, loaded: param.data.copy_(loaded)
+    with pytest.raises(ShardError, match=r"o_proj\.weight at tp=2: .* as expected"):
+        check_shards(model, 2, 1)
+
+
+def test_packed_weights_are_refused(llama):
+    """On a CPU with AMX the host packs base weights in place; a slice of packed bytes is none of the weights."""
+    from sglang_pat.host.sharding import ShardError
+    from sglang_pat.host.weights import Views
+
+    base_model = llama.loaded(BASE, 0)
+    base_model.get_submodule("model.layers.0.mlp.down_proj").use_intel_amx_backend = True
+    with pytest.raises(ShardError, match=r"down_proj .* AMX: use --dtype float32"):
+        Views(llama.empty(TAIL, 0), base_model, TAIL, BASE, 0)
+
+
+def test_vocabulary_padding_is_refused(llama):
+    """503 tokens are 512 rows at tp 1 and 576 at tp 3."""
+    from sglang_pat.host.sharding import ShardError
+    from sglang_pat.host.weights import Views
+
+    base, tail = ParallelLayout(1, 3), ParallelLayout(3, 1)
+    base_model = llama.loaded(base, 2)
+    embedding = torch.nn.ModuleDict({"embed_tokens": base_model.model.embed_tokens})
+    llama.rank.install(3, 2)
+    other = torch.nn.ModuleDict({"embed_tokens": type(base_model.model.embed_tokens)(503, 64)})
+    with pytest.raises(ShardError, match=r"embed_tokens\.weight at tp=3: .*leave tp=3 out of --pat-candidates"):
+        Views(other, embedding, tail, base, 2)
