@@ -161,6 +161,8 @@ def test_a_layer_in_pieces_multiplies_as_one(qwen2, shape):
             wanted, _ = theirs(x)
         assert bias is None and got.is_contiguous()
         torch.testing.assert_close(got, wanted)
+        into_columns = ours.quant_method._one_by_one(x.reshape(-1, 64))
+        torch.testing.assert_close(into_columns.view(got.shape), wanted)
 
 
 def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):

@@ -62,7 +62,19 @@ class PiecewiseLinear(UnquantizedLinearMethod):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[..., in]`` to ``[..., sum of out_i]``."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        out = self._one_by_one(rows) if rows.is_cuda else self._put_together(rows)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
+
+    def _put_together(self, rows: torch.Tensor) -> torch.Tensor:
+        """On a CPU, where to write into columns costs more than to copy there (bench/tail_weights.py)."""
+        if self.biases is None:
+            return torch.cat([torch.mm(rows, weight) for weight in self.weights], dim=1)
+        pairs = zip(self.biases, self.weights, strict=True)
+        return torch.cat([torch.addmm(bias, rows, weight) for bias, weight in pairs], dim=1)
+
+    def _one_by_one(self, rows: torch.Tensor) -> torch.Tensor:
+        """On a GPU: one kernel a piece and no other."""
         widths = [weight.shape[1] for weight in self.weights]
         out = rows.new_empty(len(rows), sum(widths))
         for i, part in enumerate(out.split(widths, dim=1)):
@@ -70,7 +82,7 @@ class PiecewiseLinear(UnquantizedLinearMethod):
                 torch.mm(rows, self.weights[i], out=part)
             else:
                 torch.addmm(self.biases[i], rows, self.weights[i], out=part)
-        return out.view(*x.shape[:-1], out.shape[1])
+        return out
 
 
 @dataclass
