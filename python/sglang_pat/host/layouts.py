@@ -63,7 +63,6 @@ def kv_pool_view(pool: MHATokenToKVPool, ratio: int) -> MHATokenToKVPool:
     """
     if ratio == 1:
         return pool
-    assert isinstance(pool, MHATokenToKVPool)
     view = copy.copy(pool)
     view.head_num = pool.head_num // ratio
     view.size = (pool.size + pool.page_size) * ratio - pool.page_size
@@ -121,7 +120,7 @@ class Layouts:
     def _refuse(self) -> None:
         """Raise :class:`Unsupported` for what only the loaded model tells."""
         pool = self.runner.token_to_kv_pool
-        if type(pool) is not MHATokenToKVPool:
+        if not isinstance(pool, MHATokenToKVPool):
             raise Unsupported(f"--adaptive-tp does not support this model: its KV pool is a {type(pool).__name__}")
         if self.runner.sliding_window_size is not None:
             raise Unsupported("--adaptive-tp does not support this model: its attention has a sliding window")
