@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import numpy as np
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, TokenizedGenerateReqInput
@@ -138,12 +139,12 @@ class Entrance:
 def check_tokens(name: str, ids: Any, end: int) -> None:
     """``ids``: a list of at least one whole number from 0 up to ``end``, which is excluded."""
     try:
-        found = array("q", ids)
+        found = np.frombuffer(array("q", ids), dtype=np.int64)
     except (TypeError, OverflowError):
         raise ValueError(f"{name}: must be a list of whole numbers between 0 and {end - 1}") from None
-    if not found:
+    if not len(found):
         raise ValueError(f"{name}: is empty; give at least one token")
-    if not 0 <= (lowest := min(found)) <= (highest := max(found)) < end:
+    if not 0 <= (lowest := found.min()) <= (highest := found.max()) < end:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(f"{name}: {wrong} is not between 0 and {end - 1}")
 

@@ -26,10 +26,11 @@ def leave_a_choice(logits: torch.Tensor) -> None:
     A grammar and ``min_new_tokens`` can do that together; the grammar then aborts the request.
 
     Args:
-        logits: float ``[requests, vocab]``, changed in place; nothing is moved to the CPU.
+        logits: float ``[requests, vocab]``, changed in place; on CUDA nothing is waited for.
     """
     empty = ~torch.isfinite(logits.amax(dim=-1, keepdim=True))
-    logits.masked_fill_(empty, 0.0)
+    if logits.is_cuda or empty.any():
+        logits.masked_fill_(empty, 0.0)
 
 
 class AdaptiveModelRunner(ModelRunner):
