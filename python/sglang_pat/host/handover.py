@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_pat.host import agreement, requests
@@ -26,8 +27,8 @@ class Offer:
     Attributes:
         decoding: the plan's view of the decoding requests, in batch order.
         waiting: destination group of each request that waits for a prefill.
-        capsules: destination group -> its requests' capsules, pickled together, decoding ones first; only of groups
-            with ranks that do not hold these requests already.
+        capsules: destination group -> bytes of its requests' capsules, pickled together, decoding ones first; only of
+            groups with ranks that do not hold these requests already, which get them from this leader.
         sent: outputs this leader has sent so far (``sglang_pat.switch.order``).
         fence: what its next output would have carried as a fence.
         weight_version: number of weight updates this rank has applied.
@@ -37,7 +38,7 @@ class Offer:
 
     decoding: list[plan.LiveRequest] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
-    capsules: dict[int, bytes] = field(default_factory=dict)
+    capsules: dict[int, int] = field(default_factory=dict)
     sent: int = 0
     fence: dict[int, int] | None = None
     weight_version: int = 0
@@ -78,8 +79,8 @@ def seal(scheduler: AdaptiveScheduler, new: ParallelLayout) -> None:
 
 def make_offer(
     scheduler: AdaptiveScheduler, new: ParallelLayout, decoding: list[Req], waiting: list[Req], recompute_below: int
-) -> Offer:
-    """This group's offer; every rank of a group computes the same, but for the capsules, which the leader adds.
+) -> tuple[Offer, dict[int, bytes]]:
+    """This group's offer, and the leader's capsules; else every rank of a group computes the same.
 
     ``recompute_below``: with ``--pat-kv auto``, requests with fewer KV tokens go over as tokens.
     """
@@ -97,23 +98,50 @@ def make_offer(
     live = [
         plan.LiveRequest(len(row), *pair, dest) for row, pair, dest in zip(rows, shared, decoding_dest, strict=True)
     ]
-    capsules = {}
+    capsules: dict[int, bytes] = {}
     if scheduler.is_leader and new.tp > old.tp:
         bound: dict[int, list[requests.Capsule]] = {}
         for req, dest in zip(decoding + waiting, dests, strict=True):
             bound.setdefault(dest, []).append(requests.capture(req))
         capsules = {dest: pickle.dumps(found, pickle.HIGHEST_PROTOCOL) for dest, found in bound.items()}
     output = scheduler.output
-    return Offer(
+    offer = Offer(
         live,
         dests[len(decoding) :],
-        capsules,
+        {dest: len(data) for dest, data in capsules.items()},
         output.sent,
         output.fence,
         layouts.weight_version,
         [req.time_stats.wait_queue_entry_time for req in decoding + waiting],
         agreement.taken(scheduler),
     )
+    return offer, capsules
+
+
+def exchange_capsules(
+    scheduler: AdaptiveScheduler, new: ParallelLayout, offers: dict[int, Offer], mine: dict[int, bytes]
+) -> dict[int, bytes]:
+    """Capsules from the leaders to the ranks that need them, and to no other; all ranks take part.
+
+    Args:
+        mine: what this rank sends, by destination group; empty unless it leads.
+
+    Returns:
+        What comes to this rank, by source group.
+    """
+    old, rank, ranks = scheduler.layouts.current.layout, scheduler.rank, range(scheduler.adaptive.num_ranks)
+    own, group = old.group_of(rank), new.group_of(rank)
+    sends = [mine.get(new.group_of(to), b"") if old.group_of(to) != own else b"" for to in ranks]
+    comes = [0] * len(ranks)
+    for source, offer in offers.items():
+        if source != own:
+            comes[old.leaders[source]] = offer.capsules.get(group, 0)
+    outgoing = torch.from_numpy(np.frombuffer(bytearray().join(sends), dtype=np.uint8))
+    received = torch.empty(sum(comes), dtype=torch.uint8)
+    world = scheduler.layouts.runner.groups.world
+    dist.all_to_all_single(received, outgoing, comes, [len(data) for data in sends], group=world)
+    parts = [part.numpy() for part in torch.split(received, comes)]
+    return {source: parts[old.leaders[source]].tobytes() for source in offers if comes[old.leaders[source]]}
 
 
 def plan_groups(
@@ -133,6 +161,7 @@ def rebuild(
     new: ParallelLayout,
     group_plan: plan.GroupPlan,
     offers: dict[int, Offer],
+    capsules: dict[int, bytes],
     held: list[Req],
     place: torch.Tensor,
 ) -> Arrivals:
@@ -153,7 +182,7 @@ def rebuild(
             coming = iter([req for req, dest in zip(held, dests, strict=True) if dest == mine])
             arrivals.entered = {req.rid: at for req, at in zip(held, offer.entered, strict=True)}
         else:
-            coming = iter(pickle.loads(offer.capsules[mine]) if mine in offer.capsules else ())
+            coming = iter(pickle.loads(capsules[group]) if group in capsules else ())
         for live, row in zip(offer.decoding, group_plan.rows[group], strict=True):
             if live.dest != mine:
                 continue

@@ -18,6 +18,8 @@ from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
+from sglang_pat.switch.packing import pack, unpack
+
 CARRIED = (
     "output_ids decoded_text surr_offset read_offset cur_decode_ids_len send_token_offset send_decode_id_offset "
     "send_output_token_logprobs_offset input_logprob_sent input_token_logprobs_val input_token_logprobs_idx "
@@ -31,6 +33,9 @@ CARRIED = (
     "has_log_time_stats"
 ).split()
 """Attributes that go over as they are."""
+
+LOGPROBS = tuple(name for name in CARRIED if "logprobs_" in name and name.endswith(("_val", "_idx")))
+"""Those that grow with every token where logprobs are asked for: they travel as arrays."""
 
 LOCAL = (
     # given again by the tokenized request
@@ -65,7 +70,7 @@ class Capsule:
     Attributes:
         sealed: the tokenized request as the TokenizerManager sent it, and its prompt (:func:`seal`).
         output: token ids, unsigned 32 bit.  As an array: pickling a list takes a step for each token.
-        state: values of :data:`CARRIED`, but ``output_ids``.
+        state: values of :data:`CARRIED`, but ``output_ids``; those of :data:`LOGPROBS` packed.
         times: numeric fields of the host's time stats (seconds of this machine's clock).
     """
 
@@ -99,6 +104,9 @@ def capture(req: Req) -> Capsule:
     # The host sets some attributes on first use only.
     state = {name: getattr(req, name) for name in CARRIED if hasattr(req, name)}
     output = array("I", state.pop("output_ids"))
+    for name in LOGPROBS if req.return_logprob else ():
+        if name in state:
+            state[name] = pack(state[name])
     if req.origin_input_ids is req.pat_request.input_ids:
         del state["origin_input_ids"]
     times = {
@@ -113,7 +121,7 @@ def restore(req: Req, capsule: Capsule) -> None:
     """Give a fresh ``Req`` (made from what ``capsule`` seals) the state it had before the switch."""
     req.output_ids = capsule.output.tolist()
     for name, value in capsule.state.items():
-        setattr(req, name, value)
+        setattr(req, name, unpack(value))
     for name, value in capsule.times.items():
         setattr(req.time_stats, name, value)
     if req.surr_offset is not None:

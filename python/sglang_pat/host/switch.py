@@ -96,13 +96,13 @@ class SwitchExecutor:
 
         Nothing is changed that an aborted switch would miss.
         """
-        error, offer, reqs = None, Offer(), ([], [])
+        error, offer, reqs, capsules = None, Offer(), ([], []), {}
         try:
             self._enter(SwitchState.QUIESCE, command.epoch)
             self.scheduler.drain()
             self._mark("drain")
             reqs = self.scheduler.live_requests()
-            offer = handover.make_offer(self.scheduler, new, *reqs, command.recompute_below)
+            offer, capsules = handover.make_offer(self.scheduler, new, *reqs, command.recompute_below)
             self._mark("capsules")
         except Exception as exc:
             error = exc
@@ -112,6 +112,8 @@ class SwitchExecutor:
         gathered: list[Offer | None] = [None] * self.config.num_ranks
         dist.all_gather_object(gathered, offer if self.scheduler.is_leader else None, group=self.world)
         offers = {group: gathered[group] for group in old.leaders}
+        if new.tp > old.tp:
+            capsules = handover.exchange_capsules(self.scheduler, new, offers, capsules)
         self._mark("capsules")
         arrivals, exchange = Arrivals(), None
         try:
@@ -119,7 +121,7 @@ class SwitchExecutor:
             exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, reqs[0])
             place = exchange.place if exchange else torch.zeros(1, dtype=torch.int64, device=self.scheduler.device)
             arrivals = handover.rebuild(
-                self.scheduler, new, plans[new.group_of(self.rank)], offers, reqs[0] + reqs[1], place
+                self.scheduler, new, plans[new.group_of(self.rank)], offers, capsules, reqs[0] + reqs[1], place
             )
         except Exception as exc:
             error = exc

@@ -1,0 +1,112 @@
+"""The pause of a switch by the number of requests alive: plain, with penalties, with logprobs.
+
+    python bench/many_requests.py [--quick] [--json FILE]
+
+A tiny model on two ranks, so that what is measured is what a request costs and not its KV.  Each batch decodes for some
+steps, merges (tp1×dp2 to tp2×dp1) and is split again.  Pauses are without drain, the wait for the steps in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from profiler import host
+from profiler.rig import Rig
+from sglang_pat.testing import models
+from sglang_pat.testing.machine import machine
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalties": {"frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "logprobs": {"return_logprob": True, "top_logprobs_num": 2},
+}
+PROMPT, BEFORE, ANSWER = 16, 64, 400
+"""Tokens of a prompt; decoded before the switch; of an answer, which is aborted."""
+
+
+def send(rig: Rig, requests: int, kind: dict[str, Any]) -> list[asyncio.Task]:
+    asked = {name: value for name, value in kind.items() if "logprob" in name}
+    params = {"max_new_tokens": ANSWER, "ignore_eos": True, "temperature": 0.0}
+    params |= {name: value for name, value in kind.items() if name not in asked}
+    return [
+        asyncio.ensure_future(
+            rig.engine.async_generate(input_ids=rig.tokens(PROMPT), sampling_params=dict(params), **asked)
+        )
+        for _ in range(requests)
+    ]
+
+
+async def switches(rig: Rig, requests: int, kind: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of one there and one back."""
+    await rig.reconfigure(1)
+    await rig.flush()
+    await rig.trace()
+    tasks, made = send(rig, requests, kind), []
+    try:
+        await rig.until_decoding(tasks, requests, steps=BEFORE)
+        for target in (2, 1):
+            made.append(await rig.reconfigure(target))
+            await rig.until_decoding(tasks, requests, steps=1)
+    finally:
+        await rig.abort(tasks)
+    return made
+
+
+async def measure(engine: Any, numbers: list[int], rounds: int) -> list[dict[str, Any]]:
+    rig, rows = Rig(engine, temperature=0.0), []
+    await rig.connect()
+    for requests in numbers:
+        for name, kind in KINDS.items():
+            found: dict[int, list[dict[str, Any]]] = {2: [], 1: []}
+            for number in range(rounds + 1):
+                made = await switches(rig, requests, kind)
+                for record in made if number else ():  # the first round warms up
+                    found[record["to_tp"]].append(record)
+            for tp, records in found.items():
+                pauses = [1e3 * (r["pause_seconds"] - r["phases"]["drain"]) for r in records]
+                phases = {
+                    phase: 1e3 * statistics.median(r["phases"].get(phase, 0.0) for r in records)
+                    for phase in ("capsules", "plan", "kv", "install")
+                }
+                row = {"requests": requests, "kind": name, "to_tp": tp, "pause_ms": statistics.median(pauses)} | phases
+                rows.append(row | {"recomputed": max(r["recomputed"] for r in records)})
+                shown = "".join(f"{value:>10.1f}" for value in phases.values())
+                print(f"{requests:>8}  {name:>9}  {tp:>5}  {row['pause_ms']:>9.1f}{shown}", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="8 and 64 requests, two rounds; a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    args = parser.parse_args()
+    numbers, rounds = ([8, 64], 2) if args.quick else ([8, 64, 256, 512], 3)
+    host.set_environment(quiet=True)
+    about = machine()
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    model = models.make_random("llama", Path(".cache/models/llama"))
+    flags = ["--tp", "1", "--dp", "2", "--dtype", "float32", "--max-running-requests", "640"]
+    engine = host.start(host.server_args(str(model), [*flags, "--max-total-tokens", "300000"]))
+    print(f"{'requests':>8}  {'kind':>9}  {'to tp':>5}  {'pause, ms':>9}{'capsules':>10}{'plan':>10}{'KV':>10}{'install':>10}")
+    rows: list[dict[str, Any]] = []
+    try:
+
+        async def run() -> None:
+            rows.extend(await measure(engine, numbers, rounds))
+
+        host.run(engine, run)
+    finally:
+        engine.shutdown()
+    if args.json:
+        args.json.write_text(json.dumps({"machine": about, "results": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
