@@ -93,7 +93,8 @@ def main() -> int:
     model = models.make_random("llama", Path(".cache/models/llama"))
     flags = ["--tp", "1", "--dp", "2", "--dtype", "float32", "--max-running-requests", "640"]
     engine = host.start(host.server_args(str(model), [*flags, "--max-total-tokens", "300000"]))
-    print(f"{'requests':>8}  {'kind':>9}  {'to tp':>5}  {'pause, ms':>9}{'capsules':>10}{'plan':>10}{'KV':>10}{'install':>10}")
+    titles = "".join(f"{title:>10}" for title in ("capsules", "plan", "KV", "install"))
+    print(f"{'requests':>8}  {'kind':>9}  {'to tp':>5}  {'pause, ms':>9}{titles}")
     rows: list[dict[str, Any]] = []
     try:
 

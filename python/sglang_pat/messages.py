@@ -51,7 +51,8 @@ class RankSwitched(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One rank's account of a switch.
 
     ``phases`` maps phase name to seconds; ``error`` is set if the switch was aborted.
-    Requests are counted once per TP group, by its leader.
+    Requests are counted once per TP group, by its leader: ``migrated`` go on decoding, ``parked`` wait for a decode
+    slot with their KV in the cache, ``recomputed`` lost theirs, ``recomputed_tokens`` in all.
     """
 
     rank: int
@@ -62,7 +63,9 @@ class RankSwitched(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     requests_in: int = 0
     requests_out: int = 0
     migrated: int = 0
+    parked: int = 0
     recomputed: int = 0
+    recomputed_tokens: int = 0
     tokens: int = 0
     error: str = ""
 
@@ -269,7 +272,8 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Times are seconds; ``started`` is unix time.  ``phases`` holds, for each phase, the
     slowest rank.  ``pause_seconds`` runs from the first rank to stop decoding to the last one ready
-    to decode again.
+    to decode again.  Requests: ``migrated`` went on decoding, ``parked`` waited for a decode slot with their KV in the
+    cache, ``recomputed`` lost theirs (``recomputed_tokens`` in all).
     """
 
     epoch: int
@@ -281,7 +285,9 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
     phases: dict[str, float]
     requests: int = 0
     migrated: int = 0
+    parked: int = 0
     recomputed: int = 0
+    recomputed_tokens: int = 0
     tokens: int = 0
     moved_bytes: int = 0
     error: str = ""

@@ -788,6 +788,31 @@ def test_queued_requests(cramped, stock):
     stock.check(asyncio.run(run()), QUEUED)
 
 
+OVER = known(
+    *(body(161 + i, tokens=240, frequency_penalty=0.4) for i in range(3)),
+    *(body(164 + i, tokens=240, return_logprob=True, top_logprobs_num=2) for i in range(3)),
+    *(body(167 + i, tokens=240, regex=REGEX, ignore_eos=False) for i in range(2)),
+)
+
+
+def test_more_requests_than_a_merged_replica_decodes_at_once(cramped, stock):
+    """Six decode, three of them after the merge: the others wait with their KV, and nothing is computed again."""
+
+    async def run():
+        async with cramped.session() as session:
+            work = asyncio.ensure_future(cramped.generate_async(OVER))
+            await cramped.until_decoding(session, 6)
+            record = await switch(cramped, session, 2)
+            assert (record["migrated"], record["parked"], record["recomputed"]) == (3, 3, 0)
+            assert record["recomputed_tokens"] == 0
+            for tp in (1, 2, 1):
+                await cramped.until_decoding(session, 1)
+                await switch(cramped, session, tp)
+            return await work
+
+    stock.check(asyncio.run(run()), OVER)
+
+
 LOGPROBS = dict(return_logprob=True, logprob_start_len=0, top_logprobs_num=1)
 CHUNKED = known(*(body(141 + i, tokens=40, **LOGPROBS) | {"input_ids": prompt(141 + i, 600)} for i in range(6)))
 

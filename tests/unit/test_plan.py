@@ -233,36 +233,60 @@ def test_every_value_arrives_once(case):
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(cases(roomy=False))
 def test_what_does_not_fit_comes_as_tokens(case):
-    refused = 0
+    """Each request by itself: the first go on decoding, the others keep their KV as long as there is room for it."""
+    refused = parked = 0
     for dest, group_plan in case.plans.items():
-        used, running, full = 0, 0, False
+        used, running = 0, 0
         for group, live in enumerate(case.live):
-            fresh = 0
-            for request, row in zip(live, group_plan.rows[group], strict=True):
+            fresh, rows = 0, group_plan.rows[group]
+            for request, row, decodes in zip(live, rows, group_plan.decodes[group], strict=True):
                 if request.dest != dest or not request.tokens:
-                    assert row is None
+                    assert row is None and not decodes
                     continue
-                new = request.tokens - request.shared
-                fits = running < case.max_requests and used + new + running + 1 <= case.capacity
-                full = full or not fits
-                assert (row is None) == full
-                refused += full
-                if full:
+                new, slot = request.tokens - request.shared, running < case.max_requests
+                together = not request.shared or rows[request.parent] is not None
+                fits = together and used + new + running + slot <= case.capacity
+                assert (row is not None) == fits, "KV that fits is kept, and no other"
+                assert decodes == (fits and slot), "whoever has KV and a decode slot goes on"
+                refused += not fits
+                if not fits:
                     continue
                 assert len(row) == request.tokens
                 if request.shared:
-                    parent = group_plan.rows[group][request.parent]
-                    assert parent is not None, "a request keeps the parent it shares with"
-                    assert (row[: request.shared] == parent[: request.shared]).all()
-                used, running, fresh = used + new, running + 1, fresh + new
+                    assert (row[: request.shared] == rows[request.parent][: request.shared]).all()
+                used, running, fresh = used + new, running + slot, fresh + new
+                parked += not slot
             assert group_plan.fresh[group] == fresh
         taken = [row for rows in group_plan.rows.values() for row in rows if row is not None]
         assert set(np.concatenate([[0], *taken]).tolist()) == set(range(used + 1))
         assert group_plan.total == used
         assert running <= case.max_requests
-        assert not running or used + running <= case.capacity
+        assert not used or used + running <= case.capacity
     event("some refused" if refused else "all fit")
+    event("some parked" if parked else "none parked")
     check_exchange(case)
+
+
+def test_more_requests_than_decode_slots_keep_their_kv():
+    """Two groups of four merge with three slots: what is left over waits, with all of its KV."""
+    live = {group: [plan.LiveRequest(10, 0, -1, 0)] * 4 for group in range(2)}
+    merged = plan.plan_group(0, live, 3, 100)
+    assert [row is not None for rows in merged.rows.values() for row in rows] == [True] * 8
+    assert merged.decodes == {0: [True, True, True, False], 1: [False] * 4}
+    assert merged.total == 80
+
+
+def test_where_nothing_is_cached_only_what_decodes_keeps_its_kv():
+    live = {group: [plan.LiveRequest(10, 0, -1, 0)] * 2 for group in range(2)}
+    merged = plan.plan_group(0, live, 3, 100, keep=False)
+    assert [row is not None for rows in merged.rows.values() for row in rows] == [True, True, True, False]
+
+
+def test_a_request_that_does_not_fit_takes_no_smaller_one_with_it():
+    live = {0: [plan.LiveRequest(*given) for given in ((50, 0, -1, 0), (90, 0, -1, 0), (20, 0, -1, 0), (95, 90, 1, 0))]}
+    merged = plan.plan_group(0, live, 10, 100)
+    assert [row is not None for row in merged.rows[0]] == [True, False, True, False]
+    assert merged.total == 70
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)

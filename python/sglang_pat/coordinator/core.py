@@ -511,7 +511,9 @@ class Coordinator:
             pause_seconds=max(sum(reply.phases.values()) for reply in replies),
             requests=went,
             migrated=sum(reply.migrated for reply in replies),
+            parked=sum(reply.parked for reply in replies),
             recomputed=sum(reply.recomputed for reply in replies),
+            recomputed_tokens=sum(reply.recomputed_tokens for reply in replies),
             tokens=sum(reply.tokens for reply in replies),
             moved_bytes=sum(reply.moved_bytes for reply in replies),
         )

@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_pat.host import agreement, requests
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.switch import plan
+from sglang_pat.switch import parcels, plan
 
 if TYPE_CHECKING:
     from sglang_pat.host.scheduler import AdaptiveScheduler
@@ -54,6 +54,7 @@ class Arrivals:
         decoding: request, its slots in the plan (int64 ``[tokens]``), and how many of them it shares with an earlier
             one.
         waiting: requests that start with a prefill.
+        parked: those of them whose KV came along, as in ``decoding``; they wait for a decode slot.
         place: slot of the new pool view for each slot of the plan, int64 ``[num_slots + 1]``.
         entered: rid -> when it came into the queue, of those that this rank held: their leader's clock counts, since
             priority scheduling sorts by it.
@@ -61,6 +62,7 @@ class Arrivals:
 
     decoding: list[tuple[Req, torch.Tensor, int]] = field(default_factory=list)
     waiting: list[Req] = field(default_factory=list)
+    parked: list[tuple[Req, torch.Tensor, int]] = field(default_factory=list)
     place: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     entered: dict[str, float] = field(default_factory=dict)
 
@@ -68,6 +70,12 @@ class Arrivals:
     def num_slots(self) -> int:
         """KV slots in use."""
         return len(self.place) - 1
+
+    @property
+    def recomputed(self) -> list[Req]:
+        """Requests that decoded and lost their KV."""
+        parked = {req.rid for req, _, _ in self.parked}
+        return [req for req in self.waiting if req.output_ids and req.rid not in parked]
 
 
 def seal(scheduler: AdaptiveScheduler, new: ParallelLayout) -> None:
@@ -129,19 +137,15 @@ def exchange_capsules(
     Returns:
         What comes to this rank, by source group.
     """
-    old, rank, ranks = scheduler.layouts.current.layout, scheduler.rank, range(scheduler.adaptive.num_ranks)
-    own, group = old.group_of(rank), new.group_of(rank)
-    sends = [mine.get(new.group_of(to), b"") if old.group_of(to) != own else b"" for to in ranks]
-    comes = [0] * len(ranks)
-    for source, offer in offers.items():
-        if source != own:
-            comes[old.leaders[source]] = offer.capsules.get(group, 0)
+    old, rank = scheduler.layouts.current.layout, scheduler.rank
+    sends = parcels.outgoing(old, new, rank, mine)
+    comes = parcels.incoming(old, new, rank, {source: offer.capsules for source, offer in offers.items()})
     outgoing = torch.from_numpy(np.frombuffer(bytearray().join(sends), dtype=np.uint8))
     received = torch.empty(sum(comes), dtype=torch.uint8)
     world = scheduler.layouts.runner.groups.world
     dist.all_to_all_single(received, outgoing, comes, [len(data) for data in sends], group=world)
-    parts = [part.numpy() for part in torch.split(received, comes)]
-    return {source: parts[old.leaders[source]].tobytes() for source in offers if comes[old.leaders[source]]}
+    parts = torch.split(received, comes)
+    return {source: parts[old.leaders[source]].numpy().tobytes() for source in offers if comes[old.leaders[source]]}
 
 
 def plan_groups(
@@ -152,8 +156,9 @@ def plan_groups(
     _, members = layouts.runner.groups.exchange(layouts.current.layout, new)
     max_requests = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
     sources = {group: offer.decoding for group, offer in offers.items()}
-    capacity = layouts[new].allocator.size
-    return {g: plan.plan_group(g, sources, max_requests, capacity) for g in {new.group_of(m) for m in members}}
+    tree, capacity = scheduler.tree_cache, layouts[new].allocator.size
+    keep = not (tree.is_chunk_cache() or tree.disable)
+    return {g: plan.plan_group(g, sources, max_requests, capacity, keep) for g in {new.group_of(m) for m in members}}
 
 
 def rebuild(
@@ -183,16 +188,19 @@ def rebuild(
             arrivals.entered = {req.rid: at for req, at in zip(held, offer.entered, strict=True)}
         else:
             coming = iter(pickle.loads(capsules[group]) if group in capsules else ())
-        for live, row in zip(offer.decoding, group_plan.rows[group], strict=True):
+        planned = zip(offer.decoding, group_plan.rows[group], group_plan.decodes[group], strict=True)
+        for live, row, decodes in planned:
             if live.dest != mine:
                 continue
-            if row is None:
-                recompute.append(_rebuild_one(scheduler, next(coming)))
-                continue
             req = next(coming)
-            if not isinstance(req, Req) or req.grammar is not None:  # a new group compiles its grammars together
+            # A new group compiles its grammars together.
+            if not decodes or not isinstance(req, Req) or req.grammar is not None:
                 req = _rebuild_one(scheduler, req)
-            arrivals.decoding.append((req, torch.from_numpy(row).to(scheduler.device), live.shared))
+            if not decodes:
+                recompute.append(req)
+            if row is not None:
+                where = arrivals.decoding if decodes else arrivals.parked
+                where.append((req, torch.from_numpy(row).to(scheduler.device), live.shared))
         queued += [_rebuild_one(scheduler, one) for one in coming]
     # Those that were already running go first, as the host does with retracted ones.
     arrivals.waiting = recompute + queued

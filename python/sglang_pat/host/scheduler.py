@@ -37,7 +37,9 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler, SenderWrapper
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import PortArgs
 
@@ -45,6 +47,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
 from sglang_pat.host import grammars, penalties, prefixes, requests
 from sglang_pat.host.channels import ControlSender, OutputSender, RankChannel, RpcRelay
+from sglang_pat.host.handover import Arrivals
 from sglang_pat.host.isolation import IsolatingDispatcher
 from sglang_pat.host.layouts import LayoutRuntime, Layouts
 from sglang_pat.host.load import LoadReporter, StepTrace, register
@@ -307,15 +310,9 @@ class AdaptiveScheduler(Scheduler):
         """KV slots of ``req``'s tokens, int64 ``[tokens]``."""
         return self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len].to(torch.int64)
 
-    def adopt(self, decoding: list[tuple[Req, torch.Tensor, int]], waiting: list[Req], place: torch.Tensor) -> None:
-        """Take over the requests of a finished switch; pools are empty, KV already lies in place.
-
-        Args:
-            decoding: request, its slots in the plan (int64 ``[tokens]``), and how many of them it shares with an
-                earlier one.
-            waiting: requests that (re)start with a prefill.
-            place: KV slot for each slot of the plan, int64 ``[slots + 1]``; the first is no one's.
-        """
+    def adopt(self, arrivals: Arrivals) -> None:
+        """Take over the requests of a finished switch; pools are empty, KV already lies in place."""
+        decoding, waiting, place = arrivals.decoding, arrivals.waiting, arrivals.place
         self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
         self.chunked_req, self._chunked_req_scheduled_last_iter = None, False
         self.grammar_manager.grammar_queue = []
@@ -329,6 +326,8 @@ class AdaptiveScheduler(Scheduler):
         for req, row, shared in decoding:
             self._adopt_kv(req, now[row], shared)
             now[row] = self.kv_row(req)
+        for req, row, shared in arrivals.parked:
+            now[row] = self._park_kv(req, now[row], shared)
         for key, pristine in self._grammars([req for req, _, _ in decoding] + waiting):
             self.grammar_manager.grammar_backend.set_cache(key, pristine)
         if decoding:
@@ -364,6 +363,16 @@ class AdaptiveScheduler(Scheduler):
         req.last_node = getattr(self.tree_cache, "root_node", None)
         req.cache_protected_len = shared
         maybe_cache_unfinished_req(req, self.tree_cache)
+
+    def _park_kv(self, req: Req, row: torch.Tensor, shared: int) -> torch.Tensor:
+        """Leave the KV of a request that waits for a decode slot in the radix tree; the slots where it is then.
+
+        It may be evicted there if those that decode need the room, like all that the tree keeps.
+        """
+        key = RadixKey((req.origin_input_ids + req.output_ids)[: len(row)], req.extra_key)
+        known = self.tree_cache.insert(InsertParams(key=key, value=row, priority=req.priority or 0)).prefix_len
+        self.token_to_kv_pool_allocator.free(row[shared:known])
+        return self.tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices
 
     def _decode_batch(self, reqs: list[Req]) -> ScheduleBatch:
         """A batch about to decode, of requests whose KV is in place."""

@@ -167,7 +167,7 @@ class SwitchExecutor:
         for req in [req for req, _, _ in arrivals.decoding] + arrivals.waiting:
             stats = req.time_stats
             stats.wait_queue_entry_time = arrivals.entered.get(req.rid, stats.wait_queue_entry_time)
-        self.scheduler.adopt(arrivals.decoding, arrivals.waiting, arrivals.place)
+        self.scheduler.adopt(arrivals)
         self._mark("install")
 
     def _resume(self, report: dict, offers: dict[int, Offer], arrivals: Arrivals, moved: int) -> None:
@@ -179,7 +179,7 @@ class SwitchExecutor:
         if len(versions) > 1:
             raise RuntimeError(f"ranks hold different weight versions after the switch: {sorted(versions)}")
         mine = offers.get(self.rank)
-        leads = self.scheduler.is_leader
+        leads, recomputed = self.scheduler.is_leader, arrivals.recomputed
         self._mark("check")
         self.scheduler.channel.send(
             RankSwitched(
@@ -189,7 +189,9 @@ class SwitchExecutor:
                 requests_in=len(mine.decoding) + len(mine.waiting) if mine else 0,
                 requests_out=len(arrivals.decoding) + len(arrivals.waiting) if leads else 0,
                 migrated=len(arrivals.decoding) if leads else 0,
-                recomputed=sum(1 for req in arrivals.waiting if req.output_ids) if leads else 0,
+                parked=len(arrivals.parked) if leads else 0,
+                recomputed=len(recomputed) if leads else 0,
+                recomputed_tokens=sum(req.seqlen for req in recomputed) if leads else 0,
                 tokens=arrivals.num_slots if leads else 0,
             )
         )

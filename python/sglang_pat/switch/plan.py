@@ -136,49 +136,55 @@ class GroupPlan:
     Attributes:
         rows: for each source group, for each of its requests, the slots of its tokens
             (None for requests that come as tokens only or go elsewhere).
+        decodes: whether it decodes at once; the others wait for a decode slot, with their KV if they have rows.
         fresh: for each source group, the number of distinct slots it sends, in order.
         total: slots used; they are ``1 .. total`` (slot 0 is the host's padding slot).
     """
 
     rows: dict[int, list[np.ndarray | None]]
+    decodes: dict[int, list[bool]]
     fresh: dict[int, int]
     total: int
 
 
 def plan_group(
-    dest: int, sources: dict[int, Sequence[LiveRequest]], max_requests: int, capacity: int
+    dest: int, sources: dict[int, Sequence[LiveRequest]], max_requests: int, capacity: int, keep: bool = True
 ) -> GroupPlan:
     """Lay out the KV of all requests that go to new group ``dest``.
 
-    Requests that no longer fit (``max_requests`` decode slots, ``capacity`` KV tokens including
-    one more for each running request) come as tokens.  Everything after the first that does not
-    fit is left behind too, so that no request loses the parent it shares a prefix with.
+    The first ``max_requests`` go on decoding.  Of the others as many bring their KV along as fit, if ``keep``: what is
+    waiting finds it in the radix tree.  Whose KV does not fit, or shares a prefix with one that does not come, comes as
+    tokens.
+
+    Args:
+        max_requests: decode slots.
+        capacity: KV tokens, one more for each request that decodes included.
     """
     rows: dict[int, list[np.ndarray | None]] = {}
+    decodes: dict[int, list[bool]] = {}
     fresh: dict[int, int] = {}
-    used, running, full = 0, 0, False
+    used, running = 0, 0
     for group in sorted(sources):
         mine: list[np.ndarray | None] = []
+        going: list[bool] = []
         start = used
         for request in sources[group]:
-            if request.dest != dest or not request.tokens or full:
+            new, goes_on = request.tokens - request.shared, running < max_requests
+            orphan = request.shared and request.dest == dest and mine[request.parent] is None
+            fits = used + new + running + goes_on <= capacity and (goes_on or keep)
+            if request.dest != dest or not request.tokens or orphan or not fits:
                 mine.append(None)
-                continue
-            new = request.tokens - request.shared
-            if running + 1 > max_requests or used + new + running + 1 > capacity:
-                full = True
-                mine.append(None)
+                going.append(False)
                 continue
             own = np.arange(used + 1, used + new + 1, dtype=np.int64)
             if request.shared:
-                parent = mine[request.parent]
-                assert parent is not None
-                own = np.concatenate([parent[: request.shared], own])
+                own = np.concatenate([mine[request.parent][: request.shared], own])
             mine.append(own)
+            going.append(goes_on)
             used += new
-            running += 1
-        rows[group], fresh[group] = mine, used - start
-    return GroupPlan(rows, fresh, used)
+            running += goes_on
+        rows[group], decodes[group], fresh[group] = mine, going, used - start
+    return GroupPlan(rows, decodes, fresh, used)
 
 
 @dataclass(frozen=True)

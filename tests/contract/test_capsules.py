@@ -1,0 +1,91 @@
+"""Capsules: what of a host's request goes over, and how."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+from sglang.srt.managers.schedule_batch import Req  # noqa: E402
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey  # noqa: E402
+from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
+
+from sglang_pat.host import requests  # noqa: E402
+from sglang_pat.host.scheduler import AdaptiveScheduler  # noqa: E402
+from sglang_pat.switch.packing import Packed  # noqa: E402
+
+pytestmark = pytest.mark.contract
+
+
+def request(rid: str = "r", prompt: tuple[int, ...] = (5, 6, 7), **options) -> Req:
+    made = Req(rid, "", list(prompt), SamplingParams(), return_logprob=True, **options)
+    made.pat_request = SimpleNamespace(input_ids=made.origin_input_ids)
+    made.pat_prompt, made.pat_sealed = array("I", prompt), None
+    return made
+
+
+def test_logprobs_go_over_as_arrays_and_come_out_as_they_were():
+    req = request(top_logprobs_num=2)
+    req.output_ids = [11, 12, 13]
+    req.input_token_logprobs_val, req.input_token_logprobs_idx = [None, -0.25, -1e-40], [5, 6, 7]
+    req.input_top_logprobs_val, req.input_top_logprobs_idx = [None, [-0.1, -0.2], []], [None, [1, 2], []]
+    req.output_token_logprobs_val, req.output_token_logprobs_idx = [-0.5, -math.inf, -0.1], [11, 12, 13]
+    req.output_top_logprobs_val, req.output_top_logprobs_idx = [[-0.5, -1.5]] * 3, [[11, 3], [12, 4], [13, 5]]
+    req.output_token_ids_logprobs_val, req.output_token_ids_logprobs_idx = [[-2.0]] * 3, [[9]] * 3
+    before = {name: pickle.dumps(getattr(req, name, None)) for name in requests.LOGPROBS}
+    capsule = pickle.loads(pickle.dumps(requests.capture(req)))
+    packed = {name for name, value in capsule.state.items() if isinstance(value, Packed)}
+    assert packed == {name for name in requests.LOGPROBS if getattr(req, name, None)}
+    other = request(top_logprobs_num=2)
+    requests.restore(other, capsule)
+    for name in requests.LOGPROBS:
+        mine, theirs = getattr(req, name, None), getattr(other, name, None)
+        assert repr(mine) == repr(theirs), name
+        assert pickle.dumps(mine) == before[name], "the request itself is as it was"
+    assert other.output_ids == [11, 12, 13]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_waits_for_a_decode_slot_is_found_in_the_tree(seed):
+    """Requests of two groups, some with a common prefix: each finds its KV there, and no slot is lost."""
+    rng = random.Random(seed)
+    pool = TokenToKVPoolAllocator(400, torch.float32, "cpu", None, False)
+    tree = RadixCache.create_simulated(mock_allocator=pool)
+    scheduler = SimpleNamespace(tree_cache=tree, token_to_kv_pool_allocator=pool)
+    content = torch.zeros(401, dtype=torch.int64)
+    now, parked = torch.arange(401), []
+    for group in range(2):
+        mine: list[tuple[list[int], torch.Tensor]] = []
+        for number in range(4):
+            tokens, row, shared = [], pool.free_pages[:0], 0
+            if mine and rng.random() < 0.6:
+                of, slots = rng.choice(mine)
+                shared = rng.randint(1, len(of))
+                tokens, row = of[:shared], slots[:shared]
+            # The two groups have some sequences in common.
+            more = [1000 * (number + rng.choice([0, 10 * group])) + i for i in range(rng.randint(1, 12))]
+            row = torch.cat([row, pool.alloc(len(more))])
+            tokens = tokens + more
+            content[row] = torch.tensor(tokens)
+            mine.append((tokens, row))
+            req = request(f"{group}-{number}", tuple(tokens[:1]))
+            req.output_ids = [*tokens[1:], 3]  # the last token has no KV yet
+            now[row] = AdaptiveScheduler._park_kv(scheduler, req, now[row], shared)
+            parked.append(tokens)
+    for tokens in parked:
+        found = tree.match_prefix(MatchPrefixParams(key=RadixKey([*tokens, 3]))).device_indices
+        assert content[found].tolist() == tokens
+    assert pool.available_size() + tree.total_size() == 400
+    assert tree.total_size() == tree.evictable_size(), "what decodes may take its room"
