@@ -1,4 +1,4 @@
-# make setup | test | soak | demo | bench | lint | clean | distclean
+# make setup | test | unit | soak | demo | bench | lint | clean | distclean
 #
 # Needs Python 3.11 or newer, gcc/g++ and make. Everything goes into .venv; a second run takes well under a second.
 
@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup test soak demo bench lint clean distclean
+.PHONY: setup test unit soak demo bench lint clean distclean
 
 setup: $(VENV)/.sglang_pat_setup
 
@@ -40,6 +40,10 @@ $(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)
 
 test: setup
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# No engine, and nothing of SGLang: the loop to work in.
+unit: setup
+	$(PY) -m pytest tests/unit $(PYTEST_ARGS)
 
 soak: setup
 	$(PY) -m pytest -m soak $(PYTEST_ARGS)

@@ -1,14 +1,18 @@
-"""Servers shared by the engine tests: starting one takes 13-30 s, so few are started and kept."""
+"""Servers shared by the engine tests: starting one takes 13-30 s, so one is started for each distinct set of flags."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from made_up import fingerprint
 
 from sglang_pat.predict.profile import Fingerprint
+from sglang_pat.switch import faults
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
@@ -16,16 +20,66 @@ MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
 KEEP = 6
 """Servers kept alive at once."""
 
+CHECKS = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_PAT_CHECK_AGREEMENT": "1",
+    "SGLANG_PAT_CHECK_STEADY": "1",
+    "SGLANG_PAT_CHECK_TOKENS": "1",
+}
+"""Every adaptive server checks itself: the host's leak checks, at rest and in every step; ranks of a group agree in
+every step and after every switch; no switch makes what should have been made at start."""
+
+LAST = "test_faults.py"
+"""Its tests end engines: those that the other tests are done with."""
+
+
+_seconds: Counter[str] = Counter()
+_starts: Counter[str] = Counter()
+"""By test file: time spent, servers started."""
+_running = ""
+
+
+class CountedServer(Server):
+    """A server whose start counts for the test file that needs it."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        _starts[_running] += 1
+        super().__init__(*args, **kwargs)
+
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        item.add_marker(pytest.mark.engine)
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.engine)
+    items.sort(key=lambda item: item.path.name == LAST)
+
+
+def pytest_runtest_logstart(nodeid):
+    global _running
+    _running = nodeid.partition("::")[0]
+
+
+def pytest_runtest_logreport(report):
+    _seconds[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.section("minutes, and servers started, by file")
+    for name, seconds in _seconds.most_common(20):
+        terminalreporter.line(f"{seconds / 60:6.2f} {_starts[name]:4d}  {name}")
+    terminalreporter.line(f"{sum(_seconds.values()) / 60:6.2f} {sum(_starts.values()):4d}  in all")
+
+
+OVERLAP = ("--chunked-prefill-size", "128", "--pat-cpu-overlap")
+"""Flags of the server on which everything runs with overlap scheduling, as on CUDA by default."""
 
 
 class Servers:
     """Starts servers on demand and keeps the last :data:`KEEP`."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._alive: OrderedDict[tuple, Server] = OrderedDict()
 
     def get(self, model: Path, *flags: str, **options) -> Server:
@@ -34,16 +88,30 @@ class Servers:
         if server is None or server.process.poll() is not None:
             while len(self._alive) >= KEEP:
                 self._alive.popitem(last=False)[1].stop()
-            server = Server(model, *flags, **options)
+            server = CountedServer(model, *flags, **options)
         self._alive[key] = server
         return server
 
-    def adaptive(self, model: Path, dp: int = 2, *flags: str, **options) -> Server:
-        """An adaptive server that switches on request only, in its base layout tp1."""
-        server = self.get(
-            model, "--tp", "1", "--dp", str(dp), "--adaptive-tp", "--pat-policy", "manual", *flags, **options
-        )
+    def adaptive(self, model: Path, dp: int = 2, *flags: str, env: dict[str, str] | None = None, **options) -> Server:
+        """An adaptive server that switches on request or by a schedule only, in its base layout tp1, with all
+        :data:`CHECKS`.  Test code may put a fault into its file (:func:`fault`)."""
+        digest = zlib.crc32(repr((str(model), dp, flags, env, sorted(options.items()))).encode())
+        fault_file = self._folder / f"fault-{digest:08x}"
+        environment = CHECKS | {faults.ENV: f"@{fault_file}"} | (env or {})
+        base = ("--tp", "1", "--dp", str(dp), "--adaptive-tp", "--pat-policy", "schedule")
+        server = self.get(model, *base, *flags, env=environment, **options)
+        server.fault_file = fault_file
+        assert server.post("/pat/schedule", []).status_code == 200
         server.reconfigure(tp=1)
+        return server
+
+    def victim(self, model: Path) -> Server:
+        """An adaptive server of :meth:`adaptive` that may be killed: an idle one, which is given away, or a new one."""
+        for key, server in self._alive.items():
+            if hasattr(server, "fault_file") and server.process.poll() is None:
+                return self._alive.pop(key)
+        server = self.adaptive(model)
+        self._alive.popitem()
         return server
 
     def stock(self, model: Path, *flags: str, **options) -> Server:
@@ -55,26 +123,39 @@ class Servers:
             server.stop()
 
 
+@contextmanager
+def fault(server: Server, spec: str) -> Iterator[None]:
+    """Inside the block switches of ``server`` meet this fault (``sglang_pat.switch.faults``)."""
+    server.fault_file.write_text(spec)
+    try:
+        yield
+    finally:
+        server.fault_file.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="session")
-def servers():
-    pool = Servers()
+def servers(tmp_path_factory):
+    pool = Servers(tmp_path_factory.mktemp("faults"))
     yield pool
     pool.stop()
 
 
 @pytest.fixture(scope="session")
 def llama() -> Path:
-    return models.make_random("llama", MODELS / "llama")
+    """Two KV heads: one for each of two ranks, copied at tp 4.  503 tokens: padded at tp 2 and 4."""
+    return models.make_random("llama", MODELS / "llama-kv2", kv_heads=2)
 
 
 @pytest.fixture(scope="session")
-def qwen2() -> Path:
-    return models.make_random("qwen2", MODELS / "qwen2")
+def flat() -> Path:
+    """Its best token has a few percent, and no logprob is near 0, where it says nothing to 1e-5 of itself."""
+    return models.make_random("llama", MODELS / "llama-flat", kv_heads=2, logit_std=1.0)
 
 
 @pytest.fixture(scope="session")
-def qwen3() -> Path:
-    return models.make_random("qwen3", MODELS / "qwen3")
+def marker() -> Callable[[int], Path]:
+    """Folder of the marker model for a token."""
+    return lambda token: models.make_marker_model(MODELS / f"marker{token}", token)
 
 
 @pytest.fixture(scope="session")

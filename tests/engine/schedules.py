@@ -1,15 +1,13 @@
 """Seeded random schedules of requests and switches, how one is run, and what must come out of it.
 
-A schedule is paced by one of its own requests, whose tokens are streamed: switches and the second
-wave of requests happen when it has received so many of them.  So a schedule hits the same stages of
-a generation on a fast machine and on a busy one.
+The engine follows the schedule itself (``--pat-policy schedule``), so that it hits the same stages of a generation on
+a fast machine and on a busy one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -47,11 +45,16 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """To degree ``tp``, ``delay`` seconds after the pacer has received ``at`` tokens."""
+    """To degree ``tp`` at decode step ``at``; ``batch``: or rather, at that step of any kind, among the prefills."""
 
     at: int
-    delay: float
     tp: int
+    batch: int | None = None
+
+    def entry(self, since: int = 0) -> dict:
+        """For ``/pat/schedule``, counted from decode step ``since``."""
+        point = {"step": self.at - since} if self.batch is None else {"batch": self.batch}
+        return {"tp": self.tp} | point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +63,9 @@ class Schedule:
 
     Attributes:
         start_tp: degree at the beginning.
-        pacer: the streamed request.
-        first, second: requests sent with the pacer, and when it has received ``second_at`` tokens.
+        pacer: a request that lives through all switches.
+        first, second: requests sent with the pacer, and at decode step ``second_at``.
+        together: the first ones begin together; else each as it comes.
         switches: in order.
     """
 
@@ -71,6 +75,7 @@ class Schedule:
     first: tuple[Request, ...]
     second: tuple[Request, ...]
     second_at: int
+    together: bool
     switches: tuple[Switch, ...]
 
     @property
@@ -114,15 +119,15 @@ def make(
         requests.append(request(left))
     waves = rng.randint(0, len(requests))
     last = pacer.max_new_tokens // 2
-    # At 0 nothing may have arrived yet, or prefills are under way; the last one finds the pacer decoding.
+    # At 0 prefills are under way, or none has begun; the last one finds the pacer decoding.
     times = sorted(0 if rng.random() < 0.3 else rng.randint(1, last) for _ in range(rng.randint(0, 5)))
     times.append(rng.randint(max([1, *times]), last))
     degree = start = rng.choice(degrees)
-    switches = []
+    switches, batch = [], 0
     for at in times:
         degree = rng.choice([d for d in degrees if d != degree])
-        delay = rng.uniform(0, 0.03) if at == 0 and rng.random() < 0.7 else 0.0
-        switches.append(Switch(at=at, delay=delay, tp=degree))
+        batch += rng.choice((0, 1, 1, 2, 4))
+        switches.append(Switch(at=at, tp=degree, batch=batch if at == 0 else None))
     # Half of the time the second wave comes in the middle of a switch.
     second_at = rng.choice(times) if rng.random() < 0.5 else rng.randint(0, last)
     return Schedule(
@@ -132,6 +137,7 @@ def make(
         first=tuple(requests[:waves]),
         second=tuple(requests[waves:]),
         second_at=second_at,
+        together=rng.random() < 0.5,
         switches=tuple(switches),
     )
 
@@ -155,7 +161,6 @@ def run(server: Server, schedule: Schedule, **extra) -> Outcome:
 
 
 async def _run(server: Server, schedule: Schedule, extra: dict) -> Outcome:
-    progress = _Progress()
     async with server.session() as session:
         code, _ = await server.reconfigure_async(session, schedule.start_tp)
         assert code == 200
@@ -163,49 +168,22 @@ async def _run(server: Server, schedule: Schedule, extra: dict) -> Outcome:
         def send(requests: Iterable[Request]) -> list[asyncio.Task]:
             return [asyncio.ensure_future(server.one(session, r.body(**extra))) for r in requests]
 
-        async def pace() -> dict:
-            chunk = {}
-            async for chunk in server.stream(session, schedule.pacer.body(**extra)):
-                assert "meta_info" in chunk, chunk
-                progress.advance(chunk["meta_info"]["completion_tokens"])
-            progress.advance(schedule.pacer.max_new_tokens)
-            return chunk
-
-        async def second() -> list[dict]:
-            await progress.reach(schedule.second_at)
-            return await asyncio.gather(*send(schedule.second))
-
-        async def switch() -> list[dict]:
-            records = []
-            for step in schedule.switches:
-                await progress.reach(step.at)
-                await asyncio.sleep(step.delay)
-                code, record = await server.reconfigure_async(session, step.tp)
-                assert code == 200, record
-                records.append(record)
-            return records
-
-        first = send(schedule.first)
-        pacer, later, records = await asyncio.gather(pace(), second(), switch())
-        answers = [pacer, *await asyncio.gather(*first), *later]
+        first = (schedule.pacer, *schedule.first)
+        # Of several copies of a prompt one comes ahead of the others.
+        gate = {"arrived": len(first) if schedule.together else 1}
+        before = [s for s in schedule.switches if s.at <= schedule.second_at]
+        after = [s for s in schedule.switches if s.at > schedule.second_at]
+        pause = {"step": schedule.second_at, "hold": True}
+        await server.arm(session, gate, *(switch.entry() for switch in before), pause)
+        work = send(first)
+        records = (await server.reached(session))["switches"]
+        await server.arm(session, *(switch.entry(schedule.second_at) for switch in after))
+        work += send(schedule.second)
+        records += (await server.reached(session))["switches"]
+        answers = await asyncio.gather(*work)
+        for record in records:
+            assert not record["error"], record
     return Outcome([_outputs(answer) for answer in answers], records)
-
-
-class _Progress:
-    """Tokens that the pacer has received, for others to wait for."""
-
-    def __init__(self) -> None:
-        self._tokens = 0
-        self._changed = asyncio.Event()
-
-    def advance(self, tokens: int) -> None:
-        self._tokens = max(self._tokens, tokens)
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def reach(self, tokens: int) -> None:
-        while self._tokens < tokens:
-            await self._changed.wait()
 
 
 def _outputs(answer: dict | list[dict]) -> list[list[int]]:
@@ -323,15 +301,11 @@ def agreement(stock: Server, schedule: Schedule, outcome: Outcome) -> float:
     return sum(same) / len(same)
 
 
-def check_idle(server: Server, seconds: float = 10) -> None:
+def check_idle(server: Server) -> None:
     """Nothing is left over: no request and, after a flush, no KV token on any leader."""
-    deadline = time.monotonic() + seconds
-    while server.status()["requests"] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    answer = server.post("/flush_cache")
+    answer = server.post("/flush_cache?timeout=60")
     assert answer.status_code == 200, answer.text
-    while (left := _in_use(server)) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    left = _in_use(server)
     assert not left, left
 
 

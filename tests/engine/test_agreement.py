@@ -10,7 +10,6 @@ import pytest
 
 from sglang_pat.testing.server import Server
 
-CHECKED = {"SGLANG_PAT_CHECK_AGREEMENT": "1", "SGLANG_PAT_CHECK_TOKENS": "1"}
 PRIORITIES = (None, 3, 3, -2)
 
 
@@ -18,7 +17,7 @@ PRIORITIES = (None, 3, 3, -2)
 def server(servers, llama) -> Server:
     """Four ranks, so that some are followers before a merge; flags whose state every rank counts by itself."""
     flags = ("--scheduler-recv-interval", "3", "--enable-priority-scheduling", "--max-running-requests", "4")
-    return servers.adaptive(llama, 4, *flags, env=CHECKED)
+    return servers.adaptive(llama, 4, *flags)
 
 
 def bodies(count: int, tokens: int) -> list[dict]:
@@ -37,12 +36,9 @@ def test_order_and_reception(server):
 
     async def switching() -> list[dict]:
         async with server.session() as session:
-            answers = asyncio.gather(*(server.one(session, body) for body in work))
-            await server.until_decoding(session, 8)
-            for tp in (2, 4, 2, 1, 4):
-                code, record = await server.reconfigure_async(session, tp)
-                assert code == 200, record
-            return await answers
+            switches = [{"tp": tp, "arrived": 40, "step": 10 + 15 * i} for i, tp in enumerate((2, 4, 2, 1, 4))]
+            await server.arm(session, *switches)
+            return await asyncio.gather(*(server.one(session, body) for body in work))
 
     got = [answer["output_ids"] for answer in asyncio.run(switching())]
     assert got == want
@@ -58,11 +54,8 @@ def test_a_profile_goes_on_over_a_switch(server, tmp_path):
     async def switching() -> dict:
         async with server.session() as session:
             (body,) = bodies(1, 120)
-            answer = asyncio.ensure_future(server.one(session, body))
-            await server.until_decoding(session, 1)
-            code, record = await server.reconfigure_async(session, 4)
-            assert code == 200, record
-            return await answer
+            await server.arm(session, {"tp": 4, "arrived": 1, "step": 8})
+            return await server.one(session, body)
 
     assert len(asyncio.run(switching())["output_ids"]) == 120
     traces = sorted(tmp_path.glob("*.trace.json.gz"))

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from made_up import made_up
 
+from sglang_pat.coordinator.schedule import parse
 from sglang_pat.predict import profile as profiles
 
-LENGTHS = [12 + 3 * i for i in range(12)] + [700, 800, 900, 1000]
-"""Response lengths, tokens: a body that ends early and a tail."""
+LENGTHS = [12 + 3 * i for i in range(12)]
+"""Response lengths of the body of a batch, tokens; its tail goes on until the test has seen the merge."""
 
-LIMIT = 1200
+TAIL = 4
+LIMIT = 4000
+
 
 @pytest.fixture(scope="module")
 def profile(deployment, tmp_path_factory) -> Path:
@@ -25,41 +31,81 @@ def profile(deployment, tmp_path_factory) -> Path:
     return path
 
 
-def bodies() -> list[dict]:
+def body(seed: int, length: int, rid: str) -> dict:
     """Lengths are fixed by ``max_new_tokens``; policies are told the same limit for all."""
-    return [
-        {
-            "input_ids": [6 + (seed * 97 + i * 31) % 490 for i in range(12)],
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": length,
-                "ignore_eos": True,
-                "custom_params": {"pat_limit": LIMIT},
-            },
-        }
-        for seed, length in enumerate(LENGTHS)
-    ]
+    return {
+        "rid": rid,
+        "input_ids": [6 + (seed * 97 + i * 31) % 490 for i in range(12)],
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": length,
+            "ignore_eos": True,
+            "custom_params": {"pat_limit": LIMIT},
+        },
+    }
+
+
+def bodies(name: str) -> tuple[list[dict], list[dict]]:
+    """The body of a batch and its tail; request ids begin with ``name``."""
+    short = [body(seed, length, f"{name}-{seed}") for seed, length in enumerate(LENGTHS)]
+    return short, [body(20 + i, 3500, f"{name}-tail-{i}") for i in range(TAIL)]
 
 
 @pytest.fixture(scope="module")
 def expected(servers, llama) -> list[list[int]]:
-    return [answer["output_ids"] for answer in servers.stock(llama).generate(bodies())]
+    """Of the body, then the beginning of the tail's answers."""
+    short, tail = bodies("stock")
+    for request in tail:
+        request["sampling_params"]["max_new_tokens"] = 700
+    server = servers.stock(llama, max_total_tokens=65536)
+    return [answer["output_ids"] for answer in server.generate(short + tail)]
 
 
-@pytest.mark.parametrize("policy", ["survival", "pat"])
-def test_switches_in_a_long_tail_and_loses_nothing(servers, llama, expected, profile, tmp_path, policy):
-    log = tmp_path / "decisions.jsonl"
+async def drain(server, name: str, merged: Callable[[], Awaitable[None]]) -> list[list[int]]:
+    """A batch: the body ends, ``merged`` returns, the tail is aborted; all outputs."""
+    short, tail = bodies(name)
+    async with server.session() as session:
+        work = [asyncio.ensure_future(server.one(session, request)) for request in short + tail]
+        await asyncio.gather(*work[: len(short)])
+        await merged()
+        async with session.post(server.url + "/abort_request", json={"rid": f"{name}-tail"}) as response:
+            assert response.status == 200
+        return [(await answer)["output_ids"] for answer in work]
+
+
+def same(outputs: list[list[int]], expected: list[list[int]]) -> None:
+    assert outputs[: len(LENGTHS)] == expected[: len(LENGTHS)]
+    for mine, theirs in zip(outputs[len(LENGTHS) :], expected[len(LENGTHS) :], strict=True):
+        common = min(len(mine), len(theirs))
+        assert common and mine[:common] == theirs[:common]
+
+
+@pytest.fixture(scope="module", params=["survival", pytest.param("pat", marks=pytest.mark.soak)])
+def drained(request, servers, llama, expected, profile, tmp_path_factory):
+    """(policy, its server, its log) after two batches with a tail."""
+    policy, log = request.param, tmp_path_factory.mktemp("log") / "decisions.jsonl"
     flags = f"--tp 1 --dp 2 --adaptive-tp --pat-profile {profile} --pat-policy {policy} --pat-log {log}".split()
     server = servers.get(llama, *flags)
+
+    async def merged() -> None:
+        # It stays so while the tail is alive.
+        while (status := await asyncio.to_thread(server.status))["layout"]["tp"] != 2 or status["switching"]:
+            await asyncio.sleep(0.05)
+
+    for number in range(2):
+        same(asyncio.run(drain(server, f"{policy}{number}", merged)), expected)
+    return policy, server, log
+
+
+def test_switches_in_a_long_tail_and_loses_nothing(drained, profile):
+    policy, server, log = drained
     assert server.status()["policy"] == policy
-    for _ in range(2):
-        assert [answer["output_ids"] for answer in server.generate(bodies())] == expected
     switches = server.status()["switches"]
     live = [s for s in switches if s["to_tp"] == 2 and s["requests"] and not s["error"]]
     assert live and all(s["reason"] == policy for s in live)
     assert len(switches) <= 12, "flapping"
     events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
-    assert events[0] == "start" and events.count("length") == 2 * len(LENGTHS) and "decision" in events
+    assert events[0] == "start" and events.count("length") == 2 * (len(LENGTHS) + TAIL) and "decision" in events
     ran = subprocess.run(
         [sys.executable, "-m", "sglang_pat.replay", "--log", str(log), "--profile", str(profile)],
         capture_output=True, text=True,
@@ -67,11 +113,30 @@ def test_switches_in_a_long_tail_and_loses_nothing(servers, llama, expected, pro
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def back_in_base(server, seconds: float = 20.0) -> None:
-    """Wait until the engine has gone back to the base layout, as it does when nothing is alive."""
-    deadline = time.monotonic() + seconds
+def test_its_decisions_can_be_repeated_on_another_engine(drained, servers, llama, expected):
+    """The log is a schedule: the first merge with live requests comes after as many tokens, with the same requests."""
+    _, server, log = drained
+    lines = log.read_text().splitlines()
+    first = next(s for s in server.status()["switches"] if s["to_tp"] == 2 and s["requests"])
+    other = servers.adaptive(llama)
+    entries = parse("\n".join(lines))
+    upto = next(i for i, entry in enumerate(entries) if entry.tp == 2 and entry.tokens)
+    begin = other.status()["num_switches"]
+    assert other.post("/pat/schedule", [msgspec.to_builtins(e) for e in entries[: upto + 1]]).status_code == 200
+
+    async def merged() -> None:
+        async with other.session() as session:
+            await other.reached(session)
+
+    same(asyncio.run(drain(other, "again", merged)), expected)
+    again = other.status()["switches"][begin - other.status()["num_switches"] :]
+    assert [s["to_tp"] for s in again] == [entry.tp for entry in entries[: upto + 1]]
+    assert again[-1]["requests"] >= 1 and abs(again[-1]["requests"] - first["requests"]) <= 2
+
+
+def back_in_base(server) -> None:
+    """Wait until the engine has gone back to the base layout, as it does when nothing is alive, and stays there."""
     while (status := server.status())["layout"]["tp"] != 1 or status["switching"]:
-        assert time.monotonic() < deadline, status
         time.sleep(0.05)
 
 
@@ -79,10 +144,8 @@ def test_a_round_of_a_known_size_starts_in_the_better_layout(servers, llama, dep
     """Before its first request: nothing is alive at that switch."""
     path = tmp_path / "merged.json"
     profiles.save(made_up(deployment, tp2_with_16=0.012), path)
-    short = bodies()[:6]
-    for body in short:
-        body["sampling_params"]["max_new_tokens"] = 60
-    wanted = [answer["output_ids"] for answer in servers.stock(llama).generate(short)]
+    short = [body(seed, 60, None) for seed in range(6)]
+    wanted = [answer["output_ids"] for answer in servers.stock(llama, max_total_tokens=65536).generate(short)]
     server = servers.get(llama, *f"--tp 1 --dp 2 --adaptive-tp --pat-profile {path} --pat-policy survival".split())
     for _ in range(5):
         assert [answer["output_ids"] for answer in server.generate(short)] == wanted

@@ -6,14 +6,13 @@ import json
 import random
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+from conftest import OVERLAP
 from made_up import made_up
 
 from sglang_pat.predict import profile as profiles
@@ -66,17 +65,21 @@ def one_round(server: Server, data: dict[str, Any]) -> tuple[list[dict[str, Any]
     return groups, summary
 
 
-def idle(server: Server) -> dict[str, int]:
-    """Nothing is in the engine; KV tokens of each group once the cache is emptied."""
-    deadline = time.monotonic() + 20
-    while server.status()["requests"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert requests.post(f"{server.url}/flush_cache").status_code == 200
-    deadline = time.monotonic() + 20
-    while any(group["kv_used"] for group in server.status()["groups"]):
-        assert time.monotonic() < deadline, server.status()["groups"]
-        time.sleep(0.05)
+def idle(server: Server) -> None:
+    """Nothing is in the engine, no request and no KV: the host's flush waits until it has ended what was aborted."""
+    assert requests.post(f"{server.url}/flush_cache?timeout=60").status_code == 200
+    status = server.status()
+    assert status["requests"] == 0
+    assert not any(group["kv_used"] for group in status["groups"]), status["groups"]
+
+
+def schedule(server: Server, *entries: dict[str, Any]) -> None:
+    assert server.post("/pat/schedule", entries).status_code == 200
+
+
+def reached(server: Server) -> dict[str, Any]:
+    """Wait until the schedule is over."""
+    return server.get("/pat/schedule", timeout=300).json()
 
 
 def test_a_round_of_groups(server, folder):
@@ -96,21 +99,28 @@ def test_a_round_of_groups(server, folder):
     assert not {group["index"] for group in waiting} & {group["key"][1] for group in groups}
 
 
-def test_responses_are_those_of_generate(server):
+@pytest.fixture(params=["", "overlap"])
+def either(request, server, servers, llama) -> Server:
+    """The server, and one with overlap scheduling."""
+    return servers.adaptive(llama, 2, *OVERLAP) if request.param else server
+
+
+def test_responses_are_those_of_generate(either):
     """Greedy: the same tokens as without rounds, through a switch."""
+    server = either
     greedy = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
     prompts = [prompt(0, index) for index in range(3)]
     wanted = server.generate([{"input_ids": p["input_ids"], "sampling_params": greedy} for p in prompts])
-    switch = threading.Timer(0.15, lambda: server.reconfigure(2))
-    switch.start()
-    groups, _ = one_round(server, body(prompts, job="greedy", sampling_params=greedy, eta_prompts=1.0))
-    switch.join()
+    schedule(server, {"tp": 2, "arrived": 6, "step": 20})
+    groups, _ = one_round(server, body(prompts, job="greedy", sampling_params=greedy, eta_prompts=1.0, eta_responses=1))
+    assert [switch["requests"] for switch in reached(server)["switches"]] == [6]
     found = {group["key"][1]: [r["token_ids"] for r in group["responses"]] for group in groups}
     assert found == {index: [answer["output_ids"]] * 2 for index, answer in enumerate(wanted)}
 
 
-def test_partial_goes_on_with_the_same_tokens(server):
+def test_partial_goes_on_with_the_same_tokens(either):
     """Interrupted and resumed in later rounds, greedily: as if never interrupted; versions say when."""
+    server = either
     greedy = {"temperature": 0, "max_new_tokens": 240, "ignore_eos": True}
     # The shortest prompts wait for a slot least, and all responses are equally long: each round interrupts some.
     prompts = [prompt(0, index, tokens=10 + index) for index in range(4)]
@@ -132,34 +142,27 @@ def test_partial_goes_on_with_the_same_tokens(server):
     assert any(len(response["versions"]) > 1 for response in found.values())
 
 
-def test_fifty_rounds_with_switches_leave_no_kv(server):
-    """Random lengths, aborts in every round, a switch in the middle of most; each prompt of an epoch once."""
+def test_fifty_rounds_with_switches_leave_no_kv(either):
+    """Random lengths, aborts in every round, a switch in the middle of each; each prompt of an epoch once."""
+    server = either
     idle(server)
-    stop = threading.Event()
-
-    def switching() -> None:
-        chance = random.Random(3)
-        while not stop.wait(chance.uniform(0.05, 0.3)):
-            server.reconfigure(chance.choice([1, 2]))
-
-    thread = threading.Thread(target=switching)
-    thread.start()
+    chance = random.Random(3)
     returned, kinds, aborted, given = [], [], 0, 0
-    try:
-        for number in range(50):
-            count = 5 if number < 40 else 0
-            prompts = [prompt(0, given + i) for i in range(count)]
-            given += count
-            end = {"end_of_epoch": 0} if number == 40 else {}
-            groups, summary = one_round(server, body(prompts, job="fifty", max_deferrals=5, **end))
-            returned += [group["key"][1] for group in groups]
-            kinds.append(summary["kind"])
-            aborted += len(summary["aborted_lengths"])
-            engine = summary["engine"]
-            assert (engine["running"], engine["waiting"], engine["tokens"]) == (0, 0, 0)
-    finally:
-        stop.set()
-        thread.join()
+    for number in range(50):
+        count = 5 if number < 40 else 0
+        prompts = [prompt(0, given + i) for i in range(count)]
+        given += count
+        end = {"end_of_epoch": 0} if number == 40 else {}
+        # Some switches come while samples are sent, some while they are aborted, some after the round.
+        point = {chance.choice(["step", "batch", "tokens"]): chance.randrange(60)}
+        schedule(server, {"tp": 2 - number % 2, "arrived": chance.randrange(3), **point})
+        groups, summary = one_round(server, body(prompts, job="fifty", max_deferrals=5, **end))
+        returned += [group["key"][1] for group in groups]
+        kinds.append(summary["kind"])
+        aborted += len(summary["aborted_lengths"])
+        engine = summary["engine"]
+        assert (engine["running"], engine["waiting"], engine["tokens"]) == (0, 0, 0)
+    schedule(server)
     idle(server)
     assert len(kinds) == 50
     assert len(returned) == len(set(returned)) == sum(3 for kind in kinds)
@@ -171,14 +174,14 @@ def test_fifty_rounds_with_switches_leave_no_kv(server):
 def test_a_client_that_goes_away_aborts_its_round(server):
     long = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}
     data = body([prompt(0, index) for index in range(5)], job="away", sampling_params=long)
+    schedule(server, {"arrived": 5, "step": 5, "hold": True})
     stream = events(server, data)
     assert next(stream)["type"] == "begin"
     busy = post(server, data)
     assert busy.status_code == 409 and "round under way" in busy.text
-    deadline = time.monotonic() + 10
-    while not server.status()["requests"]:
-        assert time.monotonic() < deadline
+    reached(server)
     stream.close()
+    schedule(server)
     idle(server)
     groups, summary = one_round(server, body([], job="away"))
     assert summary["returned"] == 3, "its prompts are where they were"
@@ -193,10 +196,12 @@ def test_weights_between_rounds_and_in_one(server, llama):
     assert {r["versions"][0][0] for group in groups for r in group["responses"]} == {2}
     long = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
     more = [prompt(0, 20 + index) for index in range(6)]
+    schedule(server, {"arrived": 5, "step": 5, "hold": True})
     stream = events(server, body(more, job="weights", version=3, sampling_params=long))
     assert next(stream)["type"] == "begin"
-    time.sleep(0.3)
+    reached(server)
     assert requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}).status_code == 200
+    schedule(server)
     # With requests alive the host's own flush would fail, and end the server.
     kept = update | {"flush_cache": False}
     assert requests.post(f"{server.url}/update_weights_from_disk", json=kept).json()["success"]
@@ -287,6 +292,7 @@ def test_the_planner_raises_tp_when_kv_runs_out(planned, llama):
     rules = {"job": "planner", "planner": True, "eta_prompts": 1.0, "eta_responses": 1.0, "num_prompts": 8}
     for number, sampling in enumerate((first, more, more)):
         prompts = [prompt(0, 8 * number + index) for index in range(8)]
+        schedule(planned, {"arrived": 16})
         _, summary = one_round(planned, body(prompts, sampling_params=sampling, **rules))
         retracted.append(summary["engine"]["retracted"])
         assert by_planner(planned) == ([2] if number == 2 else []), retracted
@@ -377,10 +383,16 @@ from sglang_pat.admission.rules import Rules
 
 if __name__ == "__main__":
     engine = sglang_pat.Engine(
-        model_path={model!r}, tp_size=1, dp_size=2, adaptive_tp=True, pat_policy="manual", dtype="float32",
+        model_path={model!r}, tp_size=1, dp_size=2, adaptive_tp=True, pat_policy="schedule", dtype="float32",
         max_total_tokens=20000, log_level="error",
     )
     sampling = {{"temperature": 1.0, "max_new_tokens": 100, "stop_token_ids": list(range(100, 124))}}
+
+    def check_idle():
+        # The flush waits until the ranks have ended what was aborted; their load is reported before it is answered.
+        assert engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60)).success
+        assert engine.status()["requests"] == 0
+
     for mode in ("strict", "reorder", "partial"):
         rules = Rules(mode=mode, num_prompts=3, num_responses=2, eta_prompts=1.5, max_staleness=2, filter_groups=True)
         admitter = Admitter(rules)
@@ -400,7 +412,7 @@ if __name__ == "__main__":
             assert isinstance(event, Summary)
             rounds += 1
         assert sorted(returned + useless) == list(range(10)), (mode, returned, useless)
-        assert engine.status()["requests"] == 0
+        check_idle()
         print(mode, "rounds", rounds)
     admitter = Admitter(Rules(num_prompts=2, num_responses=1))
     admitter.feed([((0, i), {{"input_ids": [10 + i, 20, 30 + i]}}) for i in range(4)])
@@ -409,7 +421,7 @@ if __name__ == "__main__":
     events.close()
     assert admitter.state.round is None
     assert len(admitter.state.fresh) + len(admitter.state.waiting) + admitter.state.returned == 4
-    assert engine.status()["requests"] == 0
+    check_idle()
     assert not engine.tokenizer_manager.rid_to_state
     engine.shutdown()
     print("done")

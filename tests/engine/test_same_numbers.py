@@ -7,27 +7,19 @@ import random
 
 import pytest
 
-from sglang_pat.testing import models
-
 RELATIVE = 1e-5
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    # Flat: a logprob near 0 is the difference of large numbers, and says nothing to 1e-5 of itself.
-    return models.make_random("qwen2", tmp_path_factory.mktemp("numbers") / "qwen2", kv_heads=2, logit_std=1.0)
+def stock(servers, flat):
+    return servers.stock(flat, max_total_tokens=65536)
 
 
-@pytest.fixture(scope="module")
-def stock(servers, model):
-    return servers.stock(model)
-
-
-@pytest.fixture(scope="module")
-def adaptive(servers, stock, model):
-    return servers.adaptive(model, 4, "--chunked-prefill-size", "128")
+@pytest.fixture
+def adaptive(servers, flat):
+    return servers.adaptive(flat, 4, "--chunked-prefill-size", "128")
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -91,21 +83,23 @@ def body(seed: int, length: int, new: int, start: int = 0) -> dict:
 @pytest.mark.parametrize("degrees", [(2, 1, 4, 2, 4, 1), (4, 1, 4, 1)], ids=str)
 def test_logprobs_through_switches(adaptive, stock, degrees):
     """Decoding, and some prompts in chunked prefill, at every switch."""
-    bodies = [body(i, length, new=300) for i, length in enumerate((3, 40, 130, 300))]
-    bodies.append(body(9, 200, new=280, start=150))
+    bodies = [body(i, length, new=260) for i, length in enumerate((3, 40, 130, 300))]
+    bodies.append(body(9, 200, new=250, start=150))
     late = [body(20 + i, 500, new=30) for i in range(len(degrees))]
     want = stock.generate([*bodies, *late])
 
     async def switching():
         async with adaptive.session() as session:
+            await adaptive.arm(session, {"arrived": len(bodies), "step": 10, "hold": True})
             work = [asyncio.ensure_future(adaptive.one(session, each)) for each in bodies]
-            await adaptive.until_decoding(session, len(bodies))
+            await adaptive.reached(session)
             for tp, each in zip(degrees, late, strict=True):
-                # Its prefill takes four steps, or waits for others': the switch comes in the middle of it.
+                # Its prefill takes four steps: the switch comes in the middle of it.
+                await adaptive.arm(session, {"tp": tp, "arrived": 1, "batch": 2}, {"step": 20, "hold": True})
                 work.append(asyncio.ensure_future(adaptive.one(session, each)))
-                await asyncio.sleep(0.01)
-                code, record = await adaptive.reconfigure_async(session, tp)
-                assert code == 200 and record["requests"] > 0, record
+                (record,) = (await adaptive.reached(session))["switches"]
+                assert len(bodies) <= record["migrated"] < record["requests"], record
+            await adaptive.arm(session)
             return await asyncio.gather(*work)
 
     adaptive.reconfigure(1)

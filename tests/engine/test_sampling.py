@@ -1,7 +1,7 @@
 """Sampling at a temperature: the right distribution, the same tokens on all ranks of a group, other ones on others.
 
-The servers compare the tokens of all ranks of a group in every step (``SGLANG_PAT_CHECK_TOKENS``): a
-difference ends the engine, and so the test.
+The servers compare the tokens of all ranks of a group in every step (``conftest.CHECKS``): a difference ends the
+engine, and so the test.
 """
 
 from __future__ import annotations
@@ -16,30 +16,20 @@ import pytest
 from scipy.stats import chi2
 from tokenizers import Tokenizer
 
-from sglang_pat.testing import models
-
 ALPHA = 1e-4
 """Of each chi-square test."""
 
-CHECKED = {"SGLANG_PAT_CHECK_TOKENS": "1"}
 PROMPT = [17, 211, 43, 388, 92, 7, 151]
 
 
 @pytest.fixture(scope="module")
-def flat(tmp_path_factory):
-    """Its best token has a few percent."""
-    folder = tmp_path_factory.mktemp("sampling") / "llama"
-    return models.make_random("llama", folder, kv_heads=2, logit_std=1.5)
-
-
-@pytest.fixture(scope="module")
 def stock(servers, flat):
-    return servers.stock(flat)
+    return servers.stock(flat, max_total_tokens=65536)
 
 
-@pytest.fixture(scope="module")
-def adaptive(servers, stock, flat):
-    return servers.adaptive(flat, 4, env=CHECKED)
+@pytest.fixture
+def adaptive(servers, flat):
+    return servers.adaptive(flat, 4, "--chunked-prefill-size", "128")
 
 
 def body(prompt: list[int], new: int, temperature: float = 1.0, **params) -> dict:
@@ -53,15 +43,14 @@ async def switch(server, session, tp: int) -> dict:
     return record
 
 
-async def through_switches(server, bodies: list[dict], degrees: tuple[int, ...], pause: float) -> list[dict]:
-    """The answers to ``bodies``, all of which are decoding at the first switch and not all done at the last."""
+async def through_switches(server, bodies: list[dict], switches: dict[int, int]) -> list[dict]:
+    """The answers to ``bodies``, all of which live through ``switches`` (decode step to degree)."""
     async with server.session() as session:
+        entries = [{"tp": tp, "arrived": len(bodies), "step": step} for step, tp in switches.items()]
+        await server.arm(session, *entries)
         work = asyncio.ensure_future(server.generate_async(bodies))
-        await server.until_decoding(session, len(bodies))
-        for tp in degrees:
-            record = await switch(server, session, tp)
-            assert record["requests"] > 0
-            await asyncio.sleep(pause)
+        for record in (await server.reached(session))["switches"]:
+            assert record["requests"] == len(bodies) and not record["error"]
         return await work
 
 
@@ -113,7 +102,7 @@ def test_distribution_in_mid_generation(adaptive, stock):
     rng = random.Random(1)
     prompts = [[*PROMPT, 5 + i] for i in range(24)]
     bodies = [body(prompt, 120) for prompt in prompts]
-    answers = asyncio.run(through_switches(adaptive, bodies, (2, 4, 1, 2), 0.15))
+    answers = asyncio.run(through_switches(adaptive, bodies, {20: 2, 45: 4, 70: 1, 95: 2}))
     scored = stock.generate(
         [
             body(prompt + answer["output_ids"], 1)
@@ -148,13 +137,17 @@ def test_ranks_agree_through_switches(adaptive, seed):
 
     async def work():
         async with adaptive.session() as session:
+            await adaptive.arm(session, {"arrived": len(bodies), "step": 5, "hold": True})
             tasks = [asyncio.ensure_future(adaptive.one(session, each)) for each in bodies]
-            await adaptive.until_decoding(session, 1)
-            pairs = itertools.cycle(zip(late[::2], late[1::2], strict=True))
-            for tp in (4, 2, 1, 2, 4, 1):
-                tasks += [asyncio.ensure_future(adaptive.one(session, each)) for each in next(pairs)]
+            await adaptive.reached(session)
+            pairs = zip(late[::2], late[1::2], strict=True)
+            for tp, pair in zip((4, 2, 1, 2, 4, 1), pairs, strict=True):
+                # They come before the switch, or while it is made.
+                tasks += [asyncio.ensure_future(adaptive.one(session, each)) for each in pair]
                 await switch(adaptive, session, tp)
-                await asyncio.sleep(0.05)
+                await adaptive.arm(session, {"step": 8, "hold": True})
+                await adaptive.reached(session)
+            await adaptive.arm(session)
             return await asyncio.gather(*tasks)
 
     answers = asyncio.run(work())
@@ -170,11 +163,13 @@ def test_replicas_draw_from_different_streams(adaptive, degrees):
     groups = 4 // degrees[-1]
 
     async def one_each():
-        work = asyncio.ensure_future(adaptive.generate_async([body(PROMPT, 400)] * groups))
-        while [group["running"] for group in adaptive.status()["groups"]] != [1] * groups:
-            assert not work.done(), "the requests were never spread over the groups"
-            await asyncio.sleep(0.01)
-        return await work
+        async with adaptive.session() as session:
+            await adaptive.arm(session, {"arrived": groups, "step": 1, "hold": True})
+            work = asyncio.ensure_future(adaptive.generate_async([body(PROMPT, 400)] * groups))
+            await adaptive.reached(session)
+            assert [group["running"] for group in adaptive.status()["groups"]] == [1] * groups
+            await adaptive.arm(session)
+            return await work
 
     outputs = [answer["output_ids"] for answer in asyncio.run(one_each())]
     for one, other in itertools.combinations(outputs, 2):
@@ -198,7 +193,7 @@ def test_text_stays_sane(servers, smollm2):
     chats = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in CHATS]
     prompts = [tokenizer.encode(chat).ids for chat in chats]
     bodies = [body(prompt, 40, temperature=0.7) for prompt in prompts]
-    stock = servers.stock(smollm2)
+    stock = servers.stock(smollm2, max_total_tokens=16384)
 
     def nll(answers: list[dict]) -> float:
         """Mean per token, in nats, by the stock server."""
@@ -213,8 +208,8 @@ def test_text_stays_sane(servers, smollm2):
         return -sum(entry[0] for entry in entries) / len(entries)
 
     static = nll(stock.generate(bodies))
-    server = servers.adaptive(smollm2, 2, env=CHECKED)
-    answers = asyncio.run(through_switches(server, bodies, (2, 1, 2), 0.4))
+    server = servers.adaptive(smollm2, 2, "--chunked-prefill-size", "128")
+    answers = asyncio.run(through_switches(server, bodies, {8: 2, 18: 1, 28: 2}))
     switched = nll(answers)
     text = tokenizer.decode(answers[0]["output_ids"])
     print(f"mean NLL {switched:.3f} through switches, {static:.3f} static; {CHATS[0]} {text!r}")

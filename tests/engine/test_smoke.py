@@ -8,20 +8,19 @@ import asyncio
 def test_switch_up_and_down(servers, llama):
     server = servers.adaptive(llama)
     bodies = [
-        {"input_ids": [5 + i, 7, 9], "sampling_params": {"temperature": 0, "max_new_tokens": 1000, "ignore_eos": True}}
+        {"input_ids": [5 + i, 7, 9], "sampling_params": {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}}
         for i in range(4)
     ]
     expected = [answer["output_ids"] for answer in server.generate(bodies)]
 
     async def switching():
         async with server.session() as session:
+            await server.arm(session, {"tp": 2, "arrived": 4, "step": 20}, {"tp": 1, "step": 60}, {"tp": 2, "step": 90})
             work = asyncio.ensure_future(server.generate_async(bodies))
-            await server.until_decoding(session, 4)
-            for tp in (2, 1, 2):
-                await asyncio.sleep(0.05)
-                code, record = await server.reconfigure_async(session, tp)
-                assert code == 200, record
-                assert record["requests"] == 4
-            return await work
+            state = await server.reached(session)
+            return state["switches"], await work
 
-    assert [answer["output_ids"] for answer in asyncio.run(switching())] == expected
+    switches, answers = asyncio.run(switching())
+    assert [answer["output_ids"] for answer in answers] == expected
+    # The prompt of three tokens, and one token more for each step.
+    assert [(s["requests"], s["tokens"]) for s in switches] == [(4, 4 * (3 + step)) for step in (20, 60, 90)]

@@ -16,16 +16,11 @@ from sglang_pat.testing.server import Server
 A, B, C, D, E = 100, 200, 300, 400, 450
 """Tokens that the marker models say."""
 
-ALIVE = 1500
-"""Tokens of a request that is to be alive in a test: enough for a client that hardly gets a core."""
+ALIVE = 200
+"""Tokens of a request that is alive in a test; its engine holds it at step :data:`STEP`."""
+STEP = 30
 
 GROUP = "marker_update"
-
-
-@pytest.fixture(scope="session")
-def marker(llama) -> Callable[[int], Any]:
-    """Folder of the marker model for a token."""
-    return lambda token: models.make_marker_model(llama.parent / f"marker{token}", token)
 
 
 def degrees(server: Server) -> list[int]:
@@ -169,7 +164,7 @@ class Setup:
 
 SETUPS = {
     "2ranks": (2,),
-    "4ranks": (4,),
+    "4ranks-overlap": (4, "--pat-cpu-overlap"),
     "reshard": (2, "--pat-weights", "reshard"),
 }
 
@@ -311,11 +306,12 @@ async def decode_while_paused(server: Server, mode: str, act: Callable[[], Any])
     """Four requests decode in the tail layout, are paused, ``act`` is called, and they go on to the end."""
     bodies = [body(70 + i, ALIVE) for i in range(4)]
     async with server.session() as session:
+        await server.arm(session, {"tp": 2, "arrived": 4, "step": STEP, "hold": True})
         work = asyncio.ensure_future(server.generate_async(bodies))
-        await server.until_decoding(session, 4)
-        assert (await server.reconfigure_async(session, 2))[0] == 200
+        await server.reached(session)
         async with session.post(server.url + "/pause_generation", json={"mode": mode}) as response:
             assert response.status == 200
+        await server.arm(session)
         await asyncio.to_thread(act)
         async with session.post(server.url + "/continue_generation", json={}) as response:
             assert response.status == 200
@@ -348,11 +344,12 @@ def test_update_waits_for_running_requests(two):
 
     async def run() -> list[dict[str, Any]]:
         async with server.session() as session:
+            await server.arm(session, {"tp": 2, "arrived": 4, "step": STEP, "hold": True})
             work = asyncio.ensure_future(server.generate_async(bodies))
-            await server.until_decoding(session, 4)
-            assert (await server.reconfigure_async(session, 2))[0] == 200
-            response = await asyncio.to_thread(from_disk, server, two.marker, B)
-            succeeded(response)
+            await server.reached(session)
+            update = asyncio.ensure_future(asyncio.to_thread(from_disk, server, two.marker, B))
+            await server.arm(session)
+            succeeded(await update)
             return await work
 
     for answer in asyncio.run(run()):
@@ -367,9 +364,9 @@ def test_abort_all_and_update_in_the_tail(two):
 
     async def run() -> list[dict[str, Any]]:
         async with server.session() as session:
+            await server.arm(session, {"tp": 2, "arrived": 4, "step": STEP})
             work = asyncio.ensure_future(server.generate_async(bodies))
-            await server.until_decoding(session, 4)
-            assert (await server.reconfigure_async(session, 2))[0] == 200
+            await server.reached(session)
             succeeded(await asyncio.to_thread(lambda: from_disk(server, two.marker, B, abort_all_requests=True)))
             return await work
 

@@ -217,6 +217,7 @@ class Coordinator:
             "switching": bool(self._pending),
             "target": _describe(self._pending.target) if self._pending else None,
             "requests": self._requests(),
+            "controls": sum(len(waiting) for waiting in self._collecting.values()),
             "groups": groups,
             "retracted": self._retracted,
             "num_switches": self._switches,

@@ -40,6 +40,7 @@ class AdaptiveServerArgs(ServerArgs):
     pat_profile: str | None = None
     pat_log: str | None = None
     pat_rollout_dir: str | None = None
+    pat_cpu_overlap: bool = False
     pat_base_tp: int = 0
     """Set by :func:`outer_view`: degree of the base layout, once ``tp_size`` shows all ranks."""
     pat_fraction_given: bool = False
@@ -91,6 +92,9 @@ class AdaptiveServerArgs(ServerArgs):
         group.add_argument(
             "--pat-switch-at", type=int, default=8, help="threshold policy: merge at this many running requests"
         )
+        group.add_argument(
+            "--pat-cpu-overlap", action="store_true", help="overlap scheduling on a CPU too, as on CUDA by default"
+        )
         group.add_argument("--pat-weights", default="resident", help=f"weight handling: {', '.join(WEIGHT_MODES)}")
         group.add_argument("--pat-kv", default="auto", help=f"KV of live requests: {', '.join(KV_MODES)}")
         group.add_argument(
@@ -129,7 +133,8 @@ def _cpu_defaults(args: AdaptiveServerArgs) -> None:
     if args.grammar_backend in (None, "xgrammar"):
         # The host's default has no kernels for a CPU.
         args.grammar_backend = "llguidance"
-    args.disable_overlap_schedule = True
+    # It gains nothing where the "device" is the core that schedules, and a response's last step is made twice.
+    args.disable_overlap_schedule = not args.pat_cpu_overlap
     args.disable_cuda_graph = True
     # The host's schedulers poll; ranks may outnumber cores here.
     args.sleep_on_idle = True

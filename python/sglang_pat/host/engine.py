@@ -157,13 +157,11 @@ class Engine(AdaptiveEngine):
             ValueError: an entry that cannot be.
             ReconfigureError: the policy is another one.
         """
-        checked = schedules.check(entries)
-        schedules.check_degrees(checked, self._given.adaptive_config().layouts)
-        return self._await(self.tokenizer_manager.pat_set_schedule(checked))
+        return self._await(self.async_set_schedule(entries))
 
     def schedule(self, wait: bool = True) -> dict[str, Any]:
         """How far the schedule is (:class:`~sglang_pat.messages.ScheduleState`); ``wait``: when it is over."""
-        return self._await(self.tokenizer_manager.pat_schedule(wait))
+        return self._await(self.async_schedule(wait))
 
     def trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call, oldest first (the last 16,384 of each rank).
@@ -251,6 +249,14 @@ class Engine(AdaptiveEngine):
 
     async def async_status(self) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_status()
+
+    async def async_set_schedule(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
+        checked = schedules.check(entries)
+        schedules.check_degrees(checked, self._given.adaptive_config().layouts)
+        return await self.tokenizer_manager.pat_set_schedule(checked)
+
+    async def async_schedule(self, wait: bool = True) -> dict[str, Any]:
+        return await self.tokenizer_manager.pat_schedule(wait)
 
     async def async_reconfigure(self, tp: int) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_reconfigure(tp)

@@ -129,20 +129,26 @@ class StepTrace:
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=TRACE_STEPS)
-        self._begun = 0.0
+        self._launched: deque[tuple[float, str, int, int]] = deque()
         self._last_end: float | None = None
 
     def idle(self) -> None:
         """Nothing to run: the next step's time is its own."""
         self._last_end = None
 
-    def begin(self) -> None:
-        self._begun = time.monotonic()
+    def begin(self, batch: ScheduleBatch) -> None:
+        """A step is launched.  With overlap scheduling the next one is launched before its results are in, and its
+        results come with a copy of the batch that knows less."""
+        decode = batch.forward_mode.is_decode()
+        tokens = int((batch.seq_lens_sum if decode else batch.extend_num_tokens) or 0)
+        self._launched.append((time.monotonic(), "decode" if decode else "prefill", len(batch.reqs), tokens))
 
-    def end(self, scheduler: AdaptiveScheduler, kind: str, requests: int, tokens: int) -> None:
-        """A step's results are in.  Its time runs from the end of the one before, scheduling included."""
+    def end(self, scheduler: AdaptiveScheduler) -> None:
+        """The results of the oldest step launched are in.  Its time runs from the end of the one before, scheduling
+        included."""
         now = time.monotonic()
-        seconds = now - (self._begun if self._last_end is None else self._last_end)
+        begun, kind, requests, tokens = self._launched.popleft()
+        seconds = now - (begun if self._last_end is None else self._last_end)
         self._last_end = now
         if scheduler.is_leader:
             self._steps.append(Step(now, seconds, scheduler.tp_size, kind, requests, tokens))

@@ -446,12 +446,10 @@ class AdaptiveScheduler(Scheduler):
         super().stream_output(reqs, return_logprob, skip_req)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
-        decode, requests_in_it = batch.forward_mode.is_decode(), len(batch.reqs)
-        tokens = int((batch.seq_lens_sum if decode else batch.extend_num_tokens) or 0)
         super().process_batch_result(batch, result)
         if any(req.finished() for req in batch.reqs):
             self.gate.finished()
-        self.trace.end(self, "decode" if decode else "prefill", requests_in_it, tokens)
+        self.trace.end(self)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         success = super().flush_cache(empty_cache)
@@ -466,7 +464,7 @@ class AdaptiveScheduler(Scheduler):
             requests.forget_masks(batch.reqs)
         if batch.return_logprob:
             requests.complete_token_ids(batch)
-        self.trace.begin()
+        self.trace.begin(batch)
         self.gate.launched(batch.forward_mode.is_decode())
         result = super().run_batch(batch, *args, **kwargs)
         if batch.has_grammar:

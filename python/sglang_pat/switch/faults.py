@@ -2,13 +2,15 @@
 
 ``SGLANG_PAT_FAULT="EXCHANGE:1:raise"`` makes rank 1 raise when it enters EXCHANGE;
 ``"QUIESCE:0:kill"`` kills rank 0 there.  A fourth field gives the switch (epoch) it applies
-to; without it every switch is hit.  Unset, the check costs nothing.
+to; without it every switch is hit.  ``"@FILE"``: the fault is what the file says at that moment, none if it
+is empty or missing, so that one engine can be put through several.  Unset, the check costs nothing.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 from sglang_pat.switch.state import SwitchState
 
@@ -26,6 +28,9 @@ def check(state: SwitchState, rank: int, epoch: int) -> None:
         InjectedFault: the fault is a ``raise`` and this is its place.
     """
     spec = os.environ.get(ENV)
+    if spec and spec.startswith("@"):
+        path = Path(spec[1:])
+        spec = path.read_text().strip() if path.exists() else None
     if not spec:
         return
     where, who, action, *when = spec.split(":")

@@ -11,6 +11,7 @@ The same command line as a user's (``python -m sglang_pat.launch_server``): adap
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -66,6 +67,15 @@ def stopped(*servers: Server) -> Iterator[None]:
             process.resume()
 
 
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """In the child: a test run that is killed leaves no server behind (its ranks follow it)."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class ServerDied(RuntimeError):
     """The server ended; the message has the end of its log."""
 
@@ -103,8 +113,9 @@ class Server:
         # clients waiting for seconds.  In a process group of its own: an interrupt is for us.
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment | (env or {}), process_group=0
-            )
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment | (env or {}), process_group=0,
+                preexec_fn=_die_with_parent,
+            )  # fmt: skip
         self.started_seconds = 0.0
         if wait:
             self.wait_ready()
@@ -178,20 +189,19 @@ class Server:
         async with session.post(self.url + "/pat/reconfigure", json={"tp": tp}) as response:
             return response.status, await response.json()
 
-    async def until_decoding(self, session: aiohttp.ClientSession, requests: int, seconds: float = 60) -> None:
-        """Wait until at least ``requests`` requests are decoding.
+    async def arm(self, session: aiohttp.ClientSession, *entries: dict[str, Any]) -> None:
+        """Replace the schedule (``--pat-policy schedule``); without entries everything goes on freely."""
+        async with session.post(self.url + "/pat/schedule", json=entries) as response:
+            if response.status != 200:
+                raise RuntimeError(f"/pat/schedule answered {response.status}: {await response.text()}")
 
-        Raises:
-            TimeoutError: that many never were.
-        """
-        begin = time.monotonic()
-        while time.monotonic() - begin < seconds:
-            async with session.get(self.url + "/pat/status") as response:
-                groups = (await response.json())["groups"]
-            if sum(group["running"] for group in groups) >= requests:
-                return
-            await asyncio.sleep(0.01)
-        raise TimeoutError(f"never had {requests} requests decoding")
+    async def reached(self, session: aiohttp.ClientSession) -> dict[str, Any]:
+        """Wait until the schedule is over; how it went (``sglang_pat.messages.ScheduleState``)."""
+        async with session.get(self.url + "/pat/schedule") as response:
+            state = await response.json()
+            if response.status != 200 or state["done"] < state["entries"]:
+                raise RuntimeError(f"/pat/schedule answered {response.status}: {state}")
+            return state
 
     async def stream(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Chunks of a streamed ``/generate``, as they come."""
