@@ -86,3 +86,15 @@ def test_kill(monkeypatch):
     with pytest.raises(faults.InjectedFault):  # not reached by a process that is really killed
         faults.check(S.QUIESCE, 0, 1)
     assert killed == [(faults.os.getpid(), signal.SIGKILL)]
+
+
+def test_a_fault_from_a_file_comes_and_goes(monkeypatch, tmp_path):
+    path = tmp_path / "fault"
+    monkeypatch.setenv(faults.ENV, f"@{path}")
+    faults.check(S.EXCHANGE, 1, 1)
+    path.write_text("EXCHANGE:1:raise\n")
+    with pytest.raises(faults.InjectedFault, match="EXCHANGE on rank 1"):
+        faults.check(S.EXCHANGE, 1, 2)
+    faults.check(S.EXCHANGE, 0, 2)
+    path.unlink()
+    faults.check(S.EXCHANGE, 1, 3)

@@ -1,0 +1,59 @@
+"""The step trace knows what was launched, also where results come a step later and with less."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+from sglang.srt.managers.schedule_batch import ScheduleBatch  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+
+from sglang_pat.host.load import StepTrace  # noqa: E402
+from sglang_pat.messages import TraceQuery  # noqa: E402
+
+
+def batch(mode: ForwardMode, requests: int, **sums: int) -> ScheduleBatch:
+    made = ScheduleBatch(reqs=[SimpleNamespace(rid=i) for i in range(requests)])
+    made.forward_mode = mode
+    for name, value in sums.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.fixture
+def scheduler():
+    sent = []
+    return SimpleNamespace(rank=0, is_leader=True, tp_size=2, channel=SimpleNamespace(send=sent.append), sent=sent)
+
+
+def test_steps_in_the_order_of_their_launch(scheduler):
+    """With overlap a step is launched before the results of the one before it are in."""
+    trace = StepTrace()
+    launched = [
+        batch(ForwardMode.EXTEND, 3, extend_num_tokens=96),
+        batch(ForwardMode.DECODE, 3, seq_lens_sum=99),
+        batch(ForwardMode.DECODE, 2, seq_lens_sum=70),
+    ]
+    trace.begin(launched[0])
+    for later in launched[1:]:
+        trace.begin(later)
+        trace.end(scheduler)
+    trace.end(scheduler)
+    trace.answer(scheduler, TraceQuery(query_id=1))
+    (answer,) = scheduler.sent
+    assert [(s.tp, s.kind, s.requests, s.tokens) for s in answer.steps] == [
+        (2, "prefill", 3, 96), (2, "decode", 3, 99), (2, "decode", 2, 70),
+    ]  # fmt: skip
+    assert all(step.seconds >= 0 for step in answer.steps)
+
+
+def test_the_copy_that_comes_with_the_results_knows_less():
+    """Why the sums are taken at the launch; if this fails, they could be taken with the results."""
+    copy = batch(ForwardMode.DECODE, 2, seq_lens_sum=70, extend_num_tokens=5).copy()
+    assert copy.seq_lens_sum is None and copy.extend_num_tokens is None
