@@ -51,8 +51,8 @@ class Fired:
 class World:
     """It is the coordinator's outbox.  Whose turn it is, is drawn at random."""
 
-    def __init__(self, base: ParallelLayout, seed: int) -> None:
-        self.config = AdaptiveConfig(base=base, policy="schedule")
+    def __init__(self, base: ParallelLayout, seed: int, policy: str = "schedule") -> None:
+        self.config = AdaptiveConfig(base=base, policy=policy)
         self.layout = base
         self.ranks = [Rank() for _ in range(base.num_ranks)]
         self.answers: dict[int, m.ScheduleReply] = {}

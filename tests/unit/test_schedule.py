@@ -239,8 +239,7 @@ def test_a_request_to_switch_comes_in_between():
 
 
 def test_another_policy_says_so():
-    world = World(BASE, 0)
-    object.__setattr__(world.config, "policy", "manual")
+    world = World(BASE, 0, policy="manual")
     world.set([{"tp": 2}])
     (answer,) = world.answers.values()
     assert answer.state is None

@@ -11,7 +11,6 @@ A switch and a control request never overlap.  What arrives while ranks are swit
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,11 +21,11 @@ import msgspec
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.arrivals import Arrivals
+from sglang_pat.coordinator.follower import Follower
 from sglang_pat.coordinator.leader import Leader, Work, load_of
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import Policy, make_policy
 from sglang_pat.coordinator.rules import RETRY_SECONDS
-from sglang_pat.coordinator.schedule import Schedule
 from sglang_pat.coordinator.snapshot import NO_LOAD, Decision, Snapshot
 from sglang_pat.layout import ParallelLayout
 
@@ -158,10 +157,7 @@ class Coordinator:
         self._last_switch = float("-inf")
         self._last_decision = float("-inf")
         self._opened = False
-        self._ended_tokens = 0
-        self._numbers = itertools.count()
-        self._schedule = Schedule((), config.base.leaders, self._numbers, 0)
-        self._schedule_queries: list[m.ScheduleQuery] = []
+        self._follower = Follower(self._leaders, config.base, outbox, active=config.policy == "schedule")
 
     # -- events from the server -----------------------------------------------------------------
 
@@ -198,10 +194,7 @@ class Coordinator:
 
     def schedule(self, query: m.ScheduleQuery) -> None:
         """``GET /pat/schedule``."""
-        if query.wait and not self._schedule.over:
-            self._schedule_queries.append(query)
-        else:
-            self._answer_schedule(query.query_id)
+        self._follower.ask(query)
 
     def status(self, query: m.StatusQuery) -> None:
         """``GET /pat/status``."""
@@ -257,7 +250,7 @@ class Coordinator:
         elif isinstance(message, m.RankTrace):
             self._rank_trace(message)
         elif isinstance(message, m.Held):
-            self._schedule.held(message)
+            self._follower.schedule.held(message)
         elif self._pending and message.epoch == self._pending.epoch:
             self._pending.replies[message.rank] = message
             if len(self._pending.replies) == self.config.num_ranks:
@@ -285,7 +278,7 @@ class Coordinator:
     def _load_report(self, report: m.LoadReport) -> None:
         self._retracted += report.retracted
         for response in report.finished:
-            self._ended_tokens += response.length
+            self._follower.ended(response.length)
             self.history.observe(response.length, response.family, finished=not response.cut)
             self._outbox.finished(response)
         if report.rank in self._leaders and report.tp == self.layout.tp:
@@ -349,7 +342,7 @@ class Coordinator:
             self._last_decision = float("-inf")  # at once: the last request is what policies wait for
         if self._may_decide(now):
             self._decide(now)
-        if self.config.policy == "schedule":
+        if self._follower.active:
             self._follow_schedule()
         if self._pending is None and self._wanted is not None:
             wanted, self._wanted = self._wanted, None
@@ -395,9 +388,9 @@ class Coordinator:
 
     def _dispatch(self, event: Work | Control | m.SetSchedule, now: float) -> None:
         if isinstance(event, m.SetSchedule):
-            return self._set_schedule(event)
+            return self._follower.set(event, self.layout)
         if isinstance(event, Work):
-            self._schedule.arrived()
+            self._follower.schedule.arrived()
             self._arrivals.arrived(now)
             self._opened = False
             rank = min(self.layout.leaders, key=lambda rank: self._leaders[rank].cost)
@@ -413,53 +406,16 @@ class Coordinator:
         for rank in self.layout.leaders:
             self._outbox.to_leader(rank, event.obj)
 
-    # -- a schedule ------------------------------------------------------------------------------------
-
-    def _set_schedule(self, message: m.SetSchedule) -> None:
-        if self.config.policy == "schedule":
-            self._answer_waiting()
-            self._schedule = Schedule(message.entries, self.layout.leaders, self._numbers, self._generated() or 0)
-            self._tell(self._schedule.begin())
-        self._answer_schedule(message.query_id)
-
     def _follow_schedule(self) -> None:
-        """Tell replicas how far to go; want what the schedule wants."""
+        """Want what the schedule wants now."""
         while not (self._pending or self._wanted or self._paused or self._released):
-            requests = {rank: self._leaders[rank].requests for rank in self.layout.leaders}
-            goes, entry = self._schedule.look(requests, self._generated)
-            self._tell(goes)
+            entry = self._follower.look(self.layout)
             if entry is None:
                 return
             if entry.tp not in (None, self.layout.tp):
                 self._wanted = _Wanted(self.config.layout(entry.tp), "schedule")
             else:
-                self._carried_out(None)
-
-    def _tell(self, goes: dict[int, m.Go]) -> None:
-        for rank, go in goes.items():
-            self._outbox.to_leader(rank, go)
-
-    def _generated(self) -> int | None:
-        """Tokens generated so far; None if a leader has yet to list its requests."""
-        leaders = [self._leaders[rank] for rank in self.layout.leaders]
-        if not all(leader.known for leader in leaders):
-            return None
-        alive = (request.output for leader in leaders if leader.report for request in leader.report.requests)
-        return self._ended_tokens + sum(alive)
-
-    def _carried_out(self, record: m.SwitchRecord | None) -> None:
-        self._schedule.carried_out(record)
-        if self._schedule.over:
-            self._answer_waiting()
-
-    def _answer_waiting(self) -> None:
-        waiting, self._schedule_queries = self._schedule_queries, []
-        for query in waiting:
-            self._answer_schedule(query.query_id)
-
-    def _answer_schedule(self, query_id: int) -> None:
-        state = self._schedule.state() if self.config.policy == "schedule" else None
-        self._outbox.to_server(m.ScheduleReply(query_id=query_id, state=state))
+                self._follower.carried_out(None)
 
     # -- a switch, in the order of its steps -----------------------------------------------------------
 
@@ -565,11 +521,11 @@ class Coordinator:
                 if self._base_attempts == BASE_ATTEMPTS:
                     raise RuntimeError(f"cannot return to the base layout for a control request: {error}")
         else:
-            self._schedule.switched(pending.source, pending.target)
+            self._follower.schedule.switched(pending.source, pending.target)
             self._last_switch = now
             self._base_attempts = 0
         if pending.reason == "schedule":
-            self._carried_out(record)
+            self._follower.carried_out(record)
         if pending.query_id is not None:
             code = 500 if error else 200
             self._answer(pending.query_id, code, error, msgspec.to_builtins(record))

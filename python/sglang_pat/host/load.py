@@ -109,7 +109,7 @@ class LoadReporter:
                 received=self.received,
                 running=len(running),
                 waiting=len(waiting),
-                tokens=int(decoding.seq_lens_sum or 0) if decoding.reqs else 0,
+                tokens=int(decoding.seq_lens_sum or 0) if decoding.reqs and running else 0,
                 kv_used=allocator.size - allocator.available_size(),
                 kv_total=allocator.size,
                 retracted=self.retracted,
