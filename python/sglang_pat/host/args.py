@@ -18,6 +18,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
 from sglang_pat.config import KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES, AdaptiveConfig, parse_degrees
+from sglang_pat.host.flags import refuse_flags
 from sglang_pat.host.supported import refuse_model
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.shapes import ModelShape
@@ -50,7 +51,7 @@ class AdaptiveServerArgs(ServerArgs):
         if self.adaptive_tp:
             self.pat_fraction_given = self.mem_fraction_static is not None
             # Before the host's own handling, which turns some of these into other errors.
-            refuse_unsupported(self)
+            refuse_flags(self)
             self.adaptive_config()
             if self.pat_rollout_dir is not None and not Path(self.pat_rollout_dir).is_dir():
                 raise ValueError(f"--pat-rollout-dir {self.pat_rollout_dir}: no such folder; make it, or leave it out")
@@ -58,6 +59,8 @@ class AdaptiveServerArgs(ServerArgs):
         super().__post_init__()
         if self.adaptive_tp:
             refuse_model(ModelConfig.from_server_args(self))
+            # Again: the host has chosen what was left open.
+            refuse_flags(self)
             settle_candidates(self)
 
     @staticmethod
@@ -138,39 +141,6 @@ def _cpu_defaults(args: AdaptiveServerArgs) -> None:
     args.disable_cuda_graph = True
     # The host's schedulers poll; ranks may outnumber cores here.
     args.sleep_on_idle = True
-
-
-def refuse_unsupported(args: ServerArgs) -> None:
-    """Raise ``ValueError`` for what cannot cross a switch (design, section 13)."""
-    refusals = [
-        (args.pp_size > 1, f"--pp-size {args.pp_size}", "pipeline parallelism must be 1"),
-        (args.nnodes > 1, f"--nnodes {args.nnodes}", "an engine spans one node; run one engine per node"),
-        (args.enable_dp_attention, "--enable-dp-attention", "leave it out"),
-        (args.ep_size > 1, f"--ep-size {args.ep_size}", "expert parallelism must be 1"),
-        (args.attn_cp_size > 1, f"--attn-cp-size {args.attn_cp_size}", "context parallelism must be 1"),
-        (args.moe_dp_size > 1, f"--moe-dp-size {args.moe_dp_size}", "must be 1"),
-        (args.speculative_algorithm, f"--speculative-algorithm {args.speculative_algorithm}", "leave it out"),
-        (args.enable_lora or args.lora_paths, "LoRA", "leave out --enable-lora and --lora-paths"),
-        (args.disaggregation_mode != "null", f"--disaggregation-mode {args.disaggregation_mode}", "must be null"),
-        (args.enable_hierarchical_cache, "--enable-hierarchical-cache", "leave it out"),
-        (args.enable_lmcache, "--enable-lmcache", "leave it out"),
-        (args.enable_mixed_chunk, "--enable-mixed-chunk", "leave it out"),
-        (args.enable_pdmux, "--enable-pdmux", "leave it out"),
-        (args.enable_streaming_session, "--enable-streaming-session", "leave it out"),
-        (args.enable_two_batch_overlap, "--enable-two-batch-overlap", "leave it out"),
-        (args.dllm_algorithm, f"--dllm-algorithm {args.dllm_algorithm}", "leave it out"),
-        (args.quantization not in (None, "unquant"), f"--quantization {args.quantization}", "must be unquantized"),
-        (args.kv_cache_dtype != "auto", f"--kv-cache-dtype {args.kv_cache_dtype}", "must be auto"),
-        (args.page_size not in (None, 1), f"--page-size {args.page_size}", "must be 1"),
-        (args.tokenizer_worker_num > 1, f"--tokenizer-worker-num {args.tokenizer_worker_num}", "must be 1"),
-        (args.detokenizer_worker_num > 1, f"--detokenizer-worker-num {args.detokenizer_worker_num}", "must be 1"),
-        (args.enable_http2, "--enable-http2", "leave it out"),
-        (args.enable_torch_compile and args.device == "cpu", "--enable-torch-compile on a CPU", "leave it out"),
-        (args.use_ray, "--use-ray", "leave it out"),
-    ]
-    for present, given, advice in refusals:
-        if present:
-            raise ValueError(f"--adaptive-tp does not support {given}: {advice}")
 
 
 def model_shape(model: ModelConfig) -> ModelShape:

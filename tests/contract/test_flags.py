@@ -1,0 +1,95 @@
+"""Every flag of SGLang is classified, refusals are one line, and docs/flags.md says the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+from sglang_pat.host import flags, flags_page  # noqa: E402
+from sglang_pat.host.args import AdaptiveServerArgs  # noqa: E402
+
+pytestmark = pytest.mark.contract
+
+ROOT = Path(__file__).parents[2]
+
+
+def arguments(model, **options):
+    return AdaptiveServerArgs(**dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True) | options)
+
+
+def test_every_flag_is_classified():
+    """A new SGLang version fails here, by the names of its new flags."""
+    fields = {field.name for field in dataclasses.fields(ServerArgs)}
+    found = set(flags.classified())
+    assert not fields - found, f"flags that host/flags.py does not know: {sorted(fields - found)}"
+    assert not found - fields, f"flags that SGLang no longer has: {sorted(found - fields)}"
+
+
+def test_a_flag_in_two_tables_is_found(monkeypatch):
+    monkeypatch.setattr(flags, "GPU", flags.GPU | {"twice": "dtype"})
+    with pytest.raises(AssertionError, match="dtype is in two tables"):
+        flags.classified()
+
+
+@pytest.mark.parametrize("test", flags.WORKING)
+def test_what_works_is_used_by_the_test_named(test):
+    shared = ("tests/engine/conftest.py", "python/sglang_pat/testing/server.py")
+    text = "".join((ROOT / name).read_text() for name in (test, *shared))
+    unused = [name for name in flags.WORKING[test].split() if _option(name) not in text]
+    assert not unused, f"{test} does not use {unused}"
+
+
+def _option(field: str) -> str:
+    return {"tp_size": "--tp", "dp_size": "--dp"}.get(field, "--" + field.replace("_", "-"))
+
+
+@pytest.mark.parametrize("refusal", flags.REFUSED, ids=lambda refusal: refusal.field)
+def test_refused_in_one_line(model, refusal):
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(ServerArgs)}
+    kind = kinds[refusal.field]
+    value = True if "bool" in kind else 7 if "int" in kind else "x"
+    with pytest.raises(ValueError) as caught:
+        arguments(model, **{refusal.field: value})
+    message = str(caught.value)
+    assert message == f"--adaptive-tp does not support {refusal.given(value)}: {refusal.advice}"
+
+
+def test_defaults_are_accepted(model):
+    flags.refuse_flags(ServerArgs(model_path=str(model), device="cpu"))
+
+
+def test_what_the_host_chooses_is_refused_too(model, monkeypatch):
+    """As on Blackwell, where it chooses an attention backend with pages of 64 tokens."""
+    monkeypatch.setattr(ServerArgs, "_handle_page_size", lambda self: setattr(self, "page_size", 64))
+    with pytest.raises(ValueError, match="--page-size 64: must be 1; give --attention-backend"):
+        arguments(model)
+    ServerArgs(model_path=str(model), device="cpu")
+
+
+def test_packed_weights_are_refused(model, monkeypatch):
+    monkeypatch.setattr(flags, "cpu_has_amx_support", lambda: True)
+    with pytest.raises(ValueError, match="AMX kernels: use an sgl-kernel without them"):
+        arguments(model)
+
+
+@pytest.mark.parametrize("name", flags.ENVIRONMENT)
+def test_variables_are_refused(model, monkeypatch, name):
+    monkeypatch.setenv(name, "0")
+    arguments(model)
+    monkeypatch.setenv(name, "5")
+    with pytest.raises(ValueError, match=f"does not support {name}=5 .*: unset it"):
+        arguments(model)
+
+
+def test_the_page_is_up_to_date():
+    make = "python -m sglang_pat.host.flags_page > docs/flags.md"
+    assert (ROOT / "docs/flags.md").read_text() == flags_page.page(), make

@@ -1,0 +1,140 @@
+"""SGLang's flags that ``host/flags.py`` says work: turned on together, on servers that switch under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+
+import pytest
+
+from sglang_pat.testing.server import Server
+from sglang_pat.testing.tokenizer import SPECIAL_TOKENS, STOP_ID
+
+CHECKED = {"SGLANG_PAT_CHECK_AGREEMENT": "1", "SGLANG_PAT_CHECK_TOKENS": "1"}
+
+SCHEDULING = (
+    "--schedule-policy lpm --schedule-conservativeness 0.7 --radix-eviction-policy lfu --max-prefill-tokens 512 "
+    "--prefill-max-requests 2 --max-queued-requests 64 --chunked-prefill-size 64 --allow-auto-truncate "
+    "--context-length 1024 --stream-interval 3 --incremental-streaming-output --batch-notify-size 4 "
+    "--stream-response-default-include-usage --enable-return-hidden-states --enable-custom-logit-processor "
+    "--enable-nan-detection --enable-fp32-lm-head --sampling-defaults openai --enable-cache-report "
+    "--enable-tokenizer-batch-encode --constrained-json-disable-any-whitespace --sampling-backend pytorch "
+    "--attention-backend torch_native --grammar-backend llguidance --device cpu --disable-cuda-graph --sleep-on-idle"
+)
+SERVING = (
+    "--host 127.0.0.1 --served-model-name tiny --weight-version v7 --reasoning-parser qwen3 --tool-call-parser qwen25 "
+    "--strip-thinking-cache --fastapi-root-path /api --load-format safetensors --trust-remote-code "
+    "--tokenizer-mode auto --tokenizer-backend huggingface --weight-loader-disable-mmap "
+    "--weight-loader-prefetch-checkpoints --weight-loader-prefetch-num-threads 2 "
+    "--weight-loader-drop-cache-after-load --watchdog-timeout 200 --soft-watchdog-timeout 100 --dist-timeout 300"
+)
+LOGS = (
+    "--log-level info --log-level-http warning --log-requests --log-requests-level 1 --log-requests-format json "
+    "--log-requests-target stdout --uvicorn-access-log-exclude-prefixes /metrics --show-time-cost "
+    "--decode-log-interval 5 --enable-request-time-stats-logging --gc-warning-threshold-secs 10 "
+    "--gc-threshold 700 10 10 --enable-metrics --enable-metrics-for-all-schedulers --enable-mfu-metrics "
+    "--tokenizer-metrics-custom-labels-header x-labels --tokenizer-metrics-allowed-custom-labels team "
+    "--bucket-time-to-first-token 0.1 1 --bucket-inter-token-latency 0.01 0.1 --bucket-e2e-request-latency 1 10 "
+    "--prompt-tokens-buckets default --generation-tokens-buckets default --export-metrics-to-file"
+)
+PROMPTS = [[5 + i, 7 + 3 * i, 9] + list(range(20, 20 + 11 * i)) for i in range(12)]
+GREEDY = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+
+
+def bodies(**more) -> list[dict]:
+    return [{"input_ids": prompt, "sampling_params": GREEDY, **more} for prompt in PROMPTS]
+
+
+def switched(server: Server, work: list[dict], degrees=(2, 1, 2)) -> list[dict]:
+    """The answers, with switches while they are generated."""
+
+    async def run() -> list[dict]:
+        async with server.session() as session:
+            answers = asyncio.gather(*(server.one(session, body) for body in work))
+            await server.until_decoding(session, 4)
+            for tp in degrees:
+                code, record = await server.reconfigure_async(session, tp)
+                assert code == 200, record
+            return await answers
+
+    return asyncio.run(run())
+
+
+def tokens(answers: list[dict]) -> list[list[int]]:
+    return [answer["output_ids"] for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("flags")
+
+
+@pytest.fixture
+def bundle(servers, llama, folder) -> Server:
+    """Everything that goes together."""
+    (template := folder / "chat.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    shutil.copytree(llama, tokenizer := folder / "tokenizer", dirs_exist_ok=True)
+    # Reasoning parsers ask for a single token that ends the thinking.
+    (words := tokenizer / "tokenizer.json").write_text(words.read_text().replace(SPECIAL_TOKENS[STOP_ID], "</think>"))
+    with_values = {
+        "--chat-template": template,
+        "--tokenizer-path": tokenizer,
+        "--download-dir": folder / "downloads",
+        "--export-metrics-to-file-dir": folder / "metrics",
+        "--crash-dump-folder": folder / "crashes",
+        "--extra-metric-labels": json.dumps({"job": "flags"}),
+        "--preferred-sampling-params": json.dumps({"top_k": 50}),
+        "--json-model-override-args": json.dumps({"tie_word_embeddings": False}),
+        "--model-loader-extra-config": json.dumps({"enable_multithread_load": False}),
+    }
+    flags = [*SCHEDULING.split(), *SERVING.split(), *LOGS.split()]
+    flags += [str(word) for pair in with_values.items() for word in pair]
+    return servers.adaptive(llama, 2, *flags, env=CHECKED)
+
+
+def test_bundle_gives_the_same_tokens(bundle):
+    want = tokens(bundle.generate(bodies()))
+    assert tokens(switched(bundle, bodies(return_hidden_states=True))) == want
+
+
+def test_bundle_streams_in_pieces(bundle):
+    async def run() -> list[dict]:
+        async with bundle.session() as session:
+            chunks = []
+            async for chunk in bundle.stream(session, bodies()[0]):
+                chunks.append(chunk)
+                if len(chunks) == 4:
+                    code, record = await bundle.reconfigure_async(session, 2)
+                    assert code == 200, record
+            return chunks
+
+    chunks = asyncio.run(run())
+    pieces = [chunk["output_ids"] for chunk in chunks]
+    assert sum(pieces, []) == tokens(bundle.generate(bodies()[:1]))[0]
+    assert 1 < len(pieces) <= 60
+
+
+def test_bundle_answers_chats_and_counts(bundle, folder):
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "a b c"}], "max_tokens": 8, "temperature": 0}
+    answers = []
+    for tp in (1, 2, 2):
+        if bundle.status()["layout"]["tp"] != tp:
+            bundle.reconfigure(tp=tp)
+        answers.append(bundle.post("/v1/chat/completions", chat, headers={"x-labels": '{"team": "red"}'}).json())
+    first, second, third = answers
+    assert first["choices"][0]["message"] == second["choices"][0]["message"] == third["choices"][0]["message"]
+    assert first["model"] == "tiny" and first["metadata"]["weight_version"] == "v7"
+    assert third["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    metrics = bundle.get("/metrics").text
+    assert 'job="flags"' in metrics and 'team="red"' in metrics
+    assert list((folder / "metrics").iterdir())
+
+
+def test_without_a_radix_cache_and_with_dummy_weights(servers, llama):
+    """Dummy weights are made at the base layout; the others slice them."""
+    flags = "--disable-radix-cache --load-format dummy --disable-tokenizer-batch-decode --schedule-policy fcfs"
+    pattern = ("--constrained-json-whitespace-pattern", "[ ]?", "--completion-template", "star_coder")
+    server = servers.adaptive(llama, 2, *flags.split(), *pattern, env=CHECKED)
+    want = tokens(server.generate(bodies()))
+    assert tokens(switched(server, bodies())) == want
