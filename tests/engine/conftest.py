@@ -164,6 +164,22 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def census_folder(tmp_path_factory) -> Path:
+    """Where the ranks of :func:`checked` write what their host keeps."""
+    return tmp_path_factory.mktemp("census")
+
+
+@pytest.fixture
+def checked(servers, llama, census_folder) -> Server:
+    """Four ranks, so that some are followers before a merge; flags whose state every rank counts by itself."""
+    flags = (
+        "--scheduler-recv-interval 3 --max-running-requests 4 --enable-priority-scheduling "
+        "--schedule-low-priority-values-first --priority-scheduling-preemption-threshold 4"
+    )
+    return servers.adaptive(llama, 4, *flags.split(), env={"SGLANG_PAT_CENSUS": str(census_folder)})
+
+
+@pytest.fixture(scope="session")
 def deployment(llama) -> Fingerprint:
     """Of ``llama`` on two ranks."""
     return fingerprint(llama)

@@ -6,18 +6,7 @@ import asyncio
 import gzip
 import json
 
-import pytest
-
-from sglang_pat.testing.server import Server
-
 PRIORITIES = (None, 3, 3, -2)
-
-
-@pytest.fixture
-def server(servers, llama) -> Server:
-    """Four ranks, so that some are followers before a merge; flags whose state every rank counts by itself."""
-    flags = ("--scheduler-recv-interval", "3", "--enable-priority-scheduling", "--max-running-requests", "4")
-    return servers.adaptive(llama, 4, *flags)
 
 
 def bodies(count: int, tokens: int) -> list[dict]:
@@ -29,33 +18,33 @@ def bodies(count: int, tokens: int) -> list[dict]:
     ]
 
 
-def test_order_and_reception(server):
+def test_order_and_reception(checked):
     """More requests than run at once, some with equal priorities: followers keep the order of their leader's clock."""
     work = bodies(40, 60)
-    want = [answer["output_ids"] for answer in server.generate(work)]
+    want = [answer["output_ids"] for answer in checked.generate(work)]
 
     async def switching() -> list[dict]:
-        async with server.session() as session:
+        async with checked.session() as session:
             switches = [{"tp": tp, "arrived": 40, "step": 10 + 15 * i} for i, tp in enumerate((2, 4, 2, 1, 4))]
-            await server.arm(session, *switches)
-            return await asyncio.gather(*(server.one(session, body) for body in work))
+            await checked.arm(session, *switches)
+            return await asyncio.gather(*(checked.one(session, body) for body in work))
 
     got = [answer["output_ids"] for answer in asyncio.run(switching())]
     assert got == want
-    assert [record["error"] for record in server.status()["switches"]][-5:] == [""] * 5
+    assert [record["error"] for record in checked.status()["switches"]][-5:] == [""] * 5
 
 
-def test_a_profile_goes_on_over_a_switch(server, tmp_path):
+def test_a_profile_goes_on_over_a_switch(checked, tmp_path):
     """Its end is counted in steps, of which the groups have done different numbers; one has done none."""
     what = {"output_dir": str(tmp_path), "num_steps": 30, "activities": ["CPU"], "with_stack": False}
-    begun = server.post("/start_profile", what)
+    begun = checked.post("/start_profile", what)
     assert begun.status_code == 200, begun.text
 
     async def switching() -> dict:
-        async with server.session() as session:
+        async with checked.session() as session:
             (body,) = bodies(1, 120)
-            await server.arm(session, {"tp": 4, "arrived": 1, "step": 8})
-            return await server.one(session, body)
+            await checked.arm(session, {"tp": 4, "arrived": 1, "step": 8})
+            return await checked.one(session, body)
 
     assert len(asyncio.run(switching())["output_ids"]) == 120
     traces = sorted(tmp_path.glob("*.trace.json.gz"))

@@ -11,8 +11,6 @@ import pytest
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import SPECIAL_TOKENS, STOP_ID
 
-CHECKED = {"SGLANG_PAT_CHECK_AGREEMENT": "1", "SGLANG_PAT_CHECK_TOKENS": "1"}
-
 SCHEDULING = (
     "--schedule-policy lpm --schedule-conservativeness 0.7 --radix-eviction-policy lfu --max-prefill-tokens 512 "
     "--prefill-max-requests 2 --max-queued-requests 64 --chunked-prefill-size 64 --allow-auto-truncate "
@@ -51,12 +49,9 @@ def switched(server: Server, work: list[dict], degrees=(2, 1, 2)) -> list[dict]:
 
     async def run() -> list[dict]:
         async with server.session() as session:
-            answers = asyncio.gather(*(server.one(session, body) for body in work))
-            await server.until_decoding(session, 4)
-            for tp in degrees:
-                code, record = await server.reconfigure_async(session, tp)
-                assert code == 200, record
-            return await answers
+            switches = [{"tp": tp, "arrived": len(work), "step": 10 + 10 * i} for i, tp in enumerate(degrees)]
+            await server.arm(session, *switches)
+            return await asyncio.gather(*(server.one(session, body) for body in work))
 
     return asyncio.run(run())
 
@@ -90,7 +85,7 @@ def bundle(servers, llama, folder) -> Server:
     }
     flags = [*SCHEDULING.split(), *SERVING.split(), *LOGS.split()]
     flags += [str(word) for pair in with_values.items() for word in pair]
-    return servers.adaptive(llama, 2, *flags, env=CHECKED)
+    return servers.adaptive(llama, 2, *flags)
 
 
 def test_bundle_gives_the_same_tokens(bundle):
@@ -135,6 +130,6 @@ def test_without_a_radix_cache_and_with_dummy_weights(servers, llama):
     """Dummy weights are made at the base layout; the others slice them."""
     flags = "--disable-radix-cache --load-format dummy --disable-tokenizer-batch-decode --schedule-policy fcfs"
     pattern = ("--constrained-json-whitespace-pattern", "[ ]?", "--completion-template", "star_coder")
-    server = servers.adaptive(llama, 2, *flags.split(), *pattern, env=CHECKED)
+    server = servers.adaptive(llama, 2, *flags.split(), *pattern)
     want = tokens(server.generate(bodies()))
     assert tokens(switched(server, bodies())) == want

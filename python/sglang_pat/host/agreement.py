@@ -9,10 +9,13 @@ everyone's at the switch; what else must be equal is made anew by ``AdaptiveSche
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from sglang_pat.host import attributes
+from sglang_pat.host.census import describe
 from sglang_pat.layout import ParallelLayout
 
 if TYPE_CHECKING:
@@ -66,9 +69,9 @@ def check(scheduler: AdaptiveScheduler) -> None:
 def _agreed(scheduler: AdaptiveScheduler) -> dict[str, Any]:
     """Everything that the group's ranks must agree on, by name."""
     running, waiting = scheduler.running_batch.reqs, scheduler.waiting_queue
+    roots = SimpleNamespace(Scheduler=scheduler, ModelRunner=scheduler.tp_worker.model_runner)
     return {
-        **taken(scheduler),
-        "new_token_ratio": scheduler.new_token_ratio,
+        **{path: describe(_find(roots, path)) for path in attributes.of_groups()},
         "running_batch": [_account(req) for req in running],
         "waiting_queue": [_account(req) for req in waiting],
     }

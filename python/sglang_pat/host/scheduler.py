@@ -45,7 +45,7 @@ from sglang.srt.server_args import PortArgs
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
-from sglang_pat.host import grammars, penalties, prefixes, requests
+from sglang_pat.host import census, grammars, penalties, prefixes, requests
 from sglang_pat.host.channels import ControlSender, OutputSender, RankChannel, RpcRelay
 from sglang_pat.host.handover import Arrivals
 from sglang_pat.host.isolation import IsolatingDispatcher
@@ -104,6 +104,7 @@ class AdaptiveScheduler(Scheduler):
         self.layouts = Layouts(self.tp_worker)
         self.executor = SwitchExecutor(self)
         self.point_at(self.layouts.base, epoch=0)
+        census.record(self, rank, epoch=0)
 
     # -- construction: the host's own steps, with our channels and worker ------------------------
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from sglang_pat.host import agreement, handover, kv_exchange
+from sglang_pat.host import agreement, census, handover, kv_exchange
 from sglang_pat.host.handover import Arrivals, Offer
 from sglang_pat.host.kv_exchange import KvExchange
 from sglang_pat.host.steady import steady
@@ -175,6 +175,7 @@ class SwitchExecutor:
         self._enter(SwitchState.RESUME, report["epoch"])
         self.scheduler.check_conservation()
         agreement.check(self.scheduler)
+        census.record(self.scheduler, self.rank, report["epoch"])
         versions = {offer.weight_version for offer in offers.values()} | {self.layouts.weight_version}
         if len(versions) > 1:
             raise RuntimeError(f"ranks hold different weight versions after the switch: {sorted(versions)}")

@@ -1,0 +1,98 @@
+"""``attributes.txt`` and what is made of it, on a scheduler of plain objects."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+from sglang.srt.managers.scheduler_recv_skipper import SchedulerRecvSkipper  # noqa: E402
+
+from sglang_pat.host import agreement, attributes, census  # noqa: E402
+from sglang_pat.layout import ParallelLayout  # noqa: E402
+
+pytestmark = pytest.mark.contract
+
+
+def test_what_the_table_does_not_know_is_named():
+    values = {"Scheduler": "a Scheduler", "Scheduler.tp_size": "int 2", "Scheduler.brand_new": "int 0"}
+    assert attributes.unknown(values) == ["Scheduler.brand_new"]
+
+
+def test_a_name_goes_before_a_pattern():
+    assert attributes.line_of("Scheduler.server_args.tp_size").kind == "layout"
+    assert attributes.line_of("Scheduler.server_args.page_size").kind == "fixed"
+
+
+def test_graphs_and_the_like_belong_to_one_layout():
+    for name in ("model", "sampler", "attn_backend", "graph_runner", "piecewise_cuda_graph_runner", "token_to_kv_pool"):
+        assert attributes.line_of(f"ModelRunner.{name}").kind == "own"
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("fixed Scheduler\n    *\n", "takes in everything"),
+        ("free Scheduler\n    stats\n", "for rank and free a reason"),
+        ("often Scheduler\n    stats\n", "must be one of fixed"),
+    ],
+)
+def test_a_table_with_a_hole_is_refused(text, said):
+    with pytest.raises(ValueError, match=said):
+        list(attributes.parse(text))
+
+
+def test_no_attribute_is_in_the_table_twice():
+    patterns = [line.pattern for line in attributes.table()]
+    assert len(patterns) == len(set(patterns))
+
+
+def scheduler(steps: int, counter: int) -> SimpleNamespace:
+    skipper = SchedulerRecvSkipper(SimpleNamespace(enable_dp_attention=False, scheduler_recv_interval=3))
+    skipper._counter = counter
+    runner = SimpleNamespace()
+    return SimpleNamespace(
+        forward_ct=steps, recv_skipper=skipper, profiler_start_forward_ct=None, profiler_target_forward_ct=steps + 7,
+        tp_worker=SimpleNamespace(model_runner=runner),
+    )  # fmt: skip
+
+
+def test_the_leaders_counters_become_everyones():
+    """A profile that had seven steps to go still has."""
+    leader, other = scheduler(100, 1), scheduler(30, 2)
+    agreement.take(other, agreement.taken(leader))
+    assert (other.forward_ct, other.recv_skipper._counter) == (100, 1)
+    assert other.profiler_target_forward_ct == 107 and other.profiler_start_forward_ct is None
+
+
+def test_what_is_taken_is_classified_as_equal():
+    for path in agreement.TAKEN:
+        assert attributes.line_of(f"Scheduler.{path}").kind == "group"
+
+
+@pytest.mark.parametrize("old, new", [(1, 2), (2, 4), (4, 1), (4, 2), (1, 4)])
+def test_the_new_leader_speaks_through_its_old_one(old, new):
+    layouts = ParallelLayout(old, 4 // old), ParallelLayout(new, 4 // new)
+    for rank in range(4):
+        new_leader = layouts[1].group_of(rank)
+        assert agreement.leader_before(rank, *layouts) == layouts[0].group_of(new_leader)
+        assert agreement.leader_before(rank, *layouts) in layouts[0].leaders
+
+
+class Root(SimpleNamespace):
+    __module__ = "sglang.srt"  # what is not the host's is not looked into
+
+
+def test_a_census_shows_stale_references_and_stops_at_cycles():
+    held = SchedulerRecvSkipper(SimpleNamespace(enable_dp_attention=False, scheduler_recv_interval=3))
+    held.again = held
+    root = Root(skipper=held, tp_worker=SimpleNamespace(model_runner=SimpleNamespace()))
+    values, identities = census.census(root)
+    assert values["Scheduler.skipper._threshold"] == "int 3"
+    assert values["Scheduler.skipper.again"] == "-> Scheduler.skipper"
+    assert identities["Scheduler.skipper"] == id(held)

@@ -1,0 +1,47 @@
+"""A stock SGLang engine that writes the census of its ranks: ``python stock_census.py MODEL TP FOLDER ARGUMENTS``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+    cpu_shim.install_for_children()
+
+from sglang.srt.entrypoints.engine import Engine  # noqa: E402
+from sglang.srt.managers import scheduler as host  # noqa: E402
+
+from sglang_pat.host import census  # noqa: E402
+
+
+def run_recorded(*args, **kwargs) -> None:
+    """The host's scheduler process, which writes its census before it serves."""
+    loop = host.Scheduler.run_event_loop
+
+    def recorded(scheduler: host.Scheduler) -> None:
+        census.record(scheduler, scheduler.tp_rank, epoch=0)
+        loop(scheduler)
+
+    host.Scheduler.run_event_loop = recorded
+    host.run_scheduler_process(*args, **kwargs)
+
+
+class RecordedEngine(Engine):
+    run_scheduler_process_func = staticmethod(run_recorded)
+
+
+def main(model: str, tp: str, folder: str, arguments: str) -> None:
+    os.environ[census.CENSUS_ENV] = folder
+    # One entry a rank, or SGLang asks for as many NUMA nodes.
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % os.cpu_count()) for rank in range(int(tp)))
+    engine = RecordedEngine(model_path=model, tp_size=int(tp), **json.loads(arguments))
+    engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1})  # by then all ranks have written
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

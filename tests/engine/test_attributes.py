@@ -1,0 +1,140 @@
+"""Every attribute of the host's scheduler, worker and runner, in each layout, is what ``attributes.txt`` says it is.
+
+Four ranks write down what their host keeps, at start and after every switch, without requests and with them.  The
+values are compared between layouts, between the ranks of a group, and with stock engines of the same degree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.host import attributes
+
+RANKS = 4
+DEGREES = (2, 4)
+STOCK = dict(
+    dtype="float32", random_seed=1, device="cpu", attention_backend="torch_native",
+    sampling_backend="pytorch", grammar_backend="llguidance", disable_overlap_schedule=True, disable_cuda_graph=True,
+    sleep_on_idle=True, max_running_requests=4, scheduler_recv_interval=3, enable_priority_scheduling=True,
+    schedule_low_priority_values_first=True, priority_scheduling_preemption_threshold=4,
+)  # fmt: skip
+"""The arguments of the adaptive server, for SGLang."""
+
+PARAMS = {"temperature": 0, "max_new_tokens": 80, "ignore_eos": True}
+WORK = [{"input_ids": [5 + i, 7, 9] + [20] * i, "sampling_params": PARAMS} for i in range(16)]
+
+
+@dataclass(frozen=True)
+class Census:
+    rank: int
+    epoch: int
+    tp: int
+    tp_rank: int
+    values: dict[str, str]
+    identities: dict[str, int]
+
+
+def read(folder: Path) -> list[Census]:
+    return [Census(**json.loads(path.read_text())) for path in sorted(folder.glob("census-*.json"))]
+
+
+@pytest.fixture(scope="module")
+def stock(llama, tmp_path_factory) -> dict[tuple[int, int], Census]:
+    """``(tp, tp rank) -> census`` of engines that SGLang built at that degree."""
+    found = {}
+    for tp in DEGREES:
+        folder = tmp_path_factory.mktemp(f"stock{tp}")
+        command = [sys.executable, str(Path(__file__).with_name("stock_census.py")), str(llama), str(tp), str(folder)]
+        # The same bytes hold more tokens where each rank has fewer heads; the padding slot is one of them there.
+        pool = {"max_total_tokens": (16384 + 1) * tp - 1}
+        done = subprocess.run([*command, json.dumps(STOCK | pool)], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.update(((tp, census.tp_rank), census) for census in read(folder))
+    assert len(found) == sum(DEGREES)
+    return found
+
+
+@pytest.fixture
+def visits(checked, census_folder) -> list[Census]:
+    """All censuses of the adaptive server: layouts up and down, idle and in the middle of requests."""
+
+    async def busy() -> None:
+        async with checked.session() as session:
+            switches = [{"tp": tp, "arrived": len(WORK), "step": 8 + 8 * i} for i, tp in enumerate((2, 4, 1, 4))]
+            await checked.arm(session, *switches)
+            await asyncio.gather(*(checked.one(session, body) for body in WORK))
+
+    if len(read(census_folder)) < 10 * RANKS:
+        for tp in (2, 4, 2, 1):
+            checked.reconfigure(tp)
+        asyncio.run(busy())
+        for tp in (2, 1):
+            checked.reconfigure(tp)
+    return read(census_folder)
+
+
+def kind(path: str) -> str:
+    line = attributes.line_of(path)
+    return line.kind if line else "unknown"
+
+
+def of_kind(censuses: list[Census], *kinds: str) -> list[str]:
+    return sorted({path for census in censuses for path in census.values if kind(path) in kinds})
+
+
+def test_every_attribute_is_classified(visits, stock):
+    """A new SGLang version fails here, by name: say in ``attributes.txt`` what the attribute is."""
+    unknown = {path for census in (*visits, *stock.values()) for path in attributes.unknown(census.values)}
+    assert not unknown, f"attributes that attributes.txt does not know: {sorted(unknown)}"
+
+
+def test_the_table_has_no_line_too_many(visits, stock):
+    used = {attributes.line_of(path) for census in (*visits, *stock.values()) for path in census.values}
+    assert not [line.pattern for line in attributes.table() if line not in used]
+
+
+def test_fixed_ones_never_change(visits):
+    values = {path: {c.values[path] for c in visits if path in c.values} for path in of_kind(visits, "fixed")}
+    assert not {path: found for path, found in values.items() if len(found) > 1}
+
+
+def test_ranks_of_a_group_agree(visits):
+    groups = defaultdict(list)
+    for census in visits:
+        groups[census.epoch, census.rank % (RANKS // census.tp)].append(census)
+    for (epoch, group), members in groups.items():
+        assert len(members) == members[0].tp
+        for path in of_kind(members, *attributes.AGREED):
+            values = [member.values.get(path) for member in members]
+            assert len(set(values)) == 1, f"{path} after switch {epoch} in group {group}: {values}"
+
+
+def test_each_layout_has_objects_of_its_own(visits):
+    for path in of_kind(visits, "own"):
+        owners = defaultdict(set)
+        for census in visits:
+            if census.values[path] != "None":
+                owners[census.rank, census.identities[path]].add(census.tp)
+        shared = {owner: degrees for owner, degrees in owners.items() if len(degrees) > 1}
+        assert not shared, f"{path} is shared by layouts: {shared}"
+
+
+def test_a_layout_is_what_a_stock_engine_of_its_degree_is(visits, stock):
+    """Also the second time, and after requests."""
+    wrong = {}
+    for census in visits:
+        built = stock.get((census.tp, census.tp_rank))
+        for path in of_kind([census], "layout"):
+            if attributes.line_of(path).reason == "ours" or built is None:
+                continue
+            if census.values[path] != built.values.get(path):
+                wrong[path, census.tp, census.tp_rank] = census.values[path], built.values.get(path)
+    assert not wrong
