@@ -102,10 +102,12 @@ class AdaptiveTokenizerManager(TokenizerManager):
         return tokenized
 
     def _send_one_request(self, tokenized_obj) -> None:
+        self._begin_schedule()
         super()._send_one_request(tokenized_obj)
         self._pat_sent([tokenized_obj])
 
     def _send_batch_request(self, tokenized_objs) -> None:
+        self._begin_schedule()
         super()._send_batch_request(tokenized_objs)
         self._pat_sent(tokenized_objs)
 
@@ -196,14 +198,6 @@ class AdaptiveTokenizerManager(TokenizerManager):
         ``wait``: until it is over, or replaced.  Raises as :meth:`pat_set_schedule`.
         """
         return _schedule_state(await self._pat_ask(messages.ScheduleQuery, wait=wait))
-
-    def _send_one_request(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_schedule()
-        return super()._send_one_request(*args, **kwargs)
-
-    def _send_batch_request(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_schedule()
-        return super()._send_batch_request(*args, **kwargs)
 
     def _begin_schedule(self) -> None:
         entries, self.pat_first_schedule = self.pat_first_schedule, None
