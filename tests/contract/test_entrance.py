@@ -7,6 +7,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from fastapi import Request
 
 from sglang_pat.host import cpu_shim
 
@@ -330,3 +331,11 @@ def test_every_control_request_has_an_answer_for_failure():
         assert type(answers[0]) is reply
         merged = options["merge"](answers) if "merge" in options else answers[0]
         assert type(merged) is reply and not getattr(merged, "success", False)
+
+
+@pytest.mark.parametrize("root", ["", "/api"])
+def test_health_checks_come_in_below_a_root_path(host, root):
+    """With ``--fastapi-root-path`` as well: a server whose health checks are turned away never becomes healthy."""
+    request = Request({"type": "http", "path": f"{root}/health", "root_path": root, "headers": []})
+    assert host.entrance.route(request) == "/health"
+    host.entrance.admit(asked(rid="HEALTH_CHECK_1"), host.entrance.route(request))

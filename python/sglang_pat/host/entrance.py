@@ -11,6 +11,7 @@ from array import array
 from typing import Any
 
 import numpy as np
+from fastapi import Request
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, TokenizedGenerateReqInput
@@ -62,6 +63,11 @@ def admit(obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -> None:
         raise ValueError("there is no prompt; give text or input_ids")
     if batch * n > MAX_SAMPLES:
         raise ValueError(f"{batch} prompts, n is {n}: {batch * n} samples, at most {MAX_SAMPLES} are allowed")
+
+
+def route(request: Request) -> str:
+    """Path of the route that ``request`` came to: without ``--fastapi-root-path``, which the server puts before it."""
+    return request.scope["path"].removeprefix(request.scope.get("root_path", ""))
 
 
 def check_rid(rid: Any, health: bool = False) -> None:

@@ -18,7 +18,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
 from sglang_pat.host.channels import AsyncOrderedReceiver
-from sglang_pat.host.entrance import Entrance
+from sglang_pat.host.entrance import Entrance, route
 from sglang_pat.host.rollout import Rollouts
 from sglang_pat.metrics import RolloutMetrics
 
@@ -71,7 +71,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
             ValueError: the request is not one that the engine takes; no rank has seen it.
         """
         try:
-            self._pat_entrance.admit(obj, None if request is None else request.url.path)
+            self._pat_entrance.admit(obj, None if request is None else route(request))
             async with aclosing(super().generate_request(obj, request)) as answers:
                 async for answer in answers:
                     yield answer
