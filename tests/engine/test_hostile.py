@@ -1,0 +1,173 @@
+"""No request ends the engine, and none leaves anything behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import requests
+from hostile import NO_ANSWER, calls, drawn, memory, send, walked
+from schedules import check_idle
+
+from sglang_pat.testing.server import Server
+
+GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+PLAIN = {"input_ids": [7, 99, 12, 300, 8], "sampling_params": GREEDY}
+
+KNOWN: dict[str, list[int]] = {}
+"""By server."""
+
+GROWTH_BYTES = 96 << 20
+"""Memory that all processes together may gain over the second half of a soak."""
+
+
+@pytest.fixture
+def server(servers, llama) -> Server:
+    return servers.adaptive(llama, 2, "--enable-metrics")
+
+
+@pytest.fixture
+def known(server) -> list[int]:
+    """Tokens of the plain request, before anything else was asked (other tests compare with stock SGLang's)."""
+    return KNOWN.setdefault(server.url, server.generate([PLAIN])[0]["output_ids"])
+
+
+def sound(server: Server, known: list[int]) -> None:
+    """It answers a plain request as ever, in both layouts, and holds nothing."""
+    assert server.process.poll() is None, server.log_text()[-4000:]
+    for tp in (2, 1):
+        server.reconfigure(tp)
+        assert server.generate([PLAIN])[0]["output_ids"] == known
+    check_idle(server)
+
+
+GRAMMAR_AGAINST_LENGTH = {"regex": "a", "min_new_tokens": 3, "temperature": 1.0, "max_new_tokens": 8}
+
+CRASHES = {
+    "a float for a length": {"max_new_tokens": 16.0},
+    "a truth value for a length": {"max_new_tokens": True},
+    "a limit of 100 bits": {"custom_params": {"pat_limit": 10**30}},
+    "a limit of 64 bits": {"custom_params": {"pat_limit": 2**63}},
+    "a truth value for a limit": {"custom_params": {"pat_limit": True}},
+    "a temperature that is no number": {"temperature": float("nan")},
+    "an infinite bias": {"logit_bias": {"5": float("inf")}, "temperature": 1.0},
+    "every token forbidden": {"logit_bias": {str(i): float("-inf") for i in range(503)}, "temperature": 1.0},
+    "every token of a grammar forbidden": {"regex": "a", "logit_bias": {"73": float("-inf")}, "temperature": 1.0},
+    "a grammar that ends before it may": GRAMMAR_AGAINST_LENGTH,
+    "a grammar without an end": {"ebnf": "root ::= root"},
+    "a schema that is no text": {"json_schema": {"type": "object"}},
+    "stop tokens beside a least length": {"stop_token_ids": [10**7, -4], "min_new_tokens": 2},
+    "top_k of 32 bits": {"top_k": 2**31, "temperature": 1.0},
+    "a least length of 32 bits": {"min_new_tokens": 2**31, "max_new_tokens": None},
+    "no tokens between two chunks": {"stream_interval": 0},
+    "a seed of 70 bits": {"sampling_seed": 2**70},
+    "a pattern that takes for ever": {"stop_regex": "(a+)+$"},
+}
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_parameters_that_may_end_the_engine(server, known, name):
+    answers = [server.post("/generate", PLAIN | {"sampling_params": GREEDY | CRASHES[name]}, timeout=60)]
+    answers.append(server.post("/generate", PLAIN | {"stream": True, "sampling_params": GREEDY | CRASHES[name]}))
+    assert {answer.status_code for answer in answers} <= {200, 400}, answers[0].text
+    assert server.generate([PLAIN])[0]["output_ids"] == known
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"custom_labels": {"a": "b"}},
+        {"input_ids": [-1]},
+        {"input_ids": [10**6]},
+        {"input_ids": [[]]},
+        {"token_ids_logprob": [10**6], "return_logprob": True},
+        {"top_logprobs_num": 10**6, "return_logprob": True},
+        {"logprob_start_len": -5, "return_logprob": True},
+        {"extra_key": ["a"]},
+        {"session_params": {"id": [1]}},
+        {"positional_embed_overrides": [1]},
+        {"http_worker_ipc": "ipc:///tmp/nobody"},
+        {"rid": "HEALTH_CHECK_1"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_fields_that_may_end_the_engine(server, known, change):
+    answer = server.post("/generate", PLAIN | change, timeout=60)
+    assert answer.status_code in (200, 400), answer.text
+    assert server.generate([PLAIN])[0]["output_ids"] == known
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/start_expert_distribution_record", None),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": []}),
+        ("/update_weights_from_distributed", {"names": ["a"], "dtypes": ["b"], "shapes": [[1]]}),
+        ("/send_weights_to_remote_instance", {"master_address": "a", "ports": "b"}),
+    ],
+)
+def test_control_requests_that_may_end_the_engine(server, known, path, body):
+    assert server.post(path, body, timeout=60).status_code < 500
+    sound(server, known)
+
+
+def test_what_was_dropped_is_counted(server):
+    def count() -> float:
+        lines = server.get("/metrics").text.splitlines()
+        name = 'sglang_pat_dropped_messages_total{kind="ExpertDistributionReq"}'
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    before = count()
+    server.post("/start_expert_distribution_record")
+    assert count() == before + 2, "one on each rank"
+
+
+def refused_properly(counts: Counter) -> None:
+    """Every client of ours had an answer, and it was not that something is broken in the server."""
+    assert not {key: n for key, n in counts.items() if key[1] == NO_ANSWER or key[1] >= 500}, counts
+
+
+def test_own_generator(server, known):
+    def after(counts: Counter) -> None:
+        sound(server, known)
+
+    counts = send(server, drawn(calls, 300, 1), after)
+    refused_properly(counts)
+    print(sorted(counts.items(), key=str))
+    assert counts["/generate", 200] and counts["/generate", 400]
+
+
+def test_schema(server, known):
+    def after(counts: Counter) -> None:
+        sound(server, known)
+
+    counts = send(server, walked(server.url, 200, 1), after)
+    print(sorted(counts.items(), key=str))
+    assert not {key: n for key, n in counts.items() if key[1] == NO_ANSWER}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(5400)
+def test_soak(server, known):
+    """Ten thousand, and no process grows without end."""
+    sizes: list[int] = []
+
+    def after(counts: Counter) -> None:
+        sound(server, known)
+        sizes.append(memory(server))
+
+    own = drawn(calls, 6000, 2)
+    schema = walked(server.url, 4000, 2)
+    mixed = [call for pair in zip(own[:4000], schema, strict=True) for call in pair] + own[4000:]
+    assert len(mixed) == 10_000
+    counts = send(server, mixed, after)
+    assert not {key: n for key, n in counts.items() if key[1] == NO_ANSWER}, counts
+    half = sizes[len(sizes) // 2]
+    assert sizes[-1] - half < GROWTH_BYTES, [size >> 20 for size in sizes[:: max(1, len(sizes) // 20)]]
+
+
+def test_clients_that_go_away_leave_nothing(server, known):
+    for change in ({}, {"sampling_params": GREEDY | {"max_new_tokens": 2000}}, {"input_ids": [-1]}):
+        with requests.post(server.url + "/generate", json=PLAIN | {"stream": True} | change, stream=True) as answer:
+            assert answer.status_code == 200  # of the stream; nobody reads on
+    sound(server, known)
