@@ -127,3 +127,18 @@ def test_a_report_that_cannot_be_made_is_replaced_by_a_shorter_one():
     reporter.look(batch)
     assert scheduler.dropped.total == 1
     assert [(report.running, report.kv_used, report.requests) for report in sent] == [(1, 2, [])]
+
+
+def test_control_requests_reach_ranks_without_what_a_client_put_into_them():
+    """The host's loop asks every request's id whether it is a health check's, and dies of one that is no text."""
+    from sglang.srt.managers import io_struct as io
+
+    from sglang_pat.host.controls import classify
+
+    for rid in (["a", "b"], 7, "a"):
+        (control,) = classify(io.FlushCacheReqInput(rid=rid, http_worker_ipc="ipc:///tmp/nobody"))
+        assert control.obj.rid is None and control.obj.http_worker_ipc is None
+        (abort,) = classify(io.AbortReq(rid=rid))
+        assert isinstance(abort.obj.rid, str)
+    (abort,) = classify(io.AbortReq(rid="a"))
+    assert abort.obj.rid == "a"

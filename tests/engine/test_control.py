@@ -395,7 +395,8 @@ def test_threshold_policy_merges_for_the_tail_and_splits_when_idle(watched, serv
             tail = [asyncio.ensure_future(watched.server.one(session, b)) for b in endless]
             answers = await asyncio.gather(*(watched.server.one(session, b) for b in bodies))
             await asyncio.to_thread(until, watched, lambda s: s["layout"]["tp"] == 2 and not s["switching"])
-            await abort(watched, session, "endless")
+            for request in endless:
+                await abort(watched, session, request["rid"])
             await asyncio.gather(*tail)
             return answers
 

@@ -68,8 +68,9 @@ async def drain(server, name: str, merged: Callable[[], Awaitable[None]]) -> lis
         work = [asyncio.ensure_future(server.one(session, request)) for request in short + tail]
         await asyncio.gather(*work[: len(short)])
         await merged()
-        async with session.post(server.url + "/abort_request", json={"rid": f"{name}-tail"}) as response:
-            assert response.status == 200
+        for request in tail:
+            async with session.post(server.url + "/abort_request", json={"rid": request["rid"]}) as response:
+                assert response.status == 200
         return [(await answer)["output_ids"] for answer in work]
 
 

@@ -116,6 +116,8 @@ def classify(obj: Any) -> list[Work | Control]:
         return [_work(obj)]
     if isinstance(obj, io.WatchLoadUpdateReq):
         return []
+    if isinstance(obj, io.BaseReq):
+        _forget_sender(obj)
     reply, options = CONTROLS.get(type(obj), (None, {}))
     return [Control(obj=obj, reply=reply.__name__ if reply else None, **options, **_effects(obj))]
 
@@ -123,6 +125,18 @@ def classify(obj: Any) -> list[Work | Control]:
 def _work(obj: Any) -> Work:
     limit = length_limit(obj.sampling_params) if obj.sampling_params else None
     return Work(obj=obj, tokens=len(obj.input_ids or ()), **({"limit": limit} if limit else {}))
+
+
+def _forget_sender(obj: io.BaseReq) -> None:
+    """Take from a control request what a client may have put into it, and what nobody needs.
+
+    Ranks look for health checks by ``rid``, which an abort alone means, and die of one that is no text.
+    """
+    if not isinstance(obj, io.AbortReq):
+        obj.rid = None
+    elif not isinstance(obj.rid, str):
+        obj.rid = str(obj.rid)
+    obj.http_worker_ipc = None
 
 
 def _effects(obj: Any) -> dict[str, Any]:
