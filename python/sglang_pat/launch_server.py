@@ -8,9 +8,10 @@ Without ``--adaptive-tp`` this runs SGLang's own launcher and nothing of the ada
 from __future__ import annotations
 
 import runpy
+import signal
 import sys
 
-from sglang_pat.host import cpu_shim, processes
+from sglang_pat.host import cpu_shim, noise, processes
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -19,16 +20,35 @@ def main(argv: list[str] | None = None) -> None:
         cpu_shim.install()
         cpu_shim.install_for_children()
     if "--adaptive-tp" in argv:
-        processes.warm()
-        from sglang_pat.host.http import launch
-
-        launch(argv)
+        _adaptive(argv)
         return
     stray = [arg for arg in argv if arg.startswith("--pat-")]
     if stray:
         sys.exit(f"error: {stray[0]} needs --adaptive-tp: add it, or leave the --pat-* flags out")
     sys.argv[1:] = argv
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+def _adaptive(argv: list[str]) -> None:
+    """Serve until a signal ends it; whatever happens, no process and no socket stays."""
+    from sglang_pat.host import early
+
+    processes.exit_on_signals()
+    noise.hear(argv)
+    try:
+        try:
+            early.check_command_line(argv)
+            processes.warm()
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        with noise.quiet_imports():
+            from sglang_pat.host.http import launch
+
+        launch(argv)
+    finally:
+        # The host's watchdog reports with it what we now do ourselves.
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+        processes.end_children()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,99 @@
-"""README's command and no other flag."""
+"""README's command and no other flag: memory is planned, only loopback and private sockets, an end in order."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sglang_pat.host import folder
 from sglang_pat.memory.plan import CPU_TOKENS
 
 PLAIN = ("--tp", "1", "--dp", "2", "--adaptive-tp")
 
 
-def test_the_pool_is_planned(servers, llama):
-    server = servers.get(llama, *PLAIN, max_total_tokens=None)
+@pytest.fixture(scope="module")
+def place():
+    """Where the servers of this module put their temporary files; short, for sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="pat") as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def server(servers, llama, place):
+    return servers.get(llama, *PLAIN, max_total_tokens=None, env={"TMPDIR": str(place)})
+
+
+def test_the_pool_is_planned(server):
     answer = server.post("/generate", {"text": "hello", "sampling_params": {"max_new_tokens": 4}})
     assert answer.status_code == 200
     assert server.get("/server_info").json()["max_total_num_tokens"] == CPU_TOKENS
     log = server.log_text()
     assert "memory plan: tp1×dp2, 2 ranks; the machine has" in log
     assert f"KV, {CPU_TOKENS:,} tokens" in log
+
+
+def test_nobody_else_reaches_the_processes(server, place):
+    (own,) = place.glob(folder.PREFIX + "*")
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    found = sockets(place)
+    assert len(found) > 5 and all(own in path.parents for path in found)
+    processes = [psutil.Process(server.process.pid), *server.children()]
+    listening = [c.laddr.ip for p in processes for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert len(listening) > 1 and set(listening) == {"127.0.0.1"}
+
+
+def test_nothing_in_shared_memory_has_a_name(server):
+    """What has one stays there when its process is killed."""
+    processes = [psutil.Process(server.process.pid), *server.children()]
+    mapped = {m.path for p in processes for m in p.memory_maps() if "/dev/shm/" in m.path}
+    named = {path for path in mapped if Path(path).exists()}
+    assert not named
+
+
+def sockets(place: Path) -> list[Path]:
+    return [path for path in place.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+
+
+async def end_while_it_works(server, send) -> tuple[list, float]:
+    """Four requests decode, a switch is under way, then ``send``; their answers or errors, seconds until the end."""
+    body = {"input_ids": [5, 7, 9], "sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}}
+    async with server.session() as session:
+        work = [asyncio.ensure_future(server.one(session, body)) for _ in range(4)]
+        await server.until_decoding(session, 4)
+        work.append(asyncio.ensure_future(server.reconfigure_async(session, 2)))
+        begun = time.monotonic()
+        send()
+        answers = await asyncio.wait_for(asyncio.gather(*work, return_exceptions=True), 60)
+        await asyncio.to_thread(server.process.wait, 60)
+        return answers, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_order(server, place, number):
+    """To the whole process group, as a terminal and a service manager do."""
+    children = server.children()
+    answers, seconds = asyncio.run(end_while_it_works(server, lambda: os.killpg(server.process.pid, number)))
+    for answer in answers[:4]:
+        assert isinstance(answer, Exception) or answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert any(isinstance(answer, dict) for answer in answers[:4])
+    assert server.process.returncode == 128 + number, server.log_text()[-3000:]
+    assert "Traceback" not in server.log_text()
+    assert seconds < 30
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert not sockets(place) and not list(place.glob(folder.PREFIX + "*"))
+
+
+def test_what_a_killed_server_leaves_the_next_one_removes(server, place):
+    children = server.children()
+    server.process.kill()
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    (left,) = place.glob(folder.PREFIX + "*")
+    assert folder.sweep(place) == [left] and not sockets(place)

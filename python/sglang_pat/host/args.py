@@ -18,6 +18,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
 from sglang_pat.config import KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES, AdaptiveConfig, parse_degrees
+from sglang_pat.host.early import check_model_path, check_second_port
 from sglang_pat.host.flags import refuse_flags
 from sglang_pat.host.supported import refuse_model
 from sglang_pat.layout import ParallelLayout
@@ -56,7 +57,12 @@ class AdaptiveServerArgs(ServerArgs):
             if self.pat_rollout_dir is not None and not Path(self.pat_rollout_dir).is_dir():
                 raise ValueError(f"--pat-rollout-dir {self.pat_rollout_dir}: no such folder; make it, or leave it out")
             _cpu_defaults(self)
-        super().__post_init__()
+            check_model_path(self.model_path)
+            check_second_port(self.port)
+        try:
+            super().__post_init__()
+        except OSError as error:  # as transformers says that there is no such model, in several lines
+            raise ValueError(f"--model-path {self.model_path}: {' '.join(str(error).split())}") from None
         if self.adaptive_tp:
             refuse_model(ModelConfig.from_server_args(self))
             # Again: the host has chosen what was left open.

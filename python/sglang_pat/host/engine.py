@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from copy import copy
@@ -25,6 +24,7 @@ from sglang.srt.entrypoints import engine as host_engine  # noqa: E402
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer  # noqa: E402
+from sglang.srt.utils.network import get_free_port  # noqa: E402
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
 from sglang_pat.admission.admitter import Admitter  # noqa: E402
@@ -34,6 +34,7 @@ from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs, outer_view  # noqa: E402
 from sglang_pat.host.coordinator import run_coordinator  # noqa: E402
 from sglang_pat.host.deployment import deployment, first_schedule  # noqa: E402
+from sglang_pat.host.folder import engine_folder  # noqa: E402
 from sglang_pat.host.intake import Intake  # noqa: E402
 from sglang_pat.host.processes import start  # noqa: E402
 from sglang_pat.host.rank import run_detokenizer, run_rank  # noqa: E402
@@ -58,7 +59,10 @@ class AdaptiveEngine(host_engine.Engine):
 
     @classmethod
     def _launch_subprocesses(cls, server_args: AdaptiveServerArgs, *args: Any, **kwargs: Any):
-        return super()._launch_subprocesses(ready(server_args), *args, **kwargs)
+        args_ready = ready(server_args)
+        if kwargs.get("port_args") is None:
+            kwargs["port_args"] = private_ports(args_ready)
+        return super()._launch_subprocesses(args_ready, *args, **kwargs)
 
     @classmethod
     def _launch_scheduler_processes(
@@ -66,15 +70,16 @@ class AdaptiveEngine(host_engine.Engine):
     ):
         """Start the coordinator and the ranks; all are children of this process and watched by the host."""
         config = server_args.adaptive_config()
-        leader_addresses = [_fresh_address() for _ in config.base.leaders]
-        channel_address = _fresh_address()
+        folder = engine_folder()
+        leader_addresses = [f"ipc://{folder}/leader{rank}" for rank in config.base.leaders]
+        channel_address = f"ipc://{folder}/channel"
         saver = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
         started = [start(run_coordinator, server_args, port_args, config, leader_addresses, channel_address)]
         for rank in range(config.num_ranks):
             rank_ports = copy(port_args)
             if rank in config.base.leaders:
                 rank_ports.scheduler_input_ipc_name = leader_addresses[rank]
-                rank_ports.rpc_ipc_name = _fresh_address()
+                rank_ports.rpc_ipc_name = f"ipc://{folder}/rpc{rank}"
             with saver.configure_subprocess():
                 started.append(start(run_rank, server_args, rank_ports, config, rank, channel_address))
         children = [process for process, _ in started]
@@ -104,8 +109,26 @@ class AdaptiveEngine(host_engine.Engine):
         return [process], ["detokenizer"]
 
 
-def _fresh_address() -> str:
-    return f"ipc://{tempfile.NamedTemporaryFile(prefix='sglang_pat_', delete=False).name}"
+    def shutdown(self) -> None:
+        """End all processes of the engine and wait for them: their memory can be used again.  Twice is once."""
+        manager = self.tokenizer_manager
+        if manager is not None and manager._subprocess_watchdog is not None:
+            manager._subprocess_watchdog.stop()
+        processes.end_children()
+
+
+def private_ports(args: AdaptiveServerArgs) -> PortArgs:
+    """The host's addresses, with sockets that no other user can reach."""
+    folder = engine_folder()
+    return PortArgs(
+        tokenizer_ipc_name=f"ipc://{folder}/tokenizer",
+        scheduler_input_ipc_name=f"ipc://{folder}/scheduler",
+        detokenizer_ipc_name=f"ipc://{folder}/detokenizer",
+        nccl_port=get_free_port() if args.nccl_port is None else args.nccl_port,
+        rpc_ipc_name=f"ipc://{folder}/rpc",
+        metrics_ipc_name=f"ipc://{folder}/metrics",
+        tokenizer_worker_ipc_name=None,
+    )
 
 
 class Engine(AdaptiveEngine):

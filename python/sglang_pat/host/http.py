@@ -5,30 +5,39 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Awaitable
+from typing import NoReturn
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
-from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_pat.coordinator import schedule as schedules
 from sglang_pat.host.args import AdaptiveServerArgs
 from sglang_pat.host.contract import HostMismatch
 from sglang_pat.host.deployment import first_schedule
+from sglang_pat.host.early import check_port
 from sglang_pat.host.engine import AdaptiveEngine
 from sglang_pat.host.intake import MAX_BODY_BYTES, parse, parse_verdict
 from sglang_pat.host.rank import run_detokenizer
 from sglang_pat.host.rollout import Busy, server_sent
-from sglang_pat.host.start import ready
+from sglang_pat.host.start import one_line, ready, warn_if_open
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
+
+logger = logging.getLogger(__name__)
 
 MAX_SMALL_BYTES = 1 << 16
 """Of a body other than that of ``POST /pat/rollout``."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """SGLang has some hundred flags: an error does not list them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (--help lists all flags)")
 
 
 def parse_args(argv: list[str]) -> AdaptiveServerArgs:
@@ -37,7 +46,7 @@ def parse_args(argv: list[str]) -> AdaptiveServerArgs:
     Raises:
         ValueError: for what the adaptive engine does not support.
     """
-    parser = argparse.ArgumentParser(prog="python -m sglang_pat.launch_server")
+    parser = _Parser(prog="python -m sglang_pat.launch_server")
     AdaptiveServerArgs.add_cli_args(parser)
     if "--config" in argv:
         argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
@@ -47,12 +56,16 @@ def parse_args(argv: list[str]) -> AdaptiveServerArgs:
 
 
 def launch(argv: list[str]) -> None:
-    """Serve until killed.  Exits with one line if the arguments or the host do not fit."""
+    """Serve until a signal ends it.  Exits with one line if the arguments, the machine or the host do not fit."""
     try:
-        server_args = ready(parse_args(argv))
+        given = parse_args(argv)
+        check_port(given.host, given.port)
+        server_args = ready(given)
         first = first_schedule(server_args)
-    except (ValueError, HostMismatch) as error:
-        sys.exit(f"error: {error}")
+    except (ValueError, AssertionError, OSError, HostMismatch) as error:
+        logger.debug("refused", exc_info=True)
+        sys.exit(f"error: {one_line(error)}")
+    warn_if_open(server_args)
     add_routes(http_server.app)
     # The host's launcher takes `Engine` from its module; ours starts the ranks differently.
     http_server.Engine = AdaptiveEngine
@@ -64,7 +77,9 @@ def launch(argv: list[str]) -> None:
             launch_callback=lambda: setattr(_manager(), "pat_first_schedule", first),
         )
     finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+        state = http_server.get_global_state()
+        if state is not None and state.tokenizer_manager._subprocess_watchdog is not None:
+            state.tokenizer_manager._subprocess_watchdog.stop()
 
 
 def add_routes(app) -> None:

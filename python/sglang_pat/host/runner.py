@@ -14,7 +14,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils import get_available_gpu_memory
 from sglang.srt.utils.network import NetworkAddress
 
-from sglang_pat.comm import shm
+from sglang_pat.comm import rendezvous, shm
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.host import grammars
 from sglang_pat.host.parallel import GroupPool
@@ -64,11 +64,11 @@ class AdaptiveModelRunner(ModelRunner):
     def init_torch_distributed(self) -> float:
         """One world of N ranks with pooled groups; returns the free memory before loading, in GB."""
         shm.register()
+        rendezvous.register()
         torch.get_device_module(self.device).set_device(self.gpu_id)
+        meeting = rendezvous.url(self.dist_port)
         if self.server_args.dist_init_addr:
-            address = NetworkAddress.parse(self.server_args.dist_init_addr)
-        else:
-            address = NetworkAddress("127.0.0.1", self.dist_port)
+            meeting = NetworkAddress.parse(self.server_args.dist_init_addr).to_tcp()
         on_cuda = self.device == "cuda"
         parallel_state.set_custom_all_reduce(on_cuda and not self.server_args.disable_custom_all_reduce)
         parallel_state.init_distributed_environment(
@@ -76,7 +76,7 @@ class AdaptiveModelRunner(ModelRunner):
             world_size=self.adaptive.num_ranks,
             rank=self.rank,
             local_rank=self.gpu_id,
-            distributed_init_method=address.to_tcp(),
+            distributed_init_method=meeting,
             timeout=self.server_args.dist_timeout,
         )
         self.groups = GroupPool(self.adaptive.layouts, self.rank, self.gpu_id, self.device)

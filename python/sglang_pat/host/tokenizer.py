@@ -18,6 +18,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
 from sglang_pat.host.channels import AsyncOrderedReceiver
+from sglang_pat.host.ending import Ending, EndingHandler, handlers
 from sglang_pat.host.entrance import Entrance, route
 from sglang_pat.host.rollout import Rollouts
 from sglang_pat.metrics import RolloutMetrics
@@ -45,6 +46,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
 
     def __init__(self, server_args, port_args) -> None:
         super().__init__(server_args, port_args)
+        self.signal_handler_class = EndingHandler
         self._pat_entrance = Entrance(self)
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
@@ -61,6 +63,17 @@ class AdaptiveTokenizerManager(TokenizerManager):
                 (messages.ScheduleReply, self._pat_reply),
             ]
         )
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def auto_create_handle_loop(self) -> None:
+        if self.event_loop is None:
+            before = handlers()
+            super().auto_create_handle_loop()
+            Ending(self, before)
+
+    async def sigterm_watchdog(self) -> None:
+        """The host's would wait for all requests, and then kill this process; :class:`Ending` acts instead."""
 
     # -- requests ---------------------------------------------------------------------------------
 

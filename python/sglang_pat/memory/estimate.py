@@ -39,18 +39,7 @@ def read_config(model: str) -> dict[str, Any]:
     Raises:
         ValueError: there is none, or it cannot be read; one line.
     """
-    path = Path(model) / "config.json"
-    if not Path(model).is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            cached = try_to_load_from_cache(model, "config.json")
-        except HFValidationError:
-            cached = None
-        if not isinstance(cached, str):
-            raise ValueError(f"--model-path {model}: no such folder, and not in the Hugging Face cache")
-        path = Path(cached)
+    path = Path(model) / "config.json" if Path(model).is_dir() else _cached_config(model)
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
@@ -62,6 +51,18 @@ def read_config(model: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"--model-path {model}: its config.json is not a JSON object")
     return config
+
+
+def _cached_config(model: str) -> Path:
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model):
+        raise ValueError(f"--model-path {model}: no such folder")
+    # Takes a second to import.
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model, "config.json")
+    if not isinstance(cached, str):
+        raise ValueError(f"--model-path {model}: no such folder, and not in the Hugging Face cache")
+    return Path(cached)
 
 
 def parse_gpus(text: str) -> tuple[int, int]:

@@ -1,0 +1,94 @@
+"""A signal to a server: requests are aborted first, then uvicorn goes on, and waits a moment only."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+pytestmark = pytest.mark.contract
+
+
+class Server:
+    """As uvicorn's."""
+
+    force_exit = False
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def handle_exit(self, number: int, frame) -> None:
+        self.told.append(number)
+
+
+class Manager:
+    """What an ending uses of the TokenizerManager; ``stubborn`` requests do not go when they are aborted."""
+
+    gracefully_exit = False
+
+    def __init__(self, stubborn: bool) -> None:
+        self.event_loop = asyncio.get_running_loop()
+        self.asyncio_tasks: set[asyncio.Task] = set()
+        self.rid_to_state = {"a": 1, "b": 2}
+        self.stubborn = stubborn
+        self.aborted = 0
+
+    def abort_request(self, abort_all: bool) -> None:
+        assert abort_all
+        self.aborted += 1
+        if not self.stubborn:
+            self.rid_to_state.clear()
+
+
+@pytest.fixture
+def ending(monkeypatch):
+    from sglang_pat.host import ending
+
+    monkeypatch.setattr(ending, "ABORT_SECONDS", 0.5)
+    monkeypatch.setattr(ending, "ANSWER_SECONDS", 0)
+    saved = {number: signal.getsignal(number) for number in ending.processes.ENDING}
+    yield ending
+    for number, handler in saved.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_requests_are_aborted_and_the_server_goes_on(ending, number, stubborn):
+    server = Server()
+
+    async def run() -> Manager:
+        manager = Manager(stubborn)
+        for each in ending.processes.ENDING:
+            signal.signal(each, server.handle_exit)
+        ending.Ending(manager, ending.handlers())
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        while not manager.asyncio_tasks:
+            await asyncio.sleep(0)
+        await asyncio.gather(*manager.asyncio_tasks)
+        return manager
+
+    manager = asyncio.run(asyncio.wait_for(run(), 30))
+    assert manager.gracefully_exit and manager.aborted >= 1
+    assert server.told == [number] and server.force_exit
+
+
+def test_in_a_script_signals_keep_their_default(ending):
+    async def run() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        before = ending.handlers()
+        manager = Manager(False)
+        manager.event_loop.add_signal_handler(signal.SIGTERM, lambda: None)  # as the host does
+        ending.Ending(manager, before)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    asyncio.run(run())

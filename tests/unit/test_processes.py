@@ -1,0 +1,63 @@
+"""Processes of an engine: deaf to signals that are the main process's business, and gone when it is."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.unit
+
+SCRIPT = """
+import json, signal, sys, tempfile, threading
+from sglang_pat.host import processes
+
+def child(parent_pid, writer):
+    writer.send([str(signal.getsignal(number)) for number in processes.ENDING])
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    tempfile.tempdir = sys.argv[1]
+    processes.PRELOAD = []
+    processes.warm()
+    started = [processes.start(child) for _ in range(2)]
+    print(json.dumps([reader.recv() for _, reader in started]), flush=True)
+    sys.stdin.readline()
+    processes.end_children()
+"""
+
+
+@pytest.fixture
+def engine(tmp_path_factory):
+    """A main process with two children, and what these said of their signals."""
+    place = tmp_path_factory.mktemp("p")
+    script = place / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.said = json.loads(process.stdout.readline())
+        yield process
+        process.kill()
+
+
+def test_children_ignore_what_ends_the_engine(engine):
+    assert engine.said == [[str(signal.SIG_IGN)] * 2] * 2
+
+
+def test_children_end_with_a_killed_parent(engine):
+    children = psutil.Process(engine.pid).children(recursive=True)
+    assert len(children) >= 2
+    engine.kill()
+    assert not psutil.wait_procs(children, timeout=30)[1]
+
+
+def test_the_end_waits_for_all(engine):
+    children = psutil.Process(engine.pid).children(recursive=True)
+    engine.stdin.write("\n")
+    engine.stdin.flush()
+    assert engine.wait(timeout=60) == 0
+    assert not psutil.wait_procs(children, timeout=30)[1]
