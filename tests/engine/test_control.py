@@ -501,19 +501,18 @@ SCRIPT = """
 import asyncio, json, sys
 import sglang_pat
 
-def main(model):
+def main(model, schedule):
     try:
         sglang_pat.Engine(model_path=model)
     except ValueError as error:
         refusal = str(error)
     engine = sglang_pat.Engine(
-        model_path=model, tp_size=1, dp_size=2, adaptive_tp=True, pat_policy="schedule", dtype="float32",
-        max_total_tokens=16384, random_seed=1, log_level="error",
+        model_path=model, tp_size=1, dp_size=2, adaptive_tp=True, pat_policy="schedule", pat_schedule=schedule,
+        dtype="float32", max_total_tokens=16384, random_seed=1, log_level="error",
     )
     params = {"temperature": 0, "max_new_tokens": 120, "ignore_eos": True}
     prompts = [[6 + i, 70, 80] for i in range(3)]
     base = engine.layout
-    plain = [answer["output_ids"] for answer in engine.generate(input_ids=prompts, sampling_params=params)]
 
     async def switching():
         work = asyncio.ensure_future(engine.async_generate(input_ids=prompts, sampling_params=params))
@@ -522,8 +521,10 @@ def main(model):
         await engine.async_set_schedule([])
         return [answer["output_ids"] for answer in await work], [3] + [record["requests"] for record in records]
 
-    engine.set_schedule([{"tp": 2, "arrived": 3, "step": 20, "hold": True}])
+    # The first switch is that of the file.
     switched, moved = engine.loop.run_until_complete(switching())
+    engine.set_schedule([])
+    plain = [answer["output_ids"] for answer in engine.generate(input_ids=prompts, sampling_params=params)]
 
     def prefilled(prompts):
         engine.trace()
@@ -556,14 +557,17 @@ def main(model):
     )))
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
 """
 
 
 def test_python_api(llama, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    result = subprocess.run([sys.executable, str(script), str(llama)], capture_output=True, text=True, timeout=240)
+    schedule = tmp_path / "schedule.jsonl"
+    schedule.write_text('{"arrived": 3}\n{"tp": 2, "step": 20, "hold": true}\n')
+    command = [sys.executable, str(script), str(llama), str(schedule)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout.splitlines()[-1])
     assert "adaptive_tp=True" in found.pop("refusal")

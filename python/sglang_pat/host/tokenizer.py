@@ -40,7 +40,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
     Attributes:
         pat_weight_updates: number of weight updates so far.
         pat_rollouts: rounds of training jobs.
-        pat_first_schedule: is set before the next request goes out, if there is one (``--pat-schedule``, after the
+        pat_first_schedule: is set before the next request goes out, or is asked after (``--pat-schedule``, after the
             host's own warm-up requests).
     """
 
@@ -210,11 +210,13 @@ class AdaptiveTokenizerManager(TokenizerManager):
 
         ``wait``: until it is over, or replaced.  Raises as :meth:`pat_set_schedule`.
         """
+        self._begin_schedule()
         return _schedule_state(await self._pat_ask(messages.ScheduleQuery, wait=wait))
 
     def _begin_schedule(self) -> None:
         entries, self.pat_first_schedule = self.pat_first_schedule, None
         if entries:
+            self.auto_create_handle_loop()
             self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=entries))
 
     def pat_floor(self, tp: int) -> None:
