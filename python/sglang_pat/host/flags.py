@@ -1,8 +1,8 @@
 """Every flag of SGLang, and what ``--adaptive-tp`` makes of it.
 
 A field of the host's ``ServerArgs`` is in exactly one of the tables below, or ``tests/contract/test_flags_table.py``
-fails by its name: that is how flags of a new SGLang version are met.  The refusals of ``--adaptive-tp`` come from here, and so
-does docs/flags.md (``flags_page.py``).
+fails by its name: that is how flags of a new SGLang version are met.  The refusals of ``--adaptive-tp`` come from here,
+and so does docs/flags.md (``flags_page.py``).
 """
 
 from __future__ import annotations
