@@ -112,6 +112,6 @@ def test_a_predicting_policy_needs_a_profile(model):
 def test_the_command_says_it_in_one_line(model, profile):
     command = f"{sys.executable} -m sglang_pat.launch_server --model-path {model} --tp 1 --dp 2 --adaptive-tp"
     words = command.split() + ["--dtype", "bfloat16", "--pat-profile", str(profile)]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=500)
     (error,) = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
     assert ran.returncode == 1 and "dtype='float32'" in error

@@ -148,7 +148,7 @@ def test_views_show_one_engine_outside_and_one_replica_inside(model):
 )
 def test_command_line_says_it_in_one_line(model, flags, expected):
     command = [sys.executable, "-W", "ignore", "-m", "sglang_pat.launch_server", "--model-path", str(model), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 1 and len(errors) == 1 and expected in errors[0], done.stderr
     assert "Traceback" not in done.stderr

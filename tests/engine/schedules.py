@@ -303,7 +303,7 @@ def agreement(stock: Server, schedule: Schedule, outcome: Outcome) -> float:
 
 def check_idle(server: Server) -> None:
     """Nothing is left over: no request and, after a flush, no KV token on any leader."""
-    answer = server.post("/flush_cache?timeout=60")
+    answer = server.post("/flush_cache?timeout=500")
     assert answer.status_code == 200, answer.text
     left = _in_use(server)
     assert not left, left

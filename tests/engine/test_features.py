@@ -119,7 +119,7 @@ async def stream_across(server: Server, bodies: Sequence[Body]) -> list[Stream]:
 
 async def idle(server: Server, session: aiohttp.ClientSession) -> None:
     """Wait until the engine has no request left: the host's flush does."""
-    assert await post(session, server, "/flush_cache?timeout=60") == 200
+    assert await post(session, server, "/flush_cache?timeout=500") == 200
     assert server.status()["requests"] == 0
 
 

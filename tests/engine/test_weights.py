@@ -100,7 +100,7 @@ class Trainer:
     def _beside(self, path: str, body: Any) -> Callable[[], Any]:
         """Post in a thread; the caller takes part in the collective meanwhile."""
         result: list[Any] = []
-        thread = threading.Thread(target=lambda: result.append(self.server.post(path, body, timeout=60)))
+        thread = threading.Thread(target=lambda: result.append(self.server.post(path, body, timeout=500)))
         thread.start()
 
         def wait() -> Any:

@@ -169,7 +169,7 @@ def test_a_report_of_a_reference_profile(tmp_path):
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=120
+        [sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=500
     )
 
 

@@ -38,7 +38,7 @@ def _is_tracker(process: psutil.Process) -> bool:
         return False
 
 
-START_SECONDS = 240
+START_SECONDS = 500
 """Longest a server may take to start."""
 
 STOCK_CPU_FLAGS = (
