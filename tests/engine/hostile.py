@@ -29,7 +29,7 @@ BATCH = 25
 BATCH_SECONDS = 4.0
 """After this long all requests of a batch are aborted: most are short, but some ask for all that fits."""
 
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 30.0
 """Then a client gives up: some requests wait by design (for the end of a schedule, or of another's flush)."""
 
 NO_ANSWER, GAVE_UP = 0, -1
