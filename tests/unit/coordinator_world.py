@@ -143,6 +143,8 @@ class World:
         if not record.error:
             self.known = self.config.layout(record.to_tp)
         self.records.append(record)
+        # Here, and not where ranks hear of it: the next attempt may reach one rank before this one's end another.
+        self.aborts = self.aborts + 1 if record.error else 0
 
     # -- the ranks ----------------------------------------------------------------------------
 
@@ -193,7 +195,6 @@ class World:
         elif isinstance(obj, m.Cancel):
             assert self.fates[obj.epoch][0] == "prepare" and rank.prepared == obj.epoch
             rank.prepared = None
-            self.aborts += rank.rank == 0
         elif isinstance(obj, m.Switch):
             assert not any(rank.owed.values()) and rank.prepared == obj.epoch
             rank.switching = obj
@@ -210,7 +211,6 @@ class World:
         old, new = self.layout, self.config.layout(command.tp)
         error = "rank 0: no" if self.fates[command.epoch][0] == "abort" else ""
         came = {rank.rank: len(rank.requests) for rank in self.ranks}
-        self.aborts = self.aborts + 1 if error else 0
         if not error:
             self.layout = new
             moving = [(leader, r) for leader in old.leaders for r in self.ranks[leader].requests]
