@@ -62,28 +62,41 @@ def sockets(place: Path) -> list[Path]:
     return [path for path in place.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
 
 
+BODY = {"input_ids": [5, 7, 9], "sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}}
+
+
 async def end_while_it_works(server, send) -> tuple[list, float]:
-    """Four requests decode, a switch is under way, then ``send``; their answers or errors, seconds until the end."""
-    body = {"input_ids": [5, 7, 9], "sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}}
+    """Four requests decode, a switch is asked for, then ``send``; how each of the four ended, seconds until the end.
+
+    A reason why it finished, or the error that its client got.
+    """
+
+    async def one(session, decodes: asyncio.Event) -> str:
+        async for chunk in server.stream(session, BODY):
+            decodes.set()
+            if reason := chunk["meta_info"]["finish_reason"]:
+                return reason["type"]
+        raise ConnectionError("the stream ended without a reason")
+
     async with server.session() as session:
-        work = [asyncio.ensure_future(server.one(session, body)) for _ in range(4)]
-        await server.until_decoding(session, 4)
+        started = [asyncio.Event() for _ in range(4)]
+        work = [asyncio.ensure_future(one(session, decodes)) for decodes in started]
+        await asyncio.gather(*(decodes.wait() for decodes in started))
         work.append(asyncio.ensure_future(server.reconfigure_async(session, 2)))
         begun = time.monotonic()
         send()
-        answers = await asyncio.wait_for(asyncio.gather(*work, return_exceptions=True), 60)
+        ends = await asyncio.wait_for(asyncio.gather(*work, return_exceptions=True), 60)
         await asyncio.to_thread(server.process.wait, 60)
-        return answers, time.monotonic() - begun
+        return ends[:4], time.monotonic() - begun
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_in_order(server, place, number):
     """To the whole process group, as a terminal and a service manager do."""
     children = server.children()
-    answers, seconds = asyncio.run(end_while_it_works(server, lambda: os.killpg(server.process.pid, number)))
-    for answer in answers[:4]:
-        assert isinstance(answer, Exception) or answer["meta_info"]["finish_reason"]["type"] == "abort"
-    assert any(isinstance(answer, dict) for answer in answers[:4])
+    ends, seconds = asyncio.run(end_while_it_works(server, lambda: os.killpg(server.process.pid, number)))
+    assert all(end == "abort" or isinstance(end, Exception) for end in ends), ends
+    assert "abort" in ends
     assert server.process.returncode == 128 + number, server.log_text()[-3000:]
     assert "Traceback" not in server.log_text()
     assert seconds < 30
