@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 ABORT_SECONDS = 3
 """Longest that requests may take to be aborted: a switch may be under way."""
-ANSWER_SECONDS = 1
-"""Longest that clients may take to read the end of their answers."""
+ANSWER_SECONDS = 3
+"""Longest that clients may take to read the end of their answers; the host looks after a stream for two more."""
 Handlers = dict[int, Any]
 """By signal number, as ``signal.getsignal`` returns them."""
 

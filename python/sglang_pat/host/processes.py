@@ -62,15 +62,17 @@ def _sockets_in_the_private_folder() -> Iterator[None]:
 
 @contextmanager
 def _deaf_children() -> Iterator[None]:
-    """Processes started meanwhile ignore an interrupt from the first moment: a terminal sends it to all."""
+    """Processes started meanwhile ignore what ends the engine from the first moment, the fork server too: a terminal
+    and a service manager send it to all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def start(target: Callable, *args: Any) -> tuple[mp.Process, Any]:
