@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 from admission_scanning import ScanningAdmitter
+from lines_run import lines_run
 
 from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter
@@ -108,23 +107,6 @@ def test_decisions_are_those_of_the_definitions(seed: int):
 @pytest.mark.parametrize("seed", range(6))
 def test_in_larger_rounds_as_well(seed: int):
     anything(1000 + seed, prompts=40, responses=6, events=700)
-
-
-def lines_run(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Lines of Python that a call executes, a cost that no other load on the machine changes; and what it returns."""
-    lines = 0
-
-    def trace(frame, event, argument):
-        nonlocal lines
-        lines += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        result = call()
-    finally:
-        sys.settrace(None)
-    return lines, result
 
 
 def lines_of_events(mode: str, prompts: int) -> int:

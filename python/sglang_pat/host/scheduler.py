@@ -448,7 +448,7 @@ class AdaptiveScheduler(Scheduler):
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         super().process_batch_result(batch, result)
-        if any(req.finished() for req in batch.reqs):
+        if not self.gate.free and any(req.finished() for req in batch.reqs):
             self.gate.finished()
         self.trace.end(self)
 
