@@ -283,10 +283,13 @@ class Coordinator:
             self._outbox.finished(response)
         if report.rank in self._leaders and report.tp == self.layout.tp:
             self._leaders[report.rank].heard(report)
-            self._in_engine = sum(self._leaders[rank].requests for rank in self.layout.leaders)
+            self._count_requests()
         elif self._blocked and report.tp == self._pending.target.tp:
             # Ranks report on a change only: dropped, this one might not come again.
             self._pending.early[report.rank] = report
+
+    def _count_requests(self) -> None:
+        self._in_engine = sum(self._leaders[rank].requests for rank in self.layout.leaders)
 
     def _requests(self) -> int:
         return self._in_engine
@@ -498,7 +501,7 @@ class Coordinator:
                 weight_updates=0,
             )
             leader.heard(self._pending.early.get(reply.rank) or assumed)
-        self._in_engine = sum(self._leaders[rank].requests for rank in self.layout.leaders)
+        self._count_requests()
 
     def _close(self, error: str, totals: dict, now: float) -> None:
         pending, self._pending = self._pending, None

@@ -152,7 +152,7 @@ class Schedule:
     def begin(self) -> dict[int, Go]:
         """What to tell the leaders: hold, or, of an empty schedule, go on without end."""
         steps = 0 if self._entries else None
-        return {rank: self._go(rank, Go(number=0, steps=steps)) for rank in self._replicas}
+        return {rank: self._go(rank, steps=steps) for rank in self._replicas}
 
     def arrived(self) -> None:
         """A request was passed on to a replica."""
@@ -198,7 +198,7 @@ class Schedule:
         """
         if self.over:
             held = [] if self.holding else [rank for rank, replica in self._replicas.items() if replica.held]
-            return {rank: self._go(rank, Go(number=0)) for rank in held}, None
+            return {rank: self._go(rank) for rank in held}, None
         entry, alive = self._entries[self._next], sum(requests.values())
         self._peak = max(self._peak, alive)
         if self._arrived < entry.arrived:
@@ -216,9 +216,9 @@ class Schedule:
             return {}, entry
         goes = {}
         for rank in busy:
-            go = self._further(entry, rank, alive, left) if self._replicas[rank].held else None
-            if go is not None:
-                goes[rank] = self._go(rank, go)
+            point = self._further(entry, rank, alive, left) if self._replicas[rank].held else None
+            if point is not None:
+                goes[rank] = self._go(rank, **point)
         return goes, None
 
     def _due(self, entry: ScheduleEntry, busy: list[int], ready: bool, alive: int, left: int | None) -> bool:
@@ -235,21 +235,22 @@ class Schedule:
                 return any(done.values()) and all(done[rank] for rank in busy)
         return True
 
-    def _further(self, entry: ScheduleEntry, rank: int, alive: int, left: int | None) -> Go | None:
-        """How far a replica that holds may go on towards ``entry``; None if it has to wait for the others."""
+    def _further(self, entry: ScheduleEntry, rank: int, alive: int, left: int | None) -> dict[str, int] | None:
+        """How far a replica that holds may go on towards ``entry``, in fields of ``Go``; None if it has to wait for
+        the others."""
         replica = self._replicas[rank]
         if entry.left is not None:
-            return Go(number=0, finish=True)
+            return {"finish": True}
         if left is not None:
             # Never far beyond it, as a step gives each request a token: nearer with every stop.
-            return Go(number=0, steps=max(1, left // alive))
-        if entry.step is not None:
-            return Go(number=0, steps=entry.step - replica.steps) if replica.steps < entry.step else None
-        if entry.batch is not None:
-            return Go(number=0, batches=entry.batch - replica.batches) if replica.batches < entry.batch else None
+            return {"steps": max(1, left // alive)}
+        if entry.step is not None and replica.steps < entry.step:
+            return {"steps": entry.step - replica.steps}
+        if entry.batch is not None and replica.batches < entry.batch:
+            return {"batches": entry.batch - replica.batches}
         return None
 
-    def _go(self, rank: int, go: Go) -> Go:
+    def _go(self, rank: int, **point: Any) -> Go:
         replica = self._replicas[rank]
         replica.held, replica.number = False, next(self._numbers)
-        return msgspec.structs.replace(go, number=replica.number)
+        return Go(number=replica.number, **point)

@@ -108,7 +108,6 @@ class AdaptiveEngine(host_engine.Engine):
         process, _ = start(run_detokenizer_process_func, server_args, port_args)
         return [process], ["detokenizer"]
 
-
     def shutdown(self) -> None:
         """End all processes of the engine and wait for them: their memory can be used again.  Twice is once."""
         manager = self.tokenizer_manager
