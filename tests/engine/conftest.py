@@ -101,14 +101,19 @@ class Servers:
         base = ("--tp", "1", "--dp", str(dp), "--adaptive-tp", "--pat-policy", "schedule")
         server = self.get(model, *base, *flags, env=environment, **options)
         server.fault_file = fault_file
+        self._at_base(server)
+        return server
+
+    @staticmethod
+    def _at_base(server: Server) -> None:
         assert server.post("/pat/schedule", []).status_code == 200
         server.reconfigure(tp=1)
-        return server
 
     def victim(self, model: Path) -> Server:
         """An adaptive server of :meth:`adaptive` that may be killed: an idle one, which is given away, or a new one."""
         for key, server in self._alive.items():
             if hasattr(server, "fault_file") and server.process.poll() is None:
+                self._at_base(server)
                 return self._alive.pop(key)
         server = self.adaptive(model)
         self._alive.popitem()
