@@ -38,7 +38,7 @@ def _adaptive(argv: list[str]) -> None:
     try:
         try:
             early.check_command_line(argv)
-            processes.warm()
+            processes.fork_here()
         except ValueError as error:
             sys.exit(f"error: {error}")
         with noise.quiet_imports():

@@ -1,18 +1,22 @@
 """How the engine's processes are started, and ended.
 
-SGLang spawns: every process imports it anew, 7 s of CPU time each.  On a machine without CUDA a
-fork server imports it once, while the main process is still importing, and the ranks, the
-coordinator and the detokenizer are forked from it.  With CUDA we spawn as the host does: importing
-SGLang touches the driver, which does not survive a fork.
+SGLang spawns: every process imports it anew, 10 s of CPU time each.  On a machine without CUDA the
+ranks, the coordinator and the detokenizer are forked from a fork server, which has imported it.  The
+server's main process imports first and forks the fork server, so that this is done once
+(:func:`fork_here`); inside a user's Python process the fork server is a new interpreter and imports while
+that process does (:func:`warm`).  With CUDA we spawn as the host does: importing SGLang touches the
+driver, which does not survive a fork.
 """
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing as mp
 import os
 import signal
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, util
@@ -20,6 +24,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 import psutil
+import setproctitle
 
 from sglang_pat.host import cpu_shim, noise
 from sglang_pat.host.folder import private_folder
@@ -47,6 +52,53 @@ def warm() -> None:
     context().set_forkserver_preload(PRELOAD)
     with _sockets_in_the_private_folder(), _deaf_children(), noise.quiet_children():
         forkserver.ensure_running()
+
+
+def fork_here() -> None:
+    """Import for the fork server in this process and fork it; no-op with CUDA.
+
+    For a main program of ours only: what else a process holds, threads above all, does not survive a fork.
+
+    Raises:
+        ValueError: there is no folder for its socket; one line.
+    """
+    if not cpu_shim.needed():
+        return
+    private_folder()
+    with noise.quiet_imports():
+        for name in PRELOAD:
+            importlib.import_module(name)
+    spawn, util.spawnv_passfds = util.spawnv_passfds, _fork_instead
+    try:
+        warm()
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _fork_instead(_path: bytes, command: list[str], keep: list[int]) -> int:
+    """What ``multiprocessing`` would run in a new interpreter (its last word), in a fork of this one; returns its pid.
+
+    As there, only the descriptors ``keep`` stay open.
+    """
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        first = 3
+        for number in [*sorted(keep), os.sysconf("SC_OPEN_MAX")]:
+            os.closerange(first, number)
+            first = number + 1
+        if os.environ.get("PYTHONWARNINGS") == "ignore":  # noise.quiet_children: read by new interpreters only
+            warnings.simplefilter("ignore")
+        # Held by the thread that forks us.
+        forkserver._forkserver._lock = threading.Lock()
+        setproctitle.setproctitle("sglang_pat::fork_server")
+        exec(command[-1], {})
+        code = 0
+    except SystemExit:
+        code = 0
+    finally:
+        os._exit(code)
 
 
 @contextmanager
