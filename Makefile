@@ -6,6 +6,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_TORCH_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
+# Tests run in so many processes side by side; engine tests in two at most.
+WORKERS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -39,14 +41,14 @@ $(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)
 	touch $@
 
 test: setup
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 # No engine, and nothing of SGLang: the loop to work in.
 unit: setup
-	$(PY) -m pytest tests/unit $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(WORKERS) tests/unit $(PYTEST_ARGS)
 
 soak: setup
-	$(PY) -m pytest -m soak $(PYTEST_ARGS)
+	HYPOTHESIS_PROFILE=search $(PY) -m pytest -m soak $(PYTEST_ARGS)
 
 demo: setup
 	$(PY) -m sglang_pat.demo $(DEMO_ARGS)

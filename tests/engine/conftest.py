@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +17,8 @@ from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
 MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
-KEEP = 6
-"""Servers kept alive at once."""
+KEEP = 5
+"""Servers that a worker keeps alive at once: 0.9 to 1.5 GiB each."""
 
 CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -30,45 +30,64 @@ CHECKS = {
 """Every adaptive server checks itself: the host's leak checks, at rest and in every step; ranks of a group agree in
 every step and after every switch; no switch makes what should have been made at start."""
 
-LAST = "test_faults.py"
-"""Its tests end engines: those that the other tests are done with."""
+LLAMA = (
+    "agreement attributes smoke control features same_tokens rollout hostile policies flags faults"
+).split()
+OTHERS = "profiler same_tokens sampling same_numbers weights start".split()
+"""The test files in two sides, which two workers may run beside each other (``pytest -n 2 --dist loadgroup``); in this
+order.  The files of a side share servers, those of the first one stock SGLang's with the small Llama.  Tests of
+``same_tokens`` say themselves on which side they are.  ``faults`` is last: its tests end engines that the others are
+done with.
+"""
+
+_item = None
+"""The test that is running."""
 
 
-_seconds: Counter[str] = Counter()
-_starts: Counter[str] = Counter()
-"""By test file: time spent, servers started."""
-_running = ""
+def count_start() -> None:
+    """For the table at the end (``tests/conftest.py``): the running test starts an engine."""
+    _item.user_properties.append(("engine start", ""))
+
+
+def tell(line: str) -> None:
+    """Print ``line`` after all tests."""
+    _item.user_properties.append(("told", line))
 
 
 class CountedServer(Server):
     """A server whose start counts for the test file that needs it."""
 
     def __init__(self, *args, **kwargs) -> None:
-        _starts[_running] += 1
+        count_start()
         super().__init__(*args, **kwargs)
 
 
+def _place(item) -> tuple[int, int]:
+    """Side, and place in its order."""
+    name = item.path.stem.removeprefix("test_")
+    marked = item.get_closest_marker("xdist_group")
+    sides = [side for side in (LLAMA, OTHERS) if name in side]
+    if not sides or (len(sides) == 2) != bool(marked):
+        raise pytest.UsageError(f"{item.path.name}: name it in LLAMA or in OTHERS of {__file__}")
+    side = sides[0] if not marked else {"llama": LLAMA, "others": OTHERS}[marked.args[0]]
+    return (LLAMA, OTHERS).index(side), side.index(name)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    places = {}
     for item in items:
         if item.path.parent == Path(__file__).parent:
+            places[item] = _place(item)
             item.add_marker(pytest.mark.engine)
-    items.sort(key=lambda item: item.path.name == LAST)
+            item.add_marker(pytest.mark.xdist_group(("llama", "others")[places[item][0]]))
+    items.sort(key=lambda item: places.get(item, (-1, 0)))
 
 
-def pytest_runtest_logstart(nodeid):
-    global _running
-    _running = nodeid.partition("::")[0]
-
-
-def pytest_runtest_logreport(report):
-    _seconds[report.nodeid.partition("::")[0]] += report.duration
-
-
-def pytest_terminal_summary(terminalreporter):
-    terminalreporter.section("minutes, and servers started, by file")
-    for name, seconds in _seconds.most_common(20):
-        terminalreporter.line(f"{seconds / 60:6.2f} {_starts[name]:4d}  {name}")
-    terminalreporter.line(f"{sum(_seconds.values()) / 60:6.2f} {sum(_starts.values()):4d}  in all")
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    global _item
+    _item = item
 
 
 OVERLAP = ("--chunked-prefill-size", "128", "--pat-cpu-overlap")
@@ -188,3 +207,15 @@ def checked(servers, llama, census_folder) -> Server:
 def deployment(llama) -> Fingerprint:
     """Of ``llama`` on two ranks."""
     return fingerprint(llama)
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory) -> Path:
+    """Where :func:`serving` keeps its rollout jobs."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture
+def serving(servers, llama, jobs) -> Server:
+    """Two ranks, with metrics and kept jobs."""
+    return servers.adaptive(llama, 2, "--pat-rollout-dir", str(jobs), "--enable-metrics")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from conftest import count_start
 
 from sglang_pat.host import attributes
 
@@ -56,6 +57,7 @@ def stock(llama, tmp_path_factory) -> dict[tuple[int, int], Census]:
         command = [sys.executable, str(Path(__file__).with_name("stock_census.py")), str(llama), str(tp), str(folder)]
         # The same bytes hold more tokens where each rank has fewer heads; the padding slot is one of them there.
         pool = {"max_total_tokens": (16384 + 1) * tp - 1}
+        count_start()
         done = subprocess.run([*command, json.dumps(STOCK | pool)], capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stderr[-3000:]
         found.update(((tp, census.tp_rank), census) for census in read(folder))

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 import requests
+from conftest import count_start
 
 from sglang_pat.testing.server import Server
 
@@ -566,6 +567,7 @@ def test_python_api(llama, tmp_path):
     script.write_text(SCRIPT)
     schedule = tmp_path / "schedule.jsonl"
     schedule.write_text('{"arrived": 3}\n{"tp": 2, "step": 20, "hold": true}\n')
+    count_start()
     command = [sys.executable, str(script), str(llama), str(schedule)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -23,8 +23,8 @@ GROWTH_BYTES = 96 << 20
 
 
 @pytest.fixture
-def server(servers, llama) -> Server:
-    return servers.adaptive(llama, 2, "--enable-metrics")
+def server(serving) -> Server:
+    return serving
 
 
 @pytest.fixture

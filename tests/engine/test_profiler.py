@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from conftest import count_start
 
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.cost import SwitchCosts
@@ -56,6 +57,7 @@ def swept(llama, tmp_path_factory):
     """(profile file, the profile when interrupted, output of the second run)."""
     folder = tmp_path_factory.mktemp("profiler")
     path, log = folder / "profile.json", folder / "log.txt"
+    count_start()
     with log.open("w") as output:
         process = start(sweep(llama, path), output)
         try:
@@ -70,6 +72,7 @@ def swept(llama, tmp_path_factory):
             process.kill()
     assert "the same command goes on" in log.read_text()
     interrupted = profiles.load(path)
+    count_start()
     again = run(sweep(llama, path))
     assert again.returncode == 0, again.stdout + again.stderr
     return path, interrupted, again.stdout
@@ -134,6 +137,7 @@ def test_another_deployment_is_refused_and_the_file_stays(swept, llama, tmp_path
 
 def test_validation_of_a_real_batch(swept, llama, tmp_path):
     extra = ["--requests", 8, "--max-new-tokens", 48, "--out", tmp_path / "out"]
+    count_start()
     result = run(command("profiler.validate", llama, swept[0], *extra))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "tp1×dp2" in result.stdout and "tp2×dp1" in result.stdout

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import requests
-from conftest import OVERLAP
+from conftest import OVERLAP, count_start
 from made_up import made_up
 
 from sglang_pat.predict import profile as profiles
@@ -24,14 +24,14 @@ STOPS = list(range(100, 124))
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 150, "stop_token_ids": STOPS}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("jobs")
+@pytest.fixture
+def folder(jobs) -> Path:
+    return jobs
 
 
 @pytest.fixture
-def server(servers, llama, folder) -> Server:
-    return servers.adaptive(llama, 2, "--pat-rollout-dir", str(folder), "--enable-metrics")
+def server(serving) -> Server:
+    return serving
 
 
 def prompt(epoch: int, index: int, tokens: int = 12) -> dict[str, Any]:
@@ -431,6 +431,7 @@ if __name__ == "__main__":
 def test_engine_rollout(llama, tmp_path):
     script = tmp_path / "rollout.py"
     script.write_text(SCRIPT.format(model=str(llama)))
+    count_start()
     found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500)
     assert found.returncode == 0, found.stderr[-3000:]
     assert found.stdout.strip().endswith("done")

@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import pytest
+from conftest import tell
 
 RELATIVE = 1e-5
 
@@ -126,6 +127,5 @@ def test_teacher_forced_nll_in_each_layout(adaptive, stock):
             assert abs(mine - theirs) <= RELATIVE * theirs
 
 
-def test_worst(capsys):
-    with capsys.disabled():
-        print(f"\nlargest relative difference of a logprob: {worst:.2g}")
+def test_worst():
+    tell(f"largest relative difference of a logprob: {worst:.2g}")

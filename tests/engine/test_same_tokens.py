@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import schedules
-from conftest import MODELS, OVERLAP
+from conftest import MODELS, OVERLAP, tell
 
 from sglang_pat.testing import models
 
@@ -35,6 +35,8 @@ class Setup:
     limits: dict[str, int] = field(default_factory=dict)
     """Options of :func:`schedules.make`."""
     soak_only: bool = False
+    stock: bool = True
+    """Compare with stock SGLang; else, outside the soak, with the server itself where it does not switch."""
 
     def schedule(self, name: str, seed: int) -> schedules.Schedule:
         degrees = [degree for degree in (1, 2, 4) if degree <= self.ranks]
@@ -44,22 +46,22 @@ class Setup:
 CHUNKED = ("--chunked-prefill-size", "128")
 
 SETUPS = {
-    "llama": Setup(model="llama-kv2", ranks=2, count=21),
-    "llama-overlap": Setup(model="llama-kv2", ranks=2, count=14, flags=OVERLAP),
-    "llama-recompute": Setup(model="llama-kv2", ranks=2, count=8, flags=("--pat-kv", "recompute")),
-    "flat-4-ranks": Setup(model="llama-flat", ranks=4, count=21, flags=CHUNKED),
+    "llama": Setup(model="llama-kv2", ranks=2, count=10),
+    "llama-overlap": Setup(model="llama-kv2", ranks=2, count=8, flags=OVERLAP),
+    "llama-recompute": Setup(model="llama-kv2", ranks=2, count=5, flags=("--pat-kv", "recompute")),
+    "flat-4-ranks": Setup(model="llama-flat", ranks=4, count=10, flags=CHUNKED),
     # Bias in q, k and v.  Six decoding requests a rank at most: some wait, and twelve do not fit after a merge.
     "qwen2": Setup(
         model="qwen2",
         ranks=2,
-        count=21,
+        count=10,
         flags=(*CHUNKED, "--max-running-requests", "6", "--pat-kv-exchange", "alltoall"),
     ),
     # Norms on q and k, tied embeddings.  Little KV, lavishly given out: requests are retracted.
     "qwen3": Setup(
         model="qwen3",
         ranks=2,
-        count=21,
+        count=10,
         max_total_tokens=1200,
         flags=(*CHUNKED, "--schedule-conservativeness", "0.2"),
     ),
@@ -67,21 +69,22 @@ SETUPS = {
     "qwen3-pat": Setup(
         model="qwen3",
         ranks=4,
-        count=8,
+        count=5,
         flags=(*CHUNKED, "--pat-weights", "reshard", "--pat-kv-exchange", "allgather"),
         env={"SGLANG_PAT_CHECK_STEADY": "0"},
     ),
     # q, k and v in one tensor of the checkpoint; norms over all heads, for which ranks gather q and k.
-    "phi3": Setup(model="phi3", ranks=2, count=1),
-    "olmo2": Setup(model="olmo2", ranks=2, count=1),
+    "phi3": Setup(model="phi3", ranks=2, count=1, stock=False),
+    "olmo2": Setup(model="olmo2", ranks=2, count=1, stock=False),
     "mistral": Setup(model="mistral", ranks=2, count=1, soak_only=True),
     "glm4": Setup(model="glm4", ranks=2, count=1, soak_only=True),
     "granite": Setup(model="granite", ranks=2, count=1, soak_only=True),
     "smollm2": Setup(
         model="smollm2",
         ranks=2,
-        count=2,
+        count=1,
         flags=CHUNKED,
+        stock=False,
         limits=dict(vocab=49152, max_batch=8, max_prompt=120, max_new_tokens=24),
     ),
 }
@@ -123,17 +126,25 @@ class Runner:
         setup = SETUPS[name]
         known = self.known.setdefault(setup.model, {})
         schedule = setup.schedule(name, seed)
+
+        def reference():
+            return self.stock(setup.model) if setup.stock or plan is SOAK_PLAN else self.adaptive(name)
+
         if any(request.key not in known for request in schedule.requests):
             # For all schedules on this model at once: the stock server is needed just once.
             same = [(other, n) for n, other in SETUPS.items() if other.model == setup.model]
             wanted = [other.schedule(n, seed) for other, n in same for seed in plan[n]]
-            schedules.expected(self.stock(setup.model), wanted, known)
+            schedules.expected(reference(), wanted, known)
         server = self.adaptive(name)
         totals = self.totals.setdefault(name, schedules.Totals())
         outcome = schedules.run(server, schedule)
-        schedules.compare(schedule, outcome, known, lambda: self.stock(setup.model), totals)
+        schedules.compare(schedule, outcome, known, reference, totals)
         schedules.check_idle(server)
         totals.retracted = server.status()["retracted"]
+        assert totals.idle == 0, "the pacer lives at the last switch"
+        assert len(totals.ties) <= max(1, totals.tokens * schedules.TIES_PER_TOKEN)
+        if seed == plan[name][-1]:
+            tell(f"{name}: {totals}")
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +152,15 @@ def runner(servers):
     return Runner(servers)
 
 
-def _cases(plan: dict[str, range]) -> list[tuple[str, int]]:
-    return [(name, seed) for name, seeds in plan.items() for seed in seeds]
+def _side(model: str) -> pytest.MarkDecorator:
+    """See ``conftest.LLAMA``."""
+    return pytest.mark.xdist_group("llama" if model == "llama-kv2" else "others")
+
+
+def _cases(plan: dict[str, range]) -> list:
+    return [
+        pytest.param(name, seed, marks=_side(SETUPS[name].model)) for name, seeds in plan.items() for seed in seeds
+    ]
 
 
 PLAN = {name: range(setup.count) for name, setup in SETUPS.items() if not setup.soak_only}
@@ -163,11 +181,7 @@ def test_same_tokens_soak(runner, name, seed):
     runner.run(name, seed, SOAK_PLAN)
 
 
-@pytest.mark.soak
-def test_totals_soak(runner, capsys):
-    test_totals(runner, capsys)
-
-
+@_side("llama-kv2")
 def test_the_same_prompts_in_two_groups(runner):
     """After a merge one copy of a prefix goes; who shared it with its owner must not read what comes there next."""
     server, prefix = runner.adaptive("llama"), tuple(range(5, 205))
@@ -197,6 +211,7 @@ def test_the_same_prompts_in_two_groups(runner):
     assert outputs == [answer["output_ids"] for answer in wanted]
 
 
+@_side("qwen3")
 def test_replicas_merge_that_admit_differently(runner):
     """Each replica has its own estimate of how many tokens its requests will need; a merged group has one."""
     server = runner.adaptive("qwen3")
@@ -225,6 +240,7 @@ def test_replicas_merge_that_admit_differently(runner):
     assert outputs == [answer["output_ids"] for answer in wanted]
 
 
+@_side("llama-kv2")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.soak)])
 def test_low_precision(runner, dtype):
     """A token is stock's best, given those before it, as often with switches as without."""
@@ -238,14 +254,3 @@ def test_low_precision(runner, dtype):
     share, with_switches = (schedules.agreement(runner.stock("llama-kv2"), schedule, run) for run in (static, switched))
     print(f"{dtype}: {share:.3f} of the tokens are float32's best, {with_switches:.3f} with switches")
     assert share > 0.8 and with_switches > share - 0.05
-
-
-def test_totals(runner, capsys):
-    with capsys.disabled():
-        for name, totals in runner.totals.items():
-            print(f"\n{name}: {totals}", *totals.ties, sep="\n  ")
-    for name, totals in runner.totals.items():
-        assert totals.idle == 0, f"{name}: the pacer lives at the last switch"
-    ties = sum(len(totals.ties) for totals in runner.totals.values())
-    tokens = sum(totals.tokens for totals in runner.totals.values())
-    assert ties <= max(1, tokens * schedules.TIES_PER_TOKEN)

@@ -13,6 +13,7 @@ import random
 from collections import Counter
 
 import pytest
+from conftest import tell
 from scipy.stats import chi2
 from tokenizers import Tokenizer
 
@@ -193,11 +194,12 @@ def test_text_stays_sane(servers, smollm2):
     chats = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in CHATS]
     prompts = [tokenizer.encode(chat).ids for chat in chats]
     bodies = [body(prompt, 40, temperature=0.7) for prompt in prompts]
-    stock = servers.stock(smollm2, max_total_tokens=16384)
+    server = servers.adaptive(smollm2, 2, "--chunked-prefill-size", "128")
 
     def nll(answers: list[dict]) -> float:
-        """Mean per token, in nats, by the stock server."""
-        scored = stock.generate(
+        """Mean per token, in nats."""
+        server.reconfigure(1)
+        scored = server.generate(
             [
                 body(prompt + answer["output_ids"], 1) | {"return_logprob": True, "logprob_start_len": len(prompt) - 1}
                 for prompt, answer in zip(prompts, answers, strict=True)
@@ -207,10 +209,9 @@ def test_text_stays_sane(servers, smollm2):
         assert len(entries) == 40 * len(prompts)
         return -sum(entry[0] for entry in entries) / len(entries)
 
-    static = nll(stock.generate(bodies))
-    server = servers.adaptive(smollm2, 2, "--chunked-prefill-size", "128")
+    static = nll(server.generate(bodies))
     answers = asyncio.run(through_switches(server, bodies, {8: 2, 18: 1, 28: 2}))
     switched = nll(answers)
     text = tokenizer.decode(answers[0]["output_ids"])
-    print(f"mean NLL {switched:.3f} through switches, {static:.3f} static; {CHATS[0]} {text!r}")
+    tell(f"mean NLL {switched:.3f} through switches, {static:.3f} static; {CHATS[0]} {text!r}")
     assert abs(switched - static) < 0.7, text

@@ -1,0 +1,44 @@
+"""Of all tests: inputs drawn at random are the same in every run, and tables at the end.
+
+``HYPOTHESIS_PROFILE=search`` draws others (``make soak`` does): what it finds is written down as an ``@example``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("search")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+_seconds: Counter[str] = Counter()
+_starts: Counter[str] = Counter()
+"""By test file: time spent, engines started."""
+_told: list[str] = []
+"""What tests have to say beside pass or fail."""
+
+
+def pytest_runtest_logreport(report):
+    """Also with workers: what a test says travels in its report."""
+    name = report.nodeid.partition("::")[0]
+    _seconds[name] += report.duration
+    if report.when == "teardown":
+        for kind, value in report.user_properties:
+            if kind == "told":
+                _told.append(f"{name}: {value}")
+            elif kind == "engine start":
+                _starts[name] += 1
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.section("minutes, and engines started, by file")
+    for name, seconds in _seconds.most_common(20):
+        terminalreporter.line(f"{seconds / 60:6.2f} {_starts[name]:4d}  {name}")
+    terminalreporter.line(f"{sum(_seconds.values()) / 60:6.2f} {sum(_starts.values()):4d}  in all")
+    if _told:
+        terminalreporter.section("told by tests")
+        for line in _told:
+            terminalreporter.line(line)
