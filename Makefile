@@ -11,6 +11,7 @@ WORKERS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
+PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
 SOURCES := $(wildcard requirements/*.txt)
 EXTENSION := pyproject.toml $(wildcard setup.py) $(shell find csrc -type f 2>/dev/null)
@@ -41,14 +42,15 @@ $(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)
 	touch $@
 
 test: setup
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 # No engine, and nothing of SGLang: the loop to work in.
 unit: setup
-	$(PY) -m pytest -n $(WORKERS) tests/unit $(PYTEST_ARGS)
+	$(PYTEST) tests/unit $(PYTEST_ARGS)
 
 soak: setup
-	HYPOTHESIS_PROFILE=search $(PY) -m pytest -m soak $(PYTEST_ARGS)
+	HYPOTHESIS_PROFILE=search $(PYTEST) tests/unit
+	HYPOTHESIS_PROFILE=search $(PYTEST) -m soak $(PYTEST_ARGS)
 
 demo: setup
 	$(PY) -m sglang_pat.demo $(DEMO_ARGS)

@@ -1,4 +1,4 @@
-"""Of all tests: inputs drawn at random are the same in every run, and tables at the end.
+"""Of all tests: inputs drawn at random are the same in every run, workers share files, and tables at the end.
 
 ``HYPOTHESIS_PROFILE=search`` draws others (``make soak`` does): what it finds is written down as an ``@example``.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("search")
+any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", any_machine, derandomize=True)
+settings.register_profile("search", any_machine)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _seconds: Counter[str] = Counter()
@@ -19,6 +21,21 @@ _starts: Counter[str] = Counter()
 """By test file: time spent, engines started."""
 _told: list[str] = []
 """What tests have to say beside pass or fail."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before that of the workers, and after that of tests/engine
+def pytest_collection_modifyitems(items):
+    """A worker takes whole files, so that what their fixtures make is made once."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_finish(session):
+    """Groups are suffixes of test ids; a pair of pytest and pytest-xdist that does not know them starts servers twice."""
+    grouped = getattr(session.config.option, "loadgroup", False)
+    if grouped and session.items and "@" not in session.items[0].nodeid:
+        raise pytest.UsageError(f"pytest {pytest.__version__} and pytest-xdist: tests of a group are not kept together")
 
 
 def pytest_runtest_logreport(report):

@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(items):
             places[item] = _place(item)
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.xdist_group(("llama", "others")[places[item][0]]))
-    items.sort(key=lambda item: places.get(item, (-1, 0)))
+    items.sort(key=lambda item: places.get(item, (2, 0)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
+import tempfile
 import traceback
 import warnings
 from datetime import timedelta
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from sglang_pat.comm import shm
 
 
-def _child(target, rank, n, port, world_backend, pipe, args):
+def _child(target, rank, n, meeting, world_backend, pipe, args):
     warnings.simplefilter("ignore", FutureWarning)  # torch renames functions; SGLang uses the old names
     torch.set_num_threads(1)
     shm.register()
     dist.init_process_group(
         world_backend,
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"file://{meeting}",  # a port might be taken by somebody else before they listen
         rank=rank,
         world_size=n,
         timeout=timedelta(seconds=60),
@@ -41,13 +41,11 @@ def run_ranks(n, target, *args, world_backend="pat_shm", start="forkserver", sil
     """
     context = multiprocessing.get_context(start)
     context.set_forkserver_preload(["torch.distributed", "sglang_pat.comm.shm", "pytest"])
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    folder = tempfile.TemporaryDirectory()
     pipes, processes = [], []
     for rank in range(n):
         mine, theirs = context.Pipe(duplex=False)
-        p = context.Process(target=_child, args=(target, rank, n, port, world_backend, theirs, args))
+        p = context.Process(target=_child, args=(target, rank, n, f"{folder.name}/store", world_backend, theirs, args))
         p.start()
         theirs.close()
         pipes.append(mine)
@@ -67,3 +65,4 @@ def run_ranks(n, target, *args, world_backend="pat_shm", start="forkserver", sil
             if p.is_alive():
                 p.kill()
                 p.join()
+        folder.cleanup()

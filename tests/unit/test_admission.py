@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from admission_reference import rounds as reference_rounds
 from admission_world import Clock, World, fixed_length
-from hypothesis import HealthCheck, given, settings
+from drawn import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -40,7 +41,7 @@ all_rules = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(rules=all_rules, prompts=st.integers(1, 40), salt=st.integers(0, 1000), spread=st.integers(1, 60))
 def test_rounds_are_those_of_the_reference(rules: Rules, prompts: int, salt: int, spread: int):
     def length(key: Key, number: int) -> int:
@@ -57,7 +58,7 @@ def test_rounds_are_those_of_the_reference(rules: Rules, prompts: int, salt: int
     assert found == reference_rounds(rules, 0, list(range(prompts)), length)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(rules=all_rules, prompts=st.integers(1, 60), modulus=st.integers(2, 5))
 def test_in_an_epoch_each_prompt_is_trained_once(rules: Rules, prompts: int, modulus: int):
     world = whole_epoch(rules, prompts)
@@ -160,9 +161,7 @@ class Anything(RuleBasedStateMachine):
 
 
 TestAnything = Anything.TestCase
-TestAnything.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestAnything.settings = settings(examples(150), stateful_step_count=60)
 
 
 # -- by hand -----------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.coordinator.arrivals import Arrivals
@@ -139,7 +140,7 @@ def test_nothing_is_known_of_the_round_to_come(sizes, loads):
     assert len(seen(sizes, *loads).coming(100.0)) == 0
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300)
 @given(st.lists(st.one_of(st.just("comes"), st.integers(0, 6)), max_size=60))
 def test_against_the_whole_story(events):
     """Everything told again from the list of all events; a number: so many are left at most."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from coordinator_world import REPLIES, Merged, OutOfBand, Request, World, control, deliver
-from hypothesis import HealthCheck, settings
+from drawn import examples
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -240,10 +241,4 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
 
 TestCoordinatorMachine = CoordinatorMachine.TestCase
-TestCoordinatorMachine.settings = settings(
-    deadline=None,
-    derandomize=True,
-    max_examples=250,
-    stateful_step_count=60,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestCoordinatorMachine.settings = settings(examples(250), stateful_step_count=60)

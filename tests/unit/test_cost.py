@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles_for_tests import prefill_points, profile, switch_sample
 
@@ -68,7 +69,7 @@ def test_noise_and_outliers_move_the_fit_little():
     assert fit.kv_per_token == pytest.approx(PER_TOKEN, rel=0.1)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.floats(0, 10), st.floats(0, 10), st.integers(0, 3))
 def test_robust_nnls(constant, slope, wrong):
     x = np.arange(12.0)
@@ -125,7 +126,7 @@ def every_split(found: SwitchCosts, fit, to_tp, lengths):
     return splits
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(st.integers(1, 5000), min_size=1, max_size=40),
     st.sampled_from([(1, 4), (1, 2), (4, 2)]),

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.kernels import kv
@@ -65,7 +66,7 @@ def tensors(case):
     return k, v, slots, torch.zeros(size, dtype=case["dtype"])
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(cases())
 def test_against_reference(case):
     k, v, slots, out = tensors(case)

@@ -6,7 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import lognorm, norm
 
@@ -81,7 +82,7 @@ def test_all_aborted_never_ends_sooner_than_the_prior():
     assert history.curve(24576).survival(900) > 0.9
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100)
 @given(
     st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 5), st.booleans()), max_size=60),
     st.lists(st.integers(0, 30000), max_size=20),
@@ -97,7 +98,7 @@ def test_a_curve_is_a_survival_curve(responses, running, limit):
     assert (np.diff(survival) <= 1e-15).all() and (survival >= 0).all()
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@examples(50)
 @given(st.lists(st.tuples(st.integers(0, 10**5), st.integers(0, 9), st.booleans()), max_size=120), st.integers(1, 30))
 def test_only_the_window_counts(responses, window):
     long, short = LengthHistory(window=window), LengthHistory(window=window)

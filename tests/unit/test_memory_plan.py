@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from drawn import examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sglang_pat.layout import ParallelLayout, candidate_layouts
@@ -184,7 +185,7 @@ def tokens_of(asked: Demand, supply: Supply) -> int:
         return 0
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(situations())
 def test_a_plan_is_within_what_is_free(situation):
     asked, supply = situation
@@ -200,7 +201,7 @@ def test_a_plan_is_within_what_is_free(situation):
         assert 0 < plan.static_fraction < 1
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(situations(), st.integers(1, 64 * GIB))
 def test_more_memory_or_a_smaller_model_never_means_fewer_tokens(situation, more):
     asked, supply = situation
@@ -215,7 +216,7 @@ def test_more_memory_or_a_smaller_model_never_means_fewer_tokens(situation, more
     assert tokens_of(dataclasses.replace(asked, tail_weights=asked.tail_weights + more), supply) <= tokens
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(situations())
 def test_a_refusal_names_something_that_fits(situation):
     asked, supply = situation
@@ -240,7 +241,7 @@ def test_a_refusal_names_something_that_fits(situation):
     assert "\n" not in message
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(situations())
 def test_one_token_more_than_the_most_is_refused(situation):
     asked, supply = situation

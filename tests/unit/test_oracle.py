@@ -6,7 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from policy_world import crossing, machine, profiles
 
@@ -39,7 +40,7 @@ def brute_force(case: Drain) -> float:
     return least
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@examples(25)
 @given(profiles(), st.lists(st.integers(1, 24), min_size=1, max_size=4), st.integers(1, 16))
 def test_as_good_as_every_schedule(found, lengths, spacing):
     case = drain(found, lengths, spacing=spacing)
@@ -55,7 +56,7 @@ def test_as_good_as_every_schedule_on_a_crossing_machine(lengths):
         assert oracle(case).seconds == pytest.approx(brute_force(case), rel=1e-12)
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@examples(40)
 @given(
     st.one_of(profiles(), st.sampled_from([0.0, 0.05, 1.0]).map(crossing)),
     st.integers(0, 2**31),

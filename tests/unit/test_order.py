@@ -7,7 +7,8 @@ from collections import deque
 from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.switch.order import OutputOrder, Stamped, fence_after_switch
@@ -81,7 +82,7 @@ def in_order(delivered: list) -> bool:
     return True
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@examples(400)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([2, 4]), st.sampled_from([0, 1, 3, 20]))
 def test_every_request_in_order_and_complete(seed, ranks, max_steps):
     rng = random.Random(seed)
@@ -91,7 +92,7 @@ def test_every_request_in_order_and_complete(seed, ranks, max_steps):
     assert sorted(delivered) == sorted(m.payload for messages in leaders.wire.values() for m in messages)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200)
 @given(st.integers(0, 2**32 - 1))
 def test_fences_hold(seed):
     """Nothing comes out before its fence, and each rank's messages come out in its order."""

@@ -8,7 +8,8 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.switch.packing import Packed, pack, unpack
@@ -35,7 +36,7 @@ def exact(value) -> object:
     return type(value).__name__, struct.pack("d", value) if isinstance(value, float) else value
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(values)
 def test_equal_to_the_bit_and_of_the_same_types(value):
     assert exact(unpack(pickle.loads(pickle.dumps(pack(value))))) == exact(value)

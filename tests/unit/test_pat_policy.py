@@ -7,7 +7,8 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from policy_world import crossing, machine, profiles, snapshot, snapshots
 
 from sglang_pat.coordinator.lengths import LengthHistory
@@ -46,7 +47,7 @@ def algorithm_1(snap, predictor, costs) -> tuple[int, dict[int, float]]:
     return (target if best < current else snap.tp), totals
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200)
 @given(profiles(), snapshots())
 def test_as_transcribed(found, snap):
     predictor, costs = machine(found)
@@ -63,7 +64,7 @@ def test_as_transcribed(found, snap):
         assert decision.tp == tp
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200)
 @given(profiles(), snapshots())
 def test_pure_and_within_the_candidates(found, snap):
     predictor, costs = machine(found)

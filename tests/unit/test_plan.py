@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from drawn import examples
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from sglang_pat.layout import ParallelLayout, exchange_groups
@@ -219,7 +220,7 @@ def check_exchange(case: Case) -> None:
     assert outcome.elements == foreign * DIM
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@examples(400)
 @given(cases())
 def test_every_value_arrives_once(case):
     event("up" if case.new.tp > case.old.tp else "down")
@@ -230,7 +231,7 @@ def test_every_value_arrives_once(case):
     check_exchange(case)
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300)
 @given(cases(roomy=False))
 def test_what_does_not_fit_comes_as_tokens(case):
     """Each request by itself: the first go on decoding, the others keep their KV as long as there is room for it."""
@@ -289,7 +290,7 @@ def test_a_request_that_does_not_fit_takes_no_smaller_one_with_it():
     assert merged.total == 70
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200)
 @given(st.one_of(cases(), cases(roomy=False)))
 def test_pats_way_ends_with_the_same_kv(case):
     """Everything gathered over the larger group, and cut: the same pools as by the exchange."""
@@ -322,7 +323,7 @@ def test_pats_way_ends_with_the_same_kv(case):
             assert (got[1:] == wanted[1:]).all()
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@examples(150)
 @given(cases())
 def test_destinations_stay_within_the_group(case):
     """Raising: where the old group's ranks go.  Lowering: only groups made of its own ranks, balanced."""
@@ -335,7 +336,7 @@ def test_destinations_stay_within_the_group(case):
         assert dests == plan.destinations(case.old, case.new, group, lengths), "the same on every rank"
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300)
 @given(
     st.lists(st.integers(0, 5000), max_size=40),
     st.integers(0, 5),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.coordinator import policy
@@ -150,7 +151,7 @@ snapshots = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300)
 @given(snapshots, st.sampled_from(["threshold", "manual", "off"]), st.integers(1, 16))
 def test_pure_and_within_the_candidates(snap, name, switch_at):
     copy = dataclasses.replace(snap)
@@ -167,7 +168,7 @@ def snapshots_that_differ(snap: Snapshot) -> list[Snapshot]:
     return [dataclasses.replace(snap, requests=n, tp=tp) for n in (0, 1, 100) for tp in snap.degrees]
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300)
 @given(snapshots, st.floats(-1e6, 1e6))
 def test_only_differences_of_times_count(snap, shift):
     shift = float(int(shift))
@@ -183,7 +184,7 @@ def test_only_differences_of_times_count(snap, shift):
     assert close or degree(threshold(8), moved) == degree(threshold(8), snap)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100)
 @given(snapshots)
 def test_manual_stays_and_off_is_base(snap):
     assert degree(make_policy("manual"), snap) == snap.tp

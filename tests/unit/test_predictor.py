@@ -6,7 +6,8 @@ import bisect
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles_for_tests import decode_points, prefill_points, profile
 
@@ -69,7 +70,7 @@ def test_exact_at_measured_points(seconds):
                 assert got == pytest.approx(seconds(tp, replicas, batch, context), rel=1e-12)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.floats(0.25, 64), st.floats(1, 1e6))
 def test_agrees_with_a_slow_interpolation(batch, tokens):
     got = CROOKED.step_seconds(2, batch, tokens)
@@ -80,7 +81,7 @@ def test_agrees_with_a_slow_interpolation(batch, tokens):
 CROOKED = Predictor(profile(decode=decode_points(crooked, BATCHES, CONTEXTS)))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.floats(1e-4, 1.0), min_size=25, max_size=25), st.floats(0.5, 40), st.floats(1, 3e5))
 def test_agrees_on_measurements_that_neither_rise_nor_fall(seconds, batch, tokens):
     lookup = dict(zip([(b, c) for b in BATCHES for c in CONTEXTS], seconds, strict=True))
@@ -91,7 +92,7 @@ def test_agrees_on_measurements_that_neither_rise_nor_fall(seconds, batch, token
     assert got >= 0
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.floats(0.5, 40), st.floats(1, 3e5), st.floats(0, 20), st.floats(0, 3e5))
 def test_rises_where_the_measurements_rise(batch, tokens, more_requests, more_tokens):
     here = CROOKED.step_seconds(4, batch, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 from profiles_for_tests import FINGERPRINT, decode_points, prefill_points, profile, switch_sample
 
-from profiler import accuracy, report
+from profiler import accuracy, errors, report
 from profiler.errors import UsageError
 from profiler.grid import Grid
 from profiler.points import Point
@@ -167,21 +168,26 @@ def test_a_report_of_a_reference_profile(tmp_path):
     assert REPORT < {made.name for made in tmp_path.iterdir()}
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=500
-    )
+@pytest.fixture
+def refused(capsys):
+    """``refused(module, *arguments, said=...)``: exit code 2 and one line that says it."""
+
+    def check(module, *arguments, said):
+        code = errors.run(module, importlib.import_module(module).main, list(map(str, arguments)))
+        out, err = capsys.readouterr()
+        assert code == 2 and not out
+        assert len(err.splitlines()) == 1 and said in err
+
+    return check
 
 
-def refused(result, said):
-    """Exit code 2 and one line that says it."""
-    assert result.returncode == 2, result.stderr
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1 and said in lines[0], result.stderr
-    assert not result.stdout
+def test_the_command_ends_with_its_code():
+    command = [sys.executable, "-m", "profiler.sweep", "--out", "x.json"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
 
 
-def test_bad_input_to_the_sweep(tmp_path):
+def test_bad_input_to_the_sweep(refused, tmp_path):
     good = ["profiler.sweep", "--model-path", tmp_path, "--out", tmp_path / "p.json"]
     (tmp_path / "config.json").write_text("{}")
     other = tmp_path / "other.json"
@@ -202,32 +208,32 @@ def test_bad_input_to_the_sweep(tmp_path):
         (["profiler.sweep", "--model-path", tmp_path / "none", "--out", "x.json"], "no such folder"),
     ]
     for arguments, said in cases:
-        refused(run(*arguments), said)
+        refused(*arguments, said=said)
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == kept
 
 
-def test_bad_input_to_the_report(tmp_path):
+def test_bad_input_to_the_report(refused, tmp_path):
     path = tmp_path / "p.json"
-    refused(run("profiler.report", path, "--out", tmp_path / "r"), "No such file")
+    refused("profiler.report", path, "--out", tmp_path / "r", said="No such file")
     path.write_text('{"version": 1}')
-    refused(run("profiler.report", path, "--out", tmp_path / "r"), "sweep again")
+    refused("profiler.report", path, "--out", tmp_path / "r", said="sweep again")
     profiles.save(profile(decode=()), path)
-    refused(run("profiler.report", path, "--out", tmp_path / "r"), "no decode times")
+    refused("profiler.report", path, "--out", tmp_path / "r", said="no decode times")
     profiles.save(profile(), path)
-    refused(run("profiler.report", path), "--out")
-    refused(run("profiler.report", path, "--out", path / "r"), "is not a folder")
-    refused(run("profiler.report", path, "--out", tmp_path / "r", "--dpi", "3"), "--dpi")
+    refused("profiler.report", path, said="--out")
+    refused("profiler.report", path, "--out", path / "r", said="is not a folder")
+    refused("profiler.report", path, "--out", tmp_path / "r", "--dpi", "3", said="--dpi")
     assert not (tmp_path / "r").exists()
 
 
-def test_bad_input_to_the_validation(tmp_path):
+def test_bad_input_to_the_validation(refused, tmp_path):
     path = tmp_path / "p.json"
     model = ["--model-path", tmp_path]
-    refused(run("profiler.validate", path, *model), "No such file")
+    refused("profiler.validate", path, *model, said="No such file")
     profiles.save(profile(kind="modelled"), path)
-    refused(run("profiler.validate", path, *model), "modelled profile")
+    refused("profiler.validate", path, *model, said="modelled profile")
     profiles.save(profile(), path)
-    refused(run("profiler.validate", path, *model), "no config.json")
-    refused(run("profiler.validate", path), "--model-path")
-    refused(run("profiler.validate", path, *model, "--requests", "1"), "--requests 1")
-    refused(run("profiler.validate", path, *model, "--out", path / "r"), "is not a folder")
+    refused("profiler.validate", path, *model, said="no config.json")
+    refused("profiler.validate", path, said="--model-path")
+    refused("profiler.validate", path, *model, "--requests", "1", said="--requests 1")
+    refused("profiler.validate", path, *model, "--out", path / "r", said="is not a folder")

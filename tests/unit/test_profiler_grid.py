@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler import budget, grid
@@ -89,7 +90,7 @@ def test_points_of_a_layout_stay_together():
     assert len(dict.fromkeys(kinds)) == len([a for a, b in zip(kinds, [None, *kinds], strict=False) if a != b])
 
 
-@settings(deadline=None)
+
 @given(st.floats(0.01, 1e6), st.floats(1e-6, 0.1))
 def test_no_point_takes_too_much_of_the_time(seconds, prefill):
     slow = costs(prefill=prefill)
@@ -136,7 +137,7 @@ def test_with_time_enough_all_is_measured_in_full():
     assert set(made.steps.values()) == {grid.STEPS}
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.floats(1, 400))
 def test_a_plan_keeps_to_its_time_and_gives_up_the_least_first(seconds):
     found = ALL

@@ -7,7 +7,8 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from policy_world import crossing, machine, snapshots
 from policy_world import snapshot as make_snapshot
@@ -47,7 +48,7 @@ def step_by_step(predictor, work: Batch, tp: int, start: int, end: int) -> float
     return float(seconds.max())
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@examples(30)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.sampled_from([1, 2, 4]))
 def test_static_layouts_step_by_step(lengths, tp):
     """Exact where step times are linear in tokens."""
@@ -255,7 +256,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, profile_file, capsys, w
 # -- a log ----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100)
 @given(snapshots())
 def test_snapshots_and_decisions_round_trip(snap):
     snap = dataclasses.replace(snap, last_abort=float("-inf"))

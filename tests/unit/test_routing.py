@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from lines_run import lines_run
 
@@ -63,7 +64,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(leaders=st.integers(1, 8), events=events)
 def test_requests_go_where_the_recomputed_load_is_least(leaders: int, events: list):
     """An event is a request of so many tokens, or a leader's report that it has taken a share of what was sent."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.layout import ParallelLayout
@@ -169,7 +170,7 @@ def disjoint_intervals(draw):
     return draw(st.permutations(pieces))
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300)
 @given(held=disjoint_intervals(), wanted=disjoint_intervals())
 def test_copies_of_any_intervals(held, wanted):
     """Exactly what source and target have in common arrives, in its place, and adjacent copies are merged."""

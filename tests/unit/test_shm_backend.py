@@ -432,14 +432,27 @@ def check_emulated_link(rank, n, group):
         start = time.perf_counter()
         call()
         took, least = time.perf_counter() - start, latency + sent / bandwidth
-        assert least <= took < 3 * least + 0.1, (name, took, least)
-    dist.barrier(group=group)
-    start = time.perf_counter()
-    work = dist.all_reduce(x, group=linked, async_op=True)  # the wire's time passes while this rank computes
-    assert not work.is_completed()
-    time.sleep(latency + 2 * size / bandwidth)
-    assert work.is_completed()
-    assert time.perf_counter() - start < 3 * (latency + 2 * size / bandwidth) + 0.1
+        assert took >= least, (name, took, least)
+    dist.destroy_process_group(linked)
+
+
+def check_wire_time_passes_while_a_rank_computes(rank, n, group):
+    wire = 0.2
+    shm.set_link(wire * 1e6, 1e6)
+    linked = dist.new_group(list(range(n)), backend=shm.BACKEND)
+    shm.set_link(None)
+    x, waited = torch.zeros(1), []
+    for _ in range(5):  # a busy machine may take its time now and then
+        dist.barrier(group=group)
+        start = time.perf_counter()
+        work = dist.all_reduce(x, group=linked, async_op=True)
+        assert not work.is_completed() or time.perf_counter() - start >= wire
+        dist.barrier(group=group)
+        time.sleep(wire)
+        start = time.perf_counter()
+        work.wait()
+        waited.append(time.perf_counter() - start)
+    assert min(waited) < wire / 2, waited
     dist.destroy_process_group(linked)
 
 
@@ -486,7 +499,7 @@ def check_threads(rank, n, group):
 def check_failures(rank, n, group):
     """Groups of their own: each ends its group, nothing else."""
 
-    def error(call, seconds=2.0):
+    def error(call, seconds=30):  # a group that noticed nothing waits for 60
         start = time.perf_counter()
         with pytest.raises(dist.DistBackendError) as caught:
             call()
@@ -502,13 +515,13 @@ def check_failures(rank, n, group):
     assert "do not match" in text and ("4 bytes" in text or "reports" in text), text
     assert "unusable" in error(lambda: dist.barrier(group=broken))
 
-    broken = fresh(timeout=timedelta(milliseconds=400))
-    if rank == 0:
-        time.sleep(1)
-        assert "timeout" in error(lambda: dist.barrier(group=broken))
-    else:
+    broken = fresh(timeout=timedelta(seconds=2))
+    if rank > 0:
         text = error(lambda: dist.barrier(group=broken))
-        assert "timeout of 400 ms" in text and "rank 0" in text, text
+        assert "timeout of 2000 ms" in text and "rank 0" in text, text
+    dist.barrier(group=group)
+    if rank == 0:
+        assert "timeout" in error(lambda: dist.barrier(group=broken))
 
     broken = fresh()
     if rank == 0:
@@ -600,7 +613,7 @@ def test_a_killed_peer_is_named(start):
     for failures in (results[0], results[2]):
         assert len(failures) == 3, failures
         for seconds, text in failures:
-            assert seconds < 2 and "rank 1 (global rank 1" in text and "gone" in text, failures
+            assert seconds < 30 and "rank 1 (global rank 1" in text and "gone" in text, failures
     assert_no_segment_left(before)
 
 

@@ -6,7 +6,8 @@ import timeit
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from policy_world import crossing, machine, profiles, snapshot, snapshots
 from scipy.stats import lognorm
@@ -128,7 +129,7 @@ def test_expected_number_alive():
     assert ahead.context == pytest.approx(300 + middle)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200)
 @given(snapshots())
 def test_counting_alike_requests_together_changes_little(snap):
     if len(snap.load) == 0:
@@ -147,7 +148,7 @@ def test_counting_alike_requests_together_changes_little(snap):
     )
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200)
 @given(profiles(), snapshots())
 def test_pure_and_within_the_candidates(found, snap):
     decide = policy(found)
@@ -158,7 +159,7 @@ def test_pure_and_within_the_candidates(found, snap):
     assert decide(snap, LEARNT) == first
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@examples(25)
 @given(st.integers(0, 2**31), st.integers(4, 96), st.sampled_from([0.0, 0.05, 1.0]), st.floats(0.1, 2.0))
 def test_a_draining_batch_switches_a_bounded_number_of_times(seed, requests, control, sigma):
     """Never more switches than there are degrees above the base, whatever the lengths."""

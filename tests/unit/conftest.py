@@ -1,8 +1,0 @@
-"""Hypothesis does not judge the machine: no test fails because it was slow."""
-
-from __future__ import annotations
-
-from hypothesis import HealthCheck, settings
-
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
