@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """Groups are suffixes of test ids; a pair of pytest and pytest-xdist that does not know them starts servers twice."""
+    """Groups are suffixes of test ids.  Where pytest and pytest-xdist do not know them, servers are started twice."""
     grouped = getattr(session.config.option, "loadgroup", False)
     if grouped and session.items and "@" not in session.items[0].nodeid:
         raise pytest.UsageError(f"pytest {pytest.__version__} and pytest-xdist: tests of a group are not kept together")

@@ -1,9 +1,9 @@
 """Messages that could not be handled: dropped, counted, and said in the log.
 
 What may be dropped and what may not: a message that cannot be read, a request that cannot be started, a control request
-that fails and the account of one request harm nobody else, so the process goes on.  What a switch consists of
-(``Prepare``, ``Switch``, ``Cancel`` and the ranks' answers) and what must add up after it is never dropped: an error
-there ends the engine.
+that fails and the account of one request harm nobody else, so the process goes on.  The messages of a
+switch (``Prepare``, ``Compile``, ``Switch``, ``Cancel``, the ranks' answers) and what must add up after it are never
+dropped: an error there ends the engine.
 """
 
 from __future__ import annotations

@@ -40,11 +40,29 @@ class Cancel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     epoch: int
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """A grammar and how many requests have it; ``kind`` and ``text`` are the host's cache key."""
+
+    kind: str
+    text: str
+    count: int
+
+
+class Compile(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Compile what requests of other groups will need; answered like ``Prepare``, while decoding goes on."""
+
+    epoch: int
+    grammars: list[Grammar]
+
+
 class Prepared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank is ready.  ``grammars``: from leaders, what their requests need, which ranks of other groups may get."""
+
     rank: int
     epoch: int
     seconds: float
     error: str = ""
+    grammars: list[Grammar] = []
 
 
 class RankSwitched(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -48,7 +48,7 @@ def run(arguments):
 
 
 def keys(profile):
-    decode = [("decode", p.tp, p.replicas, p.batch, round(p.context / 96)) for p in profile.decode]
+    decode = [("decode", p.tp, p.replicas, p.batch, p.context > 112) for p in profile.decode]
     return decode + [("prefill", p.tp, p.replicas, p.batch, p.length) for p in profile.prefill]
 
 

@@ -72,6 +72,13 @@ class Rank:
     prepared: int | None = None
     """Epoch this rank is prepared for."""
     switching: m.Switch | None = None
+    compiled: list[m.Grammar] = field(default_factory=list)
+    """What it was told to compile for that epoch."""
+
+    def grammars(self) -> list[m.Grammar]:
+        """Of its requests."""
+        count = len(self.requests)
+        return [m.Grammar(kind="regex", text=text, count=count) for text in ("", f"{self.rank}") if count]
 
 
 class World:
@@ -95,6 +102,8 @@ class World:
         self.outstanding: set[int] = set()
         self.commanded: int | None = None
         self.preparing: int | None = None
+        self.grammatical = False
+        """Whether requests have grammars."""
         self.last_serial = -1
 
     # -- the outbox ---------------------------------------------------------------------------
@@ -108,6 +117,8 @@ class World:
         elif isinstance(obj, m.Prepare):
             assert self.preparing in (None, obj.epoch)
             self.preparing = obj.epoch
+        elif isinstance(obj, m.Compile):
+            assert self.preparing == obj.epoch and self.commanded is None
         elif isinstance(obj, m.Cancel):
             assert self.preparing == obj.epoch and self.commanded is None
         else:
@@ -190,8 +201,17 @@ class World:
             rank.prepared = obj.epoch
             for member in group:
                 error = f"rank {member}: no" if kind == "prepare" and member == victim else ""
-                prepared = m.Prepared(rank=member, epoch=obj.epoch, seconds=0.5 + member, error=error)
+                named = self.grammatical and member == rank.rank and obj.tp > self.layout.tp
+                grammars = rank.grammars() if named else []
+                prepared = m.Prepared(
+                    rank=member, epoch=obj.epoch, seconds=0.5 + member, error=error, grammars=grammars
+                )
                 self.ranks[member].outbox.append(prepared)
+        elif isinstance(obj, m.Compile):
+            assert rank.prepared == obj.epoch and rank.switching is None
+            rank.compiled = obj.grammars
+            for member in group:
+                self.ranks[member].outbox.append(m.Prepared(rank=member, epoch=obj.epoch, seconds=1.0))
         elif isinstance(obj, m.Cancel):
             assert self.fates[obj.epoch][0] == "prepare" and rank.prepared == obj.epoch
             rank.prepared = None
@@ -211,6 +231,12 @@ class World:
         old, new = self.layout, self.config.layout(command.tp)
         error = "rank 0: no" if self.fates[command.epoch][0] == "abort" else ""
         came = {rank.rank: len(rank.requests) for rank in self.ranks}
+        for leader in old.leaders:
+            told = {grammar.text for grammar in self.ranks[leader].compiled}
+            others = [o for o in old.leaders if o != leader and new.group_of(o) == new.group_of(leader)]
+            assert told <= {"", *map(str, others)}
+            # Requests that come while it compiles are compiled in the pause.
+            self.ranks[leader].compiled = []
         if not error:
             self.layout = new
             moving = [(leader, r) for leader in old.leaders for r in self.ranks[leader].requests]

@@ -223,6 +223,35 @@ def test_a_switch_waits_for_the_last_reply():
     assert [record.to_tp for record in rig.world.records] == [2]
 
 
+def test_grammars_of_the_other_group_are_compiled_before_the_switch():
+    rig = Rig(1, 4)
+    rig.world.grammatical = True
+    rig.work(8)
+    rig.reconfigure(2)
+    rig.settle()
+    sent = {rank: obj for rank, obj in rig.world.to_leaders if isinstance(obj, m.Compile)}
+    # Two requests a rank; group 0 of tp 2 is of ranks 0 and 2.
+    merged = rig.coordinator.config.layout(2)
+    assert set(sent) == set(range(4))
+    for rank, command in sent.items():
+        (peer,) = set(merged.group(merged.group_of(rank))) - {rank}
+        assert [(g.text, g.count) for g in command.grammars] == [("", 2), (str(peer), 2)]
+    kinds = [type(obj).__name__ for rank, obj in rig.world.to_leaders if rank == 0]
+    assert kinds[-3:] == ["Prepare", "Compile", "Switch"]
+    assert rig.world.records[-1].phases["prepare"] == 0.5 + 3 + 1.0
+
+
+def test_without_grammars_there_is_nothing_to_wait_for():
+    rig = Rig(1, 2)
+    rig.work(2)
+    rig.world.grammatical = True
+    for tp in (2, 1):
+        rig.reconfigure(tp)
+        rig.settle()
+    kinds = [type(obj).__name__ for rank, obj in rig.world.to_leaders if rank == 0 and not isinstance(obj, Request)]
+    assert kinds == ["Prepare", "Compile", "Switch", "Prepare", "Switch"]
+
+
 def test_needs_base_in_a_tail_layout_keeps_the_order():
     rig = Rig(1, 2)
     rig.reconfigure(2)

@@ -109,6 +109,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # -- the ranks ----------------------------------------------------------------------------
 
+    @rule(grammatical=st.booleans())
+    def grammars(self, grammatical):
+        self.world.grammatical = grammatical
+
     @rule(number=RANK, action=st.sampled_from(["iterate", "deliver", "finish", *REPLIES]), fate=FATE)
     def step(self, number, action, fate):
         self._act(number, action, fate)

@@ -49,7 +49,10 @@ RECORD = m.SwitchRecord(
 ENTRY = m.ScheduleEntry(tp=2, arrived=8, step=40)
 STATE = m.ScheduleState(entries=2, done=1, holding=False)
 
+GRAMMAR = m.Grammar(kind="regex", text="[a-f]+\n×", count=3)
+
 EXAMPLES = [
+    GRAMMAR,
     ENTRY,
     STATE,
     m.SetSchedule(query_id=4, entries=[ENTRY, m.ScheduleEntry(left=3, hold=True)]),
@@ -58,10 +61,12 @@ EXAMPLES = [
     m.Go(number=3, steps=40, finish=True),
     m.Held(rank=1, number=3, steps=40, batches=42),
     m.Prepare(epoch=1, tp=2),
+    m.Compile(epoch=1, grammars=[GRAMMAR]),
     m.Switch(epoch=1, tp=2),
     m.Cancel(epoch=1),
     m.Prepared(rank=0, epoch=1, seconds=0.5),
     m.Prepared(rank=0, epoch=1, seconds=0.5, error="rank 0: out of memory\n×"),
+    m.Prepared(rank=0, epoch=1, seconds=0.5, grammars=[GRAMMAR]),
     SWITCHED,
     LOAD,
     m.RankTrace(rank=1, query_id=2, steps=[m.Step(1.5, 0.25, 2, "decode", 3, 4)]),

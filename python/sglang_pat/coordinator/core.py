@@ -11,7 +11,7 @@ A switch and a control request never overlap.  What arrives while ranks are swit
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -83,6 +83,7 @@ class _Pending:
 
     Attributes:
         replies: ranks that have answered the current command.
+        compiling: the current command is the second part of the preparation.
         early: load reports of ranks that already work in the new layout while others still switch.
         ahead: of a round, whose requests wait for it.
     """
@@ -95,6 +96,7 @@ class _Pending:
     query_id: int | None = None
     recompute_below: int = 0
     ahead: bool = False
+    compiling: bool = False
     commanded: bool = False
     prepare_seconds: float = 0.0
     replies: dict[int, Any] = field(default_factory=dict)
@@ -437,17 +439,33 @@ class Coordinator:
         return len(self._pending.replies) == self.config.num_ranks
 
     def _prepared(self, now: float) -> None:
-        errors = [reply.error for reply in self._pending.replies.values() if reply.error]
+        pending = self._pending
+        pending.prepare_seconds += max(reply.seconds for reply in pending.replies.values())
+        errors = [reply.error for reply in pending.replies.values() if reply.error]
         if errors:
             for rank in self.layout.leaders:
-                self._outbox.to_leader(rank, m.Cancel(epoch=self._pending.epoch))
+                self._outbox.to_leader(rank, m.Cancel(epoch=pending.epoch))
             self._close("; ".join(errors), {}, now)
+        elif not pending.compiling and any(reply.grammars for reply in pending.replies.values()):
+            self._command_compile()
+
+    def _command_compile(self) -> None:
+        """Each rank compiles the grammars of those groups that it joins."""
+        pending = self._pending
+        named = {rank: pending.replies[rank].grammars for rank in self.layout.leaders}
+        pending.compiling, pending.replies = True, {}
+        for rank in self.layout.leaders:
+            counts: Counter[tuple[str, str]] = Counter()
+            for other, grammars in named.items():
+                if other != rank and pending.target.group_of(other) == pending.target.group_of(rank):
+                    counts.update({(grammar.kind, grammar.text): grammar.count for grammar in grammars})
+            wanted = [m.Grammar(kind=kind, text=text, count=count) for (kind, text), count in counts.items()]
+            self._outbox.to_leader(rank, m.Compile(epoch=pending.epoch, grammars=wanted))
 
     def _command_switch(self) -> None:
         if self._collecting:
             return  # a control request is under way; its last reply brings us back here
         pending = self._pending
-        pending.prepare_seconds = max(reply.seconds for reply in pending.replies.values())
         pending.commanded, pending.replies = True, {}
         for rank in self.layout.leaders:
             command = m.Switch(epoch=pending.epoch, tp=pending.target.tp, recompute_below=pending.recompute_below)

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_pat.host import agreement, requests
+from sglang_pat.host import agreement, compiled, requests
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.messages import Grammar
 from sglang_pat.switch import parcels, plan
 
 if TYPE_CHECKING:
@@ -78,11 +79,18 @@ class Arrivals:
         return [req for req in self.waiting if req.output_ids and req.rid not in parked]
 
 
-def seal(scheduler: AdaptiveScheduler, new: ParallelLayout) -> None:
-    """Before the pause: pickle what of this group's requests never changes, if it is going to travel."""
-    if scheduler.is_leader and new.tp > scheduler.layouts.current.layout.tp:
-        for req in scheduler.running_batch.reqs + scheduler.waiting_queue:
-            requests.seal(req)
+def seal(scheduler: AdaptiveScheduler, new: ParallelLayout) -> list[Grammar]:
+    """Before the pause: pickle what of this group's requests never changes, if it is going to travel.
+
+    Returns:
+        Grammars that the ranks of other groups will need.
+    """
+    if not scheduler.is_leader or new.tp <= scheduler.layouts.current.layout.tp:
+        return []
+    reqs = scheduler.running_batch.reqs + scheduler.waiting_queue
+    for req in reqs:
+        requests.seal(req)
+    return compiled.needed(reqs)
 
 
 def make_offer(
@@ -193,8 +201,7 @@ def rebuild(
             if live.dest != mine:
                 continue
             req = next(coming)
-            # A new group compiles its grammars together.
-            if not decodes or not isinstance(req, Req) or req.grammar is not None:
+            if not decodes or not isinstance(req, Req):
                 req = _rebuild_one(scheduler, req)
             if not decodes:
                 recompute.append(req)
@@ -208,6 +215,11 @@ def rebuild(
 
 
 def _rebuild_one(scheduler: AdaptiveScheduler, one: requests.Capsule | Req) -> Req:
-    req = scheduler.rebuild(requests.capture(one) if isinstance(one, Req) else one)
-    req.pat_grammar = requests.finish_grammar(req)
-    return req
+    if not isinstance(one, Req):
+        req = scheduler.rebuild(one)
+        if req.grammar is not None and not one.compiling:
+            for token in req.output_ids:
+                req.grammar.accept_token(token)
+        return req
+    capsule = requests.capture(one)
+    return scheduler.rebuild(capsule, held_grammar=None if capsule.compiling else one.grammar)

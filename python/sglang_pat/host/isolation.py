@@ -7,9 +7,9 @@ from typing import Any
 
 from sglang_pat.dropped import Dropped
 from sglang_pat.host.controls import failed
-from sglang_pat.messages import Cancel, Go, Prepare, Switch
+from sglang_pat.messages import Cancel, Compile, Go, Prepare, Switch
 
-FATAL = (Prepare, Switch, Cancel, Go)
+FATAL = (Prepare, Compile, Switch, Cancel, Go)
 """Steps of a switch, and of a schedule: ranks that are not in step with each other cannot go on."""
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import copy
 import pickle
 from array import array
-from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
+from sglang_pat.host import compiled
 from sglang_pat.switch.packing import pack, unpack
 
 CARRIED = (
@@ -72,12 +71,14 @@ class Capsule:
         output: token ids, unsigned 32 bit.  As an array: pickling a list takes a step for each token.
         state: values of :data:`CARRIED`, but ``output_ids``; those of :data:`LOGPROBS` packed.
         times: numeric fields of the host's time stats (seconds of this machine's clock).
+        compiling: it waits for its grammar.
     """
 
     sealed: bytes
     output: array
     state: dict[str, Any]
     times: dict[str, float]
+    compiling: bool
 
 
 def seal(req: Req) -> bytes:
@@ -114,7 +115,7 @@ def capture(req: Req) -> Capsule:
         for field in fields(req.time_stats)
         if isinstance(value := getattr(req.time_stats, field.name), (int, float))
     }
-    return Capsule(seal(req), output, state, times)
+    return Capsule(seal(req), output, state, times, compiled.is_compiling(req))
 
 
 def restore(req: Req, capsule: Capsule) -> None:
@@ -131,29 +132,6 @@ def restore(req: Req, capsule: Capsule) -> None:
         )
 
 
-def finish_grammar(req: Req) -> Any | None:
-    """Resolve a grammar that is still compiling and replay the output; returns a pristine copy for the cache.
-
-    Blocks while the grammar compiles.  As in the host's queue, a request whose grammar does not compile is
-    aborted.
-    """
-    if req.grammar is None:
-        return None
-    if isinstance(req.grammar, Future):
-        try:
-            req.grammar = req.grammar.result()
-        except Exception as error:
-            req.grammar = InvalidGrammarObject(f"Grammar compilation failed: {error}")
-    if isinstance(req.grammar, InvalidGrammarObject):
-        kind = (grammar_key(req) or ("",))[0]
-        req.set_finish_with_abort(f"Failed to compile {kind} grammar: {req.grammar.error_message}")
-        return None
-    pristine = req.grammar.copy()
-    for token in req.output_ids:
-        req.grammar.accept_token(token)
-    return pristine
-
-
 def forget_masks(reqs: list[Req]) -> None:
     """Have the grammars of ``reqs`` make their vocabulary masks anew in the next step.
 
@@ -164,20 +142,6 @@ def forget_masks(reqs: list[Req]) -> None:
         grammar = getattr(req.grammar, "grammar", req.grammar)  # what a reasoning wrapper holds
         if getattr(grammar, "bitmask", None) is not None:
             grammar.bitmask = None
-
-
-def grammar_key(req: Req) -> tuple[str, str] | None:
-    """Key under which the host caches this request's grammar."""
-    params = req.sampling_params
-    for kind, value in (
-        ("json", params.json_schema),
-        ("regex", params.regex),
-        ("ebnf", params.ebnf),
-        ("structural_tag", params.structural_tag),
-    ):
-        if value is not None:
-            return kind, value
-    return None
 
 
 def complete_token_ids(batch: ScheduleBatch) -> None:

@@ -1,7 +1,7 @@
 """SGLang's scheduler on a rank of the adaptive engine.
 
 It stays the stock scheduler of one replica.  What is added: its lines to the coordinator, the
-handlers of ``Prepare``/``Switch``/``Cancel``, load reports, and :meth:`AdaptiveScheduler.point_at`,
+handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and :meth:`AdaptiveScheduler.point_at`,
 which makes it the scheduler of another TP group.
 """
 
@@ -45,15 +45,16 @@ from sglang.srt.server_args import PortArgs
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
-from sglang_pat.host import census, grammars, penalties, prefixes, requests
+from sglang_pat.host import census, compiled, grammars, penalties, prefixes, requests
 from sglang_pat.host.channels import ControlSender, OutputSender, RankChannel, RpcRelay
+from sglang_pat.host.compiled import CompiledGrammars
 from sglang_pat.host.handover import Arrivals
 from sglang_pat.host.isolation import IsolatingDispatcher
 from sglang_pat.host.layouts import LayoutRuntime, Layouts
 from sglang_pat.host.load import LoadReporter, StepTrace, register
 from sglang_pat.host.runner import AdaptiveTpModelWorker
 from sglang_pat.host.switch import SwitchExecutor
-from sglang_pat.messages import Cancel, Go, InjectPrefixes, Prepare, Switch, TraceQuery
+from sglang_pat.messages import Cancel, Compile, Go, InjectPrefixes, Prepare, Switch, TraceQuery
 from sglang_pat.switch.gate import StepGate
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class AdaptiveScheduler(Scheduler):
         super().__init__(**kwargs)
         self.base_capacity = self.max_total_num_tokens
         self.layouts = Layouts(self.tp_worker)
+        self.grammars = CompiledGrammars(self.grammar_manager.grammar_backend)
         self.executor = SwitchExecutor(self)
         self.point_at(self.layouts.base, epoch=0)
         census.record(self, rank, epoch=0)
@@ -139,6 +141,7 @@ class AdaptiveScheduler(Scheduler):
         self._request_dispatcher._mapping.update(
             {
                 Prepare: lambda m: self.executor.prepare(m),
+                Compile: lambda m: self.executor.compile(m),
                 Switch: lambda m: self.executor.switch(m),
                 Cancel: lambda m: self.executor.cancel(m),
                 Go: lambda m: self.gate.go(m),
@@ -160,6 +163,7 @@ class AdaptiveScheduler(Scheduler):
         self._paused_by_client = paused
 
     def recv_requests(self) -> list[Any]:
+        self.executor.answer_compiled()
         if self.is_leader and self.gate.closed and self.gate.said:
             self.recv_from_tokenizer.poll(HELD_POLL_MILLISECONDS)
         return super().recv_requests()
@@ -196,8 +200,6 @@ class AdaptiveScheduler(Scheduler):
         grammar = self.grammar_manager
         grammar.grammar_sync_group, grammar.grammar_sync_size = group.cpu_group, group.world_size
         grammar.grammar_sync_entry, grammar.is_grammar_sync_entry = group.first_rank, group.is_first_rank
-        # A compiled grammar in one rank's cache but not in another's would part their queues.
-        grammar.clear()
 
         self.token_to_kv_pool_allocator = self.tree_cache.token_to_kv_pool_allocator = runtime.allocator
         self.max_total_num_tokens = runtime.allocator.size
@@ -257,13 +259,17 @@ class AdaptiveScheduler(Scheduler):
         self.load.retracted += is_retracted and self.is_leader
         super()._add_request_to_queue(req, is_retracted)
 
-    def rebuild(self, capsule: requests.Capsule) -> Req:
-        """A ``Req`` of this scheduler from a capsule, by the host's own constructor path."""
+    def rebuild(self, capsule: requests.Capsule, held_grammar: Any | None = None) -> Req:
+        """A ``Req`` of this scheduler from a capsule, by the host's own constructor path.
+
+        ``held_grammar``: its grammar as it stands, if it was here before.
+        """
         self._captured = []
         try:
             self._incoming, self._prompt = requests.unseal(capsule.sealed)
             self._sealed = capsule.sealed
-            super().handle_generate_request(self._incoming)
+            with self.grammars.rebuilding(held_grammar, capsule.compiling):
+                super().handle_generate_request(self._incoming)
             if self.grammar_manager.grammar_queue and not self._captured:
                 self._captured.append(self.grammar_manager.grammar_queue.pop())
             (req,) = self._captured
@@ -272,7 +278,7 @@ class AdaptiveScheduler(Scheduler):
         refused = req.to_finish
         requests.restore(req, capsule)
         if refused is not None and req.to_finish is None:
-            # It waited for its grammar, which turned out not to compile.
+            # Its grammar turned out not to compile.
             req.set_finish_with_abort(refused.message)
         return req
 
@@ -316,8 +322,9 @@ class AdaptiveScheduler(Scheduler):
         decoding, waiting, place = arrivals.decoding, arrivals.waiting, arrivals.place
         self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
         self.chunked_req, self._chunked_req_scheduled_last_iter = None, False
-        self.grammar_manager.grammar_queue = []
-        self.waiting_queue = waiting
+        self.grammar_manager.grammar_queue = [req for req in waiting if compiled.is_compiling(req)]
+        self.waiting_queue = waiting = [req for req in waiting if not compiled.is_compiling(req)]
+        self.grammars.keep([req for req, _, _ in decoding] + waiting)
         for req in waiting:
             req.retracted_stain |= bool(req.output_ids)
         self._occupy(place[1:])
@@ -329,8 +336,6 @@ class AdaptiveScheduler(Scheduler):
             now[row] = self.kv_row(req)
         for req, row, shared in arrivals.parked:
             now[row] = self._park_kv(req, now[row], shared)
-        for key, pristine in self._grammars([req for req, _, _ in decoding] + waiting):
-            self.grammar_manager.grammar_backend.set_cache(key, pristine)
         if decoding:
             self.running_batch = self._decode_batch([req for req, _, _ in decoding])
 
@@ -344,13 +349,6 @@ class AdaptiveScheduler(Scheduler):
         free[slots] = False
         # Of those above, which may be many, nothing is looked up: the empty pool's list is 1, 2, 3 ...
         allocator.free_pages = torch.cat([free.nonzero().flatten(), allocator.free_pages[highest:]])
-
-    def _grammars(self, reqs: list[Req]) -> list[tuple[tuple[str, str], Any]]:
-        found = {}
-        for req in reqs:
-            if (key := requests.grammar_key(req)) is not None and req.grammar is not None:
-                found.setdefault(key, req.pat_grammar)
-        return list(found.items())
 
     def _adopt_kv(self, req: Req, row: torch.Tensor, shared: int) -> None:
         tokens = len(row)

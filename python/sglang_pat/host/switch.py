@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from sglang_pat.host.handover import Arrivals, Offer
 from sglang_pat.host.kv_exchange import KvExchange
 from sglang_pat.host.steady import steady
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.messages import Cancel, Prepare, Prepared, RankSwitched, Switch
+from sglang_pat.messages import Cancel, Compile, Prepare, Prepared, RankSwitched, Switch
 from sglang_pat.switch import faults
 from sglang_pat.switch.order import fence_after_switch
 from sglang_pat.switch.state import SwitchState, advance
@@ -45,7 +45,8 @@ class SwitchExecutor:
         self.rank = scheduler.rank
         self.world = scheduler.layouts.runner.groups.world
         self.state = SwitchState.IDLE
-        self._epoch = 0
+        self._compiling: tuple[int, float] | None = None
+        """Epoch and beginning of what grammars are compiled for."""
         self._phases: dict[str, float] = {}
         self._clock = 0.0
 
@@ -54,22 +55,39 @@ class SwitchExecutor:
     def prepare(self, command: Prepare) -> None:
         """PREPARE: what can be done before the pause.  Decoding goes on after this call."""
         started = time.perf_counter()
-        error = ""
+        error, grammars = "", []
         try:
             self._enter(SwitchState.PREPARE, command.epoch)
             with steady():
                 new = self.config.layout(command.tp)
                 self.layouts.prepare(new)
                 kv_exchange.reserve(self.scheduler, new)
-                handover.seal(self.scheduler, new)
+                grammars = handover.seal(self.scheduler, new)
         except Exception as exc:
             logger.exception("preparing switch %d failed", command.epoch)
             error = f"rank {self.rank}: {exc}"
+        self._prepared(command.epoch, started, error=error, grammars=grammars)
+
+    def compile(self, command: Compile) -> None:
+        """PREPARE, second part: grammars of requests that other groups will hand over, in threads of the host."""
+        self._compiling = command.epoch, time.perf_counter()
+        self.scheduler.grammars.compile(command.grammars)
+        if self.scheduler.is_fully_idle():
+            self.scheduler.grammars.wait()  # its loop sleeps
+
+    def answer_compiled(self) -> None:
+        """Called in every iteration."""
+        if self._compiling is not None and not self.scheduler.grammars.busy:
+            (epoch, started), self._compiling = self._compiling, None
+            self._prepared(epoch, started)
+
+    def _prepared(self, epoch: int, started: float, **more: Any) -> None:
         seconds = time.perf_counter() - started
-        self.scheduler.channel.send(Prepared(rank=self.rank, epoch=command.epoch, seconds=seconds, error=error))
+        self.scheduler.channel.send(Prepared(rank=self.rank, epoch=epoch, seconds=seconds, **more))
 
     def cancel(self, command: Cancel) -> None:
         """Another rank could not prepare: stay where we are."""
+        self.scheduler.grammars.forget()
         if self.state is SwitchState.PREPARE:
             self.state = advance(advance(self.state, SwitchState.ABORT), SwitchState.IDLE)
 
@@ -200,6 +218,7 @@ class SwitchExecutor:
 
     def _abort(self) -> None:
         """Go on in the old layout.  If KV may have been overwritten, recompute it from the tokens."""
+        self.scheduler.grammars.forget()
         overwritten = self.state is SwitchState.EXCHANGE
         self.state = advance(self.state, SwitchState.ABORT)
         if overwritten:
