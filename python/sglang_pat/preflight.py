@@ -18,7 +18,7 @@ from pathlib import Path
 from sglang_pat.host import contract, cpu_shim
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory import estimate
-from sglang_pat.memory.plan import GIB, Plan, make_plan
+from sglang_pat.memory.plan import GIB, Plan, advice, make_plan
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.version import HOST_VERSION, __version__
 
@@ -114,7 +114,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.model_path is None:
         return report()
     try:
-        print(plan_of(args).table())
+        plan = plan_of(args)
+        print(plan.table())
+        if line := advice(plan):
+            print(f"  {line}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

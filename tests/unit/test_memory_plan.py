@@ -21,6 +21,7 @@ from sglang_pat.memory.plan import (
     Demand,
     DoesNotFit,
     Supply,
+    advice,
     alternatives,
     make_plan,
     most_tokens,
@@ -140,6 +141,25 @@ def test_the_table_shows_every_part():
     lines = plan.table().splitlines()
     assert "tp2×dp4, 8 ranks" in lines[0] and len(lines) < 15
     assert all(any(what in line for line in lines) for what, _ in plan.parts)
+
+
+def test_a_layout_with_hardly_any_room_is_advised_against():
+    line = advice(make_plan(demand("qwen2.5-32b", 1, 8, gpus(80)), gpus(80)))
+    found = re.fullmatch(
+        r"a replica has room for ([\d,]+) KV tokens, the longest request of this model has ([\d,]+): "
+        r"--tp 2 --dp 4 has room for ([\d,]+)",
+        line,
+    )
+    here, longest, there = (int(number.replace(",", "")) for number in found.groups())
+    assert here < longest == shape("qwen2.5-32b").context <= there
+    assert make_plan(demand("qwen2.5-32b", 2, 4, gpus(80)), gpus(80)).tokens == there
+
+
+@pytest.mark.parametrize("name,tp,dp,supply", [
+    ("llama-3.1-8b", 1, 8, gpus(80)), ("qwen2.5-32b", 8, 1, gpus(30)), ("llama-3.1-8b", 1, 2, machine(200)),
+])  # fmt: skip
+def test_no_advice_where_there_is_nothing_better(name, tp, dp, supply):
+    assert advice(make_plan(demand(name, tp, dp, supply), supply)) is None
 
 
 # -- properties ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.host.args import AdaptiveServerArgs, model_shape
 from sglang_pat.layout import device_of_rank
 from sglang_pat.memory.available import available_memory
-from sglang_pat.memory.plan import Demand, Plan, Supply, make_plan
+from sglang_pat.memory.plan import Demand, Plan, Supply, advice, make_plan
 from sglang_pat.memory.shapes import ModelShape
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ def planned(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     plan = make_plan(demand_of(args), supply_of(args))
     for line in plan.table().splitlines():
         logger.info(line)
+    if line := advice(plan):
+        logger.warning(line)
     return _with(args, plan)
 
 

@@ -145,6 +145,30 @@ class Plan:
         return "\n".join([f"memory plan: {head}", *(f"  {what:{width}}  {_size(size):>10}" for what, size in rows)])
 
 
+def advice(plan: Plan) -> str | None:
+    """One line if a request as long as the model takes does not fit into a replica, and another layout has more room.
+
+    Not on a CPU, where the plan takes less than it could.
+    """
+    demand, supply, longest = plan.demand, plan.supply, plan.demand.shape.context
+    if supply.kind == "cpu" or plan.tokens >= longest:
+        return None
+    free = replace(demand, tokens=None, fraction=None)
+    found = [(layout, _choose(_with_base(free, layout), supply) or 0) for layout in _other_layouts(free, supply)]
+    better = next(((layout, tokens) for layout, tokens in found if tokens >= longest), None)
+    layout, tokens = better or max(found, key=lambda pair: pair[1], default=(None, 0))
+    if tokens <= plan.tokens:
+        return None
+    return (
+        f"a replica has room for {plan.tokens:,} KV tokens, the longest request of this model has {longest:,}: "
+        f"--tp {layout.tp} --dp {layout.dp} has room for {tokens:,}"
+    )
+
+
+def _with_base(demand: Demand, layout: ParallelLayout) -> Demand:
+    return replace(demand, base=layout, degrees=demand.shape.allowed(candidate_layouts(layout)))
+
+
 def host_reserve(total: int, demand: Demand) -> int:
     """What SGLang leaves free on a GPU by default for activations and graphs, bytes."""
     reserve = 512 + max(demand.prefill_tokens, 2048) * 1.5 + demand.graph_batch * 2 + demand.base.tp / 8 * 1024
@@ -270,7 +294,7 @@ def alternatives(demand: Demand, supply: Supply) -> Iterator[Demand]:
         if most >= MIN_TOKENS:
             yield replace(demand, tokens=most, fraction=None)
     for layout in _other_layouts(demand, supply):
-        changed = replace(demand, base=layout, degrees=demand.shape.allowed(candidate_layouts(layout)))
+        changed = _with_base(demand, layout)
         if _choose(changed, supply) is not None:
             yield changed
             return
