@@ -185,6 +185,19 @@ def test_tokens_and_requests_left(seed):
     assert third.alive == 0 and world.layout == BASE
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_tokens_count_from_where_the_schedule_takes_hold(seed):
+    """Also where it is set in the instant after a switch, when the new leaders have not listed their requests yet."""
+    world = started([{"tp": 2, "arrived": 8, "tokens": 100}], seed)
+    world.send(*requests(8, 50))
+    world.run(until=lambda world: world.fired)
+    world.set([{"tp": 4, "tokens": 100}])
+    world.run()
+    first, second = world.fired
+    # What the replicas do before they hold again does not count.
+    assert 100 <= second.generated - first.generated < 200 and second.alive == 8
+
+
 def test_batches_count_prefills():
     world = started([{"tp": 2, "arrived": 4, "batch": 2}])
     world.send(*requests(4, prefills=3))

@@ -31,13 +31,13 @@ class Follower:
         self._numbers = itertools.count()
         self._queries: list[m.ScheduleQuery] = []
         self._ended_tokens = 0
-        self.schedule = Schedule((), base.leaders, self._numbers, 0)
+        self.schedule = Schedule((), base.leaders, self._numbers)
 
     def set(self, message: m.SetSchedule, layout: ParallelLayout) -> None:
         """Replace the schedule; whoever waits for the old one is answered."""
         if self.active:
             self._answer_waiting()
-            self.schedule = Schedule(message.entries, layout.leaders, self._numbers, self._generated(layout) or 0)
+            self.schedule = Schedule(message.entries, layout.leaders, self._numbers)
             self._tell(self.schedule.begin())
         self._answer(message.query_id)
 

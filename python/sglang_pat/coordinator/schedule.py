@@ -118,16 +118,14 @@ class Schedule:
     Args:
         leaders: of the layout in force.
         numbers: gives every ``Go`` of an engine another number.
-        generated: tokens that the engine has generated so far.
     """
 
-    def __init__(
-        self, entries: Iterable[ScheduleEntry], leaders: Iterable[int], numbers: Iterator[int], generated: int
-    ) -> None:
+    def __init__(self, entries: Iterable[ScheduleEntry], leaders: Iterable[int], numbers: Iterator[int]) -> None:
         self._entries = tuple(entries)
         self._replicas = {rank: _Replica() for rank in leaders}
         self._numbers = numbers
-        self._base = generated
+        self._base = None if any(entry.tokens is not None for entry in self._entries) else 0
+        """Tokens generated before this schedule: known once all replicas hold."""
         self._next = 0
         self._arrived = 0
         self._peak = 0
@@ -205,6 +203,10 @@ class Schedule:
             return {}, None
         busy = [rank for rank in self._replicas if requests.get(rank)]
         ready = all(self._replicas[rank].held for rank in busy)
+        if self._base is None:
+            self._base = generated() if ready else None
+            if self._base is None:
+                return {}, None
         left = None
         if entry.tokens is not None:
             # As long as some replicas work, the count grows under our hands.
