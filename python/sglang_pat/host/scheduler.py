@@ -41,7 +41,8 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.server_args import PortArgs
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils.watchdog import WatchdogRaw
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
@@ -98,6 +99,7 @@ class AdaptiveScheduler(Scheduler):
         self.load = LoadReporter(self)
         self.trace = StepTrace()
         self.gate = StepGate()
+        self._paused_turns = 0
         self._check_tokens = os.environ.get(CHECK_TOKENS_ENV) == "1"
         penalties.fix_order()
         super().__init__(**kwargs)
@@ -162,7 +164,23 @@ class AdaptiveScheduler(Scheduler):
     def _engine_paused(self, paused: bool) -> None:
         self._paused_by_client = paused
 
+    def init_soft_watchdog(self, server_args: ServerArgs) -> None:
+        super().init_soft_watchdog(server_args)
+        if server_args.soft_watchdog_timeout is not None:
+            self._count_paused_turns(self.soft_watchdog)
+
+    def init_watch_dog_memory_saver_input_blocker(self) -> None:
+        super().init_watch_dog_memory_saver_input_blocker()
+        self._count_paused_turns(self.watchdog)
+
+    def _count_paused_turns(self, watchdog: WatchdogRaw) -> None:
+        """The host's watchdog counts steps, and ends a rank that makes none with requests in it; a loop that is paused
+        is alive as long as it turns."""
+        steps = watchdog.get_counter
+        watchdog.get_counter = lambda: (steps(), self._paused_turns)
+
     def recv_requests(self) -> list[Any]:
+        self._paused_turns += self._engine_paused
         self.executor.answer_compiled()
         if self.is_leader and self.gate.closed and self.gate.said:
             self.recv_from_tokenizer.poll(HELD_POLL_MILLISECONDS)

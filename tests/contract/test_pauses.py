@@ -1,0 +1,65 @@
+"""The host's watchdog and a pause: by a client, or by the schedule."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+from sglang.srt.managers import scheduler as host  # noqa: E402
+from sglang.srt.managers.scheduler_runtime_checker_mixin import create_scheduler_watchdog  # noqa: E402
+
+from sglang_pat.host.scheduler import AdaptiveScheduler  # noqa: E402
+from sglang_pat.switch.gate import StepGate  # noqa: E402
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture
+def scheduler(monkeypatch) -> AdaptiveScheduler:
+    """One with a batch, whose loop turns by hand."""
+    monkeypatch.setattr(host.Scheduler, "recv_requests", lambda self: [])
+    made = AdaptiveScheduler.__new__(AdaptiveScheduler)
+    made.is_initializing, made.cur_batch, made.forward_ct = False, object(), 17
+    made.attn_tp_rank, made.gate, made._paused_turns = 1, StepGate(), 0
+    made.executor = SimpleNamespace(answer_compiled=lambda: None)
+    made._engine_paused = False
+    return made
+
+
+def test_a_paused_loop_is_alive_as_long_as_it_turns(scheduler):
+    watchdog = create_scheduler_watchdog(scheduler, watchdog_timeout=3600)
+    assert watchdog.is_active()
+    scheduler._count_paused_turns(watchdog)
+    before = watchdog.get_counter()
+    scheduler.recv_requests()
+    assert watchdog.get_counter() == before, "a loop that makes no steps though it may is stuck"
+    scheduler._engine_paused = True
+    assert watchdog.get_counter() == before, "so is one that does not turn"
+    scheduler.recv_requests()
+    assert watchdog.get_counter() != before
+    scheduler._engine_paused = False
+    before = watchdog.get_counter()
+    scheduler.forward_ct += 1
+    assert watchdog.get_counter() != before
+
+
+def test_both_watchdogs_count_so(scheduler, monkeypatch):
+    monkeypatch.setattr(host.Scheduler, "init_watch_dog_memory_saver_input_blocker", lambda self: None)
+    monkeypatch.setattr(host.Scheduler, "init_soft_watchdog", lambda self, args: None)
+    for soft in (False, True):
+        name = "soft_watchdog" if soft else "watchdog"
+        setattr(scheduler, name, create_scheduler_watchdog(scheduler, watchdog_timeout=3600, soft=soft))
+    scheduler.init_watch_dog_memory_saver_input_blocker()
+    scheduler.init_soft_watchdog(SimpleNamespace(soft_watchdog_timeout=3600))
+    before = scheduler.watchdog.get_counter(), scheduler.soft_watchdog.get_counter()
+    scheduler._engine_paused = True
+    scheduler.recv_requests()
+    assert all(old != new for old, new in zip(
+        before, (scheduler.watchdog.get_counter(), scheduler.soft_watchdog.get_counter()), strict=True
+    ))  # fmt: skip
