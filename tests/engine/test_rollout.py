@@ -17,6 +17,7 @@ from made_up import made_up
 
 from sglang_pat.predict import profile as profiles
 from sglang_pat.testing.server import Server, sent_event
+from sglang_pat.testing.tokenizer import EOS_ID, STOP_ID
 
 STOPS = list(range(100, 124))
 """Tokens that end a response: of 512 equally likely ones, so that it has some 20 tokens and sometimes 100."""
@@ -118,13 +119,31 @@ def test_responses_are_those_of_generate(either):
     assert found == {index: [answer["output_ids"]] * 2 for index, answer in enumerate(wanted)}
 
 
+def spread_by(outputs: list[list[int]]) -> tuple[int, list[int]]:
+    """A token that would end one of ``outputs`` long before any other, and how long all would be then."""
+
+    def lengths(token: int) -> list[int]:
+        ends = [next((i for i, t in enumerate(o) if t in (token, EOS_ID, STOP_ID)), len(o) - 1) for o in outputs]
+        return [end + 1 for end in ends]
+
+    def gap(token: int) -> int:
+        first, second = sorted(lengths(token))[:2]
+        return second - first
+
+    best = max(range(5, 503), key=gap)
+    assert gap(best) > 30, lengths(best)
+    return best, lengths(best)
+
+
 def test_partial_goes_on_with_the_same_tokens(either):
     """Interrupted and resumed in later rounds, greedily: as if never interrupted; versions say when."""
     server = either
     greedy = {"temperature": 0, "max_new_tokens": 240, "ignore_eos": True}
-    # The shortest prompts wait for a slot least, and all responses are equally long: each round interrupts some.
     prompts = [prompt(0, index, tokens=10 + index) for index in range(4)]
-    wanted = server.generate([{"input_ids": p["input_ids"], "sampling_params": greedy} for p in prompts])
+    whole = server.generate([{"input_ids": p["input_ids"], "sampling_params": greedy} for p in prompts])
+    stop, lengths = spread_by([answer["output_ids"] for answer in whole])
+    # One response is shorter than the others by far: the first round, which it ends, interrupts these.
+    greedy = {"temperature": 0, "max_new_tokens": 240, "stop_token_ids": [stop]}
     fields = {"mode": "partial", "num_prompts": 1, "num_responses": 1, "eta_prompts": 4.0, "eta_responses": 1}
     fields |= {"max_staleness": 9, "job": "partial", "end_of_epoch": 0, "sampling_params": greedy}
     found, interrupted = {}, 0
@@ -134,9 +153,9 @@ def test_partial_goes_on_with_the_same_tokens(either):
         interrupted += len(summary["aborted_lengths"])
         found |= {group["key"][1]: group["responses"][0] for group in groups}
     assert sorted(found) == [0, 1, 2, 3]
-    for index, answer in enumerate(wanted):
-        assert found[index]["token_ids"] == answer["output_ids"]
-        assert len(found[index]["logprobs"]) == 240
+    for index, (answer, length) in enumerate(zip(whole, lengths, strict=True)):
+        assert found[index]["token_ids"] == answer["output_ids"][:length]
+        assert len(found[index]["logprobs"]) == length
         assert [version for version, _ in found[index]["versions"]] == sorted({v for v, _ in found[index]["versions"]})
     assert interrupted
     assert any(len(response["versions"]) > 1 for response in found.values())

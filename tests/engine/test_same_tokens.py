@@ -196,10 +196,12 @@ def test_the_same_prompts_in_two_groups(runner):
             tasks = [asyncio.ensure_future(server.one(session, r.body())) for r in sharing]
             await server.reached(session)
             for tp in (2, 1, 2):
+                await server.arm(session, {"tp": tp}, {"arrived": len(filling), "hold": True})
                 more = [asyncio.ensure_future(server.one(session, r.body())) for r in filling]
-                await server.arm(session, {"tp": tp}, {"arrived": len(filling), "step": 40, "hold": True})
                 (record,) = (await server.reached(session))["switches"]
                 assert record["requests"] >= len(sharing), record
+                await server.arm(session, {"step": 40, "hold": True})
+                await server.reached(session)
                 await asyncio.gather(*more)
             await server.arm(session)
             return [(await task)["output_ids"] for task in tasks]
