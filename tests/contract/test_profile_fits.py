@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from sglang_pat.host import cpu_shim
@@ -13,6 +10,8 @@ from sglang_pat.predict.profile import DecodePoint, Profile, SwitchSample
 
 if cpu_shim.needed():
     cpu_shim.install()
+
+from sglang_pat.host.http import launch  # noqa: E402
 
 pytestmark = pytest.mark.contract
 
@@ -110,8 +109,6 @@ def test_a_predicting_policy_needs_a_profile(model):
 
 
 def test_the_command_says_it_in_one_line(model, profile):
-    command = f"{sys.executable} -m sglang_pat.launch_server --model-path {model} --tp 1 --dp 2 --adaptive-tp"
-    words = command.split() + ["--dtype", "bfloat16", "--pat-profile", str(profile)]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=500)
-    (error,) = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
-    assert ran.returncode == 1 and "dtype='float32'" in error
+    words = f"--model-path {model} --tp 1 --dp 2 --adaptive-tp --dtype bfloat16 --pat-profile {profile}".split()
+    with pytest.raises(SystemExit, match="^error: .*dtype='float32'"):
+        launch(words)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -137,18 +135,3 @@ def test_views_show_one_engine_outside_and_one_replica_inside(model):
     assert outer.adaptive_config() == args.adaptive_config() == outer_view(outer).adaptive_config()
     inner = rank_view(outer, outer.adaptive_config())
     assert (inner.tp_size, inner.dp_size) == (2, 1)
-
-
-@pytest.mark.parametrize(
-    "flags,expected",
-    [
-        (["--adaptive-tp", "--tp", "1", "--dp", "2", "--pp-size", "2"], "--pp-size 2"),
-        (["--pat-policy", "manual"], "needs --adaptive-tp"),
-    ],
-)
-def test_command_line_says_it_in_one_line(model, flags, expected):
-    command = [sys.executable, "-W", "ignore", "-m", "sglang_pat.launch_server", "--model-path", str(model), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert done.returncode == 1 and len(errors) == 1 and expected in errors[0], done.stderr
-    assert "Traceback" not in done.stderr

@@ -33,7 +33,7 @@ every step and after every switch; no switch makes what should have been made at
 LLAMA = (
     "agreement attributes smoke control features same_tokens rollout hostile policies flags faults"
 ).split()
-OTHERS = "profiler same_tokens sampling same_numbers weights start".split()
+OTHERS = "profiler sampling same_numbers same_tokens weights start".split()
 """The test files in two sides, which two workers may run beside each other (``pytest -n 2 --dist loadgroup``); in this
 order.  The files of a side share servers, those of the first one stock SGLang's with the small Llama.  Tests of
 ``same_tokens`` say themselves on which side they are.  ``faults`` is last: its tests end engines that the others are

@@ -19,7 +19,7 @@ from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
 
 ROOT = Path(__file__).resolve().parents[2]
-GRID = "batch=1,2,4;context=64,160;lone=1,2;prefill_batch=1,2;prefill_length=64;switch_requests=4;switch_context=128"
+GRID = "batch=1,4;context=64,160;lone=1;prefill_batch=1;prefill_length=64;switch_requests=4;switch_context=128"
 SECONDS = 500
 
 REFUSED = """
@@ -62,7 +62,7 @@ def swept(llama, tmp_path_factory):
         process = start(sweep(llama, path), output)
         try:
             begin = time.monotonic()
-            while not path.exists() or len(profiles.load(path).decode) < 4:
+            while not path.exists() or len(profiles.load(path).decode) < 3:
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() - begin < SECONDS, log.read_text()
                 time.sleep(0.05)
@@ -81,7 +81,7 @@ def swept(llama, tmp_path_factory):
 def test_an_interrupted_sweep_goes_on_where_it_was(swept):
     path, interrupted, output = swept
     finished = profiles.load(path)
-    assert 4 <= len(interrupted.decode) < len(finished.decode) and not interrupted.complete
+    assert 3 <= len(interrupted.decode) < len(finished.decode) and not interrupted.complete
     for before, after in zip(interrupted.decode, finished.decode, strict=False):
         same = msgspec.structs.replace(before, samples=after.samples, seconds=after.seconds)
         assert same == after and after.samples[: len(before.samples)] == before.samples, "a measurement was lost"
@@ -100,7 +100,7 @@ def test_the_profile_loads_and_predicts(swept):
         seconds = predictor.step_seconds(point.tp, point.batch, point.batch * point.context, point.replicas)
         assert seconds == pytest.approx(point.seconds) and 1e-4 < seconds < 5
     alone = {(p.tp, p.replicas, p.batch) for p in profile.decode}
-    assert alone == {(1, 2, 1), (1, 2, 2), (1, 2, 4), (1, 1, 1), (1, 1, 2), (2, 1, 1), (2, 1, 2), (2, 1, 4)}
+    assert alone == {(1, 2, 1), (1, 2, 4), (1, 1, 1), (2, 1, 1), (2, 1, 4)}
     contexts = {p.context > 120 for p in profile.decode}
     assert contexts == {False, True}, [p.context for p in profile.decode]
     assert predictor.prefill_seconds(2, [64, 100]) > 0

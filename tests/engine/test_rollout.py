@@ -161,21 +161,23 @@ def test_partial_goes_on_with_the_same_tokens(either):
     assert any(len(response["versions"]) > 1 for response in found.values())
 
 
-def test_fifty_rounds_with_switches_leave_no_kv(either):
+@pytest.mark.parametrize("rounds", [16, pytest.param(50, marks=pytest.mark.soak)])
+def test_rounds_with_switches_leave_no_kv(either, rounds):
     """Random lengths, aborts in every round, a switch in the middle of each; each prompt of an epoch once."""
     server = either
     idle(server)
     chance = random.Random(3)
     returned, kinds, aborted, given = [], [], 0, 0
-    for number in range(50):
-        count = 5 if number < 40 else 0
+    last = rounds * 4 // 5
+    for number in range(rounds):
+        count = 5 if number < last else 0
         prompts = [prompt(0, given + i) for i in range(count)]
         given += count
-        end = {"end_of_epoch": 0} if number == 40 else {}
+        end = {"end_of_epoch": 0} if number == last else {}
         # Some switches come while samples are sent, some while they are aborted, some after the round.
         point = {chance.choice(["step", "batch", "tokens"]): chance.randrange(60)}
         schedule(server, {"tp": 2 - number % 2, "arrived": chance.randrange(3), **point})
-        groups, summary = one_round(server, body(prompts, job="fifty", max_deferrals=5, **end))
+        groups, summary = one_round(server, body(prompts, job=f"rounds-{rounds}", max_deferrals=5, **end))
         returned += [group["key"][1] for group in groups]
         kinds.append(summary["kind"])
         aborted += len(summary["aborted_lengths"])
@@ -183,11 +185,11 @@ def test_fifty_rounds_with_switches_leave_no_kv(either):
         assert (engine["running"], engine["waiting"], engine["tokens"]) == (0, 0, 0)
     schedule(server)
     idle(server)
-    assert len(kinds) == 50
+    assert len(kinds) == rounds
     assert len(returned) == len(set(returned)) == sum(3 for kind in kinds)
-    assert aborted > 50
+    assert aborted > rounds
     assert {"short", "long"} <= set(kinds)
-    assert server.status()["num_switches"] > 20
+    assert server.status()["num_switches"] > rounds // 3
 
 
 def test_a_client_that_goes_away_aborts_its_round(server):

@@ -64,6 +64,7 @@ SETUPS = {
         count=10,
         max_total_tokens=1200,
         flags=(*CHUNKED, "--schedule-conservativeness", "0.2"),
+        env={"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "100"},
     ),
     # As PAT moves weights and KV; its group is made on first use.
     "qwen3-pat": Setup(
@@ -85,7 +86,7 @@ SETUPS = {
         count=1,
         flags=CHUNKED,
         stock=False,
-        limits=dict(vocab=49152, max_batch=8, max_prompt=120, max_new_tokens=24),
+        limits=dict(vocab=49152, max_batch=4, max_prompt=60, max_new_tokens=12),
     ),
 }
 
@@ -217,14 +218,14 @@ def test_the_same_prompts_in_two_groups(runner):
 def test_replicas_merge_that_admit_differently(runner):
     """Each replica has its own estimate of how many tokens its requests will need; a merged group has one."""
     server = runner.adaptive("qwen3")
-    long = [schedules.Request(prompt=(7, 8 + i), max_new_tokens=1100) for i in range(2)]
+    long = [schedules.Request(prompt=(7, 8 + i), max_new_tokens=500) for i in range(2)]
     # More than fits in the pool.  The ranks must agree how many go in.
     burst = [schedules.Request(prompt=tuple(range(5 + i, 25 + i)), max_new_tokens=20) for i in range(80)]
 
     async def work():
         async with server.session() as session:
             # The first one runs alone, and its replica's estimate falls with each step.
-            await server.arm(session, {"arrived": 1, "step": 600, "hold": True})
+            await server.arm(session, {"arrived": 1, "step": 110, "hold": True})
             tasks = [asyncio.ensure_future(server.one(session, long[0].body()))]
             await server.reached(session)
             await server.arm(session, {"arrived": 1, "batch": 1}, {"tp": 2, "hold": True})
