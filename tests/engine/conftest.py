@@ -17,7 +17,7 @@ from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
 MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
-KEEP = 5
+KEEP = 6
 """Servers that a worker keeps alive at once: 0.9 to 1.5 GiB each."""
 
 CHECKS = {

@@ -220,7 +220,7 @@ class Stock:
     Attributes:
         bodies: requests of the feature batch, by feature; ``expected``: their answers, each on its own.
         answers: answers to :data:`KNOWN`, by request.
-        best: for every request of both, the two best ``(logprob, token)`` of each step.
+        best: asks for the two best ``(logprob, token)`` of each step of a request of either.
         openai: texts of :data:`OPENAI`, by path.
         ties: where an answer went another way at a tie.
     """
@@ -228,7 +228,7 @@ class Stock:
     bodies: dict[str, Body]
     expected: dict[str, dict[str, Any]]
     answers: dict[str, dict[str, Any]]
-    best: dict[str, list[Any]]
+    best: Callable[[Body], list[Any]]
     openai: dict[str, str]
     ties: list[str] = field(default_factory=list)
 
@@ -242,7 +242,7 @@ class Stock:
         if at is None:
             assert len(mine) == len(theirs), where
             return True
-        first, second = self.best[json.dumps(request)][at][:2]
+        first, second = self.best(request)[at][:2]
         line = f"token {at} is {mine[at]}, stock's best are {first} and {second}; {where}"
         tied = second[0] is not None and first[0] - second[0] <= TIE
         assert tied and {mine[at], theirs[at]} == {first[1], second[1]}, line
@@ -284,16 +284,15 @@ def stock(servers, llama) -> Stock:
     expected = dict(zip(rest, generate_apart(server, [bodies[name] for name in rest]), strict=True))
     expected |= {name: server.generate([bodies[name]])[0] for name in alone}
     answers = {json.dumps(b): answer for b, answer in zip(KNOWN, generate_apart(server, KNOWN), strict=True)}
-    requests = [*bodies.values(), *KNOWN]
-    with_best = [
-        {name: value for name, value in b.items() if name != "token_ids_logprob"}
-        | {"return_logprob": True, "top_logprobs_num": 2}
-        for b in requests
-    ]
-    meta = [answer["meta_info"] for answer in generate_apart(server, with_best)]
-    best = {json.dumps(b): m["output_top_logprobs"] for b, m in zip(requests, meta, strict=True)}
     choices = {path: server.post(path, request).json()["choices"][0] for path, request in OPENAI.items()}
     texts = {path: c["text"] if "text" in c else c["message"]["content"] for path, c in choices.items()}
+
+    def best(request: Body) -> list[Any]:
+        more = {"return_logprob": True, "top_logprobs_num": 2}
+        asked = {name: value for name, value in request.items() if name != "token_ids_logprob"} | more
+        (answer,) = servers.stock(llama, max_total_tokens=65536).generate([asked])
+        return answer["meta_info"]["output_top_logprobs"]
+
     return Stock(bodies, expected, answers, best, texts)
 
 
@@ -383,7 +382,7 @@ async def post(session: aiohttp.ClientSession, server: Server, path: str, data: 
         return response.status
 
 
-KEPT = known(body(21, tokens=900))
+KEPT = known(body(21, tokens=300))
 
 
 @pytest.mark.parametrize("degrees", [(2,), (2, 1)], ids=["tail", "back in base"])
@@ -450,7 +449,7 @@ def test_client_disconnects(server, degrees):
 # -- pause and continue, with a switch while paused ------------------------------------------------------------
 
 
-PAUSED = known(*(body(51 + i, tokens=800) for i in range(4)), body(56, tokens=800, frequency_penalty=0.6))
+PAUSED = known(*(body(51 + i, tokens=300) for i in range(4)), body(56, tokens=300, frequency_penalty=0.6))
 
 
 @pytest.mark.parametrize("start", [1, 2])

@@ -55,6 +55,7 @@ SETUPS = {
         model="qwen2",
         ranks=2,
         count=10,
+        stock=False,
         flags=(*CHUNKED, "--max-running-requests", "6", "--pat-kv-exchange", "alltoall"),
     ),
     # Norms on q and k, tied embeddings.  Little KV, lavishly given out: requests are retracted.
