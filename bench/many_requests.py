@@ -1,6 +1,6 @@
-"""The pause of a switch by the number of requests alive: plain, with penalties, with logprobs.
+"""The pause of a switch by the number of requests alive: plain, with penalties, with logprobs, with grammars.
 
-    python bench/many_requests.py [--quick] [--json FILE]
+    python bench/many_requests.py [--quick] [--requests 8,64] [--json FILE]
 
 A tiny model on two ranks, so that what is measured is what a request costs and not its KV.  Each batch decodes for some
 steps, merges (tp1×dp2 to tp2×dp1) and is split again.  Pauses are without drain, the wait for the steps in flight.
@@ -25,7 +25,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalties": {"frequency_penalty": 0.5, "presence_penalty": 0.5},
     "logprobs": {"return_logprob": True, "top_logprobs_num": 2},
+    "grammars": {"regex": "([a-f]{3,%d}-)+"},
 }
+"""Fields of requests; each request has a grammar of its own."""
 PROMPT, BEFORE, ANSWER = 16, 64, 400
 """Tokens of a prompt; decoded before the switch; of an answer, which is aborted."""
 
@@ -34,12 +36,14 @@ def send(rig: Rig, requests: int, kind: dict[str, Any]) -> list[asyncio.Task]:
     asked = {name: value for name, value in kind.items() if "logprob" in name}
     params = {"max_new_tokens": ANSWER, "ignore_eos": True, "temperature": 0.0}
     params |= {name: value for name, value in kind.items() if name not in asked}
-    return [
-        asyncio.ensure_future(
-            rig.engine.async_generate(input_ids=rig.tokens(PROMPT), sampling_params=dict(params), **asked)
+
+    def one(number: int) -> asyncio.Task:
+        mine = params | ({"regex": params["regex"] % (4 + number)} if "regex" in params else {})
+        return asyncio.ensure_future(
+            rig.engine.async_generate(input_ids=rig.tokens(PROMPT), sampling_params=mine, **asked)
         )
-        for _ in range(requests)
-    ]
+
+    return [one(number) for number in range(requests)]
 
 
 async def switches(rig: Rig, requests: int, kind: dict[str, Any]) -> list[dict[str, Any]]:
@@ -84,9 +88,12 @@ async def measure(engine: Any, numbers: list[int], rounds: int) -> list[dict[str
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="8 and 64 requests, two rounds; a minute")
+    parser.add_argument("--requests", metavar="N,N", help="how many are alive (default 8,64,256,512)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     args = parser.parse_args()
     numbers, rounds = ([8, 64], 2) if args.quick else ([8, 64, 256, 512], 3)
+    if args.requests:
+        numbers = [int(number) for number in args.requests.split(",")]
     host.set_environment(quiet=True)
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))
