@@ -272,8 +272,11 @@ class StatusReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Reconfigure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Switch now; ``dry_run``: only say what that would do."""
+
     query_id: int
     tp: int
+    dry_run: bool = False
 
 
 class ReconfigureReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):

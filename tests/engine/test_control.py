@@ -75,14 +75,20 @@ def test_status_shows_the_load_of_each_group(server):
             work = asyncio.ensure_future(server.generate_async(bodies))
             await server.reached(session)
             base = await asyncio.to_thread(server.status)
+            expected = server.post("/pat/reconfigure", {"tp": 2, "dry_run": True}).json()
+            assert await asyncio.to_thread(server.status) == base
             await server.arm(session, {"tp": 2}, {"step": 1, "hold": True})
             await server.reached(session)
             tail = await asyncio.to_thread(server.status)
             await server.arm(session)
             await work
-            return base, tail
+            return base, tail, expected
 
-    base, tail = asyncio.run(run())
+    base, tail, expected = asyncio.run(run())
+    tokens = sum(group["tokens"] for group in base["groups"])
+    assert expected == {"from_tp": 1, "to_tp": 2, "requests": 6, "tokens": tokens, "parked": 0}
+    made = tail["switches"][-1]
+    assert (made["requests"], made["parked"], made["tokens"]) == (6, 0, tokens)
     assert base["requests"] == tail["requests"] == 6
     assert [group["running"] for group in base["groups"]] == [3, 3]
     assert [group["running"] for group in tail["groups"]] == [6]
@@ -127,6 +133,7 @@ BAD_BODIES = {
     "negative": b'{"tp": -2}',
     "float": b'{"tp": 2.0}',
     "infinite": b'{"tp": 1e999}',
+    "no truth value": b'{"tp": 2, "dry_run": 1}',
     "unknown field": b'{"tp": 2, "dp": 1}',
     "too many digits": b'{"tp": ' + b"9" * 5000 + b"}",
     "deep": b"[" * 30_000,

@@ -252,6 +252,23 @@ def test_without_grammars_there_is_nothing_to_wait_for():
     assert kinds == ["Prepare", "Compile", "Switch", "Prepare", "Switch"]
 
 
+@pytest.mark.parametrize("max_running,parked", [(None, 0), (2, 0), (1, 2)])
+def test_what_a_switch_would_do(max_running, parked):
+    """Eight requests, of which one decodes on each of four replicas; then two would, on two."""
+    rig = Rig(1, 4, max_running=max_running)
+    rig.work(8)
+    for rank in range(4):
+        rig.world.iterate(rank)
+    rig.settle()
+    before = len(rig.world.to_leaders)
+    rig.coordinator.reconfigure(m.Reconfigure(query_id=5, tp=2, dry_run=True), 0.0)
+    reply = next(obj for obj in rig.world.server if isinstance(obj, m.ReconfigureReply) and obj.query_id == 5)
+    assert reply.code == 200 and rig.coordinator.layout.tp == 1 and len(rig.world.to_leaders) == before
+    assert {name: reply.record[name] for name in ("from_tp", "to_tp", "requests", "parked")} == {
+        "from_tp": 1, "to_tp": 2, "requests": 8, "parked": parked,
+    }  # fmt: skip
+
+
 def test_needs_base_in_a_tail_layout_keeps_the_order():
     rig = Rig(1, 2)
     rig.reconfigure(2)

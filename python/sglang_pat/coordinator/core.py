@@ -22,6 +22,7 @@ from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.arrivals import Arrivals
 from sglang_pat.coordinator.follower import Follower
+from sglang_pat.coordinator.forecast import forecast
 from sglang_pat.coordinator.leader import Leader, Work, load_of
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import Policy, make_policy
@@ -170,11 +171,14 @@ class Coordinator:
         self._proceed(now)
 
     def reconfigure(self, query: m.Reconfigure, now: float) -> None:
-        """``POST /pat/reconfigure``: answered when the switch is over."""
+        """``POST /pat/reconfigure``: answered when the switch is over, or at once with what it would do."""
         try:
             target = self.config.layout(query.tp)
         except ValueError as error:
             return self._answer(query.query_id, 400, str(error))
+        if query.dry_run:
+            expected = forecast(self._leaders, self.layout, target, self.config.max_running)
+            return self._answer(query.query_id, 200, "", expected)
         if self._pending or self._wanted:
             return self._answer(query.query_id, 409, "a switch is under way; try again when it is over")
         if target == self.layout:

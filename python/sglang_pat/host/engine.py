@@ -164,13 +164,15 @@ class Engine(AdaptiveEngine):
         """What ``GET /pat/status`` returns."""
         return self._await(self.tokenizer_manager.pat_status())
 
-    def reconfigure(self, tp: int) -> dict[str, Any]:
+    def reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         """Switch to degree ``tp`` now; returns the switch record, times in seconds (empty if already there).
+
+        ``dry_run``: only says what that would do, as :func:`sglang_pat.coordinator.forecast.forecast` does.
 
         Raises:
             ReconfigureError: not a candidate, a switch under way, or aborted.
         """
-        return self._await(self.tokenizer_manager.pat_reconfigure(tp))
+        return self._await(self.tokenizer_manager.pat_reconfigure(tp, dry_run))
 
     def set_schedule(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
         """Switch at given steps from now on (policy ``schedule``; :class:`~sglang_pat.messages.ScheduleEntry`).
@@ -280,5 +282,5 @@ class Engine(AdaptiveEngine):
     async def async_schedule(self, wait: bool = True) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_schedule(wait)
 
-    async def async_reconfigure(self, tp: int) -> dict[str, Any]:
-        return await self.tokenizer_manager.pat_reconfigure(tp)
+    async def async_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
+        return await self.tokenizer_manager.pat_reconfigure(tp, dry_run)

@@ -106,15 +106,18 @@ async def status() -> dict:
 async def reconfigure(request: Request) -> JSONResponse:
     """``{"tp": 2}``: switch to degree 2 now; 200 with the switch record when it is over.
 
+    With ``"dry_run": true`` it only says what that would do to the requests that are alive: how many go over, with how
+    many KV tokens, and how many would have to wait for a decode slot.
+
     400: not a body like that, or not a candidate; 409: a switch is under way; 500: aborted, the old
     layout goes on.
     """
     try:
-        tp = _degree(await _body(request, MAX_SMALL_BYTES))
+        tp, dry_run = _degree(await _body(request, MAX_SMALL_BYTES))
     except ValueError as error:
         return _error(400, str(error))
     try:
-        return JSONResponse(await _manager().pat_reconfigure(tp))
+        return JSONResponse(await _manager().pat_reconfigure(tp, dry_run))
     except ReconfigureError as error:
         return _error(error.code, str(error))
 
@@ -193,7 +196,7 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-def _degree(body: bytes) -> int:
+def _degree(body: bytes) -> tuple[int, bool]:
     example = 'send {"tp": 2}'
     try:
         data = json.loads(body)
@@ -201,11 +204,13 @@ def _degree(body: bytes) -> int:
         raise ValueError(f"the body is not JSON: {example}") from None
     if not isinstance(data, dict) or "tp" not in data:
         raise ValueError(f"'tp' is missing: {example}")
-    if unknown := sorted(set(data) - {"tp"}):
+    if unknown := sorted(set(data) - {"tp", "dry_run"}):
         raise ValueError(f"unknown field {unknown[0]!r}: {example}")
     if not isinstance(data["tp"], int) or isinstance(data["tp"], bool) or data["tp"] < 1:
         raise ValueError(f"'tp' is {data['tp']!r}, must be a positive integer: {example}")
-    return data["tp"]
+    if not isinstance(dry_run := data.get("dry_run", False), bool):
+        raise ValueError(f"'dry_run' is {dry_run!r}, must be true or false: {example}")
+    return data["tp"], dry_run
 
 
 def _error(code: int, message: str) -> JSONResponse:

@@ -182,13 +182,15 @@ class AdaptiveTokenizerManager(TokenizerManager):
         reply = await self._pat_ask(messages.StatusQuery)
         return reply.status | {"weight_version": self.server_args.weight_version}
 
-    async def pat_reconfigure(self, tp: int) -> dict[str, Any]:
+    async def pat_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         """Switch to degree ``tp``; returns the switch record (empty if already there).
+
+        ``dry_run``: only says what that would do (``sglang_pat.coordinator.forecast``).
 
         Raises:
             ReconfigureError: not a candidate (400), a switch is under way (409), aborted (500).
         """
-        reply = await self._pat_ask(messages.Reconfigure, tp=tp)
+        reply = await self._pat_ask(messages.Reconfigure, tp=tp, dry_run=dry_run)
         if reply.code != 200:
             raise ReconfigureError(reply.code, reply.message)
         return reply.record or {}
