@@ -191,7 +191,8 @@ rollout = st.fixed_dictionaries(
         "unknown": junk,
     },
 )
-reconfigure = may(st.fixed_dictionaries({"tp": may(st.sampled_from([1, 2]))}, optional={"dp": junk, "dry_run": may(st.booleans())}))
+more = {"dp": junk, "dry_run": may(st.booleans())}
+reconfigure = may(st.fixed_dictionaries({"tp": may(st.sampled_from([1, 2]))}, optional=more))
 kept = {"key": keys, "keep": may(st.booleans())}
 verdict = may(st.fixed_dictionaries(kept, optional={"reward": numbers, "job": words}))
 schedule = may(st.lists(st.dictionaries(st.sampled_from(["tp", "at_step", "at_tokens", "hold"]), junk), max_size=3))

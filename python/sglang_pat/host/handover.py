@@ -222,4 +222,8 @@ def _rebuild_one(scheduler: AdaptiveScheduler, one: requests.Capsule | Req) -> R
                 req.grammar.accept_token(token)
         return req
     capsule = requests.capture(one)
-    return scheduler.rebuild(capsule, held_grammar=None if capsule.compiling else one.grammar)
+    if capsule.compiling:
+        return scheduler.rebuild(capsule)
+    req = scheduler.rebuild(capsule, held_grammar=one.grammar)
+    req.grammar = one.grammar  # also one that no text asks for (strict thinking)
+    return req
