@@ -273,7 +273,8 @@ def test_loads_count_all_ranks(server):
 ADMIN = {
     "flush": ("POST", "/flush_cache", None),
     "slow_down": ("POST", "/slow_down", {"forward_sleep_time": 0.0}),
-    "set_internal_state": ("POST", "/set_internal_state", {"server_args": {"pp_max_micro_batch_size": 8}}),
+    # As it is: the server is for other tests too.
+    "set_internal_state": ("POST", "/set_internal_state", {"server_args": {"pp_max_micro_batch_size": 2048}}),
     "freeze_gc": ("POST", "/freeze_gc", None),
     "open_session": ("POST", "/open_session", {"capacity_of_str_len": 100, "session_id": "nobody"}),
     "configure_logging": ("POST", "/configure_logging", {"log_requests": False}),
