@@ -157,6 +157,29 @@ def test_one_that_does_not_compile_says_so(backend):
         assert ready and isinstance(value, InvalidGrammarObject)
 
 
+def test_a_replayed_grammar_is_where_the_host_has_it(backend, tokenizer):
+    """Also after an end of sequence that the request ignores: the same masks from then on."""
+    end = tokenizer.eos_token_id
+    tokens = [*tokenizer.encode("abc-", add_special_tokens=False), end]
+    here, there = (backend._init_value_dispatch(KEY, False) for _ in range(2))
+    for token in tokens:
+        here.accept_token(token)
+        here.finished = False  # as the host's process_batch_result_decode, of a request that goes on
+    compiled.replay(there, tokens)
+    assert here.finished == there.finished and here.is_terminated() == there.is_terminated()
+    masks = []
+    for grammar in (here, there):
+        mask = grammar.allocate_vocab_mask(503, 1, "cpu")
+        mask.fill_(-1)
+        try:
+            grammar.fill_vocab_mask(mask, 0)
+        except Exception as error:
+            masks.append(str(error))
+        else:
+            masks.append(mask.tolist())
+    assert masks[0] == masks[1]
+
+
 def test_without_a_tokenizer_there_are_none():
     grammars = CompiledGrammars(None)
     grammars.compile([])

@@ -55,6 +55,17 @@ def needed(reqs: Iterable[Req]) -> list[Grammar]:
     return found
 
 
+def replay(grammar: Any, tokens: Iterable[int]) -> None:
+    """Bring a fresh grammar to where it is on the ranks that had the request, which goes on after all ``tokens``.
+
+    After every token the host sets ``finished`` to whether the request is.  An end of sequence that is ignored would
+    leave it True here, and ranks of a group would mask different tokens.
+    """
+    for token in tokens:
+        grammar.accept_token(token)
+        grammar.finished = False
+
+
 class CompiledGrammars:
     """What a rank has compiled for requests of other groups; stands in front of the host's cache while requests are
     rebuilt.

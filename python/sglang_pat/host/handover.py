@@ -218,8 +218,7 @@ def _rebuild_one(scheduler: AdaptiveScheduler, one: requests.Capsule | Req) -> R
     if not isinstance(one, Req):
         req = scheduler.rebuild(one)
         if req.grammar is not None and not one.compiling:
-            for token in req.output_ids:
-                req.grammar.accept_token(token)
+            compiled.replay(req.grammar, req.output_ids)
         return req
     capsule = requests.capture(one)
     if capsule.compiling:
