@@ -30,10 +30,10 @@ CHECKS = {
 """Every adaptive server checks itself: the host's leak checks, at rest and in every step; ranks of a group agree in
 every step and after every switch; no switch makes what should have been made at start."""
 
-LLAMA = (
-    "agreement attributes smoke control features same_tokens rollout hostile policies flags faults"
-).split()
-OTHERS = "profiler sampling same_numbers same_tokens weights start".split()
+SIDES = {
+    "llama": "agreement attributes smoke control features same_tokens rollout hostile policies flags faults".split(),
+    "others": "profiler sampling same_numbers same_tokens weights start".split(),
+}
 """The test files in two sides, which two workers may run beside each other (``pytest -n 2 --dist loadgroup``); in this
 order.  The files of a side share servers, those of the first one stock SGLang's with the small Llama.  Tests of
 ``same_tokens`` say themselves on which side they are.  ``faults`` is last: its tests end engines that the others are
@@ -62,15 +62,13 @@ class CountedServer(Server):
         super().__init__(*args, **kwargs)
 
 
-def _place(item) -> tuple[int, int]:
-    """Side, and place in its order."""
-    name = item.path.stem.removeprefix("test_")
+def _side(item, name: str) -> str:
+    """Where the tests of this file run, or this test says that it does."""
     marked = item.get_closest_marker("xdist_group")
-    sides = [side for side in (LLAMA, OTHERS) if name in side]
+    sides = [side for side, files in SIDES.items() if name in files]
     if not sides or (len(sides) == 2) != bool(marked):
-        raise pytest.UsageError(f"{item.path.name}: name it in LLAMA or in OTHERS of {__file__}")
-    side = sides[0] if not marked else {"llama": LLAMA, "others": OTHERS}[marked.args[0]]
-    return (LLAMA, OTHERS).index(side), side.index(name)
+        raise pytest.UsageError(f"{item.path.name}: name it in one of the SIDES of {__file__}")
+    return marked.args[0] if marked else sides[0]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,10 +76,12 @@ def pytest_collection_modifyitems(items):
     places = {}
     for item in items:
         if item.path.parent == Path(__file__).parent:
-            places[item] = _place(item)
+            name = item.path.stem.removeprefix("test_")
+            side = _side(item, name)
+            places[item] = list(SIDES).index(side), SIDES[side].index(name)
             item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.xdist_group(("llama", "others")[places[item][0]]))
-    items.sort(key=lambda item: places.get(item, (2, 0)))
+            item.add_marker(pytest.mark.xdist_group(side))
+    items.sort(key=lambda item: places.get(item, (len(SIDES), 0)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -155,7 +155,7 @@ def runner(servers):
 
 
 def _side(model: str) -> pytest.MarkDecorator:
-    """See ``conftest.LLAMA``."""
+    """See ``conftest.SIDES``."""
     return pytest.mark.xdist_group("llama" if model == "llama-kv2" else "others")
 
 

@@ -23,7 +23,7 @@ def child(parent_pid, writer):
 if __name__ == "__main__":
     tempfile.tempdir = sys.argv[1]
     processes.PRELOAD = []
-    processes.warm()
+    getattr(processes, sys.argv[2])()
     started = [processes.start(child) for _ in range(2)]
     print(json.dumps([reader.recv() for _, reader in started]), flush=True)
     sys.stdin.readline()
@@ -31,13 +31,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def engine(tmp_path_factory):
-    """A main process with two children, and what these said of their signals."""
+@pytest.fixture(params=["warm", "fork_here"])
+def engine(request, tmp_path_factory):
+    """A main process with two children, and what these said of their signals; the fork server is started either way."""
     place = tmp_path_factory.mktemp("p")
     script = place / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(place)]
+    command = [sys.executable, str(script), str(place), request.param]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.said = json.loads(process.stdout.readline())
         yield process

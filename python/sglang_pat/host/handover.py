@@ -221,8 +221,4 @@ def _rebuild_one(scheduler: AdaptiveScheduler, one: requests.Capsule | Req) -> R
             compiled.replay(req.grammar, req.output_ids)
         return req
     capsule = requests.capture(one)
-    if capsule.compiling:
-        return scheduler.rebuild(capsule)
-    req = scheduler.rebuild(capsule, held_grammar=one.grammar)
-    req.grammar = one.grammar  # also one that no text asks for (strict thinking)
-    return req
+    return scheduler.rebuild(capsule, held_grammar=None if capsule.compiling else one.grammar)

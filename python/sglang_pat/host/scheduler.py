@@ -293,6 +293,8 @@ class AdaptiveScheduler(Scheduler):
             (req,) = self._captured
         finally:
             self._captured = None
+        if held_grammar is not None:
+            req.grammar = held_grammar  # also one that no text asks for (strict thinking)
         refused = req.to_finish
         requests.restore(req, capsule)
         if refused is not None and req.to_finish is None:
