@@ -1,4 +1,4 @@
-# make setup | test | unit | soak | demo | bench | lint | clean | distclean
+# make setup | test | unit | soak | demo | bench | gpu | lint | clean | distclean
 #
 # Needs Python 3.11 or newer, gcc/g++ and make. Everything goes into .venv; a second run takes well under a second.
 
@@ -22,7 +22,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup test unit soak demo bench lint clean distclean
+.PHONY: setup test unit soak demo bench gpu lint clean distclean
 
 setup: $(VENV)/.sglang_pat_setup
 
@@ -57,6 +57,10 @@ demo: setup
 
 bench: setup
 	@set -e; for script in bench/[!_]*.py; do echo "== $$script $(BENCH_ARGS)"; $(PY) $$script $(BENCH_ARGS); done
+
+# Does it work on this machine, and what does a switch cost here?  See docs/gpu.md.
+gpu: setup
+	$(PY) -m sglang_pat.acceptance $(GPU_ARGS)
 
 lint: setup
 	$(PY) -m ruff check python profiler tests bench examples

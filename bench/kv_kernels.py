@@ -10,67 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from sglang_pat.kernels import kv
+from sglang_pat.acceptance.kernels import measure
 from sglang_pat.testing.machine import machine
 
 LAYERS = {
     "8 heads x 128, bfloat16": (8, 128, torch.bfloat16),
     "4 heads x 64, float32": (4, 64, torch.float32),
 }
-
-
-def seconds(device: str, *calls, repeats: int) -> list[float]:
-    """Median time of each of ``calls``, taking turns."""
-    found: list[list[float]] = [[] for _ in calls]
-    for turn in range(repeats + 2):
-        for call, times in zip(calls, found, strict=True):
-            if device == "cuda":
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda.synchronize()
-                begin.record()
-                call()
-                end.record()
-                torch.cuda.synchronize()
-                took = begin.elapsed_time(end) / 1e3
-            else:
-                started = time.perf_counter()
-                call()
-                took = time.perf_counter() - started
-            if turn >= 2:
-                times.append(took)
-    return [statistics.median(times) for times in found]
-
-
-def measure(device: str, heads: int, dim: int, dtype: torch.dtype, parts: int, tokens: int, repeats: int) -> dict:
-    """One layer of ``tokens`` tokens, cut by heads into ``parts`` parts, one for each peer."""
-    slots_in_pool = 2 * tokens
-    k, v = (torch.randn(slots_in_pool, heads, dim, device=device).to(dtype) for _ in range(2))
-    slots = torch.randperm(slots_in_pool, device=device)[:tokens].repeat(parts)
-    offsets = [tokens * part for part in range(parts + 1)]
-    count = heads // parts
-    begins = [count * part for part in range(parts)]
-    staged = torch.empty(kv.staged_numel(tokens * parts, count, dim, dim), dtype=dtype, device=device)
-    other = torch.empty_like(staged)
-    pack, unpack, copy = seconds(
-        device,
-        lambda: kv.kv_pack(k, v, slots, offsets, begins, count, staged),
-        lambda: kv.kv_unpack(k, v, slots, offsets, begins, count, staged),
-        lambda: other.copy_(staged),
-        repeats=repeats,
-    )
-    return {
-        "tokens": tokens, "parts": parts, "bytes": staged.nbytes, "pack_seconds": pack, "unpack_seconds": unpack,
-        "copy_seconds": copy,
-    }  # fmt: skip
 
 
 def main() -> int:

@@ -14,18 +14,17 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import _switch_commands as commands
 import _switch_figures as figures
-import psutil
 
+from profiler.worker import Worker
 from sglang_pat.testing import models
 from sglang_pat.testing.machine import machine
 from sglang_pat.testing.server import stopped
@@ -65,43 +64,6 @@ SETTINGS = {
     "4 ranks": Setting(4, 2, 4, POINTS),
 }
 QUICK = {"2 ranks, tiny": Setting(2, 1, 2, ((512, 1), (2048, 8)), headline=(2048, 8))}
-
-
-class Worker:
-    """One engine in a process of its own (``_switch_worker.py``)."""
-
-    def __init__(self, model: Path, *flags: str) -> None:
-        script = Path(__file__).with_name("_switch_worker.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), str(model), *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        self._answer()
-
-    def _answer(self) -> Any:
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the engine ended with code {self.process.wait()}; run {self.process.args} to see why")
-        return json.loads(line)
-
-    def do(self, what: str, **arguments: Any) -> Any:
-        self.process.stdin.write(json.dumps({"do": what} | arguments) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def stop(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(60)
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.process.poll() is None:
-            self.stop()
 
 
 def engine(model: Path, setting: Setting, pool: int, *flags: str) -> Worker:
@@ -166,7 +128,7 @@ def restart(model: Path, setting: Setting, pool: int) -> dict[str, float]:
     sizes = ("--dtype", "float32", "--max-total-tokens", str(pool))
     with Worker(model, *flags, *sizes) as again:
         started = time.monotonic()
-        prefill = again.do("prefill", requests=requests, tokens=tokens)
+        prefill = again.do(commands.prefill, requests=requests, tokens=tokens)
     return {"stop": stopped_at - begun, "start": started - stopped_at, "prefill": prefill}
 
 
@@ -205,7 +167,7 @@ def measure(workers: dict[str, Worker], setting: Setting, points: list[dict], ro
         for point in points:
             for way, worker in workers.items():
                 with stopped(*(other for other in workers.values() if other is not worker)):
-                    made = worker.do("switches", **batch(setting, point["tokens"], point["requests"]))
+                    made = worker.do(commands.switches, **batch(setting, point["tokens"], point["requests"]))
                 point["switches"].setdefault(way, []).extend(made)
             with stopped(*workers.values()):
                 moved = point["switches"]["ours"][0]["moved_bytes"] // setting.ranks
@@ -217,12 +179,12 @@ def measure(workers: dict[str, Worker], setting: Setting, points: list[dict], ro
 def alone(worker: Worker, setting: Setting, points: list[dict], result: dict, rounds: int) -> None:
     """What is measured of ours only: memory, return to base, steps after a switch."""
     for point in points:
-        point["taken"] = worker.do("taken", **batch(setting, point["tokens"], point["requests"]))
-    result["returning"] = worker.do("returning", low=setting.low, high=setting.high, rounds=5 * rounds)
+        point["taken"] = worker.do(commands.taken, **batch(setting, point["tokens"], point["requests"]))
+    result["returning"] = worker.do(commands.returning, low=setting.low, high=setting.high, rounds=5 * rounds)
     where, contexts = batch(setting, *setting.after), None
     result["after"] = []
     for _ in range(setting.pairs if rounds > 2 else 2):
-        pair = worker.do("after", **where, steps=16, contexts=contexts)
+        pair = worker.do(commands.after, **where, steps=16, contexts=contexts)
         result["after"].append(pair)
         contexts = None if contexts else pair["contexts"]
 
@@ -250,8 +212,8 @@ def idle_slots(rounds: int) -> dict[int, list[float]]:
         for _ in range(rounds):
             for size, worker in workers.items():
                 with stopped(*(other for other in workers.values() if other is not worker)):
-                    worker.do("switches", **batch(setting, 1024, 4))
-                    found = worker.do("switches", **batch(setting, 1024, 4))
+                    worker.do(commands.switches, **batch(setting, 1024, 4))
+                    found = worker.do(commands.switches, **batch(setting, 1024, 4))
                 pauses.setdefault(size, []).extend(r["pause_seconds"] - r["phases"]["drain"] for r in found)
     return pauses
 

@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# What a shell puts in the background (`make test &`) is deaf to Ctrl-C, and so would be the servers of the tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", any_machine, derandomize=True)
@@ -28,7 +32,7 @@ def pytest_collection_modifyitems(items):
     """A worker takes whole files, so that what their fixtures make is made once."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 def pytest_collection_finish(session):

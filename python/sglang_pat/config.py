@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang_pat.layout import ParallelLayout, candidate_layouts
+from sglang_pat.layout import ParallelLayout, candidate_layouts, device_of_rank
 
 POLICIES = ("survival", "pat", "threshold", "schedule", "manual", "off")
 PREDICTING = ("survival", "pat")
@@ -12,6 +12,7 @@ PREDICTING = ("survival", "pat")
 WEIGHT_MODES = ("resident", "reshard")
 KV_EXCHANGES = ("direct", "alltoall", "allgather")
 KV_MODES = ("auto", "migrate", "recompute")
+GPU_ORDERS = ("rank", "neighbours")
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -52,6 +53,9 @@ class AdaptiveConfig:
     """How KV is migrated.  ``direct``: each rank takes its slices from where the others packed them, on CPUs; elsewhere
     the same as ``alltoall``: through the process group.  ``allgather``: all ranks of a group get everything and cut
     their slices out of it, as in PAT."""
+    gpu_order: str = "rank"
+    """``rank``: rank r runs on the r-th GPU, as trainers expect that hand weights over by IPC.  ``neighbours``: ranks
+    that merge first run on neighbouring GPUs, for machines whose GPUs are not all connected alike."""
     layouts: tuple[ParallelLayout, ...] = field(init=False)
     """All layouts, lowest degree (the base) first."""
 
@@ -60,6 +64,7 @@ class AdaptiveConfig:
         _one_of("--pat-weights", self.weights, WEIGHT_MODES)
         _one_of("--pat-kv", self.kv, KV_MODES)
         _one_of("--pat-kv-exchange", self.kv_exchange, KV_EXCHANGES)
+        _one_of("--pat-gpu-order", self.gpu_order, GPU_ORDERS)
         if self.predicts and self.profile is None:
             raise ValueError(
                 f"--pat-policy {self.policy} needs a profile: give --pat-profile FILE "
@@ -79,6 +84,10 @@ class AdaptiveConfig:
     @property
     def predicts(self) -> bool:
         return self.policy in PREDICTING
+
+    def place(self, rank: int) -> int:
+        """Number of the GPU of ``rank`` among the engine's, from 0."""
+        return device_of_rank(rank, self.num_ranks) if self.gpu_order == "neighbours" else rank
 
     def layout(self, tp: int) -> ParallelLayout:
         """The candidate of degree ``tp``.

@@ -102,7 +102,7 @@ def exchange_groups(a: ParallelLayout, b: ParallelLayout) -> list[list[int]]:
 
 
 def device_of_rank(rank: int, num_ranks: int) -> int:
-    """GPU on which ``rank`` is placed: bit reversal, so that low-degree groups are neighbours.
+    """GPU of ``rank`` if low-degree groups are to be neighbours: bit reversal.
 
     With 8 ranks the tp=2 groups are GPUs (0,1)(2,3)(4,5)(6,7).  Counts that are not a
     power of two keep the identity.

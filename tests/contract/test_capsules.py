@@ -8,6 +8,7 @@ import random
 from array import array
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
 from sglang_pat.host import requests  # noqa: E402
-from sglang_pat.host.scheduler import AdaptiveScheduler  # noqa: E402
+from sglang_pat.host.adopt import _Slots  # noqa: E402
 from sglang_pat.switch.packing import Packed  # noqa: E402
 
 pytestmark = pytest.mark.contract
@@ -58,22 +59,23 @@ def test_logprobs_go_over_as_arrays_and_come_out_as_they_were():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_waits_for_a_decode_slot_is_found_in_the_tree(seed):
-    """Requests of two groups, some with a common prefix: each finds its KV there, and no slot is lost."""
+def test_what_a_switch_brings_is_found_in_the_tree(seed):
+    """Requests of two groups, some with a common prefix: each finds its KV there, and no slot is lost.  What decodes
+    holds its part of the tree, what waits for a decode slot does not."""
     rng = random.Random(seed)
     pool = TokenToKVPoolAllocator(400, torch.float32, "cpu", None, False)
     tree = RadixCache.create_simulated(mock_allocator=pool)
-    scheduler = SimpleNamespace(tree_cache=tree, token_to_kv_pool_allocator=pool)
+    slots = _Slots(SimpleNamespace(tree_cache=tree, token_to_kv_pool_allocator=pool, device="cpu"), np.arange(401))
     content = torch.zeros(401, dtype=torch.int64)
-    now, parked = torch.arange(401), []
+    entered, decoding = [], []
     for group in range(2):
         mine: list[tuple[list[int], torch.Tensor]] = []
         for number in range(4):
             tokens, row, shared = [], pool.free_pages[:0], 0
             if mine and rng.random() < 0.6:
-                of, slots = rng.choice(mine)
+                of, places = rng.choice(mine)
                 shared = rng.randint(1, len(of))
-                tokens, row = of[:shared], slots[:shared]
+                tokens, row = of[:shared], places[:shared]
             # The two groups have some sequences in common.
             more = [1000 * (number + rng.choice([0, 10 * group])) + i for i in range(rng.randint(1, 12))]
             row = torch.cat([row, pool.alloc(len(more))])
@@ -82,10 +84,23 @@ def test_what_waits_for_a_decode_slot_is_found_in_the_tree(seed):
             mine.append((tokens, row))
             req = request(f"{group}-{number}", tuple(tokens[:1]))
             req.output_ids = [*tokens[1:], 3]  # the last token has no KV yet
-            now[row] = AdaptiveScheduler._park_kv(scheduler, req, now[row], shared)
-            parked.append(tokens)
-    for tokens in parked:
+            decodes = rng.random() < 0.5
+            found = slots.enter(req, row.numpy(), shared, decodes)
+            assert content[found].tolist() == tokens
+            entered.append(tokens)
+            decoding += [req] * decodes
+    slots.upload()
+    for tokens in entered:
         found = tree.match_prefix(MatchPrefixParams(key=RadixKey([*tokens, 3]))).device_indices
         assert content[found].tolist() == tokens
     assert pool.available_size() + tree.total_size() == 400
+    held = {node for req in decoding for node in path(req.last_node)}
+    assert tree.protected_size() == sum(len(node.key) for node in held if node is not tree.root_node)
+    for req in decoding:
+        tree.dec_lock_ref(req.last_node)
     assert tree.total_size() == tree.evictable_size(), "what decodes may take its room"
+
+
+def path(node) -> list:
+    """From ``node`` up to the root."""
+    return [] if node is None else [node, *path(node.parent)]

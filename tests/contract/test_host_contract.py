@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,30 @@ def test_a_changed_symbol_is_named():
     symbol = contract.Symbol("sglang.srt.layers.sampler", "create_sampler", ("backend", "device"))
     assert symbol.problem() == "parameters changed: device"
     assert "missing" in contract.Symbol("sglang.srt.layers.sampler", "no_such_thing", ()).problem()
+
+
+@pytest.mark.parametrize("symbol", [s for s in contract.symbols() if not s.read][::7], ids=lambda s: s.name)
+def test_reading_a_symbol_finds_what_importing_it_finds(symbol):
+    if written_there(symbol):
+        assert dataclasses.replace(symbol, read=True).problem() is None
+
+
+def written_there(symbol: contract.Symbol) -> bool:
+    """A function or method written in that module: neither inherited, nor made by a dataclass, nor imported."""
+    found = importlib.import_module(symbol.module)
+    owner, parts = found, symbol.name.split(".")
+    for part in parts:
+        owner, found = found, getattr(found, part)
+    code = getattr(found, "__code__", None)
+    file = importlib.import_module(symbol.module).__file__
+    return code is not None and code.co_filename == file and parts[-1] in vars(owner)
+
+
+def test_a_symbol_that_cannot_be_read_is_named():
+    for line in ("~sglang.srt.no_such_module:f()", "~sglang.srt.server_args:ServerArgs.no_such_method()"):
+        assert "missing" in contract.Symbol.parse(line).problem()
+    changed = contract.Symbol.parse("~sglang.srt.server_args:ServerArgs.from_cli_args(args, more)")
+    assert changed.problem() == "parameters changed: more"
 
 
 def test_every_request_attribute_is_accounted_for():

@@ -30,7 +30,7 @@ def host_settings(gigabytes: int, tp: int):
     args = SimpleNamespace(
         chunked_prefill_size=None, cuda_graph_max_bs=None, cuda_graph_bs=None, mem_fraction_static=None, tp_size=tp,
         pp_size=1, dp_size=1, device="cuda", disable_cuda_graph_padding=False, speculative_algorithm=None,
-        piecewise_cuda_graph_max_tokens=None, piecewise_cuda_graph_tokens=None, disable_piecewise_cuda_graph=False,
+        piecewise_cuda_graph_max_tokens=None, piecewise_cuda_graph_tokens=None, disable_piecewise_cuda_graph=True,
         max_total_tokens=None, max_prefill_tokens=16384, model_path="m", enable_dp_attention=False,
         enable_symm_mem=False, language_only=False, use_mla_backend=lambda: False,
         get_model_config=lambda: SimpleNamespace(is_multimodal=False),
@@ -48,10 +48,8 @@ def test_defaults_and_reserve_are_the_hosts(gigabytes, tp):
     supply = Supply(kind="cuda", free=gigabytes * GIB, total=gigabytes * GIB)
     chunk, graph_batch = estimate.host_defaults(supply.total, tp)
     assert (chunk, graph_batch) == (args.chunked_prefill_size, args.cuda_graph_max_bs)
-    assert estimate.host_prefill_graphs(chunk) == len(args.piecewise_cuda_graph_tokens)
     demand = Demand(
         shape=FULL, base=ParallelLayout(tp, 1), degrees=(tp,), prefill_tokens=chunk, graph_batch=graph_batch,
-        prefill_graphs=estimate.host_prefill_graphs(chunk),
     )  # fmt: skip
     fraction = 1 - host_reserve(supply.total, demand) / supply.total
     assert fraction == pytest.approx(args.mem_fraction_static, abs=0.0006)

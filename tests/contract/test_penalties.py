@@ -33,8 +33,9 @@ class Batch:
 
     device = "cpu"
 
-    def __init__(self, reqs: list) -> None:
+    def __init__(self, reqs: list, enable_overlap: bool = False) -> None:
         self.reqs = reqs
+        self.enable_overlap = enable_overlap
 
 
 def random_request(rng: random.Random) -> SimpleNamespace:
@@ -91,6 +92,48 @@ def test_histories_at_once_are_as_token_by_token(seed):
         one.accumulate_additive_penalties(expected[row : row + 1])
     found.accumulate_additive_penalties(logits)
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_overlap_a_switch_changes_nothing(seed):
+    """Against the host's own counting with overlap scheduling, whose results come one step late and without a break:
+    the state that a step samples with is the same after a switch, a re-prefill, and whenever the result of the step
+    before is known early."""
+    rng = random.Random(seed)
+    req = random_request(rng)
+    req.origin_input_ids, answer = [rng.randrange(VOCAB) for _ in range(3)], [rng.randrange(8) for _ in range(30)]
+    host_batch, batch = Batch([req], True), Batch([req], True)
+    theirs = penalties._HostPenalties(VOCAB, host_batch, KINDS)
+
+    def state(found) -> dict:
+        return {
+            (kind.__name__, name): value
+            for kind, one in found.penalizers.items()
+            for name, value in tensors(one).items()
+        }
+
+    def anew(decode: bool):
+        made = penalties.OrderedPenalties(VOCAB, batch, KINDS)
+        if made.is_required:
+            penalties.remember(made, [penalties.counted(req, True, decode)])
+        return made
+
+    req.output_ids = []
+    ours = anew(decode=False)
+    for step in range(len(answer)):  # decode step, which makes answer[step + 1]
+        req.kv_committed_len = len(req.origin_input_ids) + step
+        # The host, never interrupted: it knows answer[:step] when it launches this step.
+        late = answer[step - 1] if step else req.origin_input_ids[-1]
+        theirs.cumulate_output_tokens(torch.tensor([late]))
+        what = rng.choice(["late", "early", "switch", "prefill"])
+        req.output_ids = answer[: step + (what != "late")]
+        if what == "switch":
+            ours = anew(decode=True)
+        ours.cumulate_output_tokens(torch.tensor([req.output_ids[-1] if req.output_ids else req.origin_input_ids[-1]]))
+        if what == "prefill":  # the step is made as a prefill instead
+            ours = anew(decode=False)
+        assert all(torch.equal(value, state(theirs)[key]) for key, value in state(ours).items()), (step, what)
+        assert state(ours).keys() == state(theirs).keys()
 
 
 def test_a_penalty_that_is_not_known_is_named():

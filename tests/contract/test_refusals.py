@@ -44,6 +44,8 @@ REFUSED = [
     (dict(pat_kv="lose"), "--pat-kv 'lose'", "auto, migrate, recompute"),
     (dict(pat_kv_exchange="mail"), "--pat-kv-exchange 'mail'", "direct, alltoall, allgather"),
     (dict(pat_switch_at=0), "--pat-switch-at 0", "at least 1"),
+    (dict(pat_gpu_order="strided"), "--pat-gpu-order 'strided'", "rank, neighbours"),
+    (dict(enforce_piecewise_cuda_graph=True), "--enforce-piecewise-cuda-graph", "leave it out"),
     (dict(tp_size=0), "tp=0", "at least 1"),
     (dict(tp_size=1, dp_size=3, pat_candidates="1,3"), "tp=3", "8 attention heads"),
     (dict(tp_size=16, dp_size=1), "tp=16", "8 attention heads"),
@@ -124,6 +126,37 @@ def test_only_one_layout_is_said(model, caplog):
 def test_accepted(model):
     args = arguments(model, dp_size=4)
     assert [str(layout) for layout in args.adaptive_config().layouts] == ["tp1×dp4", "tp2×dp2", "tp4×dp1"]
+
+
+def test_graphs_and_weights_that_move_exclude_each_other(model):
+    """On CUDA, where there are graphs; read here on arguments of a CPU."""
+    from sglang_pat.host.cuda import refuse_graphs
+
+    args = arguments(model, pat_weights="reshard")
+    args.device = "cuda"
+    refuse_graphs(args)
+    args.disable_cuda_graph = False
+    with pytest.raises(ValueError, match="--pat-weights reshard moves weights.*add --disable-cuda-graph") as caught:
+        refuse_graphs(args)
+    assert "\n" not in str(caught.value)
+
+
+def test_each_layout_has_its_graphs_and_prefill_has_none(model):
+    """What the ranks are told; the host's own choice of batch sizes for the base layout."""
+    from sglang_pat.host import cuda
+
+    args = arguments(model, dp_size=4, pat_switch_at=3)
+    assert args.disable_piecewise_cuda_graph
+    args.cuda_graph_bs = [1, 2, 4, 8, 16, 32]
+    view = cuda.settled(args)
+    assert view.pat_graph_sizes == {1: [1, 2, 4, 8, 16, 32], 2: [1, 2, 4, 8], 4: [1, 2, 4, 8]}
+    assert args.pat_graph_sizes == {}
+    view.disable_cuda_graph = False
+    assert cuda.lines(view)[1:] == [
+        "decode graphs: tp1 up to batch 32, tp2 up to batch 8, tp4 up to batch 8; "
+        "prefill runs without CUDA graphs in every layout",
+        "ranks 0 to 3 run on GPUs 0 1 2 3 (--pat-gpu-order rank)",
+    ]
 
 
 def test_views_show_one_engine_outside_and_one_replica_inside(model):

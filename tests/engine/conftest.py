@@ -9,16 +9,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from made_up import fingerprint
 
+from sglang_pat.memory.available import available_memory
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.switch import faults
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
+from .made_up import fingerprint
+
 MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
+REHEARSAL = Path(__file__).resolve().parents[1] / "rehearsal"
+"""A plug-in of SGLang's: decode graphs on a CPU."""
+AS_ON_CUDA = "--pat-cpu-overlap --pat-kv-exchange alltoall --cuda-graph-bs 1 2 3 4 8 --chunked-prefill-size 128".split()
+"""CUDA's default configuration, but for the sizes: batches above 8 run without a graph."""
 KEEP = 6
 """Servers that a worker keeps alive at once: 0.9 to 1.5 GiB each."""
+ROOM = 2 << 30
+"""Bytes of memory that must be free for another one, or those that were not used for longest are ended first."""
 
 CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -31,8 +39,10 @@ CHECKS = {
 every step and after every switch; no switch makes what should have been made at start."""
 
 SIDES = {
-    "llama": "agreement attributes smoke control features same_tokens rollout hostile policies flags faults".split(),
-    "others": "profiler sampling same_numbers same_tokens weights start".split(),
+    "llama": (
+        "agreement attributes smoke control features same_tokens rollout rehearsal hostile policies flags faults"
+    ).split(),
+    "others": "profiler sampling same_numbers same_tokens weights acceptance start".split(),
 }
 """The test files in two sides, which two workers may run beside each other (``pytest -n 2 --dist loadgroup``); in this
 order.  The files of a side share servers, those of the first one stock SGLang's with the small Llama.  Tests of
@@ -90,26 +100,30 @@ def pytest_runtest_protocol(item):
     _item = item
 
 
-OVERLAP = ("--chunked-prefill-size", "128", "--pat-cpu-overlap")
-"""Flags of the server on which everything runs with overlap scheduling, as on CUDA by default."""
-
-
 class Servers:
     """Starts servers on demand and keeps the last :data:`KEEP`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._alive: OrderedDict[tuple, Server] = OrderedDict()
+        self.rehearsed = folder / "rehearsed"
+        self.rehearsed.mkdir()
 
     def get(self, model: Path, *flags: str, **options) -> Server:
         key = (str(model), flags, repr(sorted(options.items())))
         server = self._alive.pop(key, None)
         if server is None or server.process.poll() is not None:
-            while len(self._alive) >= KEEP:
+            if len(self._alive) >= KEEP:
                 self._alive.popitem(last=False)[1].stop()
+            self.make_room()
             server = CountedServer(model, *flags, **options)
         self._alive[key] = server
         return server
+
+    def make_room(self) -> None:
+        """For an engine that is about to be started; the last two stay, as a test may have them both."""
+        while len(self._alive) > 2 and available_memory() < ROOM:
+            self._alive.popitem(last=False)[1].stop()
 
     def adaptive(self, model: Path, dp: int = 2, *flags: str, env: dict[str, str] | None = None, **options) -> Server:
         """An adaptive server that switches on request or by a schedule only, in its base layout tp1, with all
@@ -122,6 +136,13 @@ class Servers:
         server.fault_file = fault_file
         self._at_base(server)
         return server
+
+    def as_on_cuda(self, model: Path, dp: int = 2) -> Server:
+        """As :meth:`adaptive`, in CUDA's default configuration as far as a CPU can run it: overlap scheduling, an
+        all-to-all for the KV, decode steps as graphs (``tests/rehearsal``).  What the ranks captured and replayed is in
+        :attr:`rehearsed`."""
+        env = {"PYTHONPATH": str(REHEARSAL), "GPU_REHEARSAL": str(self.rehearsed)}
+        return self.adaptive(model, dp, *AS_ON_CUDA, env=env)
 
     @staticmethod
     def _at_base(server: Server) -> None:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import count_start
 
 from sglang_pat.host import attributes
+
+from .conftest import count_start
 
 RANKS = 4
 DEGREES = (2,)

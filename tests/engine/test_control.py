@@ -14,9 +14,10 @@ from typing import Any
 import aiohttp
 import pytest
 import requests
-from conftest import count_start
 
 from sglang_pat.testing.server import Server
+
+from .conftest import count_start
 
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 ADMIN_HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}

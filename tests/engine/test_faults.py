@@ -12,9 +12,10 @@ import time
 import psutil
 import pytest
 import requests
-from conftest import fault
 
 from sglang_pat.testing.server import Server
+
+from .conftest import fault
 
 BODIES = [
     {"input_ids": [5 + i, 7, 9], "sampling_params": {"temperature": 0, "max_new_tokens": 120, "ignore_eos": True}}

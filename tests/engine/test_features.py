@@ -6,13 +6,12 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import aiohttp
 import pytest
-from conftest import OVERLAP
 
 from sglang_pat.testing.server import Server, sent_event
 
@@ -842,20 +841,34 @@ def test_recomputed_answer_equals_stock(name, recomputed, stock):
     check_answer(stock, recomputed[name], name)
 
 
-# -- and with overlap scheduling -----------------------------------------------------------------------------------
+# -- and as on CUDA ------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def overlapped(servers, llama, stock) -> dict[str, Stream]:
-    server = servers.adaptive(llama, 2, *OVERLAP)
+def as_on_cuda(servers, llama, stock) -> dict[str, Stream]:
+    server = servers.as_on_cuda(llama)
     assert server.get("/server_info").json()["disable_overlap_schedule"] is False
     return asyncio.run(stream_features(server, stock.bodies))
 
 
 @pytest.mark.parametrize("name", sorted(set(FEATURES) - PENALISED))
-def test_overlapped_answer_equals_stock(name, overlapped, stock):
+def test_answer_as_on_cuda_equals_stock(name, as_on_cuda, stock):
     """Without penalties: with overlap the host counts a token for these one step late, or twice when a prefill comes in
     between, so that its own answers differ with what else is in the batch."""
-    check_answer(stock, overlapped[name], name)
+    check_answer(stock, as_on_cuda[name], name)
+
+
+@pytest.fixture(scope="module")
+def alone(servers, llama, stock, as_on_cuda) -> dict[str, Any]:
+    """Answers of the server with overlap scheduling to requests with penalties: one at a time, without a switch."""
+    server = servers.as_on_cuda(llama)
+    return {name: server.generate([stock.bodies[name]])[0] for name in PENALISED}
+
+
+@pytest.mark.parametrize("name", sorted(PENALISED))
+def test_with_overlap_penalties_know_nothing_of_switches(name, as_on_cuda, alone, stock):
+    """Nor of what else is in the batch (``host/penalties.py``; a contract test compares one request alone with the
+    host's)."""
+    check_answer(replace(stock, expected=alone), as_on_cuda[name], name)
 
 
 def test_ties_are_rare(stock):

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_up import made_up
 
 from sglang_pat.coordinator.schedule import parse
 from sglang_pat.predict import profile as profiles
+
+from .made_up import made_up
 
 LENGTHS = [12 + 3 * i for i in range(12)]
 """Response lengths of the body of a batch, tokens; its tail goes on until the test has seen the merge."""

@@ -12,15 +12,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import count_start
 
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
 
+from .conftest import count_start
+
 ROOT = Path(__file__).resolve().parents[2]
+BUDGET = "30m"
+"""More than any machine needs for this grid: a sweep ends when it is done."""
 GRID = "batch=1,4;context=64,160;lone=1;prefill_batch=1;prefill_length=64;switch_requests=4;switch_context=128"
-SECONDS = 500
+SECONDS = 1000
 
 REFUSED = """
 import importlib, json, sys
@@ -36,7 +39,7 @@ def command(module, model, *arguments):
 
 
 def sweep(model, out, *flags):
-    return command("profiler.sweep", model, "--out", out, "--grid", GRID, "--budget", "5m", *flags)
+    return command("profiler.sweep", model, "--out", out, "--grid", GRID, "--budget", BUDGET, *flags)
 
 
 def start(arguments, log):

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import requests
-from conftest import OVERLAP, count_start
-from made_up import made_up
 
 from sglang_pat.predict import profile as profiles
 from sglang_pat.testing.server import Server, sent_event
 from sglang_pat.testing.tokenizer import EOS_ID, STOP_ID
+
+from .conftest import count_start
+from .made_up import made_up
 
 STOPS = list(range(100, 124))
 """Tokens that end a response: of 512 equally likely ones, so that it has some 20 tokens and sometimes 100."""
@@ -100,10 +101,10 @@ def test_a_round_of_groups(server, folder):
     assert not {group["index"] for group in waiting} & {group["key"][1] for group in groups}
 
 
-@pytest.fixture(params=["", "overlap"])
+@pytest.fixture(params=["", "as on CUDA"])
 def either(request, server, servers, llama) -> Server:
-    """The server, and one with overlap scheduling."""
-    return servers.adaptive(llama, 2, *OVERLAP) if request.param else server
+    """The server, and one as on CUDA."""
+    return servers.as_on_cuda(llama) if request.param else server
 
 
 def test_responses_are_those_of_generate(either):

@@ -6,14 +6,15 @@ import asyncio
 import random
 
 import pytest
-from conftest import tell
+
+from .conftest import tell
 
 RELATIVE = 1e-5
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def stock(servers, flat):
     return servers.stock(flat, max_total_tokens=65536)
 

@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import schedules
-from conftest import MODELS, OVERLAP, tell
 
 from sglang_pat.testing import models
+
+from . import schedules
+from .conftest import MODELS, tell
 
 SOAK = int(os.environ.get("SGLANG_PAT_SOAK", 1000))
 """Schedules of the soak run, all setups together."""
@@ -32,6 +33,8 @@ class Setup:
     flags: tuple[str, ...] = ()
     max_total_tokens: int = 16384
     env: dict[str, str] | None = None
+    as_on_cuda: bool = False
+    """``Servers.as_on_cuda``, without other flags."""
     limits: dict[str, int] = field(default_factory=dict)
     """Options of :func:`schedules.make`."""
     soak_only: bool = False
@@ -47,7 +50,7 @@ CHUNKED = ("--chunked-prefill-size", "128")
 
 SETUPS = {
     "llama": Setup(model="llama-kv2", ranks=2, count=10),
-    "llama-overlap": Setup(model="llama-kv2", ranks=2, count=8, flags=OVERLAP),
+    "llama-as-on-cuda": Setup(model="llama-kv2", ranks=2, count=8, as_on_cuda=True),
     "llama-recompute": Setup(model="llama-kv2", ranks=2, count=5, flags=("--pat-kv", "recompute")),
     "flat-4-ranks": Setup(model="llama-flat", ranks=4, count=10, flags=CHUNKED),
     # Bias in q, k and v.  Six decoding requests a rank at most: some wait, and twelve do not fit after a merge.
@@ -121,6 +124,8 @@ class Runner:
     def adaptive(self, name: str):
         setup = SETUPS[name]
         options = {} if setup.max_total_tokens == 16384 else {"max_total_tokens": setup.max_total_tokens}
+        if setup.as_on_cuda:
+            return self.servers.as_on_cuda(make_model(setup.model), setup.ranks)
         return self.servers.adaptive(make_model(setup.model), setup.ranks, *setup.flags, env=setup.env, **options)
 
     def run(self, name: str, seed: int, plan: dict[str, range]) -> None:

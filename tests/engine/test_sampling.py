@@ -13,9 +13,10 @@ import random
 from collections import Counter
 
 import pytest
-from conftest import tell
 from scipy.stats import chi2
 from tokenizers import Tokenizer
+
+from .conftest import tell
 
 ALPHA = 1e-4
 """Of each chi-square test."""
@@ -23,7 +24,7 @@ ALPHA = 1e-4
 PROMPT = [17, 211, 43, 388, 92, 7, 151]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def stock(servers, flat):
     return servers.stock(flat, max_total_tokens=65536)
 
@@ -73,10 +74,10 @@ def assert_distribution(counts: list[int], probabilities: list[float], what: str
 
 
 @pytest.fixture(scope="module")
-def exact(stock) -> list[float]:
+def exact(servers, flat) -> list[float]:
     """Probability of each token after :data:`PROMPT`, by the stock server."""
     ask = body(PROMPT, 1, temperature=0) | {"return_logprob": True, "token_ids_logprob": list(range(503))}
-    (answer,) = stock.generate([ask])
+    (answer,) = servers.stock(flat, max_total_tokens=65536).generate([ask])
     (entries,) = answer["meta_info"]["output_token_ids_logprobs"]
     probabilities = [math.exp(entry[0]) for entry in entries]
     assert [entry[1] for entry in entries] == list(range(503)) and abs(sum(probabilities) - 1) < 1e-4

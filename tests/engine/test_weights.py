@@ -75,8 +75,18 @@ def from_tensor(server: Server, token: int | list[int], ranks: int, **fields: An
     """One serialized item for each physical rank; ``token`` may name another one for each."""
     tokens = token if isinstance(token, list) else [token] * ranks
     states = [list(models.marker_state_dict(one).items()) for one in tokens]
-    items = [serialized(state) for state in states]
-    return server.post("/update_weights_from_tensor", {"serialized_named_tensors": items} | fields)
+    while True:
+        # torch waits one second for the process that keeps our tensors, which is not enough on a busy machine.
+        late = "Shared memory manager connection has timed out"
+        try:
+            items = [serialized(state) for state in states]
+        except RuntimeError as error:
+            if late not in str(error):
+                raise
+            continue
+        response = server.post("/update_weights_from_tensor", {"serialized_named_tensors": items} | fields)
+        if late not in response.text:
+            return response
 
 
 class Trainer:
@@ -150,6 +160,8 @@ class Setup:
 
     @property
     def server(self) -> Server:
+        if self.flags == ("as on CUDA",):
+            return self.servers.as_on_cuda(self.marker(A), self.ranks)
         return self.servers.adaptive(self.marker(A), self.ranks, *self.flags)
 
     def start_in(self, tp: int) -> Server:
@@ -164,7 +176,7 @@ class Setup:
 
 SETUPS = {
     "2ranks": (2,),
-    "4ranks-overlap": (4, "--pat-cpu-overlap"),
+    "4ranks-as-on-cuda": (4, "as on CUDA"),
     "reshard": (2, "--pat-weights", "reshard"),
 }
 

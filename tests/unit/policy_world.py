@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import strategies as st
-from profiles_for_tests import LAYOUTS, decode_points, prefill_points, profile, switch_sample
 
 from sglang_pat.coordinator.snapshot import Load, Snapshot
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
+
+from .profiles_for_tests import LAYOUTS, decode_points, prefill_points, profile, switch_sample
 
 NOW = 1000.0
 DEGREES = (1, 2, 4)

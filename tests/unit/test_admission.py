@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from admission_reference import rounds as reference_rounds
-from admission_world import Clock, World, fixed_length
-from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,6 +11,10 @@ from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter, StaleOutput
 from sglang_pat.admission.records import Judge, Key, Output, Return, Span
 from sglang_pat.admission.rules import Rules
+
+from .admission_reference import rounds as reference_rounds
+from .admission_world import Clock, World, fixed_length
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 

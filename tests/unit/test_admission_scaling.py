@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from admission_scanning import ScanningAdmitter
-from lines_run import lines_run
 
 from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.records import Judge, Key, Launch, Output, RoundOver, SampleId, Span
 from sglang_pat.admission.rules import Rules
+
+from .admission_scanning import ScanningAdmitter
+from .lines_run import lines_run
 
 pytestmark = pytest.mark.unit
 

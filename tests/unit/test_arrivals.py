@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.coordinator.arrivals import Arrivals
 from sglang_pat.coordinator.snapshot import Load
+
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 

@@ -26,6 +26,13 @@ def test_defaults():
     assert config.num_ranks == 4
 
 
+def test_ranks_sit_on_gpus_in_order_unless_asked_otherwise():
+    assert [AdaptiveConfig(base=BASE).place(rank) for rank in range(4)] == [0, 1, 2, 3]
+    assert [AdaptiveConfig(base=BASE, gpu_order="neighbours").place(rank) for rank in range(4)] == [0, 2, 1, 3]
+    with pytest.raises(ValueError, match="--pat-gpu-order 'strided': choose one of rank, neighbours"):
+        AdaptiveConfig(base=BASE, gpu_order="strided")
+
+
 def test_degrees():
     config = AdaptiveConfig(base=BASE, degrees=(4,))
     assert [layout.tp for layout in config.layouts] == [1, 4]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from coordinator_world import FlushReply, Merged, Request, World, control, deliver
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
@@ -19,6 +18,8 @@ from sglang_pat.coordinator.policy import stay, threshold
 from sglang_pat.coordinator.rules import SETTLE_SECONDS
 from sglang_pat.coordinator.snapshot import Decision
 from sglang_pat.layout import ParallelLayout
+
+from .coordinator_world import FlushReply, Merged, Request, World, control, deliver
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from coordinator_world import REPLIES, Merged, OutOfBand, Request, World, control, deliver
-from drawn import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,6 +18,9 @@ from sglang_pat.coordinator.leader import Work
 from sglang_pat.coordinator.policy import threshold
 from sglang_pat.coordinator.rules import RETRY_SECONDS, SETTLE_SECONDS
 from sglang_pat.layout import ParallelLayout
+
+from .coordinator_world import REPLIES, Merged, OutOfBand, Request, World, control, deliver
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles_for_tests import prefill_points, profile, switch_sample
 
 from sglang_pat.predict.cost import DRAIN_STEPS, SwitchCosts
 from sglang_pat.predict.fits import robust_nnls
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import ProfileError
+
+from .drawn import examples
+from .profiles_for_tests import prefill_points, profile, switch_sample
 
 pytestmark = pytest.mark.unit
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from sglang_pat.comm import shm
-from sglang_pat.comm.exchange import AllToAll, Direct
+from sglang_pat.comm.exchange import AllToAll, Direct, Staging
 from sglang_pat.comm.windows import Windows
+
+from .ranks import run_ranks
 
 pytestmark = [
     pytest.mark.unit,
@@ -66,7 +67,7 @@ def carry(
 
 def carry_many(rank: int, n: int) -> None:
     windows = Windows(dist.group.WORLD, CAPACITY)
-    everyone = list(range(n))
+    staging, everyone = Staging("cpu"), list(range(n))
     for seed in range(40):
         shared = np.random.default_rng(seed)
         own = np.random.default_rng([seed, rank])
@@ -77,7 +78,7 @@ def carry_many(rank: int, n: int) -> None:
         layers = int(shared.integers(1, 8))
         direct = Direct(dist.group.WORLD, windows, everyone, elements, staying, dtype)
         carry(direct, rank, elements, staying, layers, dtype, own)
-        through_copies = AllToAll(dist.group.WORLD, elements, staying, dtype, "cpu")
+        through_copies = AllToAll(dist.group.WORLD, staging, elements, staying, dtype)
         carry(through_copies, rank, elements, staying, layers, dtype, own)
     check_windows(windows)
 
@@ -107,6 +108,48 @@ def carry_in_pairs(rank: int, n: int) -> None:
             dist.barrier()  # as the vote after an exchange: nobody reads any more
 
 
+class OtherStream:
+    """A transfer on a stream of its own, as NCCL's: it may read and write any time between its launch and the moment
+    that is waited for it.  This one does so at the very end, or (``early``) at the very beginning."""
+
+    def __init__(self, early: bool) -> None:
+        self._early, self._transfer = early, dist.all_to_all_single
+
+    def __call__(self, into, out, in_splits, out_splits, group, async_op) -> OtherStream:
+        assert async_op
+        self._rest = lambda: self._transfer(into, out, in_splits, out_splits, group=group)
+        if self._early:
+            self.wait()
+        return self
+
+    def wait(self) -> None:
+        rest, self._rest = self._rest, lambda: None
+        rest()
+
+
+class OneBuffer(AllToAll):
+    """Packs a layer where the one before may still be read."""
+
+    def outgoing(self, layer: int) -> torch.Tensor:
+        return super().outgoing(0)
+
+
+def carry_on_another_stream(rank: int, n: int, kind: type[AllToAll], early: bool) -> bool:
+    """Whether every layer arrived as it was sent."""
+    from sglang_pat.comm import exchange
+
+    exchange.dist.all_to_all_single, transfer = OtherStream(early), dist.all_to_all_single
+    try:
+        elements = 1000 * (1 - np.eye(n, dtype=int))
+        carried = kind(dist.group.WORLD, Staging("cpu"), elements, 300, torch.float32)
+        carry(carried, rank, elements, 300, 6, torch.float32, np.random.default_rng(rank))
+    except AssertionError:
+        return False
+    finally:
+        exchange.dist.all_to_all_single = transfer
+    return True
+
+
 def through_a_link(rank: int, n: int) -> list[float]:
     """Seconds of ten layers, five times: packing that takes 5 ms, in turn with a layer that travels for 5 ms."""
     shm.set_link(0, 0.02)
@@ -130,6 +173,15 @@ def through_a_link(rank: int, n: int) -> list[float]:
 @pytest.mark.parametrize("n", [2, 4])
 def test_every_layer_arrives(n):
     assert run_ranks(n, carry_many) == [None] * n
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_no_layer_is_touched_while_it_travels(early):
+    assert run_ranks(2, carry_on_another_stream, AllToAll, early) == [True, True]
+
+
+def test_a_buffer_that_is_reused_too_early_is_found_out():
+    assert False in run_ranks(2, carry_on_another_stream, OneBuffer, False)
 
 
 def test_exchange_groups_of_a_larger_world():

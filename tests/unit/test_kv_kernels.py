@@ -9,11 +9,12 @@ import sys
 
 import pytest
 import torch
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.kernels import kv
+
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 
@@ -203,10 +204,11 @@ def check_triton() -> None:
         k, v, slots, out = tensors(case)
         expected = torch.zeros_like(out)
         kv.kv_pack_reference(k, v, slots, offsets, begins, head_count, expected)
-        kv_triton.kv_pack(k, v, slots, offsets, begins, head_count, out)
+        tables = torch.tensor(offsets), torch.tensor(begins, dtype=torch.int64)
+        kv_triton.kv_pack(k, v, slots, *tables, head_count, out)
         assert torch.equal(bits(out), bits(expected)), case
         pools = [make_pool(50, heads, d, case["dtype"], 11, gap) for d in dims * 2]
-        kv_triton.kv_unpack(*pools[:2], slots, offsets, begins, head_count, out)
+        kv_triton.kv_unpack(*pools[:2], slots, *tables, head_count, out)
         kv.kv_unpack_reference(*pools[2:], slots, offsets, begins, head_count, out)
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(pools[:2], pools[2:], strict=True)), case
     print(json.dumps({"cases": len(TRITON_CASES)}))
@@ -215,7 +217,7 @@ def check_triton() -> None:
 def test_triton_interpreted():
     pytest.importorskip("triton")
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run([sys.executable, "-m", __name__], env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {"cases": len(TRITON_CASES)}
 

@@ -6,13 +6,14 @@ import json
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import lognorm, norm
 
 from sglang_pat.coordinator.families import MAX_CORRELATION, MIN_FAMILIES, expected_scores
 from sglang_pat.coordinator.lengths import EDGES, REFRESH, LengthHistory, Lognormal
+
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 

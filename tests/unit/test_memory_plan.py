@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-from drawn import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -27,6 +26,8 @@ from sglang_pat.memory.plan import (
     most_tokens,
 )
 from sglang_pat.memory.shapes import ModelShape
+
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 

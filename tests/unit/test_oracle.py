@@ -6,15 +6,16 @@ import itertools
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_world import crossing, machine, profiles
 
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import make_policy
 from sglang_pat.replay.oracle import oracle
 from sglang_pat.replay.simulate import Batch, Drain
+
+from .drawn import examples
+from .policy_world import crossing, machine, profiles
 
 pytestmark = pytest.mark.unit
 

@@ -7,11 +7,12 @@ from collections import deque
 from itertools import permutations
 
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.switch.order import OutputOrder, Stamped, fence_after_switch
+
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 

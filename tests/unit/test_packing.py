@@ -8,11 +8,12 @@ import struct
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.switch.packing import Packed, pack, unpack
+
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 

@@ -7,13 +7,14 @@ import math
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import given
-from policy_world import crossing, machine, profiles, snapshot, snapshots
 
 from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import make_policy
 from sglang_pat.coordinator.rules import RETRY_SECONDS, SETTLE_SECONDS
+
+from .drawn import examples
+from .policy_world import crossing, machine, profiles, snapshot, snapshots
 
 pytestmark = pytest.mark.unit
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from sglang_pat.layout import ParallelLayout, exchange_groups
 from sglang_pat.switch import plan
 from sglang_pat.switch.gather import build_gather
+
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 

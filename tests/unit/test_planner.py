@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles_for_tests import FINGERPRINT, decode_points
 
 from sglang_pat.admission.importance import decoupled_objective, decoupled_weights
 from sglang_pat.admission.planner import Planner, profiled_degree
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
+
+from .profiles_for_tests import FINGERPRINT, decode_points
 
 pytestmark = pytest.mark.unit
 

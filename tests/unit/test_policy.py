@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,8 @@ from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.policy import make_policy, threshold
 from sglang_pat.coordinator.rules import RETRY_SECONDS, SETTLE_SECONDS
 from sglang_pat.coordinator.snapshot import Decision, Snapshot
+
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 

@@ -6,13 +6,14 @@ import bisect
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles_for_tests import decode_points, prefill_points, profile
 
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import ProfileError
+
+from .drawn import examples
+from .profiles_for_tests import decode_points, prefill_points, profile
 
 pytestmark = pytest.mark.unit
 

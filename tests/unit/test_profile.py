@@ -7,10 +7,11 @@ import os
 
 import msgspec
 import pytest
-from profiles_for_tests import FINGERPRINT, profile, switch_sample
 
 from sglang_pat.predict import profile as module
 from sglang_pat.predict.profile import INFORMATIVE, LayoutSetup, Profile, ProfileError, check_fits, load, save
+
+from .profiles_for_tests import FINGERPRINT, profile, switch_sample
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from profiles_for_tests import FINGERPRINT, decode_points, prefill_points, profile, switch_sample
 
 from profiler import accuracy, errors, report
 from profiler.errors import UsageError
@@ -18,6 +17,8 @@ from profiler.points import Point
 from profiler.store import Store, check_asked, check_same, existing
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint
+
+from .profiles_for_tests import FINGERPRINT, decode_points, prefill_points, profile, switch_sample
 
 pytestmark = pytest.mark.unit
 

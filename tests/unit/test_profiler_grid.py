@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +12,8 @@ from profiler.errors import UsageError
 from profiler.grid import Limits
 from profiler.points import Point, levels, points
 from sglang_pat.layout import ParallelLayout
+
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 

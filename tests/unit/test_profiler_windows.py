@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from profiles_for_tests import profile
 
 from profiler import trajectory
 from profiler.windows import decode_windows, prefill_seconds, spread
 from sglang_pat.predict.predictor import Predictor
+
+from .profiles_for_tests import profile
 
 pytestmark = pytest.mark.unit
 

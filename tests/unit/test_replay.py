@@ -7,12 +7,8 @@ import json
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_world import crossing, machine, snapshots
-from policy_world import snapshot as make_snapshot
-from profiles_for_tests import profile as linear_profile
 from scipy.stats import spearmanr
 
 from sglang_pat.coordinator import decision_log
@@ -24,6 +20,11 @@ from sglang_pat.replay import cli
 from sglang_pat.replay.compare import KNOWN, Machine, Work, compare
 from sglang_pat.replay.shapes import NAMED, Shape, parse_shape
 from sglang_pat.replay.simulate import Batch, Drain, crowded
+
+from .drawn import examples
+from .policy_world import crossing, machine, snapshots
+from .policy_world import snapshot as make_snapshot
+from .profiles_for_tests import profile as linear_profile
 
 pytestmark = pytest.mark.unit
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from lines_run import lines_run
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import Coordinator
 from sglang_pat.coordinator.leader import Leader, Work
 from sglang_pat.layout import ParallelLayout
+
+from .drawn import examples
+from .lines_run import lines_run
 
 pytestmark = pytest.mark.unit
 

@@ -6,10 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_world import Request, World
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator import decision_log
@@ -19,6 +17,9 @@ from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Go, Reconfigure, ScheduleEntry
 from sglang_pat.switch.gate import StepGate
+
+from .drawn import examples
+from .schedule_world import Request, World
 
 BASE = ParallelLayout(1, 4)
 
@@ -230,6 +231,21 @@ def test_a_schedule_that_is_replaced_answers_who_waits():
     world.send(*requests(3))
     world.run()
     assert not world.fired and not any(rank.requests for rank in world.ranks)
+
+
+@pytest.mark.parametrize("entries", [[], [{"tp": 4, "step": 3}, {"tp": 1, "step": 9}]])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_schedule_that_is_replaced_during_its_switch(entries, seed):
+    """The switch is carried through, and counts for the schedule that wanted it, not for the new one."""
+    world = started([{"tp": 2, "arrived": 4, "step": 5}], seed)
+    world.send(*requests(4))
+    world.run(until=lambda w: w.coordinator._pending or w.coordinator._wanted)
+    world.set(entries)
+    query = world.wait()
+    world.run()
+    assert world.answers[query].state.done == len(entries) == len(world.answers[query].state.switches)
+    assert [record.to_tp for record in world.coordinator._records] == [2, *(entry["tp"] for entry in entries)]
+    assert not any(rank.requests for rank in world.ranks)
 
 
 def test_an_entry_of_the_layout_in_force_switches_nothing():

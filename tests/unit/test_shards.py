@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.weights.shards import WHOLE, Block, Copy, ShardSpec, copies, covered
+
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 

@@ -20,9 +20,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from sglang_pat.comm import shm
+
+from .ranks import run_ranks
 
 pytestmark = [
     pytest.mark.unit,

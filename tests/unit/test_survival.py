@@ -6,10 +6,8 @@ import timeit
 
 import numpy as np
 import pytest
-from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_world import crossing, machine, profiles, snapshot, snapshots
 from scipy.stats import lognorm
 
 from sglang_pat.coordinator import outlook
@@ -18,6 +16,9 @@ from sglang_pat.coordinator.lengths import LengthHistory, Lognormal
 from sglang_pat.coordinator.policy import make_policy
 from sglang_pat.coordinator.rules import MIN_PATIENCE_SECONDS, RETRY_SECONDS, SETTLE_SECONDS, patience
 from sglang_pat.predict.cost import SwitchCosts
+
+from .drawn import examples
+from .policy_world import crossing, machine, profiles, snapshot, snapshots
 
 pytestmark = pytest.mark.unit
 

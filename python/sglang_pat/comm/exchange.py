@@ -36,8 +36,40 @@ class Piece:
     data: torch.Tensor
 
 
+class Staging:
+    """Device memory through which :class:`AllToAll` moves layers: two buffers that go out, one that comes in.
+
+    Taken before a pause by :meth:`reserve`, given back after it by :meth:`release`; where a layer needs more than was
+    reserved, it is taken then.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(COUNT + 1)]
+
+    def reserve(self, out: int, into: int) -> None:
+        """Have at least so many bytes in each buffer that goes out, and in the one that comes in.
+
+        Raises:
+            RuntimeError: the device has no memory left (``torch.OutOfMemoryError``).
+        """
+        for index, size in enumerate([out] * COUNT + [into]):
+            if self._buffers[index].numel() < size:
+                self._buffers[index] = torch.empty(0, dtype=torch.uint8, device=self._device)  # first give back
+                self._buffers[index] = torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def release(self) -> None:
+        self._buffers = [buffer.new_empty(0) for buffer in self._buffers]
+
+    def take(self, out: int, into: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The buffers as so many elements of ``dtype``, 1-D; those that go out first."""
+        sizes = [size * dtype.itemsize for size in [out] * COUNT + [into]]
+        self.reserve(sizes[0], sizes[-1])
+        return [buffer[:size].view(dtype) for buffer, size in zip(self._buffers, sizes, strict=True)]
+
+
 class AllToAll:
-    """With buffers of its own and the group's ``all_to_all_single``: any backend, any device.
+    """Through :class:`Staging` and the group's ``all_to_all_single``: any backend, any device.
 
     On CUDA the transfer runs on the backend's own stream beside the caller's.
 
@@ -47,14 +79,13 @@ class AllToAll:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, elements: np.ndarray, staying: int, dtype: torch.dtype, device: str
+        self, group: dist.ProcessGroup, staging: Staging, elements: np.ndarray, staying: int, dtype: torch.dtype
     ) -> None:
         me = dist.get_rank(group)
         self._group = group
         self._out_splits, self._in_splits = elements[me].tolist(), elements[:, me].tolist()
         self._leaving = sum(self._out_splits)
-        self._out = [torch.empty(self._leaving + staying, dtype=dtype, device=device) for _ in range(COUNT)]
-        self._in = torch.empty(sum(self._in_splits), dtype=dtype, device=device)
+        *self._out, self._in = staging.take(self._leaving + staying, sum(self._in_splits), dtype)
         self._work: dist.Work | None = None
 
     def outgoing(self, layer: int) -> torch.Tensor:

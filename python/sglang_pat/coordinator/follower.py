@@ -32,6 +32,8 @@ class Follower:
         self._queries: list[m.ScheduleQuery] = []
         self._ended_tokens = 0
         self.schedule = Schedule((), base.leaders, self._numbers)
+        self._due_in: Schedule | None = None
+        """Whose entry is being carried out: another schedule may have been set meanwhile."""
 
     def set(self, message: m.SetSchedule, layout: ParallelLayout) -> None:
         """Replace the schedule; whoever waits for the old one is answered."""
@@ -57,10 +59,14 @@ class Follower:
         requests = {rank: self._leaders[rank].requests for rank in layout.leaders}
         goes, entry = self.schedule.look(requests, lambda: self._generated(layout))
         self._tell(goes)
+        self._due_in = self.schedule if entry is not None else None
         return entry
 
     def carried_out(self, record: m.SwitchRecord | None) -> None:
         """The entry that was due; ``record``: of its switch, None if there was none to make."""
+        due_in, self._due_in = self._due_in, None
+        if due_in is not self.schedule:
+            return
         self.schedule.carried_out(record)
         if self.schedule.over:
             self._answer_waiting()

@@ -12,6 +12,7 @@ import msgspec
 from sglang_pat.comm.shm import LINK_ENV
 from sglang_pat.demo.records import Run
 from sglang_pat.testing.machine import machine as testing_machine
+from sglang_pat.version import __version__
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +65,7 @@ def read(path: Path) -> Report:
 
 def machine() -> dict[str, Any]:
     """What the figures were taken on; a link that the ranks' backend emulates is named."""
-    found = testing_machine() | {package: version(package) for package in ("sglang", "sglang_pat")}
+    found = testing_machine() | {"sglang": version("sglang"), "sglang_pat": __version__}
     if link := os.environ.get(LINK_ENV):
         found["emulated_link"] = link
     return {name: str(value) if isinstance(value, str) else value for name, value in found.items()}

@@ -17,7 +17,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
-from sglang_pat.config import KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES, AdaptiveConfig, parse_degrees
+from sglang_pat.config import GPU_ORDERS, KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES, AdaptiveConfig, parse_degrees
+from sglang_pat.host import cuda
 from sglang_pat.host.early import check_model_path, check_second_port
 from sglang_pat.host.flags import refuse_flags
 from sglang_pat.host.supported import refuse_model
@@ -43,10 +44,13 @@ class AdaptiveServerArgs(ServerArgs):
     pat_log: str | None = None
     pat_rollout_dir: str | None = None
     pat_cpu_overlap: bool = False
+    pat_gpu_order: str = "rank"
     pat_base_tp: int = 0
     """Set by :func:`outer_view`: degree of the base layout, once ``tp_size`` shows all ranks."""
     pat_fraction_given: bool = False
     """Set here: ``mem_fraction_static`` is the user's, not the host's default."""
+    pat_graph_sizes: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    """Set at start (``cuda.py``): batch sizes that have a decode graph, by degree."""
 
     def __post_init__(self) -> None:
         if self.adaptive_tp:
@@ -57,6 +61,8 @@ class AdaptiveServerArgs(ServerArgs):
             if self.pat_rollout_dir is not None and not Path(self.pat_rollout_dir).is_dir():
                 raise ValueError(f"--pat-rollout-dir {self.pat_rollout_dir}: no such folder; make it, or leave it out")
             _cpu_defaults(self)
+            self.disable_piecewise_cuda_graph = True
+            self.disable_custom_all_reduce |= cuda.shared()
             check_model_path(self.model_path)
             check_second_port(self.port)
         try:
@@ -67,13 +73,14 @@ class AdaptiveServerArgs(ServerArgs):
             refuse_model(ModelConfig.from_server_args(self))
             # Again: the host has chosen what was left open.
             refuse_flags(self)
+            cuda.refuse_graphs(self)
             settle_candidates(self)
 
     @staticmethod
     def add_cli_args(parser) -> None:
         ServerArgs.add_cli_args(parser)
         group = parser.add_argument_group("adaptive tensor parallelism (sglang_pat)")
-        parser.set_defaults(pat_base_tp=0, pat_fraction_given=False)
+        parser.set_defaults(pat_base_tp=0, pat_fraction_given=False, pat_graph_sizes={})
         group.add_argument("--adaptive-tp", action="store_true", help="merge replicas as the batch drains")
         group.add_argument(
             "--pat-candidates", default=None, help="TP degrees to use, e.g. 1,2,4 (default: doublings of --tp)"
@@ -104,6 +111,9 @@ class AdaptiveServerArgs(ServerArgs):
         group.add_argument(
             "--pat-cpu-overlap", action="store_true", help="overlap scheduling on a CPU too, as on CUDA by default"
         )
+        group.add_argument(
+            "--pat-gpu-order", default="rank", help=f"which rank runs on which GPU: {', '.join(GPU_ORDERS)}"
+        )
         group.add_argument("--pat-weights", default="resident", help=f"weight handling: {', '.join(WEIGHT_MODES)}")
         group.add_argument("--pat-kv", default="auto", help=f"KV of live requests: {', '.join(KV_MODES)}")
         group.add_argument(
@@ -127,7 +137,13 @@ class AdaptiveServerArgs(ServerArgs):
             weights=self.pat_weights,
             kv=self.pat_kv,
             kv_exchange=self.pat_kv_exchange,
+            gpu_order=self.pat_gpu_order,
         )
+
+    def gpu_of_rank(self, rank: int) -> int:
+        """Number of the GPU on this machine that ``rank`` runs on."""
+        place = 0 if cuda.shared() else self.adaptive_config().place(rank)
+        return self.base_gpu_id + place * self.gpu_id_step
 
 
 def _cpu_defaults(args: AdaptiveServerArgs) -> None:

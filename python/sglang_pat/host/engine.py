@@ -23,7 +23,7 @@ processes.warm()
 from sglang.srt.entrypoints import engine as host_engine  # noqa: E402
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
-from sglang.srt.utils import MultiprocessingSerializer  # noqa: E402
+from sglang.srt.utils import MultiprocessingSerializer, maybe_reindex_device_id, numa_utils  # noqa: E402
 from sglang.srt.utils.network import get_free_port  # noqa: E402
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
@@ -80,8 +80,13 @@ class AdaptiveEngine(host_engine.Engine):
             if rank in config.base.leaders:
                 rank_ports.scheduler_input_ipc_name = leader_addresses[rank]
                 rank_ports.rpc_ipc_name = f"ipc://{folder}/rpc{rank}"
-            with saver.configure_subprocess():
-                started.append(start(run_rank, server_args, rank_ports, config, rank, channel_address))
+            # As the host starts its schedulers: one visible GPU each if so asked, bound to the GPU's NUMA node.
+            with (
+                maybe_reindex_device_id(server_args.gpu_of_rank(rank)) as gpu_id,
+                saver.configure_subprocess(),
+                numa_utils.configure_subprocess(server_args, gpu_id),
+            ):
+                started.append(start(run_rank, server_args, rank_ports, config, rank, gpu_id, channel_address))
         children = [process for process, _ in started]
         readers = [reader for _, reader in started]
         infos: list[dict[str, Any]] = []

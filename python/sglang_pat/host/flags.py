@@ -74,10 +74,10 @@ GPU = {
         "disable_flashinfer_autotune triton_attention_reduce_in_fp32 triton_attention_num_kv_splits "
         "triton_attention_split_tile_size disable_custom_all_reduce enable_nccl_nvls disable_overlap_schedule"
     ),
+    "memory and cores near a rank's GPU": "numa_node",
     "CUDA graphs, which each layout has": (
         "cuda_graph_max_bs cuda_graph_bs disable_cuda_graph_padding enable_cudagraph_gc enable_profile_cuda_graph "
-        "debug_cuda_graph disable_piecewise_cuda_graph enforce_piecewise_cuda_graph piecewise_cuda_graph_max_tokens "
-        "piecewise_cuda_graph_tokens piecewise_cuda_graph_compiler"
+        "debug_cuda_graph"
     ),
     "memory that RL frameworks have released between rounds": "enable_memory_saver enable_weights_cpu_backup",
     "torch.compile, which a CPU refuses": "enable_torch_compile enable_torch_compile_debug_mode torch_compile_max_bs",
@@ -156,9 +156,12 @@ UNUSED = {
     ),
     "the coordinator routes requests": "load_balance_method",
     "one node is the engine": "node_rank",
-    "one world of our own takes the place of the host's, which reads it": "enable_p2p_check pre_warm_nccl",
+    "every group's communicator is made at start": "pre_warm_nccl",
     "read for decoding by nothing in this SGLang": "num_continuous_decode_steps disable_outlines_disk_cache",
-    "ranks are not bound to NUMA nodes": "numa_node",
+    "prefill runs without CUDA graphs in every layout": (
+        "disable_piecewise_cuda_graph piecewise_cuda_graph_max_tokens piecewise_cuda_graph_tokens "
+        "piecewise_cuda_graph_compiler"
+    ),
     "it switches a refused flag off": "enforce_disable_flashinfer_allreduce_fusion",
     "the gRPC server is refused": "grpc_http_sidecar_port",
 }
@@ -230,13 +233,14 @@ REFUSED = (
         "kv_events_config enable_forward_pass_metrics",
     ),
     *_off("ranks do not set it up", "enable_trace"),
+    *_off("SGLang's check takes ranks of a group for numbers of GPUs", "enable_p2p_check"),
     *_off(
         "the model it is for is refused",
         "is_embedding prefill_only_disable_kv_cache enable_multimodal enable_mis encoder_only language_only "
         "enable_return_routed_experts enable_return_indexer_topk enable_eplb expert_distribution_recorder_mode "
         "decrypted_config_file",
     ),
-    *_off("its graphs are pieces that know one layout", "enable_breakable_cuda_graph"),
+    *_off("its graphs are pieces that know one layout", "enable_breakable_cuda_graph enforce_piecewise_cuda_graph"),
 )
 
 

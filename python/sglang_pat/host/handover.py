@@ -61,10 +61,10 @@ class Arrivals:
             priority scheduling sorts by it.
     """
 
-    decoding: list[tuple[Req, torch.Tensor, int]] = field(default_factory=list)
+    decoding: list[tuple[Req, np.ndarray, int]] = field(default_factory=list)
     waiting: list[Req] = field(default_factory=list)
-    parked: list[tuple[Req, torch.Tensor, int]] = field(default_factory=list)
-    place: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    parked: list[tuple[Req, np.ndarray, int]] = field(default_factory=list)
+    place: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
     entered: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -94,19 +94,23 @@ def seal(scheduler: AdaptiveScheduler, new: ParallelLayout) -> list[Grammar]:
 
 
 def make_offer(
-    scheduler: AdaptiveScheduler, new: ParallelLayout, decoding: list[Req], waiting: list[Req], recompute_below: int
+    scheduler: AdaptiveScheduler,
+    new: ParallelLayout,
+    decoding: list[Req],
+    waiting: list[Req],
+    rows: list[np.ndarray],
+    recompute_below: int,
 ) -> tuple[Offer, dict[int, bytes]]:
     """This group's offer, and the leader's capsules; else every rank of a group computes the same.
 
-    ``recompute_below``: with ``--pat-kv auto``, requests with fewer KV tokens go over as tokens.
+    Args:
+        rows: KV slots of the decoding requests, int64 ``[tokens]`` each.
+        recompute_below: with ``--pat-kv auto``, requests with fewer KV tokens go over as tokens.
     """
     layouts = scheduler.layouts
     old = layouts.current.layout
     least = {"migrate": 0, "auto": recompute_below, "recompute": sys.maxsize}[scheduler.adaptive.kv]
-    rows = [
-        scheduler.kv_row(req).cpu().numpy() if req.kv_committed_len >= least else np.empty(0, np.int64)
-        for req in decoding
-    ]
+    rows = [row if len(row) >= least else row[:0] for row in rows]
     lengths = [req.kv_committed_len for req in decoding] + [req.seqlen for req in waiting]
     dests = plan.destinations(old, new, old.group_of(scheduler.rank), lengths)
     decoding_dest = dests[: len(decoding)]
@@ -176,7 +180,7 @@ def rebuild(
     offers: dict[int, Offer],
     capsules: dict[int, bytes],
     held: list[Req],
-    place: torch.Tensor,
+    place: np.ndarray,
 ) -> Arrivals:
     """The requests that come to this rank's new group, decoding ones in plan order.
 
@@ -207,7 +211,7 @@ def rebuild(
                 recompute.append(req)
             if row is not None:
                 where = arrivals.decoding if decodes else arrivals.parked
-                where.append((req, torch.from_numpy(row).to(scheduler.device), live.shared))
+                where.append((req, row, live.shared))
         queued += [_rebuild_one(scheduler, one) for one in coming]
     # Those that were already running go first, as the host does with retracted ones.
     arrivals.waiting = recompute + queued

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sglang.srt.managers.schedule_batch import Req
 
 from sglang_pat.comm.exchange import AllToAll, Direct
 from sglang_pat.host.handover import Offer
 from sglang_pat.host.kv_gather import KvGather
 from sglang_pat.kernels import kv as kernels
+from sglang_pat.kernels.transfer import synchronize, upload
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.switch import plan
 from sglang_pat.switch.gather import build_gather
@@ -29,17 +29,18 @@ def reserve(scheduler: AdaptiveScheduler, new: ParallelLayout) -> None:
     """Take memory, before the pause, for about what a switch would move now; what grows until then is taken in it.
 
     Raises:
-        OSError: there is not enough memory.
+        OSError, RuntimeError: there is not enough memory.
     """
-    windows, pool = scheduler.layouts.windows, scheduler.layouts.current.kv_pool
-    if windows is None:
-        return
+    layouts, pool = scheduler.layouts, scheduler.layouts.current.kv_pool
     tokens = sum(req.kv_committed_len + GROWTH for req in scheduler.running_batch.reqs)
     held = tokens * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes)
-    old = scheduler.layouts.current.layout
+    old = layouts.current.layout
     # When tp is raised what a rank keeps stays where it is; else some of it goes through the window as well.
     through = held - held * old.tp // new.tp if new.tp > old.tp else held
-    windows.resize(min(through, windows.capacity))
+    if layouts.windows is not None:
+        layouts.windows.resize(min(through, layouts.windows.capacity))
+    elif scheduler.adaptive.kv_exchange != "allgather":
+        layouts.staging.reserve(through, through)
 
 
 def prepare(
@@ -47,12 +48,15 @@ def prepare(
     new: ParallelLayout,
     plans: dict[int, plan.GroupPlan],
     offers: dict[int, Offer],
-    decoding: list[Req],
+    rows: list[np.ndarray],
 ) -> KvExchange | KvGather | None:
     """This rank's part, or None if no KV moves in its exchange group.
 
+    Args:
+        rows: KV slots of this rank's decoding requests, int64 ``[tokens]`` each.
+
     Raises:
-        OSError: there is no memory to put KV through.
+        OSError, RuntimeError: there is no memory to put KV through.
     """
     layouts = scheduler.layouts
     old, groups = layouts.current.layout, layouts.runner.groups
@@ -69,7 +73,7 @@ def prepare(
         members=larger.group(larger.group_of(scheduler.rank)) if gathering else groups.exchange(old, new)[1],
         rank=scheduler.rank,
         plans=plans,
-        rows=[scheduler.kv_row(req).cpu().numpy() for req in decoding],
+        rows=rows,
         requests=offers[old.group_of(scheduler.rank)].decoding,
     )
     if gathering:
@@ -91,40 +95,42 @@ class KvExchange:
         if layouts.windows is not None:
             self._carrier = Direct(group, layouts.windows, members, elements, staying, sample.dtype)
         else:
-            self._carrier = AllToAll(group, elements, staying, sample.dtype, sample.device)
-        self._recv_slots = torch.from_numpy(exchange.recv_slots).to(sample.device)
-        send_slots = torch.from_numpy(exchange.send_slots).to(sample.device)
+            self._carrier = AllToAll(group, layouts.staging, elements, staying, sample.dtype)
+        self._recv_slots = upload(exchange.recv_slots, torch.int64, sample.device)
+        send_slots = upload(exchange.send_slots, torch.int64, sample.device)
         self._sends = kernels.Parts(send_slots, *_lists(exchange.send_offsets, exchange.send_heads), exchange.heads)
         self._receives: dict[tuple[int, int], kernels.Parts] = {}
         sent = int(elements[members.index(scheduler.rank)].sum())
         self.bytes_sent = sent * sample.dtype.itemsize * self._source.layer_num
         """To other ranks, all layers."""
-        self.place = torch.from_numpy(exchange.place).to(sample.device)
-        """Slot of the new pool view for each slot of the plan."""
+        self.place = exchange.place
+        """Slot of the new pool view for each slot of the plan, int64 ``[total + 1]``."""
 
     def run(self, error: Exception | None = None) -> Exception | None:
-        """Move all layers; returns the first error.
+        """Move all layers; returns the first error, also one that only the device knows of.
 
         A layer is packed while the one before travels.  With an ``error``, given or met, this rank only keeps taking
         part in the collectives, so that nobody waits for it.
         """
         layers = self._source.layer_num
 
-        def attempt(step: Callable[[int], None], layer: int) -> None:
+        def attempt(step: Callable[..., None], *args: Any, always: bool = False) -> None:
             nonlocal error
+            if error is not None and not always:
+                return
             try:
-                if error is None:
-                    step(layer)
+                step(*args)
             except Exception as exc:
-                error = exc
+                error = error or exc
 
         attempt(self._pack, 0)
         for layer in range(layers):
             # The new view lies over the old one: no part of a layer is unpacked before this rank has packed it whole.
-            self._carrier.start(layer)
+            attempt(self._carrier.start, layer, always=True)
             if layer + 1 < layers:
                 attempt(self._pack, layer + 1)
             attempt(self._unpack, layer)
+        attempt(synchronize, self._recv_slots.device)
         return error
 
     def _pack(self, layer: int) -> None:

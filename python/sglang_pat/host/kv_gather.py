@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from sglang_pat.kernels import kv as kernels
+from sglang_pat.kernels.transfer import upload
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.switch.gather import Gather
 
@@ -29,15 +31,15 @@ class KvGather:
         size = max(gather.counts) * gather.heads * sum(self._dims)
         self._out = torch.empty(size, dtype=sample.dtype, device=sample.device)
         self._all = [torch.empty_like(self._out) for _ in gather.counts]
-        self._send_slots = torch.from_numpy(gather.send_slots).to(sample.device)
+        self._send_slots = upload(gather.send_slots, torch.int64, sample.device)
         self._takes = [
             (take, torch.arange(take.first, take.first + len(take.slots), device=sample.device),
-             torch.from_numpy(take.slots).to(sample.device))
+             upload(take.slots, torch.int64, sample.device))
             for take in gather.takes
         ]  # fmt: skip
         self.bytes_sent = self._out.nbytes * (len(gather.counts) - 1) * self._source.layer_num
         """To other ranks, all layers."""
-        self.place = torch.arange(gather.total + 1, device=sample.device)
+        self.place = np.arange(gather.total + 1, dtype=np.int64)
         """Slot of the new pool view for each slot of the plan: the same."""
 
     def run(self, error: Exception | None = None) -> Exception | None:

@@ -20,6 +20,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sglang_pat.comm.exchange import Staging
 from sglang_pat.comm.windows import Windows
 from sglang_pat.host.reshard import reshard
 from sglang_pat.host.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
@@ -31,9 +32,6 @@ from sglang_pat.predict.profile import LayoutSetup
 from sglang_pat.switch.plan import kv_head_range
 
 logger = logging.getLogger(__name__)
-
-TAIL_GRAPH_BATCH_SIZES = [1, 2, 4, 8, 12, 16, 24, 32]
-"""Batch sizes captured for layouts above the base: only small batches run there (PAT section 4.4)."""
 
 
 @dataclass
@@ -113,6 +111,8 @@ class Layouts:
         """What building each layout above the base took."""
         self.current = self._runtimes[base.tp]
         self.windows = self._make_windows()
+        self.staging = Staging(self.runner.device)
+        """What KV goes through where there are no windows."""
         for layout in self.config.layouts[1:]:
             self._runtimes[layout.tp] = self._build(layout)
             self.install(base)
@@ -184,8 +184,10 @@ class Layouts:
         runner.token_to_kv_pool, runner.token_to_kv_pool_allocator = pool, allocator
         runner.init_attention_backend()
         clock.append(time.perf_counter())
-        with self._tail_graph_sizes():
-            runner.init_device_graphs()
+        runner.graph_runner = None
+        if runner.server_args.pat_graph_sizes[layout.tp]:
+            with self._graph_sizes(layout):
+                runner.init_device_graphs()
         clock.append(time.perf_counter())
         build_time, graph_time = np.diff(clock).tolist()
         self.setup.append(
@@ -209,11 +211,11 @@ class Layouts:
         )
 
     @contextmanager
-    def _tail_graph_sizes(self):
+    def _graph_sizes(self, layout: ParallelLayout):
+        """Have the host capture the batch sizes of ``layout``."""
         args = self.runner.server_args
         saved = args.cuda_graph_bs
-        if saved:
-            args.cuda_graph_bs = [size for size in saved if size <= max(TAIL_GRAPH_BATCH_SIZES)] or saved[:1]
+        args.cuda_graph_bs = list(args.pat_graph_sizes[layout.tp])  # the host adds to it
         try:
             yield
         finally:

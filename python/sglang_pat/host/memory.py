@@ -14,16 +14,16 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.host import cuda
 from sglang_pat.host.args import AdaptiveServerArgs, model_shape
-from sglang_pat.layout import device_of_rank
 from sglang_pat.memory.available import available_memory
 from sglang_pat.memory.plan import Demand, Plan, Supply, advice, make_plan
 from sglang_pat.memory.shapes import ModelShape
 
 logger = logging.getLogger(__name__)
 
-CPU_FRACTION = 0.98
-"""The host's own limit where the plan decides: out of the way."""
+PLANNED_FRACTION = 0.98
+"""The host's own limit where ranks share memory, and the plan decides: out of the way."""
 
 
 def planned(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
@@ -45,7 +45,8 @@ def planned(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
 def _with(args: AdaptiveServerArgs, plan: Plan) -> AdaptiveServerArgs:
     view = copy.copy(args)
     if not args.pat_fraction_given:
-        view.mem_fraction_static = CPU_FRACTION if args.device == "cpu" else round(plan.static_fraction, 4)
+        ours = args.device == "cpu" or cuda.shared()
+        view.mem_fraction_static = PLANNED_FRACTION if ours else round(plan.static_fraction, 4)
     # On a GPU a fraction is the host's to apply: it has measured what is free by then.
     if args.device == "cpu" or not args.pat_fraction_given:
         view.max_total_tokens = plan.tokens
@@ -56,7 +57,7 @@ def demand_of(args: AdaptiveServerArgs) -> Demand:
     config = args.adaptive_config()
     shape = model_shape(ModelConfig.from_server_args(args))
     graphs = args.device == "cuda" and not args.disable_cuda_graph
-    pieces = args.device == "cuda" and not args.disable_piecewise_cuda_graph
+    tails = [args.pat_graph_sizes.get(layout.tp) or [0] for layout in config.layouts[1:]]
     chunk = args.chunked_prefill_size
     return Demand(
         shape=shape,
@@ -64,7 +65,7 @@ def demand_of(args: AdaptiveServerArgs) -> Demand:
         degrees=tuple(layout.tp for layout in config.layouts),
         prefill_tokens=chunk if chunk and chunk > 0 else args.max_prefill_tokens,
         graph_batch=args.cuda_graph_max_bs if graphs else 0,
-        prefill_graphs=len(args.piecewise_cuda_graph_tokens) if pieces else 0,
+        tail_graph_batch=max(map(max, tails), default=0) if graphs else 0,
         max_running=args.max_running_requests,
         tokens=args.max_total_tokens,
         fraction=args.mem_fraction_static if args.pat_fraction_given else None,
@@ -86,14 +87,17 @@ def supply_of(args: AdaptiveServerArgs) -> Supply:
     if args.device == "cpu":
         return Supply(kind="cpu", free=available_memory(), total=psutil.virtual_memory().total)
     ranks = args.adaptive_config().num_ranks
-    devices = [args.base_gpu_id + device_of_rank(rank, ranks) * args.gpu_id_step for rank in range(ranks)]
+    devices = [args.gpu_of_rank(rank) for rank in range(ranks)]
     present = torch.cuda.device_count()
     if max(devices) >= present:
         raise ValueError(
             f"{ranks} ranks need GPUs {min(devices)} to {max(devices)}, {present} are visible: "
             "choose --tp and --dp so that their product is the number of GPUs"
         )
-    return min((_gpu(device) for device in devices), key=lambda supply: supply.free)
+    least = min((_gpu(device) for device in devices), key=lambda supply: supply.free)
+    if cuda.shared():
+        return Supply(kind="cuda", free=least.free // ranks, total=least.total // ranks)
+    return least
 
 
 def _gpu(device: int) -> Supply:

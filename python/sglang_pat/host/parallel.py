@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_parallel_group
 
 from sglang_pat.comm import shm
+from sglang_pat.host import cuda
 from sglang_pat.layout import ParallelLayout, exchange_groups
 
 TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
@@ -21,6 +23,10 @@ TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
 
 SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
 """Globals of ``parallel_state`` that are always groups of one rank (the degrees refused at start)."""
+
+
+LARGE_REDUCE = 8 << 20
+"""Elements (float32) of a reduction that is too large for the host's custom all-reduce."""
 
 
 class GroupPool:
@@ -32,12 +38,14 @@ class GroupPool:
     def __init__(self, layouts: tuple[ParallelLayout, ...], rank: int, local_device: int, device: str) -> None:
         self.rank = rank
         self._layouts = layouts
-        backend = self._backend = "nccl" if device == "cuda" else shm.BACKEND
+        backend = self._backend = shm.BACKEND if device != "cuda" else "gloo" if cuda.shared() else "nccl"
+        own_nccl = backend == "nccl"  # the host's communicator for graphs
         shm.register()
         ranks = range(layouts[0].num_ranks)
         # Control traffic of all ranks together: votes, capsules, reports.
         self.world = dist.new_group(list(ranks), backend=shm.BACKEND)
-        self._single = init_model_parallel_group([[r] for r in ranks], local_device, backend, group_name="single")
+        alone = [[rank] for rank in ranks]
+        self._single = init_model_parallel_group(alone, local_device, backend, own_nccl, group_name="single")
         self._tp: dict[int, GroupCoordinator] = {}
         self._control: dict[int, dist.ProcessGroup] = {}
         self._gather: dict[int, dist.ProcessGroup] = {}
@@ -46,7 +54,7 @@ class GroupPool:
         for layout in layouts:
             begun = time.perf_counter()
             self._tp[layout.tp] = init_model_parallel_group(
-                layout.groups(), local_device, backend, group_name=f"tp{layout.tp}"
+                layout.groups(), local_device, backend, own_nccl, group_name=f"tp{layout.tp}"
             )
             self._control[layout.tp] = self._new_group(layout.groups(), shm.BACKEND)
             self.seconds[layout.tp] = time.perf_counter() - begun
@@ -56,6 +64,13 @@ class GroupPool:
                 groups = exchange_groups(low, high)
                 mine = next(group for group in groups if rank in group)
                 self._exchange[low.tp, high.tp] = (self._new_group(groups, backend), mine)
+
+    def warm_up(self) -> None:
+        """Reduce once in every TP group: communicators are made on first use, and another one for large tensors."""
+        for coordinator in self._tp.values():
+            if coordinator.world_size > 1:
+                size = LARGE_REDUCE if coordinator.device.type == "cuda" else 1
+                dist.all_reduce(torch.zeros(size, device=coordinator.device), group=coordinator.device_group)
 
     def _new_group(self, groups: list[list[int]], backend: str) -> dist.ProcessGroup:
         mine = None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from sglang_pat.kernels.transfer import upload
 
 _HostPenalties = penaltylib.BatchedPenalizerOrchestrator
 
@@ -16,10 +18,38 @@ class OrderedPenalties(_HostPenalties):
 
     The host passes a set of classes, whose order differs from process to process, and adding does not
     commute with multiplying.  This is the order of its own overlapped path.
+
+    With overlap scheduling the last token is still on the device when the next step is launched, and the host counts
+    the one before it, the prompt's last one to begin with.  It takes whichever token it knows of; after a step that it
+    waited for (a prefill came in between, a switch) that is the last one, which the next step then counts again.
+    Here it is always the same token.
     """
 
     def __init__(self, vocab_size: int, batch: ScheduleBatch, penalizers: set[type]) -> None:
         super().__init__(vocab_size, batch, sorted(penalizers, key=lambda kind: kind.__name__))
+
+
+    def cumulate_output_tokens(self, output_ids: torch.Tensor) -> None:
+        batch = self.batch
+        if batch.enable_overlap:
+            output_ids = upload([_delayed(req) for req in batch.reqs], torch.int64, self.device)
+        super().cumulate_output_tokens(output_ids)
+
+
+def _delayed(req: Req) -> int:
+    """With overlap scheduling, the token of ``req`` that is counted when its next decode step is launched."""
+    step = req.kv_committed_len - len(req.origin_input_ids)
+    return req.output_ids[step - 1] if step else req.origin_input_ids[-1]
+
+
+def counted(req: Req, overlap: bool, decode: bool) -> list[int]:
+    """The tokens that the host has counted for ``req`` when it is about to make a step.
+
+    Args:
+        decode: a decode step, which counts one more token when it is launched.
+    """
+    tokens = req.origin_input_ids[-1:] + req.output_ids if overlap else req.output_ids
+    return tokens[: len(req.output_ids) - decode]
 
 
 def fix_order() -> None:
@@ -31,12 +61,11 @@ def sampling_info_with_history(batch: ScheduleBatch, decode: bool) -> SamplingBa
     """Sampling state of ``batch`` whose penalties remember the tokens generated so far.
 
     The host counts output tokens step by step, so a batch built from running requests would start
-    at zero (its own retraction has this gap too).  ``decode``: the host itself will count the last
-    token when it prepares the next decode step.
+    at zero (its own retraction has this gap too).  ``decode``: the batch is about to decode.
     """
     info = SamplingBatchInfo.from_schedule_batch(batch, batch.model_config.vocab_size)
     if info.penalizer_orchestrator.is_required:
-        remember(info.penalizer_orchestrator, [req.output_ids[: len(req.output_ids) - decode] for req in batch.reqs])
+        remember(info.penalizer_orchestrator, [counted(req, batch.enable_overlap, decode) for req in batch.reqs])
     return info
 
 
@@ -47,8 +76,8 @@ def remember(penalties: penaltylib.BatchedPenalizerOrchestrator, histories: list
     """
     lengths = [len(history) for history in histories]
     tokens = np.concatenate([np.asarray(history, dtype=np.int64) for history in histories])
-    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(penalties.device)
-    place = row * penalties.vocab_size + torch.from_numpy(tokens).to(penalties.device)
+    row = upload(np.repeat(np.arange(len(lengths)), lengths), torch.int64, penalties.device)
+    place = row * penalties.vocab_size + upload(tokens, torch.int64, penalties.device)
     for penalizer in penalties.penalizers.values():
         if not penalizer.is_prepared():
             continue
@@ -62,6 +91,6 @@ def remember(penalties: penaltylib.BatchedPenalizerOrchestrator, histories: list
             case penaltylib.BatchedRepetitionPenalizer():
                 penalizer.cumulated_repetition_penalties.view(-1)[place] = penalizer.repetition_penalties.view(-1)[row]
             case penaltylib.BatchedMinNewTokensPenalizer():
-                penalizer.len_output_tokens += torch.tensor(lengths, dtype=torch.int32).to(penalties.device).view(-1, 1)
+                penalizer.len_output_tokens += upload(lengths, torch.int32, penalties.device).view(-1, 1)
             case _:
                 raise TypeError(f"{type(penalizer).__name__}: not known here how it counts tokens")

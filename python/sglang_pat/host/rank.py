@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 
 import setproctitle
@@ -14,16 +13,15 @@ if cpu_shim.needed():
     cpu_shim.install()
 
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager, run_detokenizer_process  # noqa: E402
-from sglang.srt.managers.scheduler import configure_logger, suppress_other_loggers  # noqa: E402
+from sglang.srt.managers.scheduler import configure_logger, configure_scheduler_process  # noqa: E402
+from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
-from sglang.srt.utils import kill_itself_when_parent_died  # noqa: E402
 
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs, rank_view  # noqa: E402
 from sglang_pat.host.channels import OrderedReceiver  # noqa: E402
 from sglang_pat.host.processes import end_engine  # noqa: E402
 from sglang_pat.host.sharding import Unsupported  # noqa: E402
-from sglang_pat.layout import device_of_rank  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +31,7 @@ def run_rank(
     port_args: PortArgs,
     config: AdaptiveConfig,
     rank: int,
+    gpu_id: int,
     channel_address: str,
     parent_pid: int,
     pipe_writer,
@@ -41,11 +40,12 @@ def run_rank(
 
     Any exception ends the whole engine, so no client waits for a rank that is gone.
     """
-    kill_itself_when_parent_died()
+    load_plugins()
+    tp_rank = config.base.tp_rank(rank)
+    # With all ranks as one group: the cores of a machine are shared out over them.
+    configure_scheduler_process(server_args, gpu_id, rank, 0, 0, 0, 0, None)
     setproctitle.setproctitle(f"sglang_pat::rank{rank}")
-    faulthandler.enable()
     configure_logger(server_args, prefix=f" rank{rank}")
-    suppress_other_loggers()
     if server_args.device == "cpu":
         # What the host compiles are a few tiny functions; asking the C++ compiler what it can do takes seconds.
         torch.compiler.set_stance("force_eager")
@@ -59,8 +59,8 @@ def run_rank(
             channel_address,
             server_args=args,
             port_args=port_args,
-            gpu_id=args.base_gpu_id + device_of_rank(rank, config.num_ranks) * args.gpu_id_step,
-            tp_rank=config.base.tp_rank(rank),
+            gpu_id=gpu_id,
+            tp_rank=tp_rank,
             moe_ep_rank=0,
             pp_rank=0,
             attn_cp_rank=0,

@@ -11,12 +11,12 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.utils import get_available_gpu_memory
+from sglang.srt.utils import get_available_gpu_memory, monkey_patch_p2p_access_check
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_pat.comm import rendezvous, shm
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.host import grammars
+from sglang_pat.host import cuda, grammars
 from sglang_pat.host.parallel import GroupPool
 
 
@@ -70,9 +70,11 @@ class AdaptiveModelRunner(ModelRunner):
         if self.server_args.dist_init_addr:
             meeting = NetworkAddress.parse(self.server_args.dist_init_addr).to_tcp()
         on_cuda = self.device == "cuda"
+        if on_cuda:
+            monkey_patch_p2p_access_check()  # as the host does, and in place of a check that is refused (flags.py)
         parallel_state.set_custom_all_reduce(on_cuda and not self.server_args.disable_custom_all_reduce)
         parallel_state.init_distributed_environment(
-            backend="nccl" if on_cuda else "gloo",
+            backend="nccl" if on_cuda and not cuda.shared() else "gloo",
             world_size=self.adaptive.num_ranks,
             rank=self.rank,
             local_rank=self.gpu_id,

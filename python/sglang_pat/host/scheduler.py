@@ -37,24 +37,21 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler, SenderWrapper
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.watchdog import WatchdogRaw
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
-from sglang_pat.host import census, compiled, grammars, penalties, prefixes, requests
+from sglang_pat.host import census, grammars, penalties, prefixes, requests
 from sglang_pat.host.channels import ControlSender, OutputSender, RankChannel, RpcRelay
 from sglang_pat.host.compiled import CompiledGrammars
-from sglang_pat.host.handover import Arrivals
 from sglang_pat.host.isolation import IsolatingDispatcher
 from sglang_pat.host.layouts import LayoutRuntime, Layouts
 from sglang_pat.host.load import LoadReporter, StepTrace, register
 from sglang_pat.host.runner import AdaptiveTpModelWorker
 from sglang_pat.host.switch import SwitchExecutor
+from sglang_pat.kernels.transfer import download, upload
 from sglang_pat.messages import Cancel, Compile, Go, InjectPrefixes, Prepare, Switch, TraceQuery
 from sglang_pat.switch.gate import StepGate
 
@@ -107,6 +104,7 @@ class AdaptiveScheduler(Scheduler):
         self.layouts = Layouts(self.tp_worker)
         self.grammars = CompiledGrammars(self.grammar_manager.grammar_backend)
         self.executor = SwitchExecutor(self)
+        self.executor.warm_up()
         self.point_at(self.layouts.base, epoch=0)
         census.record(self, rank, epoch=0)
 
@@ -333,91 +331,14 @@ class AdaptiveScheduler(Scheduler):
         chunked = [self.chunked_req] if self.chunked_req is not None else []
         return list(self.running_batch.reqs), chunked + self.waiting_queue + self.grammar_manager.grammar_queue
 
-    def kv_row(self, req: Req) -> torch.Tensor:
-        """KV slots of ``req``'s tokens, int64 ``[tokens]``."""
-        return self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len].to(torch.int64)
-
-    def adopt(self, arrivals: Arrivals) -> None:
-        """Take over the requests of a finished switch; pools are empty, KV already lies in place."""
-        decoding, waiting, place = arrivals.decoding, arrivals.waiting, arrivals.place
-        self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
-        self.chunked_req, self._chunked_req_scheduled_last_iter = None, False
-        self.grammar_manager.grammar_queue = [req for req in waiting if compiled.is_compiling(req)]
-        self.waiting_queue = waiting = [req for req in waiting if not compiled.is_compiling(req)]
-        self.grammars.keep([req for req, _, _ in decoding] + waiting)
-        for req in waiting:
-            req.retracted_stain |= bool(req.output_ids)
-        self._occupy(place[1:])
-        # Where two groups bring the same tokens, the tree keeps the first copy and frees the second: requests that
-        # share slots with the second one must follow it.
-        now = place.clone()
-        for req, row, shared in decoding:
-            self._adopt_kv(req, now[row], shared)
-            now[row] = self.kv_row(req)
-        for req, row, shared in arrivals.parked:
-            now[row] = self._park_kv(req, now[row], shared)
-        if decoding:
-            self.running_batch = self._decode_batch([req for req, _, _ in decoding])
-
-    def _occupy(self, slots: torch.Tensor) -> None:
-        """Take these KV slots out of the empty pool."""
-        if not len(slots):
-            return
-        allocator, highest = self.token_to_kv_pool_allocator, int(slots.max())
-        free = torch.ones(highest + 1, dtype=torch.bool, device=self.device)
-        free[0] = False  # the host's padding slot
-        free[slots] = False
-        # Of those above, which may be many, nothing is looked up: the empty pool's list is 1, 2, 3 ...
-        allocator.free_pages = torch.cat([free.nonzero().flatten(), allocator.free_pages[highest:]])
-
-    def _adopt_kv(self, req: Req, row: torch.Tensor, shared: int) -> None:
-        tokens = len(row)
-        # It may have been here already: what tied it to the old pools and tree goes.
-        req.req_pool_idx = req.last_host_node = req.best_match_node = None
-        self.req_to_token_pool.alloc([req])
-        self.req_to_token_pool.write((req.req_pool_idx, slice(0, tokens)), row.to(torch.int32))
-        req.fill_ids = (req.origin_input_ids + req.output_ids)[:tokens]
-        req.kv_committed_len = req.kv_allocated_len = tokens
-        req.prefix_indices = row
-        req.last_node = getattr(self.tree_cache, "root_node", None)
-        req.cache_protected_len = shared
-        maybe_cache_unfinished_req(req, self.tree_cache)
-
-    def _park_kv(self, req: Req, row: torch.Tensor, shared: int) -> torch.Tensor:
-        """Leave the KV of a request that waits for a decode slot in the radix tree; the slots where it is then.
-
-        It may be evicted there if those that decode need the room, like all that the tree keeps.
-        """
-        key = RadixKey((req.origin_input_ids + req.output_ids)[: len(row)], req.extra_key)
-        known = self.tree_cache.insert(InsertParams(key=key, value=row, priority=req.priority or 0)).prefix_len
-        self.token_to_kv_pool_allocator.free(row[shared:known])
-        return self.tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices
-
-    def _decode_batch(self, reqs: list[Req]) -> ScheduleBatch:
-        """A batch about to decode, of requests whose KV is in place."""
-        batch = ScheduleBatch.init_new(
-            reqs,
-            self.req_to_token_pool,
-            self.token_to_kv_pool_allocator,
-            self.tree_cache,
-            self.model_config,
-            self.enable_overlap,
-            self.spec_algorithm,
-        )
+    def kv_rows(self, reqs: list[Req]) -> list[np.ndarray]:
+        """KV slots of the tokens of each of ``reqs``, int64 ``[tokens]``; one read of the device."""
+        if not reqs:
+            return []
         lengths = [req.kv_committed_len for req in reqs]
-        device = batch.device
-        batch.req_pool_indices = torch.tensor([req.req_pool_idx for req in reqs], dtype=torch.int64, device=device)
-        batch.seq_lens = torch.tensor(lengths, dtype=torch.int64, device=device)
-        batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
-        batch.orig_seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        batch.seq_lens_sum = sum(lengths)
-        batch.output_ids = torch.tensor([req.output_ids[-1] for req in reqs], dtype=torch.int64, device=device)
-        batch.multimodal_inputs = [None] * len(reqs)
-        if batch.return_logprob:
-            batch.top_logprobs_nums = [req.top_logprobs_num for req in reqs]
-            batch.token_ids_logprobs = [req.token_ids_logprob for req in reqs]
-        batch.sampling_info = penalties.sampling_info_with_history(batch, decode=True)
-        return batch
+        places = upload([req.req_pool_idx for req in reqs], torch.int64, self.device)
+        table = download(self.req_to_token_pool.req_to_token[places, : max(lengths)])
+        return [row[:length].astype(np.int64) for row, length in zip(table, lengths, strict=True)]
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         batch = super().get_new_batch_prefill()

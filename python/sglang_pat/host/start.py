@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.host import cuda
 from sglang_pat.host.args import AdaptiveServerArgs, outer_view
 from sglang_pat.host.contract import check_host
 from sglang_pat.host.deployment import check_files
@@ -35,6 +36,7 @@ def ready(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
         return args
     check_host()
     check_files(args)
+    args = cuda.settled(args)
     private_folder()
     check_shared_memory(args.adaptive_config())
     return outer_view(planned(args))

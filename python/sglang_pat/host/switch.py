@@ -12,16 +12,18 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from sglang_pat.host import agreement, census, handover, kv_exchange
+from sglang_pat.host.adopt import adopt
 from sglang_pat.host.handover import Arrivals, Offer
 from sglang_pat.host.kv_exchange import KvExchange
 from sglang_pat.host.steady import steady
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Cancel, Compile, Prepare, Prepared, RankSwitched, Switch
-from sglang_pat.switch import faults
+from sglang_pat.switch import faults, plan
 from sglang_pat.switch.order import fence_after_switch
 from sglang_pat.switch.state import SwitchState, advance
 
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
     from sglang_pat.host.scheduler import AdaptiveScheduler
 
 logger = logging.getLogger(__name__)
+
+
+WARM_UP_TOKENS = 32
+"""Of each made-up request that is moved at start."""
 
 
 class SwitchAborted(RuntimeError):
@@ -49,6 +55,36 @@ class SwitchExecutor:
         """Epoch and beginning of what grammars are compiled for."""
         self._phases: dict[str, float] = {}
         self._clock = 0.0
+
+    def warm_up(self) -> None:
+        """At start, by all ranks, with empty pools: use once what a switch uses, in each direction.
+
+        Else communicators, kernels and buffers would be made in the first pauses.
+        """
+        self.layouts.runner.groups.warm_up()
+        for old in self.config.layouts:
+            self.layouts.install(old)
+            for new in self.config.layouts:
+                if new != old:
+                    self._vote(self._exchange_nothing_of_value(old, new))
+        self.layouts.install(self.config.base)
+        self.layouts.staging.release()
+
+    def _exchange_nothing_of_value(self, old: ParallelLayout, new: ParallelLayout) -> Exception | None:
+        """Move made-up requests, one from each group to each that it can go to; returns what went wrong."""
+        try:
+            requests = max(1, new.dp // old.dp)
+            tokens = min(WARM_UP_TOKENS, self.scheduler.base_capacity // (2 * self.config.num_ranks))
+            rows = [np.arange(1 + i * tokens, 1 + (i + 1) * tokens) for i in range(requests)]
+            offers = {}
+            for group in old.leaders:
+                dests = plan.destinations(old, new, group, [tokens] * requests)
+                offers[group] = Offer([plan.LiveRequest(tokens, 0, -1, dest) for dest in dests])
+            plans = handover.plan_groups(self.scheduler, new, offers)
+            exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, rows)
+        except Exception as error:
+            return error
+        return exchange.run() if exchange is not None else None
 
     # -- handlers of the coordinator's commands -----------------------------------------------------
 
@@ -88,6 +124,7 @@ class SwitchExecutor:
     def cancel(self, command: Cancel) -> None:
         """Another rank could not prepare: stay where we are."""
         self.scheduler.grammars.forget()
+        self.layouts.staging.release()
         if self.state is SwitchState.PREPARE:
             self.state = advance(advance(self.state, SwitchState.ABORT), SwitchState.IDLE)
 
@@ -106,6 +143,7 @@ class SwitchExecutor:
                 return
             self._commit(new, offers, arrivals, command.epoch)
         self._resume(report, offers, arrivals, exchange.bytes_sent if exchange else 0)
+        self.layouts.staging.release()
 
     # -- the states, in order ---------------------------------------------------------------------
 
@@ -114,13 +152,14 @@ class SwitchExecutor:
 
         Nothing is changed that an aborted switch would miss.
         """
-        error, offer, reqs, capsules = None, Offer(), ([], []), {}
+        error, offer, reqs, rows, capsules = None, Offer(), ([], []), [], {}
         try:
             self._enter(SwitchState.QUIESCE, command.epoch)
             self.scheduler.drain()
             self._mark("drain")
             reqs = self.scheduler.live_requests()
-            offer, capsules = handover.make_offer(self.scheduler, new, *reqs, command.recompute_below)
+            rows = self.scheduler.kv_rows(reqs[0])
+            offer, capsules = handover.make_offer(self.scheduler, new, *reqs, rows, command.recompute_below)
             self._mark("capsules")
         except Exception as exc:
             error = exc
@@ -136,8 +175,8 @@ class SwitchExecutor:
         arrivals, exchange = Arrivals(), None
         try:
             plans = handover.plan_groups(self.scheduler, new, offers)
-            exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, reqs[0])
-            place = exchange.place if exchange else torch.zeros(1, dtype=torch.int64, device=self.scheduler.device)
+            exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, rows)
+            place = exchange.place if exchange else np.zeros(1, dtype=np.int64)
             arrivals = handover.rebuild(
                 self.scheduler, new, plans[new.group_of(self.rank)], offers, capsules, reqs[0] + reqs[1], place
             )
@@ -185,7 +224,7 @@ class SwitchExecutor:
         for req in [req for req, _, _ in arrivals.decoding] + arrivals.waiting:
             stats = req.time_stats
             stats.wait_queue_entry_time = arrivals.entered.get(req.rid, stats.wait_queue_entry_time)
-        self.scheduler.adopt(arrivals)
+        adopt(self.scheduler, arrivals)
         self._mark("install")
 
     def _resume(self, report: dict, offers: dict[int, Offer], arrivals: Arrivals, moved: int) -> None:
@@ -219,6 +258,7 @@ class SwitchExecutor:
     def _abort(self) -> None:
         """Go on in the old layout.  If KV may have been overwritten, recompute it from the tokens."""
         self.scheduler.grammars.forget()
+        self.layouts.staging.release()
         overwritten = self.state is SwitchState.EXCHANGE
         self.state = advance(self.state, SwitchState.ABORT)
         if overwritten:

@@ -29,6 +29,8 @@ from importlib import import_module
 
 import torch
 
+from sglang_pat.kernels.transfer import upload
+
 Ints = Sequence[int] | torch.Tensor
 
 
@@ -49,7 +51,8 @@ class Parts:
     def __init__(self, slots: torch.Tensor, part_offsets: Ints, head_begin: Ints, head_count: int) -> None:
         self._slots, self._head_count = slots, head_count
         self._offsets, self._begins = _ints(part_offsets), _ints(head_begin)
-        self._tensors = torch.tensor(self._offsets), torch.tensor(self._begins)
+        tables = (self._offsets, self._begins)
+        self._tensors = tuple(upload(table, torch.int64, slots.device) for table in tables)
         self._checked: tuple | None = None
 
     def pack(self, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
@@ -75,12 +78,13 @@ class Parts:
             from sglang_pat.kernels import kv_triton
 
             function = kv_triton.kv_pack if which == "pack" else kv_triton.kv_unpack
+            function(k, v, self._slots, *self._tensors, self._head_count, flat)
         else:
             low, high = int(self._slots.min()), int(self._slots.max())
             if low < 0 or high >= k.shape[0]:
                 raise ValueError(f"slots span {low} to {high}, outside the pool's [0, {k.shape[0]})")
             function = kv_pack_reference if which == "pack" else kv_unpack_reference
-        function(k, v, self._slots, self._offsets, self._begins, self._head_count, flat)
+            function(k, v, self._slots, self._offsets, self._begins, self._head_count, flat)
 
 
 def kv_pack(k, v, slots, part_offsets, head_begin, head_count, out) -> None:

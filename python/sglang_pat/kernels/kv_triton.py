@@ -2,13 +2,13 @@
 
 Bytes are moved as the widest integer that sizes, strides and addresses allow, so one compiled kernel serves
 all dtypes. Runs on CPU tensors too when ``TRITON_INTERPRET=1`` was set before Triton was imported (for
-checking). Arguments are those of ``kv.py``, already checked there.
+checking). Arguments are those of ``kv.py``, already checked there; ``part_offsets`` and ``head_begin`` lie on the
+pool's device.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import lru_cache
 from math import gcd
 
 import torch
@@ -66,7 +66,8 @@ def _move(
             tl.store(in_pool, tl.load(in_stage, mask=mask), mask=mask)
 
 
-@triton.jit
+# The number of slots differs in every switch: a kernel made for one (a multiple of 16, or 1) would compile in a pause.
+@triton.jit(do_not_specialize=["n", "parts"])
 def _move_kv(
     k,
     v,
@@ -144,17 +145,16 @@ def _launch(pack: bool, k, v, slots, part_offsets, head_begin, head_count: int, 
     k_head, v_head = dim_k * item // width, dim_v * item // width
     columns = min(MAX_COLUMNS, triton.next_power_of_2(max(k_head, v_head) * head_count))
     rows = TILE_WORDS // columns
-    offsets, begins = _on_device(tuple(part_offsets), tuple(head_begin), k.device)
     with torch.cuda.device(k.device) if k.is_cuda else nullcontext():
         _move_kv[(triton.cdiv(n, rows), 2)](
             words_k,
             words_v,
             words_flat,
             slots,
-            offsets,
-            begins,
+            part_offsets,
+            head_begin,
             n,
-            len(head_begin),
+            head_begin.numel(),
             k.stride(0) * item // width,
             v.stride(0) * item // width,
             k_head,
@@ -174,9 +174,3 @@ def _as_words(t: torch.Tensor, width: int) -> torch.Tensor:
     ):  # rows that may lie apart; a stride-0 or one-head dimension must not get in the way of the view
         t = t.as_strided((t.shape[0], t.shape[1] * t.shape[2]), (t.stride(0), 1))
     return t.view(WORDS[width])
-
-
-@lru_cache(maxsize=16)
-def _on_device(offsets: tuple[int, ...], begins: tuple[int, ...], device: torch.device):
-    """The part tables on the device; kept, since the layers of a switch all have the same."""
-    return torch.tensor(offsets, device=device), torch.tensor(begins, device=device)

@@ -18,19 +18,16 @@ _HOST_DEFAULTS = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (16
 """SGLang's choices by memory below so many GiB: prefill chunk, largest graph batch below tp4 and from tp4 on."""
 
 
+TAIL_BATCH = 16
+"""Largest batch with a graph above the base layout, with the default policy."""
+
+
 def host_defaults(total: int, tp: int) -> tuple[int, int]:
     """Prefill chunk (tokens) and largest graph batch that SGLang chooses for ``total`` bytes."""
     for below, chunk, small, large in _HOST_DEFAULTS:
         if total < below * GIB:
             return chunk, small if tp < 4 else large
     return 16384, 512
-
-
-def host_prefill_graphs(chunk: int) -> int:
-    """CUDA graphs of prefill steps that SGLang makes up to ``chunk`` tokens."""
-    sizes = [*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
-    sizes += [*range(1280, 4097, 256), *range(4608, chunk + 1, 512)]
-    return sum(size <= chunk for size in sizes)
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -107,6 +104,6 @@ def demand_of(shape: ModelShape, base: ParallelLayout, supply: Supply, tokens: i
         degrees=shape.allowed(candidate_layouts(base)),
         prefill_tokens=chunk,
         graph_batch=graph_batch if graphs else 0,
-        prefill_graphs=host_prefill_graphs(chunk) if graphs else 0,
+        tail_graph_batch=TAIL_BATCH if graphs else 0,
         tokens=tokens,
     )

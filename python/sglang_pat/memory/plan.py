@@ -29,8 +29,10 @@ CUDA_CONTEXT = 1 * GIB
 """Context, cuBLAS and attention workspaces of a rank."""
 COMMUNICATOR = 256 * MIB
 """Buffers of one NCCL communicator."""
-TAIL_GRAPHS = 256 * MIB
-"""CUDA graphs and workspaces of one layout above the base."""
+TAIL_WORKSPACE = 128 * MIB
+"""Attention workspace and first graphs of one layout above the base."""
+GRAPH_REQUEST = 2 * MIB
+"""Graphs of a layout for each request of its largest batch (SGLang's own estimate)."""
 MOST_SAMPLED = 256
 """Requests whose logits a step is expected to hold at once."""
 
@@ -63,8 +65,8 @@ class Demand:
     """Most tokens of a prefill step (``--chunked-prefill-size``)."""
     graph_batch: int = 0
     """Largest batch with a CUDA graph; 0 without graphs."""
-    prefill_graphs: int = 0
-    """CUDA graphs of prefill steps."""
+    tail_graph_batch: int = 0
+    """The same of the layouts above the base."""
     max_running: int | None = None
     tokens: int | None = None
     """``--max-total-tokens``, if given: KV tokens of a replica of the base layout."""
@@ -171,8 +173,8 @@ def _with_base(demand: Demand, layout: ParallelLayout) -> Demand:
 
 def host_reserve(total: int, demand: Demand) -> int:
     """What SGLang leaves free on a GPU by default for activations and graphs, bytes."""
-    reserve = 512 + max(demand.prefill_tokens, 2048) * 1.5 + demand.graph_batch * 2 + demand.base.tp / 8 * 1024
-    reserve += demand.prefill_graphs * 8
+    reserve = 512 + max(demand.prefill_tokens, 2048) * 1.5 + demand.base.tp / 8 * 1024
+    reserve += demand.graph_batch * GRAPH_REQUEST / MIB
     return int((max(reserve, 10 * 1024) if total > 60 * GIB else reserve) * MIB)
 
 
@@ -227,9 +229,10 @@ def _process(demand: Demand, supply: Supply) -> int:
     if supply.kind == "cpu":
         return CPU_PROCESS
     tails, wide = len(demand.degrees) - 1, sum(tp > 1 for tp in demand.degrees)
-    # The world, the TP groups, and an exchange group for each pair of layouts.
-    communicators = 1 + wide + tails * (tails + 1) // 2
-    return CUDA_CONTEXT + communicators * COMMUNICATOR + tails * TAIL_GRAPHS
+    # Of each TP group one for eager steps and one for graphs, and one of an exchange group for each pair of layouts.
+    communicators = 2 * wide + tails * (tails + 1) // 2
+    graphs = tails * (TAIL_WORKSPACE + demand.tail_graph_batch * GRAPH_REQUEST)
+    return CUDA_CONTEXT + communicators * COMMUNICATOR + graphs
 
 
 def _largest(demand: Demand, supply: Supply, room: int) -> int:

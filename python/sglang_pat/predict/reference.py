@@ -47,6 +47,18 @@ QWEN = ModelSize(
     vocabulary=151936,
 )
 
+QWEN_32B = ModelSize(
+    name="qwen2.5-32b",
+    architecture="Qwen2ForCausalLM",
+    layers=64,
+    hidden=5120,
+    heads=40,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=27648,
+    vocabulary=152064,
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -150,6 +162,7 @@ CASES: tuple[tuple[str, Machine, ModelSize, int, tuple[str, ...]], ...] = (
     ("8xA40-llama3.1-8b", A40, LLAMA, 2, A40_SOURCES),
     ("8xH100-llama3.1-8b", H100, LLAMA, 1, H100_SOURCES),
     ("8xH100-qwen3-14b", H100, QWEN, 2, H100_SOURCES),
+    ("8xH100-qwen2.5-32b", H100, QWEN_32B, 2, H100_SOURCES),
 )
 """(name, machine, model, base degree, sources)."""
 

@@ -1,15 +1,10 @@
-"""One adaptive engine for ``bench/switch.py``, in a process of its own: commands on stdin, answers on stdout (JSON).
-
-    python bench/_switch_worker.py MODEL [SGLang flags]
-"""
+"""What ``bench/switch.py`` has its engines do (``profiler.worker``)."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
-import sys
 import time
 from collections import Counter
 from contextlib import asynccontextmanager
@@ -17,7 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from profiler import host
 from profiler.rig import Rig
 
 SKIP = 2
@@ -171,44 +165,3 @@ async def prefill(rig: Rig, requests: int, tokens: int) -> float:
     begun = time.monotonic()
     await rig.finish(rig.send([rig.tokens(tokens // requests) for _ in range(requests)], [1] * requests))
     return time.monotonic() - begun
-
-
-async def serve(engine, answer) -> None:
-    rig = Rig(engine, temperature=0.0)
-    await rig.connect()
-    answer({"ready": os.getpid()})
-    loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        command = json.loads(line)
-        match command.pop("do"):
-            case "switches":
-                answer(await switches(rig, **command))
-            case "after":
-                answer(await after(rig, **command))
-            case "taken":
-                answer(await taken(rig, **command))
-            case "returning":
-                answer(await returning(rig, **command))
-            case "prefill":
-                answer(await prefill(rig, **command))
-
-
-def main() -> int:
-    model, *flags = sys.argv[1:]
-    # Whatever the engine prints goes to stderr: stdout is for answers.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(value) -> None:
-        print(json.dumps(value), file=out, flush=True)
-
-    engine = host.start(host.server_args(model, flags))
-    try:
-        host.run(engine, lambda: serve(engine, answer))
-    finally:
-        engine.shutdown()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

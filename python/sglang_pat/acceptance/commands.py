@@ -1,0 +1,133 @@
+"""What the acceptance has an engine do (``profiler.worker``): coroutine functions of a ``Rig``, JSON both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from profiler import measure
+from profiler.points import Point
+from profiler.rig import Rig
+
+STEPS = 3
+"""Decode steps of the whole batch between two switches."""
+
+
+async def describe(rig: Rig) -> dict[str, Any]:
+    """The engine's degrees and sizes."""
+    info = rig.engine.server_args
+    return {
+        "degrees": [layout.tp for layout in rig.layouts],
+        "kv_tokens": rig.engine.deployment().kv_tokens,
+        "graph_sizes": {str(tp): sizes for tp, sizes in info.pat_graph_sizes.items()},
+        "graphs": not info.disable_cuda_graph,
+    }
+
+
+async def greedy(rig: Rig, prompts: list[list[int]], answer: int, visits: list[int], start: int) -> dict[str, Any]:
+    """Greedy answers of ``answer`` tokens from degree ``start`` on, which switch to each of ``visits`` on the way.
+
+    Returns the answers' token ids, and the record of each switch.
+    """
+    await rig.reconfigure(start)
+    await rig.flush()
+    await rig.trace()
+    tasks = rig.send(prompts, [answer] * len(prompts))
+    records = []
+    for tp in visits:
+        await rig.until_decoding(tasks, len(prompts), STEPS)
+        records.append(await rig.reconfigure(tp))
+    answers = await rig.finish(tasks)
+    return {"outputs": [a["output_ids"] for a in answers], "switches": records}
+
+
+async def judged(rig: Rig, prompts: list[list[int]], outputs: list[list[int]], tp: int) -> list[float]:
+    """Mean negative log-likelihood (nats) of the tokens of each output, given those before, as degree ``tp`` says."""
+    await rig.reconfigure(tp)
+    await rig.flush()
+
+    async def one(prompt: list[int], output: list[int]) -> float:
+        found = await rig.engine.async_generate(
+            input_ids=prompt + output, sampling_params={"max_new_tokens": 1, "temperature": 0},
+            return_logprob=True, logprob_start_len=len(prompt) - 1,
+        )  # fmt: skip
+        return -statistics.mean(entry[0] for entry in found["meta_info"]["input_token_logprobs"][1:])
+
+    found = await asyncio.gather(*(one(p, o) for p, o in zip(prompts, outputs, strict=True)))
+    await rig.until_idle()
+    return list(found)
+
+
+async def pauses(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Records of ``rounds`` switches there and back with ``requests`` live requests of ``tokens`` tokens in all, whose
+    prompts are injected."""
+    await rig.reconfigure(low)
+    await rig.flush()
+    prompts = [rig.tokens(max(1, tokens // requests)) for _ in range(requests)]
+    rig.inject(prompts)
+    await rig.trace()
+    tasks = rig.send(prompts, [40 * rounds + 60] * requests)
+    records = []
+    try:
+        for _ in range(rounds):
+            for target in (high, low):
+                await rig.until_decoding(tasks, requests, steps=STEPS)
+                records.append(await rig.reconfigure(target))
+    finally:
+        await rig.abort(tasks)
+    return [record for record in records if record["requests"] == requests]
+
+
+async def prefilled(rig: Rig, tokens: int, requests: int) -> float:
+    """Seconds to prefill fresh requests of ``tokens`` tokens in all."""
+    await rig.flush()
+    begun = time.monotonic()
+    await rig.finish(rig.send([rig.tokens(max(1, tokens // requests)) for _ in range(requests)], [1] * requests))
+    return time.monotonic() - begun
+
+
+async def step(rig: Rig, tp: int, batch: int, context: int, steps: int) -> float:
+    """Seconds of a decode step of all replicas of degree ``tp`` with ``batch`` requests each."""
+    await rig.reconfigure(tp)
+    replicas = next(layout.dp for layout in rig.layouts if layout.tp == tp)
+    point = Point(kind="decode", tp=tp, replicas=replicas, batch=batch, context=context, level=0)
+    found, _ = await measure.decode(rig, point, steps)
+    return found.seconds
+
+
+async def tail(rig: Rig, lengths: list[int], start: int, merge_at: int | None, high: int) -> dict[str, Any]:
+    """One batch whose answers have these lengths: seconds until the last one is there.
+
+    ``merge_at``: switch to degree ``high`` when so many requests are left; None to stay in degree ``start``.
+    """
+    await rig.reconfigure(start)
+    await rig.flush()
+    await rig.trace()
+    begun = time.monotonic()
+    tasks = rig.send([rig.tokens(16) for _ in lengths], lengths)
+    record = None
+    if merge_at is not None:
+        pending = set(tasks)
+        while len(pending) > merge_at:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        record = await rig.reconfigure(high)
+    await rig.finish(tasks)
+    return {"seconds": time.monotonic() - begun, "switch": record}
+
+
+async def update(rig: Rig, names_and_shapes: dict[str, list[int]], seed: int, dtype: str) -> bool:
+    """Give these parameters other random values, on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        (name, (torch.randn(shape, generator=generator) * 0.02).to(getattr(torch, dtype)))
+        for name, shape in names_and_shapes.items()
+    ]
+    succeeded, message = await rig.engine.async_update_weights_from_tensor(tensors)
+    rig.tp = (await rig.engine.async_status())["layout"]["tp"]
+    if not succeeded:
+        raise RuntimeError(message)
+    return True

@@ -1,0 +1,56 @@
+"""KV pack and unpack beside a plain copy of as many bytes on the same device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from sglang_pat.kernels import kv
+
+
+def seconds(device: str, *calls: Callable[[], object], repeats: int) -> list[float]:
+    """Median time of each of ``calls``, taking turns."""
+    found: list[list[float]] = [[] for _ in calls]
+    for turn in range(repeats + 2):
+        for call, times in zip(calls, found, strict=True):
+            if device == "cuda":
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                begin.record()
+                call()
+                end.record()
+                torch.cuda.synchronize()
+                took = begin.elapsed_time(end) / 1e3
+            else:
+                started = time.perf_counter()
+                call()
+                took = time.perf_counter() - started
+            if turn >= 2:
+                times.append(took)
+    return [statistics.median(times) for times in found]
+
+
+def measure(device: str, heads: int, dim: int, dtype: torch.dtype, parts: int, tokens: int, repeats: int) -> dict:
+    """One layer of ``tokens`` tokens in random slots, cut by heads into ``parts`` parts, one for each peer."""
+    slots_in_pool = 2 * tokens
+    k, v = (torch.randn(slots_in_pool, heads, dim, device=device).to(dtype) for _ in range(2))
+    slots = torch.randperm(slots_in_pool, device=device)[:tokens].repeat(parts)
+    offsets = [tokens * part for part in range(parts + 1)]
+    count = heads // parts
+    move = kv.Parts(slots, offsets, [count * part for part in range(parts)], count)
+    staged = torch.empty(kv.staged_numel(tokens * parts, count, dim, dim), dtype=dtype, device=device)
+    other = torch.empty_like(staged)
+    pack, unpack, copy = seconds(
+        device,
+        lambda: move.pack(k, v, staged),
+        lambda: move.unpack(k, v, staged),
+        lambda: other.copy_(staged),
+        repeats=repeats,
+    )
+    return {
+        "tokens": tokens, "parts": parts, "bytes": staged.nbytes, "pack_seconds": pack, "unpack_seconds": unpack,
+        "copy_seconds": copy,
+    }  # fmt: skip

@@ -1,0 +1,75 @@
+"""What a step of the acceptance found, and the report: ``acceptance.json`` and ``acceptance.md``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+Verdict = Literal["passed", "failed", "measured", "skipped"]
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """One step.
+
+    Attributes:
+        name: of the step; set by the command.
+        verdict: ``passed`` and ``failed`` by a bar; ``measured`` where there is none; ``skipped`` for a reason.
+        line: the finding, or the reason, in one line.
+        rows: a table, as lists; the first one is its head.
+        figures: everything that was measured.
+        traceback: of a step that failed by an exception.
+        seconds: what the step took.
+    """
+
+    name: str = ""
+    verdict: Verdict
+    line: str
+    rows: list[list[str]] = []
+    figures: dict[str, Any] = {}
+    traceback: str = ""
+    seconds: float = 0.0
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """All steps, and the machine they ran on."""
+
+    machine: dict[str, Any]
+    options: dict[str, Any]
+    results: list[Result] = []
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> list[Result]:
+        return [result for result in self.results if result.verdict == "failed"]
+
+    def save(self, folder: Path) -> None:
+        """Write both files; called after each step, so that an ended run leaves what it has."""
+        data = msgspec.json.format(msgspec.json.encode(self), indent=1)
+        for name, content in (("acceptance.json", data), ("acceptance.md", self.page().encode())):
+            fresh = folder / f".{name}"
+            fresh.write_bytes(content + b"\n")
+            fresh.rename(folder / name)
+
+    def page(self) -> str:
+        """The report as Markdown."""
+        about = ", ".join(f"{name} {value}" for name, value in (self.machine | self.options).items())
+        lines = ["# Acceptance of sglang_pat", "", about, "", *_table(self._overview())]
+        for result in self.results:
+            if result.rows or result.traceback:
+                lines += ["", f"## {result.name}", "", result.line]
+            if result.rows:
+                lines += ["", *_table(result.rows)]
+            if result.traceback:
+                lines += ["", "```", result.traceback.rstrip(), "```"]
+        return "\n".join(lines)
+
+    def _overview(self) -> list[list[str]]:
+        rows = [[r.name, r.verdict, r.line.replace("|", "/"), f"{r.seconds:.0f}"] for r in self.results]
+        return [["step", "verdict", "finding", "seconds"], *rows]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    return [head, f"|{' --- |' * len(rows[0])}", *body]

@@ -1,0 +1,396 @@
+"""The steps of the acceptance, in order.  Each is a function of the :class:`Bench`; :data:`STEPS` lists them."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from profiler.worker import Worker, search_path
+from sglang_pat import preflight
+from sglang_pat.acceptance import commands, kernels
+from sglang_pat.acceptance.results import Result
+from sglang_pat.host.cuda import SHARE_ENV
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.memory import estimate
+from sglang_pat.memory.plan import GIB, make_plan
+from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.testing import models
+from sglang_pat.testing.shapes import write_shape
+
+COPY_SHARE = 0.8
+"""Of a copy's bandwidth that packing and unpacking must reach on a GPU, from :data:`COPY_TOKENS` tokens on."""
+COPY_TOKENS = 8192
+STEADY = {"SGLANG_PAT_CHECK_STEADY": "1", "SGLANG_PAT_CHECK_AGREEMENT": "1"}
+"""A switch that makes a group, a pool or a graph fails; ranks of a group are compared after every switch."""
+PATS_WAY = ("--pat-weights", "reshard", "--pat-kv-exchange", "allgather")
+SWEEP_BUDGET = "3m"
+CPU_GRID = "batch=1,4;context=64,160;lone=1;prefill_batch=1;prefill_length=64;switch_requests=4;switch_context=128"
+GPU_GRID = (
+    "batch=1,8,64;context=256,4096;lone=1;prefill_batch=1;prefill_length=256,2048;switch_requests=8;switch_context=1024"
+)
+SWITCHES, UPDATES = 20, 2
+ENDURANCE = 50
+GROWTH = 64 << 20
+"""Bytes that an engine may have grown by after so many switches: allocators round."""
+
+
+LARGE = (("Llama-3.1-8B", 40 * GIB), ("Qwen3-4B", 16 * GIB), ("Qwen3-0.6B", 0))
+"""Shapes with the free memory of a GPU that they are for, bytes."""
+
+
+@dataclass
+class Bench:
+    """What the steps share.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        ranks: of the engine; the highest degree.
+        folder: for models, logs and profile.
+        small: a random float32 model, whose tokens must be equal.
+        sharing: all ranks run on one GPU.
+        flags, large_flags: SGLang's, of every engine and of those of the large model.
+        large: the model whose times and memory are taken; the same on a CPU.
+    """
+
+    device: str
+    ranks: int
+    folder: Path
+    small: Path
+    large: Path
+    sharing: bool = False
+    large_flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    seed: int = 0
+    _engine: tuple[tuple, Worker] | None = None
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        return ("--tp", "1", "--dp", str(self.ranks))
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Of every engine."""
+        return {SHARE_ENV: "1"} if self.sharing else {}
+
+    @property
+    def model(self) -> ModelShape:
+        return ModelShape.from_config(estimate.read_config(str(self.large)))
+
+    def engine(self, model: Path, *flags: str) -> Worker:
+        """An engine with these flags; the last one stays for the steps that ask for the same."""
+        key = (model, flags)
+        if self._engine is None or self._engine[0] != key:
+            self.stop()
+            log = self.folder / "engine.log"
+            self._engine = key, Worker(model, *self.layout, *self.flags, *flags, env=STEADY | self.env, log=log)
+        return self._engine[1]
+
+    def exact(self) -> Worker:
+        """The engine whose tokens must be equal."""
+        attention = ("--attention-backend", "triton") if self.device == "cuda" else ()  # the others have no float32
+        return self.engine(self.small, "--dtype", "float32", *attention)
+
+    def usual(self) -> Worker:
+        """The engine with default flags."""
+        return self.engine(self.large, *self.large_flags)
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine[1].stop()
+        self._engine = None
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        drawn = random.Random(self.seed)
+        return [[drawn.randrange(5, 500) for _ in range(length)] for _ in range(count)]
+
+    def memory(self, worker: Worker) -> list[int]:
+        """Bytes of each rank: of its GPU, or of the process and its share of what processes have in common."""
+        if self.device == "cuda":
+            share = self.ranks if self.sharing else 1
+            return [_used(gpu) // share for gpu in range(torch.cuda.device_count())]
+        found = []
+        for process in worker.children():
+            with suppress(psutil.NoSuchProcess):
+                if process.cmdline() and process.cmdline()[0].startswith("sglang_pat::rank"):
+                    found.append(process.memory_full_info().pss)
+        return found
+
+
+def check_machine(bench: Bench) -> Result:
+    """What is needed is there, and the model fits."""
+    missing = [f"{what}: {finding}" for fine, what, finding in preflight.checks() if not fine]
+    if missing:
+        return Result(verdict="failed", line="; ".join(missing))
+    plan = _plan(bench)
+    rows = [["memory of a rank, planned", "MiB"], *([what, f"{size >> 20}"] for what, size in plan.parts)]
+    line = f"{plan.tokens:,} KV tokens a replica, {plan.rank_bytes / GIB:.1f} GiB a rank planned"
+    return Result(verdict="passed", line=line, rows=rows, figures={"rank_bytes": plan.rank_bytes})
+
+
+def _plan(bench: Bench):
+    gpus = None
+    if bench.device == "cuda":
+        smallest = _free_on_gpus()
+        gpus = f"{bench.ranks}x{smallest / (bench.ranks if bench.sharing else 1) / GIB:.1f}GB"
+    supply = estimate.supply_of_machine(gpus, bench.ranks)
+    return make_plan(estimate.demand_of(bench.model, ParallelLayout(1, bench.ranks), supply), supply)
+
+
+def _used(gpu: int) -> int:
+    """Bytes; by NVML where it is there, which leaves no context of this process on the GPU."""
+    try:
+        return torch.cuda.device_memory_used(gpu)
+    except (ImportError, RuntimeError):
+        free, total = torch.cuda.mem_get_info(gpu)
+        return total - free
+
+
+def _free_on_gpus() -> int:
+    """Bytes on the GPU that has least."""
+    gpus = range(torch.cuda.device_count())
+    return min(torch.cuda.get_device_properties(gpu).total_memory - _used(gpu) for gpu in gpus)
+
+
+def move_kv(bench: Bench) -> Result:
+    """KV is packed and unpacked nearly as fast as memory is copied."""
+    torch.set_num_threads(1)
+    heads, dim, dtype = (8, 128, torch.bfloat16) if bench.device == "cuda" else (4, 64, torch.float32)
+    rows, found, slowest = [["tokens", "parts", "MB", "pack / copy", "unpack / copy"]], [], 1e9
+    for tokens in (1024, COPY_TOKENS, 4 * COPY_TOKENS)[: 3 if bench.device == "cuda" else 2]:
+        for parts in (1, 2, 4):
+            row = kernels.measure(bench.device, heads, dim, dtype, parts, tokens, repeats=10)
+            found.append(row)
+            shares = [row["copy_seconds"] / row[f"{what}_seconds"] for what in ("pack", "unpack")]
+            rows.append([str(tokens), str(parts), f"{row['bytes'] / 1e6:.1f}", *(f"{share:.2f}" for share in shares)])
+            if tokens >= COPY_TOKENS:
+                slowest = min(slowest, *shares)
+    if bench.device == "cuda":
+        torch.cuda.empty_cache()  # for the engines
+    line = f"at {COPY_TOKENS} tokens and more at least {slowest:.0%} of a copy's bandwidth"
+    verdict = "measured" if bench.device == "cpu" else "passed" if slowest >= COPY_SHARE else "failed"
+    return Result(
+        verdict=verdict, line=f"{line} (bar {COPY_SHARE:.0%})", rows=rows, figures={"rows": found}
+    )
+
+
+def start(bench: Bench) -> Result:
+    """An engine of all ranks starts with default flags, within its memory plan."""
+    worker = bench.usual()
+    about, measured = worker.do(commands.describe), bench.memory(worker)
+    planned = _plan(bench).rank_bytes
+    line = (
+        f"{bench.large.name}: up in {worker.started_seconds:.0f} s, degrees {about['degrees']}; a rank takes "
+        f"{max(measured) / GIB:.2f} GiB, planned {planned / GIB:.2f}"
+    )
+    figures = about | {"seconds": worker.started_seconds, "measured": measured, "planned": planned}
+    return Result(verdict="passed", line=line, figures=figures)
+
+
+def _degrees(worker: Worker) -> list[int]:
+    return worker.do(commands.describe)["degrees"]
+
+
+def _up_and_down(degrees: list[int]) -> list[int]:
+    """From the lowest degree through all to the highest, and back."""
+    return degrees[1:] + degrees[-2::-1]
+
+
+def same_tokens(bench: Bench) -> Result:
+    """float32: greedy tokens are equal in every layout, and with switches on the way."""
+    worker, prompts = bench.exact(), bench.prompts(6, 40)
+    degrees = _degrees(worker)
+    wanted = worker.do(commands.greedy, prompts=prompts, answer=60, visits=[], start=1)["outputs"]
+    ways = {f"tp{tp}": (tp, []) for tp in degrees[1:]}
+    ways |= {"up": (1, degrees[1:]), "up and down": (1, _up_and_down(degrees))}
+    different, moved = [], 0
+    for name, (first, visits) in ways.items():
+        found = worker.do(commands.greedy, prompts=prompts, answer=60, visits=visits, start=first)
+        moved += sum(record["migrated"] for record in found["switches"])
+        different += [
+            f"{name}, request {i}"
+            for i, pair in enumerate(zip(found["outputs"], wanted, strict=True))
+            if pair[0] != pair[1]
+        ]
+    line = f"{len(wanted)} requests of 60 tokens in {len(ways)} ways, {moved} moved with their KV: "
+    line += f"different: {', '.join(different)}" if different else "all equal"
+    return Result(verdict="failed" if different or not moved else "passed", line=line)
+
+
+def likelihood(bench: Bench) -> Result:
+    """bfloat16: what is generated across switches is as likely as what is generated without."""
+    worker, prompts = bench.engine(bench.small, "--dtype", "bfloat16"), bench.prompts(6, 40)
+    degrees = _degrees(worker)
+    ways = {f"tp{tp}": (tp, []) for tp in (degrees[0], degrees[-1])} | {
+        "switched": (1, _up_and_down(degrees))
+    }
+    found: dict[str, float] = {}
+    for name, (first, visits) in ways.items():
+        outputs = worker.do(commands.greedy, prompts=prompts, answer=60, visits=visits, start=first)["outputs"]
+        found[name] = statistics.mean(worker.do(commands.judged, prompts=prompts, outputs=outputs, tp=1))
+    *static, switched = found.values()
+    spread = max(static) - min(static)
+    fine = switched <= max(static) + 3 * spread + 0.02
+    line = ", ".join(f"{name} {value:.4f}" for name, value in found.items()) + " nats a token, judged by tp1"
+    return Result(verdict="passed" if fine else "failed", line=line, figures={"nats": found})
+
+
+def steady(bench: Bench) -> Result:
+    """Nothing is captured or made anew over switches and weight updates, and the new weights are in every layout."""
+    worker, prompts = bench.exact(), bench.prompts(4, 20)
+    degrees = _degrees(worker)
+    shape = ModelShape.from_config(estimate.read_config(str(bench.small)))
+    changed = {
+        "model.layers.0.mlp.down_proj.weight": [shape.hidden, shape.intermediate],
+        "model.layers.0.self_attn.q_proj.weight": [shape.heads * shape.head_dim, shape.hidden],
+    }
+    before, made = None, 0
+    for number in range(UPDATES + 1):
+        if number:
+            worker.do(commands.update, names_and_shapes=changed, seed=number, dtype="float32")
+        visits = _up_and_down(degrees) * (SWITCHES // (UPDATES + 1) // (2 * len(degrees) - 2) + 1)
+        switched = worker.do(commands.greedy, prompts=prompts, answer=8 * len(visits) + 20, visits=visits, start=1)
+        static = worker.do(commands.greedy, prompts=prompts, answer=8 * len(visits) + 20, visits=[], start=degrees[-1])
+        made += len(switched["switches"])
+        if switched["outputs"] != static["outputs"]:
+            return Result(verdict="failed", line=f"tokens differ after {number} updates")
+        if before == static["outputs"]:
+            return Result(verdict="failed", line="an update changed nothing")
+        before = static["outputs"]
+    line = f"{made} switches and {UPDATES} weight updates: tokens equal, nothing captured or allocated anew"
+    return Result(verdict="passed", line=line)
+
+
+def pause(bench: Bench) -> Result:
+    """What a switch costs by tokens and requests, beside PAT's way and a restart."""
+    ways = {"ours": bench.large_flags, "PAT's": (*bench.large_flags, *PATS_WAY)}
+    if bench.device == "cuda":
+        ways["PAT's"] += ("--disable-cuda-graph",)
+    points = [(1, 512), (8, 4096), (32, 16384)] if bench.device == "cuda" else [(1, 256), (4, 2048)]
+    rows, found = [["way", "requests", "tokens", "up, ms", "down, ms", "bytes sent, MB", "phases up, ms"]], []
+    for way, flags in reversed(ways.items()):
+        worker = bench.engine(bench.large, *flags)
+        for requests, tokens in points:
+            about = {"requests": requests, "tokens": tokens}
+            records = worker.do(commands.pauses, low=1, high=bench.ranks, rounds=3, **about)
+            found.append({"way": way, "records": records} | about)
+            up, down = ([r for r in records if (r["to_tp"] > r["from_tp"]) == rising] for rising in (True, False))
+            seconds = [statistics.median(r["pause_seconds"] for r in part) for part in (up, down)]
+            phases = " ".join(f"{name} {value * 1e3:.1f}" for name, value in up[-1]["phases"].items())
+            sent = f"{up[-1]['moved_bytes'] / 1e6:.2f}"
+            rows.append([way, str(requests), str(tokens), *(f"{s * 1e3:.1f}" for s in seconds), sent, phases])
+            found[-1] |= {"up": seconds[0], "down": seconds[1]}
+    worker = bench.usual()
+    restart = worker.started_seconds + worker.do(commands.prefilled, tokens=points[-1][1], requests=points[-1][0])
+    rows.append(["restart", str(points[-1][0]), str(points[-1][1]), f"{restart * 1e3:.0f}", "", "", "start, prefill"])
+    ours, pats = (next(f["up"] for f in found if f["way"] == way and f["tokens"] == points[-1][1]) for way in ways)
+    line = (
+        f"{points[-1][0]} requests of {points[-1][1]} tokens in all: {ours * 1e3:.1f} ms, PAT's way {pats / ours:.1f} "
+        f"times as long, a restart {restart / ours:.0f} times"
+    )
+    return Result(verdict="measured", line=line, rows=rows, figures={"points": found, "restart": restart})
+
+
+def step_times(bench: Bench) -> Result:
+    """Decode steps by layout and batch, with as many requests in all."""
+    worker = bench.usual()
+    degrees = _degrees(worker)
+    totals = [bench.ranks * n for n in ((1, 4, 16, 64) if bench.device == "cuda" else (1, 4))]
+    rows, found = [["requests", *(f"tp{tp}, ms" for tp in degrees)]], {}
+    for total in totals:
+        for tp in degrees:
+            batch = total * tp // bench.ranks
+            found[f"{total} tp{tp}"] = worker.do(commands.step, tp=tp, batch=batch, context=256, steps=24)
+        rows.append([str(total), *(f"{found[f'{total} tp{tp}'] * 1e3:.2f}" for tp in degrees)])
+    one = {tp: worker.do(commands.step, tp=tp, batch=1, context=256, steps=24) for tp in degrees}
+    rows.append(["1 a replica", *(f"{seconds * 1e3:.2f}" for seconds in one.values())])
+    best = min(one, key=one.get)
+    line = f"one request a replica: tp{best} is {one[1] / one[best]:.2f} times as fast as tp1"
+    figures = {"steps": found, "one": {str(tp): seconds for tp, seconds in one.items()}}
+    return Result(verdict="measured", line=line, rows=rows, figures=figures)
+
+
+def long_tail(bench: Bench) -> Result:
+    """One batch of which most answers are short: each static layout, and a merge when two are left."""
+    worker = bench.usual()
+    degrees = _degrees(worker)
+    short, long = (64, 1024) if bench.device == "cuda" else (16, 120)
+    lengths = [short] * (16 * bench.ranks - 2 if bench.device == "cuda" else 6) + [long, long * 3 // 4]
+    ways: dict[str, dict[str, Any]] = {f"static tp{tp}": {"start": tp, "merge_at": None} for tp in degrees}
+    ways["merge at 2"] = {"start": 1, "merge_at": 2}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(3):
+        for name, way in ways.items():
+            seconds[name].append(worker.do(commands.tail, lengths=lengths, high=bench.ranks, **way)["seconds"])
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    rows = [["way", "seconds"], *([name, f"{value:.2f}"] for name, value in medians.items())]
+    best = min(value for name, value in medians.items() if name.startswith("static"))
+    share = medians["merge at 2"] / best
+    line = f"{len(lengths)} answers of {short} to {long} tokens: merging takes {share:.2f} of the best static layout"
+    return Result(verdict="measured", line=line, rows=rows, figures={"seconds": seconds})
+
+
+def endurance(bench: Bench) -> Result:
+    """Memory after many switches."""
+    worker = bench.usual()
+    about = {"low": 1, "high": bench.ranks, "requests": 2, "tokens": 256}
+    worker.do(commands.pauses, rounds=3, **about)
+    before = bench.memory(worker)
+    for _ in range(ENDURANCE // 10):
+        worker.do(commands.pauses, rounds=5, **about)
+    grown = max(now - then for now, then in zip(bench.memory(worker), before, strict=True))
+    line = f"{ENDURANCE} switches: the rank that grew most by {grown / 2**20:+.0f} MiB (bar {GROWTH >> 20})"
+    return Result(
+        verdict="passed" if grown <= GROWTH else "failed", line=line, figures={"grown": grown}
+    )
+
+
+def sweep(bench: Bench) -> Result:
+    """The profiler measures this deployment, in its shortest form."""
+    bench.stop()
+    path = bench.folder / "profile.json"
+    path.unlink(missing_ok=True)
+    grid = GPU_GRID if bench.device == "cuda" else CPU_GRID
+    command = [
+        sys.executable, "-m", "profiler.sweep", "--model-path", str(bench.large), "--out", str(path), "--grid", grid,
+        "--budget", SWEEP_BUDGET, *bench.layout, *bench.flags, *bench.large_flags,
+    ]  # fmt: skip
+    env = os.environ | search_path() | bench.env
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1200)
+    last = (done.stdout.strip() or done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+    verdict = "passed" if done.returncode == 0 else "failed"
+    return Result(verdict=verdict, line=last.replace(f"{bench.folder}/", ""))
+
+
+STEPS: tuple[Callable[[Bench], Result], ...] = (
+    check_machine, move_kv, start, step_times, long_tail, endurance, pause, same_tokens, steady, likelihood, sweep,
+)  # fmt: skip
+"""In an order in which engines are started seldom."""
+
+
+def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[str, ...] = ()) -> Bench:
+    """Make the models.  ``flags``: of every engine."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    cache = folder / "models"
+    small = models.make_random("llama", cache / "small", heads=8, kv_heads=8, hidden=512, layers=4, intermediate=1024)
+    if device == "cpu":
+        return Bench(
+            device=device, ranks=ranks, folder=folder, small=small, large=small, large_flags=("--dtype", "float32"),
+            flags=flags,
+        )
+    share = _free_on_gpus() / (ranks if sharing else 1)
+    large = write_shape(cache, next(name for name, least in LARGE if share >= least))
+    return Bench(
+        device=device, ranks=ranks, folder=folder, small=small, large=large, sharing=sharing,
+        large_flags=("--load-format", "dummy"), flags=flags,
+    )

@@ -1,0 +1,81 @@
+"""Where a pause waits for the device: read in the source, since a CPU waits for nothing.
+
+A GPU is waited for by ``kernels/transfer.py`` alone, and there by ``download`` and ``synchronize``.  What is called on
+a tensor and would wait as well is listed here with the reason why that tensor lies in host memory.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import sglang_pat
+
+pytestmark = pytest.mark.contract
+
+PACKAGE = Path(sglang_pat.__file__).parent
+PAUSE = [
+    "host/adopt.py", "host/agreement.py", "host/compiled.py", "host/handover.py", "host/kv_exchange.py",
+    "host/kv_gather.py", "host/penalties.py", "host/requests.py", "host/switch.py", "comm/exchange.py",
+    "comm/windows.py", "kernels/kv.py", "kernels/kv_triton.py", "switch/plan.py", "switch/gather.py",
+    "switch/packing.py", "switch/parcels.py",
+]  # fmt: skip
+"""What runs between QUIESCE and RESUME, but for SGLang's own code and ``drain``, which waits for the step in flight."""
+
+READS = {"cpu", "item", "tolist", "numpy", "nonzero", "to", "cuda", "synchronize"}
+"""Methods that wait, or may."""
+IN_HOST_MEMORY = {
+    ("host/adopt.py", "enter", "numpy"): "the tree's slots are uploaded when all are entered",
+    ("host/handover.py", "exchange_capsules", "numpy"): "capsules travel in host memory",
+    ("host/kv_exchange.py", "_lists", "tolist"): "arrays of the plan",
+    ("host/requests.py", "restore", "tolist"): "arrays of a capsule",
+    ("host/requests.py", "unseal", "tolist"): "arrays of a capsule",
+    ("switch/packing.py", "unpack", "tolist"): "arrays of a capsule",
+    ("host/switch.py", "_vote", "item"): "votes go through shared memory",
+    ("comm/exchange.py", "__init__", "tolist"): "arrays of the plan",
+    ("comm/exchange.py", "incoming", "tolist"): "arrays of the plan",
+    ("kernels/kv.py", "_ints", "tolist"): "part tables are lists, but in tests",
+    ("kernels/kv_triton.py", "_move", "to"): "inside the kernel",
+    ("host/adopt.py", "_decode_batch", "to"): "from type to type, on the device",
+}
+WAITS = {
+    ("host/kv_exchange.py", "run"): "the end of the exchange",
+    ("host/scheduler.py", "kv_rows"): "the request table",
+}
+
+
+def methods(path: str) -> set[tuple[str, str, str]]:
+    """``(file, function, method)`` of all calls that may wait for a device."""
+    return {
+        (path, function.name, node.func.attr)
+        for function in _functions(path)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READS
+    }
+
+
+def users(path: str) -> set[tuple[str, str]]:
+    """``(file, function)`` where ``kernels/transfer.py`` is asked to wait."""
+    return {
+        (path, function.name)
+        for function in _functions(path)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and node.id in ("download", "synchronize")
+    }
+
+
+def _functions(path: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse((PACKAGE / path).read_text())) if isinstance(node, ast.FunctionDef)]
+
+
+def test_nothing_else_in_a_pause_waits_for_the_device():
+    found = set().union(*map(methods, PAUSE))
+    assert found - IN_HOST_MEMORY.keys() == set(), "upload and download with kernels/transfer.py"
+    assert IN_HOST_MEMORY.keys() - found == set(), "no longer there"
+
+
+def test_the_device_is_waited_for_twice_beside_the_step_in_flight():
+    everywhere = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "transfer.py"]
+    assert set().union(*map(users, everywhere)) == WAITS.keys()

@@ -1,0 +1,102 @@
+"""CUDA's default configuration rehearsed on a CPU: a plug-in of SGLang's that the tests put into the ranks.
+
+Every decode step goes through SGLang's own ``CudaGraphRunner``.  What stands in for a CUDA graph runs the step that it
+was captured from again, and does what a graph does: it reads and writes the tensors that it was captured with, whatever
+the runner has now, and its results lie where they always lie.  A real graph replayed under another layout reads the
+wrong memory without a word; this one ends the engine with the name of what is not as it was.
+
+What was captured, and what was replayed for the first time, is written to the folder in ``GPU_REHEARSAL``: a file for
+each rank, named by its process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ENV = "GPU_REHEARSAL"
+
+
+def register() -> None:
+    """Entry point; called in every process of an engine."""
+    if ENV not in os.environ:
+        return
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.model_executor import cuda_graph_runner, model_runner
+
+    class RehearsedGraphs(cuda_graph_runner.CudaGraphRunner):
+        def __init__(self, runner: Any) -> None:
+            cuda_graph_runner.set_global_graph_memory_pool("rehearsal")
+            super().__init__(runner)
+
+        def _create_device_graph(self) -> RecordedGraph:
+            return RecordedGraph(self.model_runner)
+
+        def _capture_graph(self, graph: RecordedGraph, pool: Any, stream: Any, run_once: Callable) -> Any:
+            return graph.capture(run_once)
+
+    def init_device_graphs(runner: Any) -> None:
+        runner.graph_runner, runner.graph_mem_usage = RehearsedGraphs(runner), 0
+
+    model_runner.ModelRunner.init_device_graphs = init_device_graphs
+    # This back end keeps nothing between steps.
+    TorchNativeAttnBackend.init_cuda_graph_state = lambda self, max_bs, max_num_tokens: None
+    TorchNativeAttnBackend.init_forward_metadata_capture_cuda_graph = lambda self, *args: None
+    TorchNativeAttnBackend.init_forward_metadata_replay_cuda_graph = lambda self, *args, **kwargs: None
+    TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda self: 1
+
+
+class RecordedGraph:
+    """A decode step of one batch size."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def capture(self, run_once: Callable) -> Any:
+        self._run_once, self._with = run_once, in_force(self._runner)
+        self._output = run_once()
+        self._said = False
+        say(self._runner, "capture", self._batch())
+        return self._output
+
+    def replay(self) -> None:
+        now = in_force(self._runner)
+        other = sorted(name for name in now.keys() | self._with.keys() if now.get(name) != self._with.get(name))
+        if other:
+            raise RuntimeError(f"a graph of tp={self._with['tp']} is replayed where others are in force: {other[:5]}")
+        found = self._run_once()
+        self._output.next_token_logits.copy_(found.next_token_logits)
+        if self._output.hidden_states is not None:
+            self._output.hidden_states.copy_(found.hidden_states)
+        if not self._said:
+            self._said = True
+            say(self._runner, "replay", self._batch())
+
+    def _batch(self) -> int:
+        return len(self._output.next_token_logits)
+
+
+def in_force(runner: Any) -> dict[str, Any]:
+    """What a step of this runner reads now: objects by identity, tensors by address."""
+    from sglang.srt.distributed import parallel_state
+
+    found = {"tp": runner.tp_size, "model": id(runner.model), "attention backend": id(runner.attn_backend)}
+    for name in ("_TP", "_ATTN_TP", "_MOE_TP"):
+        found[f"group {name}"] = id(getattr(parallel_state, name))
+    for name, module in runner.model.named_modules():
+        pieces = getattr(getattr(module, "quant_method", None), "weights", ())
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False), *pieces]
+        found |= {f"{name}[{i}]": (tensor.data_ptr(), tensor.stride()) for i, tensor in enumerate(tensors)}
+    pool = runner.token_to_kv_pool
+    found |= {f"KV[{i}]": (t.data_ptr(), t.shape) for i, t in enumerate([*pool.k_buffer, *pool.v_buffer])}
+    found["request table"] = runner.req_to_token_pool.req_to_token.data_ptr()
+    return found
+
+
+def say(runner: Any, event: str, batch: int) -> None:
+    path = Path(os.environ[ENV]) / f"{os.getpid()}.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({"event": event, "tp": runner.tp_size, "batch": batch}) + "\n")
