@@ -242,6 +242,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         running, waiting: requests decoding, and queued (grammar and chunked prefill included).
         tokens: KV tokens of the running requests.
         kv_used, kv_total: KV tokens in use (cache included) and in the pool.
+        kv_totals: KV tokens in the pool that this rank has in each layout, by its TP degree.
         retracted: requests put back into the queue for want of KV, since the last report.
         weight_updates: number of weight updates applied.
         requests: the running and the waiting ones.
@@ -260,6 +261,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     weight_updates: int
     requests: list[Running] = []
     finished: list[Finished] = []
+    kv_totals: dict[int, int] = {}
 
 
 class StatusQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -87,7 +87,7 @@ def test_status_shows_the_load_of_each_group(server):
 
     base, tail, expected = asyncio.run(run())
     tokens = sum(group["tokens"] for group in base["groups"])
-    assert expected == {"from_tp": 1, "to_tp": 2, "requests": 6, "tokens": tokens, "parked": 0}
+    assert expected == {"from_tp": 1, "to_tp": 2, "requests": 6, "tokens": tokens, "parked": 0, "recomputed_tokens": 0}
     made = tail["switches"][-1]
     assert (made["requests"], made["parked"], made["tokens"]) == (6, 0, tokens)
     assert base["requests"] == tail["requests"] == 6

@@ -103,6 +103,7 @@ class World:
         self.commanded: int | None = None
         self.preparing: int | None = None
         self.grammatical = False
+        self.kv_totals: dict[int, int] = {}
         """Whether requests have grammars."""
         self.last_serial = -1
 
@@ -186,6 +187,7 @@ class World:
                 kv_total=100,
                 retracted=0,
                 weight_updates=0,
+                kv_totals=self.kv_totals,
             )
         )
 

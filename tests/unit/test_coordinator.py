@@ -270,6 +270,33 @@ def test_what_a_switch_would_do(max_running, parked):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "tps,max_running,room,lost",
+    [
+        ((1, 2), None, 22, 0),  # two requests of ten tokens, and the next token of each
+        ((1, 2), None, 21, 2),
+        ((1, 2), 1, 21, 0),
+        ((1, 4), None, 40, 4),
+        ((2, 1), None, 11, 0),
+        ((2, 1), None, 9, 8),
+    ],
+)
+def test_a_switch_for_which_there_is_no_room(tps, max_running, room, lost):
+    """Eight requests on four ranks; half of a replica's decode, with ten tokens each."""
+    rig = Rig(1, 4, max_running=max_running)
+    rig.world.kv_totals = {1: 100, 2: 100, 4: 100, tps[1]: room}
+    if tps[0] > 1:
+        rig.reconfigure(tps[0])
+        rig.settle()
+    rig.work(8)
+    for rank in range(4):
+        rig.world.iterate(rank)
+    rig.settle()
+    rig.coordinator.reconfigure(m.Reconfigure(query_id=5, tp=tps[1], dry_run=True), 0.0)
+    reply = next(obj for obj in rig.world.server if isinstance(obj, m.ReconfigureReply) and obj.query_id == 5)
+    assert reply.record["recomputed_tokens"] == lost
+
+
 def test_needs_base_in_a_tail_layout_keeps_the_order():
     rig = Rig(1, 2)
     rig.reconfigure(2)

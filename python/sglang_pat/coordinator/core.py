@@ -521,6 +521,7 @@ class Coordinator:
                 kv_total=0,
                 retracted=0,
                 weight_updates=0,
+                kv_totals=leader.report.kv_totals if leader.report else {},
             )
             leader.heard(self._pending.early.get(reply.rank) or assumed)
         self._count_requests()

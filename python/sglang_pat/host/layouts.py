@@ -116,6 +116,7 @@ class Layouts:
         for layout in self.config.layouts[1:]:
             self._runtimes[layout.tp] = self._build(layout)
             self.install(base)
+        self.kv_totals = {tp: runtime.allocator.size for tp, runtime in self._runtimes.items()}
 
     def _refuse(self) -> None:
         """Raise :class:`Unsupported` for what only the loaded model tells."""

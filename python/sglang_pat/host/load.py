@@ -119,6 +119,7 @@ class LoadReporter:
                     for req in listed
                 ],
                 finished=self._finished,
+                kv_totals=scheduler.layouts.kv_totals,
             )
         )
         self._finished, self.retracted = [], 0
