@@ -137,12 +137,17 @@ class Servers:
         self._at_base(server)
         return server
 
-    def as_on_cuda(self, model: Path, dp: int = 2) -> Server:
+    def as_on_cuda(self, model: Path, dp: int = 2, *flags: str, mistake: str = "") -> Server:
         """As :meth:`adaptive`, in CUDA's default configuration as far as a CPU can run it: overlap scheduling, an
         all-to-all for the KV, decode steps as graphs (``tests/rehearsal``).  What the ranks captured and replayed is in
-        :attr:`rehearsed`."""
+        :attr:`rehearsed`.
+
+        Args:
+            mistake: that the engine is to make (``gpu_rehearsal.MISTAKES``).
+        """
         env = {"PYTHONPATH": str(REHEARSAL), "GPU_REHEARSAL": str(self.rehearsed)}
-        return self.adaptive(model, dp, *AS_ON_CUDA, env=env)
+        env |= {"GPU_REHEARSAL_MISTAKE": mistake} if mistake else {}
+        return self.adaptive(model, dp, *AS_ON_CUDA, *flags, env=env)
 
     @staticmethod
     def _at_base(server: Server) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 
+import pytest
+import requests
+
 CAPTURED = {1, 2, 3, 4, 8}
 
 
@@ -36,3 +39,25 @@ def test_what_is_not_captured_runs_without_a_graph(servers, llama):
     greedy = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
     answers = server.generate([{"input_ids": [9 + i], "sampling_params": greedy} for i in range(11)])
     assert [len(answer["output_ids"]) for answer in answers] == [4] * 11
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "mistake,flags,what",
+    [
+        ("graphs of one layout", (), "a graph of tp=1 is replayed where others are in force: ['KV["),
+        ("prefill graphs", (), "a graph of tp=1 is replayed where others are in force: ['KV["),
+        ("moved weights", (), "a graph of tp=2 is replayed where others are in force: ['model."),
+        ("", ("--pat-weights", "reshard"), "is replayed where others are in force: ['model."),
+    ],
+)
+def test_a_mistake_ends_the_engine(servers, llama, mistake, flags, what):
+    """What SGLang's defaults on CUDA would do to an engine that did not take care, without a word."""
+    server = servers.as_on_cuda(llama, 2, *flags, mistake=mistake)
+    body = {"input_ids": [7, 8], "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}}
+    with pytest.raises(requests.RequestException):
+        for tp in (1, 2, 1):
+            server.reconfigure(tp)
+            server.post("/generate", body).raise_for_status()
+    server.process.wait(60)
+    assert what in server.log_text(), server.log_text()[-3000:]

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ENV = "GPU_REHEARSAL"
+MISTAKE_ENV = "GPU_REHEARSAL_MISTAKE"
+"""One of :data:`MISTAKES` that the engine is to make, for a test that it is caught."""
 
 
 def register() -> None:
@@ -48,6 +50,14 @@ def register() -> None:
     TorchNativeAttnBackend.init_forward_metadata_replay_cuda_graph = lambda self, *args, **kwargs: None
     TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda self: 1
 
+    def init_piecewise_cuda_graphs(runner: Any) -> None:
+        off = runner.server_args.disable_piecewise_cuda_graph
+        runner.piecewise_cuda_graph_runner = None if off else RecordedPrefill(runner)
+
+    model_runner.ModelRunner.init_piecewise_cuda_graphs = init_piecewise_cuda_graphs
+    if mistake := os.environ.get(MISTAKE_ENV):
+        MISTAKES[mistake]()
+
 
 class RecordedGraph:
     """A decode step of one batch size."""
@@ -63,10 +73,7 @@ class RecordedGraph:
         return self._output
 
     def replay(self) -> None:
-        now = in_force(self._runner)
-        other = sorted(name for name in now.keys() | self._with.keys() if now.get(name) != self._with.get(name))
-        if other:
-            raise RuntimeError(f"a graph of tp={self._with['tp']} is replayed where others are in force: {other[:5]}")
+        check(self._with, in_force(self._runner))
         found = self._run_once()
         self._output.next_token_logits.copy_(found.next_token_logits)
         if self._output.hidden_states is not None:
@@ -77,6 +84,27 @@ class RecordedGraph:
 
     def _batch(self) -> int:
         return len(self._output.next_token_logits)
+
+
+class RecordedPrefill:
+    """SGLang's graphs for prefill: pieces of the model that there was when they were captured."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._with = runner, in_force(runner)
+
+    def can_run(self, batch: Any) -> bool:
+        return True
+
+    def replay(self, batch: Any, **kwargs: Any) -> Any:
+        check(self._with, in_force(self._runner))
+        self._runner.attn_backend.init_forward_metadata(batch)
+        return self._runner.model.forward(batch.input_ids, batch.positions, batch, **kwargs)
+
+
+def check(captured: dict[str, Any], now: dict[str, Any]) -> None:
+    other = sorted(name for name in now.keys() | captured.keys() if now.get(name) != captured.get(name))
+    if other:
+        raise RuntimeError(f"a graph of tp={captured['tp']} is replayed where others are in force: {other[:5]}")
 
 
 def in_force(runner: Any) -> dict[str, Any]:
@@ -100,3 +128,51 @@ def say(runner: Any, event: str, batch: int) -> None:
     path = Path(os.environ[ENV]) / f"{os.getpid()}.jsonl"
     with path.open("a") as file:
         file.write(json.dumps({"event": event, "tp": runner.tp_size, "batch": batch}) + "\n")
+
+
+def graphs_of_one_layout() -> None:
+    """All layouts decode with the base layout's graphs."""
+    from sglang_pat.host.layouts import Layouts
+
+    install = Layouts.install
+
+    def careless(self: Layouts, layout: Any) -> Any:
+        kept = self.runner.graph_runner if self.current.layout != layout else self[layout].graph_runner
+        runtime = install(self, layout)
+        self.runner.graph_runner = kept
+        return runtime
+
+    Layouts.install = careless
+
+
+def prefill_graphs() -> None:
+    """Prefill has graphs, as it has in stock SGLang."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    init = ModelRunner.init_piecewise_cuda_graphs
+
+    def careless(runner: Any) -> None:
+        runner.server_args.disable_piecewise_cuda_graph = False
+        init(runner)
+
+    ModelRunner.init_piecewise_cuda_graphs = careless
+
+
+def moved_weights() -> None:
+    """A layout's weights are placed anew although its graphs read them where they were."""
+    from sglang_pat.host.layouts import Layouts
+
+    def careless(self: Layouts, layout: Any) -> None:
+        if (views := self[layout].views) is not None:
+            for parameter in self.base.model.parameters():
+                parameter.data = parameter.data.clone()
+            views.place()
+
+    Layouts.prepare = careless
+
+
+MISTAKES = {
+    "graphs of one layout": graphs_of_one_layout,
+    "prefill graphs": prefill_graphs,
+    "moved weights": moved_weights,
+}
