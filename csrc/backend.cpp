@@ -355,7 +355,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs
   for (size_t i = 0; i < inputs.size(); ++i) {
     deadline = reduce_scatter_into(outputs[i], inputs[i], kind_of(opts.reduceOp));
   }
-  return done(OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, deadline, opts.asyncOp);
+  return done(OpType::COALESCED, outputs, deadline, opts.asyncOp);
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input,

@@ -1,4 +1,5 @@
-"""Servers shared by the engine tests: starting one takes 13-30 s, so one is started for each distinct set of flags."""
+"""Servers shared by the engine tests: one for each distinct set of flags, forked from an interpreter that has imported
+SGLang already.  Tests of the start itself start theirs as a user does."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from sglang_pat.memory.available import available_memory
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.switch import faults
 from sglang_pat.testing import models
+from sglang_pat.testing.prefork import Prefork
 from sglang_pat.testing.server import Server
 
 from .made_up import fingerprint
@@ -24,7 +26,7 @@ REHEARSAL = Path(__file__).resolve().parents[1] / "rehearsal"
 AS_ON_CUDA = "--pat-cpu-overlap --pat-kv-exchange alltoall --cuda-graph-bs 1 2 3 4 8 --chunked-prefill-size 128".split()
 """CUDA's default configuration, but for the sizes: batches above 8 run without a graph."""
 KEEP = 6
-"""Servers that a worker keeps alive at once: 0.9 to 1.5 GiB each."""
+"""Servers that a worker keeps alive at once: 0.4 to 0.8 GiB each."""
 ROOM = 2 << 30
 """Bytes of memory that must be free for another one, or those that were not used for longest are ended first."""
 
@@ -105,6 +107,7 @@ class Servers:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._prefork = Prefork()
         self._alive: OrderedDict[tuple, Server] = OrderedDict()
         self.rehearsed = folder / "rehearsed"
         self.rehearsed.mkdir()
@@ -116,7 +119,7 @@ class Servers:
             if len(self._alive) >= KEEP:
                 self._alive.popitem(last=False)[1].stop()
             self.make_room()
-            server = CountedServer(model, *flags, **options)
+            server = CountedServer(model, *flags, prefork=self._prefork, **options)
         self._alive[key] = server
         return server
 
@@ -171,6 +174,7 @@ class Servers:
     def stop(self) -> None:
         for server in self._alive.values():
             server.stop()
+        self._prefork.stop()
 
 
 @contextmanager

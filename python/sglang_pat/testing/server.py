@@ -29,6 +29,7 @@ import psutil
 import requests
 
 from sglang_pat.testing.ports import free_port
+from sglang_pat.testing.prefork import Fork, Prefork
 
 
 def _is_tracker(process: psutil.Process) -> bool:
@@ -71,8 +72,8 @@ _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent() -> None:
-    """In the child: a test run that is killed leaves no server behind (its ranks follow it)."""
+def die_with_parent() -> None:
+    """In a new process: a test run that is killed leaves no server behind (its ranks follow it)."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -97,25 +98,31 @@ class Server:
         max_total_tokens: int | None = 16384,
         env: dict[str, str] | None = None,
         wait: bool = True,
+        prefork: Prefork | None = None,
     ) -> None:
+        self.process: subprocess.Popen | Fork
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(tempfile.mkstemp(prefix="sglang_pat_server_", suffix=".log")[1])
         stock = [] if "--adaptive-tp" in flags else STOCK_CPU_FLAGS
-        command = [
-            sys.executable, "-m", "sglang_pat.launch_server", "--model-path", str(model), "--port", str(self.port),
-            "--dtype", dtype, "--random-seed", "1", "--skip-server-warmup", *stock, *flags,
+        argv = [
+            "--model-path", str(model), "--port", str(self.port), "--dtype", dtype, "--random-seed", "1",
+            "--skip-server-warmup", *stock, *flags,
         ]  # fmt: skip
         if max_total_tokens is not None:
-            command += ["--max-total-tokens", str(max_total_tokens)]
+            argv += ["--max-total-tokens", str(max_total_tokens)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= env or {}
         # In our session: Linux schedules sessions against each other, and one whose ranks compute without end keeps its
         # clients waiting for seconds.  In a process group of its own: an interrupt is for us.
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment | (env or {}), process_group=0,
-                preexec_fn=_die_with_parent,
-            )  # fmt: skip
+        if prefork is not None:
+            self.process = prefork.start(argv, self.log, environment)
+        else:
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "sglang_pat.launch_server", *argv], stdout=log, stderr=subprocess.STDOUT,
+                    env=environment, process_group=0, preexec_fn=die_with_parent,
+                )  # fmt: skip
         self.started_seconds = 0.0
         if wait:
             self.wait_ready()

@@ -1,0 +1,191 @@
+"""Servers as forks of one interpreter that has imported SGLang: a start takes 1 s of CPU time instead of 15, a start of
+stock SGLang 2 instead of 35.
+
+    with Prefork() as prefork:
+        server = Server(model, "--tp", "1", prefork=prefork)
+
+For many servers in one test run, on machines without CUDA: importing SGLang there touches the driver, which does not
+survive a fork.  What a module reads of the environment while it is imported is that of the first one.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+MODULE = "sglang_pat.launch_server"
+
+
+class Prefork:
+    """The side of who wants servers.  The interpreter starts with the first of them and ends with this process."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._forks: dict[int, Fork] = {}
+        self._begun: Fork | None = None
+        self._ready = threading.Event()
+
+    def start(self, argv: Sequence[str], log: Path, env: dict[str, str]) -> Fork:
+        """``python -m sglang_pat.launch_server argv``, with this environment; it leads a process group.
+
+        Raises:
+            RuntimeError: the interpreter has ended.
+        """
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sglang_pat.testing.prefork"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                text=True, process_group=0,
+            )  # fmt: skip
+            threading.Thread(target=self._read, name="prefork", daemon=True).start()
+        self._ready.clear()
+        self._process.stdin.write(json.dumps({"argv": list(argv), "log": str(log), "env": env}) + "\n")
+        self._process.stdin.flush()
+        self._ready.wait()
+        if self._begun is None:
+            raise RuntimeError(f"the interpreter that forks servers has ended: exit code {self._process.wait()}")
+        return self._begun
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            event = json.loads(line)
+            if "began" in event:
+                self._begun = self._forks[event["began"]] = Fork(event["began"])
+                self._ready.set()
+            else:
+                self._forks.pop(event["ended"]).end(event["code"])
+        self._begun = None
+        self._ready.set()
+
+    def stop(self) -> None:
+        """End the interpreter and the servers that it has forked."""
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait()
+
+    def __enter__(self) -> Prefork:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
+
+
+class Fork:
+    """What ``subprocess.Popen`` has of a process, as far as tests use it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode = pid, None
+        self._ended = threading.Event()
+
+    def end(self, code: int) -> None:
+        self.returncode = code
+        self._ended.set()
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired(MODULE, timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+# -- the interpreter -------------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Fork a server for each line of the input until it ends; in the fork, be that server."""
+    import setproctitle
+
+    setproctitle.getproctitle()  # see host/preload.py
+    orders, events = os.dup(0), os.dup(1)
+    os.dup2(2, 1)  # what is imported may print
+    _import_all()
+    ended: dict[int, int] = {}  # descriptors of processes, with their ids
+    waiting, buffer = select.poll(), b""
+    waiting.register(orders, select.POLLIN)
+    while True:
+        for descriptor, _ in waiting.poll():
+            if descriptor == orders:
+                read = os.read(orders, 1 << 20)
+                if not read:
+                    return
+                *lines, buffer = (buffer + read).split(b"\n")
+                for line in lines:
+                    order = json.loads(line)
+                    if (pid := os.fork()) == 0:
+                        for other in (orders, events, *ended):
+                            os.close(other)
+                        return become(**order)
+                    child = os.pidfd_open(pid)
+                    ended[child] = pid
+                    waiting.register(child, select.POLLIN)
+                    _say(events, {"began": pid})
+            else:
+                waiting.unregister(descriptor)
+                os.close(descriptor)
+                pid, status = os.waitpid(ended.pop(descriptor), 0)
+                _say(events, {"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def _import_all() -> None:
+    """What a server imports, and its ranks."""
+    from sglang_pat.host import cpu_shim, noise, processes
+
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    cpu_shim.install()
+    warm, processes.warm = processes.warm, lambda: None  # each server forks its own fork server
+    with noise.quiet_imports():
+        import sglang.srt.entrypoints.http_server  # noqa: F401
+
+        import sglang_pat.host.http
+        import sglang_pat.host.preload  # noqa: F401
+    processes.warm = warm
+
+
+def _say(events: int, event: dict[str, int]) -> None:
+    os.write(events, json.dumps(event).encode() + b"\n")
+
+
+def become(argv: list[str], log: str, env: dict[str, str]) -> None:
+    """Run the server in this process, as if it had just been started."""
+    import setproctitle
+
+    from sglang_pat.testing.server import die_with_parent
+
+    die_with_parent()
+    os.setpgid(0, 0)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+        os.dup2(source, target)
+        os.close(source) if source != output else None
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = [place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path]
+    setproctitle.setproctitle(" ".join([sys.executable, "-m", MODULE, *argv]))
+    sys.argv = [MODULE, *argv]
+    if "--adaptive-tp" not in argv:
+        # SGLang would have each process import everything anew.
+        multiprocessing.set_start_method("fork")
+        multiprocessing.set_start_method = lambda *args, **kwargs: None
+    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    serve()
