@@ -86,15 +86,18 @@ def interrupts_held() -> Iterator[None]:
 
 
 def start(args: Any) -> Any:
-    """The engine.
+    """The engine; for a program that has no threads yet (``sglang_pat.host.processes.fork_here``).
 
     Raises:
         UsageError: it did not start.
     """
-    with interrupts_held():
-        from sglang_pat.host.engine import Engine
+    from sglang_pat.host import processes
 
+    with interrupts_held():
         try:
+            processes.fork_here()
+            from sglang_pat.host.engine import Engine
+
             return Engine(server_args=args)
         except (ValueError, RuntimeError, OSError) as error:
             raise UsageError(f"the engine did not start: {one_line(error)}") from None
