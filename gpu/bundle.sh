@@ -6,8 +6,8 @@
 #
 # For a machine with Python 3.12, torch 2.11 (CUDA 13), a C++ compiler and one kind of GPU: Hopper (sm90). A load has
 # SGLang, its kernel library without FlashAttention 3 and without other chips, this project, and what they import.
-# Left out, as too large: grammar back ends (run with --grammar-backend none) and FA3 (--attention-backend triton or
-# flashinfer).
+# Versions are those of requirements/, unless one is named here. Left out, as too large: grammar back ends (run with
+# --grammar-backend none) and FA3 (--attention-backend triton or flashinfer).
 set -euo pipefail
 [ $# = 2 ] || { echo "usage: gpu/bundle.sh OUT_A OUT_B"; exit 2; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -27,8 +27,10 @@ get() { # folder, packages...
   local package
   for package in "$@"; do
     echo "  $package"
+    local pins=(-c "$root/requirements/cpu.txt" -c "$root/requirements/host.txt")
+    [[ $package != *==* ]] || pins=()
     "$python" -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: --python-version 3.12 \
-      --implementation cp "${platforms[@]}" -d "$folder" "$package"
+      --implementation cp "${platforms[@]}" "${pins[@]}" -d "$folder" "$package"
   done
 }
 
@@ -52,13 +54,12 @@ with zipfile.ZipFile(wheel) as source, tarfile.open(sys.argv[2], "w:gz") as targ
 PY
 
 echo "load B: $b"
-get "$b" transformers==5.9.0 tokenizers==0.22.2 fastapi==0.121.3 starlette uvicorn uvloop orjson msgspec pyzmq setproctitle \
-  interegular outlines==0.1.11 outlines_core==0.1.26 lark diskcache nest-asyncio airportsdata pycountry referencing \
-  jsonschema jsonschema-specifications rpds-py partial_json_parser python-multipart pydantic pydantic_core==2.50.4 \
-  annotated-types openai==2.6.1 anthropic jiter distro sniffio docstring_parser modelscope modelscope-hub dill gguf \
-  soundfile pybase64 compressed-tensors loguru watchfiles openai-harmony==0.0.4 IPython traitlets decorator stack-data \
-  executing asttokens pure_eval prompt_toolkit wcwidth jedi parso matplotlib-inline pexpect ptyprocess cffi pycparser \
-  einops quack-kernels
+get "$b" transformers tokenizers huggingface_hub fastapi starlette uvicorn uvloop orjson msgspec pyzmq setproctitle \
+  interegular outlines outlines_core lark diskcache nest-asyncio airportsdata pycountry referencing jsonschema \
+  jsonschema-specifications rpds-py partial_json_parser python-multipart pydantic pydantic_core annotated-types openai \
+  anthropic jiter distro sniffio docstring_parser modelscope modelscope-hub dill gguf soundfile pybase64 \
+  compressed-tensors loguru watchfiles openai-harmony IPython traitlets decorator stack-data executing asttokens \
+  pure_eval prompt_toolkit wcwidth jedi parso matplotlib-inline pexpect ptyprocess cffi pycparser einops quack-kernels
 
 for load in "$a" "$b"; do
   size=$(du -sm "$load" | cut -f1)

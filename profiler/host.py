@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,8 +32,11 @@ def set_environment(quiet: bool) -> None:
         logging.basicConfig(level=logging.ERROR)
 
 
-def server_args(model: str, flags: list[str]) -> Any:
-    """``AdaptiveServerArgs`` for ``model`` with policy ``manual`` and SGLang's ``flags``.
+MANUAL = ("--pat-policy", "manual")
+
+
+def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) -> Any:
+    """``AdaptiveServerArgs`` for ``model`` with these flags of ours for the ``policy`` and SGLang's ``flags``.
 
     Raises:
         UsageError: one that neither knows, or that the adaptive engine does not support.
@@ -54,7 +57,7 @@ def server_args(model: str, flags: list[str]) -> Any:
 
     parser = Parser(prog="profiler", allow_abbrev=True)  # SGLang's own --tp is an abbreviation
     AdaptiveServerArgs.add_cli_args(parser)
-    given = ["--model-path", model, *flags, "--adaptive-tp", "--pat-policy", "manual"]
+    given = ["--model-path", model, *flags, "--adaptive-tp", *policy]
     given += ["--log-level", "error"] if quiet else []
     try:
         check_host()

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,8 @@ class Worker:
         started_seconds: until the engine could take requests.
 
     Args:
-        flags: SGLang's and ours; the policy is ``manual``.
+        flags: SGLang's and ours, but for those of the policy.
+        policy: flags of the policy; ``manual`` if not given.
         log: file for what the engine prints; None to drop it.
 
     Raises:
@@ -56,14 +57,20 @@ class Worker:
     """
 
     def __init__(
-        self, model: Path, *flags: str, log: Path | None = None, env: dict[str, str] | None = None, seconds: float = 900
+        self,
+        model: Path,
+        *flags: str,
+        policy: Sequence[str] = host.MANUAL,
+        log: Path | None = None,
+        env: dict[str, str] | None = None,
+        seconds: float = 900,
     ) -> None:
         begun = time.monotonic()
         self._log = log
         with open(log or os.devnull, "ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "profiler.worker", str(model), *flags], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=output, text=True, process_group=0,
+                [sys.executable, "-m", "profiler.worker", json.dumps(policy), str(model), *flags],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, process_group=0,
                 env=os.environ | search_path() | (env or {}),
             )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -146,7 +153,7 @@ async def serve(engine: Any, answer: Callable[..., None]) -> None:
 
 
 def main() -> int:
-    model, *flags = sys.argv[1:]
+    policy, model, *flags = sys.argv[1:]
     # Whatever the engine prints goes to stderr: stdout is for answers.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -154,7 +161,7 @@ def main() -> int:
     def answer(**found: Any) -> None:
         print(json.dumps(found), file=out, flush=True)
 
-    engine = host.start(host.server_args(model, flags))
+    engine = host.start(host.server_args(model, flags, json.loads(policy)))
     try:
         host.run(engine, lambda: serve(engine, answer))
     finally:

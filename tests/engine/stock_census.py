@@ -16,6 +16,7 @@ from sglang.srt.entrypoints.engine import Engine  # noqa: E402
 from sglang.srt.managers import scheduler as host  # noqa: E402
 
 from sglang_pat.host import census  # noqa: E402
+from sglang_pat.testing.prefork import fork_stock  # noqa: E402
 
 
 def run_recorded(*args, **kwargs) -> None:
@@ -38,6 +39,7 @@ def main(model: str, tp: str, folder: str, arguments: str) -> None:
     os.environ[census.CENSUS_ENV] = folder
     # One entry a rank, or SGLang asks for as many NUMA nodes.
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % os.cpu_count()) for rank in range(int(tp)))
+    fork_stock()
     engine = RecordedEngine(model_path=model, tp_size=int(tp), **json.loads(arguments))
     engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1})  # by then all ranks have written
     engine.shutdown()

@@ -17,7 +17,7 @@ BARS = {"check-machine", "start", "endurance", "same-tokens", "steady", "likelih
 
 def test_on_a_cpu(servers, tmp_path):
     servers.make_room()
-    for _ in range(5):  # ours, PAT's way, ours again, bfloat16, the profiler's
+    for _ in range(6):  # ours, PAT's way, ours again, bfloat16, the profiler's, one with a policy
         count_start()
     command = [sys.executable, "-m", "sglang_pat.acceptance", "--device", "cpu", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100, env=os.environ)

@@ -189,6 +189,7 @@ CHATS = (
 )
 
 
+@pytest.mark.soak
 def test_text_stays_sane(servers, smollm2):
     """Temperature 0.7: what the model says through switches is as likely as what it says without."""
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))

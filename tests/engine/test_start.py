@@ -28,7 +28,8 @@ def place():
 
 @pytest.fixture
 def server(servers, llama, place):
-    return servers.get(llama, *PLAIN, max_total_tokens=None, env={"TMPDIR": str(place)})
+    """Started as a user starts it."""
+    return servers.get(llama, *PLAIN, max_total_tokens=None, env={"TMPDIR": str(place)}, prefork=None)
 
 
 def test_the_pool_is_planned(server):

@@ -99,24 +99,29 @@ async def step(rig: Rig, tp: int, batch: int, context: int, steps: int) -> float
     return found.seconds
 
 
-async def tail(rig: Rig, lengths: list[int], start: int, merge_at: int | None, high: int) -> dict[str, Any]:
+async def tail(
+    rig: Rig, lengths: list[int], start: int | None = None, merge_at: int | None = None, high: int = 1
+) -> dict[str, Any]:
     """One batch whose answers have these lengths: seconds until the last one is there.
 
-    ``merge_at``: switch to degree ``high`` when so many requests are left; None to stay in degree ``start``.
+    Args:
+        start: degree to begin in; None where the engine's policy decides.
+        merge_at: switch to degree ``high`` when so many requests are left; None to leave that to the policy.
     """
-    await rig.reconfigure(start)
+    if start is not None:
+        await rig.reconfigure(start)
     await rig.flush()
     await rig.trace()
     begun = time.monotonic()
     tasks = rig.send([rig.tokens(16) for _ in lengths], lengths)
-    record = None
     if merge_at is not None:
         pending = set(tasks)
         while len(pending) > merge_at:
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        record = await rig.reconfigure(high)
+        await rig.reconfigure(high)
     await rig.finish(tasks)
-    return {"seconds": time.monotonic() - begun, "switch": record}
+    seconds = time.monotonic() - begun
+    return {"seconds": seconds, "switches": (await rig.engine.async_status())["num_switches"]}
 
 
 async def update(rig: Rig, names_and_shapes: dict[str, list[int]], seed: int, dtype: str) -> bool:

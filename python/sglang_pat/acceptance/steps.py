@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from profiler.host import MANUAL
 from profiler.worker import Worker, search_path
 from sglang_pat import preflight
 from sglang_pat.acceptance import commands, kernels
@@ -35,7 +36,7 @@ STEADY = {"SGLANG_PAT_CHECK_STEADY": "1", "SGLANG_PAT_CHECK_AGREEMENT": "1"}
 """A switch that makes a group, a pool or a graph fails; ranks of a group are compared after every switch."""
 PATS_WAY = ("--pat-weights", "reshard", "--pat-kv-exchange", "allgather")
 SWEEP_BUDGET = "3m"
-CPU_GRID = "batch=1,4;context=64,160;lone=1;prefill_batch=1;prefill_length=64;switch_requests=4;switch_context=128"
+CPU_GRID = "batch=1,4;context=96;lone=1;prefill_batch=1;prefill_length=64;switch_requests=4;switch_context=128"
 GPU_GRID = (
     "batch=1,8,64;context=256,4096;lone=1;prefill_batch=1;prefill_length=256,2048;switch_requests=8;switch_context=1024"
 )
@@ -60,6 +61,7 @@ class Bench:
         small: a random float32 model, whose tokens must be equal.
         sharing: all ranks run on one GPU.
         flags, large_flags: SGLang's, of every engine and of those of the large model.
+        best_static: seconds of the best static layout on the long-tail batch, once measured.
         large: the model whose times and memory are taken; the same on a CPU.
     """
 
@@ -72,6 +74,7 @@ class Bench:
     large_flags: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     seed: int = 0
+    best_static: float | None = None
     _engine: tuple[tuple, Worker] | None = None
 
     @property
@@ -87,13 +90,25 @@ class Bench:
     def model(self) -> ModelShape:
         return ModelShape.from_config(estimate.read_config(str(self.large)))
 
-    def engine(self, model: Path, *flags: str) -> Worker:
+    @property
+    def profile(self) -> Path:
+        """Of the large model, from :func:`sweep` on."""
+        return self.folder / "profile.json"
+
+    @property
+    def tail(self) -> list[int]:
+        """How long the answers of one long-tail batch are, tokens."""
+        short, long, count = (64, 1024, 16 * self.ranks - 2) if self.device == "cuda" else (16, 120, 6)
+        return [short] * count + [long, long * 3 // 4]
+
+    def engine(self, model: Path, *flags: str, policy: tuple[str, ...] = MANUAL) -> Worker:
         """An engine with these flags; the last one stays for the steps that ask for the same."""
-        key = (model, flags)
+        key = (model, flags, policy)
         if self._engine is None or self._engine[0] != key:
             self.stop()
             log = self.folder / "engine.log"
-            self._engine = key, Worker(model, *self.layout, *self.flags, *flags, env=STEADY | self.env, log=log)
+            worker = Worker(model, *self.layout, *self.flags, *flags, policy=policy, env=STEADY | self.env, log=log)
+            self._engine = key, worker
         return self._engine[1]
 
     def exact(self) -> Worker:
@@ -278,8 +293,11 @@ def pause(bench: Bench) -> Result:
         ways["PAT's"] += ("--disable-cuda-graph",)
     points = [(1, 512), (8, 4096), (32, 16384)] if bench.device == "cuda" else [(1, 256), (4, 2048)]
     rows, found = [["way", "requests", "tokens", "up, ms", "down, ms", "bytes sent, MB", "phases up, ms"]], []
-    for way, flags in reversed(ways.items()):
+    for way, flags in ways.items():
         worker = bench.engine(bench.large, *flags)
+        if way == "ours":
+            restart = worker.started_seconds
+            restart += worker.do(commands.prefilled, tokens=points[-1][1], requests=points[-1][0])
         for requests, tokens in points:
             about = {"requests": requests, "tokens": tokens}
             records = worker.do(commands.pauses, low=1, high=bench.ranks, rounds=3, **about)
@@ -290,8 +308,6 @@ def pause(bench: Bench) -> Result:
             sent = f"{up[-1]['moved_bytes'] / 1e6:.2f}"
             rows.append([way, str(requests), str(tokens), *(f"{s * 1e3:.1f}" for s in seconds), sent, phases])
             found[-1] |= {"up": seconds[0], "down": seconds[1]}
-    worker = bench.usual()
-    restart = worker.started_seconds + worker.do(commands.prefilled, tokens=points[-1][1], requests=points[-1][0])
     rows.append(["restart", str(points[-1][0]), str(points[-1][1]), f"{restart * 1e3:.0f}", "", "", "start, prefill"])
     ours, pats = (next(f["up"] for f in found if f["way"] == way and f["tokens"] == points[-1][1]) for way in ways)
     line = (
@@ -324,8 +340,7 @@ def long_tail(bench: Bench) -> Result:
     """One batch of which most answers are short: each static layout, and a merge when two are left."""
     worker = bench.usual()
     degrees = _degrees(worker)
-    short, long = (64, 1024) if bench.device == "cuda" else (16, 120)
-    lengths = [short] * (16 * bench.ranks - 2 if bench.device == "cuda" else 6) + [long, long * 3 // 4]
+    lengths = bench.tail
     ways: dict[str, dict[str, Any]] = {f"static tp{tp}": {"start": tp, "merge_at": None} for tp in degrees}
     ways["merge at 2"] = {"start": 1, "merge_at": 2}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -334,9 +349,12 @@ def long_tail(bench: Bench) -> Result:
             seconds[name].append(worker.do(commands.tail, lengths=lengths, high=bench.ranks, **way)["seconds"])
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     rows = [["way", "seconds"], *([name, f"{value:.2f}"] for name, value in medians.items())]
-    best = min(value for name, value in medians.items() if name.startswith("static"))
-    share = medians["merge at 2"] / best
-    line = f"{len(lengths)} answers of {short} to {long} tokens: merging takes {share:.2f} of the best static layout"
+    bench.best_static = min(value for name, value in medians.items() if name.startswith("static"))
+    share = medians["merge at 2"] / bench.best_static
+    line = (
+        f"{len(lengths)} answers of {min(lengths)} to {max(lengths)} tokens: merging takes {share:.2f} of the best "
+        "static layout"
+    )
     return Result(verdict="measured", line=line, rows=rows, figures={"seconds": seconds})
 
 
@@ -358,12 +376,11 @@ def endurance(bench: Bench) -> Result:
 def sweep(bench: Bench) -> Result:
     """The profiler measures this deployment, in its shortest form."""
     bench.stop()
-    path = bench.folder / "profile.json"
-    path.unlink(missing_ok=True)
+    bench.profile.unlink(missing_ok=True)
     grid = GPU_GRID if bench.device == "cuda" else CPU_GRID
     command = [
-        sys.executable, "-m", "profiler.sweep", "--model-path", str(bench.large), "--out", str(path), "--grid", grid,
-        "--budget", SWEEP_BUDGET, *bench.layout, *bench.flags, *bench.large_flags,
+        sys.executable, "-m", "profiler.sweep", "--model-path", str(bench.large), "--out", str(bench.profile),
+        "--grid", grid, "--budget", SWEEP_BUDGET, *bench.layout, *bench.flags, *bench.large_flags,
     ]  # fmt: skip
     env = os.environ | search_path() | bench.env
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1200)
@@ -372,8 +389,24 @@ def sweep(bench: Bench) -> Result:
     return Result(verdict=verdict, line=last.replace(f"{bench.folder}/", ""))
 
 
+def adaptive(bench: Bench) -> Result:
+    """The long-tail batch again: the policy decides by the profile that was just measured."""
+    if not bench.profile.exists():
+        return Result(verdict="failed", line="there is no profile: run the step sweep as well")
+    worker = bench.engine(
+        bench.large, *bench.large_flags, policy=("--pat-policy", "survival", "--pat-profile", str(bench.profile))
+    )
+    lengths = bench.tail
+    found = [worker.do(commands.tail, lengths=lengths) for _ in range(3)]
+    seconds = statistics.median(run["seconds"] for run in found)
+    beside = f", {seconds / bench.best_static:.2f} of the best static layout" if bench.best_static else ""
+    line = f"{len(lengths)} answers, {found[-1]['switches']} switches in {len(found)} batches: {seconds:.2f} s{beside}"
+    return Result(verdict="measured", line=line, figures={"runs": found})
+
+
 STEPS: tuple[Callable[[Bench], Result], ...] = (
     check_machine, move_kv, start, step_times, long_tail, endurance, pause, same_tokens, steady, likelihood, sweep,
+    adaptive,
 )  # fmt: skip
 """In an order in which engines are started seldom."""
 

@@ -18,6 +18,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,8 +153,6 @@ def _import_all() -> None:
     cpu_shim.install()
     warm, processes.warm = processes.warm, lambda: None  # each server forks its own fork server
     with noise.quiet_imports():
-        import sglang.srt.entrypoints.http_server  # noqa: F401
-
         import sglang_pat.host.http
         import sglang_pat.host.preload  # noqa: F401
     processes.warm = warm
@@ -177,14 +176,19 @@ def become(argv: list[str], log: str, env: dict[str, str]) -> None:
         os.close(source) if source != output else None
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None
     sys.path[:0] = [place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path]
     setproctitle.setproctitle(" ".join([sys.executable, "-m", MODULE, *argv]))
     sys.argv = [MODULE, *argv]
     if "--adaptive-tp" not in argv:
-        # SGLang would have each process import everything anew.
-        multiprocessing.set_start_method("fork")
-        multiprocessing.set_start_method = lambda *args, **kwargs: None
+        fork_stock()
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+
+
+def fork_stock() -> None:
+    """Have stock SGLang fork its processes from this one.  It would spawn them, and each would import everything anew."""
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *args, **kwargs: None
 
 
 if __name__ == "__main__":
