@@ -15,7 +15,7 @@ from aiohttp import web
 from PIL import Image
 from rich.console import Console
 
-from sglang_pat.demo import cli, picture, prompts, report, runs, tables, timeline
+from sglang_pat.demo import cli, client, picture, prompts, report, runs, tables, timeline
 from sglang_pat.demo.client import run_tasks
 from sglang_pat.demo.display import Display, frame, line
 from sglang_pat.demo.others import Meter
@@ -378,7 +378,6 @@ class FakeServer:
 
         await send([{"delta": {"role": "assistant", "content": ""}}])
         await send([{"delta": {"content": "Hello"}}], 1)
-        await asyncio.sleep(0.3)
         await send([{"delta": {"content": " you"}}], 3)
         await send([{"delta": {}, "finish_reason": self.finish}])
         await send([], 4)
@@ -402,7 +401,8 @@ async def against(fake, count):
         await runner.cleanup()
 
 
-def test_client_notes_text_tokens_and_groups():
+def test_client_notes_text_tokens_and_groups(monkeypatch):
+    monkeypatch.setattr(client, "ROUTE_SECONDS", 60)
     fake = FakeServer()
     _, answers = asyncio.run(against(fake, 3))
     assert [a.prompt for a in answers] == list(prompts.PROMPTS[:3])

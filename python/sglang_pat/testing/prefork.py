@@ -186,7 +186,7 @@ def become(argv: list[str], log: str, env: dict[str, str]) -> None:
 
 
 def fork_stock() -> None:
-    """Have stock SGLang fork its processes from this one.  It would spawn them, and each would import everything anew."""
+    """Have stock SGLang fork its processes from this one; spawned ones would import everything anew."""
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *args, **kwargs: None
 
