@@ -41,14 +41,13 @@ def test_what_is_not_captured_runs_without_a_graph(servers, llama):
     assert [len(answer["output_ids"]) for answer in answers] == [4] * 11
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
     "mistake,flags,what",
     [
         ("graphs of one layout", (), "a graph of tp=1 is replayed where others are in force: ['KV["),
         ("prefill graphs", (), "a graph of tp=1 is replayed where others are in force: ['KV["),
-        ("moved weights", (), "a graph of tp=2 is replayed where others are in force: ['model."),
-        ("", ("--pat-weights", "reshard"), "is replayed where others are in force: ['model."),
+        ("moved weights", (), "a graph of tp=2 is replayed where others are in force: ['lm_head"),
+        ("", ("--pat-weights", "reshard"), "is replayed where others are in force: ['lm_head"),
     ],
 )
 def test_a_mistake_ends_the_engine(servers, llama, mistake, flags, what):
