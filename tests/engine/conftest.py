@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_pat.host import cpu_shim
 from sglang_pat.memory.available import available_memory
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.switch import faults
@@ -107,7 +108,7 @@ class Servers:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._prefork = Prefork()
+        self._prefork = Prefork() if cpu_shim.needed() else None
         self._alive: OrderedDict[tuple, Server] = OrderedDict()
         self.rehearsed = folder / "rehearsed"
         self.rehearsed.mkdir()
@@ -174,7 +175,8 @@ class Servers:
     def stop(self) -> None:
         for server in self._alive.values():
             server.stop()
-        self._prefork.stop()
+        if self._prefork is not None:
+            self._prefork.stop()
 
 
 @contextmanager

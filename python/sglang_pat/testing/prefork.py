@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,11 @@ class Prefork:
             )  # fmt: skip
             threading.Thread(target=self._read, name="prefork", daemon=True).start()
         self._ready.clear()
-        self._process.stdin.write(json.dumps({"argv": list(argv), "log": str(log), "env": env}) + "\n")
-        self._process.stdin.flush()
-        self._ready.wait()
+        self._begun = None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"argv": list(argv), "log": str(log), "env": env}) + "\n")
+            self._process.stdin.flush()
+            self._ready.wait()
         if self._begun is None:
             raise RuntimeError(f"the interpreter that forks servers has ended: exit code {self._process.wait()}")
         return self._begun
@@ -64,6 +67,8 @@ class Prefork:
                 self._ready.set()
             else:
                 self._forks.pop(event["ended"]).end(event["code"])
+        for fork in self._forks.values():  # they die with the interpreter
+            fork.end(-signal.SIGKILL)
         self._begun = None
         self._ready.set()
 
@@ -126,7 +131,7 @@ def serve() -> None:
             if descriptor == orders:
                 read = os.read(orders, 1 << 20)
                 if not read:
-                    return
+                    os._exit(0)  # what was imported has nothing to put away, and takes seconds to
                 *lines, buffer = (buffer + read).split(b"\n")
                 for line in lines:
                     order = json.loads(line)
