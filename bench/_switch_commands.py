@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
-import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from profiler.rig import Rig
+from sglang_pat.testing.server import rank_processes
 
 SKIP = 2
 """Steps after a switch that are not timed: the caches are cold."""
@@ -22,8 +22,8 @@ class Memory:
     """What a switch takes on each rank beyond what is mapped already, and in the windows that KV goes through."""
 
     def __init__(self) -> None:
-        children = psutil.Process().children(recursive=True)
-        self._pids = [p.pid for p in children if p.cmdline() and p.cmdline()[0].startswith("sglang_pat::rank")]
+        ranks = rank_processes(psutil.Process().children(recursive=True))
+        self._pids = [process.pid for process in ranks.values()]
 
     def start(self) -> None:
         for pid in self._pids:
@@ -158,10 +158,3 @@ async def returning(rig: Rig, low: int, high: int, rounds: int) -> list[float]:
         await rig.reconfigure(high)
         pauses.append((await rig.reconfigure(low))["pause_seconds"])
     return pauses
-
-
-async def prefill(rig: Rig, requests: int, tokens: int) -> float:
-    """Seconds until each of these requests, all computed, has its first token."""
-    begun = time.monotonic()
-    await rig.finish(rig.send([rig.tokens(tokens // requests) for _ in range(requests)], [1] * requests))
-    return time.monotonic() - begun

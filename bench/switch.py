@@ -25,6 +25,7 @@ import _switch_commands as commands
 import _switch_figures as figures
 
 from profiler.worker import Worker
+from sglang_pat.acceptance.commands import prefilled
 from sglang_pat.testing import models
 from sglang_pat.testing.machine import machine
 from sglang_pat.testing.server import stopped
@@ -128,7 +129,7 @@ def restart(model: Path, setting: Setting, pool: int) -> dict[str, float]:
     sizes = ("--dtype", "float32", "--max-total-tokens", str(pool))
     with Worker(model, *flags, *sizes) as again:
         started = time.monotonic()
-        prefill = again.do(commands.prefill, requests=requests, tokens=tokens)
+        prefill = again.do(prefilled, requests=requests, tokens=tokens)
     return {"stop": stopped_at - begun, "start": started - stopped_at, "prefill": prefill}
 
 

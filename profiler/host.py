@@ -18,6 +18,10 @@ OURS = ("--adaptive-tp", "--pat-policy", "--pat-switch-at", "--pat-profile")
 """Flags that the profiler sets itself, or that have no meaning here."""
 
 
+MANUAL = ("--pat-policy", "manual")
+"""Flags of the policy that the profiler needs."""
+
+
 def set_environment(quiet: bool) -> None:
     """One thread a rank, and nothing to be downloaded, as the Makefile sets it; what is set already stays.
 
@@ -30,9 +34,6 @@ def set_environment(quiet: bool) -> None:
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
         warnings.simplefilter("ignore")
         logging.basicConfig(level=logging.ERROR)
-
-
-MANUAL = ("--pat-policy", "manual")
 
 
 def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) -> Any:

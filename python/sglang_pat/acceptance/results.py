@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Verdict = Literal["passed", "failed", "measured", "skipped"]
+Verdict = Literal["passed", "failed", "measured"]
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -15,8 +15,8 @@ class Result(msgspec.Struct, kw_only=True):
 
     Attributes:
         name: of the step; set by the command.
-        verdict: ``passed`` and ``failed`` by a bar; ``measured`` where there is none; ``skipped`` for a reason.
-        line: the finding, or the reason, in one line.
+        verdict: ``passed`` and ``failed`` by a bar; ``measured`` where there is none.
+        line: the finding in one line.
         rows: a table, as lists; the first one is its head.
         figures: everything that was measured.
         traceback: of a step that failed by an exception.

@@ -8,12 +8,10 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from profiler.host import MANUAL
@@ -27,6 +25,7 @@ from sglang_pat.memory import estimate
 from sglang_pat.memory.plan import GIB, make_plan
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.testing import models
+from sglang_pat.testing.server import rank_processes
 from sglang_pat.testing.shapes import write_shape
 
 COPY_SHARE = 0.8
@@ -134,12 +133,7 @@ class Bench:
         if self.device == "cuda":
             share = self.ranks if self.sharing else 1
             return [_used(gpu) // share for gpu in range(torch.cuda.device_count())]
-        found = []
-        for process in worker.children():
-            with suppress(psutil.NoSuchProcess):
-                if process.cmdline() and process.cmdline()[0].startswith("sglang_pat::rank"):
-                    found.append(process.memory_full_info().pss)
-        return found
+        return [process.memory_full_info().pss for process in rank_processes(worker.children()).values()]
 
 
 def check_machine(bench: Bench) -> Result:
@@ -201,9 +195,9 @@ def move_kv(bench: Bench) -> Result:
 
 def start(bench: Bench) -> Result:
     """An engine of all ranks starts with default flags, within its memory plan."""
+    planned = _plan(bench).rank_bytes  # of what is free before the engine takes it
     worker = bench.usual()
     about, measured = worker.do(commands.describe), bench.memory(worker)
-    planned = _plan(bench).rank_bytes
     line = (
         f"{bench.large.name}: up in {worker.started_seconds:.0f} s, degrees {about['degrees']}; a rank takes "
         f"{max(measured) / GIB:.2f} GiB, planned {planned / GIB:.2f}"
@@ -341,12 +335,12 @@ def long_tail(bench: Bench) -> Result:
     worker = bench.usual()
     degrees = _degrees(worker)
     lengths = bench.tail
-    ways: dict[str, dict[str, Any]] = {f"static tp{tp}": {"start": tp, "merge_at": None} for tp in degrees}
-    ways["merge at 2"] = {"start": 1, "merge_at": 2}
+    ways: dict[str, dict[str, Any]] = {f"static tp{tp}": {"start": tp} for tp in degrees}
+    ways["merge at 2"] = {"start": 1, "merge_at": 2, "high": bench.ranks}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(3):
         for name, way in ways.items():
-            seconds[name].append(worker.do(commands.tail, lengths=lengths, high=bench.ranks, **way)["seconds"])
+            seconds[name].append(worker.do(commands.tail, lengths=lengths, **way)["seconds"])
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     rows = [["way", "seconds"], *([name, f"{value:.2f}"] for name, value in medians.items())]
     bench.best_static = min(value for name, value in medians.items() if name.startswith("static"))

@@ -92,7 +92,9 @@ def _fork_instead(_path: bytes, command: list[str], keep: list[int]) -> int:
             warnings.simplefilter("ignore")
         # Held by the thread that forks us.
         forkserver._forkserver._lock = threading.Lock()
-        setproctitle.setproctitle("sglang_pat::fork_server")
+        # Whoever ends the engine spares resource trackers: they remove what the dead left in shared memory.
+        name = "resource_tracker" if "resource_tracker" in command[-1] else "fork_server"
+        setproctitle.setproctitle(f"sglang_pat::{name}")
         exec(command[-1], {})
         code = 0
     except SystemExit:

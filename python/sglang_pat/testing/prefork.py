@@ -10,9 +10,11 @@ survive a fork.  What a module reads of the environment while it is imported is 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
+import queue
 import runpy
 import select
 import signal
@@ -26,6 +28,16 @@ from pathlib import Path
 from typing import Any
 
 MODULE = "sglang_pat.launch_server"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Of every server: one thread a rank, and nothing to be downloaded."""
+
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """In a new process: a test run that is killed leaves no server behind (its ranks follow it)."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Prefork:
@@ -33,9 +45,7 @@ class Prefork:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
-        self._forks: dict[int, Fork] = {}
-        self._begun: Fork | None = None
-        self._ready = threading.Event()
+        self._began: queue.SimpleQueue[Fork | None]
 
     def start(self, argv: Sequence[str], log: Path, env: dict[str, str]) -> Fork:
         """``python -m sglang_pat.launch_server argv``, with this environment; it leads a process group.
@@ -44,39 +54,42 @@ class Prefork:
             RuntimeError: the interpreter has ended.
         """
         if self._process is None:
+            self._began = queue.SimpleQueue()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "sglang_pat.testing.prefork"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                text=True, process_group=0,
+                text=True, process_group=0, env=os.environ | ENVIRONMENT,
             )  # fmt: skip
-            threading.Thread(target=self._read, name="prefork", daemon=True).start()
-        self._ready.clear()
-        self._begun = None
+            threading.Thread(
+                target=self._read, args=(self._process, self._began), name="prefork", daemon=True
+            ).start()
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({"argv": list(argv), "log": str(log), "env": env}) + "\n")
             self._process.stdin.flush()
-            self._ready.wait()
-        if self._begun is None:
-            raise RuntimeError(f"the interpreter that forks servers has ended: exit code {self._process.wait()}")
-        return self._begun
+        if (fork := self._began.get()) is None:
+            process, self._process = self._process, None
+            raise RuntimeError(f"the interpreter that forks servers has ended: exit code {process.wait()}")
+        return fork
 
-    def _read(self) -> None:
-        for line in self._process.stdout:
+    @staticmethod
+    def _read(process: subprocess.Popen, began: queue.SimpleQueue[Fork | None]) -> None:
+        forks: dict[int, Fork] = {}
+        for line in process.stdout:
             event = json.loads(line)
             if "began" in event:
-                self._begun = self._forks[event["began"]] = Fork(event["began"])
-                self._ready.set()
+                fork = forks[event["began"]] = Fork(event["began"])
+                began.put(fork)
             else:
-                self._forks.pop(event["ended"]).end(event["code"])
-        for fork in self._forks.values():  # they die with the interpreter
+                forks.pop(event["ended"]).end(event["code"])
+        for fork in forks.values():  # they die with the interpreter
             fork.end(-signal.SIGKILL)
-        self._begun = None
-        self._ready.set()
+        began.put(None)
 
     def stop(self) -> None:
         """End the interpreter and the servers that it has forked."""
-        if self._process is not None:
-            self._process.stdin.close()
-            self._process.wait()
+        process, self._process = self._process, None
+        if process is not None:
+            process.stdin.close()
+            process.wait()
 
     def __enter__(self) -> Prefork:
         return self
@@ -154,7 +167,6 @@ def _import_all() -> None:
     """What a server imports, and its ranks."""
     from sglang_pat.host import cpu_shim, noise, processes
 
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     cpu_shim.install()
     warm, processes.warm = processes.warm, lambda: None  # each server forks its own fork server
     with noise.quiet_imports():
@@ -170,8 +182,6 @@ def _say(events: int, event: dict[str, int]) -> None:
 def become(argv: list[str], log: str, env: dict[str, str]) -> None:
     """Run the server in this process, as if it had just been started."""
     import setproctitle
-
-    from sglang_pat.testing.server import die_with_parent
 
     die_with_parent()
     os.setpgid(0, 0)

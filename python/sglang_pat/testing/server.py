@@ -11,7 +11,6 @@ The same command line as a user's (``python -m sglang_pat.launch_server``): adap
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -19,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import psutil
 import requests
 
 from sglang_pat.testing.ports import free_port
-from sglang_pat.testing.prefork import Fork, Prefork
+from sglang_pat.testing.prefork import ENVIRONMENT, Fork, Prefork, die_with_parent
 
 
 def _is_tracker(process: psutil.Process) -> bool:
@@ -37,6 +36,20 @@ def _is_tracker(process: psutil.Process) -> bool:
         return any("resource_tracker" in word for word in process.cmdline())
     except psutil.NoSuchProcess:
         return False
+
+
+RANK_TITLE = "sglang_pat::rank"
+
+
+def rank_processes(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
+    """Those that are ranks of an engine, by their titles, in the order of ranks."""
+    found = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            title = "".join(process.cmdline()[:1]).strip()
+            if title.startswith(RANK_TITLE):
+                found[int(title.removeprefix(RANK_TITLE))] = process
+    return dict(sorted(found.items()))
 
 
 START_SECONDS = 500
@@ -66,15 +79,6 @@ def stopped(*servers: Server) -> Iterator[None]:
     finally:
         for process in reversed(processes):
             process.resume()
-
-
-_libc = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """In a new process: a test run that is killed leaves no server behind (its ranks follow it)."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class ServerDied(RuntimeError):
@@ -111,8 +115,7 @@ class Server:
         ]  # fmt: skip
         if max_total_tokens is not None:
             argv += ["--max-total-tokens", str(max_total_tokens)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environment |= env or {}
+        environment = os.environ | ENVIRONMENT | (env or {})
         # In our session: Linux schedules sessions against each other, and one whose ranks compute without end keeps its
         # clients waiting for seconds.  In a process group of its own: an interrupt is for us.
         if prefork is not None:
@@ -227,7 +230,7 @@ class Server:
             return []
 
     def rank_process(self, rank: int) -> psutil.Process:
-        return next(p for p in self.children() if p.cmdline() and p.cmdline()[0].startswith(f"sglang_pat::rank{rank}"))
+        return rank_processes(self.children())[rank]
 
     def stop(self) -> None:
         """End the server and everything it started; no-op if it has ended.
