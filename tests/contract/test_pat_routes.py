@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from sglang_pat.host import cpu_shim
@@ -133,8 +135,32 @@ def test_jobs_are_bounded(rollouts, monkeypatch):
     rollouts._make_room("a")
     with pytest.raises(ValueError, match="3 others; DELETE"):
         rollouts._make_room("d")
-    rollouts.forget("b")
+    asyncio.run(rollouts.forget("b"))
     rollouts._make_room("d")
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_round_that_is_over_is_waited_for(rollouts, over):
+    """Whoever left it cannot know what is still being done; only one that goes on is refused."""
+    from sglang_pat.host.rollout import Busy
+
+    async def drop() -> None:
+        add_job(rollouts, "left", settled=False)
+        job = rollouts._jobs["left"]
+
+        async def settle() -> None:
+            await asyncio.sleep(0)  # whoever does not wait is here first
+            job.settled = True
+
+        job.settling = asyncio.ensure_future(settle()) if over else None
+        await rollouts.forget("left")
+
+    if over:
+        asyncio.run(drop())
+        assert not rollouts._jobs
+    else:
+        with pytest.raises(Busy, match="'left' has a round under way"):
+            asyncio.run(drop())
 
 
 def test_jobs_expire_but_not_in_a_round(rollouts):

@@ -15,7 +15,7 @@ if cpu_shim.needed():
 from sglang.srt.entrypoints.engine import Engine  # noqa: E402
 from sglang.srt.managers import scheduler as host  # noqa: E402
 
-from sglang_pat.host import census  # noqa: E402
+from sglang_pat.host import census, processes  # noqa: E402
 from sglang_pat.testing.prefork import fork_stock  # noqa: E402
 
 
@@ -42,7 +42,9 @@ def main(model: str, tp: str, folder: str, arguments: str) -> None:
     fork_stock()
     engine = RecordedEngine(model_path=model, tp_size=int(tp), **json.loads(arguments))
     engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 1})  # by then all ranks have written
-    engine.shutdown()
+    # Not shutdown(), which kills Python's resource tracker too: the ranks' segments would stay in shared memory.
+    processes.end_children()
+    os._exit(0)
 
 
 if __name__ == "__main__":

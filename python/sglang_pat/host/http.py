@@ -178,7 +178,7 @@ async def verdict(request: Request) -> JSONResponse:
 async def forget(job: str) -> JSONResponse:
     """Drop a job and the prompts that wait in it, for an administrator; 409 while it has a round under way."""
     try:
-        _manager().pat_rollouts.forget(job)
+        await _manager().pat_rollouts.forget(job)
     except ValueError as error:
         return _error(400, str(error))
     except Busy as error:

@@ -213,7 +213,7 @@ class Rollouts:
     def _file(self, job: str) -> Path | None:
         return self._folder / f"{job}.json" if self._folder else None
 
-    def forget(self, name: str) -> None:
+    async def forget(self, name: str) -> None:
         """Drop a job, and all prompts that wait in it.
 
         Raises:
@@ -221,6 +221,7 @@ class Rollouts:
             Busy: it has a round under way.
         """
         check_job(name)
+        await self._over(name)
         file = self._file(name)
         if name not in self._jobs and not (file is not None and file.exists()):
             raise ValueError(f"job is {name!r}, there are {sorted(self._jobs)[:SHOWN]}")
@@ -244,6 +245,7 @@ class Rollouts:
         Raises:
             ValueError, Busy: at the first step; nothing was taken.
         """
+        await self._over(body.job)
         job = self._begin(body)
         round_ = job.round
         try:
@@ -262,6 +264,12 @@ class Rollouts:
             # The client may be gone: nobody waits for the end of it, but the next round needs it.
             round_.cancel()
             self._settled(body, job, None)
+
+    async def _over(self, name: str) -> None:
+        """Wait for what is left to do of a job's last round, if it is over: whoever left it need not know of that."""
+        job = self._jobs.get(name)
+        if job is not None and job.settling is not None:
+            await asyncio.wait([job.settling])
 
     def _settled(self, body: RolloutBody, job: Job, before: dict[str, int] | None) -> asyncio.Task:
         """:meth:`_settle`, once a round, in a task of its own: it goes on when the client is gone."""
