@@ -17,13 +17,14 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
-from sglang_pat.config import GPU_ORDERS, KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES, AdaptiveConfig, parse_degrees
+from sglang_pat.config import AdaptiveConfig, parse_degrees
 from sglang_pat.host import cuda
 from sglang_pat.host.early import check_model_path, check_second_port
 from sglang_pat.host.flags import refuse_flags
 from sglang_pat.host.supported import refuse_model
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.settings import SETTINGS
 
 logger = logging.getLogger(__name__)
 
@@ -82,45 +83,11 @@ class AdaptiveServerArgs(ServerArgs):
         group = parser.add_argument_group("adaptive tensor parallelism (sglang_pat)")
         parser.set_defaults(pat_base_tp=0, pat_fraction_given=False, pat_graph_sizes={})
         group.add_argument("--adaptive-tp", action="store_true", help="merge replicas as the batch drains")
-        group.add_argument(
-            "--pat-candidates", default=None, help="TP degrees to use, e.g. 1,2,4 (default: doublings of --tp)"
-        )
-        group.add_argument(
-            "--pat-profile", default=None, metavar="FILE", help="profile of this deployment (python -m profiler.sweep)"
-        )
-        group.add_argument(
-            "--pat-policy",
-            default=None,
-            help=f"who decides: {', '.join(POLICIES)} (default: survival with --pat-profile, else threshold)",
-        )
-        group.add_argument(
-            "--pat-log", default=None, metavar="FILE", help="append each decision with its inputs (JSON lines)"
-        )
-        group.add_argument(
-            "--pat-rollout-dir", default=None, metavar="DIR", help="keep what waits between rounds of /pat/rollout here"
-        )
-        group.add_argument(
-            "--pat-schedule",
-            default=None,
-            metavar="FILE",
-            help="schedule policy: switches at given steps to begin with (JSON lines, or a decision log)",
-        )
-        group.add_argument(
-            "--pat-switch-at", type=int, default=8, help="threshold policy: merge at this many running requests"
-        )
-        group.add_argument(
-            "--pat-cpu-overlap", action="store_true", help="overlap scheduling on a CPU too, as on CUDA by default"
-        )
-        group.add_argument(
-            "--pat-gpu-order", default="rank", help=f"which rank runs on which GPU: {', '.join(GPU_ORDERS)}"
-        )
-        group.add_argument("--pat-weights", default="resident", help=f"weight handling: {', '.join(WEIGHT_MODES)}")
-        group.add_argument("--pat-kv", default="auto", help=f"KV of live requests: {', '.join(KV_MODES)}")
-        group.add_argument(
-            "--pat-kv-exchange",
-            default="direct",
-            help=f"how KV is migrated: {', '.join(KV_EXCHANGES)} (the last is PAT's way, to compare with)",
-        )
+        for setting in SETTINGS:
+            kind = {"action": "store_true"} if setting.default is False else {"type": type(setting.default or "")}
+            if setting.metavar:
+                kind["metavar"] = setting.metavar
+            group.add_argument(setting.flag, default=setting.default, help=setting.help, **kind)
 
     def adaptive_config(self) -> AdaptiveConfig:
         """Raises ``ValueError`` for an impossible layout, candidate or mode."""

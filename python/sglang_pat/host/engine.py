@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import multiprocessing as mp
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from copy import copy
@@ -18,7 +19,8 @@ from sglang_pat.host import cpu_shim, processes
 if cpu_shim.needed():
     cpu_shim.install()
     cpu_shim.install_for_children()
-processes.warm()
+if mp.parent_process() is None:  # not in a child that only looks something up here
+    processes.warm()
 
 from sglang.srt.entrypoints import engine as host_engine  # noqa: E402
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput  # noqa: E402
@@ -55,7 +57,6 @@ class AdaptiveEngine(host_engine.Engine):
 
     server_args_class = AdaptiveServerArgs
     init_tokenizer_manager_func = staticmethod(init_adaptive_tokenizer_manager)
-    run_detokenizer_process_func = staticmethod(run_detokenizer)
 
     @classmethod
     def _launch_subprocesses(cls, server_args: AdaptiveServerArgs, *args: Any, **kwargs: Any):
@@ -110,7 +111,7 @@ class AdaptiveEngine(host_engine.Engine):
     @classmethod
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
         """The host's, from our process context; ``detokenizer_worker_num`` is 1 here."""
-        process, _ = start(run_detokenizer_process_func, server_args, port_args)
+        process, _ = start(run_detokenizer, server_args, port_args)
         return [process], ["detokenizer"]
 
     def shutdown(self) -> None:

@@ -22,7 +22,6 @@ from sglang_pat.host.deployment import first_schedule
 from sglang_pat.host.early import check_port
 from sglang_pat.host.engine import AdaptiveEngine
 from sglang_pat.host.intake import MAX_BODY_BYTES, parse, parse_verdict
-from sglang_pat.host.rank import run_detokenizer
 from sglang_pat.host.rollout import Busy, server_sent
 from sglang_pat.host.start import one_line, ready, warn_if_open
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
@@ -73,7 +72,6 @@ def launch(argv: list[str]) -> None:
         http_server.launch_server(
             server_args,
             init_tokenizer_manager_func=init_adaptive_tokenizer_manager,
-            run_detokenizer_process_func=run_detokenizer,
             launch_callback=lambda: setattr(_manager(), "pat_first_schedule", first),
         )
     finally:
@@ -83,7 +81,9 @@ def launch(argv: list[str]) -> None:
 
 
 def add_routes(app) -> None:
-    """Add ``/pat/*`` to the host's FastAPI application, under its API-key rules."""
+    """Add ``/pat/*`` to the host's FastAPI application, under its API-key rules; once."""
+    if any(getattr(route, "path", None) == "/pat/status" for route in app.routes):
+        return
     app.add_api_route("/pat/status", status, methods=["GET"])
     app.add_api_route("/pat/reconfigure", reconfigure, methods=["POST"])
     app.add_api_route("/pat/schedule", schedule, methods=["GET"])

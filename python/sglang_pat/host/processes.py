@@ -28,6 +28,7 @@ import setproctitle
 
 from sglang_pat.host import cpu_shim, noise
 from sglang_pat.host.folder import private_folder
+from sglang_pat.settings import VARIABLE
 
 PRELOAD = ["sglang_pat.host.preload"]
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -131,8 +132,11 @@ def _deaf_children() -> Iterator[None]:
 
 def start(target: Callable, *args: Any) -> tuple[mp.Process, Any]:
     """Start ``target(*args, parent_pid, writer)``; returns the process and the reading end of its pipe."""
+    warm()
     reader, writer = context().Pipe(duplex=False)
-    process = context().Process(target=_run, args=(dict(os.environ), target, *args, os.getpid(), writer))
+    # The children's own SGLang is not to be made adaptive: they are.
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    process = context().Process(target=_run, args=(environment, target, *args, os.getpid(), writer))
     with _deaf_children():
         process.start()
     # Without this copy the reader sees the end of the pipe when the child dies.

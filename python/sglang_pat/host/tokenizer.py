@@ -18,6 +18,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
 from sglang_pat.host.channels import AsyncOrderedReceiver
+from sglang_pat.host.deployment import first_schedule
 from sglang_pat.host.ending import Ending, EndingHandler, handlers
 from sglang_pat.host.entrance import Entrance, route
 from sglang_pat.host.rollout import Rollouts
@@ -51,7 +52,8 @@ class AdaptiveTokenizerManager(TokenizerManager):
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self.pat_weight_updates = 0
-        self.pat_first_schedule: list[messages.ScheduleEntry] | None = None
+        # The host's own warm-up requests do not count.
+        self.pat_first_schedule = first_schedule(server_args) if server_args.skip_server_warmup else None
         folder = server_args.pat_rollout_dir
         metrics = RolloutMetrics() if server_args.enable_metrics else None
         self.pat_rollouts = Rollouts(self, Path(folder) if folder else None, metrics)

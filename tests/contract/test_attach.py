@@ -1,0 +1,115 @@
+"""``SGLANG_PAT``: stock arguments of SGLang become those of an adaptive engine, in a process that asks for it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sglang_pat.host import cpu_shim
+from sglang_pat.settings import BASE_TP, SETTINGS
+from sglang_pat.testing import models
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    model = models.make_random("llama", tmp_path_factory.mktemp("attach"), heads=4, kv_heads=4)
+    command = [sys.executable, "-m", "tests.contract.attach_cases", str(model)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    return json.loads(output)
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_arguments_become_adaptive(found, when):
+    told = found[when]
+    assert told["adaptive"] and (told["tp"], told["dp"]) == (4, 1)
+    assert told["base"] == "tp2×dp2"
+    assert (told["policy"], told["requests"]) == ("manual", 7)
+
+
+def test_made_before_or_after_they_are_the_same(found):
+    assert {**found["early"], "stream": None} == {**found["late"], "stream": None}
+
+
+def test_a_field_changed_meanwhile_counts(found):
+    assert found["late"]["stream"] == 3
+
+
+def test_the_second_check_changes_nothing(found):
+    assert found["again"]
+
+
+def test_replicas_that_were_asked_for_are_the_base_layout(found):
+    assert found["replicas"]["base"] == "tp1×dp4"
+
+
+def test_sockets_are_private(found):
+    sockets = [value for name, value in found["sockets"].items() if name.endswith("ipc_name") and value]
+    folders = {os.path.dirname(socket) for socket in sockets}
+    assert len(folders) == 1
+    assert all("sglang_pat" in folder for folder in folders)
+
+
+def test_refusals_are_those_of_the_engine(found):
+    assert found["base_tp"] == "here: base_tp is 2, must divide the engine's 3 GPUs: 1, 3"
+    assert found["flag"].startswith("--adaptive-tp does not support --quantization fp8")
+
+
+def plugin(value: str | None) -> subprocess.CompletedProcess:
+    environment = {name: text for name, text in os.environ.items() if name != "SGLANG_PAT"}
+    if value is not None:
+        environment["SGLANG_PAT"] = value
+    code = "import sys; from sglang_pat.host import attach; attach.plugin(); print(sorted(sys.modules))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_without_the_variable_nothing_is_imported():
+    run = plugin(None)
+    assert run.returncode == 0
+    assert "'sglang'" not in run.stdout and "'torch'" not in run.stdout
+
+
+@pytest.mark.parametrize("value", ["yes", "polcy=pat", "switch_at=soon"])
+def test_it_fails_closed(value):
+    run = plugin(value)
+    assert run.returncode == 1
+    assert run.stderr.strip().splitlines()[-1].startswith("error: SGLANG_PAT")
+
+
+def test_every_setting_is_a_field_of_the_arguments():
+    from sglang_pat.host.args import AdaptiveServerArgs
+
+    fields = AdaptiveServerArgs.__dataclass_fields__
+    for setting in SETTINGS:
+        assert fields[setting.field].default == setting.default
+    internal = {"pat_base_tp", "pat_fraction_given", "pat_graph_sizes"}
+    assert {name for name in fields if name.startswith("pat_")} - internal == {s.field for s in SETTINGS}
+    assert BASE_TP.field in internal
+
+
+def test_the_entry_point_is_registered():
+    from importlib.metadata import entry_points
+
+    (entry,) = [entry for entry in entry_points(group="sglang.srt.plugins") if entry.name == "sglang_pat"]
+    assert entry.value == "sglang_pat.host.attach:plugin"
+
+
+def test_the_host_loads_plugins_before_what_we_patch():
+    """Where SGLang loads them inside its launch code, arguments are converted just after."""
+    import inspect
+
+    from sglang.srt.entrypoints.engine import Engine
+
+    source = inspect.getsource(Engine._launch_subprocesses)
+    order = [
+        "load_plugins()", "check_server_args()", "PortArgs.init_new(", "cls._launch_scheduler_processes(",
+        "cls._launch_detokenizer_subprocesses(", "init_tokenizer_manager_func(\n",
+    ]  # fmt: skip
+    places = [source.index(step) for step in order]
+    assert places == sorted(places)

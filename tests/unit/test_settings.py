@@ -1,0 +1,66 @@
+"""The settings of the adaptive engine by name, as frameworks and ``SGLANG_PAT`` give them."""
+
+import pytest
+
+from sglang_pat import settings
+
+
+@pytest.mark.parametrize(
+    "text, given",
+    [
+        ("", {}),
+        ("base_tp=1", {"base_tp": "1"}),
+        ("base_tp=1, candidates=1,2,4, policy=pat", {"base_tp": "1", "candidates": "1,2,4", "policy": "pat"}),
+        ("log=/a=b.jsonl", {"log": "/a=b.jsonl"}),
+    ],
+)
+def test_the_variable_as_a_mapping(text, given):
+    assert settings.parse(text) == given
+
+
+def test_a_variable_without_names_is_refused():
+    with pytest.raises(ValueError, match="SGLANG_PAT='yes': write settings as name=value"):
+        settings.parse("yes")
+
+
+def test_values_have_the_types_of_the_fields():
+    given = {"base_tp": "2", "switch_at": "4", "cpu_overlap": "True", "candidates": [2, 4], "profile": None}
+    assert settings.fields(given, "here") == {
+        "base_tp": 2,
+        "pat_switch_at": 4,
+        "pat_cpu_overlap": True,
+        "pat_candidates": "2,4",
+        "pat_profile": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"polcy": "pat"}, "here has no setting 'polcy'; choose from base_tp, candidates, "),
+        ({"switch_at": "soon"}, "here: switch_at is 'soon', must be a whole number"),
+        ({"switch_at": 2.5}, "here: switch_at is 2.5, must be a whole number"),
+        ({"cpu_overlap": "perhaps"}, "here: cpu_overlap is 'perhaps', must be true or false"),
+    ],
+)
+def test_what_is_no_setting_is_refused_in_one_line(given, message):
+    with pytest.raises(ValueError) as error:
+        settings.fields(given, "here")
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("base_tp, ranks, layout", [(1, 8, (1, 8)), (2, 8, (2, 4)), (8, 8, (8, 1))])
+def test_the_base_layout(base_tp, ranks, layout):
+    assert settings.base_layout(base_tp, ranks, "here") == layout
+
+
+@pytest.mark.parametrize("base_tp", [0, -1, 3, 16])
+def test_a_base_degree_that_does_not_divide_the_gpus(base_tp):
+    with pytest.raises(ValueError, match=f"here: base_tp is {base_tp}, must divide the engine's 8 GPUs: 1, 2, 4, 8"):
+        settings.base_layout(base_tp, 8, "here")
+
+
+def test_each_name_is_defined_once():
+    names = [setting.name for setting in (settings.BASE_TP, *settings.SETTINGS)]
+    assert len(names) == len(set(names))
