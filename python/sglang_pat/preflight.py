@@ -20,7 +20,7 @@ from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory import estimate
 from sglang_pat.memory.plan import GIB, Plan, advice, make_plan
 from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.version import HOST_VERSION, __version__
+from sglang_pat.version import HOST_VERSIONS, __version__
 
 Line = tuple[bool, str, str]
 """``(fine, what, finding)``."""
@@ -29,7 +29,7 @@ Line = tuple[bool, str, str]
 def checks() -> Iterator[Line]:
     yield sys.version_info >= (3, 11), "Python", f"{sys.version.split()[0]} (3.11 or newer needed)"
     installed = contract.installed_version()
-    yield installed == HOST_VERSION, "SGLang", f"{installed} ({HOST_VERSION} needed)"
+    yield installed in HOST_VERSIONS, "SGLang", f"{installed} ({' or '.join(HOST_VERSIONS)} needed)"
     if installed is None:
         return
     shim = cpu_shim.needed()

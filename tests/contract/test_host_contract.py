@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_pat.host import contract, cpu_shim
+from sglang_pat.version import HOST_VERSIONS
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -22,6 +23,17 @@ PROFILER = Path(__file__).parents[2] / "profiler"
 
 def test_version():
     contract.check_host()
+
+
+def test_the_package_may_be_installed_beside_each_host_version():
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (sglang,) = [need for text in project["dependencies"] if (need := Requirement(text)).name == "sglang"]
+    assert all(version in sglang.specifier for version in HOST_VERSIONS)
+    assert "0.5.11" not in sglang.specifier and "0.5.13" not in sglang.specifier
 
 
 def test_other_version_is_refused_in_one_line(monkeypatch):

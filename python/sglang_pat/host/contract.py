@@ -1,4 +1,4 @@
-"""The one host version these adapters are written for, and every symbol of it that they rely on.
+"""The host versions these adapters are written for, and every symbol of it that they rely on.
 
 ``contract.txt`` lists the symbols with their parameters.  A new SGLang version fails here first, by name.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
 
-from sglang_pat.version import HOST_VERSION
+from sglang_pat.version import HOST_VERSIONS
 
 
 class HostMismatch(RuntimeError):
@@ -29,13 +29,13 @@ def installed_version() -> str | None:
 
 
 def check_host() -> None:
-    """Raise :class:`HostMismatch` unless the installed SGLang is :data:`HOST_VERSION`."""
+    """Raise :class:`HostMismatch` unless the installed SGLang is one of :data:`HOST_VERSIONS`."""
     installed = installed_version()
-    if installed != HOST_VERSION:
+    if installed not in HOST_VERSIONS:
         given = f"SGLang {installed} is installed" if installed else "SGLang is not installed"
         raise HostMismatch(
-            f"{given}, --adaptive-tp needs {HOST_VERSION}: "
-            f"install sglang=={HOST_VERSION} or leave out --adaptive-tp"
+            f"{given}, --adaptive-tp needs {' or '.join(HOST_VERSIONS)}: "
+            f"install sglang=={HOST_VERSIONS[0]} or leave out --adaptive-tp"
         )
 
 

@@ -214,7 +214,7 @@ class Rollouts:
         return self._folder / f"{job}.json" if self._folder else None
 
     async def forget(self, name: str) -> None:
-        """Drop a job, and all prompts that wait in it.
+        """Drop a job, and all prompts that wait in it; first what is still to be done of its last round is.
 
         Raises:
             ValueError: there is none.
