@@ -35,7 +35,7 @@ from sglang_pat.admission.rounds import RolloutRound  # noqa: E402
 from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs, outer_view  # noqa: E402
 from sglang_pat.host.coordinator import run_coordinator  # noqa: E402
-from sglang_pat.host.deployment import deployment, first_schedule  # noqa: E402
+from sglang_pat.host.deployment import deployment  # noqa: E402
 from sglang_pat.host.folder import engine_folder  # noqa: E402
 from sglang_pat.host.intake import Intake  # noqa: E402
 from sglang_pat.host.processes import start  # noqa: E402
@@ -152,7 +152,6 @@ class Engine(AdaptiveEngine):
             raise ValueError("sglang_pat.Engine needs adaptive_tp=True; for a static layout use sglang.Engine")
         super().__init__(**kwargs)
         self._given = self.server_args
-        self.tokenizer_manager.pat_first_schedule = first_schedule(self._given)
         # The host keeps the arguments as given; show it the engine as it is: N ranks.
         self.server_args = outer_view(self.server_args)
 

@@ -66,12 +66,19 @@ def launch(argv: list[str]) -> None:
         sys.exit(f"error: {one_line(error)}")
     warn_if_open(server_args)
     add_routes(http_server.app)
+
+    def init_manager(*args):
+        # The host's own warm-up requests do not count.
+        manager, template = init_adaptive_tokenizer_manager(*args)
+        manager.pat_first_schedule = None
+        return manager, template
+
     # The host's launcher takes `Engine` from its module; ours starts the ranks differently.
     http_server.Engine = AdaptiveEngine
     try:
         http_server.launch_server(
             server_args,
-            init_tokenizer_manager_func=init_adaptive_tokenizer_manager,
+            init_tokenizer_manager_func=init_manager,
             launch_callback=lambda: setattr(_manager(), "pat_first_schedule", first),
         )
     finally:

@@ -41,8 +41,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
     Attributes:
         pat_weight_updates: number of weight updates so far.
         pat_rollouts: rounds of training jobs.
-        pat_first_schedule: is set before the next request goes out, or is asked after (``--pat-schedule``, after the
-            host's own warm-up requests).
+        pat_first_schedule: is set before the next request goes out, or is asked after (``--pat-schedule``).
     """
 
     def __init__(self, server_args, port_args) -> None:
@@ -52,8 +51,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self.pat_weight_updates = 0
-        # The host's own warm-up requests do not count.
-        self.pat_first_schedule = first_schedule(server_args) if server_args.skip_server_warmup else None
+        self.pat_first_schedule = first_schedule(server_args)
         folder = server_args.pat_rollout_dir
         metrics = RolloutMetrics() if server_args.enable_metrics else None
         self.pat_rollouts = Rollouts(self, Path(folder) if folder else None, metrics)
