@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from sglang_pat import errors
 from sglang_pat.predict.profile import ProfileError
 
 
@@ -26,8 +27,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message without line breaks, at most 400 characters."""
-    return " ".join((str(error) or type(error).__name__).split())[:400]
+    """As :func:`sglang_pat.errors.one_line`, at most 400 characters."""
+    return errors.one_line(error)[:400]
 
 
 def run(name: str, command: Callable[[list[str] | None], int], argv: list[str] | None = None) -> int:

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_pat.config import GPU_ORDERS, KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES
-
-VARIABLE = "SGLANG_PAT"
-"""With it set, whatever launches SGLang in a process gets the adaptive engine: ``base_tp=1,policy=survival,…``."""
+from sglang_pat.layout import ParallelLayout
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,12 @@ BASE_TP = Setting("base_tp", 1, "TP degree of the base layout")
 _NAMED = {setting.name: setting for setting in (BASE_TP, *SETTINGS)}
 
 
-def parse(text: str) -> dict[str, str]:
+def parse(text: str, where: str) -> dict[str, str]:
     """``"base_tp=1,candidates=1,2,policy=pat"`` as a mapping; a piece without ``=`` belongs to the one before.
+
+    Args:
+        text: the settings, separated by commas.
+        where: they were given, for the message.
 
     Raises:
         ValueError: the text begins with such a piece.
@@ -93,7 +95,7 @@ def parse(text: str) -> dict[str, str]:
             name = key.strip()
             given[name] = value.strip()
         elif name is None:
-            raise ValueError(f"{VARIABLE}={text!r}: write settings as name=value, e.g. base_tp=1,policy=threshold")
+            raise ValueError(f"{where}={text!r}: write settings as name=value, e.g. base_tp=1,policy=threshold")
         else:
             given[name] += f",{piece}"
     return given
@@ -121,8 +123,10 @@ def fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def base_layout(base_tp: int, ranks: int, where: str) -> tuple[int, int]:
     """``(tp, dp)`` of the base layout of an engine of ``ranks``; raises ``ValueError`` if it does not divide them."""
-    if base_tp < 1 or ranks % base_tp:
+    try:
+        layout = ParallelLayout(1, ranks).with_tp(base_tp)
+    except ValueError:
         divisors = [tp for tp in range(1, ranks + 1) if ranks % tp == 0]
         allowed = ", ".join(map(str, divisors))
-        raise ValueError(f"{where}: base_tp is {base_tp}, must divide the engine's {ranks} GPUs: {allowed}")
-    return base_tp, ranks // base_tp
+        raise ValueError(f"{where}: base_tp is {base_tp}, must divide the engine's {ranks} GPUs: {allowed}") from None
+    return layout.tp, layout.dp

@@ -9,7 +9,6 @@ import pytest
 
 from sglang_pat.host import cpu_shim
 from sglang_pat.settings import BASE_TP, SETTINGS
-from sglang_pat.testing import models
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -18,8 +17,7 @@ pytestmark = pytest.mark.contract
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    model = models.make_random("llama", tmp_path_factory.mktemp("attach"), heads=4, kv_heads=4)
+def found(model):
     command = [sys.executable, "-m", "tests.contract.attach_cases", str(model)]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     return json.loads(output)
@@ -65,14 +63,15 @@ def plugin(value: str | None) -> subprocess.CompletedProcess:
     environment = {name: text for name, text in os.environ.items() if name != "SGLANG_PAT"}
     if value is not None:
         environment["SGLANG_PAT"] = value
-    code = "import sys; from sglang_pat.host import attach; attach.plugin(); print(sorted(sys.modules))"
+    code = "import json, sys; from sglang_pat.plugin import plugin; plugin(); print(json.dumps(list(sys.modules)))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
 
 
 def test_without_the_variable_nothing_is_imported():
     run = plugin(None)
     assert run.returncode == 0
-    assert "'sglang'" not in run.stdout and "'torch'" not in run.stdout
+    ours = {name for name in json.loads(run.stdout) if name.startswith("sglang")}
+    assert ours == {"sglang_pat", "sglang_pat.layout", "sglang_pat.plugin", "sglang_pat.version"}
 
 
 @pytest.mark.parametrize("value", ["yes", "polcy=pat", "switch_at=soon"])
@@ -97,7 +96,7 @@ def test_the_entry_point_is_registered():
     from importlib.metadata import entry_points
 
     (entry,) = [entry for entry in entry_points(group="sglang.srt.plugins") if entry.name == "sglang_pat"]
-    assert entry.value == "sglang_pat.host.attach:plugin"
+    assert entry.value == "sglang_pat.plugin:plugin"
 
 
 def test_the_host_loads_plugins_before_what_we_patch():

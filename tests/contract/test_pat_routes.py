@@ -194,3 +194,18 @@ def test_labels_are_bounded():
     labels = {jobs._label(f"job{i}") for i in range(5 * metrics.MAX_JOB_LABELS)}
     assert len(labels) == metrics.MAX_JOB_LABELS + 1 and "other" in labels
     assert jobs._label("job0") == "job0"
+
+
+def test_the_warm_up_does_not_count_in_a_schedule(monkeypatch):
+    """A first schedule is away while the host sends its own requests, and there again afterwards."""
+    from types import SimpleNamespace
+
+    from sglang_pat.host import http
+
+    manager, seen = SimpleNamespace(pat_first_schedule=["given"]), []
+    monkeypatch.setattr(http, "_manager", lambda: manager)
+    monkeypatch.setattr(
+        http.http_server, "_execute_server_warmup", lambda args: seen.append(manager.pat_first_schedule) or True
+    )
+    assert http._warm_up(None) is True
+    assert seen == [None] and manager.pat_first_schedule == ["given"]

@@ -491,7 +491,7 @@ launch_server.main(["--model-path", sys.argv[1], "--tp", "1"])
 """
     name, argv, modules = json.loads(python(code, str(llama)).stdout.splitlines()[-1])
     assert name == "sglang.launch_server" and argv == ["--model-path", str(llama), "--tp", "1"]
-    launcher = {"layout", "version", "launch_server", "host"}
+    launcher = {"layout", "version", "launch_server", "plugin", "host"}
     launcher |= {f"host.{name}" for name in ("cpu_shim", "processes", "noise", "folder")}
     assert set(modules) <= {"sglang_pat"} | {f"sglang_pat.{name}" for name in launcher}
 

@@ -15,12 +15,12 @@ from sglang_pat import settings
     ],
 )
 def test_the_variable_as_a_mapping(text, given):
-    assert settings.parse(text) == given
+    assert settings.parse(text, "HERE") == given
 
 
 def test_a_variable_without_names_is_refused():
-    with pytest.raises(ValueError, match="SGLANG_PAT='yes': write settings as name=value"):
-        settings.parse("yes")
+    with pytest.raises(ValueError, match="HERE='yes': write settings as name=value"):
+        settings.parse("yes", "HERE")
 
 
 def test_values_have_the_types_of_the_fields():

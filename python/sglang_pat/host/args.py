@@ -18,6 +18,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
 from sglang_pat.config import AdaptiveConfig, parse_degrees
+from sglang_pat.errors import one_line
 from sglang_pat.host import cuda
 from sglang_pat.host.early import check_model_path, check_second_port
 from sglang_pat.host.flags import refuse_flags
@@ -69,7 +70,7 @@ class AdaptiveServerArgs(ServerArgs):
         try:
             super().__post_init__()
         except OSError as error:  # as transformers says that there is no such model, in several lines
-            raise ValueError(f"--model-path {self.model_path}: {' '.join(str(error).split())}") from None
+            raise ValueError(f"--model-path {self.model_path}: {one_line(error)}") from None
         if self.adaptive_tp:
             refuse_model(ModelConfig.from_server_args(self))
             # Again: the host has chosen what was left open.

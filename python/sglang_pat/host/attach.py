@@ -4,16 +4,14 @@
 GPUs become those of an adaptive engine on as many ranks, at the moment the host checks them, just before it starts
 anything.  The object stays the same: whoever holds it sees one engine of that many GPUs.
 
-:func:`plugin` is the entry point that SGLang calls in each of its processes; without the variable ``SGLANG_PAT`` it
-imports nothing and changes nothing.  SGLang may call it as late as inside ``Engine._launch_subprocesses``: nothing that
-runs before that is patched, except to remember more exactly what the user gave.
+SGLang loads plug-ins (:mod:`sglang_pat.plugin`) as late as inside ``Engine._launch_subprocesses``: nothing that runs
+before that is patched, except to remember more exactly what the user gave.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,20 +25,6 @@ _AS_GIVEN, _FILLED_IN = "_pat_as_given", "_pat_filled_in"
 """On server arguments: their fields before and after the host chose what was left open."""
 
 _where, _settings = "", None
-
-
-def plugin() -> None:
-    """SGLang's entry point: :func:`attach` with the settings of ``SGLANG_PAT``.
-
-    It fails closed: SGLang logs an exception of a plug-in and goes on without it, so an error here ends the process.
-    """
-    text = os.environ.get(settings.VARIABLE)
-    if text is None:
-        return
-    try:
-        attach(settings.parse(text), settings.VARIABLE)
-    except Exception as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def attach(given: Mapping[str, Any], where: str) -> None:

@@ -16,14 +16,14 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_pat.coordinator import schedule as schedules
+from sglang_pat.errors import one_line
 from sglang_pat.host.args import AdaptiveServerArgs
 from sglang_pat.host.contract import HostMismatch
-from sglang_pat.host.deployment import first_schedule
 from sglang_pat.host.early import check_port
 from sglang_pat.host.engine import AdaptiveEngine
 from sglang_pat.host.intake import MAX_BODY_BYTES, parse, parse_verdict
 from sglang_pat.host.rollout import Busy, server_sent
-from sglang_pat.host.start import one_line, ready, warn_if_open
+from sglang_pat.host.start import ready, warn_if_open
 from sglang_pat.host.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
 
 logger = logging.getLogger(__name__)
@@ -60,31 +60,33 @@ def launch(argv: list[str]) -> None:
         given = parse_args(argv)
         check_port(given.host, given.port)
         server_args = ready(given)
-        first = first_schedule(server_args)
     except (ValueError, AssertionError, OSError, HostMismatch) as error:
         logger.debug("refused", exc_info=True)
         sys.exit(f"error: {one_line(error)}")
     warn_if_open(server_args)
     add_routes(http_server.app)
-
-    def init_manager(*args):
-        # The host's own warm-up requests do not count.
-        manager, template = init_adaptive_tokenizer_manager(*args)
-        manager.pat_first_schedule = None
-        return manager, template
-
     # The host's launcher takes `Engine` from its module; ours starts the ranks differently.
     http_server.Engine = AdaptiveEngine
     try:
         http_server.launch_server(
             server_args,
-            init_tokenizer_manager_func=init_manager,
-            launch_callback=lambda: setattr(_manager(), "pat_first_schedule", first),
+            init_tokenizer_manager_func=init_adaptive_tokenizer_manager,
+            execute_warmup_func=_warm_up,
         )
     finally:
         state = http_server.get_global_state()
         if state is not None and state.tokenizer_manager._subprocess_watchdog is not None:
             state.tokenizer_manager._subprocess_watchdog.stop()
+
+
+def _warm_up(server_args: AdaptiveServerArgs) -> bool:
+    """The host's; its requests do not count in a schedule."""
+    manager = _manager()
+    first, manager.pat_first_schedule = manager.pat_first_schedule, None
+    try:
+        return http_server._execute_server_warmup(server_args)
+    finally:
+        manager.pat_first_schedule = first
 
 
 def add_routes(app) -> None:

@@ -28,13 +28,15 @@ import setproctitle
 
 from sglang_pat.host import cpu_shim, noise
 from sglang_pat.host.folder import private_folder
-from sglang_pat.settings import VARIABLE
+from sglang_pat.plugin import VARIABLE
 
 PRELOAD = ["sglang_pat.host.preload"]
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """Signals that end the engine: the main process acts on them, its children ignore them."""
 END_SECONDS = 30
 """Longest that killed processes are waited for: the driver takes back a GPU's memory meanwhile."""
+RANK_TITLE = "sglang_pat::rank"
+"""Before a rank's number: the title of its process."""
 
 
 def context() -> BaseContext:
@@ -188,15 +190,22 @@ def exit_on_signals() -> None:
         signal.signal(number, leave)
 
 
+def is_resource_tracker(process: psutil.Process) -> bool:
+    """Whether it is one of Python's, which remove what dead processes left in shared memory, and end by themselves."""
+    with suppress(psutil.NoSuchProcess):
+        return any("resource_tracker" in word for word in process.cmdline())
+    return False
+
+
 def end_children(seconds: float = END_SECONDS) -> None:
     """Kill all processes below this one and wait until they are gone.
 
-    Python's resource trackers end by themselves, after they have removed what the dead left in shared memory.
+    Python's resource trackers are spared (:func:`is_resource_tracker`).
     """
     children = []
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if any("resource_tracker" in word for word in child.cmdline()):
+            if is_resource_tracker(child):
                 continue
             child.kill()
             children.append(child)

@@ -20,7 +20,7 @@ from sglang.srt.server_args import PortArgs  # noqa: E402
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs, rank_view  # noqa: E402
 from sglang_pat.host.channels import OrderedReceiver  # noqa: E402
-from sglang_pat.host.processes import end_engine  # noqa: E402
+from sglang_pat.host.processes import RANK_TITLE, end_engine  # noqa: E402
 from sglang_pat.host.sharding import Unsupported  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def run_rank(
     tp_rank = config.base.tp_rank(rank)
     # With all ranks as one group: the cores of a machine are shared out over them.
     configure_scheduler_process(server_args, gpu_id, rank, 0, 0, 0, 0, None)
-    setproctitle.setproctitle(f"sglang_pat::rank{rank}")
+    setproctitle.setproctitle(f"{RANK_TITLE}{rank}")
     configure_logger(server_args, prefix=f" rank{rank}")
     if server_args.device == "cpu":
         # What the host compiles are a few tiny functions; asking the C++ compiler what it can do takes seconds.

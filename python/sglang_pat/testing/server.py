@@ -27,18 +27,9 @@ import aiohttp
 import psutil
 import requests
 
+from sglang_pat.host.processes import RANK_TITLE, is_resource_tracker
 from sglang_pat.testing.ports import free_port
 from sglang_pat.testing.prefork import ENVIRONMENT, Fork, Prefork, die_with_parent
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    try:
-        return any("resource_tracker" in word for word in process.cmdline())
-    except psutil.NoSuchProcess:
-        return False
-
-
-RANK_TITLE = "sglang_pat::rank"
 
 
 def rank_processes(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
@@ -239,7 +230,7 @@ class Server:
         """
         processes, trackers = [], []
         for process in self.children():
-            (trackers if _is_tracker(process) else processes).append(process)
+            (trackers if is_resource_tracker(process) else processes).append(process)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         for process in processes:

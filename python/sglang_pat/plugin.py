@@ -1,0 +1,30 @@
+"""The entry point that SGLang calls in each of its processes (group ``sglang.srt.plugins``).
+
+Without the variable ``SGLANG_PAT`` it imports nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+VARIABLE = "SGLANG_PAT"
+"""With it set, whatever launches SGLang in a process gets the adaptive engine: ``base_tp=1,policy=survival,…``."""
+
+
+def plugin() -> None:
+    """:func:`sglang_pat.host.attach.attach` with the settings of ``SGLANG_PAT``.
+
+    It fails closed: SGLang logs an exception of a plug-in and goes on without it, so an error here ends the process.
+    """
+    text = os.environ.get(VARIABLE)
+    if text is None:
+        return
+    from sglang_pat import errors, settings
+
+    try:
+        from sglang_pat.host.attach import attach
+
+        attach(settings.parse(text, VARIABLE), VARIABLE)
+    except Exception as error:
+        sys.exit(f"error: {errors.one_line(error)}")
