@@ -1,0 +1,171 @@
+"""GRPO with verl on this machine's CPU, with the adaptive engine or with stock SGLang; nothing of verl is changed.
+
+    python examples/verl_grpo/run_cpu.py [--rollout sglang_pat|sglang] [--steps 3] [--out out/verl] [any override of verl's]
+
+One trainer rank and one rank of the engine a "GPU".  ``--out`` gets verl's metrics as ``metrics.jsonl``.  On GPUs you
+need none of this: see ``run_gpu.sh``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from sglang_pat.host.cpu_shim import CHILD_SITE_DIR
+
+HERE = Path(__file__).resolve().parent
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+WORDS = "license software free copy modify program source terms conditions work warranty".split()
+
+
+def environment(metrics: Path) -> dict[str, str]:
+    """Of a verl job without GPUs."""
+    return os.environ | {
+        # SGLang without its CUDA kernels, in each Python of the job.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(CHILD_SITE_DIR), os.environ.get("PYTHONPATH", "")])),
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "sglang_pat.testing.verl_cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # verl's training engines have no CPU form; this one asks the platform
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "HYDRA_FULL_ERROR": "1",
+    }
+
+
+def prompts(count: int) -> list[dict]:
+    """Rows as verl reads them."""
+    return [
+        {
+            "data_source": "example",
+            "prompt": [{"role": "user", "content": f"the {WORDS[i % 11]} {WORDS[(i * 3 + 1) % 11]} is {i}"}],
+            "ability": "none",
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i in range(count)
+    ]
+
+
+def overrides(args: argparse.Namespace, data: Path, ray_folder: Path) -> list[str]:
+    """Of verl's configuration."""
+    engine = "{device:cpu,attention_backend:torch_native,sampling_backend:pytorch,grammar_backend:none,\
+enable_memory_saver:false,max_total_tokens:%d}" % (args.batch * args.samples * (args.response + 128))
+    rollout = {
+        "name": args.rollout,
+        "mode": "async",
+        "n": args.samples,
+        "dtype": "float32",
+        "tensor_model_parallel_size": args.tp or args.gpus,
+        "n_gpus_per_node": args.gpus,
+        "free_cache_engine": False,
+        "enforce_eager": True,
+        "load_format": "auto",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 64,
+        "calculate_log_probs": True,
+        "log_prob_micro_batch_size_per_gpu": 4,
+        "gpu_memory_utilization": 0.05,
+        "agent.num_workers": 1,
+        "+engine_kwargs.sglang": engine,
+    }
+    if args.rollout == "sglang_pat":
+        rollout["+engine_kwargs.sglang_pat"] = args.settings
+    settings = {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.use_kl_in_reward": False,
+        "data.train_files": data / "train.parquet",
+        "data.val_files": data / "val.parquet",
+        "data.train_batch_size": args.batch,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": args.response,
+        "data.dataloader_num_workers": 0,
+        "data.filter_overlong_prompts": False,
+        "actor_rollout_ref.model.path": data / "model",
+        "actor_rollout_ref.model.use_remove_padding": False,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        "actor_rollout_ref.actor.strategy": "fsdp2",
+        "actor_rollout_ref.actor.optim.lr": args.lr,
+        "actor_rollout_ref.actor.use_kl_loss": False,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": args.batch,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+        "actor_rollout_ref.actor.fsdp_config.model_dtype": "fp32",
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision": (
+            "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+        ),
+        **{f"{'+' if key[0] == '+' else ''}actor_rollout_ref.rollout.{key.lstrip('+')}": rollout[key] for key in rollout},
+        "reward.num_workers": 1,
+        "reward.custom_reward_function.path": HERE / "reward.py",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "trainer.logger": "[console,file]",
+        "trainer.n_gpus_per_node": args.gpus,
+        "trainer.nnodes": 1,
+        "trainer.device": "cpu",
+        "trainer.total_training_steps": args.steps,
+        "trainer.total_epochs": 1,
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "trainer.resume_mode": "disable",
+        "ray_kwargs.ray_init.num_cpus": 32,
+        "+ray_kwargs.ray_init.num_gpus": args.gpus,
+        "+ray_kwargs.ray_init.include_dashboard": False,
+        "+ray_kwargs.ray_init.object_store_memory": 500_000_000,
+        "+ray_kwargs.ray_init._temp_dir": ray_folder,
+    }
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rollout", choices=["sglang_pat", "sglang"], default="sglang_pat")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face folder")
+    parser.add_argument("--out", type=Path, default=Path("out/verl"), metavar="DIR")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--gpus", type=int, default=2, help="ranks of the trainer, and of the engine")
+    parser.add_argument("--tp", type=int, help="GPUs of an engine (default: all)")
+    parser.add_argument("--batch", type=int, default=4, help="prompts a step")
+    parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
+    parser.add_argument("--response", type=int, default=192, help="tokens of a response at most")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--settings", default="{base_tp:1,policy:threshold,switch_at:4}", help="of the adaptive engine")
+    args, extra = parser.parse_known_args(argv)
+
+    import pandas
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out.resolve()
+    metrics = out / "metrics.jsonl"
+    shutil.copytree(args.model, out / "model", dirs_exist_ok=True)
+    tokenizer = out / "model" / "tokenizer_config.json"
+    config = json.loads(tokenizer.read_text())
+    tokenizer.write_text(json.dumps({"chat_template": CHAT_TEMPLATE} | config))
+    pandas.DataFrame(prompts(args.batch * args.steps)).to_parquet(out / "train.parquet")
+    pandas.DataFrame(prompts(args.batch)).to_parquet(out / "val.parquet")
+    ray_folder = Path(tempfile.mkdtemp(prefix="pat_ray_"))  # short: Ray's sockets lie in it
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(args, out, ray_folder), *extra]
+    try:
+        return subprocess.call(command, env=environment(metrics))
+    finally:
+        shutil.rmtree(ray_folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
