@@ -1,6 +1,6 @@
 """GRPO with verl on this machine's CPU, with the adaptive engine or with stock SGLang; nothing of verl is changed.
 
-    python examples/verl_grpo/run_cpu.py [--rollout sglang_pat|sglang] [--steps 3] [--out out/verl] [any override of verl's]
+    python examples/verl_grpo/run_cpu.py [--rollout sglang_pat|sglang] [--steps 3] [--out out/verl] [verl's overrides]
 
 One trainer rank and one rank of the engine a "GPU".  ``--out`` gets verl's metrics as ``metrics.jsonl``.  On GPUs you
 need none of this: see ``run_gpu.sh``.
@@ -64,8 +64,11 @@ def prompts(count: int) -> list[dict]:
 
 def overrides(args: argparse.Namespace, data: Path, ray_folder: Path) -> list[str]:
     """Of verl's configuration."""
-    engine = "{device:cpu,attention_backend:torch_native,sampling_backend:pytorch,grammar_backend:none,\
-enable_memory_saver:false,max_total_tokens:%d}" % (args.batch * args.samples * (args.response + 128))
+    tokens = args.batch * args.samples * (args.response + 128)
+    engine = (
+        "{device:cpu,attention_backend:torch_native,sampling_backend:pytorch,grammar_backend:none,"
+        f"enable_memory_saver:false,max_total_tokens:{tokens}}}"
+    )
     rollout = {
         "name": args.rollout,
         "mode": "async",
@@ -82,10 +85,7 @@ enable_memory_saver:false,max_total_tokens:%d}" % (args.batch * args.samples * (
         "log_prob_micro_batch_size_per_gpu": 4,
         "gpu_memory_utilization": 0.05,
         "agent.num_workers": 1,
-        "+engine_kwargs.sglang": engine,
     }
-    if args.rollout == "sglang_pat":
-        rollout["+engine_kwargs.sglang_pat"] = args.settings
     settings = {
         "algorithm.adv_estimator": "grpo",
         "algorithm.use_kl_in_reward": False,
@@ -110,7 +110,8 @@ enable_memory_saver:false,max_total_tokens:%d}" % (args.batch * args.samples * (
         "+actor_rollout_ref.actor.fsdp_config.mixed_precision": (
             "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
         ),
-        **{f"{'+' if key[0] == '+' else ''}actor_rollout_ref.rollout.{key.lstrip('+')}": rollout[key] for key in rollout},
+        **{f"actor_rollout_ref.rollout.{name}": value for name, value in rollout.items()},
+        "+actor_rollout_ref.rollout.engine_kwargs.sglang": engine,
         "reward.num_workers": 1,
         "reward.custom_reward_function.path": HERE / "reward.py",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
@@ -130,6 +131,8 @@ enable_memory_saver:false,max_total_tokens:%d}" % (args.batch * args.samples * (
         "+ray_kwargs.ray_init.object_store_memory": 500_000_000,
         "+ray_kwargs.ray_init._temp_dir": ray_folder,
     }
+    if args.rollout == "sglang_pat":
+        settings["+actor_rollout_ref.rollout.engine_kwargs.sglang_pat"] = args.settings
     return [f"{name}={value}" for name, value in settings.items()]
 
 

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # noqa: E4
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
-from sglang_pat.host import requests  # noqa: E402
+from sglang_pat.host import degrees, requests  # noqa: E402
 from sglang_pat.host.adopt import _Slots  # noqa: E402
 from sglang_pat.switch.packing import Packed  # noqa: E402
 
@@ -34,6 +34,7 @@ def request(rid: str = "r", prompt: tuple[int, ...] = (5, 6, 7), **options) -> R
     made = Req(rid, "", list(prompt), SamplingParams(), return_logprob=True, **options)
     made.pat_request = SimpleNamespace(input_ids=made.origin_input_ids)
     made.pat_prompt, made.pat_sealed = array("I", prompt), None
+    degrees.begin(made, tp=1)
     return made
 
 
@@ -104,3 +105,23 @@ def test_what_a_switch_brings_is_found_in_the_tree(seed):
 def path(node) -> list:
     """From ``node`` up to the root."""
     return [] if node is None else [node, *path(node.parent)]
+
+
+def test_which_degree_generated_which_tokens():
+    req = request()
+    degrees.begin(req, tp=1)
+    degrees.adopted(req, tp=2)
+    assert req.pat_degrees == ((0, 2),), "nothing was generated before"
+    req.output_ids = [11, 12, 13]
+    degrees.adopted(req, tp=4)
+    degrees.adopted(req, tp=4)
+    assert req.pat_degrees == ((0, 2), (3, 4))
+    before = req.pat_degrees
+    degrees.adopted(req, tp=2)
+    assert req.pat_degrees == ((0, 2),), "two switches with no token between them"
+    req.pat_degrees = before
+    req.output_ids.append(14)
+    degrees.adopted(req, tp=1)
+    other = request()
+    requests.restore(other, requests.capture(req))
+    assert other.pat_degrees == ((0, 2), (3, 4), (4, 1))

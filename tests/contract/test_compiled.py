@@ -20,7 +20,7 @@ from sglang.srt.constrained.llguidance_backend import GuidanceBackend  # noqa: E
 from sglang.srt.managers.schedule_batch import Req  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
-from sglang_pat.host import compiled  # noqa: E402
+from sglang_pat.host import compiled, degrees  # noqa: E402
 from sglang_pat.host.compiled import CompiledGrammars  # noqa: E402
 from sglang_pat.messages import Grammar  # noqa: E402
 
@@ -61,6 +61,7 @@ def backend(tokenizer):
 def request(grammar=None, **params) -> Req:
     req = Req("r", "", [5, 6], SamplingParams(**params))
     req.pat_request, req.pat_prompt, req.grammar = SimpleNamespace(), array("I", [5, 6]), grammar
+    degrees.begin(req, tp=1)
     return req
 
 

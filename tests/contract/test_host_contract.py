@@ -126,7 +126,7 @@ def test_a_request_is_sealed_once():
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from sglang_pat.host import requests
+    from sglang_pat.host import degrees, requests
 
     params = SamplingParams(temperature=0.5)
     given = TokenizedGenerateReqInput(
@@ -135,6 +135,7 @@ def test_a_request_is_sealed_once():
     )  # fmt: skip
     req = Req("r", "text", given.input_ids, params)
     req.pat_request, req.pat_prompt, req.pat_sealed = given, array("I", given.input_ids), None
+    degrees.begin(req, tp=1)
     req.output_ids = [1, 2]
     capsule = requests.capture(req)
     assert given.input_ids == [5, 6, 70_000]

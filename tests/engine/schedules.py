@@ -7,6 +7,7 @@ a fast machine and on a busy one.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -192,6 +193,9 @@ def _outputs(answer: dict | list[dict]) -> list[list[int]]:
         reason = copy["meta_info"]["finish_reason"]
         assert reason["type"] == "length", reason
         assert copy["meta_info"]["completion_tokens"] == len(copy["output_ids"]), copy["meta_info"]
+        starts, degrees = zip(*copy["meta_info"].get("tp_from_token", [(0, 1)]), strict=True)  # stock says nothing
+        assert starts[0] == 0 and starts[-1] < len(copy["output_ids"]) and list(starts) == sorted(set(starts)), starts
+        assert all(one != other for one, other in itertools.pairwise(degrees)), degrees
     return [copy["output_ids"] for copy in copies]
 
 

@@ -24,3 +24,6 @@ def test_switch_up_and_down(servers, llama):
     assert [answer["output_ids"] for answer in answers] == expected
     # The prompt of three tokens, and one token more for each step.
     assert [(s["requests"], s["tokens"]) for s in switches] == [(4, 4 * (3 + step)) for step in (20, 60, 90)]
+    # The prefill gives the first token, each step one more.
+    for answer in answers:
+        assert answer["meta_info"]["tp_from_token"] == [[0, 1], [21, 2], [61, 1], [91, 2]]

@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_pat.host import compiled, penalties
+from sglang_pat.host import compiled, degrees, penalties
 from sglang_pat.host.handover import Arrivals
 from sglang_pat.kernels.transfer import upload
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 def adopt(scheduler: AdaptiveScheduler, arrivals: Arrivals) -> None:
     """Make ``arrivals`` the requests of this scheduler."""
+    for req in [req for req, _, _ in arrivals.decoding] + arrivals.waiting:
+        degrees.adopted(req, scheduler.tp_size)
     scheduler.chunked_req, scheduler._chunked_req_scheduled_last_iter = None, False
     scheduler.grammar_manager.grammar_queue = [req for req in arrivals.waiting if compiled.is_compiling(req)]
     scheduler.waiting_queue = [req for req in arrivals.waiting if not compiled.is_compiling(req)]

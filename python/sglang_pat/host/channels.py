@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 import zmq
 from sglang.srt.managers.io_struct import BaseReq
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_pat import messages
+from sglang_pat.host import degrees
 from sglang_pat.switch.order import OutputOrder, Stamped
 
 HOST, PAT = b"h", b"p"
@@ -66,8 +68,11 @@ class OutputSender:
         self._rank = rank
         self.sent = 0
         self.fence: dict[int, int] | None = None
+        self.reqs: list[Req] = []
+        """Those that the next output is about."""
 
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        degrees.tell(output, self.reqs)
         self.sent += 1
         self._inner.send_output(Stamped(self._rank, self.sent, self.fence, output))
         self.fence = None

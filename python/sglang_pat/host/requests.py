@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_pat.host import compiled
+from sglang_pat.host.degrees import Degrees
 from sglang_pat.switch.packing import pack, unpack
 
 CARRIED = (
@@ -72,6 +73,7 @@ class Capsule:
         state: values of :data:`CARRIED`, but ``output_ids``; those of :data:`LOGPROBS` packed.
         times: numeric fields of the host's time stats (seconds of this machine's clock).
         compiling: it waits for its grammar.
+        degrees: which TP degree generated which of its tokens.
     """
 
     sealed: bytes
@@ -79,6 +81,7 @@ class Capsule:
     state: dict[str, Any]
     times: dict[str, float]
     compiling: bool
+    degrees: Degrees
 
 
 def seal(req: Req) -> bytes:
@@ -115,7 +118,7 @@ def capture(req: Req) -> Capsule:
         for field in fields(req.time_stats)
         if isinstance(value := getattr(req.time_stats, field.name), (int, float))
     }
-    return Capsule(seal(req), output, state, times, compiled.is_compiling(req))
+    return Capsule(seal(req), output, state, times, compiled.is_compiling(req), req.pat_degrees)
 
 
 def restore(req: Req, capsule: Capsule) -> None:
@@ -125,6 +128,7 @@ def restore(req: Req, capsule: Capsule) -> None:
         setattr(req, name, unpack(value))
     for name, value in capsule.times.items():
         setattr(req.time_stats, name, value)
+    req.pat_degrees = capsule.degrees
     if req.surr_offset is not None:
         # The host keeps this list beside its parts; rebuilt instead of sent twice.
         req.surr_and_decode_ids = (

@@ -43,7 +43,7 @@ from sglang.srt.utils.watchdog import WatchdogRaw
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
-from sglang_pat.host import census, grammars, penalties, prefixes, requests
+from sglang_pat.host import census, degrees, grammars, penalties, prefixes, requests
 from sglang_pat.host.channels import ControlSender, OutputSender, RankChannel, RpcRelay
 from sglang_pat.host.compiled import CompiledGrammars
 from sglang_pat.host.isolation import IsolatingDispatcher
@@ -266,6 +266,7 @@ class AdaptiveScheduler(Scheduler):
         finally:
             self.max_total_num_tokens = capacity
         register(req)
+        degrees.begin(req, self.tp_size)
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         if self._captured is not None:
@@ -383,6 +384,7 @@ class AdaptiveScheduler(Scheduler):
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         if self.is_leader:
             self.load.finished(reqs)
+            self.output.reqs = reqs
         super().stream_output(reqs, return_logprob, skip_req)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:

@@ -50,4 +50,4 @@ def check(config: RolloutConfig, gpus_per_node: int | None = None) -> None:
         )
     settings.base_layout(base, tp, WHERE)
     if getattr(config.disaggregation, "enabled", False):
-        raise ValueError("rollout.disaggregation.enabled is true: an adaptive engine prefills and decodes; set it false")
+        raise ValueError("rollout.disaggregation.enabled is true, must be false: an adaptive engine does both itself")

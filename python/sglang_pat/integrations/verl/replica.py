@@ -52,7 +52,7 @@ def _noting(generate_request: Any) -> Any:
 class AdaptiveReplica(SGLangReplica):
     """verl's handle of an engine; of ``tensor_model_parallel_size`` GPUs, all on one node."""
 
-    def __init__(self, replica_rank: int, config: Any, model_config: Any, gpus_per_node: int = 8, **kwargs: Any) -> None:
-        super().__init__(replica_rank, config, model_config, gpus_per_node, **kwargs)
+    def __init__(self, replica_rank: int, config: Any, model_config: Any, gpus_per_node: int = 8, **named: Any) -> None:
+        super().__init__(replica_rank, config, model_config, gpus_per_node, **named)
         options.check(self.config, gpus_per_node)
         self.server_class = ray.remote(AdaptiveServer)

@@ -1,0 +1,40 @@
+"""Which TP degree generated which tokens of a request: with its answer, as ``meta_info["tp_from_token"]``.
+
+``[[0, 1], [37, 2]]``: tokens 0 to 36 of the output come from a replica of TP degree 1, the others from one of degree 2.
+A user who sees trainer and engine disagree about a token can ask whether switches have to do with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sglang.srt.managers.io_struct import BatchTokenIDOutput
+from sglang.srt.managers.schedule_batch import Req
+
+KEY = "tp_from_token"
+"""In ``meta_info``."""
+
+Degrees = tuple[tuple[int, int], ...]
+"""From this token of the output on, this degree."""
+
+
+def begin(req: Req, tp: int) -> None:
+    """``req`` is new, on a replica of degree ``tp``."""
+    req.pat_degrees = ((0, tp),)
+
+
+def adopted(req: Req, tp: int) -> None:
+    """``req`` goes on with its next token on a replica of degree ``tp``."""
+    kept = tuple(pair for pair in req.pat_degrees if pair[0] < len(req.output_ids))
+    if not kept or kept[-1][1] != tp:
+        kept += ((len(req.output_ids), tp),)
+    req.pat_degrees = kept
+
+
+def tell(output: Any, reqs: Iterable[Req]) -> None:
+    """Add them to an output about some of ``reqs``, in their order."""
+    if isinstance(output, BatchTokenIDOutput) and output.rids:
+        remaining = iter(reqs)
+        told = [next(req for req in remaining if req.rid == rid).pat_degrees for rid in output.rids]
+        output.customized_info = (output.customized_info or {}) | {KEY: told}
