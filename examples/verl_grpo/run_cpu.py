@@ -27,9 +27,12 @@ CHAT_TEMPLATE = (
 WORDS = "license software free copy modify program source terms conditions work warranty".split()
 
 
-def environment(metrics: Path) -> dict[str, str]:
+def environment(metrics: Path, tp: int) -> dict[str, str]:
     """Of a verl job without GPUs."""
+    cores = sorted(os.sched_getaffinity(0))
     return os.environ | {
+        # Stock SGLang asks which cores each rank of a replica may use.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(tp)),
         # SGLang without its CUDA kernels, in each Python of the job.
         "PYTHONPATH": os.pathsep.join(filter(None, [str(CHILD_SITE_DIR), os.environ.get("PYTHONPATH", "")])),
         "VERL_PLATFORM": "cpu",
@@ -165,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     ray_folder = Path(tempfile.mkdtemp(prefix="pat_ray_"))  # short: Ray's sockets lie in it
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(args, out, ray_folder), *extra]
     try:
-        return subprocess.call(command, env=environment(metrics))
+        return subprocess.call(command, env=environment(metrics, args.tp or args.gpus))
     finally:
         shutil.rmtree(ray_folder, ignore_errors=True)
 

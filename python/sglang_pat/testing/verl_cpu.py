@@ -94,3 +94,6 @@ def _init_with_one_gloo(backend: str | None = None, *args, **kwargs) -> None:
 
 
 torch.distributed.init_process_group = _init_with_one_gloo
+
+# Weights go from trainer to engine in shared memory; descriptors of it pass only between processes of one ancestor.
+torch.multiprocessing.set_sharing_strategy("file_system")
