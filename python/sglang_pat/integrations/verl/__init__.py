@@ -1,23 +1,10 @@
 """verl's ``actor_rollout_ref.rollout.name=sglang_pat`` (verl 0.9.1).
 
-verl imports this module in each of its processes (entry-point group ``verl.plugins``) and keeps quiet if that fails, so
-the failure is told here.
+| module | where it runs |
+| --- | --- |
+| ``plugin``, ``registration`` | in each process of verl's, when it imports verl: the names |
+| ``options`` | wherever the job's configuration is read: what it says of this engine, checked |
+| ``replica`` | in the Ray actor that holds an engine, and in the process that starts it |
+| ``adapter`` | in each training process: new weights to the engine |
+| ``fields`` | what a sample says of its tokens |
 """
-
-from __future__ import annotations
-
-import logging
-
-from sglang_pat.errors import one_line
-
-try:
-    from sglang_pat.integrations.verl.registration import register
-
-    register()
-except Exception as error:
-    logging.getLogger(__name__).error(
-        "rollout.name=sglang_pat is not there for this job, its registration with verl failed: %s: %s",
-        type(error).__name__,
-        one_line(error),
-    )
-    raise

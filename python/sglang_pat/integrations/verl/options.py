@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat import settings
@@ -16,12 +17,20 @@ WHERE = "rollout.engine_kwargs.sglang_pat"
 """Where our settings are; SGLang's own flags stay under ``rollout.engine_kwargs.sglang``."""
 
 
-def given(config: RolloutConfig) -> dict[str, Any]:
-    """Our settings of this job: those of the variable ``SGLANG_PAT``, then those of the rollout's configuration."""
+def given(config: RolloutConfig, replica: int | None = None) -> dict[str, Any]:
+    """Our settings of this job: those of the variable ``SGLANG_PAT``, then those of the rollout's configuration.
+
+    ``replica``: the engine's number; its decision log (``log: decisions.jsonl``) has it in its name, since each engine
+    writes one (``decisions.0.jsonl``).
+    """
     own = (config.engine_kwargs or {}).get("sglang_pat") or {}
     if not isinstance(own, Mapping):
         raise ValueError(f"{WHERE} is {own!r}, must be settings by name, e.g. {{base_tp: 1, policy: pat}}")
-    return settings.parse(os.environ.get(VARIABLE, ""), VARIABLE) | dict(own)
+    found = settings.parse(os.environ.get(VARIABLE, ""), VARIABLE) | dict(own)
+    if replica is not None and (log := found.get("log")):
+        path = Path(log)
+        found["log"] = str(path.with_name(f"{path.stem}.{replica}{path.suffix}"))
+    return found
 
 
 def check(config: RolloutConfig, gpus_per_node: int | None = None) -> None:

@@ -12,38 +12,36 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from sglang_pat.host.attach import attach
 from sglang_pat.integrations.verl import options
+from sglang_pat.integrations.verl.fields import DEGREES, STEPS
 
-NOTED = ("weight_version", "tp_from_token")
-"""Of an answer's ``meta_info``: what goes into the sample's extra fields."""
-
-_noted: ContextVar[dict[str, Any]] = ContextVar("noted")
+_meta: ContextVar[dict[str, Any]] = ContextVar("meta")
 
 
 class AdaptiveServer(SGLangHttpServer):
     """The actor that holds the engine's main process."""
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        attach(options.given(self.config), options.WHERE)
+        attach(options.given(self.config, self.replica_rank), options.WHERE)
         await super().launch_server(*args, **kwargs)
         manager = self.tokenizer_manager
         manager.generate_request = _noting(manager.generate_request)
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        """verl's; the sample's extra fields say the weights' version, and which degree generated which tokens."""
-        noted: dict[str, Any] = {}
-        _noted.set(noted)
+        """verl's; the sample's extra fields say which degree, and which step's weights, generated which tokens."""
+        meta: dict[str, Any] = {}
+        _meta.set(meta)
         output = await super().generate(*args, **kwargs)
-        output.extra_fields.update(noted)
+        output.extra_fields[DEGREES] = meta.get(DEGREES, ())
+        output.extra_fields[STEPS] = ((0, output.extra_fields["global_steps"]),)
         return output
 
 
 def _noting(generate_request: Any) -> Any:
-    """verl drops an answer's ``meta_info`` after it took what it knows; this keeps what we add to it."""
+    """verl drops an answer's ``meta_info`` after it took what it knows; this keeps it for the one who asked."""
 
     async def noted(*args: Any, **kwargs: Any) -> AsyncIterator[dict[str, Any]]:
         async for answer in generate_request(*args, **kwargs):
-            meta = answer["meta_info"]
-            _noted.get({}).update({name: meta[name] for name in NOTED if name in meta})
+            _meta.get({}).update(answer["meta_info"])
             yield answer
 
     return noted

@@ -1,0 +1,73 @@
+"""What a verl job may say about the engine, and what a sample says of its tokens; nothing of verl is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_pat.integrations.verl import fields, options
+
+
+def config(tp: int = 8, settings: object = None, **changed) -> SimpleNamespace:
+    made = SimpleNamespace(
+        engine_kwargs={"sglang_pat": settings} if settings is not None else {},
+        tensor_model_parallel_size=tp,
+        data_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        disaggregation=SimpleNamespace(enabled=False),
+    )
+    vars(made).update(changed)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch):
+    monkeypatch.delenv("SGLANG_PAT", raising=False)
+
+
+@pytest.mark.parametrize("made", [config(), config(4), config(8, {"base_tp": 2, "policy": "threshold"}), config(1)])
+def test_accepted(made):
+    options.check(made, gpus_per_node=8)
+    options.check(made)
+
+
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        (config(8, {"polcy": "pat"}), "rollout.engine_kwargs.sglang_pat has no setting 'polcy'; choose from"),
+        (config(8, {"switch_at": "soon"}), "rollout.engine_kwargs.sglang_pat: switch_at is 'soon', must be"),
+        (config(8, {"base_tp": 3}), "rollout.engine_kwargs.sglang_pat: base_tp is 3, must divide the engine's 8 GPUs"),
+        (config(8, "base_tp=1"), "rollout.engine_kwargs.sglang_pat is 'base_tp=1', must be settings by name"),
+        (config(16), "rollout.tensor_model_parallel_size is 16, must divide the node's 8 GPUs: 1, 2, 4, 8"),
+        (config(3), "rollout.tensor_model_parallel_size is 3, must divide the node's 8 GPUs: 1, 2, 4, 8"),
+        (config(data_parallel_size=2), "rollout.data_parallel_size is 2, must be 1"),
+        (config(pipeline_model_parallel_size=2), "rollout.pipeline_model_parallel_size is 2, must be 1"),
+        (config(disaggregation=SimpleNamespace(enabled=True)), "rollout.disaggregation.enabled is true, must be false"),
+    ],
+)
+def test_refused_in_one_line(made, line):
+    with pytest.raises(ValueError) as refused:
+        options.check(made, gpus_per_node=8)
+    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+
+
+def test_the_configuration_goes_before_the_variable(monkeypatch):
+    monkeypatch.setenv("SGLANG_PAT", "base_tp=2,policy=pat")
+    assert options.given(config(settings={"policy": "threshold"})) == {"base_tp": "2", "policy": "threshold"}
+
+
+def test_each_engine_writes_its_own_log():
+    made = config(settings={"log": "/tmp/decisions.jsonl"})
+    assert [options.given(made, replica)["log"] for replica in (0, 3, None)] == [
+        "/tmp/decisions.0.jsonl", "/tmp/decisions.3.jsonl", "/tmp/decisions.jsonl",
+    ]  # fmt: skip
+
+
+def test_runs_of_a_response_in_parts():
+    parts = [(10, [(0, 1), (4, 2)]), (0, [(0, 1)]), (5, [(0, 2), (3, 1)]), (2, [(0, 1)])]
+    runs = fields.joined(parts)
+    assert runs == ((0, 1), (4, 2), (13, 1))
+    assert fields.spread(runs, 17) == [1] * 4 + [2] * 9 + [1] * 4
+    assert fields.spread(runs, 5) == [1] * 4 + [2], "cut by verl"
+    assert fields.joined([]) == () and fields.spread((), 0) == []
