@@ -409,7 +409,8 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
     """Make the models.  ``flags``: of every engine."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     cache = folder / "models"
-    small = models.make_random("llama", cache / "small", heads=8, kv_heads=8, hidden=512, layers=4, intermediate=1024)
+    size = {"hidden": 128, "layers": 2} if device == "cpu" else {"hidden": 512, "layers": 4, "intermediate": 1024}
+    small = models.make_random("llama", cache / "small", heads=8, kv_heads=8, **size)
     if device == "cpu":
         return Bench(
             device=device, ranks=ranks, folder=folder, small=small, large=small, large_flags=("--dtype", "float32"),

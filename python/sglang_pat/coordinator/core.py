@@ -159,6 +159,8 @@ class Coordinator:
         self._last_abort = float("-inf")
         self._last_switch = float("-inf")
         self._last_decision = float("-inf")
+        self._expected_seconds: float | None = None
+        """Until all requests are done, as the policy saw it when it was last asked; None if it does not predict."""
         self._opened = False
         self._follower = Follower(self._leaders, config.base, outbox, active=config.policy == "schedule")
 
@@ -216,6 +218,7 @@ class Coordinator:
             "switching": bool(self._pending),
             "target": _describe(self._pending.target) if self._pending else None,
             "requests": self._requests(),
+            "expected_seconds": self._expected_seconds if self._requests() else 0.0,
             "controls": sum(len(waiting) for waiting in self._collecting.values()),
             "groups": groups,
             "retracted": self._retracted,
@@ -389,6 +392,7 @@ class Coordinator:
         snapshot = self._snapshot(now)
         self._arrivals.saw(snapshot.load)
         decision = self._policy(snapshot, self.history)
+        self._expected_seconds = decision.estimates.get(decision.tp)
         self._outbox.decided(snapshot, decision)
         if decision.tp != self.layout.tp:
             target = self.config.layout(decision.tp)

@@ -35,6 +35,20 @@ class AdaptiveServer(SGLangHttpServer):
         output.extra_fields[STEPS] = ((0, output.extra_fields["global_steps"]),)
         return output
 
+    async def load(self) -> dict[str, Any]:
+        """What a balancer of requests wants to know: the fields of :class:`~sglang_pat.integrations.balance.Report`."""
+        status = await self.tokenizer_manager.pat_status()
+        groups, layout = status["groups"], status["layout"]
+        most = self.config.max_num_seqs // status["base"]["dp"]  # of a replica: SGLang divides it by the base layout's
+        return {
+            "gpus": layout["tp"] * layout["dp"],
+            "replicas": layout["dp"],
+            "slots": layout["dp"] * most,
+            "kv_free": sum(group["kv_total"] - group["tokens"] for group in groups),
+            "expected_seconds": status["expected_seconds"],
+            **{name: sum(group[name] for group in groups) for name in ("running", "waiting", "tokens")},
+        }
+
 
 def _noting(generate_request: Any) -> Any:
     """verl drops an answer's ``meta_info`` after it took what it knows; this keeps it for the one who asked."""

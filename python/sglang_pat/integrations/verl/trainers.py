@@ -1,0 +1,82 @@
+"""verl's trainers, with what this engine adds to them: ``trainer.v1.trainer_mode=sglang_pat_sync`` and the like.
+
+Registered where verl looks them up; without the setting verl's own run, and generate with this engine all the same.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig, open_dict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.rollout.llm_server import LLMServerClient
+
+from sglang_pat.integrations.verl.client import AdaptiveClient
+from sglang_pat.integrations.verl.fields import DEGREES, spread
+
+PREFIX = "sglang_pat_"
+
+
+class _Adaptive(PPOTrainer):
+    """Says how far trainer and engine disagree about a token, by the TP degree that generated it."""
+
+    def __init__(self, config: DictConfig) -> None:
+        config = deepcopy(config)
+        with open_dict(config.trainer.v1):
+            # verl asks for this name in several places.
+            config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(PREFIX)
+        super().__init__(config)
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        found = super()._compute_old_log_prob(batch, metrics)
+        if self.config.actor_rollout_ref.rollout.calculate_log_probs:
+            fields = ["old_log_probs", "rollout_log_probs", "response_mask", "num_turns", "extra_fields"]
+            data = tq.kv_batch_get(keys=found.keys, partition_id=found.partition_id, select_fields=fields)
+            metrics.update(_by_degree(data))
+        return found
+
+
+def _by_degree(data: Any) -> dict[str, float]:
+    """``training/rollout_probs_diff_max/tp2`` and so on, of single-turn responses."""
+    differences: dict[int, list[torch.Tensor]] = {}
+    turns, extra = data["num_turns"].tolist(), data["extra_fields"].tolist()
+    columns = (data[name].unbind() for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+    for ours, theirs, mask, count, fields in zip(*columns, turns, extra, strict=True):
+        if count != 2 or not fields.get(DEGREES):
+            continue
+        degrees = torch.tensor(spread(fields[DEGREES], len(mask)))
+        difference = (ours.exp() - theirs.exp()).abs()
+        for tp in degrees.unique().tolist():
+            differences.setdefault(tp, []).append(difference[(degrees == tp) & mask.bool()])
+    found = {}
+    for tp, parts in sorted(differences.items()):
+        values = torch.cat(parts)
+        if len(values):
+            found[f"training/rollout_probs_diff_max/tp{tp}"] = values.max().item()
+            found[f"training/rollout_probs_diff_mean/tp{tp}"] = values.mean().item()
+        found[f"rollout/tokens/tp{tp}"] = len(values)
+    return found
+
+
+@register_trainer(f"{PREFIX}sync")
+class AdaptiveSync(_Adaptive, PPOTrainerSync):
+    pass
+
+
+@register_trainer(f"{PREFIX}colocate_async")
+class AdaptiveColocateAsync(_Adaptive, PPOTrainerColocateAsync):
+    def get_llm_client(self) -> LLMServerClient:
+        return self.llm_server_manager.get_client(client_cls=AdaptiveClient)
+
+
+@register_trainer(f"{PREFIX}separate_async")
+class AdaptiveSeparateAsync(_Adaptive, PPOTrainerSeparateAsync):
+    def get_llm_client(self) -> LLMServerClient:
+        return self.standalone_server_manager.get_client(client_cls=AdaptiveClient)
