@@ -46,7 +46,7 @@ class _Adaptive(PPOTrainer):
 def _by_degree(data: Any) -> dict[str, float]:
     """``training/rollout_probs_diff_max/tp2`` and so on, of single-turn responses."""
     differences: dict[int, list[torch.Tensor]] = {}
-    turns, extra = data["num_turns"].tolist(), data["extra_fields"].tolist()
+    turns, extra = data.get("num_turns").tolist(), data.get("extra_fields").tolist()
     columns = (data[name].unbind() for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
     for ours, theirs, mask, count, fields in zip(*columns, turns, extra, strict=True):
         if count != 2 or not fields.get(DEGREES):
