@@ -1,4 +1,4 @@
-# make setup | test | unit | soak | demo | bench | gpu | lint | clean | distclean
+# make setup | test | unit | test-integration | soak | demo | bench | gpu | lint | clean | distclean
 #
 # Needs Python 3.11 or newer, gcc/g++ and make. Everything goes into .venv; a second run takes well under a second.
 
@@ -12,8 +12,10 @@ WORKERS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
-SOURCES := $(wildcard requirements/*.txt)
+INTEGRATION := .venv-integration
+PIP_COMMAND = -m pip --disable-pip-version-check install --quiet --no-input
+PIP = $(PY) $(PIP_COMMAND)
+SOURCES := requirements/torch.txt requirements/cpu.txt requirements/host.txt
 EXTENSION := pyproject.toml $(wildcard setup.py) $(shell find csrc -type f 2>/dev/null)
 
 # One thread a rank: the ranks of an engine share the cores. Offline: nothing here is ever to be downloaded by a test.
@@ -22,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup test unit soak demo bench gpu lint clean distclean
+.PHONY: setup test unit test-integration soak demo bench gpu lint clean distclean
 
 setup: $(VENV)/.sglang_pat_setup
 
@@ -48,6 +50,17 @@ test: setup
 unit: setup
 	$(PYTEST) tests/unit $(PYTEST_ARGS)
 
+# The real RL frameworks, in an environment on top of the other one; SHORT=1: what takes longest is left out.
+test-integration: $(INTEGRATION)/.sglang_pat_setup
+	$(INTEGRATION)/bin/python -m pytest tests/integration $(if $(SHORT),-m "not long") $(PYTEST_ARGS)
+
+$(INTEGRATION)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt
+	$(PYTHON) -m venv $(INTEGRATION)
+	$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(INTEGRATION)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps -r requirements/integration.txt
+	touch $@
+
 soak: setup
 	HYPOTHESIS_PROFILE=search $(PYTEST) tests/unit
 	HYPOTHESIS_PROFILE=search $(PYTEST) -m soak $(PYTEST_ARGS)
@@ -72,4 +85,4 @@ clean:
 	rm -f $(VENV)/.sglang_pat_setup
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(INTEGRATION)

@@ -1,0 +1,38 @@
+"""The real frameworks, on a CPU.  They have an environment of their own (``make test-integration``); elsewhere these
+tests are not even collected."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.testing import models
+
+from .jobs import Job
+
+collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
+
+MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
+
+
+@pytest.fixture(scope="session")
+def flat() -> Path:
+    """A small Llama whose probabilities are far from 0 and 1: rounding shows least, and responses end by chance."""
+    return models.make_random("llama", MODELS / "llama-flat", heads=4, kv_heads=2, logit_std=1)
+
+
+@pytest.fixture(scope="session")
+def verl_job(flat, tmp_path_factory):
+    """Run ``examples/verl_grpo/run_cpu.py`` with these arguments, once for all tests that ask for the same."""
+    known: dict[tuple[str, ...], Job] = {}
+
+    def run(*args: str, fails: bool = False) -> Job:
+        if args not in known:
+            known[args] = Job(flat, tmp_path_factory.mktemp("verl"), args)
+        job = known[args]
+        assert fails == (job.code != 0), f"exit code {job.code}\n{job.tail}"
+        return job
+
+    return run

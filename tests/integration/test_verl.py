@@ -1,0 +1,71 @@
+"""verl's own trainer with ``rollout.name=sglang_pat``; 2 ranks, one engine, GRPO."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+SWITCHING = ("--settings", "{{base_tp:1,policy:threshold,switch_at:12,log:{out}/decisions.jsonl}}")
+"""16 responses; the engine merges when 12 are left: the first ends of 16 come early in a step."""
+GREEDY = ("--batch", "16", "--samples", "1", "actor_rollout_ref.rollout.top_k=1")
+"""One greedy response a prompt: the loss of a group of equal ones would be 0."""
+
+
+def test_each_step_switches_and_trainer_and_engine_agree(verl_job):
+    job = verl_job(*GREEDY, *SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync")
+    assert len(job.steps) == 3 and job.switches() >= 3
+    assert min(job.series("response_length/max")) >= 160
+    for step in job.steps:
+        assert step["rollout/tokens/tp1"] > 0 and step["rollout/tokens/tp2"] > 0
+        assert step["training/rollout_probs_diff_max"] <= 1e-6
+        by_degree = [step[f"training/rollout_probs_diff_max/tp{tp}"] for tp in (1, 2)]
+        assert max(by_degree) == pytest.approx(step["training/rollout_probs_diff_max"])
+        tokens = step["rollout/tokens/tp1"] + step["rollout/tokens/tp2"]
+        assert tokens == pytest.approx(16 * step["response_length/mean"])
+
+
+@pytest.mark.long
+def test_reward_and_loss_are_those_of_stock_sglang(verl_job):
+    """Greedy, same seed.  Losses are sums in the order in which responses ended: equal but for rounding."""
+    ours = verl_job(*GREEDY, *SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync")
+    stock = verl_job(*GREEDY, "--rollout", "sglang")
+    assert max(stock.series("training/rollout_probs_diff_max")) <= 1e-6
+    for name in ("response_length/mean", "response_length/max", "response_length/min"):
+        assert ours.series(name) == stock.series(name)
+    for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
+        assert ours.series(name) == pytest.approx(stock.series(name), rel=1e-5), name
+    assert len({*ours.series("actor/grad_norm")}) == 3, "something is learnt"
+
+
+@pytest.mark.long
+def test_requests_cut_in_mid_decode_go_on_with_new_weights(verl_job):
+    job = verl_job(
+        *SWITCHING, "--response", "320", "trainer.v1.trainer_mode=sglang_pat_colocate_async",
+        "trainer.v1.colocate_async.num_warmup_batches=3", "trainer.v1.sampler.max_off_policy_threshold=4",
+    )  # fmt: skip
+    assert len(job.steps) == 3
+    spans = job.series("training/off_policy/trajectory_spans/max")
+    assert max(spans) >= 2, "a response has tokens of two versions of the weights"
+    assert all(math.isfinite(loss) for loss in job.series("actor/pg_loss"))
+
+
+@pytest.mark.long
+def test_two_engines_share_the_work(verl_job, tmp_path):
+    router = tmp_path / "router.yaml"
+    router.write_text("router_class: sglang_pat.integrations.verl.balancer.AdaptiveBalancer\n")
+    job = verl_job(
+        "--gpus", "4", "--tp", "2", *SWITCHING, f"actor_rollout_ref.rollout.router_config_path={router}",
+        "trainer.v1.trainer_mode=sglang_pat_sync",
+    )  # fmt: skip
+    assert len(job.steps) == 3
+    assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
+    assert job.switches(0) >= 1 and job.switches(1) >= 1
+
+
+def test_a_wrong_setting_ends_the_job_with_one_line(verl_job):
+    job = verl_job("--settings", "{{base_tp:1,polcy:threshold}}", fails=True)
+    line = "rollout.engine_kwargs.sglang_pat has no setting 'polcy'; choose from"
+    assert line in job.log and not job.steps

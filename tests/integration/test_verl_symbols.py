@@ -1,0 +1,98 @@
+"""What of verl's the adapter leans on: another verl fails here first, by name."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+from verl.trainer.ppo.v1 import trainer_base
+from verl.workers.rollout import base, llm_server, replica, router
+
+pytestmark = pytest.mark.integration
+
+
+def sglang_modules():
+    replica.RolloutReplicaRegistry.get("sglang")  # puts stand-ins for vLLM's modules in place
+    from verl.workers.rollout.sglang_rollout import async_sglang_server, sglang_rollout
+
+    return async_sglang_server, sglang_rollout
+
+
+def parameters(function) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_registries():
+    assert parameters(replica.RolloutReplicaRegistry.register) == ["name", "loader"]
+    assert callable(replica.RolloutReplicaRegistry._registry["sglang"])
+    assert base._ROLLOUT_REGISTRY["sglang", "async"].rpartition(".")[2] == "ServerAdapter"
+    assert parameters(trainer_base.register_trainer) == ["name"]
+    assert {"sync", "colocate_async", "separate_async"} <= set(trainer_base.TRAINER_REGISTRY)
+
+
+def test_replica_server_and_adapter():
+    server_module, adapter_module = sglang_modules()
+    named = ["is_reward_model", "is_teacher_model", "name_suffix"]
+    wanted = ["replica_rank", "config", "model_config", "gpus_per_node", *named]
+    assert parameters(server_module.SGLangReplica.__init__) == wanted
+    assert parameters(server_module.SGLangHttpServer.launch_server) == ["master_address", "master_port"]
+    generate = parameters(server_module.SGLangHttpServer.generate)
+    assert generate[:3] == ["prompt_ids", "sampling_params", "request_id"]
+    assert parameters(adapter_module.ServerAdapter.__init__)[0] == "config"
+    source = inspect.getsource(server_module.SGLangReplica)
+    assert "self.server_class" in source, "the actor's class can be chosen"
+    source = inspect.getsource(server_module.SGLangHttpServer)
+    for needed in ("Engine._launch_subprocesses(", "ServerArgs(**args)", "self.tokenizer_manager.generate_request("):
+        assert needed in source, needed
+    assert {"token_ids", "extra_fields", "stop_reason"} <= set(replica.TokenOutput.model_fields)
+
+
+def test_clients_and_trainers():
+    assert issubclass(llm_server.FullyAsyncLLMServerClient, llm_server.LLMServerClient)
+    assert "super().generate(" in inspect.getsource(llm_server.FullyAsyncLLMServerClient.generate), "once for each part"
+    assert parameters(llm_server.LLMServerManager.get_client)[0] == "client_cls"
+    assert parameters(trainer_base.PPOTrainer.__init__) == ["config"]
+    assert parameters(trainer_base.PPOTrainer._compute_old_log_prob) == ["batch", "metrics"]
+    assert isinstance(inspect.getattr_static(trainer_base.PPOTrainer, "get_llm_client"), type(lambda: 0))
+
+
+def test_balancer_has_what_verl_asks_of_one():
+    from sglang_pat.integrations.verl.balancer import AdaptiveBalancer
+
+    asked = {name for name in vars(router.RequestLoadBalancer) if not name.startswith("_")}
+    assert asked >= {"acquire_server", "release_server", "add_servers", "remove_servers"}
+    for name in asked | {"get_inflight_count"}:
+        ours, theirs = getattr(AdaptiveBalancer, name), getattr(router.GlobalRequestLoadBalancer, name)
+        for parameter in parameters(theirs):
+            assert parameter in parameters(ours), f"{name}({parameter})"
+
+
+def test_names_are_registered_by_installing():
+    from sglang_pat.integrations.verl import adapter  # noqa: F401 - after sglang's stand-ins
+
+    sglang_modules()
+    assert replica.RolloutReplicaRegistry.get("sglang_pat").__name__ == "AdaptiveReplica"
+    assert base.get_rollout_class("sglang_pat").__name__ == "AdaptiveAdapter"
+    assert trainer_base.get_trainer_cls("sglang_pat_colocate_async").__name__ == "AdaptiveColocateAsync"
+    assert replica.RolloutReplicaRegistry.get("sglang").__name__ == "SGLangReplica", "verl's own stays"
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=300)
+
+
+def test_with_the_variable_the_name_sglang_means_this_engine():
+    code = "import verl; from verl.workers.rollout.base import _ROLLOUT_REGISTRY as r; print(r['sglang', 'async'])"
+    done = run(code, SGLANG_PAT="base_tp=1")
+    assert done.stdout.strip() == "sglang_pat.integrations.verl.adapter.AdaptiveAdapter", done.stderr
+
+
+def test_a_registration_that_fails_is_told():
+    code = "import sys; sys.modules['transfer_queue'] = None; import verl"
+    done = run(code)
+    lines = [line for line in done.stderr.splitlines() if "rollout.name=sglang_pat is not there for this job" in line]
+    assert len(lines) == 1 and "transfer_queue" in lines[0], done.stderr
