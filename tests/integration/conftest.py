@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from sglang_pat.host import cpu_shim
 from sglang_pat.testing import models
 
 from .jobs import Job
+
+if cpu_shim.needed():
+    cpu_shim.install()
+    cpu_shim.install_for_children()
 
 collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
 
