@@ -1,0 +1,124 @@
+"""GRPO with OpenRLHF on this machine's CPU, with the adaptive engine; nothing of OpenRLHF is changed.
+
+    python examples/openrlhf_grpo/run_cpu.py --model DIR [--steps 3] [--mode collocated|async] [OpenRLHF's arguments]
+
+On GPUs you need none of this: see ``run_gpu.sh``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from sglang_pat.host.cpu_shim import CHILD_SITE_DIR
+
+HERE = Path(__file__).resolve().parent
+WORDS = "license software free copy modify program source terms conditions work warranty".split()
+MODES = {
+    "collocated": ["--train.colocate_all", "--vllm.enable_sleep"],
+    "async": ["--train.async_enable", "--train.partial_rollout_enable", "--vllm.sync_backend", "gloo"],
+}
+
+
+def environment() -> dict[str, str]:
+    """Of an OpenRLHF job without GPUs."""
+    return os.environ | {
+        # SGLang without its CUDA kernels, in each Python of the job.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(CHILD_SITE_DIR), os.environ.get("PYTHONPATH", "")])),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+    }
+
+
+def arguments(args: argparse.Namespace, out: Path) -> list[str]:
+    """Of OpenRLHF's command, ours among them."""
+    named = {
+        "actor.model_name_or_path": args.model,
+        "actor.num_nodes": 1,
+        "actor.num_gpus_per_node": args.gpus,
+        "ref.num_nodes": 1,
+        "ref.num_gpus_per_node": args.gpus,
+        "reward.remote_url": HERE / "reward.py",
+        "vllm.num_engines": 1,
+        "vllm.tensor_parallel_size": args.gpus,
+        "vllm.gpu_memory_utilization": 0.05,
+        "algo.kl.init_coef": 0,
+        "algo.advantage.estimator": "group_norm",
+        "algo.advantage.is_correction_level": "token",
+        "rollout.batch_size": args.batch,
+        "rollout.n_samples_per_prompt": args.samples,
+        "rollout.micro_batch_size": 4,
+        "rollout.max_new_tokens": args.response,
+        "train.batch_size": args.batch * args.samples,
+        "train.micro_batch_size": 4,
+        "train.num_episodes": 1,
+        "train.max_epochs": 1,
+        "data.max_samples": args.batch * args.steps,
+        "data.max_len": args.response + 64,
+        "data.prompt_dataset": out / "prompts.jsonl",
+        "data.input_key": "input",
+        "data.label_key": "label",
+        "ds.zero_stage": 2,
+        "ds.param_dtype": "bf16",
+        "ds.attn_implementation": "eager",
+        "ckpt.output_dir": out / "model",
+        "ckpt.path": out / "checkpoints",
+        "logger.tensorboard_dir": out / "tensorboard",
+        "sglang_pat.base_tp": 1,
+        "sglang_pat.policy": "threshold",
+        "sglang_pat.switch_at": args.switch_at,
+        "sglang_pat.log": out / "decisions.jsonl",
+        "sglang.device": "cpu",
+        "sglang.attention_backend": "torch_native",
+        "sglang.sampling_backend": "pytorch",
+        "sglang.grammar_backend": "none",
+        "sglang.enable_memory_saver": "false",
+        "sglang.enable_weights_cpu_backup": "false",
+        "sglang.max_total_tokens": args.batch * args.samples * (args.response + 128),
+    }
+    flags = ["--vllm.enforce_eager", "--vllm.enable_prefix_caching", *MODES[args.mode]]
+    return [*(word for name, value in named.items() for word in (f"--{name}", str(value))), *flags]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face folder")
+    parser.add_argument("--out", type=Path, default=Path("out/openrlhf"), metavar="DIR")
+    parser.add_argument("--mode", choices=MODES, default="collocated")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--gpus", type=int, default=2, help="ranks of the trainer, and of the engine")
+    parser.add_argument("--batch", type=int, default=4, help="prompts a step")
+    parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
+    parser.add_argument("--response", type=int, default=192, help="tokens of a response at most")
+    parser.add_argument("--switch-at", type=int, default=6, help="requests left when the engine merges")
+    args, extra = parser.parse_known_args(argv)
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    out, args.model = args.out.resolve(), args.model.resolve()
+    rows = [{"input": f"the {WORDS[i % 11]} {WORDS[(i * 3 + 1) % 11]} is {i}", "label": ""} for i in range(64)]
+    (out / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ray_folder = tempfile.mkdtemp(prefix="pat_ray_")  # short: Ray's sockets lie in it
+    # Apart from the engine the trainer needs GPUs of its own where the two run at once.
+    gpus = args.gpus if args.mode == "collocated" else 2 * args.gpus
+    command = [sys.executable, "-m", "sglang_pat.testing.openrlhf_cpu", str(gpus), ray_folder]
+    try:
+        return subprocess.call([*command, *arguments(args, out), *extra], env=environment())
+    finally:
+        shutil.rmtree(ray_folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,10 @@
+"""OpenRLHF 0.11.2 with this engine: ``python -m sglang_pat.integrations.openrlhf …its own arguments…``.
+
+| module | where it runs |
+| --- | --- |
+| ``__main__`` | in the driver: takes our arguments out, and starts OpenRLHF's command with the rest |
+| ``hook`` | in the driver and in every Ray worker, before OpenRLHF is imported |
+| ``facade`` | there: the few names of vLLM's that OpenRLHF imports |
+| ``launcher`` | in the driver: where OpenRLHF makes its engine actors |
+| ``actor`` | in the Ray actor that holds an engine |
+"""

@@ -1,0 +1,67 @@
+"""OpenRLHF's ``train_ppo_ray`` with adaptive engines.
+
+    python -m sglang_pat.integrations.openrlhf --actor.model_name_or_path M --vllm.num_engines 1 \\
+        --vllm.tensor_parallel_size 8 … --sglang_pat.policy survival --sglang_pat.profile P [--sglang.FLAG VALUE …]
+
+One engine owns ``--vllm.tensor_parallel_size`` GPUs.  ``--sglang_pat.*`` are our settings, ``--sglang.*`` SGLang's
+server arguments by name; all others are OpenRLHF's.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from typing import Any
+
+from sglang_pat.integrations.openrlhf import hook
+from sglang_pat.integrations.openrlhf.launcher import Given, install
+
+
+def split(argv: list[str]) -> tuple[Given, list[str]]:
+    """Our arguments and OpenRLHF's.
+
+    Raises:
+        ValueError: one of ours lacks its value.
+    """
+    given, rest, words = Given(), [], iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        prefix, dot, name = name.partition(".")
+        target = {"--sglang_pat": given.pat, "--sglang": given.sglang}.get(prefix)
+        if target is None or not dot:
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(words, None)
+        if value is None or (not equals and value.startswith("--")):
+            raise ValueError(f"{word} needs a value: {word} VALUE")
+        target[name] = value if target is given.pat else _read(value)
+    return given, rest
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+def main(argv: list[str] | None = None) -> None:
+    try:
+        given, rest = split(sys.argv[1:] if argv is None else argv)
+        given.check()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    hook.setup()
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(runtime_env={"worker_process_setup_hook": hook.SETUP})
+    install(given)
+    sys.argv = ["train_ppo_ray", *rest]
+    runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""OpenRLHF's engine actor, on an adaptive engine: the methods that its trainers and agents call."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from openrlhf.trainer.ray.utils import get_physical_gpu_id
+from openrlhf.trainer.ray.vllm_engine import _load_agent_executor
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from sglang_pat.host.attach import attach
+from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
+from sglang_pat.integrations.openrlhf.launcher import WHERE, Given
+
+ALL_TAGS = ("weights", "kv_cache")
+
+
+@dataclass
+class Logprob:
+    logprob: float
+
+
+@dataclass
+class Completion:
+    """One response; ``logprobs[i][token_ids[i]]`` is that of its i-th token.
+
+    ``tp_from_token``: which TP degree generated which tokens (pairs: from this token on, this degree).
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[dict[int, Logprob]] | None
+    tp_from_token: list[tuple[int, int]]
+    index: int = 0
+
+
+@dataclass
+class RequestOutput:
+    outputs: list[Completion] = field(default_factory=list)
+    finished: bool = True
+
+
+@ray.remote
+class RolloutActor:
+    """See ``openrlhf/trainer/ray/vllm_engine.py`` for what is asked of it."""
+
+    async def __init__(
+        self,
+        *,
+        given: Given,
+        model: str,
+        tensor_parallel_size: int,
+        seed: int,
+        max_model_len: int,
+        dtype: str,
+        trust_remote_code: bool,
+        enable_prefix_caching: bool,
+        enforce_eager: bool,
+        gpu_memory_utilization: float,
+        enable_sleep_mode: bool,
+        num_gpus: float,
+        bundle_indices: list[int] | None = None,
+        agent_func_path: str | None = None,
+        remote_rm_url: Any = None,
+        full_determinism: bool = False,
+        limit_mm_per_prompt: dict[str, int] | None = None,
+        logprobs_mode: str | None = None,
+        **of_vllm: Any,
+    ) -> None:
+        if full_determinism or limit_mm_per_prompt:
+            what = "--train.full_determinism_enable" if full_determinism else "images"
+            raise ValueError(f"{what}: not with this engine; leave it out")
+        own = _load_agent_executor(agent_func_path) if agent_func_path else None
+        self.executor = own or SingleTurnAgentExecutor(remote_rm_url)
+        self._gpus = _gpus(tensor_parallel_size, bundle_indices, num_gpus)
+        attach(given.pat, WHERE)
+        import sglang
+
+        arguments: dict[str, Any] = {
+            "model_path": model,
+            "tp_size": tensor_parallel_size,
+            "random_seed": seed,
+            "context_length": max_model_len,
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "disable_radix_cache": not enable_prefix_caching,
+            "disable_cuda_graph": enforce_eager,
+            "mem_fraction_static": gpu_memory_utilization,
+            "enable_memory_saver": enable_sleep_mode,
+            "enable_weights_cpu_backup": enable_sleep_mode,
+            "log_level": "error",
+        }
+        self._engine = sglang.Engine(**arguments | given.sglang)
+        self._manager = self._engine.tokenizer_manager
+        self._saver = self._manager.server_args.enable_memory_saver
+        self._ranks = tensor_parallel_size
+        self._asleep: set[str] = set()
+        self._unfinished = 0
+
+    # -- weights ---------------------------------------------------------------------------------------
+
+    async def init_process_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str,
+        use_ray: bool,
+    ) -> None:  # fmt: skip
+        """All ranks of the engine join the trainer's group."""
+        if use_ray:
+            raise ValueError("--vllm.sync_with_ray: not with this engine; leave it out")
+        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
+
+        request = InitWeightsUpdateGroupReqInput(
+            master_address=master_address, master_port=master_port, rank_offset=rank_offset, world_size=world_size,
+            group_name=GROUP, backend=backend,
+        )  # fmt: skip
+        _done(await self._manager.init_weights_update_group(request, None))
+
+    async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> None:
+        """One parameter, which the trainer broadcasts at the same time."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+        request = UpdateWeightsFromDistributedReqInput(
+            names=[name], dtypes=[str(dtype).removeprefix("torch.")], shapes=[list(shape)], group_name=GROUP,
+            flush_cache=empty_cache,
+        )  # fmt: skip
+        _done(await self._manager.update_weights_from_distributed(request, None))
+
+    async def update_weight_cuda_ipc(
+        self, name: str, dtype: Any, shape: Any, ipc_handles: dict[str, tuple], empty_cache: bool = False
+    ) -> None:
+        """One parameter, of which each of the engine's GPUs holds a copy of the trainer's."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.model_executor.model_runner import LocalSerializedTensor
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        # Without GPUs their names mean nothing: one copy each, in their order.
+        known = all(gpu in ipc_handles for gpu in self._gpus) and len(set(self._gpus)) == self._ranks
+        order = self._gpus if known else sorted(ipc_handles)
+        values = [
+            MultiprocessingSerializer.serialize(_Handle(*ipc_handles[gpu], device=rank if known else None))
+            for rank, gpu in enumerate(order)
+        ]
+        tensor = MultiprocessingSerializer.serialize([(name, LocalSerializedTensor(values=values))])
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[tensor] * self._ranks, flush_cache=empty_cache
+        )
+        _done(await self._manager.update_weights_from_tensor(request, None))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._manager.flush_cache()
+
+    # -- pause, sleep ------------------------------------------------------------------------------------
+
+    async def pause_generation(self) -> None:
+        """Requests stay; they go on with KV that is computed anew by the weights that are there then."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+
+    async def resume_generation(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights (kept in host memory) and KV to the trainer."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        tags = [tag for tag in ALL_TAGS if tag not in self._asleep]
+        if tags and self._saver:
+            await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
+        self._asleep.update(tags)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take memory back; what is awake stays so."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        wanted = [tag for tag in tags or ALL_TAGS if tag in self._asleep]
+        if wanted and self._saver:
+            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=wanted), None)
+        self._asleep.difference_update(wanted)
+
+    # -- generation ----------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling_params: SamplingParams, multi_modal_data: Any = None
+    ) -> RequestOutput:
+        """One response to a prompt of token ids."""
+        if multi_modal_data:
+            raise ValueError("images: not with this engine; leave them out")
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        wants_logprobs = sampling_params.logprobs is not None
+        request = GenerateReqInput(
+            rid=uuid.uuid4().hex, input_ids=list(prompt_token_ids), sampling_params=_translated(sampling_params),
+            return_logprob=wants_logprobs,
+        )  # fmt: skip
+        self._unfinished += 1
+        try:
+            answer = await anext(self._manager.generate_request(request, None))
+        finally:
+            self._unfinished -= 1
+        meta = answer["meta_info"]
+        pairs = meta.get("output_token_logprobs") or []
+        return RequestOutput(
+            [
+                Completion(
+                    token_ids=list(answer["output_ids"]),
+                    text=answer.get("text", ""),
+                    finish_reason=meta["finish_reason"]["type"],
+                    logprobs=[{token: Logprob(value)} for value, token, _ in pairs] if wants_logprobs else None,
+                    tp_from_token=list(meta["tp_from_token"]),
+                )
+            ]
+        )
+
+    def get_num_unfinished_requests(self) -> int:
+        return self._unfinished
+
+    async def generate_responses(
+        self, prompt: str, label: str, sampling_params: SamplingParams, max_length: int, hf_tokenizer: Any,
+        num_samples: int = 1, images: Any = None,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """``num_samples`` rollouts of one prompt by the job's agent."""
+        about = {
+            "prompt": prompt, "label": label, "sampling_params": sampling_params, "max_length": max_length,
+            "hf_tokenizer": hf_tokenizer, "llm_engine": self, "images": images,
+        }  # fmt: skip
+        return await asyncio.gather(*(self.executor.execute(**about) for _ in range(num_samples)))
+
+    async def status(self) -> dict[str, Any]:
+        """What ``GET /pat/status`` returns of a server."""
+        return await self._manager.pat_status()
+
+
+class _Handle:
+    """A tensor in another process's memory: unpickling it opens it.
+
+    Args:
+        rebuild, args: from torch's ``reduce_tensor``.
+        device: CUDA device as its opener counts them; None without GPUs.
+    """
+
+    def __init__(self, rebuild: Any, args: tuple, device: int | None) -> None:
+        args = list(args)
+        if device is not None:
+            args[6] = device  # of torch's rebuild_cuda_tensor: the sender's index
+        self._reduced = rebuild, tuple(args)
+
+    def __reduce__(self) -> tuple:
+        return self._reduced
+
+
+_SAME = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens")
+_SAME += ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_RENAMED["no_stop_trim"] = "include_stop_str_in_output"
+
+
+def _translated(params: SamplingParams) -> dict[str, Any]:
+    """vLLM's names as SGLang's."""
+    found = {name: getattr(params, name) for name in _SAME}
+    found |= {ours: getattr(params, theirs) for ours, theirs in _RENAMED.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _done(answer: Any) -> None:
+    """Raise ``RuntimeError`` for an update that was refused: OpenRLHF's job ends there."""
+    success, message = answer[:2]
+    if not success:
+        raise RuntimeError(f"weight update refused: {message}")
+
+
+@ray.remote(num_cpus=0, max_calls=1)
+def _where() -> tuple[str, list[str], str]:
+    """Of a bundle: its node, its GPUs as Ray counts them, and the GPU's own name."""
+    return ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()], get_physical_gpu_id()
+
+
+def _gpus(ranks: int, bundles: list[int] | None, num_gpus: float) -> list[str]:
+    """Make the engine's GPUs the visible ones; returns their own names, by rank.
+
+    Raises:
+        ValueError: they are on several nodes.
+    """
+    if bundles is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in ray.get_gpu_ids())
+        return [get_physical_gpu_id()]
+    group = ray.util.get_current_placement_group()
+    found = ray.get(
+        [
+            _where.options(
+                num_gpus=num_gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+            ).remote()
+            for bundle in bundles
+        ]
+    )
+    nodes = {node for node, _, _ in found}
+    if nodes != {ray.get_runtime_context().get_node_id()}:
+        raise ValueError(f"--vllm.tensor_parallel_size is {ranks}: an engine's GPUs are all on one node; give fewer")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for _, gpus, _ in found for gpu in gpus)
+    return [name for _, _, name in found]

@@ -1,0 +1,111 @@
+"""Stands for the package ``vllm``, which OpenRLHF imports: a handful of names, none of which needs a GPU.
+
+Installed also where the real one is: its weight-update group cannot be joined by SGLang's ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+VERSION = "0.16.0"
+"""OpenRLHF sets variables for the NCCL of older ones."""
+
+
+@dataclass
+class SamplingParams:
+    """Those that OpenRLHF and its agents give; see vLLM's for what they mean."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+
+
+class TokensPrompt(dict):
+    """A prompt of token ids."""
+
+
+@dataclass
+class StatelessProcessGroup:
+    """What a weight-update group is made of."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+
+    @staticmethod
+    def create(host: str, port: int, rank: int, world_size: int) -> StatelessProcessGroup:
+        return StatelessProcessGroup(host, port, rank, world_size)
+
+
+@dataclass
+class PyNcclCommunicator:
+    """The trainer's end of the group that the engine's ranks join (``init_weights_update_group``)."""
+
+    group: StatelessProcessGroup
+    device: Any
+    _pg: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        import torch
+        from sglang.srt.utils.common import init_custom_process_group
+
+        self._pg = init_custom_process_group(
+            backend="nccl" if torch.cuda.is_available() else "gloo",
+            init_method=f"tcp://{self.group.host}:{self.group.port}",
+            world_size=self.group.world_size,
+            rank=self.group.rank,
+            group_name=GROUP,
+        )
+
+    def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
+        import torch
+
+        torch.distributed.broadcast(tensor, src=src, group=self._pg)
+
+
+GROUP = "openrlhf"
+"""Name of the group: OpenRLHF's own."""
+
+_MODULES: dict[str, dict[str, Any]] = {
+    "vllm": {"__version__": VERSION, "SamplingParams": SamplingParams},
+    "vllm.inputs": {"TokensPrompt": TokensPrompt},
+    "vllm.utils": {"random_uuid": lambda: uuid.uuid4().hex},
+    "vllm.distributed": {},
+    "vllm.distributed.utils": {"StatelessProcessGroup": StatelessProcessGroup},
+    "vllm.distributed.device_communicators": {},
+    "vllm.distributed.device_communicators.pynccl": {"PyNcclCommunicator": PyNcclCommunicator},
+}
+
+
+def install() -> None:
+    """Make ``import vllm`` find the names above."""
+    for name, content in _MODULES.items():
+        module = types.ModuleType(name, __doc__)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        vars(module).update(content)
+        sys.modules[name] = module
+    for name in _MODULES:
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, sys.modules[name])
