@@ -50,10 +50,9 @@ def install() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
 
-    def nothing(*args, **kwargs) -> None:
-        pass
-
-    torch.cuda.synchronize = torch.cuda.set_device = torch.cuda.current_stream = torch.cuda.empty_cache = nothing
+    for name in ("synchronize", "set_device", "current_stream"):
+        # One function each: torch.compile knows them by identity.
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
     torch.cuda.get_device_properties = lambda *args: types.SimpleNamespace(uuid=f"CPU-{os.environ.get('RANK', '0')}")
     # Weights lie in shared memory; descriptors of it pass only between processes of one ancestor.
     torch.multiprocessing.set_sharing_strategy("file_system")
