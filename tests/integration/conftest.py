@@ -11,7 +11,7 @@ import pytest
 from sglang_pat.host import cpu_shim
 from sglang_pat.testing import models
 
-from .jobs import Job
+from .jobs import Job, OpenRlhfJob, VerlJob
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -22,6 +22,22 @@ collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
 MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
 
 
+class Runner:
+    """Runs an example with given arguments, once for all tests that ask for the same."""
+
+    def __init__(self, kind: type[Job], model: Path, folders: pytest.TempPathFactory) -> None:
+        self._kind, self._model, self._folders = kind, model, folders
+        self._known: dict[tuple[str, ...], Job] = {}
+
+    def __call__(self, *args: str, fails: bool = False) -> Job:
+        """``{out}`` in an argument stands for the job's folder."""
+        if args not in self._known:
+            self._known[args] = self._kind(self._model, self._folders.mktemp(self._kind.example), args)
+        job = self._known[args]
+        assert fails == (job.code != 0), f"exit code {job.code}\n{job.tail}"
+        return job
+
+
 @pytest.fixture(scope="session")
 def flat() -> Path:
     """A small Llama whose probabilities are far from 0 and 1: rounding shows least, and responses end by chance."""
@@ -29,15 +45,10 @@ def flat() -> Path:
 
 
 @pytest.fixture(scope="session")
-def verl_job(flat, tmp_path_factory):
-    """Run ``examples/verl_grpo/run_cpu.py`` with these arguments, once for all tests that ask for the same."""
-    known: dict[tuple[str, ...], Job] = {}
+def verl_job(flat, tmp_path_factory) -> Runner:
+    return Runner(VerlJob, flat, tmp_path_factory)
 
-    def run(*args: str, fails: bool = False) -> Job:
-        if args not in known:
-            known[args] = Job(flat, tmp_path_factory.mktemp("verl"), args)
-        job = known[args]
-        assert fails == (job.code != 0), f"exit code {job.code}\n{job.tail}"
-        return job
 
-    return run
+@pytest.fixture(scope="session")
+def openrlhf_job(flat, tmp_path_factory) -> Runner:
+    return Runner(OpenRlhfJob, flat, tmp_path_factory)

@@ -1,7 +1,8 @@
-"""A job of verl's, run to its end, and what it left."""
+"""Jobs of the frameworks, run to their end, and what they left."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -14,24 +15,28 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN = ROOT / "examples" / "verl_grpo" / "run_cpu.py"
+EXAMPLES = ROOT / "examples"
 SECONDS = 900
 """Longest that a job may take: a loaded machine takes three times as long as a quiet one."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Job:
-    """
+    """An example's ``run_cpu.py``.
+
     Attributes:
         out: its folder.
         code: exit code.
         log: all that it printed.
     """
 
+    example: str
+
     def __init__(self, model: Path, out: Path, args: tuple[str, ...]) -> None:
         self.out = out
         given = [text.format(out=out) for text in args]
-        command = [sys.executable, str(RUN), "--model", str(model), "--out", str(out), *given]
+        run = EXAMPLES / self.example / "run_cpu.py"
+        command = [sys.executable, str(run), "--model", str(model), "--out", str(out), *given]
         with (out / "log.txt").open("w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
             try:
@@ -46,18 +51,33 @@ class Job:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """verl's metrics of each step."""
-        path = self.out / "metrics.jsonl"
-        return [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
+        """Metrics of each step, as the framework calls them."""
+        raise NotImplementedError
 
     def series(self, name: str) -> list[float]:
         return [step[name] for step in self.steps]
 
-    def switches(self, replica: int = 0) -> int:
+    def switches(self, log: str) -> int:
         """Decisions for another layout than the one in force."""
-        lines = (self.out / f"decisions.{replica}.jsonl").read_text().splitlines()
-        decisions = [json.loads(line) for line in lines]
+        decisions = [json.loads(line) for line in (self.out / log).read_text().splitlines()]
         return sum(line["decision"]["tp"] != line["snapshot"]["tp"] for line in decisions if "decision" in line)
+
+
+class VerlJob(Job):
+    example = "verl_grpo"
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        path = self.out / "metrics.jsonl"
+        return [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class OpenRlhfJob(Job):
+    example = "openrlhf_grpo"
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [ast.literal_eval(found) for found in re.findall(r"Global step \d+: (\{.*\})", self.log)]
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -394,7 +394,15 @@ class AdaptiveScheduler(Scheduler):
         self.trace.end(self)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
-        success = super().flush_cache(empty_cache)
+        # A pause of the mode "retract" leaves requests that wait and hold no KV.  The host says that the cache can be
+        # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.
+        waiting = self.waiting_queue
+        if self._engine_paused and all(req.req_pool_idx is None for req in waiting):
+            self.waiting_queue = []
+        try:
+            success = super().flush_cache(empty_cache)
+        finally:
+            self.waiting_queue = waiting
         if success and self.is_leader:
             # No step will follow that would report the emptied pool.
             self.load.forget()

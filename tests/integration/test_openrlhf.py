@@ -1,0 +1,34 @@
+"""OpenRLHF's own trainer with adaptive engines; 2 ranks, one engine, GRPO.  vLLM is not installed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+FAST = ("--actor.adam.lr", "3e-3")
+"""So that weights which did not arrive would show."""
+AGREE = 0.02
+"""Nats: how far trainer and engine, both in bfloat16, may be apart in the mean."""
+
+
+@pytest.mark.long
+def test_collocated(openrlhf_job):
+    job = openrlhf_job(*FAST)
+    assert len(job.steps) == 3 and job.switches("decisions.jsonl") >= 3
+    assert max(map(abs, job.series("vllm_kl"))) < AGREE
+    assert all(math.isfinite(loss) for loss in job.series("policy_loss"))
+
+
+def test_async_with_partial_rollout(openrlhf_job):
+    """Weights come by broadcast, into requests that are paused in mid-decode."""
+    job = openrlhf_job("--mode", "async", *FAST)
+    assert len(job.steps) == 3 and job.switches("decisions.jsonl") >= 1
+    assert all(math.isfinite(loss) for loss in job.series("policy_loss"))
+
+
+def test_a_wrong_setting_is_refused_in_one_line(openrlhf_job):
+    job = openrlhf_job("--sglang_pat.polcy", "pat", fails=True)
+    assert job.log.splitlines()[-1].startswith("error: --sglang_pat has no setting 'polcy'; choose from")
