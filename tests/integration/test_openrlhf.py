@@ -26,6 +26,7 @@ def test_async_with_partial_rollout(openrlhf_job):
     """Weights come by broadcast, into requests that are paused in mid-decode."""
     job = openrlhf_job("--mode", "async", *FAST)
     assert len(job.steps) == 3 and job.switches("decisions.jsonl") >= 1
+    assert max(map(abs, job.series("vllm_kl"))) < AGREE + 0.05, "responses of which a part is by older weights, too"
     assert all(math.isfinite(loss) for loss in job.series("policy_loss"))
 
 
