@@ -2,14 +2,17 @@
 
     python examples/openrlhf_grpo/run_cpu.py --model DIR [--steps 3] [--mode collocated|async] [OpenRLHF's arguments]
 
-On GPUs you need none of this: see ``run_gpu.sh``.
+``--out`` gets what it printed (``log.txt``), the engine's decisions and a picture of the run (``run.png``).  On GPUs
+you need none of this: see ``run_gpu.sh``.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,9 +20,11 @@ import tempfile
 from pathlib import Path
 
 from sglang_pat.host.cpu_shim import CHILD_SITE_DIR
+from sglang_pat.integrations import picture
 
 HERE = Path(__file__).resolve().parent
 WORDS = "license software free copy modify program source terms conditions work warranty".split()
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 MODES = {
     "collocated": ["--train.colocate_all", "--vllm.enable_sleep"],
     "async": ["--train.async_enable", "--train.partial_rollout_enable", "--vllm.sync_backend", "gloo"],
@@ -108,16 +113,45 @@ def main(argv: list[str] | None = None) -> int:
 
     args.out.mkdir(parents=True, exist_ok=True)
     out, args.model = args.out.resolve(), args.model.resolve()
+    (out / "decisions.jsonl").unlink(missing_ok=True)
     rows = [{"input": f"the {WORDS[i % 11]} {WORDS[(i * 3 + 1) % 11]} is {i}", "label": ""} for i in range(64)]
     (out / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ray_folder = tempfile.mkdtemp(prefix="pat_ray_")  # short: Ray's sockets lie in it
     # Apart from the engine the trainer needs GPUs of its own where the two run at once.
     gpus = args.gpus if args.mode == "collocated" else 2 * args.gpus
     command = [sys.executable, "-m", "sglang_pat.testing.openrlhf_cpu", str(gpus), ray_folder]
+    log = out / "log.txt"
     try:
-        return subprocess.call([*command, *arguments(args, out), *extra], env=environment())
+        code = run([*command, *arguments(args, out), *extra], log)
     finally:
         shutil.rmtree(ray_folder, ignore_errors=True)
+    if code == 0:
+        print(picture.draw(out / "run.png", steps(log), [out / "decisions.jsonl"]))
+    return code
+
+
+def run(command: list[str], log: Path) -> int:
+    """Run it, and keep what it prints."""
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    with log.open("w") as file:
+        for line in process.stdout:
+            sys.stdout.write(line)
+            file.write(COLOUR.sub("", line))
+    return process.wait()
+
+
+def steps(log: Path) -> list[picture.Step]:
+    """OpenRLHF's figures of each step, for the picture."""
+    found = []
+    for text in re.findall(r"Global step \d+: (\{.*\})", log.read_text()):
+        data = ast.literal_eval(text)
+        names = {"generation": "generation", "training": "ppo_train", "weight sync": "broadcast"}
+        seconds = {part: data[f"timing/{name}"] for part, name in names.items()}
+        seconds["other"] = max(0.0, data["timing/step_total"] - sum(seconds.values()))
+        found.append(picture.Step(data["reward"], seconds))
+    return found
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python examples/verl_grpo/run_cpu.py [--rollout sglang_pat|sglang] [--steps 3] [--out out/verl] [verl's overrides]
 
-One trainer rank and one rank of the engine a "GPU".  ``--out`` gets verl's metrics as ``metrics.jsonl``.  On GPUs you
-need none of this: see ``run_gpu.sh``.
+One trainer rank and one rank of the engine a "GPU".  ``--out`` gets verl's metrics (``metrics.jsonl``), the engines'
+decisions and a picture of the run (``run.png``).  On GPUs you need none of this: see ``run_gpu.sh``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from sglang_pat.host.cpu_shim import CHILD_SITE_DIR
+from sglang_pat.integrations import picture
 
 HERE = Path(__file__).resolve().parent
 CHAT_TEMPLATE = (
@@ -136,7 +137,20 @@ def overrides(args: argparse.Namespace, data: Path, ray_folder: Path) -> list[st
     }
     if args.rollout == "sglang_pat":
         settings["+actor_rollout_ref.rollout.engine_kwargs.sglang_pat"] = args.settings
+        settings["+actor_rollout_ref.rollout.engine_kwargs.sglang_pat.log"] = data / "decisions.jsonl"
     return [f"{name}={value}" for name, value in settings.items()]
+
+
+def steps(metrics: Path) -> list[picture.Step]:
+    """verl's figures of each step, for the picture."""
+    found = []
+    for line in metrics.read_text().splitlines():
+        data = json.loads(line)["data"]
+        names = {"generation": "gen", "training": "update_actor", "weight sync": "update_weights"}
+        seconds = {part: data[f"timing_s/{name}"] for part, name in names.items()}
+        seconds["other"] = max(0.0, data["timing_s/step"] - sum(seconds.values()))
+        found.append(picture.Step(data["critic/score/mean"], seconds))
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -159,6 +173,8 @@ def main(argv: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     out = args.out.resolve()
     metrics = out / "metrics.jsonl"
+    for old in (metrics, *out.glob("decisions.*.jsonl")):
+        old.unlink(missing_ok=True)
     shutil.copytree(args.model, out / "model", dirs_exist_ok=True)
     tokenizer = out / "model" / "tokenizer_config.json"
     config = json.loads(tokenizer.read_text())
@@ -168,9 +184,12 @@ def main(argv: list[str] | None = None) -> int:
     ray_folder = Path(tempfile.mkdtemp(prefix="pat_ray_"))  # short: Ray's sockets lie in it
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(args, out, ray_folder), *extra]
     try:
-        return subprocess.call(command, env=environment(metrics, args.tp or args.gpus))
+        code = subprocess.call(command, env=environment(metrics, args.tp or args.gpus))
     finally:
         shutil.rmtree(ray_folder, ignore_errors=True)
+    if code == 0:
+        print(picture.draw(out / "run.png", steps(metrics), sorted(out.glob("decisions.*.jsonl"))))
+    return code
 
 
 if __name__ == "__main__":
