@@ -53,6 +53,17 @@ def test_requests_cut_in_mid_decode_go_on_with_new_weights(verl_job):
 
 
 @pytest.mark.long
+def test_the_name_sglang_with_the_variable_is_this_engine(verl_job, monkeypatch):
+    """Settings of both places count, those of the configuration before the variable's."""
+    monkeypatch.setenv("SGLANG_PAT", "base_tp=1,policy=threshold,switch_at=1")
+    own = "+actor_rollout_ref.rollout.engine_kwargs.sglang_pat={{switch_at:12,log:{out}/decisions.jsonl}}"
+    job = verl_job(*GREEDY, "--rollout", "sglang", "--steps", "2", own)
+    assert len(job.steps) == 2 and job.switches("decisions.0.jsonl") >= 2
+    log = (job.out / "decisions.0.jsonl").read_text()
+    assert '"switch_at":12' in log
+
+
+@pytest.mark.long
 def test_two_engines_share_the_work(verl_job, tmp_path):
     router = tmp_path / "router.yaml"
     router.write_text("router_class: sglang_pat.integrations.verl.balancer.AdaptiveBalancer\n")

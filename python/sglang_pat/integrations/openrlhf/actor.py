@@ -14,9 +14,11 @@ from openrlhf.trainer.ray.vllm_engine import _load_agent_executor
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from sglang_pat import settings
 from sglang_pat.host.attach import attach
 from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
 from sglang_pat.integrations.openrlhf.launcher import WHERE, Given
+from sglang_pat.plugin import VARIABLE
 
 ALL_TAGS = ("weights", "kv_cache")
 
@@ -80,7 +82,8 @@ class RolloutActor:
         own = _load_agent_executor(agent_func_path) if agent_func_path else None
         self.executor = own or SingleTurnAgentExecutor(remote_rm_url)
         self._gpus = _gpus(tensor_parallel_size, bundle_indices, num_gpus)
-        attach(given.pat, WHERE)
+        # Taken out of the environment: SGLang's own plug-in would take it alone.
+        attach(settings.parse(os.environ.pop(VARIABLE, ""), VARIABLE) | given.pat, WHERE)
         import sglang
 
         arguments: dict[str, Any] = {
