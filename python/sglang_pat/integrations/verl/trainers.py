@@ -11,15 +11,19 @@ from typing import Any
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from sglang_pat.integrations.verl.client import AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, spread
+from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer, rules
 
 PREFIX = "sglang_pat_"
 
@@ -67,7 +71,39 @@ def _by_degree(data: Any) -> dict[str, float]:
 
 @register_trainer(f"{PREFIX}sync")
 class AdaptiveSync(_Adaptive, PPOTrainerSync):
-    pass
+    """Also with tail batching: ``+trainer.v1.sglang_pat_sync.tail_batching=strict`` (``tail_batching.py``)."""
+
+    def _build_replay_buffer(self) -> ReplayBuffer:
+        wanted = rules(dict(self.config.trainer.v1.get(f"{PREFIX}sync", {})), self.config.data.train_batch_size)
+        if wanted is None:
+            return super()._build_replay_buffer()
+        sampler = self.config.trainer.v1.sampler
+        if self._resolve_filter_groups_metric() or (sampler.get("custom_sampler") or {}).get("path"):
+            raise ValueError(
+                "trainer.v1.sglang_pat_sync.tail_batching chooses the prompts of a step: leave "
+                "algorithm.filter_groups and trainer.v1.sampler.custom_sampler out"
+            )
+        return TailBatchingBuffer(
+            wanted, self._submit_rows, self._stop_all, trainer_mode=self.trainer_mode,
+            trainer_config=self.config.trainer.v1.get(self.trainer_mode, {}),
+            max_off_policy_threshold=sampler.max_off_policy_threshold,
+            max_off_policy_strategy=sampler.max_off_policy_strategy, sampler_kwargs=sampler.sampler_kwargs,
+        )  # fmt: skip
+
+    def _submit_rows(self, rows: list[TensorDict]) -> None:
+        batch = tensordict_utils.concat_tensordict(rows)
+        tensordict_utils.assign_non_tensor_data(batch, "global_steps", self.global_steps)
+        self._submit_batch_to_rollout(batch)
+
+    def _stop_all(self) -> None:
+        self.checkpoint_manager.abort_replicas()
+        self.checkpoint_manager.resume_generation_replicas()
+
+    def _add_batch_to_generate(self) -> None:
+        if isinstance(self.replay_buffer, TailBatchingBuffer):
+            self.replay_buffer.begin(self.global_steps, self._fetch_one_gen_batch)
+        else:
+            super()._add_batch_to_generate()
 
 
 @register_trainer(f"{PREFIX}colocate_async")
