@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sglang_pat import settings
 from sglang_pat.host.attach import attach
+from sglang_pat.host.inprocess import InProcessEngine
 from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
 from sglang_pat.integrations.openrlhf.launcher import WHERE, Given
 from sglang_pat.plugin import VARIABLE
@@ -84,8 +84,6 @@ class RolloutActor:
         self._gpus = _gpus(tensor_parallel_size, bundle_indices, num_gpus)
         # Taken out of the environment: SGLang's own plug-in would take it alone.
         attach(settings.parse(os.environ.pop(VARIABLE, ""), VARIABLE) | given.pat, WHERE)
-        import sglang
-
         arguments: dict[str, Any] = {
             "model_path": model,
             "tp_size": tensor_parallel_size,
@@ -100,9 +98,7 @@ class RolloutActor:
             "enable_weights_cpu_backup": enable_sleep_mode,
             "log_level": "error",
         }
-        self._engine = sglang.Engine(**arguments | given.sglang)
-        self._manager = self._engine.tokenizer_manager
-        self._saver = self._manager.server_args.enable_memory_saver
+        self._engine = InProcessEngine(arguments | given.sglang)
         self._ranks = tensor_parallel_size
         self._asleep: set[str] = set()
         self._unfinished = 0
@@ -116,77 +112,44 @@ class RolloutActor:
         """All ranks of the engine join the trainer's group."""
         if use_ray:
             raise ValueError("--vllm.sync_with_ray: not with this engine; leave it out")
-        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
-
-        request = InitWeightsUpdateGroupReqInput(
-            master_address=master_address, master_port=master_port, rank_offset=rank_offset, world_size=world_size,
-            group_name=GROUP, backend=backend,
-        )  # fmt: skip
-        _done(await self._manager.init_weights_update_group(request, None))
+        await self._engine.join_update_group(master_address, master_port, rank_offset, world_size, GROUP, backend)
 
     async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> None:
         """One parameter, which the trainer broadcasts at the same time."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
-
-        request = UpdateWeightsFromDistributedReqInput(
-            names=[name], dtypes=[str(dtype).removeprefix("torch.")], shapes=[list(shape)], group_name=GROUP,
-            flush_cache=empty_cache,
-        )  # fmt: skip
-        _done(await self._manager.update_weights_from_distributed(request, None))
+        await self._engine.receive_weight(GROUP, name, str(dtype).removeprefix("torch."), list(shape), empty_cache)
 
     async def update_weight_cuda_ipc(
         self, name: str, dtype: Any, shape: Any, ipc_handles: dict[str, tuple], empty_cache: bool = False
     ) -> None:
         """One parameter, of which each of the engine's GPUs holds a copy of the trainer's."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.model_executor.model_runner import LocalSerializedTensor
-        from sglang.srt.utils import MultiprocessingSerializer
-
         # Without GPUs their names mean nothing: one copy each, in their order.
         known = all(gpu in ipc_handles for gpu in self._gpus) and len(set(self._gpus)) == self._ranks
         order = self._gpus if known else sorted(ipc_handles)
-        values = [
-            MultiprocessingSerializer.serialize(_Handle(*ipc_handles[gpu], device=rank if known else None))
-            for rank, gpu in enumerate(order)
-        ]
-        tensor = MultiprocessingSerializer.serialize([(name, LocalSerializedTensor(values=values))])
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[tensor] * self._ranks, flush_cache=empty_cache
-        )
-        _done(await self._manager.update_weights_from_tensor(request, None))
+        handles = [_Handle(*ipc_handles[gpu], device=rank if known else None) for rank, gpu in enumerate(order)]
+        await self._engine.open_weight(name, handles, empty_cache)
 
     async def reset_prefix_cache(self) -> None:
-        await self._manager.flush_cache()
+        await self._engine.flush_cache()
 
     # -- pause, sleep ------------------------------------------------------------------------------------
 
     async def pause_generation(self) -> None:
         """Requests stay; they go on with KV that is computed anew by the weights that are there then."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-        await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        await self._engine.pause("retract")
 
     async def resume_generation(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        await self._manager.continue_generation(ContinueGenerationReqInput())
+        await self._engine.resume()
 
     async def sleep(self, level: int = 1) -> None:
         """Give the memory of weights (kept in host memory) and KV to the trainer."""
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-
         tags = [tag for tag in ALL_TAGS if tag not in self._asleep]
-        if tags and self._saver:
-            await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
+        await self._engine.release_memory(tags)
         self._asleep.update(tags)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Take memory back; what is awake stays so."""
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
-
         wanted = [tag for tag in tags or ALL_TAGS if tag in self._asleep]
-        if wanted and self._saver:
-            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=wanted), None)
+        await self._engine.resume_memory(wanted)
         self._asleep.difference_update(wanted)
 
     # -- generation ----------------------------------------------------------------------------------------
@@ -197,16 +160,10 @@ class RolloutActor:
         """One response to a prompt of token ids."""
         if multi_modal_data:
             raise ValueError("images: not with this engine; leave them out")
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
         wants_logprobs = sampling_params.logprobs is not None
-        request = GenerateReqInput(
-            rid=uuid.uuid4().hex, input_ids=list(prompt_token_ids), sampling_params=_translated(sampling_params),
-            return_logprob=wants_logprobs,
-        )  # fmt: skip
         self._unfinished += 1
         try:
-            answer = await anext(self._manager.generate_request(request, None))
+            answer = await self._engine.generate(list(prompt_token_ids), _translated(sampling_params), wants_logprobs)
         finally:
             self._unfinished -= 1
         meta = answer["meta_info"]
@@ -239,7 +196,7 @@ class RolloutActor:
 
     async def status(self) -> dict[str, Any]:
         """What ``GET /pat/status`` returns of a server."""
-        return await self._manager.pat_status()
+        return await self._engine.status()
 
 
 class _Handle:
@@ -271,13 +228,6 @@ def _translated(params: SamplingParams) -> dict[str, Any]:
     found = {name: getattr(params, name) for name in _SAME}
     found |= {ours: getattr(params, theirs) for ours, theirs in _RENAMED.items()}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _done(answer: Any) -> None:
-    """Raise ``RuntimeError`` for an update that was refused: OpenRLHF's job ends there."""
-    success, message = answer[:2]
-    if not success:
-        raise RuntimeError(f"weight update refused: {message}")
 
 
 @ray.remote(num_cpus=0, max_calls=1)
