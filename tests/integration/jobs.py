@@ -37,13 +37,13 @@ class Job:
         given = [text.format(out=out) for text in args]
         run = EXAMPLES / self.example / "run_cpu.py"
         command = [sys.executable, str(run), "--model", str(model), "--out", str(out), *given]
-        with (out / "log.txt").open("w") as log:
+        with (out / "printed.txt").open("w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
             try:
                 self.code = process.wait(SECONDS)
             finally:
                 _end(process)
-        self.log = COLOUR.sub("", (out / "log.txt").read_text(errors="replace"))
+        self.log = COLOUR.sub("", (out / "printed.txt").read_text(errors="replace"))
 
     @property
     def tail(self) -> str:

@@ -64,6 +64,22 @@ def test_the_name_sglang_with_the_variable_is_this_engine(verl_job, monkeypatch)
 
 
 @pytest.mark.long
+def test_tail_batching(verl_job):
+    """Prompts that would hold up a step are stopped, and get a step of their own."""
+    job = verl_job(
+        *SWITCHING, "--response", "512", "--steps", "4", "trainer.v1.trainer_mode=sglang_pat_sync",
+        "data.gen_batch_size=1", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
+        "+trainer.v1.sglang_pat_sync.eta_prompts=1.5",
+    )  # fmt: skip
+    assert len(job.steps) == 4
+    assert 1.0 in job.series("training/tail_batching/long_round")
+    assert max(job.series("training/tail_batching/waiting_prompts")) >= 2
+    assert max(job.series("training/tail_batching/stopped_prompts")) >= 1
+    assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
+    assert max(job.series("training/off_policy/trajectory_spans/max")) == 1
+
+
+@pytest.mark.long
 def test_two_engines_share_the_work(verl_job, tmp_path):
     router = tmp_path / "router.yaml"
     router.write_text("router_class: sglang_pat.integrations.verl.balancer.AdaptiveBalancer\n")
