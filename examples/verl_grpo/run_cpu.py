@@ -129,6 +129,7 @@ def overrides(args: argparse.Namespace, data: Path, ray_folder: Path) -> list[st
         "trainer.test_freq": -1,
         "trainer.save_freq": -1,
         "trainer.resume_mode": "disable",
+        "hydra.run.dir": data / "hydra",
         "ray_kwargs.ray_init.num_cpus": 32,
         "+ray_kwargs.ray_init.num_gpus": args.gpus,
         "+ray_kwargs.ray_init.include_dashboard": False,
