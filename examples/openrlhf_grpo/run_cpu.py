@@ -2,8 +2,8 @@
 
     python examples/openrlhf_grpo/run_cpu.py --model DIR [--steps 3] [--mode collocated|async] [OpenRLHF's arguments]
 
-``--out`` gets what it printed (``log.txt``), the engine's decisions and a picture of the run (``run.png``).  On GPUs
-you need none of this: see ``run_gpu.sh``.
+``--out`` gets OpenRLHF's metrics (``metrics.jsonl``), the engine's decisions and a picture of the run (``run.png``).
+On GPUs you need none of this: see ``run_gpu.sh``.
 """
 
 from __future__ import annotations
@@ -11,41 +11,19 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from sglang_pat.host.cpu_shim import CHILD_SITE_DIR
 from sglang_pat.integrations import picture
+from sglang_pat.testing import cpu_jobs
 
 HERE = Path(__file__).resolve().parent
-WORDS = "license software free copy modify program source terms conditions work warranty".split()
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 MODES = {
     "collocated": ["--train.colocate_all", "--vllm.enable_sleep"],
     "async": ["--train.async_enable", "--train.partial_rollout_enable", "--vllm.sync_backend", "gloo"],
 }
-
-
-def environment() -> dict[str, str]:
-    """Of an OpenRLHF job without GPUs."""
-    return os.environ | {
-        # SGLang without its CUDA kernels, in each Python of the job.
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(CHILD_SITE_DIR), os.environ.get("PYTHONPATH", "")])),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "RAY_prestart_worker_first_driver": "0",
-        "RAY_enable_worker_prestart": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
-    }
 
 
 def arguments(args: argparse.Namespace, out: Path) -> list[str]:
@@ -114,44 +92,41 @@ def main(argv: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     out, args.model = args.out.resolve(), args.model.resolve()
     (out / "decisions.jsonl").unlink(missing_ok=True)
-    rows = [{"input": f"the {WORDS[i % 11]} {WORDS[(i * 3 + 1) % 11]} is {i}", "label": ""} for i in range(64)]
+    rows = [{"input": cpu_jobs.prompt(i), "label": ""} for i in range(64)]
     (out / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ray_folder = tempfile.mkdtemp(prefix="pat_ray_")  # short: Ray's sockets lie in it
     # Apart from the engine the trainer needs GPUs of its own where the two run at once.
     gpus = args.gpus if args.mode == "collocated" else 2 * args.gpus
-    command = [sys.executable, "-m", "sglang_pat.testing.openrlhf_cpu", str(gpus), ray_folder]
-    log = out / "log.txt"
-    try:
-        code = run([*command, *arguments(args, out), *extra], log)
-    finally:
-        shutil.rmtree(ray_folder, ignore_errors=True)
+    with cpu_jobs.ray_folder() as folder:
+        command = [sys.executable, "-m", "sglang_pat.testing.openrlhf_cpu", str(gpus), str(folder)]
+        code, found = run([*command, *arguments(args, out), *extra])
+    (out / "metrics.jsonl").write_text("".join(json.dumps({"data": data}) + "\n" for data in found))
     if code == 0:
-        print(picture.draw(out / "run.png", steps(log), [out / "decisions.jsonl"]))
+        print(picture.draw(out / "run.png", steps(found), [out / "decisions.jsonl"]))
     return code
 
 
-def run(command: list[str], log: Path) -> int:
-    """Run it, and keep what it prints."""
+def run(command: list[str]) -> tuple[int, list[dict[str, float]]]:
+    """Its exit code, and OpenRLHF's metrics of each step, which it only prints."""
+    environment, found = cpu_jobs.environment(DS_ACCELERATOR="cpu"), []
     process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
-    with log.open("w") as file:
-        for line in process.stdout:
-            sys.stdout.write(line)
-            file.write(COLOUR.sub("", line))
-    return process.wait()
+    for line in process.stdout:
+        sys.stdout.write(line)
+        if step := re.search(r"Global step \d+: (\{.*\})", line):
+            found.append(ast.literal_eval(step[1]))
+    return process.wait(), found
 
 
-def steps(log: Path) -> list[picture.Step]:
-    """OpenRLHF's figures of each step, for the picture."""
-    found = []
-    for text in re.findall(r"Global step \d+: (\{.*\})", log.read_text()):
-        data = ast.literal_eval(text)
-        names = {"generation": "generation", "training": "ppo_train", "weight sync": "broadcast"}
-        seconds = {part: data[f"timing/{name}"] for part, name in names.items()}
-        seconds["other"] = max(0.0, data["timing/step_total"] - sum(seconds.values()))
-        found.append(picture.Step(data["reward"], seconds))
-    return found
+def steps(found: list[dict[str, float]]) -> list[picture.Step]:
+    """For the picture."""
+    names = {"generation": "generation", "training": "ppo_train", "weight sync": "broadcast"}
+    return [
+        picture.Step.of(
+            data["reward"], data["timing/step_total"], {part: data[f"timing/{name}"] for part, name in names.items()}
+        )
+        for data in found
+    ]
 
 
 if __name__ == "__main__":

@@ -14,42 +14,30 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from sglang_pat.host.cpu_shim import CHILD_SITE_DIR
 from sglang_pat.integrations import picture
+from sglang_pat.testing import cpu_jobs
 
 HERE = Path(__file__).resolve().parent
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-WORDS = "license software free copy modify program source terms conditions work warranty".split()
 
 
 def environment(metrics: Path, tp: int) -> dict[str, str]:
     """Of a verl job without GPUs."""
     cores = sorted(os.sched_getaffinity(0))
-    return os.environ | {
+    return cpu_jobs.environment(
         # Stock SGLang asks which cores each rank of a replica may use.
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(tp)),
-        # SGLang without its CUDA kernels, in each Python of the job.
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(CHILD_SITE_DIR), os.environ.get("PYTHONPATH", "")])),
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "sglang_pat.testing.verl_cpu",
-        "VERL_ENGINE_DEVICE": "cuda",  # verl's training engines have no CPU form; this one asks the platform
-        "VERL_FILE_LOGGER_PATH": str(metrics),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "RAY_prestart_worker_first_driver": "0",
-        "RAY_enable_worker_prestart": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
-        "HYDRA_FULL_ERROR": "1",
-    }
+        SGLANG_CPU_OMP_THREADS_BIND="|".join(str(cores[rank % len(cores)]) for rank in range(tp)),
+        VERL_PLATFORM="cpu",
+        VERL_USE_EXTERNAL_MODULES="sglang_pat.testing.verl_cpu",
+        VERL_ENGINE_DEVICE="cuda",  # verl's training engines have no CPU form; this one asks the platform
+        VERL_FILE_LOGGER_PATH=str(metrics),
+        HYDRA_FULL_ERROR="1",
+    )
 
 
 def prompts(count: int) -> list[dict]:
@@ -57,7 +45,7 @@ def prompts(count: int) -> list[dict]:
     return [
         {
             "data_source": "example",
-            "prompt": [{"role": "user", "content": f"the {WORDS[i % 11]} {WORDS[(i * 3 + 1) % 11]} is {i}"}],
+            "prompt": [{"role": "user", "content": cpu_jobs.prompt(i)}],
             "ability": "none",
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"split": "train", "index": i},
@@ -148,9 +136,8 @@ def steps(metrics: Path) -> list[picture.Step]:
     for line in metrics.read_text().splitlines():
         data = json.loads(line)["data"]
         names = {"generation": "gen", "training": "update_actor", "weight sync": "update_weights"}
-        seconds = {part: data[f"timing_s/{name}"] for part, name in names.items()}
-        seconds["other"] = max(0.0, data["timing_s/step"] - sum(seconds.values()))
-        found.append(picture.Step(data["critic/score/mean"], seconds))
+        parts = {part: data[f"timing_s/{name}"] for part, name in names.items()}
+        found.append(picture.Step.of(data["critic/score/mean"], data["timing_s/step"], parts))
     return found
 
 
@@ -182,12 +169,9 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer.write_text(json.dumps({"chat_template": CHAT_TEMPLATE} | config))
     pandas.DataFrame(prompts(args.batch * args.steps)).to_parquet(out / "train.parquet")
     pandas.DataFrame(prompts(args.batch)).to_parquet(out / "val.parquet")
-    ray_folder = Path(tempfile.mkdtemp(prefix="pat_ray_"))  # short: Ray's sockets lie in it
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(args, out, ray_folder), *extra]
-    try:
+    with cpu_jobs.ray_folder() as folder:
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(args, out, folder), *extra]
         code = subprocess.call(command, env=environment(metrics, args.tp or args.gpus))
-    finally:
-        shutil.rmtree(ray_folder, ignore_errors=True)
     if code == 0:
         print(picture.draw(out / "run.png", steps(metrics), sorted(out.glob("decisions.*.jsonl"))))
     return code

@@ -17,14 +17,14 @@ def plugin() -> None:
 
     It fails closed: SGLang logs an exception of a plug-in and goes on without it, so an error here ends the process.
     """
-    text = os.environ.get(VARIABLE)
-    if text is None:
+    if VARIABLE not in os.environ:
         return
     from sglang_pat import errors, settings
 
     try:
-        from sglang_pat.host.attach import attach
+        from sglang_pat.host import attach
 
-        attach(settings.parse(text, VARIABLE), VARIABLE)
+        if not attach.attached():  # else by an adapter, which has read the variable, too
+            attach.attach(settings.of_environment(), VARIABLE)
     except Exception as error:
         sys.exit(f"error: {errors.one_line(error)}")

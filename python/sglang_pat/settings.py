@@ -6,12 +6,14 @@ The flag ``--pat-switch-at``, the field ``AdaptiveServerArgs.pat_switch_at``, ``
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_pat.config import GPU_ORDERS, KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.plugin import VARIABLE
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ def parse(text: str, where: str) -> dict[str, str]:
     return given
 
 
+def of_environment() -> dict[str, str]:
+    """The settings of the variable ``SGLANG_PAT``; raises as :func:`parse`."""
+    return parse(os.environ.get(VARIABLE, ""), VARIABLE)
+
+
 def fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Fields of ``AdaptiveServerArgs`` from settings by name; ``where`` they were given, for the message.
 
@@ -126,7 +133,11 @@ def base_layout(base_tp: int, ranks: int, where: str) -> tuple[int, int]:
     try:
         layout = ParallelLayout(1, ranks).with_tp(base_tp)
     except ValueError:
-        divisors = [tp for tp in range(1, ranks + 1) if ranks % tp == 0]
-        allowed = ", ".join(map(str, divisors))
-        raise ValueError(f"{where}: base_tp is {base_tp}, must divide the engine's {ranks} GPUs: {allowed}") from None
+        line = f"{where}: base_tp is {base_tp}, must divide the engine's {ranks} GPUs: {divisors(ranks)}"
+        raise ValueError(line) from None
     return layout.tp, layout.dp
+
+
+def divisors(count: int) -> str:
+    """For a message: the numbers that divide ``count``."""
+    return ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)

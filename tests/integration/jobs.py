@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -52,7 +51,8 @@ class Job:
     @property
     def steps(self) -> list[dict[str, Any]]:
         """Metrics of each step, as the framework calls them."""
-        raise NotImplementedError
+        path = self.out / "metrics.jsonl"
+        return [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
 
     def series(self, name: str) -> list[float]:
         return [step[name] for step in self.steps]
@@ -66,18 +66,9 @@ class Job:
 class VerlJob(Job):
     example = "verl_grpo"
 
-    @property
-    def steps(self) -> list[dict[str, Any]]:
-        path = self.out / "metrics.jsonl"
-        return [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
-
 
 class OpenRlhfJob(Job):
     example = "openrlhf_grpo"
-
-    @property
-    def steps(self) -> list[dict[str, Any]]:
-        return [ast.literal_eval(found) for found in re.findall(r"Global step \d+: (\{.*\})", self.log)]
 
 
 def _end(process: subprocess.Popen) -> None:

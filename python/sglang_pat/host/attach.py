@@ -43,9 +43,14 @@ def attach(given: Mapping[str, Any], where: str) -> None:
 
     check_host()
     fields = settings.fields(given, where)
-    if _settings is None:
+    if not attached():
         _patch()
     _where, _settings = where, fields
+
+
+def attached() -> bool:
+    """Whether this process launches adaptive engines."""
+    return _settings is not None
 
 
 def _patch() -> None:

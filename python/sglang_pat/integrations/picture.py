@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_pat.coordinator.decision_log import load_decision
+
 PARTS = {"generation": "#2f6db5", "training": "#ee8a2c", "weight sync": "#b3202c", "other": "#c3c9d1"}
 """Parts of a step and their colours."""
 LAYOUTS = ("#bcd4ee", "#659fda", "#2f6db5", "#153e72")
@@ -19,6 +21,11 @@ class Step:
 
     reward: float
     seconds: dict[str, float]
+
+    @classmethod
+    def of(cls, reward: float, total: float, parts: dict[str, float]) -> Step:
+        """A step of ``total`` seconds; what is in none of ``parts`` is ``other``."""
+        return cls(reward, parts | {"other": max(0.0, total - sum(parts.values()))})
 
 
 @dataclass
@@ -38,14 +45,13 @@ def visits(log: Path) -> list[Visit]:
         event = json.loads(line)
         if event.get("event") != "decision":
             continue
-        snapshot = event["snapshot"]
-        now, tp = snapshot["now"], snapshot["tp"]
+        snapshot, _ = load_decision(event)
         if open_:
-            found[-1].end = now
-        if not snapshot["requests"]:
+            found[-1].end = snapshot.now
+        if not snapshot.requests:
             open_ = False
-        elif not open_ or found[-1].tp != tp:
-            found.append(Visit(now, now, tp))
+        elif not open_ or found[-1].tp != snapshot.tp:
+            found.append(Visit(snapshot.now, snapshot.now, snapshot.tp))
             open_ = True
     return found
 

@@ -63,9 +63,9 @@ def install() -> None:
 def setup() -> None:
     """For Ray's ``worker_process_setup_hook``: this, then the product's own."""
     install()
-    from sglang_pat.integrations.openrlhf import hook
+    from sglang_pat.integrations.openrlhf import facade
 
-    hook.setup()
+    facade.install()
 
 
 def main(argv: list[str]) -> None:
@@ -81,7 +81,6 @@ def main(argv: list[str]) -> None:
         runtime_env={"worker_process_setup_hook": f"{NAME}.setup"},
     )  # fmt: skip
     command(rest)
-
 
 
 if __name__ == "__main__":

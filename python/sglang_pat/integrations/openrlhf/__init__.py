@@ -3,8 +3,7 @@
 | module | where it runs |
 | --- | --- |
 | ``__main__`` | in the driver: takes our arguments out, and starts OpenRLHF's command with the rest |
-| ``hook`` | in the driver and in every Ray worker, before OpenRLHF is imported |
-| ``facade`` | there: the few names of vLLM's that OpenRLHF imports |
+| ``facade`` | in every process, before OpenRLHF is imported: the few names of vLLM's that it imports |
 | ``launcher`` | in the driver: where OpenRLHF makes its engine actors |
 | ``actor`` | in the Ray actor that holds an engine |
 """

@@ -14,7 +14,7 @@ import runpy
 import sys
 from typing import Any
 
-from sglang_pat.integrations.openrlhf import hook
+from sglang_pat.integrations.openrlhf import facade
 from sglang_pat.integrations.openrlhf.launcher import Given, install
 
 
@@ -53,11 +53,11 @@ def main(argv: list[str] | None = None) -> None:
         given.check()
     except ValueError as error:
         sys.exit(f"error: {error}")
-    hook.setup()
+    facade.install()
     import ray
 
     if not ray.is_initialized():
-        ray.init(runtime_env={"worker_process_setup_hook": hook.SETUP})
+        ray.init(runtime_env={"worker_process_setup_hook": f"{facade.__name__}.install"})
     install(given)
     sys.argv = ["train_ppo_ray", *rest]
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")

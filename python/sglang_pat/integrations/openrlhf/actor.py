@@ -18,7 +18,6 @@ from sglang_pat.host.attach import attach
 from sglang_pat.host.inprocess import InProcessEngine
 from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
 from sglang_pat.integrations.openrlhf.launcher import WHERE, Given
-from sglang_pat.plugin import VARIABLE
 
 ALL_TAGS = ("weights", "kv_cache")
 
@@ -82,8 +81,7 @@ class RolloutActor:
         own = _load_agent_executor(agent_func_path) if agent_func_path else None
         self.executor = own or SingleTurnAgentExecutor(remote_rm_url)
         self._gpus = _gpus(tensor_parallel_size, bundle_indices, num_gpus)
-        # Taken out of the environment: SGLang's own plug-in would take it alone.
-        attach(settings.parse(os.environ.pop(VARIABLE, ""), VARIABLE) | given.pat, WHERE)
+        attach(settings.of_environment() | given.pat, WHERE)
         arguments: dict[str, Any] = {
             "model_path": model,
             "tp_size": tensor_parallel_size,

@@ -99,7 +99,7 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Make ``import vllm`` find the names above."""
+    """Make ``import vllm`` find the names above; also Ray's ``worker_process_setup_hook`` of a job."""
     for name, content in _MODULES.items():
         module = types.ModuleType(name, __doc__)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)

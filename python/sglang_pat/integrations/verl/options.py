@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat import settings
-from sglang_pat.plugin import VARIABLE
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
@@ -26,7 +24,7 @@ def given(config: RolloutConfig, replica: int | None = None) -> dict[str, Any]:
     own = (config.engine_kwargs or {}).get("sglang_pat") or {}
     if not isinstance(own, Mapping):
         raise ValueError(f"{WHERE} is {own!r}, must be settings by name, e.g. {{base_tp: 1, policy: pat}}")
-    found = settings.parse(os.environ.get(VARIABLE, ""), VARIABLE) | dict(own)
+    found = settings.of_environment() | dict(own)
     if replica is not None and (log := found.get("log")):
         path = Path(log)
         found["log"] = str(path.with_name(f"{path.stem}.{replica}{path.suffix}"))
@@ -52,10 +50,9 @@ def check(config: RolloutConfig, gpus_per_node: int | None = None) -> None:
                 f"rollout.tensor_model_parallel_size GPUs and divides them itself, from {WHERE}.base_tp on"
             )
     if gpus_per_node is not None and (tp > gpus_per_node or gpus_per_node % tp):
-        divisors = ", ".join(str(size) for size in range(1, gpus_per_node + 1) if gpus_per_node % size == 0)
         raise ValueError(
-            f"rollout.tensor_model_parallel_size is {tp}, must divide the node's {gpus_per_node} GPUs: {divisors}; "
-            f"an adaptive engine of {gpus_per_node} owns them all"
+            f"rollout.tensor_model_parallel_size is {tp}, must divide the node's {gpus_per_node} GPUs: "
+            f"{settings.divisors(gpus_per_node)}; an adaptive engine of {gpus_per_node} owns them all"
         )
     settings.base_layout(base, tp, WHERE)
     if getattr(config.disaggregation, "enabled", False):

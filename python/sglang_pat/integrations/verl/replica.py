@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
@@ -14,7 +13,6 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from sglang_pat.host.attach import attach
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS
-from sglang_pat.plugin import VARIABLE
 
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
 
@@ -24,7 +22,6 @@ class AdaptiveServer(SGLangHttpServer):
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         attach(options.given(self.config, self.replica_rank), options.WHERE)
-        os.environ.pop(VARIABLE, None)  # it is in what was given; SGLang's own plug-in would take it alone
         await super().launch_server(*args, **kwargs)
         manager = self.tokenizer_manager
         manager.generate_request = _noting(manager.generate_request)

@@ -1,0 +1,46 @@
+"""What the examples of RL frameworks share on a machine without GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sglang_pat.host.cpu_shim import CHILD_SITE_DIR
+
+WORDS = "license software free copy modify program source terms conditions work warranty".split()
+
+
+def environment(**own: str) -> dict[str, str]:
+    """Of a job: this process's, and ``own`` of the framework."""
+    return os.environ | {
+        # SGLang without its CUDA kernels, in each Python of the job.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(CHILD_SITE_DIR), os.environ.get("PYTHONPATH", "")])),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        **own,
+    }
+
+
+def prompt(number: int) -> str:
+    """A short text, another one for each number."""
+    return f"the {WORDS[number % 11]} {WORDS[(number * 3 + 1) % 11]} is {number}"
+
+
+@contextmanager
+def ray_folder() -> Iterator[Path]:
+    """For ``ray.init(_temp_dir=…)``, with a short name: Ray's sockets lie in it."""
+    folder = Path(tempfile.mkdtemp(prefix="pat_ray_"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
