@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 
 from sglang_pat.host import cpu_shim
@@ -15,6 +16,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: E402
 
 from sglang_pat.host.args import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.host.attach import attach  # noqa: E402
+from sglang_pat.plugin import VARIABLE, plugin  # noqa: E402
 
 
 def main(model: str) -> None:
@@ -58,6 +60,11 @@ def main(model: str) -> None:
         "base_tp": refusal(tp_size=3),
         "flag": refusal(tp_size=4, quantization="fp8"),
     }
+    os.environ[VARIABLE] = "base_tp=4"
+    plugin()
+    kept = stock(tp_size=4)
+    kept.check_server_args()
+    found["kept"] = told(kept)
     attach({}, "here")
     replicas = stock(tp_size=1, dp_size=4)
     replicas.check_server_args()

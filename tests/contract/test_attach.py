@@ -43,6 +43,10 @@ def test_the_second_check_changes_nothing(found):
     assert found["again"]
 
 
+def test_what_an_adapter_attached_stays_when_the_plugin_is_loaded(found):
+    assert found["kept"]["base"] == "tp2×dp2" and found["kept"]["policy"] == "manual"
+
+
 def test_replicas_that_were_asked_for_are_the_base_layout(found):
     assert found["replicas"]["base"] == "tp1×dp4"
 
