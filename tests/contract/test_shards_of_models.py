@@ -114,6 +114,45 @@ def test_views_are_what_the_loader_loads(checkpoint, base_tp):
         assert all(torch.equal(again[name], tensor) for name, tensor in weights(base_model).items()), "written to"
 
 
+@pytest.mark.parametrize("base_tp", [1, 2])
+def test_an_update_must_have_the_tensors_of_the_checkpoint(checkpoint, base_tp):
+    """Each of them fits, and none that is longer, shorter, of other dimensions or of another name."""
+    from sglang_pat.host.updates import Expected
+
+    expected = Expected(checkpoint.empty(ParallelLayout(base_tp, RANKS // base_tp), 1))
+    shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    assert expected.problem(shapes.items()) is None
+    for name, shape in shapes.items():
+        wider = (*shape[:-1], shape[-1] + 1)
+        for other in ((2 * shape[0], *shape[1:]), (shape[0] - 1, *shape[1:]), (*shape, 1), wider):
+            problem = expected.problem([(name, other)])
+            assert problem and f"{name} has the shape {list(other)}, must be {list(shape)}" in problem
+        for other in (f"{name}_", name.replace("layers.0", "layers.7") if "layers.0" in name else f"model.{name}"):
+            problem = expected.problem([(other, shape)])
+            assert problem and f"the model has no tensor {other!r}" in problem
+    assert expected.problem(shapes.items()) is None
+
+
+def test_a_tied_head_may_be_sent(tmp_path_factory):
+    from sglang_pat.host.updates import Expected
+
+    for tie in (True, False):
+        folder = tmp_path_factory.mktemp("tied") / "llama"
+        checkpoint = Checkpoint(models.make_random("llama", folder, layers=1, tie=tie))
+        problem = Expected(checkpoint.empty(BASE, 0)).problem([("lm_head.weight", (500, 64))])
+        assert (problem is None) == tie
+
+
+def test_own_parameters_are_compared_with_this_ranks(llama):
+    from sglang_pat.host.updates import Expected
+
+    expected = Expected(llama.empty(TAIL, 0))
+    name = "model.layers.0.mlp.gate_up_proj.weight"
+    assert expected.problem([(name, (192, 64))], "direct") is None
+    assert "must be [192, 64]" in expected.problem([(name, (384, 64))], "direct")
+    assert "SGLang's" in expected.problem([("model.layers.0.mlp.gate_proj.weight", (192, 64))], "direct")
+
+
 BASE, TAIL = ParallelLayout(1, 2), ParallelLayout(2, 1)
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput, UpdateWeightsFromTensorReqInput
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_runner import LocalSerializedTensor, ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.utils import get_available_gpu_memory, monkey_patch_p2p_access_check
+from sglang.srt.utils import MultiprocessingSerializer, get_available_gpu_memory, monkey_patch_p2p_access_check
 from sglang.srt.utils.network import NetworkAddress
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
 from sglang_pat.comm import rendezvous, shm
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.host import cuda, grammars
+from sglang_pat.host import cuda, grammars, updates
 from sglang_pat.host.parallel import GroupPool
+from sglang_pat.host.weights import build_model
 
 
 def leave_a_choice(logits: torch.Tensor) -> None:
@@ -102,7 +107,9 @@ class AdaptiveTpModelWorker(TpModelWorker):
         self.adaptive = adaptive
         self.rank = rank
         super().__init__(**kwargs)
-        self.model_runner.groups.use_shared_memory_for_control()
+        runner = self.model_runner
+        runner.groups.use_shared_memory_for_control()
+        self.expected = updates.Expected(build_model(runner.model_config, runner.load_config, runner.device))
 
     def _init_model_runner(self) -> None:
         self._model_runner = AdaptiveModelRunner(
@@ -125,3 +132,51 @@ class AdaptiveTpModelWorker(TpModelWorker):
             token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
             memory_pool_config=self.memory_pool_config,
         )
+
+    # -- weight updates: all of a request on all ranks, or nothing ------------------------------------
+
+    def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:
+        """The host's, on all ranks together."""
+        tensors, problem = None, None
+        try:
+            monkey_patch_torch_reductions()
+            tensors = self._opened(recv_req)
+            if (given := updates.shapes(tensors, recv_req.load_format)) is not None:
+                problem = self.expected.problem(given, recv_req.load_format)
+        except Exception as error:  # the other ranks wait to hear of it
+            problem = updates.refused(error)
+        wrong = torch.tensor([problem is not None], dtype=torch.int32)
+        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self.model_runner.groups.world)
+        if wrong.item():
+            return False, problem or ""
+        return self.model_runner.update_weights_from_tensor(tensors, recv_req.load_format)
+
+    def _opened(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
+        """What the request has for this rank."""
+        items = recv_req.serialized_named_tensors
+        if len(items) <= self.rank:
+            raise ValueError(f"{len(items)} items for {self.adaptive.num_ranks} ranks, must be one for each")
+        tensors = MultiprocessingSerializer.deserialize(items[self.rank])
+        if recv_req.load_format == "flattened_bucket":
+            return tensors
+        return [
+            (name, tensor.get(self.rank) if isinstance(tensor, LocalSerializedTensor) else tensor)
+            for name, tensor in tensors
+        ]
+
+    def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> tuple[bool, str]:
+        """The host's; what does not fit is received all the same, since its sender waits for us."""
+        try:
+            problem = self.expected.problem(zip(recv_req.names, recv_req.shapes, strict=True))
+        except Exception as error:
+            problem = updates.refused(error)
+        runner = self.model_runner
+        model, runner.model = runner.model, updates.Receiver(runner.model, problem)
+        try:
+            success, message = super().update_weights_from_distributed(recv_req)
+            loaded = runner.model.loaded
+        finally:
+            runner.model = model
+        if success or loaded:
+            return success, message
+        return False, problem or updates.not_received(message)
