@@ -249,6 +249,32 @@ def test_replicas_merge_that_admit_differently(runner):
     assert outputs == [answer["output_ids"] for answer in wanted]
 
 
+@_side("qwen3")
+def test_replicas_merge_one_of_which_has_retracted(runner):
+    """Four requests outgrow the pool of one replica, three fit into the other's."""
+    server = runner.adaptive("qwen3")
+    work = [schedules.Request(prompt=tuple(range(5 + 20 * i, 105 + 20 * i)), max_new_tokens=250) for i in range(7)]
+
+    async def run():
+        async with server.session() as session:
+            await server.arm(session, {"arrived": len(work), "step": 150, "hold": True})
+            tasks = [asyncio.ensure_future(server.one(session, r.body())) for r in work]
+            await server.reached(session)
+            before = server.status()["retracted"]
+            while server.status()["retracted"] == before:
+                assert not any(task.done() for task in tasks), "nothing was retracted"
+                await server.arm(session, {"step": 5, "hold": True})
+                await server.reached(session)
+            await server.arm(session, {"tp": 2})
+            return [await task for task in tasks]
+
+    server.post("/flush_cache")
+    outputs = [answer["output_ids"] for answer in asyncio.run(run())]
+    schedules.check_idle(server)
+    wanted = runner.stock("qwen3").generate([r.body() for r in work])
+    assert outputs == [answer["output_ids"] for answer in wanted]
+
+
 @_side("llama-kv2")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.soak)])
 def test_low_precision(runner, dtype):

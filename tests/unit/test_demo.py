@@ -143,11 +143,14 @@ def test_switches_of_a_status():
 
 
 def test_meter_tells_own_work_from_that_of_others():
-    burn = [sys.executable, "-c", "import time\nend = time.time() + 1.2\nwhile time.time() < end: pass"]
-    with subprocess.Popen(burn) as process:
-        own, foreign = Meter([psutil.Process(process.pid), psutil.Process()]), Meter([psutil.Process()])
-        time.sleep(0.8)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        burning = psutil.Process(process.pid)
+        own, foreign = Meter([burning, psutil.Process()]), Meter([psutil.Process()])
+        begun = burning.cpu_times().user
+        while burning.cpu_times().user < begun + 0.5:  # on a busy machine it waits for its turn
+            time.sleep(0.05)
         counted, not_counted = own.share(), foreign.share()
+        process.kill()
     assert 0 <= counted < not_counted <= 1
 
 
