@@ -54,11 +54,12 @@ unit: setup
 test-integration: $(INTEGRATION)/.sglang_pat_setup
 	$(INTEGRATION)/bin/python -m pytest tests/integration $(if $(SHORT),-m "not long") $(PYTEST_ARGS)
 
-$(INTEGRATION)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt
+$(INTEGRATION)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt requirements/other_host.txt
 	$(PYTHON) -m venv $(INTEGRATION)
 	$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(INTEGRATION)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps -r requirements/integration.txt
+	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps --upgrade --target $(INTEGRATION)/other_host -r requirements/other_host.txt
 	touch $@
 
 soak: setup

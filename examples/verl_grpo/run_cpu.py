@@ -20,6 +20,7 @@ from sglang_pat.integrations import picture
 from sglang_pat.testing import cpu_jobs
 
 HERE = Path(__file__).resolve().parent
+CPU_PLATFORM = "sglang_pat.testing.verl_cpu"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -33,7 +34,7 @@ def environment(metrics: Path, tp: int) -> dict[str, str]:
         # Stock SGLang asks which cores each rank of a replica may use.
         SGLANG_CPU_OMP_THREADS_BIND="|".join(str(cores[rank % len(cores)]) for rank in range(tp)),
         VERL_PLATFORM="cpu",
-        VERL_USE_EXTERNAL_MODULES="sglang_pat.testing.verl_cpu",
+        VERL_USE_EXTERNAL_MODULES=",".join(filter(None, [CPU_PLATFORM, os.environ.get("VERL_USE_EXTERNAL_MODULES")])),
         VERL_ENGINE_DEVICE="cuda",  # verl's training engines have no CPU form; this one asks the platform
         VERL_FILE_LOGGER_PATH=str(metrics),
         HYDRA_FULL_ERROR="1",

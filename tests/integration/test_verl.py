@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.integration
 
@@ -53,6 +54,21 @@ def test_requests_cut_in_mid_decode_go_on_with_new_weights(verl_job):
 
 
 @pytest.mark.long
+def test_engines_that_have_gpus_of_their_own(verl_job):
+    """``separate_async``: the trainer's weights come to the engine while it generates."""
+    engine = "actor_rollout_ref.rollout.checkpoint_engine"
+    job = verl_job(
+        *SWITCHING, "--response", "320", "trainer.v1.trainer_mode=sglang_pat_separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=1", "trainer.v1.sampler.max_off_policy_threshold=4",
+        "actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1", f"{engine}.backend=gloo",
+        f"{engine}.custom_backend_module=sglang_pat.testing.verl_gloo", "ray_kwargs.ray_init.num_gpus=4",
+    )  # fmt: skip
+    assert len(job.steps) == 3 and job.switches("decisions.0.jsonl") >= 1
+    assert max(job.series("training/off_policy/trajectory_spans/max")) >= 2
+    assert all(math.isfinite(loss) for loss in job.series("actor/pg_loss"))
+
+
+@pytest.mark.long
 def test_the_name_sglang_with_the_variable_is_this_engine(verl_job, monkeypatch):
     """Settings of both places count, those of the configuration before the variable's."""
     monkeypatch.setenv("SGLANG_PAT", "base_tp=1,policy=threshold,switch_at=1")
@@ -77,6 +93,24 @@ def test_tail_batching(verl_job):
     assert max(job.series("training/tail_batching/stopped_prompts")) >= 1
     assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
     assert max(job.series("training/off_policy/trajectory_spans/max")) == 1
+
+
+@pytest.mark.long
+def test_tail_batching_goes_on_from_a_checkpoint(verl_job, tmp_path):
+    """Prompts that wait when a job ends are trained on by the job that goes on."""
+    strict = (
+        *SWITCHING, "--response", "512", "trainer.v1.trainer_mode=sglang_pat_sync", "data.gen_batch_size=1",
+        "+trainer.v1.sglang_pat_sync.tail_batching=strict", "+trainer.v1.sglang_pat_sync.eta_prompts=1.5",
+        f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto", "trainer.save_freq=1",
+        "data.shuffle=false", "--steps", "4",
+    )  # fmt: skip
+    first = verl_job(*strict, "trainer.total_training_steps=2")
+    waiting = first.series("training/tail_batching/waiting_prompts")[-1]
+    assert len(first.steps) == 2 and waiting >= 1
+    second = verl_job(*strict)
+    assert len(second.steps) == 2, "it went on after step 2"
+    kept = torch.load(tmp_path / "global_step_2" / "tail_batching.pt", weights_only=False)
+    assert len(kept["rows"]) >= waiting
 
 
 @pytest.mark.long

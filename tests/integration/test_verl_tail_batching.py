@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from verl.utils import tensordict_utils
 
 from sglang_pat.integrations.verl import tail_batching
@@ -85,6 +86,30 @@ def test_each_prompt_is_trained_on_once_and_none_waits_for_ever(seed, lingering)
     begun = {uid for uids in world.started for uid in uids}
     assert len(begun - set(trained)) == metrics["training/tail_batching/waiting_prompts"] <= 4 * 8
     assert long_rounds >= 2
+
+
+def test_a_checkpoint_keeps_the_prompts_that_wait(tmp_path):
+    """The future after step 7 is the same for the process that goes on and for one that begins there."""
+    world = World(8, seed=3)
+    for step in range(1, 8):
+        world.begin(step, world.fetch)
+        world.sample(step, "train", 8)
+    torch.save(world.state(), tmp_path / "state.pt")
+    other = World(8, seed=3)
+    other.rng.setstate(world.rng.getstate())
+    other.fetched = world.fetched
+    other.restore(torch.load(tmp_path / "state.pt", weights_only=False), "state.pt")
+    assert other._rows.keys() == world._rows.keys() != set()
+
+    def future(one: World) -> list[list[str]]:
+        found = []
+        for step in range(8, 20):
+            one.stops = 0
+            one.begin(step, one.fetch)
+            found.append(one.sample(step, "train", 8)[0].uids)
+        return found
+
+    assert future(other) == future(world)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
+from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.records import LONG, Abort, Action, Launch, Output, Return, RoundOver, SampleId, Span, Summary
 from sglang_pat.admission.rules import Rules
@@ -73,6 +74,19 @@ class TailBatchingBuffer(ReplayBuffer):
         self._taken: list[str] = []
         self._over = True
         self.summary: Summary | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Between two steps: what another process needs to go on, the prompts that wait among it."""
+        return {"admitter": saved.dumps(self._admitter), "rows": self._rows, "fed": self._fed}
+
+    def restore(self, state: dict[str, Any], source: str) -> None:
+        """Go on where :meth:`state` was taken.
+
+        Raises:
+            ValueError: it is of another version, one line that names its ``source``.
+        """
+        self._admitter = saved.loads(state["admitter"], self._admitter.rules, source)
+        self._rows, self._fed = state["rows"], state["fed"]
 
     def begin(self, version: int, fetch: Callable[[], TensorDict]) -> None:
         """Start a step's prompts; ``fetch`` gets more of them from the data."""

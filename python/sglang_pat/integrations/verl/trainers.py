@@ -5,7 +5,9 @@ Registered where verl looks them up; without the setting verl's own run, and gen
 
 from __future__ import annotations
 
+import logging
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,11 @@ from sglang_pat.integrations.verl.client import AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, spread
 from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer, rules
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "sglang_pat_"
+WAITING_FILE = "tail_batching.pt"
+"""In a checkpoint's folder."""
 
 
 class _Adaptive(PPOTrainer):
@@ -104,6 +110,29 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
             self.replay_buffer.begin(self.global_steps, self._fetch_one_gen_batch)
         else:
             super()._add_batch_to_generate()
+
+    def _save_checkpoint(self) -> None:
+        """verl's, with the prompts that wait: they have left its data loader already."""
+        if isinstance(self.replay_buffer, TailBatchingBuffer):
+            # First: verl ends with the note that this checkpoint is complete.
+            folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(self.replay_buffer.state(), folder / WAITING_FILE)
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if not self.global_steps or not isinstance(self.replay_buffer, TailBatchingBuffer):
+            return
+        trainer = self.config.trainer
+        folder = Path(trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        if trainer.resume_mode == "resume_path":
+            folder = Path(trainer.resume_from_path)
+        if not (path := folder / WAITING_FILE).exists():
+            logger.warning("%s is not there: prompts that waited at this checkpoint, if any, are left out", path)
+            return
+        # As verl reads its own files; this one has its rows in it, which are no tensors alone.
+        self.replay_buffer.restore(torch.load(path, weights_only=False), str(path))
 
 
 @register_trainer(f"{PREFIX}colocate_async")

@@ -1,0 +1,301 @@
+"""Clients of SGLang's as their users run them, on servers that switch all the time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from sglang_pat.host.cpu_shim import CHILD_SITE_DIR
+from sglang_pat.testing.ports import free_port
+from sglang_pat.testing.server import Server
+from sglang_pat.testing.tokenizer import IM_START_ID, PAD_ID, SPECIAL_TOKENS
+
+pytestmark = pytest.mark.integration
+
+CALL = ("<tool_call>", "</tool_call>")
+STEPS = 100_000
+"""Of a schedule without end."""
+
+
+@pytest.fixture(scope="module")
+def model(flat, tmp_path_factory) -> Path:
+    """With the tokens between which Qwen's tool calls are."""
+    folder = tmp_path_factory.mktemp("clients") / "model"
+    shutil.copytree(flat, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (folder / name).read_text()
+        for token, other in zip((SPECIAL_TOKENS[PAD_ID], SPECIAL_TOKENS[IM_START_ID]), CALL, strict=True):
+            text = text.replace(token, other)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four(model) -> Iterator[Server]:
+    flags = "--tp 1 --dp 4 --adaptive-tp --pat-policy schedule --served-model-name tiny --tool-call-parser qwen25"
+    with Server(model, *flags.split(), "--constrained-json-disable-any-whitespace") as server:
+        yield server
+
+
+@contextlib.contextmanager
+def switching(server: Server) -> Iterator[None]:
+    """Inside the block ``server`` switches at random, every 10 to 100 decode steps; at its end it must have."""
+    degrees = [layout["tp"] for layout in server.status()["candidates"]]
+    rng, entries, step, tp = random.Random(1), [], 0, server.status()["layout"]["tp"]
+    while step < STEPS:
+        step += rng.randint(10, 100)
+        tp = rng.choice([degree for degree in degrees if degree != tp])
+        entries.append({"tp": tp, "step": step})
+    before = server.status()["num_switches"]
+    assert server.post("/pat/schedule", entries).status_code == 200
+    try:
+        yield
+    finally:
+        assert server.post("/pat/schedule", []).status_code == 200
+    assert server.status()["num_switches"] > before
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(CHILD_SITE_DIR), os.environ.get("PYTHONPATH", "")]))
+    return os.environ | {"PYTHONPATH": path}
+
+
+# -- SGLang's own load generator ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [10, pytest.param(120, marks=pytest.mark.long)])
+def test_bench_serving(four, model, tmp_path, seconds):
+    """12 requests a second: all are answered, and no token is lost."""
+    out, count = tmp_path / "bench.jsonl", 12 * seconds
+    command = [
+        sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", four.url,
+        "--model", str(model), "--dataset-name", "random-ids", "--random-input-len", "64", "--random-output-len", "64",
+        "--num-prompts", str(count), "--request-rate", "12", "--seed", "1", "--output-file", str(out),
+        "--output-details", "--disable-tqdm",
+    ]  # fmt: skip
+    with switching(four):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=20 * seconds + 300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(out.read_text())
+    assert result["completed"] == count and not any(result["errors"]), [e for e in result["errors"] if e][:3]
+    asked = int(re.search(r"#Output tokens: (\d+)", done.stdout)[1])
+    assert sum(result["output_lens"]) == asked
+    records = four.status()["switches"]
+    assert any(record["requests"] for record in records), "no switch had a request to move"
+    assert not any(record["error"] for record in records)
+
+
+# -- OpenAI's client ------------------------------------------------------------------------------------------
+
+NO_BLANKS = {str(token): -100.0 for token in (6, 7, 8)}
+"""Newline, tab and space: JSON allows any number of them."""
+COLOURS = ["red", "green", "blue", "grey"]
+LIST = {"type": "array", "items": {"enum": COLOURS}, "minItems": 30, "maxItems": 30}
+SCHEMA = {"type": "object", "properties": {"colours": LIST}, "required": ["colours"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA, "strict": True}}
+
+
+def chat(question: str, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    return {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 600, "logit_bias": NO_BLANKS} | more
+
+
+ASKED = {
+    "plain": chat("what is free?", max_tokens=200, extra_body={"ignore_eos": True}),
+    "schema": chat("which colours?", response_format={
+        "type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA, "strict": True},
+    }),
+    "tool": chat("paint it", tools=[TOOL], tool_choice="required", parallel_tool_calls=False),
+}  # fmt: skip
+
+
+async def whole(client: Any, request: dict[str, Any]) -> str:
+    message = (await client.chat.completions.create(**request)).choices[0].message
+    return message.tool_calls[0].function.arguments if message.tool_calls else message.content
+
+
+async def streamed(client: Any, request: dict[str, Any]) -> str:
+    text, arguments = [], []
+    async for chunk in await client.chat.completions.create(**request, stream=True):
+        if chunk.choices:
+            delta = chunk.choices[0].delta
+            text.append(delta.content or "")
+            arguments += [call.function.arguments or "" for call in delta.tool_calls or ()]
+    return "".join(arguments or text)
+
+
+def test_openai_client(four):
+    """Text, a JSON schema and a tool call, streamed and whole, are what they are without switches."""
+    import openai
+
+    async def ask(rounds: int) -> dict[str, list[str]]:
+        async with openai.AsyncOpenAI(base_url=four.url + "/v1", api_key="none", max_retries=0) as client:
+            jobs = {name: [how(client, body) for how in (whole, streamed) * rounds] for name, body in ASKED.items()}
+            return {name: await asyncio.gather(*answers) for name, answers in jobs.items()}
+
+    four.reconfigure(1)
+    wanted = asyncio.run(ask(1))
+    for name, (one, pieces) in wanted.items():
+        assert one == pieces, name
+    for name in ("schema", "tool"):
+        assert set(json.loads(wanted[name][0])["colours"]) <= set(COLOURS), name
+    with switching(four):
+        found = asyncio.run(ask(2))
+    for name, answers in found.items():
+        assert set(answers) == set(wanted[name]), name
+
+
+# -- sglang-router in front of two servers --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def router(folder: Path, *servers: Server) -> Iterator[str]:
+    """sglang-router; its URL."""
+    port = free_port()
+    command = [
+        sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
+        "--policy", "power_of_two", "--prometheus-port", str(free_port()), "--worker-urls", *(s.url for s in servers),
+    ]  # fmt: skip
+    with (folder / "router.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            assert process.poll() is None, (folder / "router.log").read_text()[-3000:]
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(url + "/health", timeout=5).status_code == 200:
+                    break
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.long
+def test_router_in_front_of_two_servers(four, model, tmp_path):
+    sampling = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+    bodies = [{"input_ids": [5 + i, 7 + 3 * i, 9], "sampling_params": sampling} for i in range(48)]
+    flags = "--tp 1 --dp 2 --adaptive-tp --pat-policy schedule --served-model-name tiny".split()
+    with Server(model, *flags) as two, router(tmp_path, four, two) as url:
+        wanted = [answer["output_ids"] for answer in two.generate(bodies)]
+
+        async def through() -> list[dict[str, Any]]:
+            async with two.session() as session:
+
+                async def one(body: dict[str, Any]) -> dict[str, Any]:
+                    async with session.post(url + "/generate", json=body) as response:
+                        assert response.status == 200, await response.text()
+                        return await response.json()
+
+                return await asyncio.gather(*map(one, bodies))
+
+        with switching(four), switching(two):
+            answers = asyncio.run(through())
+        assert [answer["output_ids"] for answer in answers] == wanted
+        workers = requests.get(url + "/workers", timeout=30).json()
+        assert len(workers["workers"]) == 2, workers
+
+
+# -- Engine and its tokenizer manager, used in process: ROLL's way --------------------------------------------
+
+IN_PROCESS = """
+import asyncio, json, sys
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.io_struct import (
+    GenerateReqInput, ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+
+def main(model):
+    engine = Engine(
+        model_path=model, tp_size=2, device="cpu", dtype="float32", skip_tokenizer_init=True, log_level="error",
+        max_total_tokens=16384, random_seed=1, attention_backend="torch_native", sampling_backend="pytorch",
+        grammar_backend="none", disable_cuda_graph=True, disable_overlap_schedule=True,
+    )
+    manager = engine.tokenizer_manager
+    params = {"temperature": 0, "max_new_tokens": 120, "ignore_eos": True}
+
+    async def one(number, **more):
+        request = GenerateReqInput(
+            rid=f"r{number}", input_ids=[5 + number, 7, 9], sampling_params=dict(params, **more), stream=True,
+            return_logprob=True,
+        )
+        async for chunk in manager.generate_request(request, None):
+            pass
+        return chunk
+
+    async def updated():
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+        from safetensors.torch import load_file
+        named = list(load_file(model + "/model.safetensors").items())
+        bucket = FlattenedTensorBucket(named_tensors=named)
+        item = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+        request = UpdateWeightsFromTensorReqInput(
+            load_format="flattened_bucket", flush_cache=False,
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(item) for _ in range(2)],
+        )
+        return (await manager.update_weights_from_tensor(request, None))[0]
+
+    async def run():
+        answers = await asyncio.gather(*(one(i) for i in range(4)))
+        layouts = [answer["meta_info"]["tp_from_token"] for answer in answers]
+        await manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+        await manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["weights"]), None)
+        fine = await updated()
+        await manager.flush_cache()
+        await manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["kv_cache", "cuda_graph"]), None)
+        again = await asyncio.gather(*(one(i) for i in range(4)))
+        work = [asyncio.ensure_future(one(i, max_new_tokens=4000)) for i in range(2)]
+        while len(manager.rid_to_state) < 2:
+            await asyncio.sleep(0.05)
+        for rid in list(manager.rid_to_state):
+            manager.abort_request(rid)
+        ends = [(await job)["meta_info"]["finish_reason"]["type"] for job in work]
+        batch = await engine.async_generate(
+            input_ids=[[5 + i, 7, 9] for i in range(4)], sampling_params=params, return_logprob=True
+        )
+        tokens = [[answer["output_ids"] for answer in answers] for answers in (answers, again, batch)]
+        logprobs = all(len(a["meta_info"]["output_token_logprobs"]) == 120 for a in answers)
+        return dict(
+            same=tokens[0] == tokens[1] == tokens[2], updated=fine, ends=ends, logprobs=logprobs,
+            switched=all(len(layout) > 1 for layout in layouts), left=len(manager.rid_to_state),
+        )
+
+    print(json.dumps(engine.loop.run_until_complete(run())))
+    engine.shutdown()
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+@pytest.mark.long
+def test_engine_in_process(flat, tmp_path):
+    """With the variable only; switches in each round, weights updated between them."""
+    (script := tmp_path / "script.py").write_text(IN_PROCESS)
+    (schedule := tmp_path / "schedule.jsonl").write_text('{"tp": 2, "arrived": 4, "step": 40}\n')
+    variable = f"base_tp=1,policy=schedule,schedule={schedule}"
+    done = subprocess.run(
+        [sys.executable, str(script), str(flat)], capture_output=True, text=True, timeout=600,
+        env=environment() | {"SGLANG_PAT": variable},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "same": True, "updated": True, "ends": ["abort", "abort"], "logprobs": True, "switched": True, "left": 0,
+    }  # fmt: skip

@@ -1,0 +1,39 @@
+"""The other SGLang that is accepted: the contract holds for it too, and it switches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.version import HOST_VERSIONS
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(sys.prefix) / "other_host"
+"""Where ``make test-integration`` has put it."""
+
+
+def run(*command: str) -> str:
+    """What a command prints that finds the other SGLang first."""
+    path = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def test_it_is_the_other_one():
+    found = run("-c", "from sglang_pat.host.contract import installed_version; print(installed_version())").strip()
+    assert found in HOST_VERSIONS and found != HOST_VERSIONS[0]
+
+
+@pytest.mark.parametrize("path", ["contract/test_host_contract.py", "engine/test_smoke.py"])
+def test_it_passes(path):
+    assert " passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{path}")

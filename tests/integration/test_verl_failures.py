@@ -1,0 +1,93 @@
+"""What goes wrong in a verl job ends it: with a line that says why, without a hang, and nothing of it stays."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sglang_pat.switch import faults
+
+from .jobs import ROOT, VerlJob
+
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
+SWITCHING = ("--settings", "{{base_tp:1,policy:threshold,switch_at:12}}")
+LEFT_SECONDS = 60
+"""Ray's daemons notice the driver's end by and by."""
+
+
+def nothing_left(job: VerlJob) -> bool:
+    """Whether no process of the job is alive after a while; each has the place of its metrics in its environment."""
+    end, place = time.monotonic() + LEFT_SECONDS, str(job.out / "metrics.jsonl")
+    while alive := [process for process in psutil.process_iter(["name", "cmdline"]) if _of(process, place)]:
+        if time.monotonic() > end:
+            print([(process.pid, process.info) for process in alive])
+            return False
+        time.sleep(0.5)
+    return True
+
+
+def _of(process: psutil.Process, place: str) -> bool:
+    try:
+        return process.environ().get("VERL_FILE_LOGGER_PATH") == place
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture
+def faulty(verl_job, monkeypatch):
+    """Runs a job with a trainer of :mod:`tests.integration.verl_faults`."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "tests.integration.verl_faults")
+
+    def run(fault: str) -> VerlJob:
+        monkeypatch.setenv("PAT_TEST_FAULT", fault)
+        return verl_job(*SWITCHING, f"+trainer.fault={fault.replace(':', '_')}", fails=True)
+
+    return run
+
+
+def test_trainer_dies_in_an_update(faulty):
+    job = faulty("die:2")
+    assert len(job.steps) <= 2 and "ActorDiedError" in job.log, job.tail
+    assert nothing_left(job)
+
+
+def test_update_with_an_unknown_name(faulty):
+    job = faulty("name:2")
+    assert "weight update refused, all weights are as they were: the model has no tensor" in job.log, job.tail
+    assert "model.layers.0.nonsense.weight" in job.log and len(job.steps) <= 2
+    assert nothing_left(job)
+
+
+def test_engine_dies_in_a_switch(verl_job, monkeypatch):
+    monkeypatch.setenv(faults.ENV, "EXCHANGE:1:kill")
+    job = verl_job(*SWITCHING, "+trainer.fault=engine", fails=True)
+    assert "a process of the engine failed: all end" in job.log and not job.steps, job.tail
+    assert nothing_left(job)
+
+
+def test_refused_model(flat, tmp_path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    shutil.copytree(flat, tmp_path / "gemma2", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    config = Gemma2Config(
+        vocab_size=503, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma2")
+    (out := Path(tmp_path) / "out").mkdir()
+    job = VerlJob(tmp_path / "gemma2", out, SWITCHING)
+    assert job.code != 0 and not job.steps
+    assert "--adaptive-tp does not support Gemma2ForCausalLM: its attention logits are soft-capped" in job.log, job.tail
+    assert nothing_left(job)
+
+
+def test_degrees_that_do_not_fit_the_gpus(verl_job):
+    job = verl_job("--settings", "{{base_tp:3}}", fails=True)
+    assert "sglang_pat: base_tp is 3, must divide the engine's 2 GPUs: 1, 2" in job.log and not job.steps, job.tail
+    assert nothing_left(job)

@@ -1,0 +1,45 @@
+"""A trainer that fails while it sends weights: a module that verl imports in each of its processes.
+
+``PAT_TEST_FAULT=die:2``: the first trainer process is killed in its second update, when half of the tensors are on
+their way; ``name:2``: it calls one of them something else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from verl.workers.rollout import base
+
+AT = 5
+"""Number of the tensor that it happens to."""
+
+_stock = base.get_rollout_class
+_what, _, _when = os.environ["PAT_TEST_FAULT"].partition(":")
+_updates = itertools.count(1)
+
+
+def _faulty(weights: Any) -> Iterator[Any]:
+    for number, (name, tensor) in enumerate(weights):
+        if number == AT and _what == "die" and os.environ.get("RANK") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield ("model.layers.0.nonsense.weight" if number == AT and _what == "name" else name), tensor
+
+
+def get_rollout_class(*args: Any, **named: Any) -> type:
+    found = _stock(*args, **named)
+    if found.__name__ != "AdaptiveAdapter":
+        return found
+
+    class Faulty(found):
+        async def update_weights(self, weights: Any, *args: Any, **named: Any) -> Any:
+            weights = _faulty(weights) if next(_updates) == int(_when) else weights
+            return await super().update_weights(weights, *args, **named)
+
+    return Faulty
+
+
+base.get_rollout_class = get_rollout_class
