@@ -50,9 +50,11 @@ test: setup
 unit: setup
 	$(PYTEST) tests/unit $(PYTEST_ARGS)
 
-# The real RL frameworks, in an environment on top of the other one; SHORT=1: what takes longest is left out.
+# The real RL frameworks, in an environment on top of the other one.  SHORT=1: what CI runs; ALL=1: failures too, and all
+# that takes more than 25 minutes on two cores together.
 test-integration: $(INTEGRATION)/.sglang_pat_setup
-	$(INTEGRATION)/bin/python -m pytest tests/integration $(if $(SHORT),-m "not long") $(PYTEST_ARGS)
+	$(INTEGRATION)/bin/python -m pytest tests/integration \
+		$(if $(SHORT),-m "not long and not soak") $(if $(ALL),-m "") $(PYTEST_ARGS)
 
 $(INTEGRATION)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt requirements/other_host.txt
 	$(PYTHON) -m venv $(INTEGRATION)

@@ -273,6 +273,12 @@ def test_loads_count_all_ranks(server):
 
 ADMIN = {
     "flush": ("POST", "/flush_cache", None),
+    "flush_slime": ("GET", "/flush_cache", None),
+    "health_generate": ("GET", "/health_generate", None),
+    "abort_nobody": ("POST", "/abort_request", {"rid": "nobody"}),
+    "weight_version": ("GET", "/weight_version", None),
+    "pull_weights": ("POST", "/pull_weights", {}),  # slime's, which this SGLang does not have
+    "post_process_weights": ("POST", "/post_process_weights", {}),
     "slow_down": ("POST", "/slow_down", {"forward_sleep_time": 0.0}),
     # As it is: the server is for other tests too.
     "set_internal_state": ("POST", "/set_internal_state", {"server_args": {"pp_max_micro_batch_size": 2048}}),
@@ -288,7 +294,7 @@ ADMIN = {
     "health": ("GET", "/health", None),
     "ping": ("GET", "/ping", None),
 }
-"""Endpoints that no client may need today; they must answer as stock does, in every layout."""
+"""Endpoints of slime, AReaL and others that no other test asks; they must answer as stock does, in every layout."""
 
 REFUSED = {"open_session"}
 """Features that the adaptive engine does not have: an error, not a hang."""

@@ -77,7 +77,7 @@ def environment() -> dict[str, str]:
 # -- SGLang's own load generator ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seconds", [10, pytest.param(120, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [10, pytest.param(120, marks=pytest.mark.soak)])
 def test_bench_serving(four, model, tmp_path, seconds):
     """12 requests a second: all are answered, and no token is lost."""
     out, count = tmp_path / "bench.jsonl", 12 * seconds
@@ -138,6 +138,7 @@ async def streamed(client: Any, request: dict[str, Any]) -> str:
     return "".join(arguments or text)
 
 
+@pytest.mark.long
 def test_openai_client(four):
     """Text, a JSON schema and a tool call, streamed and whole, are what they are without switches."""
     import openai

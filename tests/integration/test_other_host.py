@@ -34,6 +34,9 @@ def test_it_is_the_other_one():
     assert found in HOST_VERSIONS and found != HOST_VERSIONS[0]
 
 
-@pytest.mark.parametrize("path", ["contract/test_host_contract.py", "engine/test_smoke.py"])
+SMOKE = pytest.param("engine/test_smoke.py", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("path", ["contract/test_host_contract.py", SMOKE])
 def test_it_passes(path):
     assert " passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{path}")

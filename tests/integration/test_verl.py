@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.integration
 
@@ -54,8 +53,10 @@ def test_requests_cut_in_mid_decode_go_on_with_new_weights(verl_job):
 
 
 @pytest.mark.long
-def test_engines_that_have_gpus_of_their_own(verl_job):
+def test_engines_that_have_gpus_of_their_own(verl_job, monkeypatch):
     """``separate_async``: the trainer's weights come to the engine while it generates."""
+    # At level INFO verl 0.9.1 dies of a line of its own log if hybrid_engine is false.
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARN")
     engine = "actor_rollout_ref.rollout.checkpoint_engine"
     job = verl_job(
         *SWITCHING, "--response", "320", "trainer.v1.trainer_mode=sglang_pat_separate_async",
@@ -80,37 +81,24 @@ def test_the_name_sglang_with_the_variable_is_this_engine(verl_job, monkeypatch)
 
 
 @pytest.mark.long
-def test_tail_batching(verl_job):
-    """Prompts that would hold up a step are stopped, and get a step of their own."""
-    job = verl_job(
-        *SWITCHING, "--response", "512", "--steps", "4", "trainer.v1.trainer_mode=sglang_pat_sync",
-        "data.gen_batch_size=1", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
-        "+trainer.v1.sglang_pat_sync.eta_prompts=1.5",
-    )  # fmt: skip
-    assert len(job.steps) == 4
-    assert 1.0 in job.series("training/tail_batching/long_round")
-    assert max(job.series("training/tail_batching/waiting_prompts")) >= 2
-    assert max(job.series("training/tail_batching/stopped_prompts")) >= 1
-    assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
-    assert max(job.series("training/off_policy/trajectory_spans/max")) == 1
-
-
-@pytest.mark.long
-def test_tail_batching_goes_on_from_a_checkpoint(verl_job, tmp_path):
-    """Prompts that wait when a job ends are trained on by the job that goes on."""
+def test_tail_batching(verl_job, tmp_path):
+    """Prompts that would hold up a step are stopped and get a step of their own, here in a job that goes on from the
+    checkpoint of another."""
     strict = (
-        *SWITCHING, "--response", "512", "trainer.v1.trainer_mode=sglang_pat_sync", "data.gen_batch_size=1",
-        "+trainer.v1.sglang_pat_sync.tail_batching=strict", "+trainer.v1.sglang_pat_sync.eta_prompts=1.5",
-        f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto", "trainer.save_freq=1",
-        "data.shuffle=false", "--steps", "4",
+        *SWITCHING, "--response", "512", "--steps", "4", "trainer.v1.trainer_mode=sglang_pat_sync",
+        "data.gen_batch_size=1", "data.shuffle=false", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
+        "+trainer.v1.sglang_pat_sync.eta_prompts=1.5", f"trainer.default_local_dir={tmp_path}",
+        "trainer.resume_mode=auto", "trainer.save_freq=1",
     )  # fmt: skip
-    first = verl_job(*strict, "trainer.total_training_steps=2")
-    waiting = first.series("training/tail_batching/waiting_prompts")[-1]
-    assert len(first.steps) == 2 and waiting >= 1
-    second = verl_job(*strict)
-    assert len(second.steps) == 2, "it went on after step 2"
-    kept = torch.load(tmp_path / "global_step_2" / "tail_batching.pt", weights_only=False)
-    assert len(kept["rows"]) >= waiting
+    first, second = verl_job(*strict, "trainer.total_training_steps=2"), verl_job(*strict)
+    assert len(first.steps) == len(second.steps) == 2
+    name = "training/tail_batching/"
+    assert first.series(f"{name}long_round") == [0, 0] and max(first.series(f"{name}stopped_prompts")) >= 1
+    assert first.series(f"{name}waiting_prompts")[-1] == 4, "a batch of them"
+    assert second.series(f"{name}long_round")[0] == 1 and second.series(f"{name}waiting_prompts")[0] == 0
+    for job in (first, second):
+        assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
+        assert max(job.series("training/off_policy/trajectory_spans/max")) == 1
 
 
 @pytest.mark.long
