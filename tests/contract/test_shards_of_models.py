@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sglang_pat.host import cpu_shim
 from sglang_pat.layout import ParallelLayout
@@ -141,6 +141,22 @@ def test_a_tied_head_may_be_sent(tmp_path_factory):
         checkpoint = Checkpoint(models.make_random("llama", folder, layers=1, tie=tie))
         problem = Expected(checkpoint.empty(BASE, 0)).problem([("lm_head.weight", (500, 64))])
         assert (problem is None) == tie
+
+
+def test_what_the_checkpoint_has_and_the_model_passes_over_may_be_sent(tmp_path):
+    """Old checkpoints have the frequencies of the rotary embedding in them."""
+    from functools import partial
+
+    from sglang_pat.host.updates import Expected, checkpoint_names
+
+    folder = models.make_random("llama", tmp_path / "llama", layers=1)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({name: torch.ones(8)}, folder / "more.safetensors")
+    checkpoint = Checkpoint(folder)
+    expected = Expected(checkpoint.empty(BASE, 0), partial(checkpoint_names, str(folder)))
+    assert expected.problem([(name, (8,))]) is None
+    assert "no tensor" in expected.problem([(name.replace("0", "1"), (8,))])
+    assert "no tensor" in Expected(checkpoint.empty(BASE, 0)).problem([(name, (8,))])
 
 
 def test_own_parameters_are_compared_with_this_ranks(llama):

@@ -383,17 +383,6 @@ def test_broadcast_that_does_not_fit_is_received_and_refused(two):
         trainer.close()
 
 
-def test_names_that_sglang_passes_over_are_no_mistake(two):
-    """Some checkpoints have the frequencies of the rotary embedding in them."""
-    import torch
-
-    server = two.start_in(2)
-    state = models.marker_state_dict(B) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    body = {"serialized_named_tensors": [serialized(list(state.items()))] * two.ranks}
-    succeeded(server.post("/update_weights_from_tensor", body))
-    all_layouts_say(server, B)
-
-
 def test_trainer_that_dies_in_an_update_leaves_the_old_weights(two):
     """Half of the tensors have been sent when its process is gone."""
     server = two.start_in(2)

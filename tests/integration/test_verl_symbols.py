@@ -59,6 +59,17 @@ def test_clients_and_trainers():
     assert isinstance(inspect.getattr_static(trainer_base.PPOTrainer, "get_llm_client"), type(lambda: 0))
 
 
+def test_checkpoints():
+    """Prompts that wait are kept beside verl's files, before it notes that the checkpoint is complete."""
+    saving, loading = (getattr(trainer_base.PPOTrainer, f"_{verb}_checkpoint") for verb in ("save", "load"))
+    assert parameters(saving) == parameters(loading) == []
+    assert 'f"global_step_{self.global_steps}"' in inspect.getsource(saving)
+    assert "self.global_steps = 0" in inspect.getsource(loading), "0: nothing was loaded"
+    assert 'resume_mode == "resume_path"' in inspect.getsource(loading)
+    setup = inspect.getsource(trainer_base.PPOTrainer)
+    assert setup.index("self.replay_buffer = self._build_replay_buffer()") < setup.index("self._load_checkpoint()")
+
+
 def test_balancer_has_what_verl_asks_of_one():
     from sglang_pat.integrations.verl.balancer import AdaptiveBalancer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,7 +110,8 @@ class AdaptiveTpModelWorker(TpModelWorker):
         super().__init__(**kwargs)
         runner = self.model_runner
         runner.groups.use_shared_memory_for_control()
-        self.expected = updates.Expected(build_model(runner.model_config, runner.load_config, runner.device))
+        empty = build_model(runner.model_config, runner.load_config, runner.device)
+        self.expected = updates.Expected(empty, partial(updates.checkpoint_names, runner.model_config.model_path))
 
     def _init_model_runner(self) -> None:
         self._model_runner = AdaptiveModelRunner(

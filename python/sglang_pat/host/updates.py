@@ -7,11 +7,13 @@ takes all of its tensors, or none takes any.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence, Set
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sglang_pat.errors import one_line
@@ -19,8 +21,6 @@ from sglang_pat.host.sharding import shard_specs
 from sglang_pat.weights.shards import ShardSpec
 
 REFUSED = "weight update refused, all weights are as they were"
-_ALSO_SENT = ("rotary_emb.",)
-"""Parts of names that some checkpoints have and no model of SGLang's keeps."""
 _QKV = {"q": 0, "k": 1, "v": 2}
 
 
@@ -32,10 +32,11 @@ class Expected:
 
     Args:
         model: one without memory, for this use alone (:func:`sglang_pat.host.weights.build_model`).
+        names: of all tensors in the checkpoint, asked for when the model passes over one.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: torch.nn.Module, names: Callable[[], Set[str]] = frozenset) -> None:
+        self._model, self._names = model, names
         self._tied = bool(getattr(model.config, "tie_word_embeddings", False))
         self._own = {name: tuple(param.shape) for name, param in model.named_parameters()}
         self._fitting: set[tuple[str, tuple[int, ...]]] = set()
@@ -81,8 +82,8 @@ class Expected:
         return None if shape == self._own[name] else _misshapen(name, shape, self._own[name])
 
     def _left_out(self, name: str) -> bool:
-        """Whether the host passes over this name, and rightly."""
-        return (self._tied and name.endswith("lm_head.weight")) or any(part in name for part in _ALSO_SENT)
+        """Whether the host passes over this name, and rightly: trainers send all of a checkpoint, and tied heads."""
+        return (self._tied and name.endswith("lm_head.weight")) or name in self._names()
 
     def _called(
         self,
@@ -100,6 +101,16 @@ class Expected:
             sizes = [block.size for block in spec.blocks]
             whole[spec.dim] = sum(sizes) if shard_id is None else sizes[_QKV.get(shard_id, shard_id)]
         self._calls.append((tuple(loaded.shape), tuple(whole)))
+
+
+@cache
+def checkpoint_names(folder: str) -> frozenset[str]:
+    """Names of all tensors in the safetensors files of a folder; none where there are no such files."""
+    found: set[str] = set()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:  # reads the header
+            found.update(file.keys())
+    return frozenset(found)
 
 
 def _unknown(name: str, whose: str) -> str:
