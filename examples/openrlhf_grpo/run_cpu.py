@@ -2,7 +2,7 @@
 
     python examples/openrlhf_grpo/run_cpu.py --model DIR [--steps 3] [--mode collocated|async] [OpenRLHF's arguments]
 
-``--out`` gets OpenRLHF's metrics (``metrics.jsonl``), the engine's decisions and a picture of the run (``run.png``).
+``--out`` gets OpenRLHF's metrics (``metrics.jsonl``), each engine's decisions and a picture of the run (``run.png``).
 On GPUs you need none of this: see ``run_gpu.sh``.
 """
 
@@ -91,7 +91,8 @@ def main(argv: list[str] | None = None) -> int:
 
     args.out.mkdir(parents=True, exist_ok=True)
     out, args.model = args.out.resolve(), args.model.resolve()
-    (out / "decisions.jsonl").unlink(missing_ok=True)
+    for old in out.glob("decisions.*.jsonl"):
+        old.unlink()
     rows = [{"input": cpu_jobs.prompt(i), "label": ""} for i in range(64)]
     (out / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # Apart from the engine the trainer needs GPUs of its own where the two run at once.
@@ -101,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         code, found = run([*command, *arguments(args, out), *extra])
     (out / "metrics.jsonl").write_text("".join(json.dumps({"data": data}) + "\n" for data in found))
     if code == 0:
-        print(picture.draw(out / "run.png", steps(found), [out / "decisions.jsonl"]))
+        print(picture.draw(out / "run.png", steps(found), sorted(out.glob("decisions.*.jsonl"))))
     return code
 
 

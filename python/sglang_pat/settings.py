@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_pat.config import GPU_ORDERS, KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES
@@ -136,6 +137,14 @@ def base_layout(base_tp: int, ranks: int, where: str) -> tuple[int, int]:
         line = f"{where}: base_tp is {base_tp}, must divide the engine's {ranks} GPUs: {divisors(ranks)}"
         raise ValueError(line) from None
     return layout.tp, layout.dp
+
+
+def of_engine(given: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The settings of one engine of several: each writes its own decision log, ``log.0.jsonl`` for ``log.jsonl``."""
+    if not (log := given.get("log")):
+        return dict(given)
+    path = Path(log)
+    return {**given, "log": str(path.with_name(f"{path.stem}.{number}{path.suffix}"))}
 
 
 def divisors(count: int) -> str:

@@ -17,7 +17,7 @@ AGREE = 0.02
 @pytest.mark.long
 def test_collocated(openrlhf_job):
     job = openrlhf_job(*FAST)
-    assert len(job.steps) == 3 and job.switches("decisions.jsonl") >= 3
+    assert len(job.steps) == 3 and job.switches("decisions.0.jsonl") >= 3
     assert max(map(abs, job.series("vllm_kl"))) < AGREE
     assert all(math.isfinite(loss) for loss in job.series("policy_loss"))
 
@@ -25,7 +25,7 @@ def test_collocated(openrlhf_job):
 def test_async_with_partial_rollout(openrlhf_job):
     """Weights come by broadcast, into requests that are paused in mid-decode."""
     job = openrlhf_job("--mode", "async", *FAST)
-    assert len(job.steps) == 3 and job.switches("decisions.jsonl") >= 1
+    assert len(job.steps) == 3 and job.switches("decisions.0.jsonl") >= 1
     assert max(map(abs, job.series("vllm_kl"))) < AGREE + 0.05, "responses of which a part is by older weights, too"
     assert all(math.isfinite(loss) for loss in job.series("policy_loss"))
 

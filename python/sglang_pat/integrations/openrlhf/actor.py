@@ -81,7 +81,8 @@ class RolloutActor:
         own = _load_agent_executor(agent_func_path) if agent_func_path else None
         self.executor = own or SingleTurnAgentExecutor(remote_rm_url)
         self._gpus = _gpus(tensor_parallel_size, bundle_indices, num_gpus)
-        attach(settings.of_environment() | given.pat, WHERE)
+        number = bundle_indices[0] // tensor_parallel_size if bundle_indices else 0
+        attach(settings.of_engine(settings.of_environment() | given.pat, number), WHERE)
         arguments: dict[str, Any] = {
             "model_path": model,
             "tp_size": tensor_parallel_size,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat import settings
@@ -18,17 +17,13 @@ WHERE = "rollout.engine_kwargs.sglang_pat"
 def given(config: RolloutConfig, replica: int | None = None) -> dict[str, Any]:
     """Our settings of this job: those of the variable ``SGLANG_PAT``, then those of the rollout's configuration.
 
-    ``replica``: the engine's number; its decision log (``log: decisions.jsonl``) has it in its name, since each engine
-    writes one (``decisions.0.jsonl``).
+    ``replica``: those of the engine of this number (:func:`sglang_pat.settings.of_engine`).
     """
     own = (config.engine_kwargs or {}).get("sglang_pat") or {}
     if not isinstance(own, Mapping):
         raise ValueError(f"{WHERE} is {own!r}, must be settings by name, e.g. {{base_tp: 1, policy: pat}}")
     found = settings.of_environment() | dict(own)
-    if replica is not None and (log := found.get("log")):
-        path = Path(log)
-        found["log"] = str(path.with_name(f"{path.stem}.{replica}{path.suffix}"))
-    return found
+    return found if replica is None else settings.of_engine(found, replica)
 
 
 def check(config: RolloutConfig, gpus_per_node: int | None = None) -> None:
