@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -11,6 +14,25 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang_pat.kernels.transfer import upload
 
 _HostPenalties = penaltylib.BatchedPenalizerOrchestrator
+
+
+class BatchedMinNewTokensAtOnce(penaltylib.BatchedMinNewTokensPenalizer):
+    """The host's, which makes a tensor on the device for each request; here all come in one copy."""
+
+    def _prepare(self) -> None:
+        reqs, device, vocab = self.orchestrator.reqs(), self.orchestrator.device, self.orchestrator.vocab_size
+        place = []
+        for row, req in enumerate(reqs):
+            ends = {req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())}
+            ends |= req.sampling_params.stop_token_ids or set()
+            place += [row * vocab + token for token in ends if 0 <= token < vocab]
+        self.min_new_tokens = upload([r.sampling_params.min_new_tokens for r in reqs], torch.int32, device).view(-1, 1)
+        self.stop_token_penalties = torch.zeros((len(reqs), vocab), dtype=torch.float32, device=device)
+        self.stop_token_penalties.view(-1)[upload(place, torch.int64, device)] = float("-inf")
+        self.len_output_tokens = torch.zeros((len(reqs), 1), dtype=torch.int32, device=device)
+
+
+_AT_ONCE = {penaltylib.BatchedMinNewTokensPenalizer: BatchedMinNewTokensAtOnce}
 
 
 class OrderedPenalties(_HostPenalties):
@@ -26,8 +48,8 @@ class OrderedPenalties(_HostPenalties):
     """
 
     def __init__(self, vocab_size: int, batch: ScheduleBatch, penalizers: set[type]) -> None:
-        super().__init__(vocab_size, batch, sorted(penalizers, key=lambda kind: kind.__name__))
-
+        ordered = sorted(penalizers, key=lambda kind: kind.__name__)
+        super().__init__(vocab_size, batch, [_AT_ONCE.get(kind, kind) for kind in ordered])
 
     def cumulate_output_tokens(self, output_ids: torch.Tensor) -> None:
         batch = self.batch
@@ -63,10 +85,30 @@ def sampling_info_with_history(batch: ScheduleBatch, decode: bool) -> SamplingBa
     The host counts output tokens step by step, so a batch built from running requests would start
     at zero (its own retraction has this gap too).  ``decode``: the batch is about to decode.
     """
-    info = SamplingBatchInfo.from_schedule_batch(batch, batch.model_config.vocab_size)
+    vocab, params = batch.model_config.vocab_size, [req.sampling_params for req in batch.reqs]
+    biases = [given.logit_bias for given in params]
+    try:
+        for given in params:
+            given.logit_bias = None  # the host writes them one by one
+        info = SamplingBatchInfo.from_schedule_batch(batch, vocab)
+    finally:
+        for given, bias in zip(params, biases, strict=True):
+            given.logit_bias = bias
+    if any(bias is not None for bias in biases):
+        info.logit_bias = _logit_bias(biases, vocab, batch.device)
     if info.penalizer_orchestrator.is_required:
         remember(info.penalizer_orchestrator, [counted(req, batch.enable_overlap, decode) for req in batch.reqs])
     return info
+
+
+def _logit_bias(biases: Sequence[Mapping[str, float] | None], vocab: int, device: str) -> torch.Tensor:
+    """What the host makes of the requests' ``logit_bias``: float32 ``[requests, vocab]``."""
+    rows = [{int(token): value for token, value in (bias or {}).items()} for bias in biases]
+    place = [row * vocab + token for row, bias in enumerate(rows) for token in bias]
+    values = list(chain.from_iterable(bias.values() for bias in rows))
+    found = torch.zeros((len(rows), vocab), dtype=torch.float32, device=device)
+    found.view(-1)[upload(place, torch.int64, device)] = upload(values, torch.float32, device)
+    return found
 
 
 def remember(penalties: penaltylib.BatchedPenalizerOrchestrator, histories: list[list[int]]) -> None:

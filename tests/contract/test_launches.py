@@ -1,0 +1,122 @@
+"""What a pause launches on a device does not depend on the number of requests: counted on torch's "meta" device.
+
+On a GPU each operation on a tensor there is a kernel to launch, some 5 µs each, and the requests wait meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_pat.host import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+from sglang.srt import server_args  # noqa: E402
+from sglang.srt.managers.schedule_batch import Req  # noqa: E402
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixCache  # noqa: E402
+from sglang.srt.sampling import penaltylib  # noqa: E402
+from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
+
+from sglang_pat.host import adopt, degrees, handover, penalties  # noqa: E402
+
+pytestmark = pytest.mark.contract
+
+DEVICE = "meta"
+SLOTS, TOKENS = 1 << 16, 40
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that a device would have to carry out: on its tensors, and no mere view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        outputs = found if isinstance(found, (list, tuple)) else [found]
+        there = any(isinstance(one, torch.Tensor) and one.device.type == DEVICE for one in outputs)
+        if there and not func.is_view:
+            self.counted[str(func)] += 1
+        return found
+
+
+def upload(values, dtype, device):
+    """As :func:`sglang_pat.kernels.transfer.upload` to a GPU: one copy."""
+    return torch.as_tensor(values, dtype=dtype).to(device)
+
+
+def request(number: int, sampling: dict) -> Req:
+    params = SamplingParams(max_new_tokens=100, **sampling)
+    params.normalize(None)
+    req = Req(f"r{number}", "", [1000 + number, *range(TOKENS - 1)], params, return_logprob=True, vocab_size=512)
+    req.output_ids = [7, 8, 9]
+    req.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=3)
+    degrees.begin(req, tp=1)
+    return req
+
+
+def launched(count: int, sampling: dict, monkeypatch) -> Counter[str]:
+    for module in (adopt, penalties):
+        monkeypatch.setattr(module, "upload", upload)
+    args = SimpleNamespace(
+        speculative_algorithm=None, enable_deterministic_inference=False, enable_custom_logit_processor=False,
+        sampling_backend="flashinfer",
+    )  # fmt: skip
+    monkeypatch.setattr(server_args, "_global_server_args", args)
+    monkeypatch.setattr(penaltylib, "BatchedPenalizerOrchestrator", penaltylib.BatchedPenalizerOrchestrator)
+    penalties.fix_order()
+    pool = TokenToKVPoolAllocator(SLOTS, torch.float32, DEVICE, None, False)
+    tree = RadixCache.create_simulated(mock_allocator=pool)
+    scheduler = SimpleNamespace(
+        device=DEVICE, tp_size=2, tree_cache=tree, token_to_kv_pool_allocator=pool,
+        req_to_token_pool=ReqToTokenPool(256, 256, DEVICE, False), enable_overlap=False,
+        model_config=SimpleNamespace(vocab_size=512), spec_algorithm=SpeculativeAlgorithm.from_string(None),
+        grammar_manager=SimpleNamespace(), grammars=SimpleNamespace(keep=lambda reqs: None),
+    )  # fmt: skip
+    held = TOKENS + 2  # the last token has no KV yet
+    reqs = [request(number, sampling) for number in range(count)]
+    rows = [np.arange(1 + number * held, 1 + (number + 1) * held) for number in range(count)]
+    parked = [request(number, sampling) for number in range(count, count + count // 2)]
+    more = [np.arange(1 + number * held, 1 + (number + 1) * held) for number in range(count, count + count // 2)]
+    arrivals = handover.Arrivals(
+        decoding=[(req, row, 0) for req, row in zip(reqs, rows, strict=True)],
+        waiting=parked, parked=[(req, row, 0) for req, row in zip(parked, more, strict=True)],
+        place=np.arange(1 + (count + count // 2) * held),
+    )  # fmt: skip
+    with Launches() as launches:
+        adopt.adopt(scheduler, arrivals)
+    assert len(scheduler.running_batch.reqs) == count and len(scheduler.waiting_queue) == count // 2
+    return launches.counted
+
+
+SAMPLING = {
+    "greedy": {"temperature": 0},
+    "penalties": {"temperature": 0.7, "frequency_penalty": 0.5, "presence_penalty": 0.1, "repetition_penalty": 1.1},
+    "bias": {"logit_bias": {"5": 1.0}, "min_new_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+def test_adopting_launches_as_much_for_many_requests_as_for_few(sampling, monkeypatch):
+    few, many = (launched(count, sampling, monkeypatch) for count in (4, 64))
+    assert {name: (few[name], many[name]) for name in few | many if few[name] != many[name]} == {}
+    assert 0 < many.total() <= 60
+
+
+def test_a_launch_for_each_request_would_be_counted():
+    with Launches() as launches:
+        slots = torch.zeros(8, device=DEVICE)
+        for part in slots.split([4, 4]):
+            part.add_(1)
+    assert launches.counted.total() == 3
