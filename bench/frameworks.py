@@ -3,7 +3,8 @@
     .venv-integration/bin/python bench/frameworks.py [--quick] [--repeats N] [--steps N] [--json FILE]
 
 Each job is ``examples/verl_grpo/run_cpu.py`` with GRPO on two ranks; responses end by themselves (``--response`` at
-most), so that most end early and a few are long.  The first step of a job does not count: everything is new in it.
+most), so that most end early and a few are long.  They are sampled, so no two jobs do the same work: compare the time
+of a generation with the tokens of its longest response.  The first step of a job does not count: everything is new.
 Needs the environment of ``make test-integration``.  ``--quick`` takes eight minutes on two cores.
 """
 
@@ -16,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -42,7 +42,7 @@ SECONDS = {"step": "step", "generation": "gen", "weight sync": "update_weights",
 class Figures:
     """Of one contender, a value for each step that counts."""
 
-    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in SECONDS})
     longest: list[float] = field(default_factory=list)
     mean: list[float] = field(default_factory=list)
     switches: int = 0
@@ -77,13 +77,14 @@ def run(name: str, args: argparse.Namespace, folder: Path) -> None:
 def show(figures: dict[str, Figures]) -> None:
     table = Table(title="verl, seconds of a step (medians)")
     table.add_column("rollout")
-    for column in (*SECONDS, "tokens of a response", "longest", "switches"):
+    for column in (*SECONDS, "mean tokens", "longest", "ms a token of the longest", "switches"):
         table.add_column(column, justify="right")
     for name, found in figures.items():
         row = [f"{statistics.median(found.seconds[part]):.2f}" for part in SECONDS]
         lengths = [f"{statistics.median(values):.0f}" for values in (found.mean, found.longest)]
-        table.add_row(name, *row, *lengths, str(found.switches))
-    Console().print(table)
+        pace = [1000 * s / n for s, n in zip(found.seconds["generation"], found.longest, strict=True)]
+        table.add_row(name, *row, *lengths, f"{statistics.median(pace):.1f}", str(found.switches))
+    Console(width=120).print(table)
 
 
 def main() -> int:
