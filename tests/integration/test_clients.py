@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
 import re
 import shutil
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_pat.host.cpu_shim import CHILD_SITE_DIR
+from sglang_pat.testing import cpu_jobs
 from sglang_pat.testing.ports import free_port
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import IM_START_ID, PAD_ID, SPECIAL_TOKENS
@@ -69,11 +68,6 @@ def switching(server: Server) -> Iterator[None]:
     assert server.status()["num_switches"] > before
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(CHILD_SITE_DIR), os.environ.get("PYTHONPATH", "")]))
-    return os.environ | {"PYTHONPATH": path}
-
-
 # -- SGLang's own load generator ------------------------------------------------------------------------------
 
 
@@ -88,7 +82,9 @@ def test_bench_serving(four, model, tmp_path, seconds):
         "--output-details", "--disable-tqdm",
     ]  # fmt: skip
     with switching(four):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=20 * seconds + 300)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=cpu_jobs.environment(), timeout=20 * seconds + 300
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(out.read_text())
     assert result["completed"] == count and not any(result["errors"]), [e for e in result["errors"] if e][:3]
@@ -294,7 +290,7 @@ def test_engine_in_process(flat, tmp_path):
     variable = f"base_tp=1,policy=schedule,schedule={schedule}"
     done = subprocess.run(
         [sys.executable, str(script), str(flat)], capture_output=True, text=True, timeout=600,
-        env=environment() | {"SGLANG_PAT": variable},
+        env=cpu_jobs.environment(SGLANG_PAT=variable),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
-from sglang_pat.host.sharding import ShardError, shard_specs
+from sglang_pat.host.sharding import ShardError, checkpoint_parts, shard_specs
 from sglang_pat.weights.shards import ShardSpec
 
 PADDING = 0.0
@@ -68,19 +67,10 @@ def _full(module: torch.nn.Module, param: torch.nn.Parameter, spec: ShardSpec) -
     if spec.dim is None:
         yield None, _range(0, param.shape[0] if param.dim() else 1)
         return
-    if isinstance(module, VocabParallelEmbedding):
-        yield None, _range(0, module.org_vocab_size)
-        return
-    if isinstance(module, QKVParallelLinear):
-        ids: list[object] = ["q", "k", "v"]
-    elif isinstance(module, MergedColumnParallelLinear):
-        ids = list(range(len(spec.blocks)))
-    else:
-        ids = [None]
     origin = 0
-    for shard_id, block in zip(ids, spec.blocks, strict=True):
-        yield shard_id, _range(origin, block.size)
-        origin += block.size
+    for shard_id, length in checkpoint_parts(module, spec).items():
+        yield shard_id, _range(origin, length)
+        origin += length
 
 
 def _positions(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from sglang.srt.layers.linear import (
     ColumnParallelLinear,
@@ -39,6 +41,19 @@ def shard_specs(model: torch.nn.Module) -> dict[str, ShardSpec]:
             row_bias = isinstance(module, RowParallelLinear) and name == "bias"
             specs[full_name] = WHOLE if spec is None or row_bias else spec
     return specs
+
+
+def checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str | int | None, int]:
+    """What a checkpoint may have for a sharded parameter: the host's shard id of each part, and its length along the
+    sharded dimension."""
+    if isinstance(module, VocabParallelEmbedding):
+        return {None: module.org_vocab_size}
+    ids: Sequence[str | int | None] = (None,)
+    if isinstance(module, QKVParallelLinear):
+        ids = ("q", "k", "v")
+    elif isinstance(module, MergedColumnParallelLinear):
+        ids = range(len(spec.blocks))
+    return {shard_id: block.size for shard_id, block in zip(ids, spec.blocks, strict=True)}
 
 
 def _module_spec(name: str, module: torch.nn.Module) -> ShardSpec | None:

@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from sglang_pat.errors import one_line
-from sglang_pat.host.sharding import shard_specs
+from sglang_pat.host.sharding import checkpoint_parts, shard_specs
 from sglang_pat.weights.shards import ShardSpec
 
 REFUSED = "weight update refused, all weights are as they were"
-_QKV = {"q": 0, "k": 1, "v": 2}
 
 
 class Expected:
@@ -95,11 +93,9 @@ class Expected:
     ) -> None:
         """In place of the parameter's ``weight_loader``."""
         whole = list(param.shape)
-        if isinstance(module, VocabParallelEmbedding):
-            whole[0] = module.org_vocab_size
-        elif spec.dim is not None:
-            sizes = [block.size for block in spec.blocks]
-            whole[spec.dim] = sum(sizes) if shard_id is None else sizes[_QKV.get(shard_id, shard_id)]
+        if spec.dim is not None:
+            parts = checkpoint_parts(module, spec)
+            whole[spec.dim] = sum(parts.values()) if shard_id is None else parts[shard_id]
         self._calls.append((tuple(loaded.shape), tuple(whole)))
 
 
