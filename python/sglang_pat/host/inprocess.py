@@ -94,7 +94,7 @@ class InProcessEngine:
 
 
 def _done(answer: Any) -> None:
-    """Raise ``RuntimeError`` for an update that was refused."""
+    """Raise ``RuntimeError`` with the engine's own line for an update, or a group, that it refused."""
     success, message = answer[:2]
     if not success:
-        raise RuntimeError(f"weight update refused: {message}")
+        raise RuntimeError(message)
