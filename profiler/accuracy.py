@@ -44,7 +44,7 @@ def leave_one_out(profile: Profile) -> list[Check]:
         if not peers:
             continue
         same = [o.context for o in peers if o.batch == point.batch]
-        predictor = Predictor(msgspec.structs.replace(profile, decode=tuple(peers)))
+        predictor = Predictor(msgspec.structs.replace(profile, decode=tuple(peers), prefill=()))
         checks.append(
             Check(
                 tp=point.tp,

@@ -27,6 +27,7 @@ import psutil
 
 from profiler import host
 from profiler.rig import Rig
+from sglang_pat.testing.prefork import Prefork, popen
 
 END_SECONDS = 60
 
@@ -51,6 +52,7 @@ class Worker:
         flags: SGLang's and ours, but for those of the policy.
         policy: flags of the policy; ``manual`` if not given.
         log: file for what the engine prints; None to drop it.
+        prefork: starts the worker as a fork (``sglang_pat.testing.prefork``), not as a new interpreter.
 
     Raises:
         WorkerError: the engine did not start.
@@ -64,15 +66,15 @@ class Worker:
         log: Path | None = None,
         env: dict[str, str] | None = None,
         seconds: float = 900,
+        prefork: Prefork | None = None,
     ) -> None:
         begun = time.monotonic()
         self._log = log
+        argv = [json.dumps(policy), str(model), *flags]
+        environment = os.environ | search_path() | (env or {})
         with open(log or os.devnull, "ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "profiler.worker", json.dumps(policy), str(model), *flags],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True, process_group=0,
-                env=os.environ | search_path() | (env or {}),
-            )  # fmt: skip
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output}
+            self.process = popen(prefork, "profiler.worker", argv, environment, **pipes)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self._answer(seconds)

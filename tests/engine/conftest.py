@@ -3,6 +3,9 @@ SGLang already.  Tests of the start itself start theirs as a user does."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,7 +19,7 @@ from sglang_pat.memory.available import available_memory
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.switch import faults
 from sglang_pat.testing import models
-from sglang_pat.testing.prefork import Prefork
+from sglang_pat.testing.prefork import Prefork, popen
 from sglang_pat.testing.server import Server
 
 from .made_up import fingerprint
@@ -26,8 +29,8 @@ REHEARSAL = Path(__file__).resolve().parents[1] / "rehearsal"
 """A plug-in of SGLang's: decode graphs on a CPU."""
 AS_ON_CUDA = "--pat-cpu-overlap --pat-kv-exchange alltoall --cuda-graph-bs 1 2 3 4 8 --chunked-prefill-size 128".split()
 """CUDA's default configuration, but for the sizes: batches above 8 run without a graph."""
-KEEP = 6
-"""Servers that a worker keeps alive at once: 0.4 to 0.8 GiB each."""
+KEEP = 4
+"""Servers that a worker keeps alive at once: 0.4 to 0.8 GiB each, and 2 to 7% of a core while they idle."""
 ROOM = 2 << 30
 """Bytes of memory that must be free for another one, or those that were not used for longest are ended first."""
 
@@ -40,6 +43,8 @@ CHECKS = {
 }
 """Every adaptive server checks itself: the host's leak checks, at rest and in every step; ranks of a group agree in
 every step and after every switch; no switch makes what should have been made at start."""
+
+Done = subprocess.CompletedProcess[str]
 
 SIDES = {
     "llama": (
@@ -108,7 +113,7 @@ class Servers:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._prefork = Prefork() if cpu_shim.needed() else None
+        self.prefork = Prefork() if cpu_shim.needed() else None
         self._alive: OrderedDict[tuple, Server] = OrderedDict()
         self.rehearsed = folder / "rehearsed"
         self.rehearsed.mkdir()
@@ -120,7 +125,7 @@ class Servers:
             if len(self._alive) >= KEEP:
                 self._alive.popitem(last=False)[1].stop()
             self.make_room()
-            server = CountedServer(model, *flags, **({"prefork": self._prefork} | options))
+            server = CountedServer(model, *flags, **({"prefork": self.prefork} | options))
         self._alive[key] = server
         return server
 
@@ -172,11 +177,24 @@ class Servers:
         """Stock SGLang, tp 1."""
         return self.get(model, *flags, **options)
 
+    def run(self, module: str, *argv: str, env: dict[str, str] | None = None, seconds: float = 1000) -> Done:
+        """``python -m module argv``, a program with an engine of its own, until it ends."""
+        count_start()
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = popen(self.prefork, module, argv, os.environ | (env or {}), **pipes)
+        try:
+            said, complained = process.communicate(timeout=seconds)
+        finally:
+            process.kill()
+        return Done(argv, process.returncode, said, complained)
+
     def stop(self) -> None:
         for server in self._alive.values():
+            server.process.send_signal(signal.SIGTERM)  # all at once
+        for server in self._alive.values():
             server.stop()
-        if self._prefork is not None:
-            self._prefork.stop()
+        if self.prefork is not None:
+            self.prefork.stop()
 
 
 @contextmanager

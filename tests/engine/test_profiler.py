@@ -16,6 +16,7 @@ import pytest
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
+from sglang_pat.testing.prefork import popen
 
 from .conftest import count_start
 
@@ -34,20 +35,13 @@ for module, *arguments in json.loads(sys.argv[1]):
 
 
 def command(module, model, *arguments):
+    """The module, and its arguments for an engine of two ranks."""
     flags = ["--model-path", model, "--tp", 1, "--dp", 2, "--dtype", "float32", "--max-total-tokens", 8192]
-    return [sys.executable, "-m", *map(str, (module, *arguments, *flags))]
+    return [*map(str, (module, *arguments, *flags))]
 
 
 def sweep(model, out, *flags):
     return command("profiler.sweep", model, "--out", out, "--grid", GRID, "--budget", BUDGET, *flags)
-
-
-def start(arguments, log):
-    return subprocess.Popen(arguments, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
-
-
-def run(arguments):
-    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
 
 
 def keys(profile):
@@ -56,13 +50,14 @@ def keys(profile):
 
 
 @pytest.fixture(scope="module")
-def swept(llama, tmp_path_factory):
+def swept(llama, servers, tmp_path_factory):
     """(profile file, the profile when interrupted, output of the second run)."""
     folder = tmp_path_factory.mktemp("profiler")
     path, log = folder / "profile.json", folder / "log.txt"
     count_start()
+    module, *argv = sweep(llama, path)
     with log.open("w") as output:
-        process = start(sweep(llama, path), output)
+        process = popen(servers.prefork, module, argv, os.environ, stdout=output, stderr=output)
         try:
             begin = time.monotonic()
             while not path.exists() or len(profiles.load(path).decode) < 3:
@@ -75,8 +70,7 @@ def swept(llama, tmp_path_factory):
             process.kill()
     assert "the same command goes on" in log.read_text()
     interrupted = profiles.load(path)
-    count_start()
-    again = run(sweep(llama, path))
+    again = servers.run(*sweep(llama, path))
     assert again.returncode == 0, again.stdout + again.stderr
     return path, interrupted, again.stdout
 
@@ -129,7 +123,8 @@ def test_another_deployment_is_refused_and_the_file_stays(swept, llama, tmp_path
         (command("profiler.validate", llama, other), "dtype='bfloat16'"),
     ]
     # One process for all, since each would import SGLang first.
-    result = run([sys.executable, "-c", REFUSED, json.dumps([arguments[2:] for arguments, _ in cases])])
+    asked = json.dumps([arguments for arguments, _ in cases])
+    result = subprocess.run([sys.executable, "-c", REFUSED, asked], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     lines = result.stderr.strip().splitlines()
     assert len(lines) == len(cases), result.stderr
@@ -138,10 +133,9 @@ def test_another_deployment_is_refused_and_the_file_stays(swept, llama, tmp_path
     assert path.read_bytes() == before
 
 
-def test_validation_of_a_real_batch(swept, llama, tmp_path):
+def test_validation_of_a_real_batch(swept, servers, llama, tmp_path):
     extra = ["--requests", 8, "--max-new-tokens", 48, "--out", tmp_path / "out"]
-    count_start()
-    result = run(command("profiler.validate", llama, swept[0], *extra))
+    result = servers.run(*command("profiler.validate", llama, swept[0], *extra))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "tp1×dp2" in result.stdout and "tp2×dp1" in result.stdout
     written = {file.name for file in (tmp_path / "out").iterdir()}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from sglang_pat.predict import profile as profiles
 from sglang_pat.testing.server import Server, sent_event
 from sglang_pat.testing.tokenizer import EOS_ID, STOP_ID
 
-from .conftest import count_start
 from .made_up import made_up
 
 STOPS = list(range(100, 124))
@@ -399,11 +396,13 @@ def test_bad_bodies_did_no_harm(server):
 
 SCRIPT = """
 import sglang_pat
+from sglang_pat.host import processes
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.records import Group, Summary
 from sglang_pat.admission.rules import Rules
 
 if __name__ == "__main__":
+    processes.fork_here()
     engine = sglang_pat.Engine(
         model_path={model!r}, tp_size=1, dp_size=2, adaptive_tp=True, pat_policy="schedule", dtype="float32",
         max_total_tokens=20000, log_level="error",
@@ -450,11 +449,9 @@ if __name__ == "__main__":
 """
 
 
-def test_engine_rollout(llama, tmp_path):
-    script = tmp_path / "rollout.py"
-    script.write_text(SCRIPT.format(model=str(llama)))
-    count_start()
-    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500)
+def test_engine_rollout(servers, llama, tmp_path):
+    (tmp_path / "rounds_of_python.py").write_text(SCRIPT.format(model=str(llama)))
+    found = servers.run("rounds_of_python", env={"PYTHONPATH": str(tmp_path)}, seconds=500)
     assert found.returncode == 0, found.stderr[-3000:]
     assert found.stdout.strip().endswith("done")
     assert all(f"{mode} rounds" in found.stdout for mode in ("strict", "reorder", "partial"))

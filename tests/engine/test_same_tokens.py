@@ -90,6 +90,7 @@ SETUPS = {
         count=1,
         flags=CHUNKED,
         stock=False,
+        soak_only=True,  # 570 MB that are made first, and two minutes for a dozen tokens
         limits=dict(vocab=49152, max_batch=4, max_prompt=60, max_new_tokens=12),
     ),
 }

@@ -6,6 +6,7 @@ Two and four processes are started once each and run all ``check_*`` functions; 
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import os
 import random
@@ -107,17 +108,16 @@ def check_reductions(rank, n, group):
         kind = (
             torch.float32 if dtype.is_floating_point else torch.bool if dtype == torch.bool else torch.int32
         )
-        for op in ops_of[kind]:
-            for numel in (0, 1, 7, 4096 // dtype.itemsize, 30_001):
-                inputs = [values(r, numel, dtype) for r in range(n)]
-                want = expected_reduction(inputs, op)
-                got = inputs[rank].clone()
-                dist.all_reduce(got, op, group=group)
-                same(got, want, ("all_reduce", dtype, op, numel))
-                for root in range(n):
-                    got = inputs[rank].clone()
-                    dist.reduce(got, group_dst=root, op=op, group=group)
-                    same(got, want if rank == root else inputs[rank], ("reduce", dtype, op, numel))
+        for i, (op, numel) in enumerate(itertools.product(ops_of[kind], (0, 1, 7, 4096 // dtype.itemsize, 30_001))):
+            inputs = [values(r, numel, dtype) for r in range(n)]
+            want = expected_reduction(inputs, op)
+            got = inputs[rank].clone()
+            dist.all_reduce(got, op, group=group)
+            same(got, want, ("all_reduce", dtype, op, numel))
+            root = i % n
+            got = inputs[rank].clone()
+            dist.reduce(got, group_dst=root, op=op, group=group)
+            same(got, want if rank == root else inputs[rank], ("reduce", dtype, op, numel))
 
 
 def check_large_reductions(rank, n, group):

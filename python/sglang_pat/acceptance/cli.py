@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, begun: float) -> Report:
             report.seconds = time.monotonic() - begun
             report.save(args.out)
     finally:
-        bench.stop()
+        bench.close()
     try:
         from sglang_pat.acceptance.picture import draw
 

@@ -6,7 +6,6 @@ import os
 import random
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,14 @@ from profiler.worker import Worker, search_path
 from sglang_pat import preflight
 from sglang_pat.acceptance import commands, kernels
 from sglang_pat.acceptance.results import Result
+from sglang_pat.host import cpu_shim
 from sglang_pat.host.cuda import SHARE_ENV
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory import estimate
 from sglang_pat.memory.plan import GIB, make_plan
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.testing import models
+from sglang_pat.testing.prefork import Prefork, popen
 from sglang_pat.testing.server import rank_processes
 from sglang_pat.testing.shapes import write_shape
 
@@ -34,7 +35,8 @@ COPY_TOKENS = 8192
 STEADY = {"SGLANG_PAT_CHECK_STEADY": "1", "SGLANG_PAT_CHECK_AGREEMENT": "1"}
 """A switch that makes a group, a pool or a graph fails; ranks of a group are compared after every switch."""
 PATS_WAY = ("--pat-weights", "reshard", "--pat-kv-exchange", "allgather")
-SWEEP_BUDGET = "3m"
+SWEEP_BUDGET, SWEEP_SECONDS = "3m", 1200
+"""What the sweep is given, and the longest that it may take."""
 CPU_GRID = "batch=1,4;context=96;lone=1;prefill_batch=1;prefill_length=64;switch_requests=4;switch_context=128"
 GPU_GRID = (
     "batch=1,8,64;context=256,4096;lone=1;prefill_batch=1;prefill_length=256,2048;switch_requests=8;switch_context=1024"
@@ -61,6 +63,7 @@ class Bench:
         sharing: all ranks run on one GPU.
         flags, large_flags: SGLang's, of every engine and of those of the large model.
         best_static: seconds of the best static layout on the long-tail batch, once measured.
+        prefork: forks the engines of one interpreter, on a CPU; on a GPU each imports SGLang itself.
         large: the model whose times and memory are taken; the same on a CPU.
     """
 
@@ -74,6 +77,7 @@ class Bench:
     flags: tuple[str, ...] = ()
     seed: int = 0
     best_static: float | None = None
+    prefork: Prefork | None = None
     _engine: tuple[tuple, Worker] | None = None
 
     @property
@@ -106,7 +110,10 @@ class Bench:
         if self._engine is None or self._engine[0] != key:
             self.stop()
             log = self.folder / "engine.log"
-            worker = Worker(model, *self.layout, *self.flags, *flags, policy=policy, env=STEADY | self.env, log=log)
+            worker = Worker(
+                model, *self.layout, *self.flags, *flags, policy=policy, env=STEADY | self.env, log=log,
+                prefork=self.prefork,
+            )  # fmt: skip
             self._engine = key, worker
         return self._engine[1]
 
@@ -123,6 +130,12 @@ class Bench:
         if self._engine is not None:
             self._engine[1].stop()
         self._engine = None
+
+    def close(self) -> None:
+        """End the engine, and what forks engines."""
+        self.stop()
+        if self.prefork is not None:
+            self.prefork.stop()
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
         drawn = random.Random(self.seed)
@@ -372,14 +385,18 @@ def sweep(bench: Bench) -> Result:
     bench.stop()
     bench.profile.unlink(missing_ok=True)
     grid = GPU_GRID if bench.device == "cuda" else CPU_GRID
-    command = [
-        sys.executable, "-m", "profiler.sweep", "--model-path", str(bench.large), "--out", str(bench.profile),
-        "--grid", grid, "--budget", SWEEP_BUDGET, *bench.layout, *bench.flags, *bench.large_flags,
+    argv = [
+        "--model-path", str(bench.large), "--out", str(bench.profile), "--grid", grid, "--budget", SWEEP_BUDGET,
+        *bench.layout, *bench.flags, *bench.large_flags,
     ]  # fmt: skip
-    env = os.environ | search_path() | bench.env
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1200)
-    last = (done.stdout.strip() or done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-    verdict = "passed" if done.returncode == 0 else "failed"
+    env, pipe = os.environ | search_path() | bench.env, subprocess.PIPE
+    process = popen(bench.prefork, "profiler.sweep", argv, env, stdout=pipe, stderr=pipe)
+    try:
+        said, complained = process.communicate(timeout=SWEEP_SECONDS)
+    finally:
+        process.kill()
+    last = (said.strip() or complained.strip() or f"exit code {process.returncode}").splitlines()[-1]
+    verdict = "passed" if process.returncode == 0 else "failed"
     return Result(verdict=verdict, line=last.replace(f"{bench.folder}/", ""))
 
 
@@ -414,7 +431,7 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
     if device == "cpu":
         return Bench(
             device=device, ranks=ranks, folder=folder, small=small, large=small, large_flags=("--dtype", "float32"),
-            flags=flags,
+            flags=flags, prefork=Prefork() if cpu_shim.needed() else None,
         )
     share = _free_on_gpus() / (ranks if sharing else 1)
     large = write_shape(cache, next(name for name, least in LARGE if share >= least))

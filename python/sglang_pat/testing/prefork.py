@@ -1,10 +1,11 @@
-"""Servers as forks of one interpreter that has imported SGLang: a start takes 1 s of CPU time instead of 15, a start of
-stock SGLang 2 instead of 35.
+"""Programs that start engines, as forks of one interpreter that has imported SGLang: a start takes 1 s of CPU time
+instead of 15, a start of stock SGLang 2 instead of 35.
 
     with Prefork() as prefork:
         server = Server(model, "--tp", "1", prefork=prefork)
+        program = prefork.popen("profiler.sweep", ["--model-path", "M"], os.environ, stdout=log)
 
-For many servers in one test run, on machines without CUDA: importing SGLang there touches the driver, which does not
+For many engines in one test run, on machines without CUDA: importing SGLang there touches the driver, which does not
 survive a fork.  What a module reads of the environment while it is imported is that of the first one.
 """
 
@@ -18,18 +19,20 @@ import queue
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import IO, Any
 
-MODULE = "sglang_pat.launch_server"
+SERVER = "sglang_pat.launch_server"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Of every server: one thread a rank, and nothing to be downloaded."""
+MOST = 1 << 20
+"""Bytes of an order or an event."""
 
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -40,55 +43,97 @@ def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def popen(
+    prefork: Prefork | None, module: str, argv: Sequence[str], env: Mapping[str, str], **files: int | IO | None
+) -> subprocess.Popen | Fork:
+    """``python -m module argv`` by ``prefork``, or without one in a new interpreter (:meth:`Prefork.popen`)."""
+    if prefork is not None:
+        return prefork.popen(module, argv, env, **files)
+    command = [sys.executable, "-m", module, *argv]
+    return subprocess.Popen(command, text=True, process_group=0, preexec_fn=die_with_parent, env=env, **files)
+
+
 class Prefork:
-    """The side of who wants servers.  The interpreter starts with the first of them and ends with this process."""
+    """The side of who wants programs.  The interpreter starts with the first of them and ends with this process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
+        self._channel: socket.socket
         self._began: queue.SimpleQueue[Fork | None]
 
-    def start(self, argv: Sequence[str], log: Path, env: dict[str, str]) -> Fork:
-        """``python -m sglang_pat.launch_server argv``, with this environment; it leads a process group.
+    def popen(
+        self,
+        module: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        stdin: int | IO | None = None,
+        stdout: int | IO | None = None,
+        stderr: int | IO | None = None,
+    ) -> Fork:
+        """``python -m module argv``, with this environment; it leads a process group.
+
+        Args:
+            stdin, stdout, stderr: as of ``subprocess.Popen``, in text; ``None``: nothing.
 
         Raises:
             RuntimeError: the interpreter has ended.
         """
         if self._process is None:
-            self._began = queue.SimpleQueue()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "sglang_pat.testing.prefork"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                text=True, process_group=0, env=os.environ | ENVIRONMENT,
-            )  # fmt: skip
-            threading.Thread(
-                target=self._read, args=(self._process, self._began), name="prefork", daemon=True
-            ).start()
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"argv": list(argv), "log": str(log), "env": env}) + "\n")
-            self._process.stdin.flush()
-        if (fork := self._began.get()) is None:
+            self._start()
+        with ExitStack() as ours:
+            nothing = ours.enter_context(open(os.devnull, "r+b"))
+            theirs, ends = [nothing] * 3, [None] * 3
+            for number, wanted in enumerate((stdin, stdout, stderr)):
+                if wanted == subprocess.PIPE:
+                    pair = [os.fdopen(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True)]
+                    theirs[number], ends[number] = pair if number == 0 else reversed(pair)
+                    ours.enter_context(theirs[number])
+                elif wanted == subprocess.STDOUT:
+                    theirs[number] = theirs[1]
+                elif wanted not in (None, subprocess.DEVNULL):
+                    theirs[number] = wanted
+            order = json.dumps({"module": module, "argv": list(argv), "env": dict(env)}).encode()
+            files = [file if isinstance(file, int) else file.fileno() for file in theirs]
+            with suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(self._channel, [order], files)
+            fork = self._began.get()
+        if fork is None:
             process, self._process = self._process, None
-            raise RuntimeError(f"the interpreter that forks servers has ended: exit code {process.wait()}")
+            raise RuntimeError(f"the interpreter that forks programs has ended: exit code {process.wait()}")
+        fork.args, (fork.stdin, fork.stdout, fork.stderr) = [module, *argv], ends
         return fork
 
+    def _start(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sglang_pat.testing.prefork", str(theirs.fileno())], stdin=subprocess.DEVNULL,
+                process_group=0, env=os.environ | ENVIRONMENT, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+        self._began = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(self._channel, self._began), name="prefork", daemon=True).start()
+
     @staticmethod
-    def _read(process: subprocess.Popen, began: queue.SimpleQueue[Fork | None]) -> None:
+    def _read(channel: socket.socket, began: queue.SimpleQueue[Fork | None]) -> None:
         forks: dict[int, Fork] = {}
-        for line in process.stdout:
-            event = json.loads(line)
-            if "began" in event:
-                fork = forks[event["began"]] = Fork(event["began"])
-                began.put(fork)
-            else:
-                forks.pop(event["ended"]).end(event["code"])
+        with suppress(ConnectionResetError):
+            while line := channel.recv(MOST):
+                event = json.loads(line)
+                if "began" in event:
+                    fork = forks[event["began"]] = Fork(event["began"])
+                    began.put(fork)
+                else:
+                    forks.pop(event["ended"]).end(event["code"])
         for fork in forks.values():  # they die with the interpreter
             fork.end(-signal.SIGKILL)
         began.put(None)
 
     def stop(self) -> None:
-        """End the interpreter and the servers that it has forked."""
+        """End the interpreter and the programs that it has forked."""
         process, self._process = self._process, None
         if process is not None:
-            process.stdin.close()
+            self._channel.shutdown(socket.SHUT_WR)
             process.wait()
 
     def __enter__(self) -> Prefork:
@@ -99,7 +144,12 @@ class Prefork:
 
 
 class Fork:
-    """What ``subprocess.Popen`` has of a process, as far as tests use it."""
+    """What ``subprocess.Popen`` has of a process, as far as it is used."""
+
+    stdin: IO | None = None
+    stdout: IO | None = None
+    stderr: IO | None = None
+    args: Sequence[str] = ()
 
     def __init__(self, pid: int) -> None:
         self.pid, self.returncode = pid, None
@@ -114,8 +164,29 @@ class Fork:
 
     def wait(self, timeout: float | None = None) -> int:
         if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired(MODULE, timeout)
+            raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
+        """What it wrote to the pipes stdout and stderr, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it took longer than ``timeout`` seconds; it runs on.
+        """
+        said: dict[str, str] = {}
+
+        def read(name: str, file: IO) -> None:
+            with file:
+                said[name] = file.read()
+
+        files = {name: file for name in ("stdout", "stderr") if (file := getattr(self, name)) is not None}
+        readers = [threading.Thread(target=read, args=item, daemon=True) for item in files.items()]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join()
+        return said.get("stdout"), said.get("stderr")
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
@@ -128,39 +199,43 @@ class Fork:
 # -- the interpreter -------------------------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Fork a server for each line of the input until it ends; in the fork, be that server."""
+def serve(number: int) -> None:
+    """Fork a program for each order until there are no more; in the fork, be that program.
+
+    ``number``: of the descriptor of the channel.
+    """
     import setproctitle
 
     setproctitle.getproctitle()  # see host/preload.py
-    orders, events = os.dup(0), os.dup(1)
+    channel = socket.socket(fileno=number)
+    os.set_inheritable(number, False)
     os.dup2(2, 1)  # what is imported may print
     _import_all()
     ended: dict[int, int] = {}  # descriptors of processes, with their ids
-    waiting, buffer = select.poll(), b""
-    waiting.register(orders, select.POLLIN)
+    waiting = select.poll()
+    waiting.register(channel, select.POLLIN)
     while True:
         for descriptor, _ in waiting.poll():
-            if descriptor == orders:
-                read = os.read(orders, 1 << 20)
-                if not read:
+            if descriptor == number:
+                order, files, *_ = socket.recv_fds(channel, MOST, 3)
+                if not order:
                     os._exit(0)  # what was imported has nothing to put away, and takes seconds to
-                *lines, buffer = (buffer + read).split(b"\n")
-                for line in lines:
-                    order = json.loads(line)
-                    if (pid := os.fork()) == 0:
-                        for other in (orders, events, *ended):
-                            os.close(other)
-                        return become(**order)
-                    child = os.pidfd_open(pid)
-                    ended[child] = pid
-                    waiting.register(child, select.POLLIN)
-                    _say(events, {"began": pid})
+                if (pid := os.fork()) == 0:
+                    channel.close()
+                    for other in ended:
+                        os.close(other)
+                    return become(files, **json.loads(order))
+                for file in files:
+                    os.close(file)
+                child = os.pidfd_open(pid)
+                ended[child] = pid
+                waiting.register(child, select.POLLIN)
+                _say(channel, {"began": pid})
             else:
                 waiting.unregister(descriptor)
                 os.close(descriptor)
                 pid, status = os.waitpid(ended.pop(descriptor), 0)
-                _say(events, {"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+                _say(channel, {"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
 def _import_all() -> None:
@@ -168,36 +243,35 @@ def _import_all() -> None:
     from sglang_pat.host import cpu_shim, noise, processes
 
     cpu_shim.install()
-    warm, processes.warm = processes.warm, lambda: None  # each server forks its own fork server
+    warm, processes.warm = processes.warm, lambda: None  # each program forks its own fork server
     with noise.quiet_imports():
         import sglang_pat.host.http
         import sglang_pat.host.preload  # noqa: F401
     processes.warm = warm
 
 
-def _say(events: int, event: dict[str, int]) -> None:
-    os.write(events, json.dumps(event).encode() + b"\n")
+def _say(channel: socket.socket, event: dict[str, int]) -> None:
+    channel.send(json.dumps(event).encode())
 
 
-def become(argv: list[str], log: str, env: dict[str, str]) -> None:
-    """Run the server in this process, as if it had just been started."""
+def become(files: list[int], module: str, argv: list[str], env: dict[str, str]) -> None:
+    """Run the program in this process, as if it had just been started; ``files``: its stdin, stdout, stderr."""
     import setproctitle
 
     die_with_parent()
     os.setpgid(0, 0)
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+    for target, source in enumerate(files):
         os.dup2(source, target)
-        os.close(source) if source != output else None
+        os.close(source)
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None
     sys.path[:0] = [place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path]
-    setproctitle.setproctitle(" ".join([sys.executable, "-m", MODULE, *argv]))
-    sys.argv = [MODULE, *argv]
-    if "--adaptive-tp" not in argv:
+    setproctitle.setproctitle(" ".join([sys.executable, "-m", module, *argv]))
+    sys.argv = [module, *argv]
+    if module == SERVER and "--adaptive-tp" not in argv:
         fork_stock()
-    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def fork_stock() -> None:
@@ -207,4 +281,4 @@ def fork_stock() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(int(sys.argv[1]))

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -29,7 +28,7 @@ import requests
 
 from sglang_pat.host.processes import RANK_TITLE, is_resource_tracker
 from sglang_pat.testing.ports import free_port
-from sglang_pat.testing.prefork import ENVIRONMENT, Fork, Prefork, die_with_parent
+from sglang_pat.testing.prefork import ENVIRONMENT, SERVER, Fork, Prefork, popen
 
 
 def rank_processes(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
@@ -109,14 +108,8 @@ class Server:
         environment = os.environ | ENVIRONMENT | (env or {})
         # In our session: Linux schedules sessions against each other, and one whose ranks compute without end keeps its
         # clients waiting for seconds.  In a process group of its own: an interrupt is for us.
-        if prefork is not None:
-            self.process = prefork.start(argv, self.log, environment)
-        else:
-            with self.log.open("wb") as log:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", "sglang_pat.launch_server", *argv], stdout=log, stderr=subprocess.STDOUT,
-                    env=environment, process_group=0, preexec_fn=die_with_parent,
-                )  # fmt: skip
+        with self.log.open("ab") as log:
+            self.process = popen(prefork, SERVER, argv, environment, stdout=log, stderr=log)
         self.started_seconds = 0.0
         if wait:
             self.wait_ready()

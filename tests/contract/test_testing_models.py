@@ -10,7 +10,7 @@ import pytest
 from sglang_pat.host import cpu_shim
 from sglang_pat.testing import models, tokenizer, weights
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.contract
 
 
 @pytest.fixture(scope="module")
