@@ -1,4 +1,4 @@
-# make setup | test | unit | test-integration | soak | demo | bench | gpu | lint | clean | distclean
+# make setup | check | test | unit | test-integration | soak | demo | bench | gpu | lint | types | docs | clean | distclean
 #
 # Needs Python 3.11 or newer, gcc/g++ and make. Everything goes into .venv; a second run takes well under a second.
 
@@ -16,6 +16,7 @@ INTEGRATION := .venv-integration
 PIP_COMMAND = -m pip --disable-pip-version-check install --quiet --no-input
 PIP = $(PY) $(PIP_COMMAND)
 SOURCES := requirements/torch.txt requirements/cpu.txt requirements/host.txt
+CODE := python profiler tests bench examples
 EXTENSION := pyproject.toml $(wildcard setup.py) $(shell find csrc -type f 2>/dev/null)
 
 # One thread a rank: the ranks of an engine share the cores. Offline: nothing here is ever to be downloaded by a test.
@@ -24,7 +25,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup test unit test-integration soak demo bench gpu lint clean distclean
+.PHONY: setup check test unit test-integration soak demo bench gpu lint types docs clean distclean
 
 setup: $(VENV)/.sglang_pat_setup
 
@@ -78,11 +79,30 @@ bench: setup
 gpu: setup
 	$(PY) -m sglang_pat.acceptance $(GPU_ARGS)
 
+# What to run before a commit: all that takes no engine.
+check: lint types unit
+
 lint: setup
-	$(PY) -m ruff check python profiler tests bench examples
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
+
+types: $(VENV)/.sglang_pat_types
+	$(VENV)/bin/basedpyright
+
+$(VENV)/.sglang_pat_types: $(VENV)/.sglang_pat_setup requirements/check.txt
+	$(PIP) --no-deps -r requirements/check.txt
+	touch $@
+
+# The pages as a site, in out/site.  Links are checked by tests/unit/test_docs.py.
+docs: $(VENV)/.sglang_pat_docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
+$(VENV)/.sglang_pat_docs: $(VENV)/.sglang_pat_setup requirements/docs.txt
+	$(PIP) --no-deps -r requirements/docs.txt
+	touch $@
 
 clean:
-	rm -rf build dist python/*.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf build dist out/site python/*.egg-info .pytest_cache .hypothesis .ruff_cache
 	find python profiler tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 	find python -name '*.so' -delete
 	rm -f $(VENV)/.sglang_pat_setup

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from sglang_pat.coordinator.lengths import LengthHistory
+from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.compare import Machine, Work
 from sglang_pat.replay.shapes import parse_shape

@@ -14,9 +14,9 @@ import rollout
 from rich.console import Console
 from rich.table import Table
 
-from sglang_pat.demo.prompts import PROMPTS
-from sglang_pat.testing.machine import machine
 from sglang_pat.testing.server import Server, sent_event, stopped
+from sglang_pat.tools.machine import machine
+from sglang_pat.tools.prompts import PROMPTS
 
 NUM_PROMPTS, NUM_RESPONSES = 4, 2
 LIMIT = 192

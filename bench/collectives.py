@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from sglang_pat.comm import shm
-from sglang_pat.testing.machine import machine
+from sglang_pat.tools.machine import machine
 
 CASES = [
     ("all_reduce", 4 << 10),
@@ -120,9 +120,7 @@ def size_text(size: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer and shorter repeats; under a minute or two"
-    )
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter repeats; under a minute or two")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="group sizes (default: 2 4)")
     args = parser.parse_args()
@@ -140,9 +138,7 @@ def main() -> None:
                 f"{row['pat_shm_us']:>12.1f}{row['ratio']:>8.1f}x"
             )
     if args.json:
-        args.json.write_text(
-            json.dumps({"machine": about, "repeats": repeats, "results": results}, indent=1) + "\n"
-        )
+        args.json.write_text(json.dumps({"machine": about, "repeats": repeats, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

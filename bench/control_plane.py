@@ -31,7 +31,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import Coordinator
 from sglang_pat.coordinator.leader import Work
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.testing.machine import machine
+from sglang_pat.tools.machine import machine
 
 LEADERS = 8
 MODES = ("strict", "reorder", "partial")

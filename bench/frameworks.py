@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_pat.testing import models
-from sglang_pat.testing.machine import machine
+from sglang_pat.tools.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = Path(".cache/models/llama-natural")

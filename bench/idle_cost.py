@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from sglang_pat.testing import models
-from sglang_pat.testing.machine import machine
 from sglang_pat.testing.server import Server, stopped
+from sglang_pat.tools.machine import machine
 
 CASES = {"one rank": ("--tp", "1", "--dp", "1"), "two replicas": ("--tp", "1", "--dp", "2")}
 OFF = ("--adaptive-tp", "--pat-policy", "manual")

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_pat.acceptance.kernels import measure
-from sglang_pat.testing.machine import machine
+from sglang_pat.tools.machine import machine
 
 LAYERS = {
     "8 heads x 128, bfloat16": (8, 128, torch.bfloat16),

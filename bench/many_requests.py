@@ -19,7 +19,7 @@ from typing import Any
 from profiler import host
 from profiler.rig import Rig
 from sglang_pat.testing import models
-from sglang_pat.testing.machine import machine
+from sglang_pat.tools.machine import machine
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -26,12 +26,12 @@ from pathlib import Path
 from scipy.special import ndtri
 
 from sglang_pat.comm.shm import LINK_ENV
-from sglang_pat.demo.prompts import PROMPTS
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import load
 from sglang_pat.testing import models
-from sglang_pat.testing.machine import machine
 from sglang_pat.testing.server import Server, stopped
+from sglang_pat.tools.machine import machine
+from sglang_pat.tools.prompts import PROMPTS
 
 CACHE = Path(".cache")
 RANKS = ("--tp", "1", "--dp", "2", "--max-running-requests", "128")
@@ -43,7 +43,7 @@ GRID = (
 )
 """What batches of this benchmark go through; the sweep's own grid covers all that the engine could hold."""
 WARM_ROUNDS = 2
-"""Rounds that do not count; after two of one size policies know how large a round is (coordinator/arrivals.py)."""
+"""Rounds that do not count; after two of one size policies know how large a round is (coordinator/round_tracker.py)."""
 
 WARM_TOKENS = 4
 """Response length in them, and their limit too, so that policies learn no length from them."""

@@ -27,8 +27,8 @@ import _switch_figures as figures
 from profiler.worker import Worker
 from sglang_pat.acceptance.commands import prefilled
 from sglang_pat.testing import models
-from sglang_pat.testing.machine import machine
 from sglang_pat.testing.server import stopped
+from sglang_pat.tools.machine import machine
 
 CACHE = Path(".cache/models")
 WAYS = {"ours": (), "PAT's": ("--pat-weights", "reshard", "--pat-kv-exchange", "allgather")}

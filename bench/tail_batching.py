@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from sglang_pat.admission.rules import Rules
-from sglang_pat.coordinator.policy import make_policy
+from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.rounds import Engines, Simulation

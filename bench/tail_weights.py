@@ -37,8 +37,8 @@ from sglang_pat.host.lone import LoneRank  # noqa: E402
 from sglang_pat.host.sharding import shard_specs  # noqa: E402
 from sglang_pat.host.weights import Views  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
-from sglang_pat.testing.machine import machine  # noqa: E402
 from sglang_pat.testing.weights import RandomModel, config  # noqa: E402
+from sglang_pat.tools.machine import machine  # noqa: E402
 from sglang_pat.weights.shards import copies  # noqa: E402
 
 MODELS = {
@@ -47,9 +47,7 @@ MODELS = {
         layers=30, hidden=576, heads=12, kv_heads=4, head_dim=64, intermediate=1536, vocab=49152, tie=True
     ),
     # As in rollout.py: two layers, whose steps are mostly weights.
-    "wide": RandomModel(
-        layers=2, hidden=2048, heads=16, kv_heads=4, head_dim=128, intermediate=10240, vocab=2048
-    ),
+    "wide": RandomModel(layers=2, hidden=2048, heads=16, kv_heads=4, head_dim=128, intermediate=10240, vocab=2048),
 }
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 128

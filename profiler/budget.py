@@ -102,7 +102,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """What to do.
 
     Attributes:
@@ -148,7 +148,7 @@ def total(costs: Costs, points: Iterable[Point], allowance: float) -> float:
     return sum(seconds_of(costs, point, allowance) * costs.correction(point.kind) for point in points)
 
 
-def plan(points: list[Point], costs: Costs, seconds: float, must: Set[tuple] = frozenset()) -> Plan:
+def plan(points: list[Point], costs: Costs, seconds: float, must: Set[tuple] = frozenset()) -> SweepPlan:
     """Which of ``points`` (in their order) to measure in the ``seconds`` left, and how.
 
     ``must``: keys of those without which there is no profile.
@@ -172,9 +172,9 @@ def plan(points: list[Point], costs: Costs, seconds: float, must: Set[tuple] = f
     return _made([p for p in points if p.key in kept], left_out, costs, allowance)
 
 
-def _made(kept: list[Point], left_out: list[Point], costs: Costs, allowance: float) -> Plan:
+def _made(kept: list[Point], left_out: list[Point], costs: Costs, allowance: float) -> SweepPlan:
     steps = {p.key: steps_for(costs, p, allowance) for p in kept if p.kind == "decode"}
-    return Plan(tuple(kept), tuple(left_out), steps, total(costs, kept, allowance), allowance)
+    return SweepPlan(tuple(kept), tuple(left_out), steps, total(costs, kept, allowance), allowance)
 
 
 def parse_budget(text: str) -> float:

@@ -5,25 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from profiler import style
+from sglang_pat.tools import pictures
 
 
 def throughput_figure(
     folder: Path, layout: str, curve: dict[int, tuple[float, float]], row: dict[str, Any], place: int
 ) -> Path:
     """Draw ``remaining → (measured, predicted)`` tokens/s; the batch drains from left to right."""
-    figure, (axes,) = style.panels(1, width=7.0, height=3.8)
+    figure, (axes,) = pictures.panels(1, width=7.0, height=3.8)
     remaining = sorted(curve, reverse=True)
-    color = style.LAYOUT[place % len(style.LAYOUT)]
+    color = pictures.LAYOUT[place % len(pictures.LAYOUT)]
     axes.plot(remaining, [curve[n][0] for n in remaining], "o", color=color, ms=5, label="measured")
-    axes.plot(remaining, [curve[n][1] for n in remaining], color=style.LINE, linewidth=1.4, label="predicted")
+    axes.plot(remaining, [curve[n][1] for n in remaining], color=pictures.LINE, linewidth=1.4, label="predicted")
     axes.set_xlim(max(remaining) + 0.5, min(remaining) - 0.5)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(bottom=0)
-    style.labels(axes, "requests remaining", "tokens/s of the engine")
+    pictures.labels(axes, "requests remaining", "tokens/s of the engine")
     window = next(name for name in row if name.startswith("error a window"))
-    style.title(axes, f"{layout}: error {100 * row[window]:.1f} % a window")
+    pictures.title(axes, f"{layout}: error {100 * row[window]:.1f} % a window")
     spread = f"{100 * row['repeat to repeat']:.1f} %"
-    style.footer(figure, f"{row['steps']} steps; the machine's own spread from run to run {spread}")
+    pictures.footer(figure, f"{row['steps']} steps; the machine's own spread from run to run {spread}")
     axes.legend(fontsize=8.5, frameon=False)
-    return style.save(figure, folder / f"throughput_{layout.replace('×', '_')}.png")
+    return pictures.save(figure, folder / f"throughput_{layout.replace('×', '_')}.png")

@@ -1,4 +1,4 @@
-"""Progress of a sweep: a panel on a terminal, plain lines anywhere else.  As the demonstration's, on stdout."""
+"""Progress of a sweep: a panel on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from sglang_pat.demo import display as demo
+from sglang_pat.tools import console
 
 LINE_SECONDS = 10.0
 """How often a plain line is printed."""
@@ -48,8 +48,8 @@ class Progress:
         return max(0.0, self._ends - time.monotonic())
 
 
-class Display(demo.Display):
-    """Prints on ``console``; live where that is a terminal."""
+class Display(console.Speaker):
+    """The progress of a sweep."""
 
     @contextmanager
     def following(self, progress: Progress) -> Iterator[None]:
@@ -94,5 +94,4 @@ def frame(progress: Progress) -> Group:
 
 
 def make() -> Display:
-    console = Console()
-    return Display(console if console.is_terminal else Console(width=120))
+    return Display(console.make())

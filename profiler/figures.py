@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from profiler import style
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import DecodePoint, Profile
+from sglang_pat.tools import pictures
 
 
 class View:
@@ -25,10 +25,10 @@ class View:
         return self.ranks // tp
 
     def name(self, tp: int) -> str:
-        return style.name(self.ranks, tp)
+        return pictures.name(self.ranks, tp)
 
     def color(self, tp: int) -> str:
-        return style.color(self.degrees, tp)
+        return pictures.color(self.degrees, tp)
 
     def points(self, tp: int, replicas: int | None = None) -> list[DecodePoint]:
         """Decode points of ``tp`` with ``replicas`` replicas at work, all by default, in order."""
@@ -54,7 +54,7 @@ class View:
 def latency_by_layout(view: View) -> Figure:
     """PAT Fig. 4: time per token over the global batch, one line a layout, at a short and at a long context."""
     contexts = _typical(view)
-    figure, axes = style.panels(len(contexts), width=5.6)
+    figure, axes = pictures.panels(len(contexts), width=5.6)
     for one, context in zip(axes, contexts, strict=True):
         batches: set[int] = set()
         for tp in view.degrees:
@@ -68,18 +68,18 @@ def latency_by_layout(view: View) -> Figure:
                 one.plot([1] * len(lone), [1e3 * p.seconds for p in lone], "o", color=view.color(tp), ms=4, mfc="white")
             batches |= {p.batch * dp for p in found}
         one.set_xscale("log", base=2)
-        style.plain_log(one.xaxis, sorted(batches | {1}))
+        pictures.plain_log(one.xaxis, sorted(batches | {1}))
         one.set_ylim(bottom=0)
-        style.labels(one, "requests in the engine", "ms a token")
-        style.title(one, f"context {context} tokens")
+        pictures.labels(one, "requests in the engine", "ms a token")
+        pictures.title(one, f"context {context} tokens")
         one.legend(fontsize=8.5, frameon=False)
-    style.footer(figure, view.label)
+    pictures.footer(figure, view.label)
     return figure
 
 
 def latency_over_tokens(view: View) -> Figure:
     """PAT Fig. 6a: step time over the aggregate tokens of a replica's batch; points measured, lines as predicted."""
-    figure, axes = style.panels(len(view.degrees))
+    figure, axes = pictures.panels(len(view.degrees))
     for one, tp in zip(axes, view.degrees, strict=True):
         batches = sorted({p.batch for p in view.points(tp)})
         for batch, shade in zip(batches, _shades(len(batches)), strict=True):
@@ -90,16 +90,16 @@ def latency_over_tokens(view: View) -> Figure:
             _measured(one, tokens, found, shade, f"batch {batch}" if _shown(batch, batches) else None)
         one.set_xscale("log", base=2)
         one.set_ylim(bottom=0)
-        style.labels(one, "tokens of the batch (one replica)", "ms a step")
-        style.title(one, view.name(tp))
+        pictures.labels(one, "tokens of the batch (one replica)", "ms a step")
+        pictures.title(one, view.name(tp))
         one.legend(fontsize=7.5, frameon=False)
-    style.footer(figure, view.label)
+    pictures.footer(figure, view.label)
     return figure
 
 
 def latency_over_batch(view: View) -> Figure:
     """PAT Fig. 6b: step time over the batch of a replica, one line a context."""
-    figure, axes = style.panels(len(view.degrees))
+    figure, axes = pictures.panels(len(view.degrees))
     for one, tp in zip(axes, view.degrees, strict=True):
         found = view.points(tp)
         counts: dict[int, set[int]] = {}
@@ -113,10 +113,10 @@ def latency_over_batch(view: View) -> Figure:
             one.plot(line, 1e3 * view.predictor.step_seconds(tp, line, line * context), color=shade, linewidth=1.2)
             _measured(one, batches, mine, shade, f"{context} tokens each")
         one.set_ylim(bottom=0)
-        style.labels(one, "batch (one replica)", "ms a step")
-        style.title(one, view.name(tp))
+        pictures.labels(one, "batch (one replica)", "ms a step")
+        pictures.title(one, view.name(tp))
         one.legend(fontsize=7.5, frameon=False)
-    style.footer(figure, view.label)
+    pictures.footer(figure, view.label)
     return figure
 
 

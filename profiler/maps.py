@@ -7,10 +7,10 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from profiler import style
 from profiler.accuracy import Check
 from profiler.figures import View
 from sglang_pat.predict.profile import SwitchSample
+from sglang_pat.tools import pictures
 
 PHASES = ("drain", "capsules", "plan", "kv", "weights", "install", "check")
 """Of a pause, in their order; others follow."""
@@ -30,7 +30,7 @@ def best_layout(view: View) -> Figure | None:
     x, y = np.meshgrid(requests, contexts)
     seconds = np.stack([view.step(tp, x, y) for tp in view.degrees])
     best = seconds.argmin(axis=0)
-    figure, (axes,) = style.panels(1, width=8.2, height=4.8)
+    figure, (axes,) = pictures.panels(1, width=8.2, height=4.8)
     axes.grid(False)
     colors = ListedColormap([view.color(tp) for tp in view.degrees])
     axes.pcolormesh(
@@ -50,15 +50,15 @@ def best_layout(view: View) -> Figure | None:
         axes.contourf(x, y, ~known, levels=[0.5, 1.5], colors="none", hatches=["////"])
     axes.set_xlim(requests[0], requests[-1])
     axes.set_ylim(contexts[0], contexts[-1])
-    style.plain_log(axes.xaxis, sorted({p.batch * p.replicas for p in points} | {1}))
-    style.plain_log(axes.yaxis, sorted({p.context for p in points}))
-    style.labels(axes, "requests in the engine", "context, tokens of each")
-    style.title(axes, f"fastest layout; white: times faster than {view.name(view.degrees[0])}")
+    pictures.plain_log(axes.xaxis, sorted({p.batch * p.replicas for p in points} | {1}))
+    pictures.plain_log(axes.yaxis, sorted({p.context for p in points}))
+    pictures.labels(axes, "requests in the engine", "context, tokens of each")
+    pictures.title(axes, f"fastest layout; white: times faster than {view.name(view.degrees[0])}")
     patches = [Patch(color=view.color(tp), alpha=0.75, label=view.name(tp)) for tp in view.degrees]
     if not known.all():
-        patches.append(Patch(facecolor="white", edgecolor=style.FAINT, hatch="////", label="beyond its points"))
+        patches.append(Patch(facecolor="white", edgecolor=pictures.FAINT, hatch="////", label="beyond its points"))
     axes.legend(handles=patches, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    style.footer(figure, view.label)
+    pictures.footer(figure, view.label)
     return figure
 
 
@@ -73,7 +73,7 @@ def switch_costs(view: View) -> Figure | None:
     if not groups:
         return None
     shown = list(groups.items())[:ROWS]
-    figure, (axes,) = style.panels(1, width=9.0, height=1.2 + 0.27 * len(shown))
+    figure, (axes,) = pictures.panels(1, width=9.0, height=1.2 + 0.27 * len(shown))
     phases = phases_of([sample for _, samples in shown for sample in samples])
     left = np.zeros(len(shown))
     for phase, shade in zip(phases, SHADES * 3, strict=False):
@@ -82,7 +82,7 @@ def switch_costs(view: View) -> Figure | None:
         left += wide
     ahead = np.array([1e3 * np.median([s.prepare_seconds for s in samples]) for _, samples in shown])
     if ahead.max() > 0.02 * left.max():
-        style_ahead = dict(facecolor="white", edgecolor=style.FAINT, hatch="////", linewidth=0.6, height=0.72)
+        style_ahead = dict(facecolor="white", edgecolor=pictures.FAINT, hatch="////", linewidth=0.6, height=0.72)
         axes.barh(range(len(shown)), ahead, left=left, label="prepare, ahead of the pause", **style_ahead)
     names = [
         f"tp{low}→tp{high}, {requests} req, {tokens} tok" + ("" if mode == "migrate" else f", {mode}")
@@ -91,10 +91,10 @@ def switch_costs(view: View) -> Figure | None:
     axes.set_yticks(range(len(shown)), names, fontsize=8)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    style.labels(axes, "ms", "")
-    style.title(axes, "cost of a switch")
+    pictures.labels(axes, "ms", "")
+    pictures.title(axes, "cost of a switch")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    style.footer(figure, view.label)
+    pictures.footer(figure, view.label)
     return figure
 
 
@@ -121,7 +121,7 @@ def predicted_against_measured(view: View, checks: list[Check]) -> Figure | None
     """Each point as it would be predicted had it not been measured."""
     if not checks:
         return None
-    figure, axes = style.panels(len(view.degrees), width=4.6, height=4.2)
+    figure, axes = pictures.panels(len(view.degrees), width=4.6, height=4.2)
     for one, tp in zip(axes, view.degrees, strict=True):
         mine = [check for check in checks if check.tp == tp]
         for inside, face in ((True, view.color(tp)), (False, "white")):
@@ -134,13 +134,13 @@ def predicted_against_measured(view: View, checks: list[Check]) -> Figure | None
             )  # fmt: skip
         if mine:
             ends = [1e3 * min(c.measured for c in mine), 1e3 * max(c.measured for c in mine)]
-            one.plot(ends, ends, color=style.LINE, linewidth=0.8)
+            one.plot(ends, ends, color=pictures.LINE, linewidth=0.8)
             one.set_xscale("log")
             one.set_yscale("log")
             for axis in (one.xaxis, one.yaxis):
-                style.plain_decades(axis)
-        style.labels(one, "measured, ms a step", "predicted from the other points")
-        style.title(one, view.name(tp))
+                pictures.plain_decades(axis)
+        pictures.labels(one, "measured, ms a step", "predicted from the other points")
+        pictures.title(one, view.name(tp))
         one.legend(fontsize=8, frameon=False, title="mean absolute error", title_fontsize=8)
-    style.footer(figure, view.label)
+    pictures.footer(figure, view.label)
     return figure

@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
 def write(profile: Profile, folder: Path) -> list[Path]:
     """All figures and the page in ``folder``; the files written, the page last."""
     # Late: a bad command line is told at once.
-    from profiler import accuracy, figures, maps, page, style
+    from profiler import accuracy, figures, maps, page
+    from sglang_pat.tools import pictures
 
     view = figures.View(profile)
     checks = accuracy.leave_one_out(profile)
@@ -49,7 +50,7 @@ def write(profile: Profile, folder: Path) -> list[Path]:
     ]
     folder.mkdir(parents=True, exist_ok=True)
     shown = [
-        (heading, text, style.save(figure, folder / f"{name}.png")) for name, heading, text, figure in plan if figure
+        (heading, text, pictures.save(figure, folder / f"{name}.png")) for name, heading, text, figure in plan if figure
     ]
     written = [path for *_, path in shown]
     validation = folder / "validation.json"

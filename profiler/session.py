@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from profiler import measure
-from profiler.budget import RESERVE, Costs, Plan, plan, seconds_of, steps_for, total, worth
+from profiler.budget import RESERVE, Costs, SweepPlan, plan, seconds_of, steps_for, total, worth
 from profiler.display import Display, Progress
 from profiler.grid import LEAST_STEPS, Grid, Limits, length_needed
 from profiler.measure import NotMeasured
@@ -18,8 +18,8 @@ from profiler.points import Point, points
 from profiler.rig import Rig
 from profiler.store import Store
 from profiler.windows import spread
-from sglang_pat.demo.others import Meter
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
+from sglang_pat.tools.cpu_share import Meter
 
 FIRST_VISIT = 0.5
 """Part of the time in which points are measured first; in the rest they are visited again: a machine changes in minutes
@@ -111,7 +111,7 @@ class Session:
         )
         return left_out
 
-    async def _visit_again(self, last: Plan) -> None:
+    async def _visit_again(self, last: SweepPlan) -> None:
         """Measure decode points once more while there is time: all a second time, then those that vary most.
 
         Coarse points first, and layout after layout, so that what disturbs the machine for a while falls on all.
@@ -136,11 +136,11 @@ class Session:
                 again = await self._decode(point, steps_for(self._costs, point, last.allowance))
                 self._store.again(points_found[point], again, self._clock.spent)
 
-    def _left_out(self, now: Plan) -> int:
+    def _left_out(self, now: SweepPlan) -> int:
         """Points that ``now`` does not have, those too dear among them."""
         return self.progress.total - self.progress.done - len(self._failed) - len(now.points)
 
-    def _show(self, point: Point, now: Plan) -> None:
+    def _show(self, point: Point, now: SweepPlan) -> None:
         self.progress.what, self.progress.layout = str(point), f"tp{self._rig.tp}"
         self.progress.left_out = self._left_out(now)
         twice = [*self._store.decode_points(self._points), *(p for p in now.points if p.kind == "decode")]
@@ -177,7 +177,7 @@ class Session:
         self._costs.saw_prefill(point.tp, point.batch * point.context, point.context, found.seconds)
         return found
 
-    async def _measure(self, point: Point, now: Plan) -> None:
+    async def _measure(self, point: Point, now: SweepPlan) -> None:
         begin = time.monotonic()
         expected = seconds_of(self._costs, point, now.allowance)
         try:
@@ -190,7 +190,7 @@ class Session:
         self.progress.done += 1
         self._costs.saw_point(point.kind, expected, time.monotonic() - begin)
 
-    async def _one(self, point: Point, now: Plan) -> DecodePoint | PrefillPoint | list[SwitchSample]:
+    async def _one(self, point: Point, now: SweepPlan) -> DecodePoint | PrefillPoint | list[SwitchSample]:
         if point.kind == "switch":
             return await measure.switches(self._rig, point)
         await self._rig.reconfigure(point.tp)

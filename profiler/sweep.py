@@ -147,7 +147,7 @@ class _Sweep:
         return 0
 
     def _start_file(self, store: Store) -> None:
-        from sglang_pat.testing.machine import machine
+        from sglang_pat.tools.machine import machine
 
         store.change(
             machine=describe(machine(), store.profile.machine), setup=store.profile.setup or self._setup,

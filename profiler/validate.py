@@ -43,7 +43,7 @@ class Options:
 
 def parse(argv: list[str] | None) -> Options:
     """Raises UsageError."""
-    from sglang_pat.demo.prompts import PROMPTS
+    from sglang_pat.tools.prompts import PROMPTS
 
     parser = Parser(prog="python -m profiler.validate", description=__doc__.split("\n\n")[0])
     parser.add_argument("profile", type=Path, metavar="profile.json")
@@ -112,7 +112,7 @@ async def _validate(
 
 def chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
     """Token ids of ``count`` prompts of the demonstration, again from the first when they run out."""
-    from sglang_pat.demo.prompts import PROMPTS
+    from sglang_pat.tools.prompts import PROMPTS
 
     found = []
     for index in range(count):

@@ -65,6 +65,7 @@ class RolloutMetrics:
         self._prompts = Counter("sglang_pat_round_prompts_total", "Prompts at the end of rounds.", ["job", "became"])
         self._aborted = Counter("sglang_pat_round_aborted_samples_total", "Samples that were stopped.", ["job"])
         self._thrown = Counter("sglang_pat_round_thrown_tokens_total", "Tokens thrown away.", ["job"])
+
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(name, text, ["job"], multiprocess_mode="mostrecent")
 

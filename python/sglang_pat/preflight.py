@@ -18,7 +18,7 @@ from pathlib import Path
 from sglang_pat.host import contract, cpu_shim
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory import estimate
-from sglang_pat.memory.plan import GIB, Plan, advice, make_plan
+from sglang_pat.memory.plan import GIB, MemoryPlan, advice, make_plan
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.version import HOST_VERSIONS, __version__
 
@@ -69,7 +69,7 @@ def _devices() -> Iterator[Line]:
         yield True, "devices", f"CPU, {cores} cores; ranks may outnumber cores, slowly"
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
+def plan_of(args: argparse.Namespace) -> MemoryPlan:
     """The memory plan that the command line asks for.
 
     Raises:

@@ -19,12 +19,32 @@ from sglang_pat.plugin import VARIABLE
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting; ``default`` says its type, None that of a text."""
+    """One setting.
+
+    Attributes:
+        default: it says the type, too; None that of a text.
+        help: for the command line and the page of flags; plain sentences, one line.
+        metavar: what stands for its value in the help.
+        choices: the values allowed, where they are a list.
+        otherwise: what holds where the default is None.
+    """
 
     name: str
     default: Any
     help: str
     metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    otherwise: str = "none"
+
+    @property
+    def usage(self) -> str:
+        """How it is written, e.g. ``--pat-kv auto|migrate|recompute``."""
+        value = "" if self.default is False else "|".join(self.choices) or self.metavar or "N"
+        return f"{self.flag} {value}".rstrip()
+
+    @property
+    def shown_default(self) -> str:
+        return self.otherwise if self.default is None else "off" if self.default is False else str(self.default)
 
     @property
     def flag(self) -> str:
@@ -52,24 +72,48 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("candidates", None, "TP degrees to use, e.g. 1,2,4 (default: doublings of the base degree)"),
-    Setting("profile", None, "profile of this deployment (python -m profiler.sweep)", "FILE"),
     Setting(
-        "policy", None, f"who decides: {', '.join(POLICIES)} (default: survival with a profile, else threshold)"
+        "candidates", None, "TP degrees to use.", "1,2,4",
+        otherwise="every doubling of --tp that the model's heads allow",
     ),
-    Setting("log", None, "append each decision with its inputs (JSON lines)", "FILE"),
-    Setting("rollout_dir", None, "keep what waits between rounds of /pat/rollout here", "DIR"),
+    Setting("profile", None, "Profile of this deployment; python -m profiler.sweep makes it.", "FILE"),
     Setting(
-        "schedule", None, "schedule policy: switches at given steps to begin with (JSON lines, or a decision log)",
+        "policy", None, "Who decides. manual: only /pat/reconfigure. off: nobody.", choices=POLICIES,
+        otherwise="survival with a profile, else threshold",
+    ),
+    Setting(
+        "log", None,
+        "Append each decision with its inputs (JSON lines). python -m sglang_pat.replay --log FILE decides again.",
         "FILE",
     ),
-    Setting("switch_at", 8, "threshold policy: merge at this many running requests"),
-    Setting("cpu_overlap", False, "overlap scheduling on a CPU too, as on CUDA by default"),
-    Setting("gpu_order", "rank", f"which rank runs on which GPU: {', '.join(GPU_ORDERS)}"),
-    Setting("weights", "resident", f"weight handling: {', '.join(WEIGHT_MODES)}"),
-    Setting("kv", "auto", f"KV of live requests: {', '.join(KV_MODES)}"),
+    Setting("rollout_dir", None, "Keep here the prompts that wait between rounds of /pat/rollout.", "DIR"),
     Setting(
-        "kv_exchange", "direct", f"how KV is migrated: {', '.join(KV_EXCHANGES)} (the last is PAT's way, to compare)"
+        "schedule", None, "For schedule: switches at given steps (JSON lines), or a decision log to repeat.", "FILE"
+    ),
+    Setting("switch_at", 8, "For threshold: merge when N requests or fewer are left."),
+    Setting(
+        "cpu_overlap", False,
+        "Overlap scheduling on a CPU, too. It gains nothing there; on CUDA it is SGLang's default.",
+    ),
+    Setting(
+        "gpu_order", "rank",
+        "Which rank runs on which GPU. neighbours: ranks that merge first run on neighbouring GPUs, for machines whose "
+        "GPUs are not all connected alike.", choices=GPU_ORDERS,
+    ),
+    Setting(
+        "weights", "resident",
+        "resident: each layout's weights are views of the base shards. reshard: one copy, moved at a switch, as in the "
+        "PAT paper.", choices=WEIGHT_MODES,
+    ),
+    Setting(
+        "kv", "auto",
+        "What happens to the KV of live requests. auto: for each request the cheaper by the profile; without a "
+        "profile, move what fits.", choices=KV_MODES,
+    ),
+    Setting(
+        "kv_exchange", "direct",
+        "How KV travels. direct: each rank takes its slices from the others' memory (CPU; elsewhere as alltoall). "
+        "alltoall: through the process group. allgather: as in the PAT paper, to compare with.", choices=KV_EXCHANGES,
     ),
 )  # fmt: skip
 """What has a flag.  The base layout is ``--tp`` and ``--dp`` there."""
@@ -78,6 +122,15 @@ BASE_TP = Setting("base_tp", 1, "TP degree of the base layout")
 """Only where somebody else says how many GPUs the engine has, and calls that number its TP degree."""
 
 _NAMED = {setting.name: setting for setting in (BASE_TP, *SETTINGS)}
+
+
+def table() -> list[str]:
+    """The settings as lines of a table in Markdown."""
+    rows = []
+    for setting in SETTINGS:
+        flag = setting.usage.replace("|", "\\|")
+        rows.append(f"| `{flag}` | {setting.shown_default} | {setting.help} |")
+    return ["| flag | default | |", "| --- | --- | --- |", *rows]
 
 
 def parse(text: str, where: str) -> dict[str, str]:

@@ -89,7 +89,7 @@ def launched(count: int, sampling: dict, monkeypatch) -> Counter[str]:
     rows = [np.arange(1 + number * held, 1 + (number + 1) * held) for number in range(count)]
     parked = [request(number, sampling) for number in range(count, count + count // 2)]
     more = [np.arange(1 + number * held, 1 + (number + 1) * held) for number in range(count, count + count // 2)]
-    arrivals = handover.Arrivals(
+    arrivals = handover.IncomingRequests(
         decoding=[(req, row, 0) for req, row in zip(reqs, rows, strict=True)],
         waiting=parked, parked=[(req, row, 0) for req, row in zip(parked, more, strict=True)],
         place=np.arange(1 + (count + count // 2) * held),

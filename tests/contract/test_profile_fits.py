@@ -28,9 +28,7 @@ def profile(model, tmp_path_factory):
     from sglang_pat.host.deployment import deployment
 
     path = tmp_path_factory.mktemp("profile") / "llama.json"
-    decode = [
-        DecodePoint(tp=tp, replicas=2 // tp, batch=1, context=64, seconds=0.01, samples=(0.01,)) for tp in (1, 2)
-    ]
+    decode = [DecodePoint(tp=tp, replicas=2 // tp, batch=1, context=64, seconds=0.01, samples=(0.01,)) for tp in (1, 2)]
     phases = {"drain": 0.001, "capsules": 0.004, "kv": 0.001, "install": 0.002}
     switches = [
         SwitchSample(

@@ -37,9 +37,7 @@ def greedy(model, ids, n):
     import torch
 
     ids = torch.as_tensor(ids)
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, eos_token_id=None
-    )
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, eos_token_id=None)
     return out[:, ids.shape[1] :].tolist()
 
 

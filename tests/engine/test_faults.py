@@ -86,9 +86,7 @@ def test_rank_killed_in_a_state_ends_the_engine(servers, llama, state):
             await server.reached(session)
             with fault(server, f"{state}:1:kill"):
                 begin = time.monotonic()
-                results = await asyncio.gather(
-                    *work, server.reconfigure_async(session, 2), return_exceptions=True
-                )
+                results = await asyncio.gather(*work, server.reconfigure_async(session, 2), return_exceptions=True)
             print(f"clients waited {time.monotonic() - begin:.1f} s for their error")
             return results
 

@@ -830,6 +830,7 @@ def test_switch_in_the_middle_of_a_chunked_prefill(cramped, stock):
 
 # -- the same features with recomputation instead of migration -----------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def recomputed(servers, llama, stock) -> dict[str, Stream]:
     server = servers.adaptive(llama, 2, "--pat-kv", "recompute")
@@ -842,6 +843,7 @@ def test_recomputed_answer_equals_stock(name, recomputed, stock):
 
 
 # -- and as on CUDA ------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def as_on_cuda(servers, llama, stock) -> dict[str, Stream]:

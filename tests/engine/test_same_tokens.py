@@ -166,9 +166,7 @@ def _side(model: str) -> pytest.MarkDecorator:
 
 
 def _cases(plan: dict[str, range]) -> list:
-    return [
-        pytest.param(name, seed, marks=_side(SETUPS[name].model)) for name, seeds in plan.items() for seed in seeds
-    ]
+    return [pytest.param(name, seed, marks=_side(SETUPS[name].model)) for name, seeds in plan.items() for seed in seeds]
 
 
 PLAN = {name: range(setup.count) for name, setup in SETUPS.items() if not setup.soak_only}

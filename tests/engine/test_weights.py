@@ -25,6 +25,9 @@ STEP = 30
 
 GROUP = "marker_update"
 
+HELPER_ATTEMPTS = 20
+"""torch gives the helper process that names shared memory one second to answer; a busy machine takes longer."""
+
 
 def degrees(server: Server) -> list[int]:
     return [layout["tp"] for layout in server.status()["candidates"]]
@@ -71,7 +74,12 @@ def serialized(named: Any) -> str:
     from sglang.srt.utils import MultiprocessingSerializer
 
     torch.multiprocessing.set_sharing_strategy("file_system")
-    return MultiprocessingSerializer.serialize(named, output_str=True)
+    for attempt in range(HELPER_ATTEMPTS):
+        try:
+            return MultiprocessingSerializer.serialize(named, output_str=True)
+        except RuntimeError as error:
+            if "Shared memory manager" not in str(error) or attempt == HELPER_ATTEMPTS - 1:
+                raise
 
 
 def from_tensor(server: Server, token: int | list[int], ranks: int, **fields: Any) -> Any:

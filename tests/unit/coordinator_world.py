@@ -8,7 +8,8 @@ from typing import Any
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.core import BASE_ATTEMPTS, Control, Coordinator
+from sglang_pat.coordinator.core import BASE_ATTEMPTS, Coordinator
+from sglang_pat.coordinator.replies import Control
 
 
 @dataclass(frozen=True)

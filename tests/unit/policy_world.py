@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from sglang_pat.coordinator.snapshot import Load, Snapshot
+from sglang_pat.policies.snapshot import Load, Snapshot
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 import warnings
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from sglang_pat.comm import shm
+
+
+@contextmanager
+def emulated_link(latency_us: float, gb_per_s: float):
+    """Groups created inside have it."""
+    os.environ[shm.LINK_ENV] = f"{latency_us}:{gb_per_s}"
+    try:
+        yield
+    finally:
+        del os.environ[shm.LINK_ENV]
 
 
 def _child(target, rank, n, meeting, world_backend, pipe, args):

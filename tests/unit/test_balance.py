@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.integrations.balance import SESSIONS, Balancer, Report
+from sglang_pat.integrations.balance import SESSIONS, Balancer, EngineReport
 
 
-def balancer(*reports: Report, margin: float = 2) -> Balancer:
+def balancer(*reports: EngineReport, margin: float = 2) -> Balancer:
     made = Balancer(margin)
     for number, report in enumerate(reports):
         made.add(f"e{number}")
@@ -20,13 +20,13 @@ def balancer(*reports: Report, margin: float = 2) -> Balancer:
 
 
 def test_new_sessions_spread_evenly_by_gpu():
-    made = balancer(Report(gpus=8), Report(gpus=8), Report(gpus=4))
+    made = balancer(EngineReport(gpus=8), EngineReport(gpus=8), EngineReport(gpus=4))
     counts = Counter(made.acquire(f"s{i}") for i in range(50))
     assert counts == {"e0": 20, "e1": 20, "e2": 10}
 
 
 def test_equals_are_chosen_at_random():
-    made = balancer(Report(), Report(), Report())
+    made = balancer(EngineReport(), EngineReport(), EngineReport())
     counts = Counter()
     for i in range(300):
         name = made.acquire(f"s{i}")
@@ -36,7 +36,7 @@ def test_equals_are_chosen_at_random():
 
 
 def test_a_session_stays_where_its_prefix_is():
-    made = balancer(Report(), Report())
+    made = balancer(EngineReport(), EngineReport())
     homes = {f"s{i}": made.acquire(f"s{i}") for i in range(4)}
     for name in homes.values():
         made.release(name)
@@ -46,7 +46,7 @@ def test_a_session_stays_where_its_prefix_is():
 
 def test_a_session_leaves_an_engine_that_is_much_busier():
     """The tail: one engine has what is left, the other idles."""
-    made = balancer(Report(gpus=2, replicas=1), Report(gpus=2, replicas=1))
+    made = balancer(EngineReport(gpus=2, replicas=1), EngineReport(gpus=2, replicas=1))
     made.engines["e0"].in_flight = 6
     made.sessions["long"] = "e0"
     assert made.acquire("long") == "e1" and made.moved == 1
@@ -56,8 +56,8 @@ def test_a_session_leaves_an_engine_that_is_much_busier():
 
 
 def test_where_it_decodes_at_once_goes_before_where_it_waits():
-    full = Report(slots=4, expected_seconds=9.0)
-    made = balancer(full, Report(gpus=1, slots=16))
+    full = EngineReport(slots=4, expected_seconds=9.0)
+    made = balancer(full, EngineReport(gpus=1, slots=16))
     made.engines["e0"].in_flight, made.engines["e1"].in_flight = 4, 10
     assert made.acquire("new") == "e1"
     made.sessions["old"] = "e0"
@@ -65,37 +65,37 @@ def test_where_it_decodes_at_once_goes_before_where_it_waits():
 
 
 def test_when_all_are_full_the_one_that_is_done_first():
-    made = balancer(*(Report(waiting=3, expected_seconds=seconds) for seconds in (9.0, 4.0, None)))
+    made = balancer(*(EngineReport(waiting=3, expected_seconds=seconds) for seconds in (9.0, 4.0, None)))
     assert made.acquire("new") == "e1"
 
 
 def test_no_room_for_another_context():
-    made = balancer(Report(running=4, tokens=4000, kv_free=900), Report(gpus=1))
+    made = balancer(EngineReport(running=4, tokens=4000, kv_free=900), EngineReport(gpus=1))
     made.engines["e1"].in_flight = 4
     assert made.acquire("new") == "e1"
 
 
 def test_an_engine_that_does_not_answer_gets_nothing_new_until_it_does():
-    made = balancer(Report(), Report())
+    made = balancer(EngineReport(), EngineReport())
     made.report("e0", None)
     assert {made.acquire(f"s{i}") for i in range(5)} == {"e1"}
     made.report("e1", None)
     assert made.acquire("last") in {"e0", "e1"}, "none answers: the framework is to find out"
-    made.report("e0", Report())
+    made.report("e0", EngineReport())
     assert made.acquire("s9") == "e0"
 
 
 def test_none_left():
-    made = balancer(Report())
+    made = balancer(EngineReport())
     made.remove("e0")
     made.release("e0")
-    made.report("e0", Report())
+    made.report("e0", EngineReport())
     with pytest.raises(RuntimeError, match="No available servers in load balancer"):
         made.acquire("s")
 
 
 def test_sessions_are_bounded():
-    made = balancer(Report())
+    made = balancer(EngineReport())
     for i in range(SESSIONS + 5):
         made.release(made.acquire(f"s{i}"))
     assert len(made.sessions) == SESSIONS and "s0" not in made.sessions
@@ -103,7 +103,7 @@ def test_sessions_are_bounded():
 
 @given(st.lists(st.tuples(st.sampled_from(["acquire", "release", "lose", "find", "leave"]), st.integers(0, 9))))
 def test_counts_are_right_whatever_happens(events):
-    made, held = balancer(*(Report(gpus=2) for _ in range(3))), []
+    made, held = balancer(*(EngineReport(gpus=2) for _ in range(3))), []
     for kind, number in events:
         name = f"e{number % 3}"
         if kind == "acquire" and made.engines:
@@ -114,7 +114,7 @@ def test_counts_are_right_whatever_happens(events):
             made.remove(name)
             held = [other for other in held if other != name]
         else:
-            made.report(name, None if kind == "lose" else Report(gpus=2))
+            made.report(name, None if kind == "lose" else EngineReport(gpus=2))
     assert {name: engine.in_flight for name, engine in made.engines.items()} == {
         name: held.count(name) for name in made.engines
     }

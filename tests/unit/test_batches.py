@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.batches import SLACK, graph_sizes, largest_batch
-from sglang_pat.coordinator.policy import make_policy
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.batches import SLACK, graph_sizes, largest_batch
+from sglang_pat.policies.registry import make_policy
 
 from .policy_world import snapshot
 from .profiles_for_tests import decode_points, profile

@@ -13,11 +13,12 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import BASE_ATTEMPTS, DECISION_INTERVAL_SECONDS, HISTORY, Coordinator
 from sglang_pat.coordinator.decision_log import dump_decision, load_decision
 from sglang_pat.coordinator.leader import Work
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.policy import stay, threshold
-from sglang_pat.coordinator.rules import SETTLE_SECONDS
-from sglang_pat.coordinator.snapshot import Decision
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import stay
+from sglang_pat.policies.rules import SETTLE_SECONDS
+from sglang_pat.policies.snapshot import Decision
+from sglang_pat.policies.threshold import threshold
 
 from .coordinator_world import FlushReply, Merged, Request, World, control, deliver
 
@@ -621,7 +622,7 @@ def test_requests_that_come_during_the_return_to_base_belong_to_the_next_round()
     for _ in range(2):
         rig.deliver()
         rig.iterate()
-    assert rig.coordinator._blocked and rig.work(1, now=9.0) == []
+    assert rig.coordinator._switching.commanded and rig.work(1, now=9.0) == []
     rig.settle()
     last, _ = rig.world.decisions[-1]
     assert (rig.coordinator.layout.tp, last.requests, last.complete) == (1, 1, False)
@@ -695,4 +696,3 @@ def test_a_switch_to_the_floor_that_fails_is_not_repeated_at_once():
     rig.settle("abort")
     assert [record.error for record in rig.world.records] == ["rank 0: no"]
     assert sum(len(rank.requests) for rank in rig.world.ranks) == 1
-

@@ -15,9 +15,9 @@ from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import Coordinator
 from sglang_pat.coordinator.leader import Work
-from sglang_pat.coordinator.policy import threshold
-from sglang_pat.coordinator.rules import RETRY_SECONDS, SETTLE_SECONDS
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.rules import RETRY_SECONDS, SETTLE_SECONDS
+from sglang_pat.policies.threshold import threshold
 
 from .coordinator_world import REPLIES, Merged, OutOfBand, Request, World, control, deliver
 from .drawn import examples
@@ -186,7 +186,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @invariant()
     def arrivals_account_for_every_request(self):
         if hasattr(self, "world"):
-            arrivals = self.coordinator._arrivals
+            arrivals = self.coordinator._round
             assert self.coordinator._requests() <= arrivals.peak <= arrivals.came
 
     def teardown(self):
@@ -212,7 +212,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if before == after and not busy:
                 break
         assert not self.world.outstanding and self.world.preparing is None
-        assert not self.coordinator._backlog and not self.coordinator._collecting
+        assert not self.coordinator._backlog and not len(self.coordinator._replies)
         assert sorted(r.serial for r in self.world.finished) == self.work
         assert self.coordinator._requests() == 0, "the load is known, though reported on changes only"
         assert self.coordinator.layout == self.world.layout == self.world.known

@@ -15,15 +15,17 @@ from aiohttp import web
 from PIL import Image
 from rich.console import Console
 
-from sglang_pat.demo import cli, client, picture, prompts, report, runs, tables, timeline
+from sglang_pat.demo import cli, client, picture, report, runs, tables, timeline
 from sglang_pat.demo.client import run_tasks
 from sglang_pat.demo.display import Display, frame, line
-from sglang_pat.demo.others import Meter
 from sglang_pat.demo.progress import Progress, Row
-from sglang_pat.demo.records import Answer, DemoError, Run, Switch, difference, switches_of
+from sglang_pat.demo.records import Answer, DemoError, Run, SeenSwitch, difference, switches_of
 from sglang_pat.demo.routes import Routes, loads
+from sglang_pat.demo.tasks import fixed_tasks, natural_tasks
 from sglang_pat.testing import models
 from sglang_pat.testing.server import ServerDied
+from sglang_pat.tools.cpu_share import Meter
+from sglang_pat.tools.prompts import PROMPTS
 
 pytestmark = pytest.mark.unit
 
@@ -42,12 +44,10 @@ def switch(**changes):
         felt=0.7, reason="threshold", requests=2, migrated=2, recomputed=0, tokens=77, moved_bytes=1_500_000,
         error="",
     )  # fmt: skip
-    return Switch(**fields | changes)
+    return SeenSwitch(**fields | changes)
 
 
-BACK = switch(
-    before="tp2×dp1", after="tp1×dp2", at=8.0, pause=0.001, requests=0, tokens=0, moved_bytes=0, felt=0.0
-)
+BACK = switch(before="tp2×dp1", after="tp1×dp2", at=8.0, pause=0.001, requests=0, tokens=0, moved_bytes=0, felt=0.0)
 
 
 def run(**changes):
@@ -72,9 +72,9 @@ def static(name="static tp1×dp2", base="tp1×dp2", **changes):
 
 
 def test_prompts_differ_and_bodies_are_greedy_streams():
-    assert len(set(prompts.PROMPTS)) == len(prompts.PROMPTS) >= 16
-    tasks = prompts.natural_tasks(16, 240)
-    assert [task.prompt for task in tasks] == list(prompts.PROMPTS[:16])
+    assert len(set(PROMPTS)) == len(PROMPTS) >= 16
+    tasks = natural_tasks(16, 240)
+    assert [task.prompt for task in tasks] == list(PROMPTS[:16])
     body = tasks[0].body()
     assert (body["temperature"], body["stream"], body["max_tokens"], body["ignore_eos"]) == (
         0,
@@ -85,11 +85,11 @@ def test_prompts_differ_and_bodies_are_greedy_streams():
 
 
 def test_fixed_lengths_are_the_same_each_time_and_long_tailed():
-    lengths = [task.max_tokens for task in prompts.fixed_tasks(16, 800)]
-    assert lengths == [task.max_tokens for task in prompts.fixed_tasks(16, 800)]
+    lengths = [task.max_tokens for task in fixed_tasks(16, 800)]
+    assert lengths == [task.max_tokens for task in fixed_tasks(16, 800)]
     assert max(lengths) == 800 and min(lengths) >= 100
     assert sorted(lengths)[8] < 500
-    assert all(task.body()["ignore_eos"] for task in prompts.fixed_tasks(4, 100))
+    assert all(task.body()["ignore_eos"] for task in fixed_tasks(4, 100))
 
 
 # -- records --------------------------------------------------------------------------------------
@@ -121,9 +121,7 @@ def test_longest_gap_is_of_waits_that_touch_the_span():
 
 def test_differences_name_prompt_and_first_character():
     same = run()
-    other = run(
-        answers=[*same.answers[:2], answer(2, 6.0, text="tent"), answer(3, 8.0, text="text and more")]
-    )
+    other = run(answers=[*same.answers[:2], answer(2, 6.0, text="tent"), answer(3, 8.0, text="text and more")])
     assert difference([same, same]) == {}
     assert difference([same, other, same]) == {2: 2, 3: 4}
 
@@ -232,9 +230,7 @@ def test_picture_labels_runs_and_pauses(tmp_path):
 @pytest.mark.parametrize("count", [2, 32])
 def test_picture_of_few_and_many_requests_and_of_an_aborted_switch(tmp_path, count):
     answers = [answer(i, 2.0 + i, group=None) for i in range(count)]
-    picture.save(
-        picture.draw(report_of([run(answers=answers, switches=[switch(error="no")])])), tmp_path / "x.png"
-    )
+    picture.save(picture.draw(report_of([run(answers=answers, switches=[switch(error="no")])])), tmp_path / "x.png")
 
 
 # -- tables and report ----------------------------------------------------------------------------------
@@ -375,9 +371,7 @@ class FakeServer:
 
         async def send(choices, tokens=None):
             usage = None if tokens is None else {"completion_tokens": tokens}
-            await response.write(
-                b"data: " + json.dumps({"choices": choices, "usage": usage}).encode() + b"\n\n"
-            )
+            await response.write(b"data: " + json.dumps({"choices": choices, "usage": usage}).encode() + b"\n\n")
 
         await send([{"delta": {"role": "assistant", "content": ""}}])
         await send([{"delta": {"content": "Hello"}}], 1)
@@ -399,7 +393,7 @@ async def against(fake, count):
     fake.session = aiohttp.ClientSession
     try:
         display = Display(Console(file=io.StringIO()))
-        return await run_tasks(fake, prompts.natural_tasks(count, 9), display, "fake")
+        return await run_tasks(fake, natural_tasks(count, 9), display, "fake")
     finally:
         await runner.cleanup()
 
@@ -408,7 +402,7 @@ def test_client_notes_text_tokens_and_groups(monkeypatch):
     monkeypatch.setattr(client, "ROUTE_SECONDS", 60)
     fake = FakeServer()
     _, answers = asyncio.run(against(fake, 3))
-    assert [a.prompt for a in answers] == list(prompts.PROMPTS[:3])
+    assert [a.prompt for a in answers] == list(PROMPTS[:3])
     assert [a.group for a in answers] == [1, 0, 1]
     assert [(a.text, a.counts, a.finish) for a in answers] == [("Hello you", [1, 3, 4], "stop")] * 3
     assert all(0 <= a.sent <= a.first <= a.last for a in answers)

@@ -14,7 +14,7 @@ from sglang_pat.comm import shm
 from sglang_pat.comm.exchange import AllToAll, Direct, Staging
 from sglang_pat.comm.windows import Windows
 
-from .ranks import run_ranks
+from .ranks import emulated_link, run_ranks
 
 pytestmark = [
     pytest.mark.unit,
@@ -152,8 +152,8 @@ def carry_on_another_stream(rank: int, n: int, kind: type[AllToAll], early: bool
 
 def through_a_link(rank: int, n: int) -> list[float]:
     """Seconds of ten layers, five times: packing that takes 5 ms, in turn with a layer that travels for 5 ms."""
-    shm.set_link(0, 0.02)
-    group = dist.new_group(list(range(n)), backend=shm.BACKEND)
+    with emulated_link(0, 0.02):
+        group = dist.new_group(list(range(n)), backend=shm.BACKEND)
     elements = np.array([[0, 100_000], [100_000, 0]])
     exchange = Direct(group, Windows(group, CAPACITY), [0, 1], elements, 0, torch.uint8)
 

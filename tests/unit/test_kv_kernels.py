@@ -21,9 +21,7 @@ pytestmark = pytest.mark.unit
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn]
 
 
-def make_pool(
-    num_slots: int, heads: int, dim: int, dtype: torch.dtype, seed: int, gap: int = 0
-) -> torch.Tensor:
+def make_pool(num_slots: int, heads: int, dim: int, dtype: torch.dtype, seed: int, gap: int = 0) -> torch.Tensor:
     """Random bits; with ``gap`` the slots lie apart, as in a pool that interleaves layers."""
     size = num_slots * (heads * dim + gap)
     g = torch.Generator().manual_seed(seed)

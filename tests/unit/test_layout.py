@@ -80,9 +80,7 @@ def test_exchange_groups(low, high):
         assert len({high.group_of(rank) for rank in group}) == 1
         # Each brings another group's requests, and together they hold what one of them held.
         assert len({low.group_of(rank) for rank in group}) == len(group)
-        assert sum(end - start for start, end in (interval(high, rank) for rank in group)) == Fraction(
-            1, low.tp
-        )
+        assert sum(end - start for start, end in (interval(high, rank) for rank in group)) == Fraction(1, low.tp)
 
 
 def test_ranks_outside_an_exchange_group_have_nothing_for_it():

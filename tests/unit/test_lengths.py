@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import lognorm, norm
 
-from sglang_pat.coordinator.families import MAX_CORRELATION, MIN_FAMILIES, expected_scores
-from sglang_pat.coordinator.lengths import EDGES, REFRESH, LengthHistory, Lognormal
+from sglang_pat.policies.families import MAX_CORRELATION, MIN_FAMILIES, expected_scores
+from sglang_pat.policies.lengths import EDGES, REFRESH, LengthHistory, Lognormal
 
 from .drawn import examples
 

@@ -88,9 +88,9 @@ FROM_RANK = typing.get_args(m.FromRank)
 
 
 def test_every_message_has_an_example():
-    defined = {
-        cls for _, cls in inspect.getmembers(m, inspect.isclass) if issubclass(cls, msgspec.Struct)
-    } - {msgspec.Struct}
+    defined = {cls for _, cls in inspect.getmembers(m, inspect.isclass) if issubclass(cls, msgspec.Struct)} - {
+        msgspec.Struct
+    }
     assert defined == {type(example) for example in EXAMPLES}
 
 
@@ -137,12 +137,8 @@ BAD = {
     "missing field": msgspec.msgpack.encode({"type": "Prepared", "rank": 0, "epoch": 1}),
     "wrong type": msgspec.msgpack.encode({"type": "Prepared", "rank": "0", "epoch": 1, "seconds": 0.5}),
     "null": msgspec.msgpack.encode({"type": "Prepared", "rank": None, "epoch": 1, "seconds": 0.5}),
-    "float for an integer": msgspec.msgpack.encode(
-        {"type": "Prepared", "rank": 0.5, "epoch": 1, "seconds": 0.5}
-    ),
-    "phases not numbers": m.encode(SWITCHED).replace(
-        msgspec.msgpack.encode(0.25), msgspec.msgpack.encode("12345678")
-    ),
+    "float for an integer": msgspec.msgpack.encode({"type": "Prepared", "rank": 0.5, "epoch": 1, "seconds": 0.5}),
+    "phases not numbers": m.encode(SWITCHED).replace(msgspec.msgpack.encode(0.25), msgspec.msgpack.encode("12345678")),
 }
 
 

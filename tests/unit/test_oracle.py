@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.policy import make_policy
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
 from sglang_pat.replay.oracle import oracle
 from sglang_pat.replay.simulate import Batch, Drain
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.policy import make_policy
-from sglang_pat.coordinator.rules import RETRY_SECONDS, SETTLE_SECONDS
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.rules import RETRY_SECONDS, SETTLE_SECONDS
 
 from .drawn import examples
 from .policy_world import crossing, machine, profiles, snapshot, snapshots

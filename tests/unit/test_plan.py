@@ -69,19 +69,15 @@ class Case:
 
     def __post_init__(self) -> None:
         self.dests = [
-            plan.destinations(self.old, self.new, g, [len(t) for t in tokens])
-            for g, tokens in enumerate(self.tokens)
+            plan.destinations(self.old, self.new, g, [len(t) for t in tokens]) for g, tokens in enumerate(self.tokens)
         ]
         self.live = []
         for tokens, slots, dests in zip(self.tokens, self.slots, self.dests, strict=True):
             shared = plan.shared_prefixes(slots, dests, self.num_slots)
-            self.live.append(
-                [plan.LiveRequest(len(t), *s, d) for t, s, d in zip(tokens, shared, dests, strict=True)]
-            )
+            self.live.append([plan.LiveRequest(len(t), *s, d) for t, s, d in zip(tokens, shared, dests, strict=True)])
         sources = dict(enumerate(self.live))
         self.plans = {
-            dest: plan.plan_group(dest, sources, self.max_requests, self.capacity)
-            for dest in self.new.leaders
+            dest: plan.plan_group(dest, sources, self.max_requests, self.capacity) for dest in self.new.leaders
         }
 
 

@@ -91,7 +91,6 @@ def test_points_of_a_layout_stay_together():
     assert len(dict.fromkeys(kinds)) == len([a for a, b in zip(kinds, [None, *kinds], strict=False) if a != b])
 
 
-
 @given(st.floats(0.01, 1e6), st.floats(1e-6, 0.1))
 def test_no_point_takes_too_much_of_the_time(seconds, prefill):
     slow = costs(prefill=prefill)

@@ -70,11 +70,9 @@ def test_pat_section_5_4_switch():
     assert cost.seconds == pytest.approx(5.52, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "name, from_tp, seconds", [("8xA40-llama3.1-8b", 2, 72e-3), ("8xH100-llama3.1-8b", 1, 6.3e-3)]
-)
+@pytest.mark.parametrize("name, from_tp, seconds", [("8xA40-llama3.1-8b", 2, 72e-3), ("8xH100-llama3.1-8b", 1, 6.3e-3)])
 def test_our_exchange_of_9_requests(name, from_tp, seconds):
-    """design.md section 7."""
+    """The floor: the bytes that must move, over the one-way bandwidth of the links."""
     samples = load(FOLDER / f"{name}.json").switches
     kv = [s.phases["kv"] for s in samples if (s.from_tp, s.to_tp, s.tokens) == (from_tp, 8, 9 * 12288)]
     assert kv == pytest.approx([seconds], rel=0.01)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from sglang_pat.coordinator import decision_log
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.policy import make_policy
-from sglang_pat.coordinator.snapshot import Decision
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.snapshot import Decision
 from sglang_pat.predict.profile import save
 from sglang_pat.replay import cli
 from sglang_pat.replay.compare import KNOWN, Machine, Work, compare
@@ -284,9 +284,7 @@ def write_log(path, profile_file, policy_name="survival") -> list[dict]:
     predictor, costs = machine(found)
     policy = make_policy(policy_name, switch_at=4, predictor=predictor, costs=costs, max_running=16)
     history = LengthHistory()
-    events = [
-        decision_log.dump_start(policy_name, switch_at=4, history=history, profile=profile_file, max_running=16)
-    ]
+    events = [decision_log.dump_start(policy_name, switch_at=4, history=history, profile=profile_file, max_running=16)]
 
     def logged(snapshot, history):
         decision = policy(snapshot, history)

@@ -109,7 +109,7 @@ def test_a_request_that_is_held_back_costs_the_same_however_many_are():
     core.reconfigure(m.Reconfigure(query_id=1, tp=2), 0.0)
     for rank in range(2):
         core.rank_message(m.Prepared(rank=rank, epoch=1, seconds=0.0), 0.0)
-    assert core._blocked
+    assert core._switching.commanded
 
     def snapshot():
         assert core._snapshot(0.0).requests == 1 + len(core._backlog)

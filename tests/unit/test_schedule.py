@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator import decision_log
-from sglang_pat.coordinator.lengths import LengthHistory
 from sglang_pat.coordinator.schedule import check_degrees, parse, read
-from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Go, Reconfigure, ScheduleEntry
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.snapshot import Decision, Load, Snapshot
 from sglang_pat.switch.gate import StepGate
 
 from .drawn import examples
@@ -239,7 +239,7 @@ def test_a_schedule_that_is_replaced_during_its_switch(entries, seed):
     """The switch is carried through, and counts for the schedule that wanted it, not for the new one."""
     world = started([{"tp": 2, "arrived": 4, "step": 5}], seed)
     world.send(*requests(4))
-    world.run(until=lambda w: w.coordinator._pending or w.coordinator._wanted)
+    world.run(until=lambda w: w.coordinator._switching.under_way or w.coordinator._wanted)
     world.set(entries)
     query = world.wait()
     world.run()

@@ -76,9 +76,7 @@ SPECS = [
     for group in (1, 2)
     for v_size in (UNIT, UNIT + 2)
 ] + [
-    pytest.param(
-        ranks, *plain(tuple(ranks * f for f in factors), ranks, dim), id=f"N{ranks}-{factors}-dim{dim}"
-    )
+    pytest.param(ranks, *plain(tuple(ranks * f for f in factors), ranks, dim), id=f"N{ranks}-{factors}-dim{dim}")
     for ranks in (1, 2, 4, 6, 8, 12)
     for factors in ((5,), (3, 3), (2, 7, 1))
     for dim in (0, 1)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from sglang_pat.comm import shm
 
-from .ranks import run_ranks
+from .ranks import emulated_link, run_ranks
 
 pytestmark = [
     pytest.mark.unit,
@@ -90,9 +90,7 @@ def expected_reduction(inputs: list[torch.Tensor], op) -> torch.Tensor:
 
 def same(got: torch.Tensor, want: torch.Tensor, what="") -> None:
     assert got.dtype == want.dtype and got.shape == want.shape, (what, got.shape, want.shape)
-    assert torch.equal(
-        got.contiguous().view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8)
-    ), what
+    assert torch.equal(got.contiguous().view(-1).view(torch.uint8), want.contiguous().view(-1).view(torch.uint8)), what
 
 
 # ---- checks, run on every rank ----
@@ -105,9 +103,7 @@ def check_reductions(rank, n, group):
         torch.bool: [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR],
     }
     for dtype in FLOATS + INTS + [torch.bool]:
-        kind = (
-            torch.float32 if dtype.is_floating_point else torch.bool if dtype == torch.bool else torch.int32
-        )
+        kind = torch.float32 if dtype.is_floating_point else torch.bool if dtype == torch.bool else torch.int32
         for i, (op, numel) in enumerate(itertools.product(ops_of[kind], (0, 1, 7, 4096 // dtype.itemsize, 30_001))):
             inputs = [values(r, numel, dtype) for r in range(n)]
             want = expected_reduction(inputs, op)
@@ -136,9 +132,7 @@ def check_large_reductions(rank, n, group):
 def check_special_floats(rank, n, group):
     nan, inf = float("nan"), float("inf")
     for dtype in FLOATS:
-        x = torch.tensor(
-            [nan if rank == 0 else 1.0, nan if rank == n - 1 else 1.0, inf, 65504.0], dtype=dtype
-        )
+        x = torch.tensor([nan if rank == 0 else 1.0, nan if rank == n - 1 else 1.0, inf, 65504.0], dtype=dtype)
         for op in (Op.MIN, Op.MAX, Op.SUM):
             y = x.clone()
             dist.all_reduce(y, op, group=group)
@@ -315,9 +309,7 @@ def check_objects(rank, n, group):
     thing = {"rank": rank, "text": "x" * (1000 * rank)}
     all_of_them: list = [None] * n
     dist.all_gather_object(all_of_them, thing, group=group)
-    assert [o["rank"] for o in all_of_them] == list(range(n)) and len(all_of_them[-1]["text"]) == 1000 * (
-        n - 1
-    )
+    assert [o["rank"] for o in all_of_them] == list(range(n)) and len(all_of_them[-1]["text"]) == 1000 * (n - 1)
     box = [thing if rank == 1 else None, rank]
     dist.broadcast_object_list(box, group_src=1, group=group)
     assert box[0]["rank"] == 1 and box[1] == 1
@@ -414,9 +406,8 @@ def check_idle_rank_sleeps(rank, n, group):
 
 def check_emulated_link(rank, n, group):
     latency, bandwidth = 3e-3, 0.1e9
-    shm.set_link(latency * 1e6, bandwidth / 1e9)
-    linked = dist.new_group(list(range(n)), backend=shm.BACKEND)
-    shm.set_link(None)
+    with emulated_link(latency * 1e6, bandwidth / 1e9):
+        linked = dist.new_group(list(range(n)), backend=shm.BACKEND)
     size = 400_000
     x, parts = torch.zeros(size // 4), torch.zeros(n, size // 4)
     cases = {
@@ -439,9 +430,8 @@ def check_emulated_link(rank, n, group):
 
 def check_wire_time_passes_while_a_rank_computes(rank, n, group):
     wire = 0.2
-    shm.set_link(wire * 1e6, 1e6)
-    linked = dist.new_group(list(range(n)), backend=shm.BACKEND)
-    shm.set_link(None)
+    with emulated_link(wire * 1e6, 1e6):
+        linked = dist.new_group(list(range(n)), backend=shm.BACKEND)
     x, waited = torch.zeros(1), []
     for _ in range(5):  # a busy machine may take its time now and then
         dist.barrier(group=group)
@@ -458,10 +448,8 @@ def check_wire_time_passes_while_a_rank_computes(rank, n, group):
 
 
 def check_links_must_agree(rank, n, group):
-    shm.set_link(1, 10 + rank)
-    with pytest.raises(ValueError, match="must emulate the same link"):
+    with emulated_link(1, 10 + rank), pytest.raises(ValueError, match="must emulate the same link"):
         dist.new_group(list(range(n)), backend=shm.BACKEND)
-    shm.set_link(None)
 
 
 def check_threads(rank, n, group):
@@ -575,9 +563,7 @@ def reports():
 @pytest.mark.parametrize("name", list(CHECKS))
 def test_backend(reports, n, name):
     for rank, report in enumerate(reports(n)):
-        assert report.get(name, "not run, see an earlier failure") == "ok", (
-            f"rank {rank}: {report.get(name, report)}"
-        )
+        assert report.get(name, "not run, see an earlier failure") == "ok", f"rank {rank}: {report.get(name, report)}"
 
 
 def killed_peer(rank, n):
@@ -665,15 +651,11 @@ def test_bad_links_are_refused(monkeypatch, text):
             shm.current_link()
 
 
-def test_link_settings(monkeypatch):
+def test_the_link_of_the_environment(monkeypatch):
     monkeypatch.setenv(shm.LINK_ENV, "10:25")
     assert shm.current_link() == shm.Link(latency_us=10, gb_per_s=25)
-    shm.set_link(1, 2)
-    assert shm.current_link() == shm.Link(latency_us=1, gb_per_s=2)
-    shm.set_link(None)
-    assert shm.current_link() == shm.Link(latency_us=10, gb_per_s=25)
-    with pytest.raises(ValueError, match="give both"):
-        shm.set_link(5)
+    monkeypatch.delenv(shm.LINK_ENV)
+    assert shm.current_link() is None
 
 
 def test_register_twice():

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import lognorm
 
-from sglang_pat.coordinator import outlook
-from sglang_pat.coordinator.course import Planner
-from sglang_pat.coordinator.lengths import LengthHistory, Lognormal
-from sglang_pat.coordinator.policy import make_policy
-from sglang_pat.coordinator.rules import MIN_PATIENCE_SECONDS, RETRY_SECONDS, SETTLE_SECONDS, patience
+from sglang_pat.policies import outlook
+from sglang_pat.policies.course import LayoutPlanner
+from sglang_pat.policies.lengths import LengthHistory, Lognormal
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.rules import MIN_PATIENCE_SECONDS, RETRY_SECONDS, SETTLE_SECONDS, patience
 from sglang_pat.predict.cost import SwitchCosts
 
 from .drawn import examples
@@ -107,7 +107,7 @@ def test_siblings_decide():
 def test_estimates_of_one_request_by_hand():
     """One request that surely ends at 1000 tokens: steps left times step time, plus the switch."""
     predictor, costs = machine(crossing())
-    planner = Planner(predictor, costs)
+    planner = LayoutPlanner(predictor, costs)
     history = LengthHistory(prior=Lognormal(20.0, 0.1))  # ends at its limit only
     situation = snapshot([500], limit=1000)
     plan = planner.plan(situation, outlook.look_ahead(situation.load, history))

@@ -9,16 +9,14 @@ import signal
 import pytest
 
 from sglang_pat.switch import faults, state
-from sglang_pat.switch.state import ABORTABLE, BLOCKING, SwitchState, advance
+from sglang_pat.switch.state import SwitchState, advance
 
 pytestmark = pytest.mark.unit
 
 S = SwitchState
 MAIN = [S.IDLE, S.PREPARE, S.QUIESCE, S.EXCHANGE, S.COMMIT, S.RESUME, S.IDLE]
 TRANSITIONS = (
-    set(itertools.pairwise(MAIN))
-    | {(s, S.ABORT) for s in (S.PREPARE, S.QUIESCE, S.EXCHANGE)}
-    | {(S.ABORT, S.IDLE)}
+    set(itertools.pairwise(MAIN)) | {(s, S.ABORT) for s in (S.PREPARE, S.QUIESCE, S.EXCHANGE)} | {(S.ABORT, S.IDLE)}
 )
 """The drawing in the module's docstring, read by a person."""
 
@@ -35,11 +33,6 @@ def test_transitions(current, to):
 def test_docstring_draws_the_main_path():
     drawn = next(line for line in state.__doc__.splitlines() if "->" in line)
     assert [S[name] for name in re.findall(r"[A-Z]+", drawn)] == MAIN
-
-
-def test_which_states_block_and_which_can_abort():
-    assert BLOCKING == {S.QUIESCE, S.EXCHANGE, S.COMMIT, S.RESUME}
-    assert ABORTABLE == {s for s, to in TRANSITIONS if to is S.ABORT}
 
 
 def test_every_state_leads_back_to_idle():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from profiler import style
 from sglang_pat.acceptance.results import Report
+from sglang_pat.tools import pictures
 
 WAYS = ("ours", "PAT's")
 
@@ -17,11 +17,11 @@ def draw(report: Report, path: Path) -> Path | None:
     drawn = [(part, figures[name]) for name, part in (("pause", _pause), ("step-times", _steps)) if figures.get(name)]
     if not drawn:
         return None
-    figure, axes = style.panels(len(drawn))
+    figure, axes = pictures.panels(len(drawn))
     for one, (part, found) in zip(axes, drawn, strict=True):
         part(one, found)
-    style.footer(figure, f"{report.options['device']}, {report.options['ranks']} ranks")
-    return style.save(figure, path)
+    pictures.footer(figure, f"{report.options['device']}, {report.options['ranks']} ranks")
+    return pictures.save(figure, path)
 
 
 def _pause(axes: Any, found: dict[str, Any]) -> None:
@@ -29,16 +29,16 @@ def _pause(axes: Any, found: dict[str, Any]) -> None:
         points = [point for point in found["points"] if point["way"] == way]
         axes.plot(
             [point["tokens"] for point in points], [point["up"] * 1e3 for point in points], "o-", label=way,
-            color=style.LAYOUT[number],
+            color=pictures.LAYOUT[number],
         )  # fmt: skip
-    axes.axhline(found["restart"] * 1e3, color=style.FAINT, linestyle="--", label="restart")
+    axes.axhline(found["restart"] * 1e3, color=pictures.FAINT, linestyle="--", label="restart")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    style.plain_log(axes.xaxis, sorted({point["tokens"] for point in found["points"]}))
-    style.plain_decades(axes.yaxis)
+    pictures.plain_log(axes.xaxis, sorted({point["tokens"] for point in found["points"]}))
+    pictures.plain_decades(axes.yaxis)
     ours, theirs = (max(p["up"] for p in found["points"] if p["way"] == way) for way in WAYS)
-    style.title(axes, f"A merge stops decoding for {ours * 1e3:.0f} ms, PAT's way for {theirs * 1e3:.0f}")
-    style.labels(axes, "KV tokens alive", "pause, ms")
+    pictures.title(axes, f"A merge stops decoding for {ours * 1e3:.0f} ms, PAT's way for {theirs * 1e3:.0f}")
+    pictures.labels(axes, "KV tokens alive", "pause, ms")
     axes.legend(frameon=False, fontsize=8.5)
 
 
@@ -47,13 +47,13 @@ def _steps(axes: Any, found: dict[str, Any]) -> None:
     totals = sorted({int(name.split()[0]) for name in found["steps"]})
     for tp in degrees:
         values = [found["steps"][f"{total} tp{tp}"] * 1e3 for total in totals]
-        axes.plot(totals, values, "o-", color=style.color(degrees, tp), label=f"tp{tp}")
+        axes.plot(totals, values, "o-", color=pictures.color(degrees, tp), label=f"tp{tp}")
     axes.set_xscale("log", base=2)
-    style.plain_log(axes.xaxis, totals)
+    pictures.plain_log(axes.xaxis, totals)
     axes.set_ylim(bottom=0)
     best = min(found["one"], key=found["one"].get)
     gain = found["one"]["1"] / found["one"][best]
     text = f"A lone request decodes {gain:.1f} times as fast in tp{best}" if best != "1" else "tp1 is fastest here"
-    style.title(axes, text)
-    style.labels(axes, "requests running in all", "decode step, ms")
+    pictures.title(axes, text)
+    pictures.labels(axes, "requests running in all", "decode step, ms")
     axes.legend(frameon=False, fontsize=8.5)

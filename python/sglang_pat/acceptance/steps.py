@@ -201,9 +201,7 @@ def move_kv(bench: Bench) -> Result:
         torch.cuda.empty_cache()  # for the engines
     line = f"at {COPY_TOKENS} tokens and more at least {slowest:.0%} of a copy's bandwidth"
     verdict = "measured" if bench.device == "cpu" else "passed" if slowest >= COPY_SHARE else "failed"
-    return Result(
-        verdict=verdict, line=f"{line} (bar {COPY_SHARE:.0%})", rows=rows, figures={"rows": found}
-    )
+    return Result(verdict=verdict, line=f"{line} (bar {COPY_SHARE:.0%})", rows=rows, figures={"rows": found})
 
 
 def start(bench: Bench) -> Result:
@@ -253,9 +251,7 @@ def likelihood(bench: Bench) -> Result:
     """bfloat16: what is generated across switches is as likely as what is generated without."""
     worker, prompts = bench.engine(bench.small, "--dtype", "bfloat16"), bench.prompts(6, 40)
     degrees = _degrees(worker)
-    ways = {f"tp{tp}": (tp, []) for tp in (degrees[0], degrees[-1])} | {
-        "switched": (1, _up_and_down(degrees))
-    }
+    ways = {f"tp{tp}": (tp, []) for tp in (degrees[0], degrees[-1])} | {"switched": (1, _up_and_down(degrees))}
     found: dict[str, float] = {}
     for name, (first, visits) in ways.items():
         outputs = worker.do(commands.greedy, prompts=prompts, answer=60, visits=visits, start=first)["outputs"]
@@ -375,9 +371,7 @@ def endurance(bench: Bench) -> Result:
         worker.do(commands.pauses, rounds=5, **about)
     grown = max(now - then for now, then in zip(bench.memory(worker), before, strict=True))
     line = f"{ENDURANCE} switches: the rank that grew most by {grown / 2**20:+.0f} MiB (bar {GROWTH >> 20})"
-    return Result(
-        verdict="passed" if grown <= GROWTH else "failed", line=line, figures={"grown": grown}
-    )
+    return Result(verdict="passed" if grown <= GROWTH else "failed", line=line, figures={"grown": grown})
 
 
 def sweep(bench: Bench) -> Result:
@@ -430,12 +424,24 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
     small = models.make_random("llama", cache / "small", heads=8, kv_heads=8, **size)
     if device == "cpu":
         return Bench(
-            device=device, ranks=ranks, folder=folder, small=small, large=small, large_flags=("--dtype", "float32"),
-            flags=flags, prefork=Prefork() if cpu_shim.needed() else None,
+            device=device,
+            ranks=ranks,
+            folder=folder,
+            small=small,
+            large=small,
+            large_flags=("--dtype", "float32"),
+            flags=flags,
+            prefork=Prefork() if cpu_shim.needed() else None,
         )
     share = _free_on_gpus() / (ranks if sharing else 1)
     large = write_shape(cache, next(name for name, least in LARGE if share >= least))
     return Bench(
-        device=device, ranks=ranks, folder=folder, small=small, large=large, sharing=sharing,
-        large_flags=("--load-format", "dummy"), flags=flags,
+        device=device,
+        ranks=ranks,
+        folder=folder,
+        small=small,
+        large=large,
+        sharing=sharing,
+        large_flags=("--load-format", "dummy"),
+        flags=flags,
     )

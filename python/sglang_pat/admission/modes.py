@@ -9,7 +9,7 @@ from sglang_pat.admission.rules import Rules
 from sglang_pat.admission.starting import AnyStarting, Starting, StartingShortest, StartingWhereLeft
 
 
-class Plan(NamedTuple):
+class RoundShape(NamedTuple):
     """Kind of a round; prompts under way at most, and samples started for each."""
 
     kind: str
@@ -30,12 +30,12 @@ class Strict:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
 
-    def plan(self, state: State, owed: list[int], fresh: int) -> Plan:
+    def plan(self, state: State, owed: list[int], fresh: int) -> RoundShape:
         """``owed``: see :class:`~.records.Round`; ``fresh``: prompts of the epoch that were never started."""
         rules = self.rules
         if len(state.waiting) >= rules.num_prompts or any(owed) or fresh < rules.num_prompts:
-            return Plan(LONG, rules.num_prompts, rules.num_responses)
-        return Plan(SHORT, rules.started_prompts, rules.started_responses)
+            return RoundShape(LONG, rules.num_prompts, rules.num_responses)
+        return RoundShape(SHORT, rules.started_prompts, rules.started_responses)
 
     def flushes(self, waiting: int, fresh: int) -> bool:
         """Whether what is left of an epoch that has ended is to be finished now."""
@@ -58,9 +58,9 @@ class Reorder(Strict):
     by the bound, those expected to be long, which then cost no more time.
     """
 
-    def plan(self, state: State, owed: list[int], fresh: int) -> Plan:
+    def plan(self, state: State, owed: list[int], fresh: int) -> RoundShape:
         rules = self.rules
-        return Plan(LONG if any(owed) else SHORT, rules.started_prompts, rules.started_responses)
+        return RoundShape(LONG if any(owed) else SHORT, rules.started_prompts, rules.started_responses)
 
     def flushes(self, waiting: int, fresh: int) -> bool:
         return waiting + fresh <= self.rules.num_prompts
@@ -85,8 +85,8 @@ class Partial:
         self.rules = rules
         self.capacity = rules.started_prompts * rules.num_responses
 
-    def plan(self, state: State, owed: list[int], fresh: int) -> Plan:
-        return Plan(LONG if any(owed) else SHORT, len(state.waiting) + fresh, self.rules.num_responses)
+    def plan(self, state: State, owed: list[int], fresh: int) -> RoundShape:
+        return RoundShape(LONG if any(owed) else SHORT, len(state.waiting) + fresh, self.rules.num_responses)
 
     def flushes(self, waiting: int, fresh: int) -> bool:
         return waiting + fresh <= self.rules.num_prompts

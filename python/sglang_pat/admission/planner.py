@@ -17,7 +17,7 @@ QUIET = 4
 """So many rounds without a retraction: more than enough, tp is halved."""
 
 
-class Course(msgspec.Struct):
+class StartDegree(msgspec.Struct):
     """Of one kind of round: its degree, retractions of its last round (None: there was none), rounds without any."""
 
     tp: int
@@ -56,7 +56,7 @@ class Planner:
             raise ValueError(f"tp {tp} is none of {list(degrees)}")
         self.degrees = sorted(degrees)
         self._start = tp
-        self._courses: dict[str, Course] = {}
+        self._courses: dict[str, StartDegree] = {}
 
     def tp(self, kind: str) -> int:
         """Degree for the next round of a kind."""
@@ -64,7 +64,7 @@ class Planner:
 
     def observe(self, kind: str, retractions: int) -> int:
         """A round of this kind is over; returns the degree for the next one."""
-        course = self._courses.setdefault(kind, Course(self._start))
+        course = self._courses.setdefault(kind, StartDegree(self._start))
         place = self.degrees.index(course.tp)
         course.quiet = 0 if retractions else course.quiet + 1
         if course.last is not None and retractions > RISE * course.last:

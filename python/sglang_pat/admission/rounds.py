@@ -44,6 +44,7 @@ class Backend(Protocol):
 
     def updates(self) -> int:
         """Weight updates so far."""
+        ...
 
     async def generate(self, rid: str, prompt: Any, params: dict[str, Any]) -> Output:
         """What was generated, without ``spans``; without ``finish_reason`` if it did not end by itself.
@@ -51,12 +52,14 @@ class Backend(Protocol):
         Raises:
             Exception: the engine refuses the prompt, or is gone.
         """
+        ...
 
     def abort(self, rid: str) -> None:
         """Stop it; :meth:`generate` returns what there is."""
 
     def text(self, token_ids: list[int]) -> str:
         """Of a response that came in pieces."""
+        ...
 
 
 class WeightsChanged(RuntimeError):
@@ -225,9 +228,9 @@ class RolloutRound:
 
     async def _abort_again(self) -> None:
         seconds = ABORT_AGAIN_SECONDS
-        while True:
+        while not self._over.is_set():
             try:
-                return await asyncio.wait_for(self._over.wait(), seconds)
+                await asyncio.wait_for(self._over.wait(), seconds)
             except TimeoutError:
                 seconds = min(2 * seconds, 32 * ABORT_AGAIN_SECONDS)
                 self._queue.extend(Abort(sample) for sample in self._stopping)

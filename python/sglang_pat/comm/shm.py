@@ -39,9 +39,7 @@ BACKEND = "pat_shm"
 """Name for ``init_process_group`` and ``new_group``."""
 
 LINK_ENV = "SGLANG_PAT_LINK"
-"""Environment variable ``"<latency_us>:<GB_per_s>"``, read when a group is created.
-
-:func:`set_link` wins over it."""
+"""Environment variable ``"<latency_us>:<GB_per_s>"``, read when a group is created; the same on all its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,30 +69,11 @@ class Link:
         return cls(latency_us=latency, gb_per_s=bandwidth)
 
 
-_link: Link | None = None
-
-
-def set_link(latency_us: float | None, gb_per_s: float | None = None) -> None:
-    """Sets the emulated link of groups created from now on; ``set_link(None)`` goes back to the environment.
-
-    All ranks of a group must have the same. Errors: ValueError.
-    """
-    global _link
-    if latency_us is None:
-        _link = None
-        return
-    if gb_per_s is None:
-        raise ValueError("set_link was given a latency and no bandwidth; give both")
-    _link = Link(latency_us=float(latency_us), gb_per_s=float(gb_per_s))
-
-
 def current_link() -> Link | None:
     """The emulated link that a group created now would have.
 
     Errors: ValueError (bad environment variable).
     """
-    if _link is not None:
-        return _link
     text = os.environ.get(LINK_ENV, "")
     return Link.parse(text) if text else None
 
@@ -112,9 +91,7 @@ def register() -> None:
     if BACKEND in dist.Backend.backend_list:
         return
     if not is_available():
-        raise RuntimeError(
-            "sglang_pat._C is not built; run `pip install --no-build-isolation -e .` in the repository"
-        )
+        raise RuntimeError("sglang_pat._C is not built; run `pip install --no-build-isolation -e .` in the repository")
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 

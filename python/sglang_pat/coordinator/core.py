@@ -11,24 +11,25 @@ A switch and a control request never overlap.  What arrives while ranks are swit
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections import deque
+from typing import Any
 
 import msgspec
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.arrivals import Arrivals
 from sglang_pat.coordinator.follower import Follower
 from sglang_pat.coordinator.forecast import forecast
 from sglang_pat.coordinator.leader import Leader, Work, load_of
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.policy import Policy, make_policy
-from sglang_pat.coordinator.rules import RETRY_SECONDS
-from sglang_pat.coordinator.snapshot import NO_LOAD, Decision, Snapshot
+from sglang_pat.coordinator.outbox import Outbox
+from sglang_pat.coordinator.replies import Control, Replies
+from sglang_pat.coordinator.round_tracker import RoundTracker
+from sglang_pat.coordinator.switching import Ended, Switching, Wanted
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.rules import RETRY_SECONDS
+from sglang_pat.policies.snapshot import NO_LOAD, Policy, Snapshot
 
 HISTORY = 256
 """Switch records kept for ``/pat/status``."""
@@ -45,83 +46,6 @@ late by it costs less than that share."""
 
 LONGEST_INTERVAL_SECONDS = 1.0
 """But at least this often, as aborts may empty half of a batch at any time."""
-
-
-class Outbox(Protocol):
-    """Where the coordinator's effects go."""
-
-    def to_leader(self, rank: int, obj: Any) -> None: ...
-    def to_server(self, obj: Any) -> None: ...
-    def switched(self, record: m.SwitchRecord) -> None: ...
-    def decided(self, snapshot: Snapshot, decision: Decision) -> None: ...
-    def finished(self, response: m.Finished) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Control:
-    """A control request: goes to all leaders.
-
-    Attributes:
-        reply: name of the reply's type, or None if there is none.
-        merge: makes one reply of all leaders' replies, which come in the order of their ranks.
-        needs_base: only the base layout can do it (weights, memory).
-        pauses: True stops generation, False lets it go on.
-        releases, resumes: memory it gives away and takes back, by the host's tags.
-    """
-
-    obj: Any
-    reply: str | None = None
-    merge: Callable[[list[Any]], Any] = lambda replies: replies[0]
-    needs_base: bool = False
-    pauses: bool | None = None
-    releases: frozenset[str] = frozenset()
-    resumes: frozenset[str] = frozenset()
-
-
-@dataclass
-class _Pending:
-    """A switch under way.
-
-    Attributes:
-        replies: ranks that have answered the current command.
-        compiling: the current command is the second part of the preparation.
-        early: load reports of ranks that already work in the new layout while others still switch.
-        ahead: of a round, whose requests wait for it.
-    """
-
-    source: ParallelLayout
-    target: ParallelLayout
-    epoch: int
-    reason: str
-    started: float
-    query_id: int | None = None
-    recompute_below: int = 0
-    ahead: bool = False
-    compiling: bool = False
-    commanded: bool = False
-    prepare_seconds: float = 0.0
-    replies: dict[int, Any] = field(default_factory=dict)
-    early: dict[int, m.LoadReport] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A switch that is to start as soon as nothing stands in its way."""
-
-    target: ParallelLayout
-    reason: str
-    query_id: int | None = None
-    recompute_below: int = 0
-    ahead: bool = False
-
-
-@dataclass
-class _Collect:
-    """Replies to one control request, by leader."""
-
-    control: Control
-    expected: int
-    replies: dict[int, Any] = field(default_factory=dict)
 
 
 class Coordinator:
@@ -143,11 +67,10 @@ class Coordinator:
         self._held_work = 0
         """Requests in the backlog; ``_in_engine``: at the leaders of the layout in force."""
         self._in_engine = 0
-        self._collecting: dict[str, deque[_Collect]] = {}
-        self._pending: _Pending | None = None
-        self._wanted: _Wanted | None = None
+        self._replies = Replies()
+        self._switching = Switching(config.num_ranks, outbox)
+        self._wanted: Wanted | None = None
         self._traces: dict[int, list[m.RankTrace]] = {}
-        self._epoch = 0
         self._records: deque[m.SwitchRecord] = deque(maxlen=HISTORY)
         self._switches = 0
         self._retracted = 0
@@ -155,7 +78,7 @@ class Coordinator:
         self._floor = config.base.tp
         self._paused = False
         self._released: frozenset[str] = frozenset()
-        self._arrivals = Arrivals()
+        self._round = RoundTracker()
         self._last_abort = float("-inf")
         self._last_switch = float("-inf")
         self._last_decision = float("-inf")
@@ -181,23 +104,24 @@ class Coordinator:
         if query.dry_run:
             expected = forecast(self._leaders, self.layout, target, self.config.max_running)
             return self._answer(query.query_id, 200, "", expected)
-        if self._pending or self._wanted:
+        if self._switching.under_way or self._wanted:
             return self._answer(query.query_id, 409, "a switch is under way; try again when it is over")
         if target == self.layout:
             return self._answer(query.query_id, 200, f"already in {target}")
         if self._released:
             what = ", ".join(sorted(self._released))
             return self._answer(query.query_id, 409, f"memory is released ({what}); resume it first")
-        self._wanted = _Wanted(target, "request", query.query_id)
+        self._wanted = Wanted(target, "request", query.query_id)
         self._proceed(now)
 
     def floor(self, message: m.Floor, now: float) -> None:
         """Lowest degree of a round (RollPacker's planner): an empty engine goes there, what comes in waits for it."""
         self._floor = max(message.tp, self.config.base.tp)
         target = self.config.layout(self._floor)
-        busy = self._requests() or self._backlog or self._pending or self._wanted or self._released
+        switching = self._switching.under_way or self._wanted
+        busy = self._requests() or self._backlog or switching or self._released
         if target != self.layout and not busy:
-            self._wanted = _Wanted(target, "planner", ahead=True)
+            self._wanted = Wanted(target, "planner", ahead=True)
         self._proceed(now)
 
     def schedule(self, query: m.ScheduleQuery) -> None:
@@ -215,11 +139,11 @@ class Coordinator:
             "base": _describe(self.config.base),
             "candidates": [_describe(layout) for layout in self.config.layouts],
             "policy": self.config.policy,
-            "switching": bool(self._pending),
-            "target": _describe(self._pending.target) if self._pending else None,
+            "switching": self._switching.under_way is not None,
+            "target": _describe(self._switching.under_way.target) if self._switching.under_way else None,
             "requests": self._requests(),
             "expected_seconds": self._expected_seconds if self._requests() else 0.0,
-            "controls": sum(len(waiting) for waiting in self._collecting.values()),
+            "controls": len(self._replies),
             "groups": groups,
             "retracted": self._retracted,
             "num_switches": self._switches,
@@ -236,20 +160,11 @@ class Coordinator:
 
     def reply(self, rank: int, obj: Any, now: float) -> None:
         """A host object from leader ``rank``: a control reply, or something for the server as it is."""
-        name = type(obj).__name__
-        waiting = self._collecting.get(name, deque())
-        # Leaders answer requests of one type in the order they got them, but not in step with
-        # each other; a reply belongs to the oldest collection that still lacks this leader's.
-        collect = next((collect for collect in waiting if rank not in collect.replies), None)
-        if collect is None:
+        merged = self._replies.take(rank, obj)
+        if merged is None:
             return self._outbox.to_server(obj)
-        collect.replies[rank] = obj
-        if len(collect.replies) == collect.expected:
-            waiting.popleft()  # complete before any later one, as each leader fills them in order
-            if not waiting:
-                del self._collecting[name]
-            replies = [collect.replies[leader] for leader in sorted(collect.replies)]
-            self._outbox.to_server(collect.control.merge(replies))
+        for reply in merged:
+            self._outbox.to_server(reply)
         self._proceed(now)
 
     def rank_message(self, message: m.FromRank, now: float) -> None:
@@ -260,13 +175,8 @@ class Coordinator:
             self._rank_trace(message)
         elif isinstance(message, m.Held):
             self._follower.schedule.held(message)
-        elif self._pending and message.epoch == self._pending.epoch:
-            self._pending.replies[message.rank] = message
-            if len(self._pending.replies) == self.config.num_ranks:
-                if self._pending.commanded:
-                    self._finish(now)
-                else:
-                    self._prepared(now)
+        elif (ended := self._switching.heard(message)) is not None:
+            self._ended(ended, now)
         self._proceed(now)
 
     def tick(self, now: float) -> None:
@@ -293,9 +203,8 @@ class Coordinator:
         if report.rank in self._leaders and report.tp == self.layout.tp:
             self._leaders[report.rank].heard(report)
             self._count_requests()
-        elif self._blocked and report.tp == self._pending.target.tp:
-            # Ranks report on a change only: dropped, this one might not come again.
-            self._pending.early[report.rank] = report
+        else:
+            self._switching.early(report)
 
     def _count_requests(self) -> None:
         self._in_engine = sum(self._leaders[rank].requests for rank in self.layout.leaders)
@@ -312,60 +221,58 @@ class Coordinator:
             degrees=self._degrees if lowest <= self._degrees[0] else tuple(tp for tp in self._degrees if tp >= lowest),
             num_ranks=self._num_ranks,
             requests=requests,
-            peak=self._arrivals.peak,
-            last_arrival=self._arrivals.last,
-            complete=self._arrivals.complete,
+            peak=self._round.peak,
+            last_arrival=self._round.last,
+            complete=self._round.complete,
             last_switch=self._last_switch,
             last_abort=self._last_abort,
             # Policies that do not predict do not look at it, and are asked at every event.
             load=load_of(self._leaders, self.layout.leaders) if self.config.predicts else NO_LOAD,
-            coming=self._arrivals.coming(now) if self.config.predicts and requests else NO_LOAD,
+            coming=self._round.coming(now) if self.config.predicts and requests else NO_LOAD,
         )
 
     # -- getting on -----------------------------------------------------------------------------------
 
     @property
-    def _blocked(self) -> bool:
-        return self._pending is not None and self._pending.commanded
-
-    @property
     def _held(self) -> bool:
         """Whether what comes in has to wait."""
-        switch = self._pending or self._wanted
-        return self._blocked or (switch is not None and switch.ahead)
+        switch = self._switching.under_way or self._wanted
+        return self._switching.commanded or (switch is not None and switch.ahead)
 
     def _proceed(self, now: float) -> None:
         """Handle what can be handled, then see whether a switch is due."""
         # Here, and not where a policy looks: the engine may run empty during a control request, or a switch.
-        self._arrivals.in_engine(self._requests())
-        complete = self._arrivals.complete
+        self._round.in_engine(self._requests())
+        complete = self._round.complete
         self._open_round(now)
         while self._backlog and not self._held:
             head = self._backlog[0]
-            if isinstance(head, Control) and head.needs_base and (self._pending or self.layout != self.config.base):
-                if not self._pending:
-                    self._wanted = _Wanted(self.config.base, "control")
+            elsewhere = self._switching.under_way or self.layout != self.config.base
+            if isinstance(head, Control) and head.needs_base and elsewhere:
+                if not self._switching.under_way:
+                    self._wanted = Wanted(self.config.base, "control")
                 break
             event = self._backlog.popleft()
             self._held_work -= isinstance(event, Work)
             self._dispatch(event, now)
-        self._arrivals.in_engine(self._requests())
-        if self._arrivals.complete > complete:
+        self._round.in_engine(self._requests())
+        if self._round.complete > complete:
             self._last_decision = float("-inf")  # at once: the last request is what policies wait for
         if self._may_decide(now):
             self._decide(now)
         if self._follower.active:
             self._follow_schedule()
-        if self._pending is None and self._wanted is not None:
+        if self._switching.under_way is None and self._wanted is not None:
             wanted, self._wanted = self._wanted, None
-            self._start(wanted, now)
-        elif self._pending and not self._pending.commanded and self._all_prepared():
-            self._command_switch()
+            if wanted.target != self.layout:
+                self._switching.start(wanted, self.layout, now)
+        elif self._switching.prepared and not self._replies:  # the last reply of a control request brings us back here
+            self._switching.command()
 
     def _open_round(self, now: float) -> None:
         """Ask the policy before the first request of a round whose size is known: a switch stops nobody yet."""
-        begins = self._backlog and isinstance(self._backlog[0], Work) and not self._arrivals.came and not self._opened
-        if begins and self.config.predicts and len(self._arrivals.coming(now)):
+        begins = self._backlog and isinstance(self._backlog[0], Work) and not self._round.came and not self._opened
+        if begins and self.config.predicts and len(self._round.coming(now)):
             self._opened = True
             self._last_decision = float("-inf")
             if self._may_decide(now):
@@ -373,38 +280,38 @@ class Coordinator:
 
     def _may_decide(self, now: float) -> bool:
         # While nothing decodes a switch gains nothing, and without its memory a rank cannot.
-        if self._paused or self._released or self._pending or self._wanted or self._collecting:
+        if self._paused or self._released or self._switching.under_way or self._wanted or self._replies:
             return False
         if self.config.predicts and now < self._last_decision + self._interval(now):
             return False
         return all(self._leaders[rank].known for rank in self.layout.leaders)
 
     def _interval(self, now: float) -> float:
-        calm = now - max(self._arrivals.last, self._last_switch) if self._arrivals.came else 0.0
+        calm = now - max(self._round.last, self._last_switch) if self._round.came else 0.0
         return min(max(DECISION_SHARE * calm, DECISION_INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS)
 
     def _decide(self, now: float, ahead: bool = False) -> None:
         self._last_decision = now
         # Without requests it stays where a control request has led it: the next round says again what it wants.
         if self.layout.tp < self._floor and self._requests() and now - self._last_abort >= RETRY_SECONDS:
-            self._wanted = _Wanted(self.config.layout(self._floor), "planner", ahead=ahead)
+            self._wanted = Wanted(self.config.layout(self._floor), "planner", ahead=ahead)
             return
         snapshot = self._snapshot(now)
-        self._arrivals.saw(snapshot.load)
+        self._round.saw(snapshot.load)
         decision = self._policy(snapshot, self.history)
         self._expected_seconds = decision.estimates.get(decision.tp)
         self._outbox.decided(snapshot, decision)
         if decision.tp != self.layout.tp:
             target = self.config.layout(decision.tp)
             below = decision.recompute_below
-            self._wanted = _Wanted(target, self.config.policy, recompute_below=below, ahead=ahead)
+            self._wanted = Wanted(target, self.config.policy, recompute_below=below, ahead=ahead)
 
     def _dispatch(self, event: Work | Control | m.SetSchedule, now: float) -> None:
         if isinstance(event, m.SetSchedule):
             return self._follower.set(event, self.layout)
         if isinstance(event, Work):
             self._follower.schedule.arrived()
-            self._arrivals.arrived(now)
+            self._round.arrived(now)
             self._opened = False
             rank = min(self.layout.leaders, key=lambda rank: self._leaders[rank].cost)
             self._leaders[rank].send(event)
@@ -414,108 +321,53 @@ class Coordinator:
         if event.pauses is not None:
             self._paused = event.pauses
         self._released = (self._released | event.releases) - event.resumes
-        if event.reply:
-            self._collecting.setdefault(event.reply, deque()).append(_Collect(event, self.layout.dp))
+        self._replies.expect(event, self.layout.dp)
         for rank in self.layout.leaders:
             self._outbox.to_leader(rank, event.obj)
 
     def _follow_schedule(self) -> None:
         """Want what the schedule wants now."""
-        while not (self._pending or self._wanted or self._paused or self._released):
+        while not (self._switching.under_way or self._wanted or self._paused or self._released):
             entry = self._follower.look(self.layout)
             if entry is None:
                 return
             if entry.tp not in (None, self.layout.tp):
-                self._wanted = _Wanted(self.config.layout(entry.tp), "schedule")
+                self._wanted = Wanted(self.config.layout(entry.tp), "schedule")
             else:
                 self._follower.carried_out(None)
 
-    # -- a switch, in the order of its steps -----------------------------------------------------------
+    # -- a switch has ended ------------------------------------------------------------------------------
 
-    def _start(self, wanted: _Wanted, now: float) -> None:
-        if wanted.target == self.layout:
-            return
-        self._epoch += 1
-        self._pending = _Pending(
-            self.layout, wanted.target, self._epoch, wanted.reason, now, wanted.query_id, wanted.recompute_below,
-            wanted.ahead,
-        )  # fmt: skip
-        for rank in self.layout.leaders:
-            self._outbox.to_leader(rank, m.Prepare(epoch=self._epoch, tp=wanted.target.tp))
+    def _ended(self, ended: Ended, now: float) -> None:
+        switch, record = ended.switch, ended.record
+        if not record.error:
+            self._take_over(ended)
+        self._records.append(record)
+        self._outbox.switched(record)
+        self._switches += not record.error
+        if record.error:
+            self._last_abort = now
+            if record.reason == "control":
+                self._base_attempts += 1
+                if self._base_attempts == BASE_ATTEMPTS:
+                    raise RuntimeError(f"cannot return to the base layout for a control request: {record.error}")
+        else:
+            self._follower.schedule.switched(switch.source, switch.target)
+            self._last_switch = now
+            self._base_attempts = 0
+        if record.reason == "schedule":
+            self._follower.carried_out(record)
+        if switch.wanted.query_id is not None:
+            code = 500 if record.error else 200
+            self._answer(switch.wanted.query_id, code, record.error, msgspec.to_builtins(record))
 
-    def _all_prepared(self) -> bool:
-        return len(self._pending.replies) == self.config.num_ranks
-
-    def _prepared(self, now: float) -> None:
-        pending = self._pending
-        pending.prepare_seconds += max(reply.seconds for reply in pending.replies.values())
-        errors = [reply.error for reply in pending.replies.values() if reply.error]
-        if errors:
-            for rank in self.layout.leaders:
-                self._outbox.to_leader(rank, m.Cancel(epoch=pending.epoch))
-            self._close("; ".join(errors), {}, now)
-        elif not pending.compiling and any(reply.grammars for reply in pending.replies.values()):
-            self._command_compile()
-
-    def _command_compile(self) -> None:
-        """Each rank compiles the grammars of those groups that it joins."""
-        pending = self._pending
-        named = {rank: pending.replies[rank].grammars for rank in self.layout.leaders}
-        pending.compiling, pending.replies = True, {}
-        for rank in self.layout.leaders:
-            counts: Counter[tuple[str, str]] = Counter()
-            for other, grammars in named.items():
-                if other != rank and pending.target.group_of(other) == pending.target.group_of(rank):
-                    counts.update({(grammar.kind, grammar.text): grammar.count for grammar in grammars})
-            wanted = [m.Grammar(kind=kind, text=text, count=count) for (kind, text), count in counts.items()]
-            self._outbox.to_leader(rank, m.Compile(epoch=pending.epoch, grammars=wanted))
-
-    def _command_switch(self) -> None:
-        if self._collecting:
-            return  # a control request is under way; its last reply brings us back here
-        pending = self._pending
-        pending.commanded, pending.replies = True, {}
-        for rank in self.layout.leaders:
-            command = m.Switch(epoch=pending.epoch, tp=pending.target.tp, recompute_below=pending.recompute_below)
-            self._outbox.to_leader(rank, command)
-
-    def _finish(self, now: float) -> None:
-        replies: list[m.RankSwitched] = list(self._pending.replies.values())
-        errors = {reply.error for reply in replies}
-        if len(errors) > 1:
-            raise RuntimeError(f"ranks disagree about switch {self._pending.epoch}: {sorted(errors)}")
-        error = errors.pop()
-        came = sum(reply.requests_in for reply in replies)
-        went = sum(reply.requests_out for reply in replies)
-        if not error and came != went:
-            raise RuntimeError(f"requests were lost in switch {self._pending.epoch}: {came} in, {went} out")
-        phases = {"prepare": self._pending.prepare_seconds}
-        for reply in replies:
-            for name, seconds in reply.phases.items():
-                phases[name] = max(phases.get(name, 0.0), seconds)
-        totals = dict(
-            pause_seconds=max(sum(reply.phases.values()) for reply in replies),
-            requests=went,
-            migrated=sum(reply.migrated for reply in replies),
-            parked=sum(reply.parked for reply in replies),
-            recomputed=sum(reply.recomputed for reply in replies),
-            recomputed_tokens=sum(reply.recomputed_tokens for reply in replies),
-            tokens=sum(reply.tokens for reply in replies),
-            moved_bytes=sum(reply.moved_bytes for reply in replies),
-        )
-        if not error:
-            self._take_over(replies)
-        self._close(error, {"phases": phases, **totals}, now)
-
-    def _take_over(self, replies: list[m.RankSwitched]) -> None:
+    def _take_over(self, ended: Ended) -> None:
         """The new leaders' load: what they have reported already, or else what they were handed."""
-        self.layout = self._pending.target
-        for reply in replies:
-            if reply.rank not in self.layout.leaders:
-                continue
-            leader = self._leaders[reply.rank]
+        self.layout = ended.switch.target
+        for rank in self.layout.leaders:
+            reply, leader = ended.switch.reports[rank], self._leaders[rank]
             assumed = m.LoadReport(
-                rank=reply.rank,
+                rank=rank,
                 tp=self.layout.tp,
                 received=leader.sent,
                 running=reply.migrated,
@@ -527,38 +379,8 @@ class Coordinator:
                 weight_updates=0,
                 kv_totals=leader.report.kv_totals if leader.report else {},
             )
-            leader.heard(self._pending.early.get(reply.rank) or assumed)
+            leader.heard(ended.switch.early.get(rank) or assumed)
         self._count_requests()
-
-    def _close(self, error: str, totals: dict, now: float) -> None:
-        pending, self._pending = self._pending, None
-        record = m.SwitchRecord(
-            epoch=pending.epoch,
-            from_tp=pending.source.tp,
-            to_tp=pending.target.tp,
-            reason=pending.reason,
-            started=pending.started,
-            error=error,
-            **{"pause_seconds": 0.0, "phases": {}, **totals},
-        )
-        self._records.append(record)
-        self._outbox.switched(record)
-        self._switches += not error
-        if error:
-            self._last_abort = now
-            if pending.reason == "control":
-                self._base_attempts += 1
-                if self._base_attempts == BASE_ATTEMPTS:
-                    raise RuntimeError(f"cannot return to the base layout for a control request: {error}")
-        else:
-            self._follower.schedule.switched(pending.source, pending.target)
-            self._last_switch = now
-            self._base_attempts = 0
-        if pending.reason == "schedule":
-            self._follower.carried_out(record)
-        if pending.query_id is not None:
-            code = 500 if error else 200
-            self._answer(pending.query_id, code, error, msgspec.to_builtins(record))
 
     def _answer(self, query_id: int, code: int, message: str, record: dict | None = None) -> None:
         self._outbox.to_server(m.ReconfigureReply(query_id=query_id, code=code, message=message, record=record))

@@ -12,13 +12,14 @@ Events in the order in which the coordinator saw them:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
 
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.snapshot import Decision, Load, Snapshot
 
 _TIMES = ("last_arrival", "last_switch", "last_abort")
 _LOADS = {"load", "coming"}
@@ -32,7 +33,7 @@ def dump_start(
     profile: str | None = None,
     max_running: int | None = None,
 ) -> dict[str, Any]:
-    """First line: what :func:`~sglang_pat.coordinator.policy.make_policy` was given, and the history at the start."""
+    """First line: what :func:`~sglang_pat.policies.registry.make_policy` was given, and the history at the start."""
     return {
         "event": "start",
         "policy": policy,
@@ -57,7 +58,7 @@ def dump_decision(snapshot: Snapshot, decision: Decision) -> dict[str, Any]:
     }
 
 
-def load_decision(event: dict[str, Any]) -> tuple[Snapshot, Decision]:
+def load_decision(event: Mapping[str, Any]) -> tuple[Snapshot, Decision]:
     """The snapshot and the answer of a ``decision`` event."""
     found = event["decision"]
     estimates = {int(tp): seconds for tp, seconds in found["estimates"].items()}

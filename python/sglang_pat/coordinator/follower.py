@@ -12,7 +12,7 @@ from sglang_pat.coordinator.schedule import Schedule
 from sglang_pat.layout import ParallelLayout
 
 if TYPE_CHECKING:
-    from sglang_pat.coordinator.core import Outbox
+    from sglang_pat.coordinator.outbox import Outbox
 
 
 class Follower:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from sglang_pat import messages as m
-from sglang_pat.coordinator.snapshot import Load
+from sglang_pat.policies.snapshot import Load
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from sglang_pat.messages import Go, Held, ScheduleEntry, ScheduleState, SwitchRe
 
 EXAMPLE = '{"tp": 2, "step": 40}'
 
+
 def parse(data: bytes | str) -> list[ScheduleEntry]:
     """Entries from JSON: a list of them, or one a line; or a decision log (:func:`from_log`).
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from sglang_pat.demo.prompts import PROMPTS, Task, fixed_tasks, natural_tasks
 from sglang_pat.demo.records import DemoError, Run, difference
+from sglang_pat.demo.tasks import Task, fixed_tasks, natural_tasks
+from sglang_pat.tools import console
+from sglang_pat.tools.prompts import PROMPTS
 
 if TYPE_CHECKING:
     from sglang_pat.demo import report
@@ -31,40 +33,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m sglang_pat.demo",
         description="Chat prompts on a server that changes its layout as the batch drains, and on two static.",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny random model and fixed lengths: under 2 minutes"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("out"), metavar="DIR", help="for timeline.png and demo.json"
-    )
+    parser.add_argument("--quick", action="store_true", help="a tiny random model and fixed lengths: under 2 minutes")
+    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for timeline.png and demo.json")
     parser.add_argument("--json", type=Path, metavar="FILE", help="for the figures; default DIR/demo.json")
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="a chat model; default: SmolLM2, made on the spot"
-    )
-    parser.add_argument(
-        "--prompts", type=int, default=16, metavar="N", help=f"2 to {len(PROMPTS)}, default 16"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="longest answer; default 240, quick 320"
-    )
-    parser.add_argument(
-        "--switch-at", type=int, default=4, metavar="N", help="switch with N requests left; default 4"
-    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a chat model; default: SmolLM2, made on the spot")
+    parser.add_argument("--prompts", type=int, default=16, metavar="N", help=f"2 to {len(PROMPTS)}, default 16")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer; default 240, quick 320")
+    parser.add_argument("--switch-at", type=int, default=4, metavar="N", help="switch with N requests left; default 4")
     args = parser.parse_args(argv)
     if args.max_new_tokens is None:
         args.max_new_tokens = QUICK_LIMIT if args.quick else NATURAL_LIMIT
     if not 2 <= args.prompts <= len(PROMPTS):
         parser.error(f"--prompts {args.prompts}: must be from 2 to {len(PROMPTS)}")
     if not 1 <= args.switch_at < args.prompts:
-        parser.error(
-            f"--switch-at {args.switch_at}: must be from 1 to {args.prompts - 1}, one below --prompts"
-        )
+        parser.error(f"--switch-at {args.switch_at}: must be from 1 to {args.prompts - 1}, one below --prompts")
     if args.max_new_tokens < 8:
         parser.error(f"--max-new-tokens {args.max_new_tokens}: must be at least 8")
     if args.model and not (args.model / "config.json").is_file():
-        parser.error(
-            f"--model {args.model}: no config.json there; give the folder of a model, or leave it out"
-        )
+        parser.error(f"--model {args.model}: no config.json there; give the folder of a model, or leave it out")
     return args
 
 
@@ -75,11 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
     try:
-        return demonstrate(args, console)
+        return demonstrate(args, console.make())
     except DemoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -88,14 +71,14 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def demonstrate(args: argparse.Namespace, console: Console) -> int:
+def demonstrate(args: argparse.Namespace, place: Console) -> int:
     # Late, so that a bad command line is told at once.
     from sglang_pat.demo import report
     from sglang_pat.demo.display import Display
     from sglang_pat.demo.runs import run_setup, setups
 
     begin = time.monotonic()
-    display = Display(console)
+    display = Display(place)
     machine = report.machine()
     with display.waiting("looking for the model" if args.model else "making the model, once"):
         model, name = make_model(args)

@@ -11,9 +11,9 @@ import aiohttp
 
 from sglang_pat.demo.display import Display
 from sglang_pat.demo.progress import Progress, Row
-from sglang_pat.demo.prompts import Task
 from sglang_pat.demo.records import Answer, DemoError
 from sglang_pat.demo.routes import Routes, loads
+from sglang_pat.demo.tasks import Task
 from sglang_pat.testing.server import Server, sent_event
 
 ROUTE_SECONDS = 0.1
@@ -26,9 +26,7 @@ SILENCE_SECONDS = 120.0
 """The engine counts as stuck if no token came in for so long."""
 
 
-async def run_tasks(
-    server: Server, tasks: list[Task], display: Display, title: str
-) -> tuple[float, list[Answer]]:
+async def run_tasks(server: Server, tasks: list[Task], display: Display, title: str) -> tuple[float, list[Answer]]:
     """Send everything, wait for everything; returns the unix time of the first send, and the answers.
 
     Raises:
@@ -73,9 +71,7 @@ async def _send_all(server: Server, session: aiohttp.ClientSession, tasks: list[
     return [row.answer(index) for index, row in enumerate(progress.rows)]
 
 
-async def _stream(
-    server: Server, session: aiohttp.ClientSession, task: Task, row: Row, progress: Progress
-) -> None:
+async def _stream(server: Server, session: aiohttp.ClientSession, task: Task, row: Row, progress: Progress) -> None:
     async with session.post(server.url + "/v1/chat/completions", json=task.body()) as response:
         if response.status != 200:
             raise DemoError(f"/v1/chat/completions answered {response.status}: {await response.text()}")

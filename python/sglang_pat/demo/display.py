@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from sglang_pat.demo.progress import Progress
+from sglang_pat.tools.console import Speaker
 
 FRAMES_PER_SECOND = 4
 LINE_SECONDS = 5.0
@@ -22,24 +21,8 @@ LINE_SECONDS = 5.0
 _STYLE = {"done": "green", "running": "cyan", "waiting": "yellow", "": "dim"}
 
 
-class Display:
-    """Prints on ``console``; live where that is a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-
-    def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """While something takes its time."""
-        if self.console.is_terminal:
-            with self.console.status(escape(what)):
-                yield
-        else:
-            self.say(f"{what} ...")
-            yield
+class Display(Speaker):
+    """The progress of a run."""
 
     @contextmanager
     def following(self, progress: Progress) -> Iterator[None]:
@@ -54,23 +37,6 @@ class Display:
                     yield
             finally:
                 self.say(line(progress, time.time()))
-
-    @contextmanager
-    def saying(self, text: Callable[[], str], seconds: float) -> Iterator[None]:
-        """Print ``text()`` every so many seconds, from a thread."""
-        over = threading.Event()
-
-        def print_lines() -> None:
-            while not over.wait(seconds):
-                self.say(text())
-
-        thread = threading.Thread(target=print_lines, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
 
 
 def line(progress: Progress, now: float) -> str:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from sglang_pat.demo import timeline  # noqa: E402
-from sglang_pat.demo.records import Run, Switch  # noqa: E402
+from sglang_pat.demo.records import Run, SeenSwitch  # noqa: E402
 from sglang_pat.demo.report import Report  # noqa: E402
 
 SPLIT = ("#2f6db5", "#659fda")
@@ -122,7 +122,7 @@ def _bars(axes: Axes, run: Run, until: float) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _pause(axes: Axes, switch: Switch, count: int, until: float) -> None:
+def _pause(axes: Axes, switch: SeenSwitch, count: int, until: float) -> None:
     """A pause at its true width, but at least visible, and what happened in it."""
     axes.axvspan(switch.at, switch.at + switch.pause, color=PAUSE, linewidth=0.9)
     text = f"switch to {switch.after}\n{switch.pause * 1e3:.0f} ms pause\n"

@@ -89,5 +89,5 @@ class Progress:
         return " → ".join("tp{tp}×dp{dp}".format(**layout) for layout in layouts if layout)
 
     def switches(self) -> list[dict[str, Any]]:
-        """Switch records of this run so far."""
+        """SeenSwitch records of this run so far."""
         return [r for r in self.engine["switches"] if r["started"] >= self.began] if self.engine else []

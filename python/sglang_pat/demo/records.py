@@ -46,7 +46,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return max((b - a for a, b in gaps if b >= start and a <= end), default=0.0)
 
 
-class Switch(msgspec.Struct, frozen=True, kw_only=True):
+class SeenSwitch(msgspec.Struct, frozen=True, kw_only=True):
     """One switch, as the engine reports it.
 
     Attributes:
@@ -90,7 +90,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     start_seconds: float
     others: float
     answers: list[Answer]
-    switches: list[Switch]
+    switches: list[SeenSwitch]
 
     @property
     def tokens(self) -> int:
@@ -137,7 +137,7 @@ def difference(runs: list[Run]) -> dict[int, int]:
     return found
 
 
-def switches_of(status: dict, start: float, answers: list[Answer]) -> list[Switch]:
+def switches_of(status: dict, start: float, answers: list[Answer]) -> list[SeenSwitch]:
     """The switches in a ``/pat/status`` that began after ``start`` (unix time)."""
     ranks = status["base"]["tp"] * status["base"]["dp"]
     found = []
@@ -149,7 +149,7 @@ def switches_of(status: dict, start: float, answers: list[Answer]) -> list[Switc
         felt = [answer.longest_gap(at, at + pause) for answer in answers]
         copied = ("phases", "reason", "requests", "migrated", "recomputed", "tokens", "moved_bytes", "error")
         found.append(
-            Switch(
+            SeenSwitch(
                 before=f"tp{record['from_tp']}×dp{ranks // record['from_tp']}",
                 after=f"tp{record['to_tp']}×dp{ranks // record['to_tp']}",
                 at=at,

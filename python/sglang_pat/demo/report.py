@@ -11,7 +11,7 @@ import msgspec
 
 from sglang_pat.comm.shm import LINK_ENV
 from sglang_pat.demo.records import Run
-from sglang_pat.testing.machine import machine as testing_machine
+from sglang_pat.tools.machine import machine as testing_machine
 from sglang_pat.version import __version__
 
 

@@ -13,11 +13,11 @@ import requests
 
 from sglang_pat.demo.client import run_tasks
 from sglang_pat.demo.display import Display
-from sglang_pat.demo.others import Meter
-from sglang_pat.demo.prompts import Task
 from sglang_pat.demo.records import DemoError, Run, switches_of
+from sglang_pat.demo.tasks import Task
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.testing.server import Server, ServerDied
+from sglang_pat.tools.cpu_share import Meter
 
 RETURN_SECONDS = 10.0
 """How long an engine that has run empty may take to go back to its base layout."""
@@ -117,9 +117,7 @@ def _back_in_base(server: Server) -> dict:
         if status["layout"] == status["base"] and not status["switching"] and not status["requests"]:
             return status
         if time.monotonic() - begin > RETURN_SECONDS:
-            raise DemoError(
-                f"the engine did not return to its base layout within {RETURN_SECONDS:.0f} s: {status}"
-            )
+            raise DemoError(f"the engine did not return to its base layout within {RETURN_SECONDS:.0f} s: {status}")
         time.sleep(0.05)
 
 

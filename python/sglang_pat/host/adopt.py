@@ -15,14 +15,14 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_pat.host import compiled, degrees, penalties
-from sglang_pat.host.handover import Arrivals
+from sglang_pat.host.handover import IncomingRequests
 from sglang_pat.kernels.transfer import upload
 
 if TYPE_CHECKING:
     from sglang_pat.host.scheduler import AdaptiveScheduler
 
 
-def adopt(scheduler: AdaptiveScheduler, arrivals: Arrivals) -> None:
+def adopt(scheduler: AdaptiveScheduler, arrivals: IncomingRequests) -> None:
     """Make ``arrivals`` the requests of this scheduler."""
     for req in [req for req, _, _ in arrivals.decoding] + arrivals.waiting:
         degrees.adopted(req, scheduler.tp_size)

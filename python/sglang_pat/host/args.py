@@ -86,9 +86,10 @@ class AdaptiveServerArgs(ServerArgs):
         group.add_argument("--adaptive-tp", action="store_true", help="merge replicas as the batch drains")
         for setting in SETTINGS:
             kind = {"action": "store_true"} if setting.default is False else {"type": type(setting.default or "")}
-            if setting.metavar:
-                kind["metavar"] = setting.metavar
-            group.add_argument(setting.flag, default=setting.default, help=setting.help, **kind)
+            if setting.default is not False:
+                kind["metavar"] = setting.usage.partition(" ")[2]
+            about = f"{setting.help} Default: {setting.shown_default}."
+            group.add_argument(setting.flag, default=setting.default, help=about, **kind)
 
     def adaptive_config(self) -> AdaptiveConfig:
         """Raises ``ValueError`` for an impossible layout, candidate or mode."""

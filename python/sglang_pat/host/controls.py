@@ -10,8 +10,8 @@ from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers import io_struct as io
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_pat.coordinator.core import Control
 from sglang_pat.coordinator.leader import Work
+from sglang_pat.coordinator.replies import Control
 from sglang_pat.host.sampling import length_limit
 
 MAX_MESSAGE = 500

@@ -30,14 +30,14 @@ from sglang_pat import messages  # noqa: E402
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
 from sglang_pat.coordinator import decision_log  # noqa: E402
 from sglang_pat.coordinator.core import Coordinator  # noqa: E402
-from sglang_pat.coordinator.policy import Policy, make_policy  # noqa: E402
-from sglang_pat.coordinator.snapshot import Decision, Snapshot  # noqa: E402
 from sglang_pat.dropped import Dropped  # noqa: E402
 from sglang_pat.host.args import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.host.channels import HOST  # noqa: E402
 from sglang_pat.host.controls import classify  # noqa: E402
 from sglang_pat.host.processes import end_engine  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
+from sglang_pat.policies.registry import make_policy  # noqa: E402
+from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
 from sglang_pat.predict.cost import fitted  # noqa: E402
 from sglang_pat.predict.profile import load  # noqa: E402
 

@@ -49,9 +49,7 @@ def install() -> None:
     if installed():
         return
     if "sglang.srt.utils" in sys.modules:
-        raise RuntimeError(
-            "the CPU shim comes too late: sglang is imported already; call cpu_shim.install() before it"
-        )
+        raise RuntimeError("the CPU shim comes too late: sglang is imported already; call cpu_shim.install() before it")
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     sys.meta_path.insert(0, _Finder(stub_kernel=needed()))
 
@@ -79,9 +77,7 @@ class _StubModule(types.ModuleType):
         full_name = f"{self.__name__}.{name}"
 
         def not_on_cpu(*args, **kwargs):
-            raise RuntimeError(
-                f"{full_name} was called, but sgl_kernel is not installed: it has no CPU build"
-            )
+            raise RuntimeError(f"{full_name} was called, but sgl_kernel is not installed: it has no CPU build")
 
         not_on_cpu.__name__ = not_on_cpu.__qualname__ = name
         setattr(self, name, not_on_cpu)

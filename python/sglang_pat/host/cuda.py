@@ -11,7 +11,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from sglang_pat.coordinator.batches import graph_sizes, largest_batch
+from sglang_pat.policies.batches import graph_sizes, largest_batch
 from sglang_pat.predict import profile as profiles
 
 if TYPE_CHECKING:

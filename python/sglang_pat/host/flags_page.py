@@ -1,6 +1,6 @@
-"""docs/flags.md: what ``--adaptive-tp`` makes of every flag of SGLang.
+"""docs/flags.md: our flags, and what ``--adaptive-tp`` makes of every flag of SGLang.
 
-    python -m sglang_pat.host.flags_page > docs/flags.md
+python -m sglang_pat.host.flags_page > docs/flags.md
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ if cpu_shim.needed():
 
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
+from sglang_pat import settings  # noqa: E402
 from sglang_pat.host import flags  # noqa: E402
 
 
@@ -23,9 +24,17 @@ def page() -> str:
     found = flags.classified()
     fields = [field.name for field in dataclasses.fields(ServerArgs)]
     lines = [
-        "# SGLang's flags under --adaptive-tp",
+        "# Flags",
         "",
-        "Every field of SGLang's `ServerArgs`, in its order. Made by `python -m sglang_pat.host.flags_page`.",
+        "Made by `python -m sglang_pat.host.flags_page`; do not edit.",
+        "",
+        "## Ours",
+        "",
+        *settings.table(),
+        "",
+        "## SGLang's, under --adaptive-tp",
+        "",
+        "Every field of SGLang's `ServerArgs`, in its order.",
         "",
         "- **works**: the test that is named switches with it.",
         "- **as in SGLang**: handled where the adaptive engine has no part; no test here.",

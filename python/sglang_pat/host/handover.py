@@ -48,7 +48,7 @@ class Offer:
 
 
 @dataclass
-class Arrivals:
+class IncomingRequests:
     """Requests of this rank's new group, rebuilt.
 
     Attributes:
@@ -181,7 +181,7 @@ def rebuild(
     capsules: dict[int, bytes],
     held: list[Req],
     place: np.ndarray,
-) -> Arrivals:
+) -> IncomingRequests:
     """The requests that come to this rank's new group, decoding ones in plan order.
 
     Those whose KV comes along and that this rank ``held`` (decoding ones first, as in its own group's offer) go on as
@@ -190,7 +190,7 @@ def rebuild(
     """
     mine = new.group_of(scheduler.rank)
     own = scheduler.layouts.current.layout.group_of(scheduler.rank)
-    arrivals = Arrivals(place=place)
+    arrivals = IncomingRequests(place=place)
     recompute: list[Req] = []
     queued: list[Req] = []
     for group, offer in offers.items():

@@ -83,9 +83,7 @@ class InProcessEngine:
         """One parameter; ``handles``: for each rank, what unpickles to the tensor in its process."""
         values = [MultiprocessingSerializer.serialize(handle) for handle in handles]
         tensor = MultiprocessingSerializer.serialize([(name, LocalSerializedTensor(values=values))])
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[tensor] * self._ranks, flush_cache=flush
-        )
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[tensor] * self._ranks, flush_cache=flush)
         _done(await self._manager.update_weights_from_tensor(request, None))
 
     async def status(self) -> dict[str, Any]:

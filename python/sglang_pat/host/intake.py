@@ -43,7 +43,8 @@ class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         prompts: new ones, besides those that wait from earlier rounds.
         sampling_params: SGLang's, of every sample.
-        version: of the weights, as the training job counts them; None: counts rounds.
+        version: of the weights, as the training job counts them; None: as the last round's, one more if
+            weights were updated since.
         end_of_epoch: no more prompts of this epoch come.
         job: whose prompts wait; rounds of different jobs have nothing to do with each other.
         planner: retractions of earlier rounds of a kind decide on the lowest tp of the next (RollPacker section 4.2).

@@ -85,9 +85,7 @@ class LoadReporter:
             running += [req for req in last.reqs if req is not chunked and req not in running]
         waiting = ([chunked] if chunked is not None else []) + scheduler.waiting_queue
         self._last = None
-        self.send(
-            [req for req in running if not req.finished()], waiting + scheduler.grammar_manager.grammar_queue
-        )
+        self.send([req for req in running if not req.finished()], waiting + scheduler.grammar_manager.grammar_queue)
 
     def send(self, running: list[Req], waiting: list[Req]) -> None:
         try:

@@ -17,7 +17,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.host import cuda
 from sglang_pat.host.args import AdaptiveServerArgs, model_shape
 from sglang_pat.memory.available import available_memory
-from sglang_pat.memory.plan import Demand, Plan, Supply, advice, make_plan
+from sglang_pat.memory.plan import Demand, MemoryPlan, Supply, advice, make_plan
 from sglang_pat.memory.shapes import ModelShape
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def planned(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     return _with(args, plan)
 
 
-def _with(args: AdaptiveServerArgs, plan: Plan) -> AdaptiveServerArgs:
+def _with(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:
     view = copy.copy(args)
     if not args.pat_fraction_given:
         ours = args.device == "cpu" or cuda.shared()

@@ -1,8 +1,4 @@
-"""Communication groups: built once, pooled, and pointed at by the host's globals.
-
-Door 3 of the design (patching module globals) is used here and nowhere else, in
-:meth:`GroupPool.install`.
-"""
+"""Communication groups: built once, pooled, and pointed at by SGLang's globals (:meth:`GroupPool.install`)."""
 
 from __future__ import annotations
 
@@ -32,12 +28,12 @@ LARGE_REDUCE = 8 << 20
 class GroupPool:
     """All process groups of a rank, for the life of the engine (PAT section 4.3, "Communication Group Pool").
 
-    Everything is created in ``__init__``, by every rank in the same order, so a switch creates nothing.
+    Everything is created in ``__init__``, by every rank in the same order, so a switch creates nothing.  One exception:
+    the groups of ``--pat-kv-exchange allgather`` are made on first use, as in the paper.
     """
 
     def __init__(self, layouts: tuple[ParallelLayout, ...], rank: int, local_device: int, device: str) -> None:
         self.rank = rank
-        self._layouts = layouts
         backend = self._backend = shm.BACKEND if device != "cuda" else "gloo" if cuda.shared() else "nccl"
         own_nccl = backend == "nccl"  # the host's communicator for graphs
         shm.register()

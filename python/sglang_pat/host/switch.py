@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from sglang_pat.host import agreement, census, handover, kv_exchange
 from sglang_pat.host.adopt import adopt
-from sglang_pat.host.handover import Arrivals, Offer
+from sglang_pat.host.handover import IncomingRequests, Offer
 from sglang_pat.host.kv_exchange import KvExchange
 from sglang_pat.host.steady import steady
 from sglang_pat.layout import ParallelLayout
@@ -135,14 +135,14 @@ class SwitchExecutor:
         report = dict(rank=self.rank, epoch=command.epoch, tp=command.tp)
         with steady():
             try:
-                offers, arrivals, exchange = self._quiesce(old, new, command)
+                offers, incoming, exchange = self._quiesce(old, new, command)
                 self._exchange(old, new, exchange, command.epoch)
             except SwitchAborted as aborted:
                 self._abort()
                 self.scheduler.channel.send(RankSwitched(**report, phases=self._phases, error=str(aborted)))
                 return
-            self._commit(new, offers, arrivals, command.epoch)
-        self._resume(report, offers, arrivals, exchange.bytes_sent if exchange else 0)
+            self._commit(new, offers, incoming, command.epoch)
+        self._resume(report, offers, incoming, exchange.bytes_sent if exchange else 0)
         self.layouts.staging.release()
 
     # -- the states, in order ---------------------------------------------------------------------
@@ -172,19 +172,19 @@ class SwitchExecutor:
         if new.tp > old.tp:
             capsules = handover.exchange_capsules(self.scheduler, new, offers, capsules)
         self._mark("capsules")
-        arrivals, exchange = Arrivals(), None
+        incoming, exchange = IncomingRequests(), None
         try:
             plans = handover.plan_groups(self.scheduler, new, offers)
             exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, rows)
             place = exchange.place if exchange else np.zeros(1, dtype=np.int64)
-            arrivals = handover.rebuild(
+            incoming = handover.rebuild(
                 self.scheduler, new, plans[new.group_of(self.rank)], offers, capsules, reqs[0] + reqs[1], place
             )
         except Exception as exc:
             error = exc
         self._vote(error)
         self._mark("plan")
-        return offers, arrivals, exchange
+        return offers, incoming, exchange
 
     def _exchange(self, old: ParallelLayout, new: ParallelLayout, exchange: KvExchange | None, epoch: int) -> None:
         """Move the live KV, layer by layer.
@@ -213,7 +213,7 @@ class SwitchExecutor:
             raise
         self._mark("weights" if self.layouts.resharding else "kv")  # of the others, where they are done later
 
-    def _commit(self, new: ParallelLayout, offers: dict[int, Offer], arrivals: Arrivals, epoch: int) -> None:
+    def _commit(self, new: ParallelLayout, offers: dict[int, Offer], incoming: IncomingRequests, epoch: int) -> None:
         """Become part of the new layout.  There is no way back from here: an error ends the engine."""
         self._enter(SwitchState.COMMIT, epoch)
         sent = {leader: offer.sent for leader, offer in offers.items()}
@@ -221,13 +221,13 @@ class SwitchExecutor:
         leader = agreement.leader_before(self.rank, self.layouts.current.layout, new)
         self.scheduler.point_at(self.layouts[new], epoch, fence)
         agreement.take(self.scheduler, offers[leader].taken)
-        for req in [req for req, _, _ in arrivals.decoding] + arrivals.waiting:
+        for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:
             stats = req.time_stats
-            stats.wait_queue_entry_time = arrivals.entered.get(req.rid, stats.wait_queue_entry_time)
-        adopt(self.scheduler, arrivals)
+            stats.wait_queue_entry_time = incoming.entered.get(req.rid, stats.wait_queue_entry_time)
+        adopt(self.scheduler, incoming)
         self._mark("install")
 
-    def _resume(self, report: dict, offers: dict[int, Offer], arrivals: Arrivals, moved: int) -> None:
+    def _resume(self, report: dict, offers: dict[int, Offer], incoming: IncomingRequests, moved: int) -> None:
         """Check that nothing was lost, say so, and let the host's loop go on."""
         self._enter(SwitchState.RESUME, report["epoch"])
         self.scheduler.check_conservation()
@@ -237,7 +237,7 @@ class SwitchExecutor:
         if len(versions) > 1:
             raise RuntimeError(f"ranks hold different weight versions after the switch: {sorted(versions)}")
         mine = offers.get(self.rank)
-        leads, recomputed = self.scheduler.is_leader, arrivals.recomputed
+        leads, recomputed = self.scheduler.is_leader, incoming.recomputed
         self._mark("check")
         self.scheduler.channel.send(
             RankSwitched(
@@ -245,12 +245,12 @@ class SwitchExecutor:
                 phases=self._phases,
                 moved_bytes=moved,
                 requests_in=len(mine.decoding) + len(mine.waiting) if mine else 0,
-                requests_out=len(arrivals.decoding) + len(arrivals.waiting) if leads else 0,
-                migrated=len(arrivals.decoding) if leads else 0,
-                parked=len(arrivals.parked) if leads else 0,
+                requests_out=len(incoming.decoding) + len(incoming.waiting) if leads else 0,
+                migrated=len(incoming.decoding) if leads else 0,
+                parked=len(incoming.parked) if leads else 0,
                 recomputed=len(recomputed) if leads else 0,
                 recomputed_tokens=sum(req.seqlen for req in recomputed) if leads else 0,
-                tokens=arrivals.num_slots if leads else 0,
+                tokens=incoming.num_slots if leads else 0,
             )
         )
         self.state = advance(self.state, SwitchState.IDLE)

@@ -19,7 +19,7 @@ SESSIONS = 10_000
 
 
 @dataclass
-class Report:
+class EngineReport:
     """What an engine last said of itself.
 
     Attributes:
@@ -44,11 +44,11 @@ class Report:
 
 
 @dataclass
-class Engine:
+class EngineState:
     """An engine: how many requests are there by our own count, and its last report; ``lost``: it does not answer."""
 
     in_flight: int = 0
-    report: Report = field(default_factory=Report)
+    report: EngineReport = field(default_factory=EngineReport)
     lost: bool = False
 
     @property
@@ -79,14 +79,14 @@ class Balancer:
     """
 
     def __init__(self, margin: float = MARGIN, seed: int = 0) -> None:
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, EngineState] = {}
         self.sessions: OrderedDict[str, str] = OrderedDict()
         self.moved = 0
         """Sessions that went to another engine."""
         self._margin, self._random = margin, random.Random(seed)
 
     def add(self, name: str) -> None:
-        self.engines[name] = Engine()
+        self.engines[name] = EngineState()
 
     def remove(self, name: str) -> None:
         self.engines.pop(name, None)
@@ -115,7 +115,7 @@ class Balancer:
         usable[chosen].in_flight += 1
         return chosen
 
-    def _stays(self, home: Engine, best: Engine) -> bool:
+    def _stays(self, home: EngineState, best: EngineState) -> bool:
         if home.wait > best.wait:
             return False
         margin = self._margin * home.report.replicas
@@ -126,7 +126,7 @@ class Balancer:
         if engine is not None and engine.in_flight:
             engine.in_flight -= 1
 
-    def report(self, name: str, report: Report | None) -> None:
+    def report(self, name: str, report: EngineReport | None) -> None:
         """What an engine says of itself; None: it does not answer."""
         engine = self.engines.get(name)
         if engine is not None:

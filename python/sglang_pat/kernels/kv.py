@@ -149,12 +149,7 @@ def _check(k, v, slots, offsets, begins, head_count, flat, flat_name) -> None:
             "k and v must agree in num_slots, heads, dtype and device, got "
             f"{list(k.shape)} {k.dtype} {k.device} and {list(v.shape)} {v.dtype} {v.device}"
         )
-    if (
-        slots.dim() != 1
-        or slots.dtype != torch.int64
-        or slots.device != k.device
-        or not slots.is_contiguous()
-    ):
+    if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != k.device or not slots.is_contiguous():
         raise ValueError(
             f"slots must be a contiguous 1-D int64 tensor on {k.device}, got {list(slots.shape)} "
             f"{slots.dtype} on {slots.device}"
@@ -166,16 +161,10 @@ def _check(k, v, slots, offsets, begins, head_count, flat, flat_name) -> None:
         raise ValueError(f"part_offsets must rise from 0 to {n} (the slots), got {list(offsets)}")
     if head_count < 0 or any(begin < 0 or begin + head_count > heads for begin in begins):
         raise ValueError(
-            f"the pool has heads [0, {heads}); head_count {head_count} with head_begin {list(begins)} "
-            "is outside"
+            f"the pool has heads [0, {heads}); head_count {head_count} with head_begin {list(begins)} is outside"
         )
     wanted = staged_numel(n, head_count, k.shape[2], v.shape[2])
-    if (
-        flat.shape != (wanted,)
-        or flat.dtype != k.dtype
-        or flat.device != k.device
-        or not flat.is_contiguous()
-    ):
+    if flat.shape != (wanted,) or flat.dtype != k.dtype or flat.device != k.device or not flat.is_contiguous():
         raise ValueError(
             f"{flat_name} must be a contiguous 1-D {k.dtype} tensor of {wanted} elements on {k.device}, got "
             f"{list(flat.shape)} {flat.dtype} on {flat.device}"

@@ -102,7 +102,7 @@ class Demand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class MemoryPlan:
     """The memory of one rank, in bytes; all ranks are alike."""
 
     demand: Demand
@@ -147,7 +147,7 @@ class Plan:
         return "\n".join([f"memory plan: {head}", *(f"  {what:{width}}  {_size(size):>10}" for what, size in rows)])
 
 
-def advice(plan: Plan) -> str | None:
+def advice(plan: MemoryPlan) -> str | None:
     """One line if a request as long as the model takes does not fit into a replica, and another layout has more room.
 
     Not on a CPU, where the plan takes less than it could.
@@ -158,7 +158,7 @@ def advice(plan: Plan) -> str | None:
     free = replace(demand, tokens=None, fraction=None)
     found = [(layout, _choose(_with_base(free, layout), supply) or 0) for layout in _other_layouts(free, supply)]
     better = next(((layout, tokens) for layout, tokens in found if tokens >= longest), None)
-    layout, tokens = better or max(found, key=lambda pair: pair[1], default=(None, 0))
+    layout, tokens = better or max(found, key=lambda pair: pair[1], default=(demand.base, 0))
     if tokens <= plan.tokens:
         return None
     return (
@@ -178,7 +178,7 @@ def host_reserve(total: int, demand: Demand) -> int:
     return int((max(reserve, 10 * 1024) if total > 60 * GIB else reserve) * MIB)
 
 
-def make_plan(demand: Demand, supply: Supply) -> Plan:
+def make_plan(demand: Demand, supply: Supply) -> MemoryPlan:
     """The plan of an engine.
 
     Raises:
@@ -211,6 +211,7 @@ def _choose(demand: Demand, supply: Supply) -> int | None:
 
 def _by_fraction(demand: Demand, supply: Supply) -> int:
     """Tokens that ``--mem-fraction-static`` asks for."""
+    assert demand.fraction is not None
     ranks = demand.base.num_ranks if supply.kind == "cpu" else 1
     static = int(demand.fraction * supply.free) // ranks - demand.shape.weight_bytes(demand.base.tp)
     return max(0, static) // demand.shape.kv_bytes(demand.base.tp) // TOKEN_STEP * TOKEN_STEP
@@ -252,7 +253,7 @@ def _growing(demand: Demand, supply: Supply, tokens: int) -> int:
     return pool + int(pool * demand.buffers(supply.kind)) + demand.request_table(tokens)
 
 
-def _plan(demand: Demand, supply: Supply, tokens: int) -> Plan:
+def _plan(demand: Demand, supply: Supply, tokens: int) -> MemoryPlan:
     pool = tokens * demand.shape.kv_bytes(demand.base.tp)
     # What SGLang leaves free by default, where that is possible.
     spare = _room(demand, supply, 0) - _growing(demand, supply, tokens)
@@ -268,7 +269,7 @@ def _plan(demand: Demand, supply: Supply, tokens: int) -> Plan:
         ("activations, graphs", reserve),
         ("context, communicators" if supply.kind == "cuda" else "process", _process(demand, supply)),
     )
-    return Plan(
+    return MemoryPlan(
         demand=demand, supply=supply, tokens=tokens, parts=parts, others=CPU_OTHERS if supply.kind == "cpu" else 0
     )
 

@@ -20,6 +20,9 @@ from sglang_pat.predict.fits import fit_control, fit_kv, fit_reshard
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile, ProfileError, SwitchSample
 
+NONE = np.zeros(0)
+"""No lengths."""
+
 DRAIN_STEPS = 0.5
 """Steps lost while replicas wait for each other.  Each finishes the step in flight, and these end at unrelated
 moments: between nothing and one step of the slowest replica, half of it on average.  A single replica loses nothing."""
@@ -98,7 +101,7 @@ class SwitchCosts:
                 migrated = kv[0], kv[1] * (1 - min(pair) / max(pair))
             kv_fixed, kv_per_token = migrated or (0.0, np.inf)
             kv_per_token += per_token
-            reshard = resharding.get(pair, resharding.get(pair[::-1], max(resharding.values())))
+            reshard = resharding.get(pair, resharding.get((pair[1], pair[0]), max(resharding.values())))
             self._fits[pair] = PairFit(
                 fixed=fixed, per_request=per_request, kv_fixed=kv_fixed, kv_per_token=kv_per_token, reshard=reshard
             )
@@ -112,7 +115,7 @@ class SwitchCosts:
         except KeyError:
             raise ProfileError(f"the profile does not know a switch from tp={from_tp} to tp={to_tp}") from None
 
-    def estimate(self, from_tp: int, to_tp: int, lengths: np.ndarray = (), waiting: int = 0) -> SwitchCost:
+    def estimate(self, from_tp: int, to_tp: int, lengths: np.ndarray = NONE, waiting: int = 0) -> SwitchCost:
         """Cost of a switch.
 
         Args:

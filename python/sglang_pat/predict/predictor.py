@@ -19,7 +19,7 @@ class _Degree:
         """``points``: (replicas, batch, x, seconds)."""
         counts = sorted({replicas for replicas, *_ in points})
         self.counts = np.array(counts, dtype=float)
-        self.surfaces = [Surface(rest for replicas, *rest in points if replicas == count) for count in counts]
+        self.surfaces = [Surface((b, x, s) for replicas, b, x, s in points if replicas == count) for count in counts]
 
     def at(self, replicas: Number, batch: np.ndarray, x: np.ndarray) -> np.ndarray:
         """Interpolated between the measured numbers of replicas; outside them the nearest one holds."""

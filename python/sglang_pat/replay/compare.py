@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_pat.coordinator.arrivals import Arrivals
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.policy import make_policy
+from sglang_pat.config import POLICIES
+from sglang_pat.coordinator.round_tracker import RoundTracker
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import SwitchCosts, fitted
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
@@ -17,7 +18,7 @@ from sglang_pat.replay.oracle import oracle
 from sglang_pat.replay.shapes import Shape
 from sglang_pat.replay.simulate import SPACING, Batch, Drain, Run
 
-DECIDING = ("survival", "pat", "threshold", "manual", "off")
+SIMULATED = tuple(name for name in POLICIES if name != "schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +86,9 @@ def check_policy(name: str, degrees: tuple[int, ...]) -> None:
         raise ValueError(f"policy {name}: give static:TP with TP one of {', '.join(map(str, degrees))}")
     if kind == "threshold" and (not colon or (number.isdigit() and int(number) > 0)):
         return
-    if name in DECIDING or name == "oracle":
+    if name in SIMULATED or name == "oracle":
         return
-    raise ValueError(f"policy {name}: choose from {', '.join(DECIDING)}, threshold:N, static:TP, oracle")
+    raise ValueError(f"policy {name}: choose from {', '.join(SIMULATED)}, threshold:N, static:TP, oracle")
 
 
 KNOWN = ", complete batch"
@@ -98,27 +99,27 @@ round either."""
 def compare(machine: Machine, work: Work, policies: list[str], spacing: int = SPACING) -> dict[str, list[Run]]:
     """Runs of every policy, by round; ``oracle`` is always among them.
 
-    What a policy has learnt of lengths it keeps from round to round; and after the first one it knows, as in an engine,
-    that no more requests come.
+    What a policy has learnt of lengths it keeps from round to round.  After two rounds of one size it knows, as in an
+    engine, that no more requests come.
     """
     histories = {name: LengthHistory() for name in policies}
     deciding = {
         name: machine.policy(name.removesuffix(KNOWN)) for name in policies if not name.startswith(("static", "oracle"))
     }
     runs: dict[str, list[Run]] = {name: [] for name in [*policies, "oracle"]}
-    arrivals = Arrivals()
+    tracker = RoundTracker()
     for batch in work.batches():
         for _ in batch.length:
-            arrivals.arrived(0.0)
+            tracker.arrived(0.0)
         drain = machine.drain(batch, spacing)
         runs["oracle"].append(oracle(drain))
         for name in policies:
             if name in deciding:
-                complete = arrivals.complete or name.endswith(KNOWN)
+                complete = tracker.complete or name.endswith(KNOWN)
                 runs[name].append(drain.follow(deciding[name], histories[name], complete))
             elif name != "oracle":
                 runs[name].append(drain.static(int(name.partition(":")[2])))
-        arrivals.in_engine(0)
+        tracker.in_engine(0)
     return runs
 
 

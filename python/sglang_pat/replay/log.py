@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_pat.coordinator.decision_log import load_decision
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.policy import make_policy
-from sglang_pat.coordinator.snapshot import Decision
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.snapshot import Decision
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 
@@ -46,7 +46,7 @@ def replay_log(path: Path, profile: str | None = None) -> Replayed:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise ValueError(f"--log {path}: {reason}") from None
-    policy, history, result = None, None, Replayed()
+    policy, history, result = None, LengthHistory(), Replayed()
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)

@@ -16,9 +16,8 @@ import numpy as np
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.records import Abort, Action, Group, Judge, Launch, Output, Return, RoundOver, SampleId, Span
 from sglang_pat.admission.rules import Rules
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.policy import Policy
-from sglang_pat.coordinator.snapshot import Load, Snapshot
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.snapshot import Load, Policy, Snapshot
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.replay.shapes import Shape
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.policy import Policy
-from sglang_pat.coordinator.snapshot import Load, Snapshot
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.snapshot import Load, Policy, Snapshot
 from sglang_pat.predict.profile import Fingerprint
 
 CHECK_EVERY = ((8, 128), (32, 1024), (256, None))
@@ -27,6 +26,7 @@ it matters at the start, where they wait for the batch to be complete."""
 
 SPACING = 16
 """Least token steps between two questions: load reports come every few steps, not after each."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:

@@ -178,7 +178,9 @@ def plan_group(
                 continue
             own = np.arange(used + 1, used + new + 1, dtype=np.int64)
             if request.shared:
-                own = np.concatenate([mine[request.parent][: request.shared], own])
+                above = mine[request.parent]
+                assert above is not None, "an orphan does not come here"
+                own = np.concatenate([above[: request.shared], own])
             mine.append(own)
             going.append(goes_on)
             used += new

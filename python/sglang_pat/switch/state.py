@@ -37,12 +37,6 @@ _NEXT: dict[SwitchState, frozenset[SwitchState]] = {
     SwitchState.ABORT: frozenset({SwitchState.IDLE}),
 }
 
-BLOCKING = frozenset({SwitchState.QUIESCE, SwitchState.EXCHANGE, SwitchState.COMMIT, SwitchState.RESUME})
-"""States in which no decode step runs."""
-
-ABORTABLE = frozenset({SwitchState.PREPARE, SwitchState.QUIESCE, SwitchState.EXCHANGE})
-"""States from which every rank can still go back to the old layout."""
-
 
 def advance(current: SwitchState, to: SwitchState) -> SwitchState:
     """The one transition function.

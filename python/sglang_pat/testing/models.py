@@ -94,9 +94,7 @@ def _write_once(out_dir: str | os.PathLike, recipe: dict, write: Callable[[Path]
         return out_dir
     ours = (out_dir / "recipe.json").is_file() or (out_dir.is_dir() and not any(out_dir.iterdir()))
     if out_dir.exists() and not ours:
-        raise ValueError(
-            f"{out_dir} exists and is not a model made by this tool: give another folder, or remove it"
-        )
+        raise ValueError(f"{out_dir} exists and is not a model made by this tool: give another folder, or remove it")
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
     try:
@@ -150,9 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--dtype", metavar="|".join(DTYPES), help="default float32")
     tie = argparse.BooleanOptionalAction
     options.add_argument("--tie", action=tie, default=None, help="output matrix = embedding; default not")
-    options.add_argument(
-        "--logit-std", type=float, metavar="X", help="4 (default): peaked; 1: flat distribution"
-    )
+    options.add_argument("--logit-std", type=float, metavar="X", help="4 (default): peaked; 1: flat distribution")
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     try:
         _run(given.pop("model"), given.pop("out"), given.pop("check"), given)
@@ -174,9 +170,7 @@ def _run(model: str, out: str, check: bool, options: dict[str, Any]) -> None:
         difference, text = smollm2.check_smollm2(out)
         print(f"largest logit difference to the original: {difference:g}; The capital of France is{text!r}")
         same = difference < 1e-3 and text.startswith(" Paris")
-        require(
-            same, out, "the same function as the original, and is not: remove the folder and make it again"
-        )
+        require(same, out, "the same function as the original, and is not: remove the folder and make it again")
 
 
 if __name__ == "__main__":

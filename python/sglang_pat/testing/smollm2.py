@@ -23,9 +23,7 @@ def write_smollm2(folder: Path) -> None:
 
     source, gguf_file = _source()
     transformers = _transformers()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=gguf_file, dtype=torch.float32
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
     config = model.config
     assert HEADS // KV_HEADS == config.num_attention_heads // config.num_key_value_heads
 
@@ -69,9 +67,7 @@ def check_smollm2(folder: str | os.PathLike) -> tuple[float, str]:
 
     source, gguf_file = _source()
     transformers = _transformers()
-    original = transformers.AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=gguf_file, dtype=torch.float32
-    )
+    original = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
     padded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     difference = 0.0

@@ -25,9 +25,7 @@ CHAT_TEMPLATE = (
 def vocabulary(size: int) -> list[str]:
     """The text of each id: special tokens, printable ASCII, then made-up words with a leading space."""
     syllables = [consonant + vowel for consonant in "bdfghjklmnprstvwz" for vowel in "aeiou"]
-    words = (
-        " " + "".join(parts) for n in itertools.count(2) for parts in itertools.product(syllables, repeat=n)
-    )
+    words = (" " + "".join(parts) for n in itertools.count(2) for parts in itertools.product(syllables, repeat=n))
     return [*SPECIAL_TOKENS, *CHARACTERS, *itertools.islice(words, size - LEAST_VOCAB)]
 
 

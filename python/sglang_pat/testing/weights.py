@@ -59,9 +59,7 @@ class RandomModel:
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         dim = self.head_dim
         even = type(dim) is int and dim >= 2 and dim % 2 == 0
-        require(
-            even, f"head_dim={dim!r}", "even, since rotary positions pair dimensions; give another head_dim"
-        )
+        require(even, f"head_dim={dim!r}", "even, since rotary positions pair dimensions; give another head_dim")
 
 
 def require(condition: bool, given: str, allowed: str) -> None:

@@ -1,8 +1,8 @@
 """The balancer of requests over the nodes of a verl job: ``rollout.router_config_path`` with
 
-    router_class: sglang_pat.integrations.verl.balancer.AdaptiveBalancer
-    margin: 2       # optional, see sglang_pat.integrations.balance
-    interval: 0.5   # optional, seconds between two looks at the engines
+router_class: sglang_pat.integrations.verl.balancer.AdaptiveBalancer
+margin: 2       # optional, see sglang_pat.integrations.balance
+interval: 0.5   # optional, seconds between two looks at the engines
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from sglang_pat.integrations.balance import MARGIN, Balancer, Report
+from sglang_pat.integrations.balance import MARGIN, Balancer, EngineReport
 
 INTERVAL_SECONDS = 0.5
 """Between two looks at the engines: a step of a rollout takes minutes, and our own count is exact in between."""
@@ -105,7 +105,7 @@ class AdaptiveBalancer:
 
     async def _ask(self, name: str, handle: Any) -> None:
         try:
-            report = Report(**await asyncio.wait_for(handle.load.remote(), ANSWER_SECONDS))
+            report = EngineReport(**await asyncio.wait_for(handle.load.remote(), ANSWER_SECONDS))
         except Exception:  # Ray has a dozen ways to say that an actor is gone
             report = None
         self._balancer.report(name, report)

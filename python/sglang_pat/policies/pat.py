@@ -12,9 +12,9 @@ several times in one batch.
 
 from __future__ import annotations
 
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.rules import forced, may_raise, patience
-from sglang_pat.coordinator.snapshot import Decision, Load, Snapshot
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.rules import forced, may_raise, patience
+from sglang_pat.policies.snapshot import Decision, Load, Snapshot
 
 
 def pat(predictor, costs):
@@ -27,7 +27,7 @@ def pat(predictor, costs):
         if len(snapshot.load) == 0:
             return Decision(tp=snapshot.tp)
         totals, switch = algorithm_1(snapshot, predictor, costs)
-        best = min(totals, key=totals.get)
+        best = min(totals, key=lambda tp: totals[tp])
         if totals[best] >= totals[snapshot.tp]:
             best = snapshot.tp
         if best == snapshot.tp:

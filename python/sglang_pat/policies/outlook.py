@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import log_ndtr
 
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.snapshot import Load
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.snapshot import Load
 
 STEPS = 48
 """Intervals of the grid over future tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_pat.coordinator.snapshot import Decision, Snapshot
+from sglang_pat.policies.snapshot import Decision, Snapshot
 
 SETTLE_SECONDS = 1.0
 """tp is not raised before this long after the last arrival unless the batch has arrived, so that the first requests of

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from sglang_pat.policies.lengths import LengthHistory
 
 
 def _empty() -> np.ndarray:
@@ -82,3 +85,7 @@ class Decision:
     tp: int
     estimates: dict[int, float] = field(default_factory=dict)
     recompute_below: int = 0
+
+
+Policy = Callable[[Snapshot, LengthHistory], Decision]
+"""Says which degree to be in; the one in force means stay.  Reads both arguments and changes neither."""

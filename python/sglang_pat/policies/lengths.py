@@ -7,7 +7,7 @@ The survival curve is Kaplan-Meier's in discrete time with a prior on the hazard
 
 so that data rules where there are data, and beyond the longest response seen the prior's hazard does.  A request that
 still runs is censored at its present length: it counts as at risk up to there, and as ended nowhere.  What responses to
-the same prompt say about each other is added in :mod:`~sglang_pat.coordinator.families`.
+the same prompt say about each other is added in :mod:`~sglang_pat.policies.families`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from typing import Any
 import numpy as np
 from scipy.special import log_ndtr, ndtri_exp
 
-from sglang_pat.coordinator.families import estimate_correlation, expected_scores
+from sglang_pat.policies.families import estimate_correlation, expected_scores
+
+NONE = np.zeros(0)
+"""No lengths."""
 
 PRIOR_MEDIAN = 0.125
 """Median response of the prior, as a share of the limit: the shapes of long-tail RL lie between 1/4 and 1/30."""
@@ -139,7 +142,7 @@ class LengthHistory:
         if finished:
             self._ended[min(np.searchsorted(EDGES, length), len(EDGES) - 1)] += sign
 
-    def curve(self, limit: int, running: np.ndarray = ()) -> Curve:
+    def curve(self, limit: int, running: np.ndarray = NONE) -> Curve:
         """The curve of response lengths.
 
         Args:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from sglang_pat.coordinator.rules import SETTLE_SECONDS
-from sglang_pat.coordinator.snapshot import Load
+from sglang_pat.policies.rules import SETTLE_SECONDS
+from sglang_pat.policies.snapshot import Load
 
 ROUNDS = 4
 """Rounds that are remembered: a validation set among batches of training is not forgotten at once."""
@@ -21,7 +21,7 @@ WHOLE = 0.9
 """The requests of a round stand for the next one if at least this share of them was in the engine at once."""
 
 
-class Arrivals:
+class RoundTracker:
     """What came since the engine was last empty, and how many came in earlier rounds.
 
     A round ends when the engine becomes empty.  One of a single request (health probe, warm-up) does not count.

@@ -23,9 +23,7 @@ class Meter:
     def _read(self) -> tuple[float, float, float]:
         """Seconds so far, added up over the cores: all, not idle, and those of our own."""
         times = psutil.cpu_times()._asdict()
-        total = sum(
-            times[name] for name in times if not name.startswith("guest")
-        )  # guests are in user already
+        total = sum(times[name] for name in times if not name.startswith("guest"))  # guests are in user already
         idle = times["idle"] + times.get("iowait", 0.0)
         own = 0.0
         for process in self._own:

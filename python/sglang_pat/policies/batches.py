@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.policy import SPLIT_FACTOR
+from sglang_pat.policies.threshold import SPLIT_FACTOR
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
 

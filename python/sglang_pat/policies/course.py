@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_pat.coordinator.outlook import Outlook
-from sglang_pat.coordinator.snapshot import Load, Snapshot
+from sglang_pat.policies.outlook import Outlook
+from sglang_pat.policies.snapshot import Load, Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LayoutPlan:
     """Expected seconds until the batch is done.
 
     Attributes:
@@ -30,7 +30,7 @@ class Plan:
     recompute_below: dict[int, int]
 
 
-class Planner:
+class LayoutPlanner:
     """Backward induction over intervals of the outlook and layouts; switches in both directions, any number.
 
     Args:
@@ -41,7 +41,7 @@ class Planner:
         self.predictor, self.costs, self.max_running = predictor, costs, max_running
         self._typical: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def plan(self, snapshot: Snapshot, outlook: Outlook) -> Plan:
+    def plan(self, snapshot: Snapshot, outlook: Outlook) -> LayoutPlan:
         degrees, here = snapshot.degrees, snapshot.degrees.index(snapshot.tp)
         shares = {tp: _share_after(snapshot, tp) for tp in degrees}
         running = np.stack([self._seconds(snapshot, outlook, tp, share) for tp, share in shares.items()])
@@ -50,7 +50,7 @@ class Planner:
         for step in range(len(outlook.width) - 1, -1, -1):
             totals = switching[step] + running[:, step] + best  # [from, to]
             best = totals.min(axis=1)
-        return Plan(
+        return LayoutPlan(
             by_degree=dict(zip(degrees, totals[here].tolist(), strict=True)),
             never=float(running[here].sum()),
             now=now,

@@ -7,24 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.coordinator.arrivals import Arrivals
-from sglang_pat.coordinator.snapshot import Load
+from sglang_pat.coordinator.round_tracker import RoundTracker
+from sglang_pat.policies.snapshot import Load
 
 from .drawn import examples
 
 pytestmark = pytest.mark.unit
 
 
-def after(*sizes: int) -> Arrivals:
+def after(*sizes: int) -> RoundTracker:
     """Rounds of these sizes have ended."""
-    arrivals = Arrivals()
+    arrivals = RoundTracker()
     for size in sizes:
         come(arrivals, size)
         arrivals.in_engine(0)
     return arrivals
 
 
-def come(arrivals: Arrivals, requests: int) -> list[bool]:
+def come(arrivals: RoundTracker, requests: int) -> list[bool]:
     """These come one after another and stay; whether the round was complete after each."""
     result, before = [], arrivals.came
     for number in range(1, requests + 1):
@@ -35,7 +35,7 @@ def come(arrivals: Arrivals, requests: int) -> list[bool]:
 
 
 def test_nothing_is_known_of_the_first_round():
-    arrivals = Arrivals()
+    arrivals = RoundTracker()
     assert (arrivals.peak, arrivals.came, arrivals.last) == (0, 0, float("-inf"))
     assert come(arrivals, 100) == [False] * 100
     assert (arrivals.peak, arrivals.came, arrivals.last) == (100, 100, 100.0)
@@ -109,9 +109,9 @@ def load(*families: int) -> Load:
     return Load(prompt=10 + numbers, output=numbers, limit=0 * numbers + 64, family=np.array(families), replica=numbers)
 
 
-def seen(sizes: list[int], *loads: Load) -> Arrivals:
+def seen(sizes: list[int], *loads: Load) -> RoundTracker:
     """Rounds of these sizes have ended; in each, these were in the engine at one time or another."""
-    arrivals = Arrivals()
+    arrivals = RoundTracker()
     for size in sizes:
         come(arrivals, size)
         for found in loads:
@@ -145,7 +145,7 @@ def test_nothing_is_known_of_the_round_to_come(sizes, loads):
 @given(st.lists(st.one_of(st.just("comes"), st.integers(0, 6)), max_size=60))
 def test_against_the_whole_story(events):
     """Everything told again from the list of all events; a number: so many are left at most."""
-    arrivals, there, story = Arrivals(), 0, [[]]
+    arrivals, there, story = RoundTracker(), 0, [[]]
     for now, event in enumerate(events):
         if event == "comes":
             arrivals.arrived(now)

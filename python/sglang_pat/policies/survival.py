@@ -1,8 +1,8 @@
 """Policy ``survival``: the least expected time, given how long responses have been in this run.
 
 PAT bounds the time that is left by the longest response allowed.  Here each running request has a probability of being
-left after so many more tokens (:mod:`~sglang_pat.coordinator.lengths`, :mod:`~sglang_pat.coordinator.outlook`), and the
-best course over all layouts and later moments is computed (:mod:`~sglang_pat.coordinator.course`).  It is followed as
+left after so many more tokens (:mod:`~sglang_pat.policies.lengths`, :mod:`~sglang_pat.policies.outlook`), and the
+best course over all layouts and later moments is computed (:mod:`~sglang_pat.policies.course`).  It is followed as
 far as the first move, and only where that move gains more than the estimates can be trusted to tell apart.
 
 A round of a known size starts in the layout that is best for all of it, before its first request is passed on.
@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from sglang_pat.coordinator.course import Plan, Planner
-from sglang_pat.coordinator.lengths import LengthHistory
-from sglang_pat.coordinator.outlook import look_ahead
-from sglang_pat.coordinator.rules import forced, may_raise, patience
-from sglang_pat.coordinator.snapshot import Decision, Snapshot
+from sglang_pat.policies.course import LayoutPlan, LayoutPlanner
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.outlook import look_ahead
+from sglang_pat.policies.rules import forced, may_raise, patience
+from sglang_pat.policies.snapshot import Decision, Snapshot
 
 MARGIN = 0.01
 """A switch must gain at least this share of the time that is left without any."""
@@ -37,7 +37,7 @@ def survival(predictor, costs, max_running: int | None = None):
         predictor, costs: step times and switch costs of its profile.
         max_running: requests that one replica decodes at once; None if memory is the only bound.
     """
-    planner = Planner(predictor, costs, max_running)
+    planner = LayoutPlanner(predictor, costs, max_running)
 
     def decide(snapshot: Snapshot, history: LengthHistory) -> Decision:
         decision = forced(snapshot)
@@ -55,7 +55,7 @@ def survival(predictor, costs, max_running: int | None = None):
     return decide
 
 
-def _begin(planner: Planner, snapshot: Snapshot, history: LengthHistory) -> Decision:
+def _begin(planner: LayoutPlanner, snapshot: Snapshot, history: LengthHistory) -> Decision:
     """While a round comes in: where all of it would be done first, whatever is there of it so far.
 
     Before the first request a switch is all but free, and a small gain is enough; later it costs what it would cost
@@ -68,7 +68,7 @@ def _begin(planner: Planner, snapshot: Snapshot, history: LengthHistory) -> Deci
         return Decision(tp=here)
     plan = planner.plan(replace(snapshot, load=spread), outlook)
     totals = {tp: s - plan.now.get(tp, 0.0) + planner.prefill(snapshot, coming, tp) for tp, s in plan.by_degree.items()}
-    best = min(totals, key=totals.get)
+    best = min(totals, key=lambda tp: totals[tp])
     gain = totals[here] - totals[best]
     if not len(snapshot.load):
         return Decision(tp=best if gain >= MARGIN_SECONDS else here, estimates=totals)
@@ -78,9 +78,9 @@ def _begin(planner: Planner, snapshot: Snapshot, history: LengthHistory) -> Deci
     return Decision(tp=best if worth and calm else here, estimates=totals)
 
 
-def _choose(snapshot: Snapshot, plan: Plan) -> int:
+def _choose(snapshot: Snapshot, plan: LayoutPlan) -> int:
     """The degree to be in: the first move of the plan, if it is worth it and allowed."""
-    best = min(plan.by_degree, key=plan.by_degree.get)
+    best = min(plan.by_degree, key=lambda tp: plan.by_degree[tp])
     if best == snapshot.tp:
         return snapshot.tp
     # Against never switching, not against switching one interval later: that gain is always small.

@@ -1,0 +1,50 @@
+"""The policies by name (``docs/policies.md`` compares them)."""
+
+from __future__ import annotations
+
+from sglang_pat.config import PREDICTING
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.pat import pat
+from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
+from sglang_pat.policies.survival import survival
+from sglang_pat.policies.threshold import threshold
+
+
+def stay(snapshot: Snapshot, history: LengthHistory) -> Decision:
+    """``manual`` and ``schedule``: others say when to switch."""
+    return Decision(tp=snapshot.tp)
+
+
+def base_only(snapshot: Snapshot, history: LengthHistory) -> Decision:
+    """``off``: never leave the base layout."""
+    return Decision(tp=snapshot.degrees[0])
+
+
+def make_policy(name: str, *, switch_at: int = 8, predictor=None, costs=None, max_running: int | None = None) -> Policy:
+    """The policy called ``name``.
+
+    Args:
+        switch_at: of ``threshold``.
+        predictor, costs: :class:`~sglang_pat.predict.predictor.Predictor` and
+            :class:`~sglang_pat.predict.cost.SwitchCosts` of this deployment, for ``pat`` and ``survival``.
+        max_running: most requests that one replica decodes at once (``--max-running-requests``), for ``survival``.
+
+    Raises:
+        ValueError: no such policy, or it needs a profile and there is none.
+    """
+    if name in PREDICTING and (predictor is None or costs is None):
+        raise ValueError(
+            f"policy {name} needs a profile: give --pat-profile FILE (python -m profiler.sweep makes one) "
+            "or choose threshold"
+        )
+    makers = {
+        "survival": lambda: survival(predictor, costs, max_running),
+        "pat": lambda: pat(predictor, costs),
+        "threshold": lambda: threshold(switch_at, max_running),
+        "schedule": lambda: stay,
+        "manual": lambda: stay,
+        "off": lambda: base_only,
+    }
+    if name not in makers:
+        raise ValueError(f"policy {name!r}: choose one of {', '.join(makers)}")
+    return makers[name]()

@@ -1,0 +1,56 @@
+"""Talking on a console: live on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+
+WIDTH = 120
+"""Columns of what is not a terminal."""
+
+
+def make() -> Console:
+    """On stdout."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+class Speaker:
+    """Prints on ``console``."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """While something takes its time."""
+        if self.console.is_terminal:
+            with self.console.status(escape(what)):
+                yield
+        else:
+            self.say(f"{what} ...")
+            yield
+
+    @contextmanager
+    def saying(self, text: Callable[[], str], seconds: float) -> Iterator[None]:
+        """Print ``text()`` every so many seconds, from a thread."""
+        over = threading.Event()
+
+        def print_lines() -> None:
+            while not over.wait(seconds):
+                self.say(text())
+
+        thread = threading.Thread(target=print_lines, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
