@@ -17,9 +17,10 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> list[Path]:
+    """Those of the repository; without git all in docs/."""
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True)
-    found = listed.stdout.split() if listed.returncode == 0 else []
-    return [ROOT / name for name in found if not name.startswith(".")] or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    names = [name for name in listed.stdout.split() if not name.startswith(".")]  # templates of issues
+    return [ROOT / name for name in names] or sorted((ROOT / "docs").rglob("*.md"))
 
 
 def anchors(page: Path) -> set[str]:
