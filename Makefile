@@ -87,7 +87,7 @@ lint: setup
 	$(PY) -m ruff format --check $(CODE)
 
 types: $(VENV)/.sglang_pat_types
-	$(VENV)/bin/basedpyright
+	$(PY) -m basedpyright
 
 $(VENV)/.sglang_pat_types: $(VENV)/.sglang_pat_setup requirements/check.txt
 	$(PIP) --no-deps -r requirements/check.txt
@@ -95,7 +95,7 @@ $(VENV)/.sglang_pat_types: $(VENV)/.sglang_pat_setup requirements/check.txt
 
 # The pages as a site, in out/site.  Links are checked by tests/unit/test_docs.py.
 docs: $(VENV)/.sglang_pat_docs
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 $(VENV)/.sglang_pat_docs: $(VENV)/.sglang_pat_setup requirements/docs.txt
 	$(PIP) --no-deps -r requirements/docs.txt
