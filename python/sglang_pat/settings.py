@@ -37,10 +37,9 @@ class Setting:
     otherwise: str = "none"
 
     @property
-    def usage(self) -> str:
-        """How it is written, e.g. ``--pat-kv auto|migrate|recompute``."""
-        value = "" if self.default is False else "|".join(self.choices) or self.metavar or "N"
-        return f"{self.flag} {value}".rstrip()
+    def value(self) -> str:
+        """What follows the flag, e.g. ``auto|migrate|recompute``; nothing for a switch."""
+        return "" if self.default is False else "|".join(self.choices) or self.metavar or "N"
 
     @property
     def shown_default(self) -> str:
@@ -128,7 +127,7 @@ def table() -> list[str]:
     """The settings as lines of a table in Markdown."""
     rows = []
     for setting in SETTINGS:
-        flag = setting.usage.replace("|", "\\|")
+        flag = f"{setting.flag} {setting.value}".rstrip().replace("|", "\\|")
         rows.append(f"| `{flag}` | {setting.shown_default} | {setting.help} |")
     return ["| flag | default | |", "| --- | --- | --- |", *rows]
 

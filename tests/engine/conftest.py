@@ -4,7 +4,6 @@ SGLang already.  Tests of the start itself start theirs as a user does."""
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import zlib
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from sglang_pat.memory.available import available_memory
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.switch import faults
 from sglang_pat.testing import models
-from sglang_pat.testing.prefork import Prefork, popen
+from sglang_pat.testing.prefork import Prefork, run
 from sglang_pat.testing.server import Server
 
 from .made_up import fingerprint
@@ -43,8 +42,6 @@ CHECKS = {
 }
 """Every adaptive server checks itself: the host's leak checks, at rest and in every step; ranks of a group agree in
 every step and after every switch; no switch makes what should have been made at start."""
-
-Done = subprocess.CompletedProcess[str]
 
 SIDES = {
     "llama": (
@@ -177,20 +174,14 @@ class Servers:
         """Stock SGLang, tp 1."""
         return self.get(model, *flags, **options)
 
-    def run(self, module: str, *argv: str, env: dict[str, str] | None = None, seconds: float = 1000) -> Done:
+    def run(
+        self, module: str, *argv: str, env: dict[str, str] | None = None, seconds: float = 1000
+    ) -> subprocess.CompletedProcess[str]:
         """``python -m module argv``, a program with an engine of its own, until it ends."""
         count_start()
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = popen(self.prefork, module, argv, os.environ | (env or {}), **pipes)
-        try:
-            said, complained = process.communicate(timeout=seconds)
-        finally:
-            process.kill()
-        return Done(argv, process.returncode, said, complained)
+        return run(self.prefork, module, argv, os.environ | (env or {}), seconds)
 
     def stop(self) -> None:
-        for server in self._alive.values():
-            server.process.send_signal(signal.SIGTERM)  # all at once
         for server in self._alive.values():
             server.stop()
         if self.prefork is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from sglang_pat.memory import estimate
 from sglang_pat.memory.plan import GIB, make_plan
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.testing import models
-from sglang_pat.testing.prefork import Prefork, popen
+from sglang_pat.testing.prefork import Prefork, run
 from sglang_pat.testing.server import rank_processes
 from sglang_pat.testing.shapes import write_shape
 
@@ -383,14 +382,9 @@ def sweep(bench: Bench) -> Result:
         "--model-path", str(bench.large), "--out", str(bench.profile), "--grid", grid, "--budget", SWEEP_BUDGET,
         *bench.layout, *bench.flags, *bench.large_flags,
     ]  # fmt: skip
-    env, pipe = os.environ | search_path() | bench.env, subprocess.PIPE
-    process = popen(bench.prefork, "profiler.sweep", argv, env, stdout=pipe, stderr=pipe)
-    try:
-        said, complained = process.communicate(timeout=SWEEP_SECONDS)
-    finally:
-        process.kill()
-    last = (said.strip() or complained.strip() or f"exit code {process.returncode}").splitlines()[-1]
-    verdict = "passed" if process.returncode == 0 else "failed"
+    done = run(bench.prefork, "profiler.sweep", argv, os.environ | search_path() | bench.env, SWEEP_SECONDS)
+    last = (done.stdout.strip() or done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+    verdict = "passed" if done.returncode == 0 else "failed"
     return Result(verdict=verdict, line=last.replace(f"{bench.folder}/", ""))
 
 
@@ -422,19 +416,11 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
     cache = folder / "models"
     size = {"hidden": 128, "layers": 2} if device == "cpu" else {"hidden": 512, "layers": 4, "intermediate": 1024}
     small = models.make_random("llama", cache / "small", heads=8, kv_heads=8, **size)
-    if device == "cpu":
-        return Bench(
-            device=device,
-            ranks=ranks,
-            folder=folder,
-            small=small,
-            large=small,
-            large_flags=("--dtype", "float32"),
-            flags=flags,
-            prefork=Prefork() if cpu_shim.needed() else None,
-        )
-    share = _free_on_gpus() / (ranks if sharing else 1)
-    large = write_shape(cache, next(name for name, least in LARGE if share >= least))
+    large, large_flags = small, ("--dtype", "float32")
+    if device == "cuda":
+        share = _free_on_gpus() / (ranks if sharing else 1)
+        large = write_shape(cache, next(name for name, least in LARGE if share >= least))
+        large_flags = ("--load-format", "dummy")
     return Bench(
         device=device,
         ranks=ranks,
@@ -442,6 +428,7 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
         small=small,
         large=large,
         sharing=sharing,
-        large_flags=("--load-format", "dummy"),
+        large_flags=large_flags,
         flags=flags,
+        prefork=Prefork() if device == "cpu" and cpu_shim.needed() else None,
     )

@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from sglang_pat.host.scheduler import AdaptiveScheduler
 
 
-def adopt(scheduler: AdaptiveScheduler, arrivals: IncomingRequests) -> None:
-    """Make ``arrivals`` the requests of this scheduler."""
-    for req in [req for req, _, _ in arrivals.decoding] + arrivals.waiting:
+def adopt(scheduler: AdaptiveScheduler, incoming: IncomingRequests) -> None:
+    """Make ``incoming`` the requests of this scheduler."""
+    for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:
         degrees.adopted(req, scheduler.tp_size)
     scheduler.chunked_req, scheduler._chunked_req_scheduled_last_iter = None, False
-    scheduler.grammar_manager.grammar_queue = [req for req in arrivals.waiting if compiled.is_compiling(req)]
-    scheduler.waiting_queue = [req for req in arrivals.waiting if not compiled.is_compiling(req)]
-    scheduler.grammars.keep([req for req, _, _ in arrivals.decoding] + scheduler.waiting_queue)
+    scheduler.grammar_manager.grammar_queue = [req for req in incoming.waiting if compiled.is_compiling(req)]
+    scheduler.waiting_queue = [req for req in incoming.waiting if not compiled.is_compiling(req)]
+    scheduler.grammars.keep([req for req, _, _ in incoming.decoding] + scheduler.waiting_queue)
     for req in scheduler.waiting_queue:
         req.retracted_stain |= bool(req.output_ids)
     scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
-    if not arrivals.num_slots:
+    if not incoming.num_slots:
         return
-    _occupy(scheduler, arrivals.place[1:])
-    slots = _Slots(scheduler, arrivals.place)
-    rows = [slots.enter(req, row, shared, decodes=True) for req, row, shared in arrivals.decoding]
-    for req, row, shared in arrivals.parked:
+    _occupy(scheduler, incoming.place[1:])
+    slots = _Slots(scheduler, incoming.place)
+    rows = [slots.enter(req, row, shared, decodes=True) for req, row, shared in incoming.decoding]
+    for req, row, shared in incoming.parked:
         slots.enter(req, row, shared, decodes=False)
     slots.upload()
-    reqs = [req for req, _, _ in arrivals.decoding]
+    reqs = [req for req, _, _ in incoming.decoding]
     if reqs:
         _hold(scheduler, reqs, rows)
         scheduler.running_batch = _decode_batch(scheduler, reqs)

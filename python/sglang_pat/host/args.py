@@ -87,7 +87,7 @@ class AdaptiveServerArgs(ServerArgs):
         for setting in SETTINGS:
             kind = {"action": "store_true"} if setting.default is False else {"type": type(setting.default or "")}
             if setting.default is not False:
-                kind["metavar"] = setting.usage.partition(" ")[2]
+                kind["metavar"] = setting.value
             about = f"{setting.help} Default: {setting.shown_default}."
             group.add_argument(setting.flag, default=setting.default, help=about, **kind)
 

@@ -190,14 +190,14 @@ def rebuild(
     """
     mine = new.group_of(scheduler.rank)
     own = scheduler.layouts.current.layout.group_of(scheduler.rank)
-    arrivals = IncomingRequests(place=place)
+    incoming = IncomingRequests(place=place)
     recompute: list[Req] = []
     queued: list[Req] = []
     for group, offer in offers.items():
         if group == own:
             dests = [live.dest for live in offer.decoding] + offer.waiting
             coming = iter([req for req, dest in zip(held, dests, strict=True) if dest == mine])
-            arrivals.entered = {req.rid: at for req, at in zip(held, offer.entered, strict=True)}
+            incoming.entered = {req.rid: at for req, at in zip(held, offer.entered, strict=True)}
         else:
             coming = iter(pickle.loads(capsules[group]) if group in capsules else ())
         planned = zip(offer.decoding, group_plan.rows[group], group_plan.decodes[group], strict=True)
@@ -210,12 +210,12 @@ def rebuild(
             if not decodes:
                 recompute.append(req)
             if row is not None:
-                where = arrivals.decoding if decodes else arrivals.parked
+                where = incoming.decoding if decodes else incoming.parked
                 where.append((req, row, live.shared))
         queued += [_rebuild_one(scheduler, one) for one in coming]
     # Those that were already running go first, as the host does with retracted ones.
-    arrivals.waiting = recompute + queued
-    return arrivals
+    incoming.waiting = recompute + queued
+    return incoming
 
 
 def _rebuild_one(scheduler: AdaptiveScheduler, one: requests.Capsule | Req) -> Req:

@@ -22,9 +22,6 @@ from scipy.special import log_ndtr, ndtri_exp
 
 from sglang_pat.policies.families import estimate_correlation, expected_scores
 
-NONE = np.zeros(0)
-"""No lengths."""
-
 PRIOR_MEDIAN = 0.125
 """Median response of the prior, as a share of the limit: the shapes of long-tail RL lie between 1/4 and 1/30."""
 
@@ -142,7 +139,7 @@ class LengthHistory:
         if finished:
             self._ended[min(np.searchsorted(EDGES, length), len(EDGES) - 1)] += sign
 
-    def curve(self, limit: int, running: np.ndarray = NONE) -> Curve:
+    def curve(self, limit: int, running: np.ndarray | tuple[()] = ()) -> Curve:
         """The curve of response lengths.
 
         Args:

@@ -20,9 +20,6 @@ from sglang_pat.predict.fits import fit_control, fit_kv, fit_reshard
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile, ProfileError, SwitchSample
 
-NONE = np.zeros(0)
-"""No lengths."""
-
 DRAIN_STEPS = 0.5
 """Steps lost while replicas wait for each other.  Each finishes the step in flight, and these end at unrelated
 moments: between nothing and one step of the slowest replica, half of it on average.  A single replica loses nothing."""
@@ -115,7 +112,7 @@ class SwitchCosts:
         except KeyError:
             raise ProfileError(f"the profile does not know a switch from tp={from_tp} to tp={to_tp}") from None
 
-    def estimate(self, from_tp: int, to_tp: int, lengths: np.ndarray = NONE, waiting: int = 0) -> SwitchCost:
+    def estimate(self, from_tp: int, to_tp: int, lengths: np.ndarray | tuple[()] = (), waiting: int = 0) -> SwitchCost:
         """Cost of a switch.
 
         Args:

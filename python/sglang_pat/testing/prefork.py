@@ -53,6 +53,22 @@ def popen(
     return subprocess.Popen(command, text=True, process_group=0, preexec_fn=die_with_parent, env=env, **files)
 
 
+def run(
+    prefork: Prefork | None, module: str, argv: Sequence[str], env: Mapping[str, str], seconds: float
+) -> subprocess.CompletedProcess[str]:
+    """As :func:`popen`, until it ends; stdout and stderr as texts.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than ``seconds``, and was killed.
+    """
+    process = popen(prefork, module, argv, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        said, complained = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess([module, *argv], process.returncode, said, complained)
+
+
 class Prefork:
     """The side of who wants programs.  The interpreter starts with the first of them and ends with this process."""
 
