@@ -15,7 +15,7 @@ PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 INTEGRATION := .venv-integration
 PIP_COMMAND = -m pip --disable-pip-version-check install --quiet --no-input
 PIP = $(PY) $(PIP_COMMAND)
-SOURCES := requirements/torch.txt requirements/cpu.txt requirements/host.txt
+SOURCES := requirements/torch.txt requirements/cpu.txt requirements/sglang.txt
 CODE := python profiler tests bench examples
 EXTENSION := pyproject.toml $(wildcard setup.py) $(shell find csrc -type f 2>/dev/null)
 
@@ -37,7 +37,7 @@ $(PY):
 # torch first and alone, the rest without dependencies: see the comments in the files.
 $(VENV)/.sglang_pat_requirements: $(SOURCES) | $(PY)
 	$(PIP) $(PIP_TORCH_ARGS) -r requirements/torch.txt
-	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/host.txt
+	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/sglang.txt
 	touch $@
 
 $(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)
@@ -57,12 +57,12 @@ test-integration: $(INTEGRATION)/.sglang_pat_setup
 	$(INTEGRATION)/bin/python -m pytest tests/integration \
 		$(if $(SHORT),-m "not long and not soak") $(if $(ALL),-m "") $(PYTEST_ARGS)
 
-$(INTEGRATION)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt requirements/other_host.txt
+$(INTEGRATION)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt requirements/other_sglang.txt
 	$(PYTHON) -m venv $(INTEGRATION)
 	$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(INTEGRATION)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps -r requirements/integration.txt
-	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps --upgrade --target $(INTEGRATION)/other_host -r requirements/other_host.txt
+	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps --upgrade --target $(INTEGRATION)/other_sglang -r requirements/other_sglang.txt
 	touch $@
 
 soak: setup

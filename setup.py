@@ -29,7 +29,10 @@ def cpu_flags() -> list[str]:
 setup(
     packages=find_packages("python", include=["sglang_pat*"]) + find_packages(".", include=["profiler*"]),
     package_dir={"": "python", "profiler": "profiler"},
-    package_data={"sglang_pat.host": ["contract.txt", "attributes.txt", "_cpu_site/*.py"]},
+    package_data={
+        "sglang_pat.sglang": ["contract.txt", "_cpu_site/*.py"],
+        "sglang_pat.sglang.checks": ["attributes.txt"],
+    },
     ext_modules=[
         CppExtension(
             "sglang_pat._C",

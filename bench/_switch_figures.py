@@ -1,14 +1,13 @@
-"""Table and picture of ``bench/switch.py``, and the figures that stand beside its bars."""
+"""Table of ``bench/switch.py``, and the figures that stand beside its bars."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
+from _switch_settings import Setting
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import bootstrap
@@ -17,10 +16,6 @@ from profiler.measure import sample
 from sglang_pat.predict.fits import fit_control, fit_kv
 
 PHASES = ("drain", "capsules", "plan", "kv", "weights", "install", "check")
-COLORS = {
-    "drain": "#c9ced6", "capsules": "#8e6bbf", "plan": "#5b8def", "kv": "#ef8a2c", "weights": "#c0504d",
-    "install": "#3a9a5b", "check": "#7f8c8d",
-}  # fmt: skip
 
 
 def of(point: dict, way: str, up: bool) -> list[dict]:
@@ -58,7 +53,7 @@ def line(point: dict) -> str:
     return f"{point['tokens']} tokens, {point['requests']} requests: pause without drain, ms: {'; '.join(shown)}"
 
 
-def rows(result: dict, setting: Any) -> list[dict]:
+def rows(result: dict, setting: Setting) -> list[dict]:
     """One for each point, way and direction."""
     found = []
     for point in result["points"]:
@@ -118,7 +113,7 @@ def linear(result: dict, up: bool) -> tuple[float, float]:
     return float(exponent), float(1 - ((seconds - line) ** 2).sum() / ((seconds - seconds.mean()) ** 2).sum())
 
 
-def bars(everything: list[dict], result: dict, setting: Any) -> Iterator[tuple[str, str, str]]:
+def bars(everything: list[dict], result: dict, setting: Setting) -> Iterator[tuple[str, str, str]]:
     """(figure, bar, measured) of one setting; all of the pause without drain unless said otherwise."""
     ours = [row for row in everything if row["way"] == "ours"]
     head = {row["way"]: row for row in everything if _is_headline(row, setting)}
@@ -149,11 +144,11 @@ def bars(everything: list[dict], result: dict, setting: Any) -> Iterator[tuple[s
         yield "model of the pause, error: mean; worst", "≤ 15%", f"{np.mean(ratios):.0%}; {max(ratios):.0%}"
 
 
-def _is_headline(row: dict, setting: Any) -> bool:
+def _is_headline(row: dict, setting: Setting) -> bool:
     return (row["tokens"], row["requests"], row["to"]) == (*setting.headline, f"tp{setting.high}")
 
 
-def table(name: str, result: dict, setting: Any) -> None:
+def table(name: str, result: dict, setting: Setting) -> None:
     """Printed."""
     console = Console(width=170)
     shown = Table(title=f"{name}: medians, ms", title_justify="left")
@@ -178,42 +173,3 @@ def table(name: str, result: dict, setting: Any) -> None:
     for row in bars(everything, result, setting):
         shown.add_row(*row)
     console.print(shown)
-
-
-def draw(results: dict, about: str, path: Path) -> None:
-    """Pause without drain by tokens, phases stacked, both ways; one column a setting, up above down."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from switch import QUICK, SETTINGS  # noqa: PLC0415
-
-    columns = len(results)
-    figure, axes = plt.subplots(2, columns, figsize=(1 + 6 * columns, 8), squeeze=False)
-    for column, (name, result) in enumerate(results.items()):
-        setting = (SETTINGS | QUICK)[name]
-        everything = rows(result, setting)
-        for direction, axis in zip((setting.high, setting.low), axes[:, column], strict=True):
-            mine = [row for row in everything if row["to"] == f"tp{direction}"]
-            points = sorted({(row["tokens"], row["requests"]) for row in mine})
-            for at, point in enumerate(points):
-                for offset, way in ((-0.2, "ours"), (0.2, "PAT's")):
-                    found = (r for r in mine if (r["tokens"], r["requests"]) == point and r["way"] == way)
-                    row = next(found, None)
-                    if row is None:
-                        continue  # a run that was ended early
-                    low = 0.0
-                    for part in PHASES[1:]:
-                        axis.bar(at + offset, 1e3 * row[part], 0.36, bottom=low, color=COLORS[part], label=part)
-                        low += 1e3 * row[part]
-                    axis.text(at + offset, low, f"{low:.0f}", ha="center", va="bottom", fontsize=7)
-            axis.set_xticks(range(len(points)), [f"{t // 1024}K\n{n} req." for t, n in points], fontsize=7)
-            axis.set_yscale("symlog", linthresh=10)
-            axis.set_ylabel("pause without drain, ms")
-            axis.set_title(f"{name}: to tp{direction} (left bar ours, right PAT's way)", fontsize=10)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    figure.legend(unique.values(), unique.keys(), loc="lower left", ncol=len(unique), fontsize=8)
-    figure.text(0.99, 0.01, about, ha="right", fontsize=8, color="#666f7b")
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
-    figure.savefig(path, dpi=110)

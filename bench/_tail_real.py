@@ -1,11 +1,10 @@
-"""The real part of ``bench/tail_batching.py``: rounds of SmolLM2 on this machine, and the picture of both parts."""
+"""The real part of ``bench/tail_batching.py``: rounds of SmolLM2 on this machine."""
 
 from __future__ import annotations
 
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -14,6 +13,9 @@ import rollout
 from rich.console import Console
 from rich.table import Table
 
+from sglang_pat.demo.cases import MAKERS, QUICK
+from sglang_pat.demo.contest import KV_TOKENS, RANKS
+from sglang_pat.demo.display import Display
 from sglang_pat.testing.server import Server, sent_event, stopped
 from sglang_pat.tools.machine import machine
 from sglang_pat.tools.prompts import PROMPTS
@@ -75,15 +77,14 @@ class Contender:
 
 def run(console: Console, quick: bool) -> dict:
     """All contenders, round by round in turn."""
-    name, budget, rounds = ("llama", "20s", 2) if quick else ("smollm2", "5m", 10)
-    rollout.CACHE.mkdir(exist_ok=True)
-    model = rollout.MODELS[name](rollout.CACHE / "models" / name)
-    profile = rollout.sweep(Path(model), "none", budget)
+    case, budget, rounds = (QUICK["quick"], "20s", 2) if quick else (rollout.REGIMES["smollm2"], "5m", 10)
+    model = MAKERS[case.model]()
+    profile = rollout.sweep(case, model, budget, Display(console))
     with ExitStack() as stack:
         servers: list[Server] = []
         for flags in (["--pat-policy", "off"], ["--pat-policy", "survival", "--pat-profile", str(profile)]):
             with stopped(*servers):
-                made = Server(model, *rollout.BASE, *flags, max_total_tokens=rollout.KV_TOKENS)
+                made = Server(model, *RANKS, "--adaptive-tp", *flags, max_total_tokens=KV_TOKENS)
                 servers.append(stack.enter_context(made))
         contenders = [
             Contender("without", servers[0], (1.0, 1.0)),
@@ -126,37 +127,3 @@ def show(console: Console, result: dict) -> None:
             f"{mean(every['ended']):.0%}", f"{mean(every['logprobs']):.3f}",
         )  # fmt: skip
     console.print(table)
-
-
-def draw(written: dict, path: Path) -> None:
-    """Real rounds one by one; the replay's gains by eta."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.2))
-    for name, rounds in written.get("real", {}).get("contenders", {}).items():
-        (line,) = axes[0].plot(range(1, len(rounds) + 1), [r["seconds"] for r in rounds], marker=".", label=name)
-        long = [(number, r["seconds"]) for number, r in enumerate(rounds, 1) if r["kind"] == "long"]
-        axes[0].plot(*zip(*long, strict=True) if long else ([], []), "s", color=line.get_color(), markersize=8)
-    axes[0].set_xlabel("round")
-    axes[0].set_ylabel("seconds")
-    axes[0].set_title("SmolLM2 on this machine; squares: long rounds")
-    found = written.get("replay", {})
-    for of, style in (("prompts", "--"), ("responses", ":"), ("both", "-")):
-        for rho, color in zip(("0.0", "0.5", "0.8"), ("#2f6db5", "#ef8a2c", "#3a9a5b"), strict=True):
-            base = found.get(f"base / 14B, 16K / {rho}", {}).get("seconds")
-            keys = [key for key in found if key.startswith(of + " / ") and key.endswith(" / " + rho)]
-            mine = {float(key.split(" / ")[1]): found[key]["seconds"] for key in keys}
-            if base and mine:
-                xs = sorted(mine)
-                axes[1].plot([1, *xs], [1, *(base / mine[x] for x in xs)], style, color=color, label=f"{of}, rho {rho}")
-    axes[1].set_xlabel("eta")
-    axes[1].set_ylabel("rollout, times as fast")
-    axes[1].set_title("14B, 16K, simulated")
-    for axis in axes:
-        axis.set_visible(bool(axis.lines))
-        axis.legend(fontsize=7) if axis.lines else None
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from profiler import host
+from profiler import launch
 from profiler.rig import Rig
 from sglang_pat.testing import models
 from sglang_pat.tools.machine import machine
@@ -94,12 +94,12 @@ def main() -> int:
     numbers, rounds = ([8, 64], 2) if args.quick else ([8, 64, 256, 512], 3)
     if args.requests:
         numbers = [int(number) for number in args.requests.split(",")]
-    host.set_environment(quiet=True)
+    launch.set_environment(quiet=True)
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     model = models.make_random("llama", Path(".cache/models/llama"))
     flags = ["--tp", "1", "--dp", "2", "--dtype", "float32", "--max-running-requests", "640"]
-    engine = host.start(host.server_args(str(model), [*flags, "--max-total-tokens", "300000"]))
+    engine = launch.start(launch.server_args(str(model), [*flags, "--max-total-tokens", "300000"]))
     titles = "".join(f"{title:>10}" for title in ("capsules", "plan", "KV", "install"))
     print(f"{'requests':>8}  {'kind':>9}  {'to tp':>5}  {'pause, ms':>9}{titles}")
     rows: list[dict[str, Any]] = []
@@ -108,7 +108,7 @@ def main() -> int:
         async def run() -> None:
             rows.extend(await measure(engine, numbers, rounds))
 
-        host.run(engine, run)
+        launch.run(engine, run)
     finally:
         engine.shutdown()
     if args.json:

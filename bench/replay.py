@@ -158,40 +158,6 @@ def tables(cells: list[Cell]) -> tuple[Table, dict[str, dict]]:
     return table, result
 
 
-def draw(cells: list[Cell], path: Path) -> None:
-    """Regret of one policy against the other's, cell by cell; and against the best static layout."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    floor = 1e-4
-    for index, profile in enumerate(dict.fromkeys(c.profile for c in cells)):
-        some = [c for c in cells if c.profile == profile]
-        colour = f"C{index}"
-        left.scatter(
-            [max(c.pat_decided, floor) for c in some], [max(c.survival_decided, floor) for c in some], s=14, c=colour,
-            alpha=0.7, label=profile,
-        )  # fmt: skip
-        right.scatter(
-            [c.static_over_oracle for c in some], [c.static_over_survival for c in some], s=14, c=colour, alpha=0.7
-        )
-    ends = np.array([floor, max(c.pat_decided for c in cells) * 1.5])
-    left.plot(ends, ends, "k-", lw=0.8)
-    left.plot(ends, ends * REGRET_GOAL, "k:", lw=0.8)
-    left.set(xscale="log", yscale="log", xlabel="pat: mean regret of its decisions", ylabel="survival: the same",
-             title="one point a cell; solid: equal, dotted: half")  # fmt: skip
-    left.legend(fontsize=7)
-    ends = [min(c.static_over_survival for c in cells), max(c.static_over_oracle for c in cells)]
-    right.plot(ends, ends, "k-", lw=0.8)
-    right.axhline(STATIC_GOAL, color="k", ls=":", lw=0.8)
-    right.set(xlabel="oracle: best static time / its time", ylabel="survival: best static time / its time",
-              title="dotted: 2% slower than the best static")  # fmt: skip
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer cells and rounds: under 2 minutes")
@@ -238,7 +204,9 @@ def main(argv: list[str] | None = None) -> int:
     settings = _replay_pat.settings(2 if args.quick else 8)
     console.print(_replay_pat.table(settings))
     if args.image:
-        draw(cells, args.image)
+        from _replay_picture import draw
+
+        draw([asdict(cell) for cell in cells], args.image)
         console.print(f"wrote {args.image}")
     if args.json:
         values = {"totals": totals, "cells": [asdict(c) for c in cells], "pat_settings": settings}

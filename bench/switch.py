@@ -18,11 +18,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import _switch_commands as commands
 import _switch_figures as figures
+from _switch_settings import QUICK, SETTINGS, Setting
 
 from profiler.worker import Worker
 from sglang_pat.acceptance.commands import prefilled
@@ -34,37 +34,8 @@ CACHE = Path(".cache/models")
 WAYS = {"ours": (), "PAT's": ("--pat-weights", "reshard", "--pat-kv-exchange", "allgather")}
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Ranks and the two degrees between which they switch; tokens alive × requests to measure.
-
-    ``headline``: tokens and requests of the comparison with a restart; ``after``: of the steps after a switch, which
-    are compared with the static layout's ``pairs`` times there and back.
-    """
-
-    ranks: int
-    low: int
-    high: int
-    points: tuple[tuple[int, int], ...]
-    headline: tuple[int, int] = (8192, 8)
-    after: tuple[int, int] = (1024, 8)
-    pairs: int = 30
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        degrees = f"{self.low},{self.high}"
-        return ("--tp", str(self.low), "--dp", str(self.ranks // self.low), "--pat-candidates", degrees)
-
-
 LARGE = 16384
 """Tokens alive beyond which the engines are not there together: eight ranks' KV would not fit in memory."""
-POINTS = tuple((k * 1024, n) for k, n in ((1, 1), (1, 8), (1, 32), (8, 8), (32, 8), (64, 32)))
-"""SmolLM2 takes 8,192 tokens a request."""
-SETTINGS = {
-    "2 ranks": Setting(2, 1, 2, POINTS),
-    "4 ranks": Setting(4, 2, 4, POINTS),
-}
-QUICK = {"2 ranks, tiny": Setting(2, 1, 2, ((512, 1), (2048, 8)), headline=(2048, 8))}
 
 
 def engine(model: Path, setting: Setting, pool: int, *flags: str) -> Worker:
@@ -253,13 +224,16 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps(written | {"idle_slots": pauses}, indent=1) + "\n")
     if args.png:
-        figures.draw(results, f"{about['cpu']}, {about['cores']} cores; medians", args.png)
+        from _switch_picture import draw
+
+        rows = {name: figures.rows(result, settings[name]) for name, result in results.items()}
+        draw(rows, f"{about['cpu']}, {about['cores']} cores; medians", args.png)
     return 0
 
 
 def host_environment() -> None:
     """What the engines inherit."""
-    from profiler.host import set_environment
+    from profiler.launch import set_environment
 
     set_environment(quiet=True)
 

@@ -226,7 +226,9 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     if args.png:
-        real.draw(written, args.png)
+        import _tail_picture
+
+        _tail_picture.draw(_tail_picture.of(written), args.png)
     return 0
 
 

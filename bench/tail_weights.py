@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from rich.console import Console
 from rich.table import Table
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -33,10 +33,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  #
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
-from sglang_pat.host.lone import LoneRank  # noqa: E402
-from sglang_pat.host.sharding import shard_specs  # noqa: E402
-from sglang_pat.host.weights import Views  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
+from sglang_pat.sglang.rank.lone import LoneRank  # noqa: E402
+from sglang_pat.sglang.rank.sharding import shard_specs  # noqa: E402
+from sglang_pat.sglang.rank.weights import Views  # noqa: E402
 from sglang_pat.testing.weights import RandomModel, config  # noqa: E402
 from sglang_pat.tools.machine import machine  # noqa: E402
 from sglang_pat.weights.shards import copies  # noqa: E402

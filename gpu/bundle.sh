@@ -27,7 +27,7 @@ get() { # folder, packages...
   local package
   for package in "$@"; do
     echo "  $package"
-    local pins=(-c "$root/requirements/cpu.txt" -c "$root/requirements/host.txt")
+    local pins=(-c "$root/requirements/cpu.txt" -c "$root/requirements/sglang.txt")
     [[ $package != *==* ]] || pins=()
     "$python" -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: --python-version 3.12 \
       --implementation cp "${platforms[@]}" "${pins[@]}" -d "$folder" "$package"

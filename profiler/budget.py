@@ -31,8 +31,9 @@ SWITCH_ROUNDS = 3
 """There and back, so many times with the same requests."""
 RESERVE = 0.93
 """Part of the time left that is planned for; the rest is for attempts that fail."""
-DEAREST = 0.04
-"""Part of the time left that one point may take: beyond, the predictor goes on with the last slope."""
+DEAREST, SHARES = 0.04, 3
+"""One point may take this part of the time left, or so many times its share of it, if the grid is small: beyond, the
+predictor goes on with the last slope."""
 PREFILLS = 3
 QUICK_SECONDS = 1.0
 """A prefill is repeated, :data:`PREFILLS` times at most, until its runs took so long together."""
@@ -138,9 +139,9 @@ def seconds_of(costs: Costs, point: Point, allowance: float) -> float:
     return POINT_SECONDS + begin + steps * step
 
 
-def worth(costs: Costs, point: Point, seconds: float) -> bool:
-    """Whether ``point`` costs little enough, if ``seconds`` are left for all."""
-    return seconds_of(costs, point, ALLOWANCES[-1]) <= DEAREST * seconds
+def worth(costs: Costs, point: Point, seconds: float, count: int) -> bool:
+    """Whether ``point`` costs little enough, if ``seconds`` are left for all ``count`` points."""
+    return seconds_of(costs, point, ALLOWANCES[-1]) <= max(DEAREST, SHARES / count) * seconds
 
 
 def total(costs: Costs, points: Iterable[Point], allowance: float) -> float:
@@ -170,6 +171,18 @@ def plan(points: list[Point], costs: Costs, seconds: float, must: Set[tuple] = f
     kept = {point.key for point in order[:low]}
     left_out = [p for p in points if p.key not in kept]
     return _made([p for p in points if p.key in kept], left_out, costs, allowance)
+
+
+def coverage(points: list[Point], costs: Costs, first: float, left: float, must: Set[tuple]) -> SweepPlan:
+    """The plan before points are visited again.
+
+    Args:
+        first: seconds left of the part of the time in which points are measured first.
+        left: seconds left in all.  They go to the corners of the grid that did not fit into ``first``: to know a step
+            of the largest batch is worth more than to know one of a small batch twice.
+    """
+    now = plan(points, costs, first, must)
+    return now if now.points else plan([point for point in points if point.level == 0], costs, left)
 
 
 def _made(kept: list[Point], left_out: list[Point], costs: Costs, allowance: float) -> SweepPlan:

@@ -21,9 +21,14 @@ def throughput_figure(
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(bottom=0)
     pictures.labels(axes, "requests remaining", "tokens/s of the engine")
-    window = next(name for name in row if name.startswith("error a window"))
-    pictures.title(axes, f"{layout}: error {100 * row[window]:.1f} % a window")
+    pictures.title(axes, curve_title(layout, row))
     spread = f"{100 * row['repeat to repeat']:.1f} %"
     pictures.footer(figure, f"{row['steps']} steps; the machine's own spread from run to run {spread}")
     axes.legend(fontsize=8.5, frameon=False)
     return pictures.save(figure, folder / f"throughput_{layout.replace('×', '_')}.png")
+
+
+def curve_title(layout: str, row: dict[str, Any]) -> str:
+    """How far off the predictions are."""
+    window = next(name for name in row if name.startswith("error a window"))
+    return f"{layout}: predicted times of {window.split()[-1]} steps are off by {row[window]:.1%} on average"

@@ -54,8 +54,10 @@ class Display(console.Speaker):
     @contextmanager
     def following(self, progress: Progress) -> Iterator[None]:
         if self.console.is_terminal:
-            live = dict(refresh_per_second=4, console=self.console, transient=True)
-            with Live(get_renderable=lambda: frame(progress), **live):
+            shown = Live(
+                get_renderable=lambda: frame(progress), refresh_per_second=4, console=self.console, transient=True
+            )
+            with shown:
                 yield
             return
         with self.saying(lambda: line(progress), LINE_SECONDS):

@@ -57,6 +57,7 @@ def latency_by_layout(view: View) -> Figure:
     figure, axes = pictures.panels(len(contexts), width=5.6)
     for one, context in zip(axes, contexts, strict=True):
         batches: set[int] = set()
+        measured: list[int] = []
         for tp in view.degrees:
             dp, found = view.dp(tp), [p for p in view.points(tp) if abs(p.context - context) <= 0.1 * context]
             most = max((p.batch for p in found), default=1) * dp
@@ -67,11 +68,12 @@ def latency_by_layout(view: View) -> Figure:
             if dp > 1:
                 one.plot([1] * len(lone), [1e3 * p.seconds for p in lone], "o", color=view.color(tp), ms=4, mfc="white")
             batches |= {p.batch * dp for p in found}
+            measured.append(most)
         one.set_xscale("log", base=2)
         pictures.plain_log(one.xaxis, sorted(batches | {1}))
         one.set_ylim(bottom=0)
         pictures.labels(one, "requests in the engine", "ms a token")
-        pictures.title(one, f"context {context} tokens")
+        pictures.title(one, f"{context} tokens of context: {fastest(view, context, min(measured))}", 62)
         one.legend(fontsize=8.5, frameon=False)
     pictures.footer(figure, view.label)
     return figure
@@ -91,7 +93,7 @@ def latency_over_tokens(view: View) -> Figure:
         one.set_xscale("log", base=2)
         one.set_ylim(bottom=0)
         pictures.labels(one, "tokens of the batch (one replica)", "ms a step")
-        pictures.title(one, view.name(tp))
+        pictures.title(one, f"{view.name(tp)}: {growth_by_tokens(view, tp)}", 50)
         one.legend(fontsize=7.5, frameon=False)
     pictures.footer(figure, view.label)
     return figure
@@ -114,10 +116,48 @@ def latency_over_batch(view: View) -> Figure:
             _measured(one, batches, mine, shade, f"{context} tokens each")
         one.set_ylim(bottom=0)
         pictures.labels(one, "batch (one replica)", "ms a step")
-        pictures.title(one, view.name(tp))
+        pictures.title(one, f"{view.name(tp)}: {growth_by_batch(view, tp, contexts)}", 50)
         one.legend(fontsize=7.5, frameon=False)
     pictures.footer(figure, view.label)
     return figure
+
+
+def fastest(view: View, context: int, most: int) -> str:
+    """Which layout has the shortest step, from one request to ``most``."""
+    requests = np.arange(1, most + 1)
+    best = np.stack([view.step(tp, requests, context) for tp in view.degrees]).argmin(axis=0)
+    starts = [0, *(np.flatnonzero(np.diff(best)) + 1)]
+    names = [view.name(view.degrees[best[start]]) for start in starts]
+    if len(starts) == 1:
+        return f"{names[0]} is fastest"
+    if len(starts) > 4:
+        return f"{names[0]} is fastest for one request, {names[-1]} for {most}; they change places in between"
+    until = [f"{name} up to {end}" for name, end in zip(names, starts[1:], strict=False)]
+    return f"fastest are {', '.join(until)}, {names[-1]} with more requests"
+
+
+def growth_by_tokens(view: View, tp: int) -> str:
+    """From the fewest tokens to the most, in the batch in which that matters most."""
+    by_batch: dict[int, list[DecodePoint]] = {}
+    for point in view.points(tp):
+        by_batch.setdefault(point.batch, []).append(point)
+    found = max(by_batch.values(), key=lambda points: points[-1].seconds / points[0].seconds, default=[])
+    if not found or found[0].context == found[-1].context:
+        return "no step takes longer with more tokens"
+    least, most = found[0], found[-1]
+    times, tokens = most.seconds / least.seconds, most.context / least.context
+    return f"up to {times:.2f} times as long with {tokens:.0f} times the tokens (batch {most.batch})"
+
+
+def growth_by_batch(view: View, tp: int, contexts: list[int]) -> str:
+    """From the smallest batch to the largest, at the context that has most of them."""
+    if not contexts:
+        return "nothing measured"
+    found = [point for point in view.points(tp) if _near(point.context, {contexts[0]: None}) == contexts[0]]
+    least, most = found[0], found[-1]
+    if least.batch == most.batch:
+        return f"batch {most.batch}"
+    return f"{most.seconds / least.seconds:.2f} times as long with batch {most.batch} as with {least.batch}"
 
 
 def _measured(axes, x: np.ndarray, found: list[DecodePoint], shade, label: str | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -14,14 +16,13 @@ from sglang_pat.tools import pictures
 
 PHASES = ("drain", "capsules", "plan", "kv", "weights", "install", "check")
 """Of a pause, in their order; others follow."""
-SHADES = ("#9fb4cc", "#c8b6d9", "#8a5bb5", "#ee8a2c", "#b3202c", "#3a9a74", "#8c9aa8", "#d8c66a", "#7a6a58")
 ROWS = 24
 """Switches shown at most."""
 
 
 def best_layout(view: View) -> Figure | None:
     """The layout with the shortest step over requests in the engine and their context; hatched: beyond what was
-    measured of it.  Lines: by how much the best is faster than the base layout.  None for a grid of one line."""
+    measured of it.  White lines: how many times as fast as the base layout it is.  None for a grid of one line."""
     points = [p for tp in view.degrees for p in view.points(tp)]
     requests = np.unique(np.geomspace(1, max(p.batch * p.replicas for p in points), 120).round())
     contexts = np.geomspace(min(p.context for p in points), max(p.context for p in points), 100)
@@ -53,7 +54,7 @@ def best_layout(view: View) -> Figure | None:
     pictures.plain_log(axes.xaxis, sorted({p.batch * p.replicas for p in points} | {1}))
     pictures.plain_log(axes.yaxis, sorted({p.context for p in points}))
     pictures.labels(axes, "requests in the engine", "context, tokens of each")
-    pictures.title(axes, f"fastest layout; white: times faster than {view.name(view.degrees[0])}")
+    pictures.title(axes, fastest_title(view, seconds), 90)
     patches = [Patch(color=view.color(tp), alpha=0.75, label=view.name(tp)) for tp in view.degrees]
     if not known.all():
         patches.append(Patch(facecolor="white", edgecolor=pictures.FAINT, hatch="////", label="beyond its points"))
@@ -62,13 +63,29 @@ def best_layout(view: View) -> Figure | None:
     return figure
 
 
+def fastest_title(view: View, seconds: np.ndarray) -> str:
+    """What the best layout gains; ``seconds``: of a step, ``[degree, context, requests]``."""
+    base = view.name(view.degrees[0])
+    gain = (seconds[0] / seconds.min(axis=0)).max()
+    if gain <= 1:
+        return f"{base} is fastest everywhere"
+    best = seconds.argmin(axis=0)
+    shares = {view.name(tp): (best == place).mean() for place, tp in enumerate(view.degrees)}
+    first = max(shares, key=lambda name: shares[name])
+    best_gain = f"the fastest layout is up to {gain:.2f} times as fast as {base}"
+    return f"{first} is fastest on {shares[first]:.0%} of the map; {best_gain}"
+
+
 def _covered(view: View, tp: int, requests: np.ndarray, context: np.ndarray) -> np.ndarray:
     batch = np.ceil(requests / view.dp(tp))
     return np.asarray(view.predictor.covers(tp, batch, batch * context))
 
 
 def switch_costs(view: View) -> Figure | None:
-    """Median pause of each kind of switch by part, stacked; beside it what was done ahead of the pause."""
+    """Median of each part of the pause, stacked, and what was done ahead of it; a line: the median of the pause itself.
+
+    A part is the slowest rank's, so that all together can be longer than the pause.
+    """
     groups = switch_groups(view.profile.switches)
     if not groups:
         return None
@@ -76,10 +93,12 @@ def switch_costs(view: View) -> Figure | None:
     figure, (axes,) = pictures.panels(1, width=9.0, height=1.2 + 0.27 * len(shown))
     phases = phases_of([sample for _, samples in shown for sample in samples])
     left = np.zeros(len(shown))
-    for phase, shade in zip(phases, SHADES * 3, strict=False):
+    for phase, shade in zip(phases, cycle(pictures.PARTS), strict=False):
         wide = np.array([1e3 * np.median([s.phases.get(phase, 0.0) for s in samples]) for _, samples in shown])
         axes.barh(range(len(shown)), wide, left=left, color=shade, label=phase, height=0.72)
         left += wide
+    pauses = [1e3 * np.median([s.pause_seconds for s in samples]) for _, samples in shown]
+    axes.plot(pauses, range(len(shown)), "|", color=pictures.LINE, ms=13, mew=2, label="the whole pause")
     ahead = np.array([1e3 * np.median([s.prepare_seconds for s in samples]) for _, samples in shown])
     if ahead.max() > 0.02 * left.max():
         style_ahead = dict(facecolor="white", edgecolor=pictures.FAINT, hatch="////", linewidth=0.6, height=0.72)
@@ -89,13 +108,25 @@ def switch_costs(view: View) -> Figure | None:
         for (low, high, requests, tokens, mode), _ in shown
     ]
     axes.set_yticks(range(len(shown)), names, fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     pictures.labels(axes, "ms", "")
-    pictures.title(axes, "cost of a switch")
+    pictures.message(figure, cost_title([samples for _, samples in shown]))
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     pictures.footer(figure, view.label)
     return figure
+
+
+def cost_title(groups: list[list[SwitchSample]]) -> str:
+    """The range of the median pauses, and the part that takes most of all of them."""
+    pauses = [1e3 * float(np.median([sample.pause_seconds for sample in samples])) for samples in groups]
+    every = [sample for samples in groups for sample in samples]
+    sums = {phase: sum(sample.phases.get(phase, 0.0) for sample in every) for phase in phases_of(every)}
+    said = f"A switch pauses decoding for {pictures.span(pauses, '.0f' if min(pauses) >= 10 else '.1f')} ms"
+    if not sum(sums.values()):
+        return said
+    most = max(sums, key=lambda phase: sums[phase])
+    return f"{said}; the largest part is {most}, {sums[most] / sum(sums.values()):.0%} of all"
 
 
 def phases_of(samples: list[SwitchSample]) -> list[str]:
@@ -142,5 +173,14 @@ def predicted_against_measured(view: View, checks: list[Check]) -> Figure | None
         pictures.labels(one, "measured, ms a step", "predicted from the other points")
         pictures.title(one, view.name(tp))
         one.legend(fontsize=8, frameon=False, title="mean absolute error", title_fontsize=8)
+    pictures.message(figure, error_title(checks))
     pictures.footer(figure, view.label)
     return figure
+
+
+def error_title(checks: list[Check]) -> str:
+    """How far off a prediction is on average, between points and at an end."""
+    kinds = {"between measured points": True, "beyond them": False}
+    errors = {name: [c.error for c in checks if c.inside == inside] for name, inside in kinds.items()}
+    each = [f"{np.mean(found):.1%} {name}" for name, found in errors.items() if found]
+    return f"A step's predicted time is off by {', '.join(each)}, on average"

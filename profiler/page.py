@@ -7,20 +7,22 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import msgspec
 
 from profiler.figures import View
 from profiler.maps import phases_of, switch_groups
+from sglang_pat.tools import pictures
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #22272e; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
+STYLE = Template("""
+body { font: 15px/1.5 system-ui, sans-serif; color: $line; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; margin-bottom: 0.1em; } h2 { font-size: 1.15em; margin-top: 2.2em; }
-img { max-width: 100%; } .faint { color: #68717b; font-size: 0.9em; } .warn { color: #b3202c; }
+img { max-width: 100%; } .faint { color: $faint; font-size: 0.9em; } .warn { color: $red; }
 table { border-collapse: collapse; margin: 0.7em 0; } td, th { padding: 2px 12px 2px 0; text-align: left;
-border-bottom: 1px solid #e3e7ec; font-size: 0.9em; vertical-align: top; } td.n, th.n { text-align: right; }
-"""
+border-bottom: 1px solid $grid; font-size: 0.9em; vertical-align: top; } td.n, th.n { text-align: right; }
+""").substitute(line=pictures.LINE, faint=pictures.FAINT, red=pictures.RED, grid=pictures.GRID)
 
 
 def build(view: View, figures: Sequence[tuple[str, str, Path]], accuracy: list[dict], extra: list[dict] = ()) -> str:

@@ -73,7 +73,10 @@ OVER_TOKENS = (
 )
 OVER_BATCH = "As PAT's Fig. 6b: dots measured, lines interpolated between the batches."
 BEST = "The layout with the shortest predicted step, for so many requests of one length."
-SWITCH = "Medians of the measured switches by part of the pause (slowest rank in each part)."
+SWITCH = (
+    "Medians of the measured switches by part of the pause. A part is that of the slowest rank, so all together can be "
+    "longer than the pause, which the line marks."
+)
 ACCURACY = (
     "Each point predicted from the others of its layout. Between points this is the error of interpolation with twice "
     "the grid's gap; at the ends that of going on beyond the grid."

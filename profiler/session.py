@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from profiler import measure
-from profiler.budget import RESERVE, Costs, SweepPlan, plan, seconds_of, steps_for, total, worth
+from profiler.budget import RESERVE, Costs, SweepPlan, coverage, seconds_of, steps_for, total, worth
 from profiler.display import Display, Progress
 from profiler.grid import LEAST_STEPS, Grid, Limits, length_needed
 from profiler.measure import NotMeasured
@@ -94,10 +94,10 @@ class Session:
             self._costs.saw_decode(point.tp, point.batch, point.batch * point.context, point.seconds)
         with display.following(self.progress):
             await self._pilot()
-            left = self._clock.left
-            self._points = points(self._grid, self._limits, lambda point: worth(self._costs, point, left))
-            first = self._clock.spent + FIRST_VISIT * self._clock.left
-            while (now := plan(self._todo(), self._costs, first - self._clock.spent, self._must())).points:
+            left, count = self._clock.left, len(self._todo())
+            self._points = points(self._grid, self._limits, lambda point: worth(self._costs, point, left, count))
+            first = self._clock.spent + FIRST_VISIT * left
+            while (now := self._plan(first - self._clock.spent)).points:
                 point = now.points[0]
                 self._show(point, now)
                 await self._measure(point, now)
@@ -110,6 +110,10 @@ class Session:
             | {"others_share": round(meter.share(), 3), "left_out": left_out, "failed": len(self._failed)}
         )
         return left_out
+
+    def _plan(self, first: float) -> SweepPlan:
+        """``first``: seconds left of the part of the time in which points are measured first."""
+        return coverage(self._todo(), self._costs, first, self._clock.left, self._must())
 
     async def _visit_again(self, last: SweepPlan) -> None:
         """Measure decode points once more while there is time: all a second time, then those that vary most.

@@ -16,7 +16,7 @@ from typing import Any
 
 from profiler import display as displays
 from profiler import grid as grids
-from profiler import host
+from profiler import launch
 from profiler.budget import parse_budget
 from profiler.errors import Parser, UsageError, run
 from profiler.rig import Rig
@@ -48,7 +48,7 @@ def parse(argv: list[str] | None) -> Options:
     """Raises UsageError."""
     parser = Parser(
         prog="python -m profiler.sweep",
-        description=__doc__.split("\n\n")[0],
+        description=(__doc__ or "").partition("\n\n")[0],
         epilog="Every other flag is SGLang's or the adaptive engine's: --tp, --dp, --pat-candidates, --dtype, ...",
     )
     parser.add_argument("--model-path", "--model", required=True, metavar="M", help="the model, as for the server")
@@ -76,17 +76,17 @@ def main(argv: list[str] | None = None) -> int:
     found = existing(options.out)
     if found is not None:
         check_asked(options.out, found, options.asked)
-    args = host.server_args(options.model, options.flags)
+    args = launch.server_args(options.model, options.flags)
     if found is not None:
         # Without an engine: it takes a while to start.
-        check_same(options.out, found, host.deployment(args))
+        check_same(options.out, found, launch.deployment(args))
     display = displays.make()
     with display.waiting("starting the engine"):
-        engine = host.start(args)
+        engine = launch.start(args)
     sweep = None
     try:
         sweep = _Sweep(engine, options, found, display, began, tuple(engine.setup_costs()))
-        return host.run(engine, sweep.run)
+        return launch.run(engine, sweep.run)
     except KeyboardInterrupt:
         display.say(sweep.interrupted() if sweep else "interrupted before the first point")
         return 130
@@ -155,12 +155,13 @@ class _Sweep:
         )  # fmt: skip
 
     def _summary(self, profile: Profile, left_out: int, clock: Clock) -> str:
-        others = profile.machine.get("others_share", 0)
+        share = profile.machine.get("others_share", 0)
+        busy = "" if isinstance(share, str) or share <= 0.1 else f"; other programs took {share:.0%} of the cores"
         return (
             f"{self._options.out}: {len(profile.decode)} decode, {len(profile.prefill)} prefill points, "
             f"{len(profile.switches)} switches in {displays.clock(clock.spent)}"
             + (f"; {left_out} points left out for the budget, a larger --budget adds them" if left_out else "")
-            + (f"; other programs took {others:.0%} of the cores" if others > 0.1 else "")
+            + busy
         )
 
     def interrupted(self) -> str:

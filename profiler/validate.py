@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from profiler import display as displays
-from profiler import host, trajectory
+from profiler import launch, trajectory
 from profiler.errors import Parser, UsageError, output_folder, run
 from profiler.rig import Rig
 from sglang_pat.predict.predictor import Predictor
@@ -45,7 +45,7 @@ def parse(argv: list[str] | None) -> Options:
     """Raises UsageError."""
     from sglang_pat.tools.prompts import PROMPTS
 
-    parser = Parser(prog="python -m profiler.validate", description=__doc__.split("\n\n")[0])
+    parser = Parser(prog="python -m profiler.validate", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("profile", type=Path, metavar="profile.json")
     parser.add_argument("--model-path", "--model", required=True, metavar="M")
     parser.add_argument("--out", type=Path, metavar="DIR", help="for validation.json and the figures")
@@ -68,13 +68,13 @@ def main(argv: list[str] | None = None) -> int:
     if profile.kind != "measured":
         raise UsageError(f"{options.profile} is a {profile.kind} profile; give one that profiler.sweep measured here")
     predictor = Predictor(profile)
-    args = host.server_args(options.model, options.flags)
-    check_fits(profile, host.deployment(args), options.profile)
+    args = launch.server_args(options.model, options.flags)
+    check_fits(profile, launch.deployment(args), options.profile)
     display = displays.make()
     with display.waiting("starting the engine"):
-        engine = host.start(args)
+        engine = launch.start(args)
     try:
-        result = host.run(engine, lambda: _validate(engine, options, profile, predictor, display))
+        result = launch.run(engine, lambda: _validate(engine, options, profile, predictor, display))
     finally:
         engine.shutdown()
     rows = [trajectory.summary(name, runs) for name, runs in result.items()]

@@ -21,11 +21,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
-from profiler import host
+from profiler import launch
 from profiler.rig import Rig
 from sglang_pat.testing.prefork import Prefork, popen
 
@@ -62,7 +62,7 @@ class Worker:
         self,
         model: Path,
         *flags: str,
-        policy: Sequence[str] = host.MANUAL,
+        policy: Sequence[str] = launch.MANUAL,
         log: Path | None = None,
         env: dict[str, str] | None = None,
         seconds: float = 900,
@@ -75,13 +75,16 @@ class Worker:
         with open(log or os.devnull, "ab") as output:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output}
             self.process = popen(prefork, "profiler.worker", argv, environment, **pipes)
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None and stdout is not None, "both are pipes"
+        self._stdin = stdin
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read, args=(stdout,), daemon=True).start()
         self._answer(seconds)
         self.started_seconds = time.monotonic() - begun
 
-    def _read(self) -> None:
-        for line in self.process.stdout:
+    def _read(self, lines: IO[str]) -> None:
+        for line in lines:
             self._lines.put(line)
         self._lines.put("")
 
@@ -108,8 +111,8 @@ class Worker:
             WorkerError: it failed, took longer than ``seconds``, or the engine ended.
         """
         what = f"{function.__module__}:{function.__qualname__}"
-        self.process.stdin.write(json.dumps({"do": what, "with": arguments}) + "\n")
-        self.process.stdin.flush()
+        self._stdin.write(json.dumps({"do": what, "with": arguments}) + "\n")
+        self._stdin.flush()
         return self._answer(seconds)
 
     def children(self) -> list[psutil.Process]:
@@ -118,7 +121,7 @@ class Worker:
     def stop(self) -> None:
         """End the engine, in order if it can."""
         if self.process.poll() is None:
-            self.process.stdin.close()
+            self._stdin.close()
             try:
                 self.process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
@@ -163,9 +166,9 @@ def main() -> int:
     def answer(**found: Any) -> None:
         print(json.dumps(found), file=out, flush=True)
 
-    engine = host.start(host.server_args(model, flags, json.loads(policy)))
+    engine = launch.start(launch.server_args(model, flags, json.loads(policy)))
     try:
-        host.run(engine, lambda: serve(engine, answer))
+        launch.run(engine, lambda: serve(engine, answer))
     finally:
         engine.shutdown()
     return 0

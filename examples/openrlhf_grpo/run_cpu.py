@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from sglang_pat.integrations import picture
-from sglang_pat.testing import cpu_jobs
+from sglang_pat.testing import cpu_jobs, deepspeed_ops
 
 HERE = Path(__file__).resolve().parent
 MODES = {
@@ -99,16 +99,17 @@ def main(argv: list[str] | None = None) -> int:
     gpus = args.gpus if args.mode == "collocated" else 2 * args.gpus
     with cpu_jobs.ray_folder() as folder:
         command = [sys.executable, "-m", "sglang_pat.testing.openrlhf_cpu", str(gpus), str(folder)]
-        code, found = run([*command, *arguments(args, out), *extra])
+        code, found = run([*command, *arguments(args, out), *extra], deepspeed_ops.copied(folder))
     (out / "metrics.jsonl").write_text("".join(json.dumps({"data": data}) + "\n" for data in found))
     if code == 0:
         print(picture.draw(out / "run.png", steps(found), sorted(out.glob("decisions.*.jsonl"))))
     return code
 
 
-def run(command: list[str]) -> tuple[int, list[dict[str, float]]]:
+def run(command: list[str], operators: Path) -> tuple[int, list[dict[str, float]]]:
     """Its exit code, and OpenRLHF's metrics of each step, which it only prints."""
-    environment, found = cpu_jobs.environment(DS_ACCELERATOR="cpu"), []
+    environment = cpu_jobs.environment(DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(operators))
+    found = []
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )

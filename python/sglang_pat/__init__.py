@@ -12,7 +12,7 @@ __all__ = ["Engine", "ParallelLayout", "__version__"]
 
 def __getattr__(name: str):
     if name == "Engine":
-        from sglang_pat.host.engine import Engine
+        from sglang_pat.sglang.server.engine import Engine
 
         return Engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,8 @@ import runpy
 import signal
 import sys
 
-from sglang_pat.host import cpu_shim, noise, processes
+from sglang_pat.sglang import cpu_shim
+from sglang_pat.sglang.launch import noise, processes
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _adaptive(argv: list[str]) -> None:
     """Serve until a signal ends it; whatever happens, no process and no socket stays."""
-    from sglang_pat.host import early
+    from sglang_pat.sglang.launch import early
 
     processes.exit_on_signals()
     noise.hear(argv)
@@ -42,11 +43,11 @@ def _adaptive(argv: list[str]) -> None:
         except ValueError as error:
             sys.exit(f"error: {error}")
         with noise.quiet_imports():
-            from sglang_pat.host.http import launch
+            from sglang_pat.sglang.server.http import launch
 
         launch(argv)
     finally:
-        # The host's watchdog reports with it what we now do ourselves.
+        # SGLang's watchdog reports with it what we now do ourselves.
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         processes.end_children()
 

@@ -1,9 +1,10 @@
 """Messages between coordinator, ranks and server.
 
-Plain msgspec structs with an explicit encoding.  Requests that travel through the host's
-own input sockets (``Prepare``, ``Switch``) are carried by the host's transport, which
+Plain msgspec structs with an explicit encoding.  Requests that travel through SGLang's
+own input sockets (``Prepare``, ``Switch``) are carried by SGLang's transport, which
 broadcasts them inside each TP group; everything a rank sends to the coordinator is encoded
-here.
+here.  It is one file because it is one protocol: its messages hold one another, and whoever
+writes one end reads the other.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """A grammar and how many requests have it; ``kind`` and ``text`` are the host's cache key."""
+    """A grammar and how many requests have it; ``kind`` and ``text`` are SGLang's cache key."""
 
     kind: str
     text: str

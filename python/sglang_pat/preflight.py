@@ -15,12 +15,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_pat.host import contract, cpu_shim
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory import estimate
-from sglang_pat.memory.plan import GIB, MemoryPlan, advice, make_plan
+from sglang_pat.memory.demand import GIB
+from sglang_pat.memory.plan import MemoryPlan, advice, make_plan
 from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.version import HOST_VERSIONS, __version__
+from sglang_pat.sglang import contract, cpu_shim
+from sglang_pat.version import SGLANG_VERSIONS, __version__
 
 Line = tuple[bool, str, str]
 """``(fine, what, finding)``."""
@@ -29,19 +30,19 @@ Line = tuple[bool, str, str]
 def checks() -> Iterator[Line]:
     yield sys.version_info >= (3, 11), "Python", f"{sys.version.split()[0]} (3.11 or newer needed)"
     installed = contract.installed_version()
-    yield installed in HOST_VERSIONS, "SGLang", f"{installed} ({' or '.join(HOST_VERSIONS)} needed)"
+    yield installed in SGLANG_VERSIONS, "SGLang", f"{installed} ({' or '.join(SGLANG_VERSIONS)} needed)"
     if installed is None:
         return
     shim = cpu_shim.needed()
     if shim:
         cpu_shim.install()
     yield True, "CPU shim", "in place: no sgl_kernel here" if shim else "not needed: sgl_kernel is installed"
-    yield from _host_symbols()
+    yield from _sglang_symbols()
     yield from _backend()
     yield from _devices()
 
 
-def _host_symbols() -> Iterator[Line]:
+def _sglang_symbols() -> Iterator[Line]:
     for symbol in contract.symbols():
         problem = symbol.problem()
         yield problem is None, f"hook {symbol.module}:{symbol.name}", problem or "as expected"
@@ -103,7 +104,8 @@ def report() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sglang_pat.preflight", description=__doc__.splitlines()[0])
+    about = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m sglang_pat.preflight", description=about)
     parser.add_argument("--model-path", help="print the memory plan of this model")
     parser.add_argument("--tp", type=int, default=1, help="TP degree of the base layout (default 1)")
     parser.add_argument("--dp", type=int, default=1, help="replicas of the base layout (default 1)")

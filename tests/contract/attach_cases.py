@@ -7,16 +7,16 @@ import json
 import os
 import sys
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
 
 from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: E402
 
-from sglang_pat.host.args import AdaptiveServerArgs  # noqa: E402
-from sglang_pat.host.attach import attach  # noqa: E402
 from sglang_pat.plugin import VARIABLE, plugin  # noqa: E402
+from sglang_pat.sglang.attach import attach  # noqa: E402
+from sglang_pat.sglang.launch.args import AdaptiveServerArgs  # noqa: E402
 
 
 def main(model: str) -> None:

@@ -1,6 +1,8 @@
-"""The model that the contract tests read arguments for."""
+"""What several contract tests need: the model that they read arguments for, and what checks requests."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,3 +12,12 @@ from sglang_pat.testing import models
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     return models.make_random("llama", tmp_path_factory.mktemp("models") / "llama", heads=8, kv_heads=4)
+
+
+@pytest.fixture(scope="module")
+def package():
+    """Where a request is checked; imported after the test's module has installed the CPU shim."""
+    from sglang_pat.sglang import sampling
+    from sglang_pat.sglang.server import entrance
+
+    return SimpleNamespace(entrance=entrance, sampling=sampling)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from sglang_pat.host import cpu_shim
 from sglang_pat.settings import BASE_TP, SETTINGS
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -86,7 +86,7 @@ def test_it_fails_closed(value):
 
 
 def test_every_setting_is_a_field_of_the_arguments():
-    from sglang_pat.host.args import AdaptiveServerArgs
+    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 
     fields = AdaptiveServerArgs.__dataclass_fields__
     for setting in SETTINGS:
@@ -103,7 +103,7 @@ def test_the_entry_point_is_registered():
     assert entry.value == "sglang_pat.plugin:plugin"
 
 
-def test_the_host_loads_plugins_before_what_we_patch():
+def test_sglang_loads_plugins_before_what_we_patch():
     """Where SGLang loads them inside its launch code, arguments are converted just after."""
     import inspect
 

@@ -6,15 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
 
 from sglang.srt.managers.scheduler_recv_skipper import SchedulerRecvSkipper  # noqa: E402
 
-from sglang_pat.host import agreement, attributes, census  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
+from sglang_pat.sglang.checks import attributes, census  # noqa: E402
+from sglang_pat.sglang.switch import agreement  # noqa: E402
 
 pytestmark = pytest.mark.contract
 
@@ -85,7 +86,7 @@ def test_the_new_leader_speaks_through_its_old_one(old, new):
 
 
 class Root(SimpleNamespace):
-    __module__ = "sglang.srt"  # what is not the host's is not looked into
+    __module__ = "sglang.srt"  # what is not SGLang's is not looked into
 
 
 def test_a_census_shows_stale_references_and_stops_at_cycles():

@@ -1,4 +1,4 @@
-"""Capsules: what of a host's request goes over, and how."""
+"""Capsules: what of a request of SGLang's goes over, and how."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -23,8 +23,9 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # noqa: E4
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
-from sglang_pat.host import degrees, requests  # noqa: E402
-from sglang_pat.host.adopt import _Slots  # noqa: E402
+from sglang_pat.sglang.rank import degrees  # noqa: E402
+from sglang_pat.sglang.switch import requests  # noqa: E402
+from sglang_pat.sglang.switch.adopt import _Slots  # noqa: E402
 from sglang_pat.switch.packing import Packed  # noqa: E402
 
 pytestmark = pytest.mark.contract

@@ -1,4 +1,4 @@
-"""Grammars across a switch, with the host's own backend: what is compiled when, and what a rebuilt request gets."""
+"""Grammars across a switch, with SGLang's own backend: what is compiled when, and what a rebuilt request gets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -20,9 +20,10 @@ from sglang.srt.constrained.llguidance_backend import GuidanceBackend  # noqa: E
 from sglang.srt.managers.schedule_batch import Req  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
-from sglang_pat.host import compiled, degrees  # noqa: E402
-from sglang_pat.host.compiled import CompiledGrammars  # noqa: E402
 from sglang_pat.messages import Grammar  # noqa: E402
+from sglang_pat.sglang.rank import degrees  # noqa: E402
+from sglang_pat.sglang.switch import compiled  # noqa: E402
+from sglang_pat.sglang.switch.compiled import CompiledGrammars  # noqa: E402
 
 pytestmark = pytest.mark.contract
 
@@ -118,7 +119,7 @@ def test_a_request_that_was_here_keeps_its_grammar(backend):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_one_that_waits_goes_on_waiting(backend, cached):
-    """On every rank of the new group, also where the grammar is there: the host's queues must be alike."""
+    """On every rank of the new group, also where the grammar is there: SGLang's queues must be alike."""
     grammars = CompiledGrammars(backend)
     if cached:
         backend.set_cache(KEY, backend._init_value_dispatch(KEY, False))
@@ -158,14 +159,14 @@ def test_one_that_does_not_compile_says_so(backend):
         assert ready and isinstance(value, InvalidGrammarObject)
 
 
-def test_a_replayed_grammar_is_where_the_host_has_it(backend, tokenizer):
+def test_a_replayed_grammar_is_where_sglang_has_it(backend, tokenizer):
     """Also after an end of sequence that the request ignores: the same masks from then on."""
     end = tokenizer.eos_token_id
     tokens = [*tokenizer.encode("abc-", add_special_tokens=False), end]
     here, there = (backend._init_value_dispatch(KEY, False) for _ in range(2))
     for token in tokens:
         here.accept_token(token)
-        here.finished = False  # as the host's process_batch_result_decode, of a request that goes on
+        here.finished = False  # as SGLang's process_batch_result_decode, of a request that goes on
     compiled.replay(there, tokens)
     assert here.finished == there.finished and here.is_terminated() == there.is_terminated()
     masks = []

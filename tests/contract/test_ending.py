@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -48,7 +48,7 @@ class Manager:
 
 @pytest.fixture
 def ending(monkeypatch):
-    from sglang_pat.host import ending
+    from sglang_pat.sglang.server import ending
 
     monkeypatch.setattr(ending, "ABORT_SECONDS", 0.5)
     monkeypatch.setattr(ending, "ANSWER_SECONDS", 0)
@@ -86,7 +86,7 @@ def test_in_a_script_signals_keep_their_default(ending):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         before = ending.handlers()
         manager = Manager(False)
-        manager.event_loop.add_signal_handler(signal.SIGTERM, lambda: None)  # as the host does
+        manager.event_loop.add_signal_handler(signal.SIGTERM, lambda: None)  # as SGLang does
         ending.Ending(manager, before)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

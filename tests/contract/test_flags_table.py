@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
 
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
-from sglang_pat.host import flags, flags_page  # noqa: E402
-from sglang_pat.host.args import AdaptiveServerArgs  # noqa: E402
+from sglang_pat.sglang.launch import flags, flags_page  # noqa: E402
+from sglang_pat.sglang.launch.args import AdaptiveServerArgs  # noqa: E402
 
 pytestmark = pytest.mark.contract
 
@@ -30,7 +30,7 @@ def test_every_flag_is_classified():
     """A new SGLang version fails here, by the names of its new flags."""
     fields = {field.name for field in dataclasses.fields(ServerArgs)}
     found = set(flags.classified())
-    assert not fields - found, f"flags that host/flags.py does not know: {sorted(fields - found)}"
+    assert not fields - found, f"flags that sglang/launch/flags.py does not know: {sorted(fields - found)}"
     assert not found - fields, f"flags that SGLang no longer has: {sorted(found - fields)}"
 
 
@@ -67,7 +67,7 @@ def test_defaults_are_accepted(model):
     flags.refuse_flags(ServerArgs(model_path=str(model), device="cpu"))
 
 
-def test_what_the_host_chooses_is_refused_too(model, monkeypatch):
+def test_what_sglang_chooses_is_refused_too(model, monkeypatch):
     """As on Blackwell, where it chooses an attention backend with pages of 64 tokens."""
     monkeypatch.setattr(ServerArgs, "_handle_page_size", lambda self: setattr(self, "page_size", 64))
     with pytest.raises(ValueError, match="--page-size 64: must be 1; give --attention-backend"):
@@ -91,5 +91,5 @@ def test_variables_are_refused(model, monkeypatch, name):
 
 
 def test_the_page_is_up_to_date():
-    make = "python -m sglang_pat.host.flags_page > docs/flags.md"
+    make = "python -m sglang_pat.sglang.launch.flags_page > docs/flags.md"
     assert (ROOT / "docs/flags.md").read_text() == flags_page.page(), make

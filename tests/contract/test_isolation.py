@@ -10,7 +10,7 @@ import pytest
 
 from sglang_pat import messages
 from sglang_pat.dropped import Dropped
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -49,7 +49,7 @@ class Heard:
 
 
 def from_ranks(*frames) -> tuple[list, Dropped]:
-    from sglang_pat.host.coordinator import _drain_ranks
+    from sglang_pat.sglang.coordinator import _drain_ranks
 
     heard, dropped = Heard(), Dropped()
     _drain_ranks(heard, Socket(*map(list, frames)), 0.0, dropped)
@@ -84,7 +84,7 @@ def test_a_rank_that_cannot_be_understood_in_a_switch_ends_the_engine(kind):
 
 
 def test_an_error_while_a_switch_is_accounted_for_ends_the_engine():
-    from sglang_pat.host.coordinator import _drain_ranks
+    from sglang_pat.sglang.coordinator import _drain_ranks
 
     class Lost(Heard):
         def rank_message(self, message, now):
@@ -95,7 +95,7 @@ def test_an_error_while_a_switch_is_accounted_for_ends_the_engine():
 
 
 def test_what_the_server_sends_is_dropped_if_it_cannot_be_read():
-    from sglang_pat.host.coordinator import _drain_server
+    from sglang_pat.sglang.coordinator import _drain_server
 
     heard, dropped = Heard(), Dropped()
     status = messages.StatusQuery(query_id=1)
@@ -107,7 +107,7 @@ def test_a_report_that_cannot_be_made_is_replaced_by_a_shorter_one():
     """The coordinator routes by the numbers; what it knows of each request comes with the next report."""
     from types import SimpleNamespace
 
-    from sglang_pat.host.load import LoadReporter
+    from sglang_pat.sglang.rank.load_reports import LoadReporter
 
     sent = []
 
@@ -130,10 +130,10 @@ def test_a_report_that_cannot_be_made_is_replaced_by_a_shorter_one():
 
 
 def test_control_requests_reach_ranks_without_what_a_client_put_into_them():
-    """The host's loop asks every request's id whether it is a health check's, and dies of one that is no text."""
+    """SGLang's loop asks every request's id whether it is a health check's, and dies of one that is no text."""
     from sglang.srt.managers import io_struct as io
 
-    from sglang_pat.host.controls import classify
+    from sglang_pat.sglang.controls import classify
 
     for rid in (["a", "b"], 7, "a"):
         (control,) = classify(io.FlushCacheReqInput(rid=rid, http_worker_ipc="ipc:///tmp/nobody"))

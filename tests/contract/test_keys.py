@@ -1,4 +1,4 @@
-"""Who may ask for ``/pat/*``: the host's key rules on our routes, with no engine behind them."""
+"""Who may ask for ``/pat/*``: SGLang's key rules on our routes, with no engine behind them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
 
 from sglang.srt.utils.auth import add_api_key_middleware  # noqa: E402
 
-from sglang_pat.host import http  # noqa: E402
+from sglang_pat.sglang.server import http  # noqa: E402
 
 pytestmark = pytest.mark.contract
 

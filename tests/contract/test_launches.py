@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -27,7 +27,8 @@ from sglang.srt.sampling import penaltylib  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
-from sglang_pat.host import adopt, degrees, handover, penalties  # noqa: E402
+from sglang_pat.sglang.rank import degrees, penalties  # noqa: E402
+from sglang_pat.sglang.switch import adopt, handover  # noqa: E402
 
 pytestmark = pytest.mark.contract
 

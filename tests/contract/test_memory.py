@@ -1,4 +1,4 @@
-"""The plan's figures are the host's: reserves, defaults, parameters of a rank."""
+"""The plan's figures are SGLang's: reserves, defaults, parameters of a rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_pat.host import cpu_shim
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory import estimate
-from sglang_pat.memory.plan import GIB, Demand, Supply, host_reserve
+from sglang_pat.memory.demand import GIB, Demand, Supply
+from sglang_pat.memory.room import sglang_reserve
 from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.sglang import cpu_shim
 from sglang_pat.testing import models
 
 if cpu_shim.needed():
@@ -23,8 +24,8 @@ FULL = ModelShape(
 )  # fmt: skip
 
 
-def host_settings(gigabytes: int, tp: int):
-    """The fields that the host fills in for a GPU of that size."""
+def settings_of(gigabytes: int, tp: int):
+    """The fields that SGLang fills in for a GPU of that size."""
     from sglang.srt.server_args import ServerArgs
 
     args = SimpleNamespace(
@@ -43,15 +44,15 @@ def host_settings(gigabytes: int, tp: int):
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("gigabytes", [16, 24, 40, 80, 141, 192])
-def test_defaults_and_reserve_are_the_hosts(gigabytes, tp):
-    args = host_settings(gigabytes, tp)
+def test_defaults_and_reserve_are_sglangs(gigabytes, tp):
+    args = settings_of(gigabytes, tp)
     supply = Supply(kind="cuda", free=gigabytes * GIB, total=gigabytes * GIB)
-    chunk, graph_batch = estimate.host_defaults(supply.total, tp)
+    chunk, graph_batch = estimate.sglang_defaults(supply.total, tp)
     assert (chunk, graph_batch) == (args.chunked_prefill_size, args.cuda_graph_max_bs)
     demand = Demand(
         shape=FULL, base=ParallelLayout(tp, 1), degrees=(tp,), prefill_tokens=chunk, graph_batch=graph_batch,
     )  # fmt: skip
-    fraction = 1 - host_reserve(supply.total, demand) / supply.total
+    fraction = 1 - sglang_reserve(supply.total, demand) / supply.total
     assert fraction == pytest.approx(args.mem_fraction_static, abs=0.0006)
 
 
@@ -61,7 +62,7 @@ def test_weights_are_those_of_the_checkpoint(arch, tmp_path):
     from safetensors import safe_open
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_pat.host.args import model_shape
+    from sglang_pat.sglang.launch.args import model_shape
 
     folder = models.make_random(arch, tmp_path / arch)
     with safe_open(folder / "model.safetensors", "np") as file:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -26,7 +26,7 @@ ADMINS = {("/pat/reconfigure", "POST"), ("/pat/schedule", "POST"), ("/pat/rollou
 def app():
     from fastapi import FastAPI
 
-    from sglang_pat.host.http import add_routes
+    from sglang_pat.sglang.server.http import add_routes
 
     app = FastAPI()
     add_routes(app)
@@ -74,7 +74,7 @@ def test_who_may_call_what(app, keys, key, as_user, as_admin):
 
 @pytest.mark.parametrize("path", ["/pat/reconfigure", "/pat/schedule", "/pat/rollout", "/pat/rollout/verdict"])
 def test_bodies_are_bounded(app, path, monkeypatch):
-    from sglang_pat.host import http
+    from sglang_pat.sglang.server import http
 
     monkeypatch.setattr(http, "MAX_BODY_BYTES", 1000)
     monkeypatch.setattr(http, "MAX_SMALL_BYTES", 1000)
@@ -85,7 +85,7 @@ def test_bodies_are_bounded(app, path, monkeypatch):
 
 
 def test_a_round_is_bounded():
-    from sglang_pat.host.intake import MAX_ROUND_SAMPLES, parse
+    from sglang_pat.sglang.server.intake import MAX_ROUND_SAMPLES, parse
 
     assert parse(b'{"num_prompts": 512, "num_responses": 16}').started_prompts == 640
     for body in (b'{"num_prompts": 1, "num_responses": 262144}', b'{"num_prompts": 8192, "num_responses": 8}'):
@@ -97,7 +97,7 @@ def test_a_round_is_bounded():
 @pytest.mark.parametrize("number", [2**53 + 1, -(2**53) - 1, 2**64 - 1, 10**30])
 def test_numbers_are_those_of_json(number):
     """Beyond 64 bits the state of a job could not be written, and one more than the last version is computed."""
-    from sglang_pat.host.intake import parse, parse_verdict
+    from sglang_pat.sglang.server.intake import parse, parse_verdict
 
     for field in ("version", "end_of_epoch"):
         with pytest.raises(ValueError, match=field):
@@ -110,7 +110,7 @@ def test_numbers_are_those_of_json(number):
 
 @pytest.fixture
 def rollouts(tmp_path):
-    from sglang_pat.host.rollout import Rollouts
+    from sglang_pat.sglang.server.rollout import Rollouts
 
     return Rollouts(None, tmp_path, None)
 
@@ -118,7 +118,7 @@ def rollouts(tmp_path):
 def add_job(rollouts, name: str, settled: bool = True, used: float | None = None) -> None:
     from sglang_pat.admission.admitter import Admitter
     from sglang_pat.admission.rules import Rules
-    from sglang_pat.host.rollout import Job
+    from sglang_pat.sglang.server.rollout import Job
 
     job = rollouts._jobs[name] = Job(Admitter(Rules(num_prompts=1, num_responses=1)))
     job.settled = settled
@@ -126,7 +126,7 @@ def add_job(rollouts, name: str, settled: bool = True, used: float | None = None
 
 
 def test_jobs_are_bounded(rollouts, monkeypatch):
-    from sglang_pat.host import rollout
+    from sglang_pat.sglang.server import rollout
 
     monkeypatch.setattr(rollout, "MAX_JOBS", 3)
     for name in "abc":
@@ -142,7 +142,7 @@ def test_jobs_are_bounded(rollouts, monkeypatch):
 @pytest.mark.parametrize("over", [True, False])
 def test_a_round_that_is_over_is_waited_for(rollouts, over):
     """Whoever left it cannot know what is still being done; only one that goes on is refused."""
-    from sglang_pat.host.rollout import Busy
+    from sglang_pat.sglang.server.rollout import Busy
 
     async def drop() -> None:
         add_job(rollouts, "left", settled=False)
@@ -164,7 +164,7 @@ def test_a_round_that_is_over_is_waited_for(rollouts, over):
 
 
 def test_jobs_expire_but_not_in_a_round(rollouts):
-    from sglang_pat.host import rollout
+    from sglang_pat.sglang.server import rollout
 
     now = rollout.time.monotonic()
     add_job(rollouts, "old", used=now - rollout.JOB_SECONDS - 1)
@@ -176,7 +176,7 @@ def test_jobs_expire_but_not_in_a_round(rollouts):
 
 
 def test_files_of_jobs_are_bounded(rollouts, tmp_path, monkeypatch):
-    from sglang_pat.host import rollout
+    from sglang_pat.sglang.server import rollout
 
     monkeypatch.setattr(rollout, "MAX_SAVED_JOBS", 2)
     for name in "ab":
@@ -197,10 +197,10 @@ def test_labels_are_bounded():
 
 
 def test_the_warm_up_does_not_count_in_a_schedule(monkeypatch):
-    """A first schedule is away while the host sends its own requests, and there again afterwards."""
+    """A first schedule is away while SGLang sends its own requests, and there again afterwards."""
     from types import SimpleNamespace
 
-    from sglang_pat.host import http
+    from sglang_pat.sglang.server import http
 
     manager, seen = SimpleNamespace(pat_first_schedule=["given"]), []
     monkeypatch.setattr(http, "_manager", lambda: manager)

@@ -16,33 +16,32 @@ import sglang_pat
 pytestmark = pytest.mark.contract
 
 PACKAGE = Path(sglang_pat.__file__).parent
-PAUSE = [
-    "host/adopt.py", "host/agreement.py", "host/compiled.py", "host/handover.py", "host/kv_exchange.py",
-    "host/kv_gather.py", "host/penalties.py", "host/requests.py", "host/switch.py", "comm/exchange.py",
-    "comm/windows.py", "kernels/kv.py", "kernels/kv_triton.py", "switch/plan.py", "switch/gather.py",
-    "switch/packing.py", "switch/parcels.py",
-]  # fmt: skip
+OTHERS = (
+    "sglang/rank/penalties.py comm/exchange.py comm/windows.py kernels/kv.py kernels/kv_triton.py "
+    "switch/plan.py switch/heads.py switch/gather.py switch/packing.py switch/parcels.py"
+).split()
+PAUSE = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("sglang/switch/*.py"))] + OTHERS
 """What runs between QUIESCE and RESUME, but for SGLang's own code and ``drain``, which waits for the step in flight."""
 
 READS = {"cpu", "item", "tolist", "numpy", "nonzero", "to", "cuda", "synchronize"}
 """Methods that wait, or may."""
 IN_HOST_MEMORY = {
-    ("host/adopt.py", "enter", "numpy"): "the tree's slots are uploaded when all are entered",
-    ("host/handover.py", "exchange_capsules", "numpy"): "capsules travel in host memory",
-    ("host/kv_exchange.py", "_lists", "tolist"): "arrays of the plan",
-    ("host/requests.py", "restore", "tolist"): "arrays of a capsule",
-    ("host/requests.py", "unseal", "tolist"): "arrays of a capsule",
+    ("sglang/switch/adopt.py", "enter", "numpy"): "the tree's slots are uploaded when all are entered",
+    ("sglang/switch/handover.py", "exchange_capsules", "numpy"): "capsules travel in host memory",
+    ("sglang/switch/kv_exchange.py", "_lists", "tolist"): "arrays of the plan",
+    ("sglang/switch/requests.py", "restore", "tolist"): "arrays of a capsule",
+    ("sglang/switch/requests.py", "unseal", "tolist"): "arrays of a capsule",
     ("switch/packing.py", "unpack", "tolist"): "arrays of a capsule",
-    ("host/switch.py", "_vote", "item"): "votes go through shared memory",
+    ("sglang/switch/executor.py", "_vote", "item"): "votes go through shared memory",
     ("comm/exchange.py", "__init__", "tolist"): "arrays of the plan",
     ("comm/exchange.py", "incoming", "tolist"): "arrays of the plan",
     ("kernels/kv.py", "_ints", "tolist"): "part tables are lists, but in tests",
     ("kernels/kv_triton.py", "_move", "to"): "inside the kernel",
-    ("host/adopt.py", "_decode_batch", "to"): "from type to type, on the device",
+    ("sglang/switch/adopt.py", "_decode_batch", "to"): "from type to type, on the device",
 }
 WAITS = {
-    ("host/kv_exchange.py", "run"): "the end of the exchange",
-    ("host/scheduler.py", "kv_rows"): "the request table",
+    ("sglang/switch/kv_exchange.py", "run"): "the end of the exchange",
+    ("sglang/switch/live.py", "kv_rows"): "the request table",
 }
 
 

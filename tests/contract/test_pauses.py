@@ -1,4 +1,4 @@
-"""The host's watchdog and a pause: by a client, or by the schedule."""
+"""SGLang's watchdog and a pause: by a client, or by the schedule."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
 
-from sglang.srt.managers import scheduler as host  # noqa: E402
+from sglang.srt.managers import scheduler as stock  # noqa: E402
 from sglang.srt.managers.scheduler_runtime_checker_mixin import create_scheduler_watchdog  # noqa: E402
 
-from sglang_pat.host.scheduler import AdaptiveScheduler  # noqa: E402
+from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler  # noqa: E402
 from sglang_pat.switch.gate import StepGate  # noqa: E402
 
 pytestmark = pytest.mark.contract
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.contract
 @pytest.fixture
 def scheduler(monkeypatch) -> AdaptiveScheduler:
     """One with a batch, whose loop turns by hand."""
-    monkeypatch.setattr(host.Scheduler, "recv_requests", lambda self: [])
+    monkeypatch.setattr(stock.Scheduler, "recv_requests", lambda self: [])
     made = AdaptiveScheduler.__new__(AdaptiveScheduler)
     made.is_initializing, made.cur_batch, made.forward_ct = False, object(), 17
     made.attn_tp_rank, made.gate, made._paused_turns = 1, StepGate(), 0
@@ -50,8 +50,8 @@ def test_a_paused_loop_is_alive_as_long_as_it_turns(scheduler):
 
 
 def test_both_watchdogs_count_so(scheduler, monkeypatch):
-    monkeypatch.setattr(host.Scheduler, "init_watch_dog_memory_saver_input_blocker", lambda self: None)
-    monkeypatch.setattr(host.Scheduler, "init_soft_watchdog", lambda self, args: None)
+    monkeypatch.setattr(stock.Scheduler, "init_watch_dog_memory_saver_input_blocker", lambda self: None)
+    monkeypatch.setattr(stock.Scheduler, "init_soft_watchdog", lambda self, args: None)
     for soft in (False, True):
         name = "soft_watchdog" if soft else "watchdog"
         setattr(scheduler, name, create_scheduler_watchdog(scheduler, watchdog_timeout=3600, soft=soft))

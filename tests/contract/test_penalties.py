@@ -1,4 +1,4 @@
-"""Penalties counted from whole histories: the state of the host's own counting, bit for bit."""
+"""Penalties counted from whole histories: the state of SGLang's own counting, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
 
 from sglang.srt.sampling import penaltylib  # noqa: E402
 
-from sglang_pat.host import penalties  # noqa: E402
+from sglang_pat.sglang.rank import penalties  # noqa: E402
 
 pytestmark = pytest.mark.contract
 
@@ -29,7 +29,7 @@ KINDS = {
 
 
 class Batch:
-    """What the host's penalties read of a batch; can be referred to weakly."""
+    """What SGLang's penalties read of a batch; can be referred to weakly."""
 
     device = "cpu"
 
@@ -96,18 +96,18 @@ def test_histories_at_once_are_as_token_by_token(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_with_overlap_a_switch_changes_nothing(seed):
-    """Against the host's own counting with overlap scheduling, whose results come one step late and without a break:
+    """Against SGLang's own counting with overlap scheduling, whose results come one step late and without a break:
     the state that a step samples with is the same after a switch, a re-prefill, and whenever the result of the step
     before is known early."""
     rng = random.Random(seed)
     req = random_request(rng)
     req.origin_input_ids, answer = [rng.randrange(VOCAB) for _ in range(3)], [rng.randrange(8) for _ in range(30)]
-    host_batch, batch = Batch([req], True), Batch([req], True)
-    theirs = penalties._HostPenalties(VOCAB, host_batch, KINDS)
+    stock_batch, batch = Batch([req], True), Batch([req], True)
+    theirs = penalties._StockPenalties(VOCAB, stock_batch, KINDS)
 
     def state(found) -> dict:
         return {
-            (next(host.__name__ for host in KINDS if issubclass(kind, host)), name): value
+            (next(stock.__name__ for stock in KINDS if issubclass(kind, stock)), name): value
             for kind, one in found.penalizers.items()
             for name, value in tensors(one).items()
         }
@@ -122,7 +122,7 @@ def test_with_overlap_a_switch_changes_nothing(seed):
     ours = anew(decode=False)
     for step in range(len(answer)):  # decode step, which makes answer[step + 1]
         req.kv_committed_len = len(req.origin_input_ids) + step
-        # The host, never interrupted: it knows answer[:step] when it launches this step.
+        # SGLang, never interrupted: it knows answer[:step] when it launches this step.
         late = answer[step - 1] if step else req.origin_input_ids[-1]
         theirs.cumulate_output_tokens(torch.tensor([late]))
         what = rng.choice(["late", "early", "switch", "prefill"])

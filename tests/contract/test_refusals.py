@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 from sglang_pat.testing import models
 from sglang_pat.testing.architectures import ARCHITECTURES
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.contract
 
 
 def arguments(model, **options):
-    from sglang_pat.host.args import AdaptiveServerArgs
+    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 
     return AdaptiveServerArgs(**dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True) | options)
 
@@ -130,7 +130,7 @@ def test_accepted(model):
 
 def test_graphs_and_weights_that_move_exclude_each_other(model):
     """On CUDA, where there are graphs; read here on arguments of a CPU."""
-    from sglang_pat.host.cuda import refuse_graphs
+    from sglang_pat.sglang.launch.cuda import refuse_graphs
 
     args = arguments(model, pat_weights="reshard")
     args.device = "cuda"
@@ -142,8 +142,8 @@ def test_graphs_and_weights_that_move_exclude_each_other(model):
 
 
 def test_each_layout_has_its_graphs_and_prefill_has_none(model):
-    """What the ranks are told; the host's own choice of batch sizes for the base layout."""
-    from sglang_pat.host import cuda
+    """What the ranks are told; SGLang's own choice of batch sizes for the base layout."""
+    from sglang_pat.sglang.launch import cuda
 
     args = arguments(model, dp_size=4, pat_switch_at=3)
     assert args.disable_piecewise_cuda_graph
@@ -160,7 +160,7 @@ def test_each_layout_has_its_graphs_and_prefill_has_none(model):
 
 
 def test_views_show_one_engine_outside_and_one_replica_inside(model):
-    from sglang_pat.host.args import outer_view, rank_view
+    from sglang_pat.sglang.launch.args import outer_view, rank_view
 
     args = arguments(model, tp_size=2, dp_size=2)
     outer = outer_view(args)

@@ -1,4 +1,4 @@
-"""Shards of every architecture: views of the base shards are what the host's own loader would have loaded."""
+"""Shards of every architecture: views of the base shards are what SGLang's own loader would have loaded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_pat.host import cpu_shim
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.sglang import cpu_shim
 from sglang_pat.testing import models
 from sglang_pat.testing.weights import ARCHITECTURES
 from sglang_pat.weights.shards import Block, ShardSpec
@@ -25,12 +25,12 @@ SHAPES = {
 
 
 class Checkpoint:
-    """A random model on disk, and what the host makes of it on one rank without peers."""
+    """A random model on disk, and what SGLang makes of it on one rank without peers."""
 
     def __init__(self, folder) -> None:
         from sglang.srt.server_args import ServerArgs
 
-        from sglang_pat.host.lone import LoneRank
+        from sglang_pat.sglang.rank.lone import LoneRank
 
         self.tensors = load_file(folder / "model.safetensors")
         args = ServerArgs(model_path=str(folder), device="cpu", attention_backend="torch_native", dtype="float32")
@@ -40,7 +40,7 @@ class Checkpoint:
         return self.rank.model(layout.tp, layout.tp_rank(rank))
 
     def loaded(self, layout: ParallelLayout, rank: int) -> torch.nn.Module:
-        """The host's model with weights that the host's loader has put there."""
+        """SGLang's model with weights that SGLang's loader has put there."""
         model = self.empty(layout, rank)
         for param in model.parameters():
             param.data = torch.zeros(param.shape)
@@ -66,7 +66,7 @@ def qwen2(tmp_path_factory) -> Checkpoint:
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All parameters, those that lie in pieces put together."""
-    from sglang_pat.host.weights import PiecewiseLinear
+    from sglang_pat.sglang.rank.weights import PiecewiseLinear
 
     found = {name: param.data for name, param in model.named_parameters()}
     for name, module in model.named_modules():
@@ -79,7 +79,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def pieces(model: torch.nn.Module) -> list[torch.Tensor]:
     """All tensors of weights as they lie in memory."""
-    from sglang_pat.host.weights import PiecewiseLinear
+    from sglang_pat.sglang.rank.weights import PiecewiseLinear
 
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     split = [method for method in methods if isinstance(method, PiecewiseLinear)]
@@ -95,8 +95,8 @@ def layouts(base_tp: int) -> list[ParallelLayout]:
 
 @pytest.mark.parametrize("base_tp", [1, 2])
 def test_views_are_what_the_loader_loads(checkpoint, base_tp):
-    from sglang_pat.host.shard_check import check_shards
-    from sglang_pat.host.weights import Views
+    from sglang_pat.sglang.rank.shard_check import check_shards
+    from sglang_pat.sglang.rank.weights import Views
 
     base = ParallelLayout(base_tp, RANKS // base_tp)
     for rank in range(RANKS):
@@ -117,7 +117,7 @@ def test_views_are_what_the_loader_loads(checkpoint, base_tp):
 @pytest.mark.parametrize("base_tp", [1, 2])
 def test_an_update_must_have_the_tensors_of_the_checkpoint(checkpoint, base_tp):
     """Each of them fits, and none that is longer, shorter, of other dimensions or of another name."""
-    from sglang_pat.host.updates import Expected
+    from sglang_pat.sglang.rank.updates import Expected
 
     expected = Expected(checkpoint.empty(ParallelLayout(base_tp, RANKS // base_tp), 1))
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
@@ -134,7 +134,7 @@ def test_an_update_must_have_the_tensors_of_the_checkpoint(checkpoint, base_tp):
 
 
 def test_a_tied_head_may_be_sent(tmp_path_factory):
-    from sglang_pat.host.updates import Expected
+    from sglang_pat.sglang.rank.updates import Expected
 
     for tie in (True, False):
         folder = tmp_path_factory.mktemp("tied") / "llama"
@@ -147,7 +147,7 @@ def test_what_the_checkpoint_has_and_the_model_passes_over_may_be_sent(tmp_path)
     """Old checkpoints have the frequencies of the rotary embedding in them."""
     from functools import partial
 
-    from sglang_pat.host.updates import Expected, checkpoint_names
+    from sglang_pat.sglang.rank.updates import Expected, checkpoint_names
 
     folder = models.make_random("llama", tmp_path / "llama", layers=1)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
@@ -160,7 +160,7 @@ def test_what_the_checkpoint_has_and_the_model_passes_over_may_be_sent(tmp_path)
 
 
 def test_own_parameters_are_compared_with_this_ranks(llama):
-    from sglang_pat.host.updates import Expected
+    from sglang_pat.sglang.rank.updates import Expected
 
     expected = Expected(llama.empty(TAIL, 0))
     name = "model.layers.0.mlp.gate_up_proj.weight"
@@ -173,7 +173,7 @@ BASE, TAIL = ParallelLayout(1, 2), ParallelLayout(2, 1)
 
 
 def test_views_hold_no_memory_and_see_an_update_at_once(qwen2):
-    from sglang_pat.host.weights import Views
+    from sglang_pat.sglang.rank.weights import Views
 
     base_model, model = qwen2.loaded(BASE, 1), qwen2.empty(TAIL, 1)
     assert sum(param.untyped_storage().nbytes() for param in model.parameters()) < 100, "built without memory"
@@ -188,7 +188,7 @@ def test_views_hold_no_memory_and_see_an_update_at_once(qwen2):
 
 
 def test_views_follow_a_tensor_that_was_replaced(qwen2):
-    from sglang_pat.host.weights import Views
+    from sglang_pat.sglang.rank.weights import Views
 
     base_model, model = qwen2.loaded(BASE, 1), qwen2.empty(TAIL, 1)
     views = Views(model, base_model, TAIL, BASE, 1)
@@ -204,7 +204,7 @@ def test_views_follow_a_tensor_that_was_replaced(qwen2):
 
 @pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64), (0, 64)])
 def test_a_layer_in_pieces_multiplies_as_one(qwen2, shape):
-    from sglang_pat.host.weights import Views
+    from sglang_pat.sglang.rank.weights import Views
 
     base_model, model, whole = qwen2.loaded(BASE, 1), qwen2.empty(TAIL, 1), qwen2.loaded(TAIL, 1)
     Views(model, base_model, TAIL, BASE, 1)
@@ -222,7 +222,7 @@ def test_a_layer_in_pieces_multiplies_as_one(qwen2, shape):
 
 def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
     """Intervals that are not the loader's: the parameter is named in one line."""
-    from sglang_pat.host import shard_check, sharding
+    from sglang_pat.sglang.rank import shard_check, sharding
 
     specs = sharding.shard_specs
 
@@ -241,8 +241,8 @@ def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
 
 def test_a_loader_of_its_own_is_found(llama):
     """A layer that deals its rows in another order than its class says."""
-    from sglang_pat.host.shard_check import check_shards
-    from sglang_pat.host.sharding import ShardError
+    from sglang_pat.sglang.rank.shard_check import check_shards
+    from sglang_pat.sglang.rank.sharding import ShardError
 
     model = llama.rank.model(2, 1)
     param = model.get_parameter("model.layers.0.self_attn.o_proj.weight")
@@ -255,9 +255,9 @@ def test_a_loader_of_its_own_is_found(llama):
 
 
 def test_packed_weights_are_refused(llama):
-    """On a CPU with AMX the host packs base weights in place; a slice of packed bytes is none of the weights."""
-    from sglang_pat.host.sharding import ShardError
-    from sglang_pat.host.weights import Views
+    """On a CPU with AMX SGLang packs base weights in place; a slice of packed bytes is none of the weights."""
+    from sglang_pat.sglang.rank.sharding import ShardError
+    from sglang_pat.sglang.rank.weights import Views
 
     base_model = llama.loaded(BASE, 0)
     base_model.get_submodule("model.layers.0.mlp.down_proj").use_intel_amx_backend = True
@@ -267,8 +267,8 @@ def test_packed_weights_are_refused(llama):
 
 def test_vocabulary_padding_is_refused(llama):
     """503 tokens are 512 rows at tp 1 and 576 at tp 3."""
-    from sglang_pat.host.sharding import ShardError
-    from sglang_pat.host.weights import Views
+    from sglang_pat.sglang.rank.sharding import ShardError
+    from sglang_pat.sglang.rank.weights import Views
 
     base, tail = ParallelLayout(1, 3), ParallelLayout(3, 1)
     base_model = llama.loaded(base, 2)

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.host import cpu_shim
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -43,7 +43,7 @@ def test_no_such_model():
 
 
 def test_the_python_engine_raises_the_same_line():
-    from sglang_pat.host.args import AdaptiveServerArgs
+    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 
     with pytest.raises(ValueError, match="--model-path /none/here: no such folder$"):
         AdaptiveServerArgs(model_path="/none/here", tp_size=1, dp_size=2, adaptive_tp=True)
@@ -67,13 +67,13 @@ def test_no_temporary_folder(model):
     assert "set TMPDIR to a folder that can be written" in last_line("--model-path", model, before=before)
 
 
-def test_a_refusal_of_the_host_and_of_ours_are_the_last_line(model):
+def test_a_refusal_of_sglang_and_of_ours_are_the_last_line(model):
     """After all imports: nothing that they print, here or in the fork server, comes later."""
     assert "--pp-size 2" in last_line("--model-path", model, "--port", 31_999, "--pp-size", 2)
 
 
 def test_little_shared_memory(monkeypatch):
-    from sglang_pat.host import start
+    from sglang_pat.sglang.launch import start
 
     config = AdaptiveConfig(base=ParallelLayout(1, 8))
     need = start.shared_memory_needed(config)
@@ -90,7 +90,7 @@ def test_little_shared_memory(monkeypatch):
     ("0.0.0.0", None, True), ("10.0.0.3", None, True), ("node7", None, True),
 ])  # fmt: skip
 def test_an_open_server_says_so(host, key, warned, caplog):
-    from sglang_pat.host.start import warn_if_open
+    from sglang_pat.sglang.launch.start import warn_if_open
 
     warn_if_open(type("Args", (), {"host": host, "port": 30_000, "api_key": key}))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
@@ -14,8 +14,8 @@ if cpu_shim.needed():
 from sglang.srt.managers.schedule_batch import ScheduleBatch  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
-from sglang_pat.host.load import StepTrace  # noqa: E402
 from sglang_pat.messages import TraceQuery  # noqa: E402
+from sglang_pat.sglang.rank.load_reports import StepTrace  # noqa: E402
 
 
 def batch(mode: ForwardMode, requests: int, **sums: int) -> ScheduleBatch:

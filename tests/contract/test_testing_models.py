@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 from sglang_pat.testing import models, tokenizer, weights
 
 pytestmark = pytest.mark.contract
@@ -234,7 +234,7 @@ try:
 except ImportError:
     print("no scalar_type")
 print(sum(hasattr(finder, "_sglang_pat_cpu_shim") for finder in sys.meta_path))
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 cpu_shim.install()
 print(sum(hasattr(finder, "_sglang_pat_cpu_shim") for finder in sys.meta_path))
 """

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.host import cpu_shim
 from sglang_pat.memory.available import available_memory
 from sglang_pat.predict.profile import Fingerprint
-from sglang_pat.switch import faults
+from sglang_pat.sglang import cpu_shim
+from sglang_pat.sglang.checks import faults
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork, run
 from sglang_pat.testing.server import Server
@@ -40,7 +40,7 @@ CHECKS = {
     "SGLANG_PAT_CHECK_STEADY": "1",
     "SGLANG_PAT_CHECK_TOKENS": "1",
 }
-"""Every adaptive server checks itself: the host's leak checks, at rest and in every step; ranks of a group agree in
+"""Every adaptive server checks itself: SGLang's leak checks, at rest and in every step; ranks of a group agree in
 every step and after every switch; no switch makes what should have been made at start."""
 
 SIDES = {
@@ -190,7 +190,7 @@ class Servers:
 
 @contextmanager
 def fault(server: Server, spec: str) -> Iterator[None]:
-    """Inside the block switches of ``server`` meet this fault (``sglang_pat.switch.faults``)."""
+    """Inside the block switches of ``server`` meet this fault (``sglang_pat.sglang.checks.faults``)."""
     server.fault_file.write_text(spec)
     try:
         yield
@@ -230,7 +230,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def census_folder(tmp_path_factory) -> Path:
-    """Where the ranks of :func:`checked` write what their host keeps."""
+    """Where the ranks of :func:`checked` write what SGLang keeps in them."""
     return tmp_path_factory.mktemp("census")
 
 

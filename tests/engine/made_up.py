@@ -12,10 +12,10 @@ from sglang_pat.predict.profile import DecodePoint, Fingerprint, PrefillPoint, P
 
 DEPLOYMENT = """
 import sys, msgspec
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 cpu_shim.install() if cpu_shim.needed() else None
-from sglang_pat.host.args import AdaptiveServerArgs
-from sglang_pat.host.deployment import deployment
+from sglang_pat.sglang.launch.args import AdaptiveServerArgs
+from sglang_pat.sglang.launch.deployment import deployment
 args = AdaptiveServerArgs(model_path=sys.argv[1], tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
 print(msgspec.json.encode(deployment(args)).decode())
 """

@@ -6,29 +6,30 @@ import json
 import os
 import sys
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 
 if cpu_shim.needed():
     cpu_shim.install()
     cpu_shim.install_for_children()
 
 from sglang.srt.entrypoints.engine import Engine  # noqa: E402
-from sglang.srt.managers import scheduler as host  # noqa: E402
+from sglang.srt.managers import scheduler as stock  # noqa: E402
 
-from sglang_pat.host import census, processes  # noqa: E402
+from sglang_pat.sglang.checks import census  # noqa: E402
+from sglang_pat.sglang.launch import processes  # noqa: E402
 from sglang_pat.testing.prefork import fork_stock  # noqa: E402
 
 
 def run_recorded(*args, **kwargs) -> None:
-    """The host's scheduler process, which writes its census before it serves."""
-    loop = host.Scheduler.run_event_loop
+    """SGLang's scheduler process, which writes its census before it serves."""
+    loop = stock.Scheduler.run_event_loop
 
-    def recorded(scheduler: host.Scheduler) -> None:
+    def recorded(scheduler: stock.Scheduler) -> None:
         census.record(scheduler, scheduler.tp_rank, epoch=0)
         loop(scheduler)
 
-    host.Scheduler.run_event_loop = recorded
-    host.run_scheduler_process(*args, **kwargs)
+    stock.Scheduler.run_event_loop = recorded
+    stock.run_scheduler_process(*args, **kwargs)
 
 
 class RecordedEngine(Engine):

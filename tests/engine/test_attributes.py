@@ -1,6 +1,6 @@
-"""Every attribute of the host's scheduler, worker and runner, in each layout, is what ``attributes.txt`` says it is.
+"""Every attribute of SGLang's scheduler, worker and runner, in each layout, is what ``attributes.txt`` says it is.
 
-Four ranks write down what their host keeps, at start and after every switch, without requests and with them.  The
+Four ranks write down what SGLang keeps in them, at start and after every switch, without requests and with them.  The
 values are compared between layouts, between the ranks of a group, and with stock engines of the same degree.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.host import attributes
+from sglang_pat.sglang.checks import attributes
 
 from .conftest import count_start
 

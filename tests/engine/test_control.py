@@ -497,8 +497,9 @@ launch_server.main(["--model-path", sys.argv[1], "--tp", "1"])
 """
     name, argv, modules = json.loads(python(code, str(llama)).stdout.splitlines()[-1])
     assert name == "sglang.launch_server" and argv == ["--model-path", str(llama), "--tp", "1"]
-    launcher = {"layout", "version", "launch_server", "plugin", "host"}
-    launcher |= {f"host.{name}" for name in ("cpu_shim", "processes", "noise", "folder")}
+    launcher = {"layout", "version", "launch_server", "plugin", "sglang"}
+    launcher |= {"sglang.cpu_shim", "sglang.launch"}
+    launcher |= {f"sglang.launch.{name}" for name in ("processes", "noise", "folder")}
     assert set(modules) <= {"sglang_pat"} | {f"sglang_pat.{name}" for name in launcher}
 
 
@@ -560,7 +561,7 @@ def main(model, schedule):
     honest = prefilled(long) == (told, computed)
     try:
         engine.reconfigure(tp=3)
-    except sglang_pat.host.engine.ReconfigureError as error:
+    except sglang_pat.sglang.server.engine.ReconfigureError as error:
         code = error.code
     record = engine.reconfigure(tp=1)
     status = engine.status()

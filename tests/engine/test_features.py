@@ -117,7 +117,7 @@ async def stream_across(server: Server, bodies: Sequence[Body]) -> list[Stream]:
 
 
 async def idle(server: Server, session: aiohttp.ClientSession) -> None:
-    """Wait until the engine has no request left: the host's flush does."""
+    """Wait until the engine has no request left: SGLang's flush does."""
     assert await post(session, server, "/flush_cache?timeout=500") == 200
     assert server.status()["requests"] == 0
 
@@ -177,7 +177,7 @@ def shortened(request: Body) -> Body:
 
 
 async def stream_features(server: Server, bodies: dict[str, Body]) -> dict[str, Stream]:
-    # Once without switches: on each rank the host compiles for seconds when a penalty comes for the first time.
+    # Once without switches: on each rank SGLang compiles for seconds when a penalty comes for the first time.
     await server.generate_async([shortened(b) for b in bodies.values() for _ in range(2)])
     return dict(zip(bodies, await stream_across(server, list(bodies.values())), strict=True))
 
@@ -277,7 +277,7 @@ def stock(servers, llama) -> Stock:
     server = servers.stock(llama, max_total_tokens=65536)
     plain = server.generate([body(seed) for seed in range(5)])
     bodies = feature_bodies(lambda seed: plain[seed]) | token_ids_bodies()
-    # A batch of its own, or the order of classes in which the host applies penalties might depend on the others.
+    # A batch of its own, or the order of classes in which SGLang applies penalties might depend on the others.
     alone = [name for name in bodies if name in PENALISED]
     rest = [name for name in bodies if name not in PENALISED]
     expected = dict(zip(rest, generate_apart(server, [bodies[name] for name in rest]), strict=True))
@@ -854,7 +854,7 @@ def as_on_cuda(servers, llama, stock) -> dict[str, Stream]:
 
 @pytest.mark.parametrize("name", sorted(set(FEATURES) - PENALISED))
 def test_answer_as_on_cuda_equals_stock(name, as_on_cuda, stock):
-    """Without penalties: with overlap the host counts a token for these one step late, or twice when a prefill comes in
+    """Without penalties: with overlap SGLang counts a token for these one step late, or twice when a prefill comes in
     between, so that its own answers differ with what else is in the batch."""
     check_answer(stock, as_on_cuda[name], name)
 
@@ -868,8 +868,8 @@ def alone(servers, llama, stock, as_on_cuda) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(PENALISED))
 def test_with_overlap_penalties_know_nothing_of_switches(name, as_on_cuda, alone, stock):
-    """Nor of what else is in the batch (``host/penalties.py``; a contract test compares one request alone with the
-    host's)."""
+    """Nor of what else is in the batch (``sglang/rank/penalties.py``; a contract test compares one request alone with
+    SGLang's)."""
     check_answer(replace(stock, expected=alone), as_on_cuda[name], name)
 
 

@@ -1,4 +1,4 @@
-"""SGLang's flags that ``host/flags.py`` says work: turned on together, on servers that switch under load."""
+"""SGLang's flags that ``sglang/launch/flags.py`` says work: turned on together, on servers that switch under load."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def one_round(server: Server, data: dict[str, Any]) -> tuple[list[dict[str, Any]
 
 
 def idle(server: Server) -> None:
-    """Nothing is in the engine, no request and no KV: the host's flush waits until it has ended what was aborted."""
+    """Nothing is in the engine, no request and no KV: SGLang's flush waits until it has ended what was aborted."""
     assert requests.post(f"{server.url}/flush_cache?timeout=500").status_code == 200
     status = server.status()
     assert status["requests"] == 0
@@ -221,7 +221,7 @@ def test_weights_between_rounds_and_in_one(server, llama):
     reached(server)
     assert requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}).status_code == 200
     schedule(server)
-    # With requests alive the host's own flush would fail, and end the server.
+    # With requests alive SGLang's own flush would fail, and end the server.
     kept = update | {"flush_cache": False}
     assert requests.post(f"{server.url}/update_weights_from_disk", json=kept).json()["success"]
     assert requests.post(f"{server.url}/continue_generation", json={}).status_code == 200
@@ -396,7 +396,7 @@ def test_bad_bodies_did_no_harm(server):
 
 SCRIPT = """
 import sglang_pat
-from sglang_pat.host import processes
+from sglang_pat.sglang.launch import processes
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.records import Group, Summary
 from sglang_pat.admission.rules import Rules

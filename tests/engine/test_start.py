@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_pat.host import folder
-from sglang_pat.memory.plan import CPU_TOKENS
+from sglang_pat.memory.room import CPU_TOKENS
+from sglang_pat.sglang.launch import folder
 
 PLAIN = ("--tp", "1", "--dp", "2", "--adaptive-tp")
 

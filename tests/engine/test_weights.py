@@ -25,9 +25,6 @@ STEP = 30
 
 GROUP = "marker_update"
 
-HELPER_ATTEMPTS = 20
-"""torch gives the helper process that names shared memory one second to answer; a busy machine takes longer."""
-
 
 def degrees(server: Server) -> list[int]:
     return [layout["tp"] for layout in server.status()["candidates"]]
@@ -67,44 +64,31 @@ def from_disk(server: Server, marker, token: int, **fields: Any) -> Any:
 
 def serialized(named: Any) -> str:
     """As an RL framework in another process tree sends it."""
-    from sglang_pat.host import cpu_shim
+    from sglang_pat.sglang import cpu_shim
 
     cpu_shim.install()
     import torch.multiprocessing
     from sglang.srt.utils import MultiprocessingSerializer
 
+    from sglang_pat.sglang.rank import updates
+
     torch.multiprocessing.set_sharing_strategy("file_system")
-    for attempt in range(HELPER_ATTEMPTS):
-        try:
-            return MultiprocessingSerializer.serialize(named, output_str=True)
-        except RuntimeError as error:
-            if "Shared memory manager" not in str(error) or attempt == HELPER_ATTEMPTS - 1:
-                raise
+    return updates.patiently(lambda: MultiprocessingSerializer.serialize(named, output_str=True))
 
 
 def from_tensor(server: Server, token: int | list[int], ranks: int, **fields: Any) -> Any:
     """One serialized item for each physical rank; ``token`` may name another one for each."""
     tokens = token if isinstance(token, list) else [token] * ranks
     states = [list(models.marker_state_dict(one).items()) for one in tokens]
-    while True:
-        # torch waits one second for the process that keeps our tensors, which is not enough on a busy machine.
-        late = "Shared memory manager connection has timed out"
-        try:
-            items = [serialized(state) for state in states]
-        except RuntimeError as error:
-            if late not in str(error):
-                raise
-            continue
-        response = server.post("/update_weights_from_tensor", {"serialized_named_tensors": items} | fields)
-        if late not in response.text:
-            return response
+    items = [serialized(state) for state in states]
+    return server.post("/update_weights_from_tensor", {"serialized_named_tensors": items} | fields)
 
 
 class Trainer:
     """Rank 0 of an update group of which the engine's N ranks are 1 .. N."""
 
     def __init__(self, server: Server, ranks: int) -> None:
-        from sglang_pat.host import cpu_shim
+        from sglang_pat.sglang import cpu_shim
 
         cpu_shim.install()
         from sglang.srt.utils import init_custom_process_group
@@ -424,7 +408,7 @@ DYING = """
 import json, os, sys
 import torch, torch.distributed as dist
 port, ranks, name = sys.argv[1:]
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 cpu_shim.install()
 from sglang.srt.utils import init_custom_process_group
 group = init_custom_process_group(
@@ -473,7 +457,7 @@ def test_update_with_requests_alive_in_the_tail(two, mode):
 
 
 def test_update_waits_for_running_requests(two):
-    """Without a pause the host lets running requests finish with the weights they began with."""
+    """Without a pause SGLang lets running requests finish with the weights they began with."""
     server = two.start_in(1)
     bodies = [body(90 + i, ALIVE) for i in range(4)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.host import cpu_shim
+from sglang_pat.sglang import cpu_shim
 from sglang_pat.testing import models
 
 from .jobs import Job, OpenRlhfJob, VerlJob

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,14 @@ class Job:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
             try:
                 self.code = process.wait(SECONDS)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"not over after {SECONDS} s; it printed\n{self.tail}") from None
             finally:
                 _end(process)
-        self.log = COLOUR.sub("", (out / "printed.txt").read_text(errors="replace"))
+
+    @cached_property
+    def log(self) -> str:
+        return COLOUR.sub("", (self.out / "printed.txt").read_text(errors="replace"))
 
     @property
     def tail(self) -> str:

@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from sglang_pat.testing import deepspeed_ops
+
 pytestmark = pytest.mark.integration
 
 FAST = ("--actor.adam.lr", "3e-3")
@@ -33,3 +35,11 @@ def test_async_with_partial_rollout(openrlhf_job):
 def test_a_wrong_setting_is_refused_in_one_line(openrlhf_job):
     job = openrlhf_job("--sglang_pat.polcy", "pat", fails=True)
     assert job.log.splitlines()[-1].startswith("error: --sglang_pat has no setting 'polcy'; choose from")
+
+
+def test_a_job_killed_in_the_compiler_does_not_hold_up_the_next(tmp_path):
+    """It leaves torch's lock file; whoever finds one waits for it without an end."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    (deepspeed_ops.copied(first) / "fused_adam" / "lock").touch()
+    assert (deepspeed_ops.copied(second) / "fused_adam" / "fused_adam.so").exists()
+    assert not list(second.rglob("lock"))

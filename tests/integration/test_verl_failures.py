@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_pat.switch import faults
+from sglang_pat.sglang.checks import faults
 
 from .jobs import ROOT, VerlJob
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import SHORT, Group, Round, Sample, State
+from sglang_pat.admission.deadlines import Deadlines
+from sglang_pat.admission.records import Group, Sample
 from sglang_pat.admission.starting import FRESH, Fresh, priority, to_start
+from sglang_pat.admission.state import SHORT, Round, State
+from sglang_pat.admission.under_way import RoundUnderWay
 
 
 class ScanningReady:
@@ -75,23 +78,29 @@ class ScanningStarting:
         return found[: self._capacity - self._alive()] if self._mode == "partial" else found
 
 
-class ScanningAdmitter(Admitter):
-    """Nothing is kept beside the state."""
+class ScanningDeadlines(Deadlines):
+    """Ages by what groups hold, debts by counting."""
 
-    def _look_up(self) -> None:
-        super()._look_up()
-        round_ = self.state.round
-        self._ready = ScanningReady(self)
-        if round_ is not None:
-            capacity = self.rules.started_prompts * self.rules.num_responses
-            self._starting = ScanningStarting(self.rules.mode, round_, self.state, capacity)
-
-    def _owed(self, ages: list[int]) -> list[int]:
-        bound, size = self.rules.bound, self.rules.num_prompts
+    def owed(self, ages: list[int]) -> list[int]:
+        bound, size = self._rules.bound, self._rules.num_prompts
         left = [bound - age for age in ages]
         return [max(0, sum(least <= j for least in left) - j * size) for j in range(bound + 1)]
 
-    def _age(self, group: Group, version: int) -> int:
-        if self.rules.mode != "partial":
+    def age(self, group: Group, version: int) -> int:
+        if self._rules.mode != "partial":
             return group.deferrals
         return version - group.oldest if group.oldest is not None else 0
+
+
+class ScanningAdmitter(Admitter):
+    """Nothing is kept beside the state."""
+
+    def _watch(self, groups: Iterable[Group]) -> Deadlines:
+        return ScanningDeadlines(self.rules, self._mode.keeps, groups)
+
+    def _take_up(self, round_: Round, alive: int, most: int | None = None) -> RoundUnderWay:
+        under_way = super()._take_up(round_, alive, most)
+        capacity = self.rules.started_prompts * self.rules.num_responses
+        under_way._ready = ScanningReady(self)
+        under_way._starting = ScanningStarting(self.rules.mode, round_, self.state, capacity)
+        return under_way

@@ -206,3 +206,16 @@ class Clock:
                 now, _, sample = min(ends)
                 world.finish(sample)
         return world.rounds[-1]
+
+
+def strict(**given) -> Rules:
+    return Rules(**{"num_prompts": 4, "num_responses": 2, "eta_prompts": 1.5, "eta_responses": 1.5} | given)
+
+
+def whole_epoch(rules: Rules, prompts: int, length=fixed_length, epoch: int = 0, useful=lambda key: True) -> World:
+    world = World(rules, length)
+    world.feed(epoch, range(prompts), end=True)
+    clock = Clock(world, useful)
+    while world.admitter.state.fresh or world.admitter.state.waiting:
+        clock.round()
+    return world

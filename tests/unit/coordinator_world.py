@@ -197,7 +197,7 @@ class World:
         group = self.layout.group(rank.rank)
         if isinstance(obj, m.Prepare):
             if obj.epoch not in self.fates:
-                # Three aborted returns to base end the engine (tested below); not here.
+                # Three aborted returns to base end the engine (test_coordinator_requests.py); not here.
                 self.fates[obj.epoch] = fate if self.aborts < BASE_ATTEMPTS - 1 else ("fine", 0)
             kind, victim = self.fates[obj.epoch]
             assert rank.prepared is None, "the switch before was neither made nor cancelled"

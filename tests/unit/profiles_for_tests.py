@@ -18,7 +18,7 @@ FINGERPRINT = Fingerprint(
     weights="resident",
     kv_tokens=65536,
     max_running=16,
-    host="0.5.12.post1",
+    sglang="0.5.12.post1",
     torch="2.13.0",
     package="0.1.0",
 )

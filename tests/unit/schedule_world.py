@@ -14,6 +14,8 @@ from sglang_pat.coordinator.leader import Work
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.switch.gate import StepGate
 
+BASE = ParallelLayout(1, 4)
+
 
 @dataclass
 class Request:

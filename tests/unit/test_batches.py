@@ -14,7 +14,7 @@ from .profiles_for_tests import decode_points, profile
 
 pytestmark = pytest.mark.unit
 
-HOST = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64]
+SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64]
 
 
 def config(policy, **given):
@@ -26,15 +26,15 @@ def overhead_and_work(tp, replicas, batch, context):
     return 8e-3 / tp + 0.26e-3 * batch + (0.0 if tp == 1 else 1e-3)
 
 
-@pytest.mark.parametrize(("largest", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (33, HOST[:9]), (999, HOST)])
+@pytest.mark.parametrize(("largest", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (33, SIZES[:9]), (999, SIZES)])
 def test_the_largest_batch_fits_into_a_graph_and_no_larger_graph_is_made(largest, sizes):
-    assert graph_sizes(HOST, largest) == sizes
+    assert graph_sizes(SIZES, largest) == sizes
 
 
 def test_who_does_not_say_gets_all_graphs():
     for policy in ("manual", "schedule", "off"):
         assert largest_batch(config(policy), 4) is None
-    assert graph_sizes(reversed(HOST), None) == HOST and graph_sizes([], 3) == []
+    assert graph_sizes(reversed(SIZES), None) == SIZES and graph_sizes([], 3) == []
 
 
 def test_threshold_stays_merged_up_to_the_load_at_which_it_splits():

@@ -186,7 +186,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @invariant()
     def arrivals_account_for_every_request(self):
         if hasattr(self, "world"):
-            arrivals = self.coordinator._round
+            arrivals = self.coordinator._deciding.round
             assert self.coordinator._requests() <= arrivals.peak <= arrivals.came
 
     def teardown(self):

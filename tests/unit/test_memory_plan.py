@@ -13,18 +13,10 @@ from hypothesis import strategies as st
 
 from sglang_pat.layout import ParallelLayout, candidate_layouts
 from sglang_pat.memory import estimate
-from sglang_pat.memory.plan import (
-    CPU_TOKENS,
-    GIB,
-    MIN_TOKENS,
-    Demand,
-    DoesNotFit,
-    Supply,
-    advice,
-    alternatives,
-    make_plan,
-    most_tokens,
-)
+from sglang_pat.memory.alternatives import alternatives
+from sglang_pat.memory.demand import GIB, Demand, Supply
+from sglang_pat.memory.plan import DoesNotFit, advice, make_plan
+from sglang_pat.memory.room import CPU_TOKENS, MIN_TOKENS, most_tokens
 from sglang_pat.memory.shapes import ModelShape
 
 from .drawn import examples

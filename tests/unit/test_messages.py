@@ -99,7 +99,7 @@ def test_round_trip(message):
     data = m.encode(message)
     assert isinstance(data, bytes)
     assert msgspec.msgpack.decode(data, type=type(message)) == message
-    # Host sockets carry some of them pickled.
+    # SGLang's sockets carry some of them pickled.
     assert pickle.loads(pickle.dumps(message)) == message
     if isinstance(message, FROM_RANK):
         decoded = m.decode_from_rank(data)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.unit
 
 
 class Leaders:
-    """Ranks that number their outputs and switch, as ``host.channels`` and ``host.switch`` do.
+    """Ranks that number their outputs and switch, as ``sglang.channels`` and ``sglang.switch`` do.
 
     A payload is ``(request, index of its output)``.
     """

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 SCRIPT = """
 import json, signal, sys, tempfile, threading
-from sglang_pat.host import processes
+from sglang_pat.sglang.launch import processes
 
 def child(parent_pid, writer):
     writer.send([str(signal.getsignal(number)) for number in processes.ENDING])

@@ -215,7 +215,7 @@ def test_bad_input_to_the_sweep(refused, tmp_path):
 def test_bad_input_to_the_report(refused, tmp_path):
     path = tmp_path / "p.json"
     refused("profiler.report", path, "--out", tmp_path / "r", said="No such file")
-    path.write_text('{"version": 1}')
+    path.write_text('{"version": 2}')
     refused("profiler.report", path, "--out", tmp_path / "r", said="sweep again")
     profiles.save(profile(decode=()), path)
     refused("profiler.report", path, "--out", tmp_path / "r", said="no decode times")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler import budget, grid
-from profiler.budget import Costs, parse_budget, plan, worth
+from profiler.budget import Costs, coverage, parse_budget, plan, worth
 from profiler.errors import UsageError
 from profiler.grid import Limits
 from profiler.points import Point, levels, points
@@ -94,11 +96,11 @@ def test_points_of_a_layout_stay_together():
 @given(st.floats(0.01, 1e6), st.floats(1e-6, 0.1))
 def test_no_point_takes_too_much_of_the_time(seconds, prefill):
     slow = costs(prefill=prefill)
-    found = points(GRID, LIMITS, lambda point: worth(slow, point, seconds))
+    found = points(GRID, LIMITS, lambda point: worth(slow, point, seconds, len(ALL)))
     assert {p.key for p in found} <= {p.key for p in ALL}
     firsts = {(p.kind, p.tp, p.to_tp, p.replicas) for p in ALL}
     assert {(p.kind, p.tp, p.to_tp, p.replicas) for p in found} == firsts, "something is not known at all"
-    dear = [p for p in found if not worth(slow, p, seconds)]
+    dear = [p for p in found if not worth(slow, p, seconds, len(ALL))]
     assert len(dear) <= len(firsts) + 3, "only the first of a chain, and a switch with nobody alive"
     kept = [p for p in found if p.kind == "decode" and p.tp == 4]
     assert kept[0].level == 0 == kept[-1].level, "levels are those of what is left"
@@ -113,8 +115,25 @@ def test_a_slow_start_with_long_prompts_is_learnt():
         slow.saw_begin(1, batch * context, context, 4e-6 * batch * context**2)
     assert slow.begin_seconds(1, 12 * 3072, 3072) == pytest.approx(4e-6 * 12 * 3072**2, rel=0.1)
     point = Point(kind="decode", tp=1, replicas=4, batch=12, context=3072, level=0)
-    assert not worth(slow, point, 600)
-    assert worth(slow, Point(kind="decode", tp=1, replicas=4, batch=12, context=256, level=0), 600)
+    assert not worth(slow, point, 600, len(ALL))
+    assert worth(slow, Point(kind="decode", tp=1, replicas=4, batch=12, context=256, level=0), 600, len(ALL))
+
+
+def test_a_short_sweep_measures_the_largest_batch():
+    """A profile without it is flat there, and policies believe it."""
+    axes = {"batch": (1, 4, 16, 64), "context": (64,), "lone": (1,), "prefill_batch": (1,), "prefill_length": (32,)}
+    small, slow, seconds = grid.resolve(axes, LIMITS), Costs(), 60.0
+    for tp, batch in product((1, 2, 4), (1, 8)):
+        slow.saw_decode(tp, batch, 64 * batch, 0.1 + 0.0025 * batch)
+        slow.saw_prefill(tp, 32 * batch, 32, 0.1 * batch)
+    count = len(points(small, LIMITS))
+    todo = points(small, LIMITS, lambda point: worth(slow, point, seconds, count))
+    first, left, measured = 0.2 * seconds, seconds, set()
+    while (now := coverage(todo, slow, first, left, frozenset())).points:
+        point, took = now.points[0], now.seconds / len(now.points)
+        measured.add((point.kind, point.tp, point.batch))
+        todo, first, left = [p for p in todo if p.key != point.key], first - took, left - took
+    assert {("decode", tp, 64) for tp in (1, 2, 4)} <= measured
 
 
 def test_nothing_fits():

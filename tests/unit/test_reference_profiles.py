@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_pat.predict import reference
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import check_fits, load, save
+from sglang_pat.replay.modelled import reference
 
 pytestmark = pytest.mark.unit
 
@@ -29,7 +29,7 @@ def test_files_are_what_the_code_makes(tmp_path):
     assert sorted(path.name for path in FOLDER.glob("*.json")) == NAMES
     for name, made in reference.references().items():
         save(made, tmp_path / name)
-        assert load(FOLDER / name) == load(tmp_path / name), f"{name}: python -m sglang_pat.predict.reference"
+        assert load(FOLDER / name) == load(tmp_path / name), f"{name}: python -m sglang_pat.replay.modelled.reference"
 
 
 @pytest.mark.parametrize("name", NAMES)

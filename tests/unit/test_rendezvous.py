@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import psutil
 import pytest
-from torch.distributed import rendezvous as host_rendezvous
+from torch.distributed import rendezvous as torch_rendezvous
 
 from sglang_pat.comm import rendezvous
 
@@ -22,7 +22,7 @@ def test_ranks_meet_on_loopback():
         port = probe.getsockname()[1]
 
     def join(rank: int):
-        return next(host_rendezvous(rendezvous.url(port), rank, 2, timeout=timedelta(seconds=60)))
+        return next(torch_rendezvous(rendezvous.url(port), rank, 2, timeout=timedelta(seconds=60)))
 
     with ThreadPoolExecutor(2) as pool:
         (first, *placed), (second, *others) = pool.map(join, range(2))

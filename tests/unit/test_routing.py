@@ -112,7 +112,8 @@ def test_a_request_that_is_held_back_costs_the_same_however_many_are():
     assert core._switching.commanded
 
     def snapshot():
-        assert core._snapshot(0.0).requests == 1 + len(core._backlog)
+        requests = core._requests() + core._held_work
+        assert core._deciding.snapshot(core.layout, requests, 0.0).requests == 1 + len(core._backlog)
 
     first, _ = lines_run(snapshot)
     for _ in range(500):

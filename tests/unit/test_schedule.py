@@ -1,149 +1,16 @@
-"""Schedules: what they say, and that replicas hold exactly where they say so."""
+"""Schedules carried out: replicas hold exactly where they say so."""
 
 from __future__ import annotations
 
-import json
-
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator import decision_log
-from sglang_pat.coordinator.schedule import check_degrees, parse, read
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.messages import Go, Reconfigure, ScheduleEntry
-from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.snapshot import Decision, Load, Snapshot
-from sglang_pat.switch.gate import StepGate
+from sglang_pat.messages import Reconfigure
 
 from .drawn import examples
-from .schedule_world import Request, World
-
-BASE = ParallelLayout(1, 4)
-
-
-# -- files ----------------------------------------------------------------------------------------------------
-
-
-def test_a_list_and_lines_are_the_same():
-    entries = [{"tp": 2, "arrived": 4, "step": 10}, {"tp": 1, "left": 3}, {"tokens": 900, "hold": True}]
-    wanted = [ScheduleEntry(**entry) for entry in entries]
-    assert parse(json.dumps(entries)) == wanted
-    assert parse("\n".join(json.dumps(entry) for entry in entries) + "\n\n") == wanted
-    assert parse("[]") == parse("") == []
-
-
-BAD = {
-    "two points": ('[{"tp": 2, "step": 1, "left": 2}]', "step and left in one entry: give one of step, batch"),
-    "negative": ('[{"tp": 2, "step": -1}]', "entry 1: step is -1, must be at least 0"),
-    "tp 0": ('[{"step": 1}, {"tp": 0}]', "entry 2: tp is 0, must be at least 1"),
-    "float": ('[{"tp": 2.5}]', "entry 1: Expected `int | null`, got `float`"),
-    "unknown": ('[{"tp": 2, "at": 3}]', "unknown field `at`"),
-    "not JSON": ("tp 2 at 40", "line 1 is not JSON"),
-    "second line": ('{"tp": 2}\n{', "line 2 is not JSON"),
-    "not a list": ("3", "entry 1: Expected `object`, got `int`"),
-    "hold in the middle": ('[{"hold": true}, {"tp": 2}]', "hold: only the last entry may have it"),
-    "deep": ("[" * 100_000, "is not JSON"),
-    "not utf-8": (b"\xff\xfe", "line 1 is not JSON"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_schedules_get_one_line(kind, tmp_path):
-    text, says = BAD[kind]
-    with pytest.raises(ValueError) as error:
-        parse(text)
-    assert says in str(error.value) and "\n" not in str(error.value)
-    path = tmp_path / "schedule"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match="--pat-schedule"):
-        read(str(path))
-
-
-def test_a_missing_file_and_an_impossible_degree_get_one_line():
-    with pytest.raises(ValueError, match="--pat-schedule /nowhere: No such file"):
-        read("/nowhere")
-    layouts = AdaptiveConfig(base=BASE).layouts
-    with pytest.raises(ValueError, match=r"entry 2: tp=3 is not a candidate; choose one of \[1, 2, 4\]"):
-        check_degrees(parse('[{"tp": 2}, {"tp": 3}]'), layouts)
-    check_degrees(parse('[{"tp": 4}, {"step": 3}]'), layouts)
-    with pytest.raises(ValueError, match="--pat-schedule x needs --pat-policy schedule, not manual"):
-        AdaptiveConfig(base=BASE, policy="manual", schedule="x")
-
-
-def test_a_decision_log_is_a_schedule():
-    def decision(tp, to, outputs, requests=None):
-        load = Load(**{f: outputs for f in ("prompt", "output", "limit", "family", "replica")})
-        requests = len(outputs) if requests is None else requests
-        snapshot = Snapshot(now=1.0, tp=tp, degrees=(1, 2), num_ranks=2, requests=requests, peak=9, last_arrival=0.0)
-        snapshot = type(snapshot)(**{**snapshot.__dict__, "load": load})
-        return decision_log.dump_decision(snapshot, Decision(tp=to))
-
-    events = [
-        decision_log.dump_start("survival", switch_at=8, history=LengthHistory()),
-        decision(1, 1, np.array([5, 6])),
-        decision_log.dump_length(40, 1, True),
-        decision(1, 2, np.array([50, 60])),
-        decision(1, 2, np.array([51, 61])),  # taken again, as the first switch was aborted
-        decision_log.dump_length(70, 1, True),
-        decision(2, 1, np.array([], dtype=np.int64)),
-        decision(1, 2, np.array([], dtype=np.int64), requests=3),
-    ]
-    text = "\n".join(json.dumps(event) for event in events)
-    assert parse(text) == [
-        ScheduleEntry(tp=2, tokens=40 + 110),
-        ScheduleEntry(tp=1, left=0),
-        ScheduleEntry(tp=2, left=3),
-    ]
-
-
-# -- the gate -------------------------------------------------------------------------------------------------
-
-
-def test_a_gate_closes_at_its_point_and_is_open_without_one():
-    gate = StepGate()
-    for _ in range(5):
-        gate.launched(decode=True)
-        gate.finished()
-    assert not gate.closed and gate.free
-    gate.go(Go(number=3, steps=2))
-    gate.launched(decode=False)
-    gate.launched(decode=True)
-    assert not gate.closed
-    gate.launched(decode=True)
-    assert gate.closed and not gate.said
-    held = gate.held(rank=1)
-    assert (held.rank, held.number, held.steps, held.batches) == (1, 3, 2, 3) and gate.said
-    gate.go(Go(number=4, batches=1))
-    assert not gate.closed and not gate.said
-    gate.launched(decode=False)
-    assert gate.closed
-    gate.go(Go(number=5, finish=True))
-    gate.launched(decode=True)
-    assert not gate.closed
-    gate.finished()
-    assert gate.closed
-    gate.go(Go(number=6, steps=0))
-    assert gate.closed and not gate.said
-
-
-def test_a_gate_stays_closed_over_a_switch_unless_it_is_free():
-    gate = StepGate()
-    assert gate.leave(rank=0) is None and not gate.closed
-    gate.go(Go(number=1, steps=5))
-    gate.launched(decode=True)
-    left = gate.leave(rank=0)
-    assert (left.number, left.steps) == (1, 1), "what has not been reported"
-    assert gate.closed and not gate.said
-    gate.go(Go(number=2, steps=1))
-    gate.launched(decode=True)
-    gate.held(rank=0)
-    assert gate.leave(rank=0) is None and gate.closed and not gate.said
-
-
-# -- carried out ----------------------------------------------------------------------------------------------
+from .schedule_world import BASE, Request, World
 
 
 def requests(count: int, length: int = 100, prefills: int = 1) -> list[Request]:

@@ -58,11 +58,11 @@ def run(args: argparse.Namespace, begun: float) -> Report:
     sharing = gpus == 1
     if sharing:
         print("one GPU: all ranks share it, through gloo; times of layouts above tp1 and of switches mean nothing")
-    from profiler.host import set_environment
+    from profiler.launch import set_environment
 
     set_environment(quiet=True)
     from sglang_pat.acceptance import steps
-    from sglang_pat.demo.report import machine
+    from sglang_pat.tools.machine import machine
 
     names = [name_of(step) for step in steps.STEPS]
     if unknown := set(args.only or ()) - set(names):

@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 
-from profiler.host import MANUAL
+from profiler.launch import MANUAL
 from profiler.worker import Worker, search_path
 from sglang_pat import preflight
 from sglang_pat.acceptance import commands, kernels
 from sglang_pat.acceptance.results import Result
-from sglang_pat.host import cpu_shim
-from sglang_pat.host.cuda import SHARE_ENV
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory import estimate
-from sglang_pat.memory.plan import GIB, make_plan
+from sglang_pat.memory.demand import GIB
+from sglang_pat.memory.plan import make_plan
 from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.sglang import cpu_shim
+from sglang_pat.sglang.launch.cuda import SHARE_ENV
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork, run
 from sglang_pat.testing.server import rank_processes

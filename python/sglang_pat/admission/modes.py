@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sglang_pat.admission.records import LONG, SHORT, Round, State
 from sglang_pat.admission.rules import Rules
 from sglang_pat.admission.starting import AnyStarting, Starting, StartingShortest, StartingWhereLeft
+from sglang_pat.admission.state import LONG, SHORT, Round, State
 
 
 class RoundShape(NamedTuple):
@@ -31,7 +31,7 @@ class Strict:
         self.rules = rules
 
     def plan(self, state: State, owed: list[int], fresh: int) -> RoundShape:
-        """``owed``: see :class:`~.records.Round`; ``fresh``: prompts of the epoch that were never started."""
+        """``owed``: see :class:`~.state.Round`; ``fresh``: prompts of the epoch that were never started."""
         rules = self.rules
         if len(state.waiting) >= rules.num_prompts or any(owed) or fresh < rules.num_prompts:
             return RoundShape(LONG, rules.num_prompts, rules.num_responses)

@@ -1,7 +1,7 @@
 """A round on an engine: what the admitter wants is done, what the engine answers is told to it.
 
-The same code wherever the admitter is: in the server (``host/rollout.py``), in the process of an ``Engine``, or in a
-client of a server.
+The same code wherever the admitter is: in the server (``sglang/server/rollout.py``), in the process of an ``Engine``,
+or in a client of a server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_pat.admission.records import (
 )  # fmt: skip
 
 ABORT_AGAIN_SECONDS = 0.5
-"""An abort that overtakes its request is dropped by the host; it is sent again until the request is out."""
+"""An abort that overtakes its request is dropped by SGLang; it is sent again until the request is out."""
 
 RID_PREFIX = "pat-"
 """What the ids of a round's requests begin with; no client may use it."""
@@ -102,8 +102,9 @@ class RolloutRound:
         self._again: asyncio.Task | None = None
         actions = admitter.begin(version, most=SLICE)
         over = [action.summary.kind for action in actions if isinstance(action, RoundOver)]
-        self.kind = over[0] if over else admitter.state.round.kind
-        self._taken = [] if over else admitter.state.round.taken
+        begun = admitter.state.round
+        self.kind = begun.kind if begun else over[0]
+        self._taken = begun.taken if begun else []
         self._do(actions)
 
     def judge(self, key: Sequence[int], keep: bool, reward: float | None = None) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import State
 from sglang_pat.admission.rules import Rules
+from sglang_pat.admission.state import State
 
 VERSION = 2
 

@@ -6,7 +6,8 @@ import heapq
 import itertools
 from collections.abc import Mapping
 
-from sglang_pat.admission.records import DONE, NEW, SHORT, Group, Round, Sample, State
+from sglang_pat.admission.records import DONE, NEW, Group, Sample
+from sglang_pat.admission.state import SHORT, Round, State
 
 
 class Fresh:

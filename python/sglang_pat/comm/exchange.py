@@ -68,6 +68,12 @@ class Staging:
         return [buffer[:size].view(dtype) for buffer, size in zip(self._buffers, sizes, strict=True)]
 
 
+def _wait(work: dist.Work | None) -> None:
+    """Until the layer that was started last is here."""
+    assert work is not None, "incoming comes after start"
+    work.wait()
+
+
 class AllToAll:
     """Through :class:`Staging` and the group's ``all_to_all_single``: any backend, any device.
 
@@ -98,7 +104,7 @@ class AllToAll:
         )
 
     def incoming(self, layer: int) -> list[Piece]:
-        self._work.wait()
+        _wait(self._work)
         peers = len(self._in_splits)
         return [Piece(0, peers, self._in), Piece(peers, peers + 1, self.outgoing(layer)[self._leaving :])]
 
@@ -144,7 +150,7 @@ class Direct:
         self._work = self._meet(self._busiest)
 
     def incoming(self, layer: int) -> list[Piece]:
-        self._work.wait()
+        _wait(self._work)
         pieces = []
         for peer, end in enumerate(self._ends[:, self._me].tolist()):
             count = int(self._elements[peer, self._me])

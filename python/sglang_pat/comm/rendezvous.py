@@ -39,13 +39,14 @@ def _meet(url: str, timeout: timedelta = default_pg_timeout, **_: object) -> Ite
     parsed = urlparse(url)
     query = parse_qs(parsed.query)
     rank, size = int(query["rank"][0]), int(query["world_size"][0])
-    listening = None
+    port, listening = parsed.port, None
+    assert port is not None, "of url()"
     if rank == 0:
-        server = socket.create_server((HOST, parsed.port), backlog=size + 16)
+        server = socket.create_server((HOST, port), backlog=size + 16)
         # The store closes it.
         listening = server.detach()
     yield (
-        dist.TCPStore(HOST, parsed.port, size, rank == 0, timeout, multi_tenant=True, master_listen_fd=listening),
+        dist.TCPStore(HOST, port, size, rank == 0, timeout, multi_tenant=True, master_listen_fd=listening),
         rank,
         size,
     )

@@ -30,7 +30,9 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,7 +97,7 @@ def register() -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
-def backend_of(group: dist.ProcessGroup):
+def backend_of(group: dist.ProcessGroup) -> Any:
     """The ``ShmBackend`` behind a group of this backend, for what ``torch.distributed`` has no call for.
 
     ``meet(link_bytes)``: a barrier that takes as long as the emulated link takes for so many bytes, the same number on
@@ -106,11 +108,10 @@ def backend_of(group: dist.ProcessGroup):
 
 def _create(options, _backend_options):
     """Called by torch.distributed on every rank of a new group, with ``c10d::DistributedBackendOptions``."""
-    from sglang_pat import _C
-
+    extension = import_module("sglang_pat._C")
     link = current_link()
     world = dist.get_world_size() if dist.is_initialized() else options.group_size
-    return _C.create_shm_backend(
+    return extension.create_shm_backend(
         store=options.store,
         rank=options.group_rank,
         size=options.group_size,

@@ -44,7 +44,7 @@ class Windows:
         self._fd = os.memfd_create("sglang_pat_windows", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, COUNT * self.capacity)
         size = dist.get_world_size(group)
-        places: list[tuple[int, int] | None] = [None] * size
+        places = [(0, 0)] * size
         dist.all_gather_object(places, (os.getpid(), self._fd), group=group)
         self._maps, problem = [], None
         for pid, fd in places:

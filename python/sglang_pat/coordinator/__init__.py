@@ -1,1 +1,1 @@
-"""The coordinator's decisions: routing, control fan-out, when to switch.  No sockets, no host, no clock."""
+"""The coordinator's decisions: routing, control fan-out, when to switch.  No sockets, no SGLang, no clock."""

@@ -3,7 +3,7 @@
 It stands between the server and the ranks: requests go to the least loaded leader, control
 requests go to all of them and their replies are merged into one, and switches are decided on,
 commanded and accounted for.  It owns no socket and no clock: every event is a method call with
-the time, every effect goes through the :class:`Outbox`.
+the time, every effect goes through the :class:`Outbox`.  What the policy sees and wants is in ``deciding.py``.
 
 A switch and a control request never overlap.  What arrives while ranks are switching waits in
 ``_backlog``, in order, and goes to the new leaders.
@@ -18,34 +18,22 @@ import msgspec
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator.deciding import Deciding
 from sglang_pat.coordinator.follower import Follower
 from sglang_pat.coordinator.forecast import forecast
-from sglang_pat.coordinator.leader import Leader, Work, load_of
+from sglang_pat.coordinator.leader import Leader, Work
 from sglang_pat.coordinator.outbox import Outbox
 from sglang_pat.coordinator.replies import Control, Replies
-from sglang_pat.coordinator.round_tracker import RoundTracker
 from sglang_pat.coordinator.switching import Ended, Switching, Wanted
+from sglang_pat.coordinator.traces import Traces
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.registry import make_policy
-from sglang_pat.policies.rules import RETRY_SECONDS
-from sglang_pat.policies.snapshot import NO_LOAD, Policy, Snapshot
+from sglang_pat.policies.snapshot import Policy
 
 HISTORY = 256
 """Switch records kept for ``/pat/status``."""
 
 BASE_ATTEMPTS = 3
 """Attempts to get back to the base layout for a control request before the engine gives up."""
-
-DECISION_INTERVAL_SECONDS = 0.1
-"""Policies that predict are asked at most this often: a decision takes milliseconds of a core that ranks may want."""
-
-DECISION_SHARE = 0.01
-"""And while a round gets on without arrivals or switches, after this share of the time it has done so: a switch that is
-late by it costs less than that share."""
-
-LONGEST_INTERVAL_SECONDS = 1.0
-"""But at least this often, as aborts may empty half of a batch at any time."""
 
 
 class Coordinator:
@@ -58,11 +46,10 @@ class Coordinator:
     def __init__(self, config: AdaptiveConfig, outbox: Outbox, policy: Policy | None = None) -> None:
         self.config = config
         self.layout = config.base
-        self.history = LengthHistory()
         self._outbox = outbox
-        self._policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
-        self._degrees, self._num_ranks = tuple(layout.tp for layout in config.layouts), config.num_ranks
         self._leaders = {rank: Leader() for rank in config.base.leaders}
+        self._deciding = Deciding(config, self._leaders, outbox, policy)
+        self.history = self._deciding.history
         self._backlog: deque[Work | Control | m.SetSchedule] = deque()
         self._held_work = 0
         """Requests in the backlog; ``_in_engine``: at the leaders of the layout in force."""
@@ -70,21 +57,13 @@ class Coordinator:
         self._replies = Replies()
         self._switching = Switching(config.num_ranks, outbox)
         self._wanted: Wanted | None = None
-        self._traces: dict[int, list[m.RankTrace]] = {}
+        self._traces = Traces(config.num_ranks, outbox)
         self._records: deque[m.SwitchRecord] = deque(maxlen=HISTORY)
         self._switches = 0
         self._retracted = 0
         self._base_attempts = 0
-        self._floor = config.base.tp
         self._paused = False
         self._released: frozenset[str] = frozenset()
-        self._round = RoundTracker()
-        self._last_abort = float("-inf")
-        self._last_switch = float("-inf")
-        self._last_decision = float("-inf")
-        self._expected_seconds: float | None = None
-        """Until all requests are done, as the policy saw it when it was last asked; None if it does not predict."""
-        self._opened = False
         self._follower = Follower(self._leaders, config.base, outbox, active=config.policy == "schedule")
 
     # -- events from the server -----------------------------------------------------------------
@@ -116,8 +95,8 @@ class Coordinator:
 
     def floor(self, message: m.Floor, now: float) -> None:
         """Lowest degree of a round (RollPacker's planner): an empty engine goes there, what comes in waits for it."""
-        self._floor = max(message.tp, self.config.base.tp)
-        target = self.config.layout(self._floor)
+        self._deciding.floor = max(message.tp, self.config.base.tp)
+        target = self.config.layout(self._deciding.floor)
         switching = self._switching.under_way or self._wanted
         busy = self._requests() or self._backlog or switching or self._released
         if target != self.layout and not busy:
@@ -142,7 +121,7 @@ class Coordinator:
             "switching": self._switching.under_way is not None,
             "target": _describe(self._switching.under_way.target) if self._switching.under_way else None,
             "requests": self._requests(),
-            "expected_seconds": self._expected_seconds if self._requests() else 0.0,
+            "expected_seconds": self._deciding.expected_seconds if self._requests() else 0.0,
             "controls": len(self._replies),
             "groups": groups,
             "retracted": self._retracted,
@@ -153,13 +132,13 @@ class Coordinator:
 
     def trace(self, query: m.TraceQuery, now: float) -> None:
         """``Engine.trace()``: every rank is asked, as any may have led until the last switch."""
-        self._traces[query.query_id] = []
+        self._traces.asked(query.query_id)
         self.receive(Control(obj=query), now)
 
     # -- events from the ranks --------------------------------------------------------------------
 
     def reply(self, rank: int, obj: Any, now: float) -> None:
-        """A host object from leader ``rank``: a control reply, or something for the server as it is."""
+        """An object of SGLang's from leader ``rank``: a control reply, or something for the server as it is."""
         merged = self._replies.take(rank, obj)
         if merged is None:
             return self._outbox.to_server(obj)
@@ -172,7 +151,7 @@ class Coordinator:
         if isinstance(message, m.LoadReport):
             self._load_report(message)
         elif isinstance(message, m.RankTrace):
-            self._rank_trace(message)
+            self._traces.heard(message)
         elif isinstance(message, m.Held):
             self._follower.schedule.held(message)
         elif (ended := self._switching.heard(message)) is not None:
@@ -184,15 +163,6 @@ class Coordinator:
         self._proceed(now)
 
     # -- load ---------------------------------------------------------------------------------------
-
-    def _rank_trace(self, trace: m.RankTrace) -> None:
-        traces = self._traces[trace.query_id]
-        traces.append(trace)
-        if len(traces) == self.config.num_ranks:
-            steps = [{"rank": t.rank} | msgspec.structs.asdict(step) for t in traces for step in t.steps]
-            steps.sort(key=lambda step: step["at"])
-            self._outbox.to_server(m.TraceReply(query_id=trace.query_id, steps=steps))
-            del self._traces[trace.query_id]
 
     def _load_report(self, report: m.LoadReport) -> None:
         self._retracted += report.retracted
@@ -212,25 +182,6 @@ class Coordinator:
     def _requests(self) -> int:
         return self._in_engine
 
-    def _snapshot(self, now: float) -> Snapshot:
-        requests = self._requests() + self._held_work
-        lowest = min(self._floor, self.layout.tp)
-        return Snapshot(
-            now=now,
-            tp=self.layout.tp,
-            degrees=self._degrees if lowest <= self._degrees[0] else tuple(tp for tp in self._degrees if tp >= lowest),
-            num_ranks=self._num_ranks,
-            requests=requests,
-            peak=self._round.peak,
-            last_arrival=self._round.last,
-            complete=self._round.complete,
-            last_switch=self._last_switch,
-            last_abort=self._last_abort,
-            # Policies that do not predict do not look at it, and are asked at every event.
-            load=load_of(self._leaders, self.layout.leaders) if self.config.predicts else NO_LOAD,
-            coming=self._round.coming(now) if self.config.predicts and requests else NO_LOAD,
-        )
-
     # -- getting on -----------------------------------------------------------------------------------
 
     @property
@@ -242,9 +193,11 @@ class Coordinator:
     def _proceed(self, now: float) -> None:
         """Handle what can be handled, then see whether a switch is due."""
         # Here, and not where a policy looks: the engine may run empty during a control request, or a switch.
-        self._round.in_engine(self._requests())
-        complete = self._round.complete
-        self._open_round(now)
+        arrivals = self._deciding.round
+        arrivals.in_engine(self._requests())
+        complete = arrivals.complete
+        if self._backlog and isinstance(self._backlog[0], Work) and self._deciding.opens(now):
+            self._decide(now, ahead=True)
         while self._backlog and not self._held:
             head = self._backlog[0]
             elsewhere = self._switching.under_way or self.layout != self.config.base
@@ -255,11 +208,10 @@ class Coordinator:
             event = self._backlog.popleft()
             self._held_work -= isinstance(event, Work)
             self._dispatch(event, now)
-        self._round.in_engine(self._requests())
-        if self._round.complete > complete:
-            self._last_decision = float("-inf")  # at once: the last request is what policies wait for
-        if self._may_decide(now):
-            self._decide(now)
+        arrivals.in_engine(self._requests())
+        if arrivals.complete > complete:
+            self._deciding.hurry()  # the last request is what policies wait for
+        self._decide(now)
         if self._follower.active:
             self._follow_schedule()
         if self._switching.under_way is None and self._wanted is not None:
@@ -269,50 +221,20 @@ class Coordinator:
         elif self._switching.prepared and not self._replies:  # the last reply of a control request brings us back here
             self._switching.command()
 
-    def _open_round(self, now: float) -> None:
-        """Ask the policy before the first request of a round whose size is known: a switch stops nobody yet."""
-        begins = self._backlog and isinstance(self._backlog[0], Work) and not self._round.came and not self._opened
-        if begins and self.config.predicts and len(self._round.coming(now)):
-            self._opened = True
-            self._last_decision = float("-inf")
-            if self._may_decide(now):
-                self._decide(now, ahead=True)
-
-    def _may_decide(self, now: float) -> bool:
+    def _decide(self, now: float, ahead: bool = False) -> None:
+        """Ask the policy, if a switch may start now and the policy is due."""
         # While nothing decodes a switch gains nothing, and without its memory a rank cannot.
         if self._paused or self._released or self._switching.under_way or self._wanted or self._replies:
-            return False
-        if self.config.predicts and now < self._last_decision + self._interval(now):
-            return False
-        return all(self._leaders[rank].known for rank in self.layout.leaders)
-
-    def _interval(self, now: float) -> float:
-        calm = now - max(self._round.last, self._last_switch) if self._round.came else 0.0
-        return min(max(DECISION_SHARE * calm, DECISION_INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS)
-
-    def _decide(self, now: float, ahead: bool = False) -> None:
-        self._last_decision = now
-        # Without requests it stays where a control request has led it: the next round says again what it wants.
-        if self.layout.tp < self._floor and self._requests() and now - self._last_abort >= RETRY_SECONDS:
-            self._wanted = Wanted(self.config.layout(self._floor), "planner", ahead=ahead)
             return
-        snapshot = self._snapshot(now)
-        self._round.saw(snapshot.load)
-        decision = self._policy(snapshot, self.history)
-        self._expected_seconds = decision.estimates.get(decision.tp)
-        self._outbox.decided(snapshot, decision)
-        if decision.tp != self.layout.tp:
-            target = self.config.layout(decision.tp)
-            below = decision.recompute_below
-            self._wanted = Wanted(target, self.config.policy, recompute_below=below, ahead=ahead)
+        if self._deciding.due(now) and all(self._leaders[rank].known for rank in self.layout.leaders):
+            self._wanted = self._deciding.decide(self.layout, self._requests(), self._held_work, now, ahead)
 
     def _dispatch(self, event: Work | Control | m.SetSchedule, now: float) -> None:
         if isinstance(event, m.SetSchedule):
             return self._follower.set(event, self.layout)
         if isinstance(event, Work):
             self._follower.schedule.arrived()
-            self._round.arrived(now)
-            self._opened = False
+            self._deciding.arrived(now)
             rank = min(self.layout.leaders, key=lambda rank: self._leaders[rank].cost)
             self._leaders[rank].send(event)
             self._in_engine += 1
@@ -346,14 +268,14 @@ class Coordinator:
         self._outbox.switched(record)
         self._switches += not record.error
         if record.error:
-            self._last_abort = now
+            self._deciding.aborted(now)
             if record.reason == "control":
                 self._base_attempts += 1
                 if self._base_attempts == BASE_ATTEMPTS:
                     raise RuntimeError(f"cannot return to the base layout for a control request: {record.error}")
         else:
             self._follower.schedule.switched(switch.source, switch.target)
-            self._last_switch = now
+            self._deciding.switched(now)
             self._base_attempts = 0
         if record.reason == "schedule":
             self._follower.carried_out(record)
@@ -365,21 +287,8 @@ class Coordinator:
         """The new leaders' load: what they have reported already, or else what they were handed."""
         self.layout = ended.switch.target
         for rank in self.layout.leaders:
-            reply, leader = ended.switch.reports[rank], self._leaders[rank]
-            assumed = m.LoadReport(
-                rank=rank,
-                tp=self.layout.tp,
-                received=leader.sent,
-                running=reply.migrated,
-                waiting=reply.requests_out - reply.migrated,
-                tokens=reply.tokens,
-                kv_used=reply.tokens,
-                kv_total=0,
-                retracted=0,
-                weight_updates=0,
-                kv_totals=leader.report.kv_totals if leader.report else {},
-            )
-            leader.heard(ended.switch.early.get(rank) or assumed)
+            leader, reply = self._leaders[rank], ended.switch.reports[rank]
+            leader.heard(ended.switch.early.get(rank) or leader.handed(reply, self.layout.tp))
         self._count_requests()
 
     def _answer(self, query_id: int, code: int, message: str, record: dict | None = None) -> None:

@@ -62,6 +62,22 @@ class Leader:
         self.tokens = report.tokens + tokens
         self.known = len(report.requests) == report.running + report.waiting
 
+    def handed(self, reply: m.RankSwitched, tp: int) -> m.LoadReport:
+        """What it would report right after a switch to degree ``tp``, by its account of it."""
+        return m.LoadReport(
+            rank=reply.rank,
+            tp=tp,
+            received=self.sent,
+            running=reply.migrated,
+            waiting=reply.requests_out - reply.migrated,
+            tokens=reply.tokens,
+            kv_used=reply.tokens,
+            kv_total=0,
+            retracted=0,
+            weight_updates=0,
+            kv_totals=self.report.kv_totals if self.report else {},
+        )
+
     @property
     def in_flight(self) -> int:
         return self.sent - (self.report.received if self.report else 0)

@@ -17,7 +17,7 @@ class Control:
         merge: makes one reply of all leaders' replies, which come in the order of their ranks.
         needs_base: only the base layout can do it (weights, memory).
         pauses: True stops generation, False lets it go on.
-        releases, resumes: memory it gives away and takes back, by the host's tags.
+        releases, resumes: memory it gives away and takes back, by SGLang's tags.
     """
 
     obj: Any

@@ -1,6 +1,10 @@
-"""What a run leaves behind. All times are seconds since the run's first request was sent."""
+"""What the demonstration finds out. All times are seconds; those of a run count from its first request on."""
 
 from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -10,40 +14,19 @@ class DemoError(RuntimeError):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One request and its answer.
+    """One response: when it was complete, its tokens, its text."""
 
-    Attributes:
-        group: TP group that it was first given to, if that was seen.
-        sent: when it was sent.
-        times, counts: when text came in, and how many tokens the answer had by then.
-        finish: ``stop`` or ``length``.
-    """
-
-    index: int
-    prompt: str
-    group: int | None
-    sent: float
-    times: list[float]
-    counts: list[int]
+    end: float
+    tokens: int
     text: str
-    finish: str
 
-    @property
-    def first(self) -> float:
-        return self.times[0]
 
-    @property
-    def last(self) -> float:
-        return self.times[-1]
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine at one moment: its layout (``tp1×dp2``), and the requests of each of its replicas."""
 
-    @property
-    def tokens(self) -> int:
-        return self.counts[-1]
-
-    def longest_gap(self, start: float, end: float) -> float:
-        """Longest wait for more text, of those waits that touch ``[start, end]``; 0 if none does."""
-        gaps = zip(self.times, self.times[1:], strict=False)
-        return max((b - a for a, b in gaps if b >= start and a <= end), default=0.0)
+    at: float
+    layout: str
+    loads: list[int]
 
 
 class SeenSwitch(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,11 +34,9 @@ class SeenSwitch(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         before, after: layouts, e.g. ``tp1×dp2``.
-        at: when the pause began, to about one decode step.
+        at: when the pause began.
         pause: how long no request decoded.
-        phases: slowest rank's seconds in each phase; ``prepare`` is before the pause.
-        felt: longest wait for the next token that a request had around it.
-        requests, tokens, moved_bytes: what was handed over.
+        requests, tokens: what was handed over, KV tokens.
         error: why it was aborted, or empty.
     """
 
@@ -63,99 +44,154 @@ class SeenSwitch(msgspec.Struct, frozen=True, kw_only=True):
     after: str
     at: float
     pause: float
-    phases: dict[str, float]
-    felt: float
-    reason: str
     requests: int
-    migrated: int
-    recomputed: int
     tokens: int
     moved_bytes: int
     error: str
 
+    @property
+    def from_tp(self) -> int:
+        return degrees(self.before)[0]
+
+    @property
+    def to_tp(self) -> int:
+        return degrees(self.after)[0]
+
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One server on the whole work.
+    """One batch on one contender.
 
     Attributes:
-        base: layout it started in.
-        adaptive: whether it may switch.
-        start_seconds: time until the server was ready.
-        others: share of the cores' time that other programs took during the run, 0 to 1.
+        contender: a static layout, or the policy.
+        layout: in force when the batch came.
+        others: share of the cores' time that other programs took meanwhile, 0 to 1.
     """
 
-    name: str
-    base: str
-    adaptive: bool
-    start_seconds: float
-    others: float
+    contender: str
+    layout: str
     answers: list[Answer]
     switches: list[SeenSwitch]
+    samples: list[Sample]
+    others: float
+
+    @property
+    def seconds(self) -> float:
+        return max(answer.end for answer in self.answers)
 
     @property
     def tokens(self) -> int:
         return sum(answer.tokens for answer in self.answers)
 
-    @property
-    def wall(self) -> float:
-        return max(answer.last for answer in self.answers)
+
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a decode step with so many requests in the engine, by layout, as profiled."""
+
+    requests: int
+    seconds: dict[str, float]
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one case.
+
+    Attributes:
+        name, model, link, work: of the case (``cases.py``).
+        link_name: for people; says so if the link is emulated.
+        rounds: the runs of each round, one of each contender; the last contender is the adaptive engine.
+    """
+
+    name: str
+    model: str
+    link: str
+    link_name: str
+    work: dict[str, Any]
+    steps: list[StepTime]
+    rounds: list[list[Run]]
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.wall
+    def contenders(self) -> list[str]:
+        return [run.contender for run in self.rounds[0]]
 
-    def tail_start(self, left: int) -> float:
-        """When all but ``left`` answers were complete."""
-        ends = sorted(answer.last for answer in self.answers)
-        return ends[-left - 1] if left < len(ends) else 0.0
+    @property
+    def static(self) -> list[str]:
+        return self.contenders[:-1]
 
-    def tail_token_time(self, left: int) -> float | None:
-        """:meth:`token_time` of the last ``left`` requests, from the end of the last pause on."""
-        pauses = [switch.at + switch.pause for switch in self.switches if switch.requests]
-        return self.token_time(max([self.tail_start(left), *pauses]), self.wall)
+    @property
+    def adaptive(self) -> str:
+        return self.contenders[-1]
 
-    def token_time(self, start: float, end: float) -> float | None:
-        """Mean seconds from one token of a request to its next, within ``[start, end]``; None without any."""
-        seconds, tokens = 0.0, 0
-        for answer in self.answers:
-            inside = [(t, n) for t, n in zip(answer.times, answer.counts, strict=True) if start <= t <= end]
-            if inside:
-                seconds += inside[-1][0] - inside[0][0]
-                tokens += inside[-1][1] - inside[0][1]
-        return seconds / tokens if tokens else None
+    def seconds(self, contender: str) -> list[float]:
+        """Of its batches, by round."""
+        at = self.contenders.index(contender)
+        return [runs[at].seconds for runs in self.rounds]
 
+    def median(self, contender: str) -> float:
+        return statistics.median(self.seconds(contender))
 
-def difference(runs: list[Run]) -> dict[int, int]:
-    """Prompts whose answers are not the same in all runs: index → first character that differs."""
-    found = {}
-    for index in range(len(runs[0].answers)):
-        texts = [run.answers[index].text for run in runs]
-        if len(set(texts)) > 1:
-            shortest = min(map(len, texts))
-            same = (i for i in range(shortest) if len({text[i] for text in texts}) > 1)
-            found[index] = next(same, shortest)
-    return found
+    @property
+    def best_static(self) -> str:
+        return min(self.static, key=self.median)
 
+    @property
+    def worst_static(self) -> str:
+        return max(self.static, key=self.median)
 
-def switches_of(status: dict, start: float, answers: list[Answer]) -> list[SeenSwitch]:
-    """The switches in a ``/pat/status`` that began after ``start`` (unix time)."""
-    ranks = status["base"]["tp"] * status["base"]["dp"]
-    found = []
-    for record in status["switches"]:
-        at = record["started"] + record["phases"].get("prepare", 0.0) - start
-        if record["started"] < start:
-            continue
-        pause = record["pause_seconds"]
-        felt = [answer.longest_gap(at, at + pause) for answer in answers]
-        copied = ("phases", "reason", "requests", "migrated", "recomputed", "tokens", "moved_bytes", "error")
-        found.append(
-            SeenSwitch(
-                before=f"tp{record['from_tp']}×dp{ranks // record['from_tp']}",
-                after=f"tp{record['to_tp']}×dp{ranks // record['to_tp']}",
-                at=at,
-                pause=pause,
-                felt=max(felt) if record["requests"] else 0.0,
-                **{name: record[name] for name in copied},
-            )
+    def gains(self, contender: str) -> list[float]:
+        """Seconds of the better static layout over those of ``contender``, round by round: the machine's speed drifts
+        from one round to the next, and the runs of one round are neighbours."""
+        best = self.seconds(self.best_static)
+        return [b / s for b, s in zip(best, self.seconds(contender), strict=True)]
+
+    @property
+    def gain(self) -> float:
+        """Of the adaptive engine: the median of its rounds."""
+        return statistics.median(self.gains(self.adaptive))
+
+    @property
+    def typical(self) -> list[Run]:
+        """The runs of the round whose gain is the median one (of two, the smaller)."""
+        gains = self.gains(self.adaptive)
+        return self.rounds[gains.index(statistics.median_low(gains))]
+
+    @property
+    def switched(self) -> bool:
+        """Whether the adaptive engine ever switched with requests alive."""
+        return any(switch.requests for runs in self.rounds for switch in runs[-1].switches)
+
+    def different(self) -> int:
+        """Responses of all rounds whose texts are not the same with all contenders."""
+        return sum(
+            len({run.answers[index].text for run in runs}) > 1
+            for runs in self.rounds
+            for index in range(len(runs[0].answers))
         )
-    return found
+
+    def responses(self) -> int:
+        """Responses of all rounds, of one contender."""
+        return sum(len(runs[0].answers) for runs in self.rounds)
+
+
+def name_of(layout: dict[str, int]) -> str:
+    """``{"tp": 1, "dp": 2}`` → ``tp1×dp2``."""
+    return "tp{tp}×dp{dp}".format(**layout)
+
+
+def degrees(layout: str) -> tuple[int, int]:
+    """``tp1×dp2`` → (1, 2)."""
+    tp, dp = layout.removeprefix("tp").split("×dp")
+    return int(tp), int(dp)
+
+
+def switches_of(status: dict[str, Any], began: float, made: int) -> list[SeenSwitch]:
+    """The last ``made`` switches of a ``/pat/status``; ``began`` is the unix time of the run's beginning."""
+    ranks = status["base"]["tp"] * status["base"]["dp"]
+    records: Sequence[dict[str, Any]] = status["switches"]
+    return [
+        SeenSwitch(
+            before=name_of({"tp": record["from_tp"], "dp": ranks // record["from_tp"]}),
+            after=name_of({"tp": record["to_tp"], "dp": ranks // record["to_tp"]}),
+            at=record["started"] + record["phases"].get("prepare", 0.0) - began,
+            pause=record["pause_seconds"],
+            **{name: record[name] for name in ("requests", "tokens", "moved_bytes", "error")},
+        )
+        for record in records[len(records) - made :]
+    ]

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_pat.coordinator.decision_log import load_decision
+from matplotlib.axes import Axes
 
-PARTS = {"generation": "#2f6db5", "training": "#ee8a2c", "weight sync": "#b3202c", "other": "#c3c9d1"}
-"""Parts of a step and their colours."""
-LAYOUTS = ("#bcd4ee", "#659fda", "#2f6db5", "#153e72")
-"""By degree, the lowest first."""
+from sglang_pat.coordinator.decision_log import load_decision
+from sglang_pat.tools import pictures
+
+PARTS = {
+    "generation": pictures.STEEL, "training": pictures.PALE_PURPLE, "weight sync": pictures.RED,
+    "other": pictures.LIGHT,
+}  # fmt: skip
+"""Of a step, and their colours."""
 
 
 @dataclass
@@ -57,45 +61,58 @@ def visits(log: Path) -> list[Visit]:
 
 
 def draw(path: Path, steps: Sequence[Step], logs: Sequence[Path]) -> Path:
-    """Write the picture to ``path``; one row of layouts for each log."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Write the picture to ``path``: reward and time by step, and one row of layouts for each log."""
     engines = [visits(log) for log in logs]
     heights = [1.2, 1.6, 0.3 + 0.25 * max(1, len(engines))]
-    figure, (reward, time, layouts) = pyplot.subplots(
-        3, 1, figsize=(9, sum(heights) + 1.6), dpi=140, height_ratios=heights, layout="constrained"
+    figure, (reward, time, layouts) = pictures.plt.subplots(
+        3, 1, figsize=(9, sum(heights) + 1.8), height_ratios=heights, layout="constrained"
     )
-    numbers = range(1, len(steps) + 1)
-    reward.plot(numbers, [step.reward for step in steps], marker="o", color=PARTS["generation"])
-    reward.set_ylabel("reward")
-    bottom = [0.0] * len(steps)
-    for part, colour in PARTS.items():
-        values = [step.seconds.get(part, 0.0) for step in steps]
-        time.bar(numbers, values, bottom=bottom, color=colour, label=part)
-        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-    time.set_ylabel("seconds a step")
-    time.set_xlabel("step")
-    time.legend(ncols=len(PARTS), fontsize=8, frameon=False, loc="upper right")
+    for axes in (reward, time, layouts):
+        pictures.tidy(axes)
+    numbers = list(range(1, len(steps) + 1))
+    reward.plot(numbers, [step.reward for step in steps], marker="o", color=pictures.LINE)
+    pictures.labels(reward, "", "reward")
+    _times(time, numbers, steps)
     for axes in (reward, time):
-        axes.set_xticks(list(numbers))
-    begin = min((visit.start for engine in engines for visit in engine), default=0.0)
-    degrees = sorted({visit.tp for engine in engines for visit in engine})
-    colours = {tp: LAYOUTS[min(index, len(LAYOUTS) - 1)] for index, tp in enumerate(degrees)}
-    for row, engine in enumerate(engines):
-        for visit in engine:
-            span = visit.start - begin, visit.end - visit.start
-            layouts.broken_barh([span], (row + 0.1, 0.8), color=colours[visit.tp])
-    layouts.set_yticks([row + 0.5 for row in range(len(engines))], [f"engine {row}" for row in range(len(engines))])
-    layouts.set_xlabel("seconds since the first request")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
-    layouts.legend(handles, [f"tp{tp}" for tp in colours], ncols=max(1, len(colours)), fontsize=8, frameon=False)
+        axes.set_xticks(numbers)
+        axes.set_xlim(0.4, len(steps) + 0.6)
+    _layouts(layouts, engines)
+    pictures.message(figure, title(steps, engines))
+    return pictures.save(figure, path)
+
+
+def title(steps: Sequence[Step], engines: Sequence[Sequence[Visit]]) -> str:
+    """What the time went into, and whether the engines switched."""
     switches = sum(one.tp != other.tp for engine in engines for one, other in zip(engine, engine[1:], strict=False))
     whole = sum(sum(step.seconds.values()) for step in steps)
     share = sum(step.seconds.get("generation", 0.0) for step in steps) / whole if whole else 0.0
-    figure.suptitle(f"{len(steps)} steps: {share:.0%} of the time generates, the layout changed {switches} times")
-    figure.savefig(path)
-    pyplot.close(figure)
-    return path
+    changed = f"changed {switches} time{'s' * (switches > 1)}" if switches else "never changed"
+    return f"{len(steps)} step{'s' * (len(steps) != 1)}: {share:.0%} of the time generates, the layout {changed}"
+
+
+def _times(axes: Axes, numbers: Sequence[int], steps: Sequence[Step]) -> None:
+    """Seconds of each step, its parts stacked."""
+    bottom = [0.0] * len(steps)
+    for part, shade in PARTS.items():
+        values = [step.seconds.get(part, 0.0) for step in steps]
+        axes.bar(numbers, values, bottom=bottom, color=shade, label=part)
+        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+    axes.grid(axis="x", visible=False)
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    pictures.labels(axes, "step", "seconds a step")
+
+
+def _layouts(axes: Axes, engines: Sequence[Sequence[Visit]]) -> None:
+    """A row for each engine: its layout over time, while it has requests."""
+    begin = min((visit.start for engine in engines for visit in engine), default=0.0)
+    degrees = sorted({visit.tp for engine in engines for visit in engine})
+    for row, engine in enumerate(engines):
+        for visit in engine:
+            span = visit.start - begin, visit.end - visit.start
+            axes.broken_barh([span], (row + 0.1, 0.8), color=pictures.color(degrees, visit.tp))
+    axes.set_yticks([row + 0.5 for row in range(len(engines))], [f"engine {row}" for row in range(len(engines))])
+    axes.grid(axis="y", visible=False)
+    handles = [pictures.plt.Rectangle((0, 0), 1, 1, color=pictures.color(degrees, tp)) for tp in degrees]
+    names = [f"tp{tp}" for tp in degrees]
+    axes.legend(handles, names, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    pictures.labels(axes, "seconds since the first request", "")

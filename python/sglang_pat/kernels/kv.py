@@ -51,8 +51,8 @@ class Parts:
     def __init__(self, slots: torch.Tensor, part_offsets: Ints, head_begin: Ints, head_count: int) -> None:
         self._slots, self._head_count = slots, head_count
         self._offsets, self._begins = _ints(part_offsets), _ints(head_begin)
-        tables = (self._offsets, self._begins)
-        self._tensors = tuple(upload(table, torch.int64, slots.device) for table in tables)
+        device = slots.device
+        self._tensors = upload(self._offsets, torch.int64, device), upload(self._begins, torch.int64, device)
         self._checked: tuple | None = None
 
     def pack(self, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """The memory plan: what each rank will hold, computed from shapes before anything is allocated.
 
-``shapes`` (what a model weighs), ``available`` (what the machine has free), ``plan`` (who gets what, refusals).
-Neither the host nor torch is imported here; ``sglang_pat.host.memory`` feeds it and hands the result to SGLang.
+``shapes`` (what a model weighs), ``available`` (what the machine has free), ``demand`` (what is asked for), ``room``
+(how many tokens fit), ``plan`` (who gets what), ``alternatives`` (what would fit instead).
+Neither SGLang nor torch is imported here; ``sglang_pat.sglang.launch.memory`` feeds it and hands the result to SGLang.
 """

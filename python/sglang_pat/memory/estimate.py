@@ -11,10 +11,10 @@ import psutil
 
 from sglang_pat.layout import ParallelLayout, candidate_layouts
 from sglang_pat.memory.available import available_memory
-from sglang_pat.memory.plan import GIB, Demand, Supply
+from sglang_pat.memory.demand import GIB, Demand, Supply
 from sglang_pat.memory.shapes import ModelShape
 
-_HOST_DEFAULTS = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
+_SGLANG_DEFAULTS = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
 """SGLang's choices by memory below so many GiB: prefill chunk, largest graph batch below tp4 and from tp4 on."""
 
 
@@ -22,9 +22,9 @@ TAIL_BATCH = 16
 """Largest batch with a graph above the base layout, with the default policy."""
 
 
-def host_defaults(total: int, tp: int) -> tuple[int, int]:
+def sglang_defaults(total: int, tp: int) -> tuple[int, int]:
     """Prefill chunk (tokens) and largest graph batch that SGLang chooses for ``total`` bytes."""
-    for below, chunk, small, large in _HOST_DEFAULTS:
+    for below, chunk, small, large in _SGLANG_DEFAULTS:
         if total < below * GIB:
             return chunk, small if tp < 4 else large
     return 16384, 512
@@ -96,7 +96,7 @@ def demand_of(shape: ModelShape, base: ParallelLayout, supply: Supply, tokens: i
     """
     if reason := shape.why_not(base.tp):
         raise ValueError(f"--tp {base.tp} {reason}: choose another")
-    chunk, graph_batch = host_defaults(supply.total, base.tp)
+    chunk, graph_batch = sglang_defaults(supply.total, base.tp)
     graphs = supply.kind == "cuda"
     return Demand(
         shape=shape,

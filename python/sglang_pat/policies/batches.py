@@ -51,7 +51,7 @@ def _pays_up_to(profile: Profile, config: AdaptiveConfig, tp: int) -> int:
 
 
 def graph_sizes(captured: Sequence[int], largest: int | None) -> list[int]:
-    """Those of the host's batch sizes that a layout needs: up to the first one that holds ``largest`` requests."""
+    """Those of SGLang's batch sizes that a layout needs: up to the first one that holds ``largest`` requests."""
     sizes = sorted(captured)
     if largest is None:
         return sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import overload
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class _Degree:
             share = position - low
             seconds = self.surfaces[low](batch, x)
             return seconds if share == 0 else (1 - share) * seconds + share * self.surfaces[low + 1](batch, x)
-        seconds = 0.0
+        seconds = np.zeros(())
         for index in range(int(position.min()), int(np.ceil(position.max())) + 1):
             weight = np.maximum(1 - np.abs(position - index), 0)
             seconds = seconds + weight * self.surfaces[index](batch, x)
@@ -61,6 +62,12 @@ class Predictor:
         """Degrees with measured decode times, ascending."""
         return tuple(sorted(self._decode))
 
+    @overload
+    def step_seconds(self, tp: int, batch: float, tokens: float, replicas: float | None = None) -> float: ...
+
+    @overload
+    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> np.ndarray: ...
+
     def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number:
         """Seconds of a decode step of ONE replica.
 
@@ -75,6 +82,12 @@ class Predictor:
         """
         return self._evaluate(self._decode, "decode", tp, batch, tokens, replicas)
 
+    @overload
+    def covers(self, tp: int, batch: float, tokens: float) -> bool: ...
+
+    @overload
+    def covers(self, tp: int, batch: Number, tokens: Number) -> np.ndarray: ...
+
     def covers(self, tp: int, batch: Number, tokens: Number) -> bool | np.ndarray:
         """Whether the query lies inside the profiled grid of degree ``tp`` (widest measured number of replicas)."""
         inside = _of(self._decode, "decode", tp).surfaces[-1].inside(np.asarray(batch), np.asarray(tokens))
@@ -83,7 +96,7 @@ class Predictor:
     def has_prefill(self, tp: int) -> bool:
         return tp in self._prefill
 
-    def prefill_seconds(self, tp: int, lengths: np.ndarray, replicas: Number | None = None) -> float:
+    def prefill_seconds(self, tp: int, lengths: np.ndarray, replicas: float | None = None) -> float:
         """Seconds to prefill requests of ``lengths`` tokens, ``[requests]``, on one replica.
 
         Uneven lengths count as the same number of requests of their root-mean-square length, which keeps the
@@ -92,7 +105,13 @@ class Predictor:
         lengths = np.asarray(lengths, dtype=float)
         if lengths.size == 0:
             return 0.0
-        return self.prefill_uniform(tp, lengths.size, np.sqrt(np.mean(lengths**2)), replicas)
+        return self.prefill_uniform(tp, lengths.size, float(np.sqrt(np.mean(lengths**2))), replicas)
+
+    @overload
+    def prefill_uniform(self, tp: int, batch: float, length: float, replicas: float | None = None) -> float: ...
+
+    @overload
+    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> np.ndarray: ...
 
     def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number:
         """Seconds to prefill ``batch`` requests of ``length`` tokens each on one replica; broadcasts."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 """Of the file's format."""
 
 
@@ -45,7 +45,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         weights: ``resident`` or ``reshard``; kv_exchange: ``direct``, ``alltoall`` or ``allgather``.
         kv_tokens: KV tokens that one replica of the base layout holds; max_running: most requests that it decodes
             at once.  They bound what was measured and do not change it, so they may differ.
-        host, torch, package: versions of SGLang, torch and sglang_pat.
+        sglang, torch, package: versions of SGLang, torch and sglang_pat.
     """
 
     model: str
@@ -60,7 +60,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     kv_exchange: str = "direct"
     kv_tokens: int
     max_running: int
-    host: str
+    sglang: str
     torch: str
     package: str
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.compare import Machine, Work, check_policy, compare
 from sglang_pat.replay.log import replay_log
-from sglang_pat.replay.report import picture, summary, table
+from sglang_pat.replay.report import summary, table
 from sglang_pat.replay.shapes import NAMED, parse_shape
 from sglang_pat.replay.simulate import crowded
 
@@ -113,7 +113,9 @@ def _compare(args: argparse.Namespace) -> int:
     )
     console.print(table(runs, title))
     if args.out:
-        picture(runs, work, title, args.out / "replay.png")
+        from sglang_pat.replay.picture import draw
+
+        draw(runs, title, args.out / "replay.png")
         text = json.dumps({"title": title, "policies": summary(runs)}, indent=1)
         (args.out / "replay.json").write_text(text + "\n")
         console.print(f"wrote {args.out / 'replay.png'} and replay.json", soft_wrap=True)

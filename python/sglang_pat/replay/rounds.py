@@ -18,6 +18,8 @@ from sglang_pat.admission.records import Abort, Action, Group, Judge, Launch, Ou
 from sglang_pat.admission.rules import Rules
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.replay.shapes import Shape
 
@@ -36,8 +38,8 @@ class Engines:
         policy: who changes it within a round, with one node; None: nobody.
     """
 
-    predictor: object
-    costs: object
+    predictor: Predictor
+    costs: SwitchCosts
     fingerprint: Fingerprint
     nodes: int
     tp: int
@@ -163,6 +165,7 @@ class Simulation:
         """One round; the next one begins at once."""
         self._feed()
         begun, self._tp, self._switched = self.now, self.engines.tp, 0
+        self._version = version
         self._replicas = self._make(self._tp)
         self._where: dict[SampleId, Replica] = {}
         self._had: dict[SampleId, int] = {}
@@ -172,18 +175,20 @@ class Simulation:
         self._do(self.admitter.begin(version))
         while self._over is None:
             replica = min(self._replicas, key=lambda replica: replica.due)
-            if self.engines.policy is not None and self._asked + ASK_SECONDS < replica.due:
+            policy = self.engines.policy
+            if policy is not None and self._asked + ASK_SECONDS < replica.due:
                 self.now = max(self.now, self._asked + ASK_SECONDS)
-                self._ask()
+                self._ask(policy)
                 continue
             self.now = max(self.now, replica.due)
             replica.advance(self.now)
             # One at a time: the first may be what completes the batch, and the others are aborted then.
             sample = replica.ended()
+            assert sample is not None, "it was advanced to the end of one"
             del self._where[sample]
             length = self._length(sample)
             self._history.observe(length, sample.index, True)
-            self._do(self.admitter.finished(sample, self._output(version, length - self._had[sample], "stop")))
+            self._do(self.admitter.finished(sample, self._output(length - self._had[sample], "stop")))
         summary = self._over.summary
         return Round(self.now - begun, summary.kind, summary.kept_lengths, summary.thrown, self._switched)
 
@@ -194,11 +199,11 @@ class Simulation:
         if key not in self._lengths:
             own = np.random.default_rng((self._seed, 1, *key)).normal()
             common = np.random.default_rng((self._seed, 2, sample.index)).normal()
-            self._lengths[key] = int(self._shape.correlated(common, own, self._correlation))
+            self._lengths[key] = int(self._shape.correlated(np.asarray(common), np.asarray(own), self._correlation))
         return self._lengths[key]
 
-    def _output(self, version: int, tokens: int, reason: str) -> Output:
-        return Output(spans=[Span(version, tokens)] if tokens else [], finish_reason=reason)
+    def _output(self, tokens: int, reason: str) -> Output:
+        return Output(spans=[Span(self._version, tokens)] if tokens else [], finish_reason=reason)
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -213,8 +218,7 @@ class Simulation:
                     context = self._where.pop(sample).remove(sample, self.now)
                     tokens = context - self.prompt_tokens - self._had[sample]
                     self._history.observe(context - self.prompt_tokens, sample.index, False)
-                    version = self.admitter.state.round.version
-                    self._do(self.admitter.stopped(sample, self._output(version, tokens, "")))
+                    self._do(self.admitter.stopped(sample, self._output(tokens, "")))
                 case Judge(group):
                     self._do(self.admitter.judged(group.key, True))
                 case Return(Group()):
@@ -234,7 +238,7 @@ class Simulation:
 
         return [Replica(seconds, engines.fingerprint.max_running, self.now) for _ in range(count)]
 
-    def _ask(self) -> None:
+    def _ask(self, policy: Policy) -> None:
         engines = self.engines
         self._asked = self.now
         for replica in self._replicas:
@@ -254,7 +258,7 @@ class Simulation:
             num_ranks=engines.fingerprint.num_ranks, requests=len(samples), peak=self._peak, last_arrival=0.0,
             last_switch=self._last_switch, complete=True, load=load,
         )  # fmt: skip
-        wanted = engines.policy(snapshot, self._history).tp
+        wanted = policy(snapshot, self._history).tp
         if wanted == self._tp:
             return
         lengths = np.array([context for _, context, _ in samples])

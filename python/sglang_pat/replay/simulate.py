@@ -67,7 +67,7 @@ class Drain:
         self.points = _thin(ends, spacing, grid)
         inside = np.searchsorted(ends, self.points)
         self._elapsed = {tp: self._elapsed_in(predictor, tp, ends)[:, inside] for tp in self.degrees}
-        self._costs: dict[tuple[int, int, int], tuple[float, int]] = {}
+        self._costs: dict[tuple[int, int, int], float] = {}
 
     def _elapsed_in(self, predictor, tp: int, ends: np.ndarray) -> np.ndarray:
         """Seconds of each replica from the start to each of ``ends``, ``[replicas, ends]``."""

@@ -1,1 +1,4 @@
-"""A switch between two layouts: its states, its plan and the order of outputs.  ``host/switch.py`` carries it out."""
+"""A switch between two layouts: its states, its plan and the order of outputs.
+
+Ranks carry it out in ``sglang/switch/executor.py``.
+"""

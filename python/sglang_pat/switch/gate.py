@@ -1,7 +1,7 @@
 """How far a rank may go on by itself: the ranks' side of ``--pat-policy schedule``.
 
 All ranks of a group count the same steps and see the same responses end, and ``Go`` reaches them at the same iteration
-of the host's loop.  So they close their gates in the same iteration, without a word to each other.
+of SGLang's loop.  So they close their gates in the same iteration, without a word to each other.
 """
 
 from __future__ import annotations

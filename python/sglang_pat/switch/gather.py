@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_pat.switch.plan import Move, kv_head_range
+from sglang_pat.switch.heads import kv_head_range
+from sglang_pat.switch.plan import Move
 
 
 @dataclass(frozen=True)

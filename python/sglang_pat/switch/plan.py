@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.switch.heads import HeadSlice, head_slices, kv_head_range
 
 
 @dataclass(frozen=True)
@@ -33,53 +34,6 @@ class LiveRequest:
     shared: int
     parent: int
     dest: int
-
-
-@dataclass(frozen=True)
-class HeadSlice:
-    """KV heads that ``src`` sends to ``dst``; offsets are local to each rank's shard."""
-
-    src: int
-    dst: int
-    src_head: int
-    dst_head: int
-    count: int
-
-
-def kv_head_range(kv_heads: int, layout: ParallelLayout, rank: int) -> tuple[int, int]:
-    """``(first head, number of heads)`` of ``rank``; with more ranks than heads, ranks share one."""
-    parts = min(layout.tp, kv_heads)
-    count = kv_heads // parts
-    return layout.tp_rank(rank) * parts // layout.tp * count, count
-
-
-def head_slices(
-    old: ParallelLayout, new: ParallelLayout, kv_heads: int, members: Sequence[int], dst: int
-) -> list[HeadSlice]:
-    """Slices that ``dst`` needs from the members of its exchange group, each head of each old group once.
-
-    Where several members hold the same head (more ranks than KV heads), ``dst`` takes its own
-    copy if it has one, else the holders are used in turn.
-    """
-    first, count = kv_head_range(kv_heads, new, dst)
-    result = []
-    for group in sorted({old.group_of(m) for m in members}):
-        holders = [m for m in members if old.group_of(m) == group]
-        chosen: dict[int, list[int]] = {}
-        for head in range(first, first + count):
-            having = [m for m in holders if _holds(kv_heads, old, m, head)]
-            source = dst if dst in having else having[members.index(dst) % len(having)]
-            chosen.setdefault(source, []).append(head)
-        for src, heads in sorted(chosen.items()):
-            assert heads == list(range(heads[0], heads[0] + len(heads))), "heads of a source are contiguous"
-            src_first, _ = kv_head_range(kv_heads, old, src)
-            result.append(HeadSlice(src, dst, heads[0] - src_first, heads[0] - first, len(heads)))
-    return result
-
-
-def _holds(kv_heads: int, layout: ParallelLayout, rank: int, head: int) -> bool:
-    first, count = kv_head_range(kv_heads, layout, rank)
-    return first <= head < first + count
 
 
 def balance(weights: Sequence[int], bins: Sequence[int]) -> list[int]:
@@ -138,7 +92,7 @@ class GroupPlan:
             (None for requests that come as tokens only or go elsewhere).
         decodes: whether it decodes at once; the others wait for a decode slot, with their KV if they have rows.
         fresh: for each source group, the number of distinct slots it sends, in order.
-        total: slots used; they are ``1 .. total`` (slot 0 is the host's padding slot).
+        total: slots used; they are ``1 .. total`` (slot 0 is SGLang's padding slot).
     """
 
     rows: dict[int, list[np.ndarray | None]]
@@ -328,7 +282,7 @@ def _place(move: Move, own: HeadSlice, kept: np.ndarray, of_plan: np.ndarray) ->
         slots, stays = kept * k + part, np.ones(len(kept), dtype=bool)
     else:
         k, part = new_heads // old_heads, own.dst_head // old_heads
-        slots, stays = kept // k, (kept % k == part) & (kept >= k)  # not in slot 0, the host's padding slot
+        slots, stays = kept // k, (kept % k == part) & (kept >= k)  # not in slot 0, SGLang's padding slot
     total = move.plans[move.new.group_of(move.rank)].total
     place = np.zeros(total + 1, dtype=np.int64)
     place[of_plan[stays]] = slots[stays]

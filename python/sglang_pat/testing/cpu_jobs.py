@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sglang_pat.host.cpu_shim import CHILD_SITE_DIR
+from sglang_pat.sglang.cpu_shim import CHILD_SITE_DIR
 
 WORDS = "license software free copy modify program source terms conditions work warranty".split()
 

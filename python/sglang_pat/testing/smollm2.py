@@ -5,9 +5,11 @@ key-value head stay the same, and the added heads are zero, so the function is t
 """
 
 import importlib.util
+import io
 import json
 import os
 import sys
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 
 HEADS, KV_HEADS = 12, 4
@@ -23,7 +25,8 @@ def write_smollm2(folder: Path) -> None:
 
     source, gguf_file = _source()
     transformers = _transformers()
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
+    with _without_bars():
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
     config = model.config
     assert HEADS // KV_HEADS == config.num_attention_heads // config.num_key_value_heads
 
@@ -91,9 +94,14 @@ def _source() -> tuple[str, str]:
     return str(files[0].parent), files[0].name
 
 
+def _without_bars():
+    """The GGUF loader's progress bar is for terminals: anywhere else it prints thousands of lines."""
+    return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
+
+
 def _transformers():
     """transformers, quiet. It imports torchvision, so it may need the CPU shim as SGLang does."""
-    from sglang_pat.host import cpu_shim
+    from sglang_pat.sglang import cpu_shim
 
     if cpu_shim.needed() and "torchvision" not in sys.modules:
         cpu_shim.install()

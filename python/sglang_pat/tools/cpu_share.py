@@ -16,7 +16,7 @@ class Meter:
         self._begin = self._read()
 
     def share(self) -> float:
-        """Time that other programs (and other guests of the host) had, as a share of all cores' time; 0 to 1."""
+        """Time that other programs (and other guests of SGLang) had, as a share of all cores' time; 0 to 1."""
         total, busy, own = (now - then for now, then in zip(self._read(), self._begin, strict=True))
         return min(1.0, max(0.0, (busy - own) / total)) if total > 0 else 0.0
 

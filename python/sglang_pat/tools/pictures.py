@@ -1,8 +1,13 @@
-"""The look of all figures: that of the demonstration's picture."""
+"""The look of all pictures, in one place: matplotlib without a display, colours, panels, titles, files.
+
+A picture's title is its message: a sentence that is computed from what is drawn, whichever way the figures turn out.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import fill
 
 import matplotlib
 import matplotlib.ticker
@@ -13,13 +18,23 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-LAYOUT = ("#2f6db5", "#ee8a2c", "#3a9a74", "#8a5bb5", "#b3202c")
-"""By place of the degree among the candidates; the first two as in the demonstration."""
-LINE, FAINT, GRID = "#22272e", "#68717b", "#e3e7ec"
+BLUE, ORANGE, GREEN, PURPLE, RED, BROWN = "#2f6db5", "#ee8a2c", "#3a9a74", "#8a5bb5", "#b3202c", "#7a6a58"
+STEEL, PALE_PURPLE, GREY = "#9fb4cc", "#c8b6d9", "#8c9aa8"
+LINE, FAINT, LIGHT, GRID = "#22272e", "#68717b", "#c3c9d1", "#e3e7ec"
+"""From black to nearly white: text and lines, small print, what is in the background, the grid."""
+
+LAYOUT = (BLUE, ORANGE, PURPLE, BROWN, RED)
+"""By place of the degree among the candidates."""
+OURS, OTHER = GREEN, FAINT
+"""What this package does (``survival``, a switch of ours), and what it is held against (PAT's way)."""
+PARTS = (STEEL, PALE_PURPLE, PURPLE, ORANGE, RED, GREEN, GREY, "#d8c66a", BROWN)
+"""Of a whole, in their order, where no layouts are shown by colour."""
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, BROWN, RED)
+"""Things of one kind, where neither layouts nor parts are shown by colour."""
 DPI = 150
 
 
-def color(degrees: tuple[int, ...], tp: int) -> str:
+def color(degrees: Sequence[int], tp: int) -> str:
     return LAYOUT[degrees.index(tp) % len(LAYOUT)]
 
 
@@ -27,9 +42,16 @@ def name(ranks: int, tp: int) -> str:
     return f"tp{tp}×dp{ranks // tp}"
 
 
-def panels(count: int, width: float = 5.2, height: float = 3.8) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` axes, side by side, three in a row at most."""
-    columns = min(3, count)
+def span(values: Iterable[float], form: str = ".2f") -> str:
+    """From the least to the largest, as a title says it: "0.99 to 1.18"; one number where both are written alike."""
+    values = list(values)
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
+
+
+def panels(count: int, width: float = 5.2, height: float = 3.8, columns: int = 3) -> tuple[Figure, list[Axes]]:
+    """A figure with ``count`` axes, side by side, ``columns`` in a row at most."""
+    columns = min(columns, count)
     rows = -(-count // columns)
     figure, axes = plt.subplots(
         rows, columns, figsize=(max(6.4, width * columns), height * rows), squeeze=False, layout="constrained"
@@ -73,8 +95,15 @@ def thinned(values: list[float], most: int = 9) -> list[float]:
     return kept if len(kept) <= most else kept[:: -(-len(kept) // most)]
 
 
-def title(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="left", fontsize=10.5, fontweight="bold", pad=6)
+def message(figure: Figure, text: str) -> None:
+    """The title of a whole figure: a sentence, wrapped to the figure's width."""
+    lines = fill(text, int(9.7 * figure.get_figwidth()))
+    figure.suptitle(lines, x=0.01, ha="left", fontsize=12, fontweight="bold", color=LINE)
+
+
+def title(axes: Axes, text: str, columns: int = 200) -> None:
+    """Of one panel; wrapped to so many characters."""
+    axes.set_title(fill(text, columns), loc="left", fontsize=10.5, fontweight="bold", pad=6)
 
 
 def labels(axes: Axes, x: str, y: str) -> None:
@@ -82,12 +111,19 @@ def labels(axes: Axes, x: str, y: str) -> None:
     axes.set_ylabel(y, fontsize=9.5)
 
 
-def footer(figure: Figure, text: str) -> None:
-    figure.supxlabel(text, fontsize=8, color=FAINT, x=0.995, ha="right")
+def footer(figure: Figure, text: str, share: float = 1.0) -> None:
+    """Small print at the lower right: what was measured where; wrapped to this share of the figure's width."""
+    lines = fill(text, int(15 * share * figure.get_figwidth()))
+    figure.supxlabel(lines, fontsize=8, color=FAINT, x=0.995, ha="right")
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write ``figure`` and release it."""
-    figure.savefig(path, dpi=DPI, facecolor="white")
-    plt.close(figure)
+    """Write ``figure``, whole or not at all, and release it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=DPI, facecolor="white")
+        temporary.replace(path)
+    finally:
+        plt.close(figure)
+        temporary.unlink(missing_ok=True)
     return path

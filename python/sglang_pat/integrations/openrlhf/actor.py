@@ -14,10 +14,10 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sglang_pat import settings
-from sglang_pat.host.attach import attach
-from sglang_pat.host.inprocess import InProcessEngine
 from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
 from sglang_pat.integrations.openrlhf.launcher import WHERE, Given
+from sglang_pat.sglang.attach import attach
+from sglang_pat.sglang.server.inprocess import InProcessEngine
 
 ALL_TAGS = ("weights", "kv_cache")
 

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 NAME = "sglang_pat"
 """Value of ``rollout.name``."""
-HOST_NAME = "sglang"
+STOCK_NAME = "sglang"
 """verl's own name of SGLang: a few of its features ask for exactly this one.
 
 With ``SGLANG_PAT`` set in the job's environment it means this engine, too.
 """
 
-_load_stock = RolloutReplicaRegistry._registry[HOST_NAME]
+_load_stock = RolloutReplicaRegistry._registry[STOCK_NAME]
 
 
 def register() -> None:
     """Make ``sglang_pat`` a rollout of verl's; and ``sglang`` this one, if the variable ``SGLANG_PAT`` is set."""
-    for name in (NAME, HOST_NAME) if VARIABLE in os.environ else (NAME,):
+    for name in (NAME, STOCK_NAME) if VARIABLE in os.environ else (NAME,):
         RolloutReplicaRegistry.register(name, _load_replica)
         _ROLLOUT_REGISTRY[name, "async"] = f"{__package__}.adapter.AdaptiveAdapter"
 

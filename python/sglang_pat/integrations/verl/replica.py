@@ -10,9 +10,9 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
-from sglang_pat.host.attach import attach
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS
+from sglang_pat.sglang.attach import attach
 
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
 

@@ -21,8 +21,9 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import LONG, Abort, Action, Launch, Output, Return, RoundOver, SampleId, Span, Summary
+from sglang_pat.admission.records import Abort, Action, Launch, Output, Return, RoundOver, SampleId, Span, Summary
 from sglang_pat.admission.rules import Rules
+from sglang_pat.admission.state import LONG
 
 OPTIONS = {"tail_batching", "eta_prompts", "max_deferrals"}
 """Of ``trainer.v1.sglang_pat_sync``."""

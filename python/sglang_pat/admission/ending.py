@@ -1,0 +1,95 @@
+"""How a round ends: groups that are left wait for another one, and what happened is summed up."""
+
+from __future__ import annotations
+
+from sglang_pat.admission import epochs
+from sglang_pat.admission.deadlines import Deadlines
+from sglang_pat.admission.records import NEW, Group, Summary
+from sglang_pat.admission.state import Round, State
+
+
+def end_round(state: State, round_: Round, deadlines: Deadlines, keeps: bool, kept: list[int]) -> Summary:
+    """Nothing of the round is in the engine; ``state.round`` is None from now on.
+
+    Args:
+        keeps: whether tokens outlive their round.
+        kept: tokens of each response returned.
+    """
+    deferred = round_.groups
+    if round_.cancelled:
+        _take_back(state, round_, keeps)
+    else:
+        _settle(state, round_, deadlines, keeps, kept)
+    state.thrown += round_.thrown
+    state.round = None
+    epochs.close(state)
+    return _summary(state, round_, len(deferred), kept)
+
+
+def _settle(state: State, round_: Round, deadlines: Deadlines, keeps: bool, kept: list[int]) -> None:
+    """It has happened: what it returned or filtered is gone, it has passed the others over."""
+    state.rounds[round_.kind] = state.rounds.get(round_.kind, 0) + 1
+    state.lengths = [state.lengths[0] + len(kept), state.lengths[1] + sum(kept)]
+    for group in (*round_.taken, *round_.filtered):
+        deadlines.left(group)
+    for group in round_.groups:
+        _put_back(state, round_, group, keeps)
+    state.waiting.sort(key=_by_arrival)
+    for group in state.waiting:
+        group.deferrals += 1
+
+
+def _take_back(state: State, round_: Round, keeps: bool) -> None:
+    """It has not happened: all its groups are where they were."""
+    state.returned -= len(round_.taken)
+    state.filtered -= len(round_.filtered)
+    for group in round_.everyone:
+        _put_back(state, round_, group, keeps)
+    epochs.in_order(state.fresh)
+    state.waiting.sort(key=_by_arrival)
+
+
+def _put_back(state: State, round_: Round, group: Group, keeps: bool) -> None:
+    """A group waits, or is a fresh prompt again as before a cancelled round."""
+    group.judging = False
+    anew = round_.cancelled and not group.begun and not (keeps and group.tokens)
+    if anew or not keeps:
+        for sample in group.samples:
+            if sample.state != NEW or sample.output.spans:
+                round_.thrown += group.throw(sample)
+        group.chosen, group.complete, group.useful = [], False, False
+    if anew:
+        state.drawn -= 1
+        state.fresh.append(group)
+    else:
+        group.begun = True
+        state.waiting.append(group)
+
+
+def _summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Summary:
+    cancelled = round_.cancelled
+    return Summary(
+        number=round_.number,
+        kind=round_.kind,
+        version=round_.version,
+        target=round_.target,
+        returned=0 if cancelled else len(round_.taken),
+        filtered=0 if cancelled else len(round_.filtered),
+        deferred=0 if cancelled else deferred,
+        thrown=round_.thrown,
+        cancelled=cancelled,
+        drawn=state.drawn,
+        kept_lengths=[] if cancelled else kept,
+        aborted_lengths=round_.aborted,
+        kept_rewards=[] if cancelled else _rewards(round_.taken),
+        filtered_rewards=[] if cancelled else _rewards(round_.filtered),
+        ages=[group.deferrals for group in state.waiting],
+    )
+
+
+def _rewards(groups: list[Group]) -> list[float]:
+    return [group.reward for group in groups if group.reward is not None]
+
+
+def _by_arrival(group: Group) -> int:
+    return group.order

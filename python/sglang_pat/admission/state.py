@@ -1,0 +1,95 @@
+"""What the admitter remembers between two calls: the round under way and everything else.  All of it can be saved."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_pat.admission.records import Group, Key
+
+SHORT, LONG, FLUSH = "short", "long", "flush"
+
+
+class Round(msgspec.Struct, kw_only=True):
+    """A round under way.
+
+    Attributes:
+        number: counts rounds from 0.
+        epoch: of its prompts.
+        kind: ``short``, ``long`` or ``flush`` (the rest of an epoch).
+        version: of the weights.
+        target: groups wanted.
+        prompts: groups under way or taken at most (``partial``: unlimited); ``responses``: samples started for each.
+        open: groups of this round that lack responses, by order, as they joined it.
+        complete: those that have them, by order, as they were completed, but those returned or filtered.
+        taken: returned groups, in order; kept until the round is over, so that it can be taken back.
+        filtered: groups that were judged useless, likewise.
+        owed: ``[bound + 1]`` or shorter: of the groups that may wait at most so many more rounds, how many must be
+            returned in this one, or some group will wait too long; what is not there is 0.
+        forced: those groups.
+        room: fresh prompts that may still be started.
+        stopping: the batch is complete, or the round was cancelled.
+        cancelled: it will not have happened.
+        thrown: tokens thrown away; ``aborted``: lengths of the samples that were stopped.
+    """
+
+    number: int
+    epoch: int
+    kind: str
+    version: int
+    target: int
+    prompts: int
+    responses: int
+    open: dict[int, Group] = {}
+    complete: dict[int, Group] = {}
+    taken: list[Group] = []
+    filtered: list[Group] = []
+    owed: list[int] = []
+    forced: list[Key] = []
+    room: int = 0
+    stopping: bool = False
+    cancelled: bool = False
+    thrown: int = 0
+    aborted: list[int] = []
+
+    @property
+    def groups(self) -> list[Group]:
+        """Of this round, those that are not returned or filtered."""
+        return [*self.complete.values(), *self.open.values()]
+
+    @property
+    def everyone(self) -> list[Group]:
+        """All groups of this round, also those that have left it."""
+        return [*self.groups, *self.taken, *self.filtered]
+
+
+class State(msgspec.Struct, kw_only=True):
+    """All that the admitter has to remember.
+
+    Attributes:
+        fresh: prompts that were never started, in order; ``waiting``: those that were, oldest first.
+        round: the one under way.
+        rounds: number of rounds that were completed, by kind.
+        ended: epochs of which no more prompts come.
+        known: indices of each epoch that is not over; ``over``: epochs up to and without this one are.
+        fed: prompts that ever came.
+        drawn, returned, filtered: prompts that were ever started, returned, filtered.
+        aborted: samples that were stopped; ``thrown``: tokens thrown away.
+        lengths: number and sum of the lengths of all returned responses.
+        version: of the weights in the last round; None before the first.
+    """
+
+    fresh: list[Group] = []
+    waiting: list[Group] = []
+    round: Round | None = None
+    rounds: dict[str, int] = {}
+    ended: list[int] = []
+    known: dict[str, list[int]] = {}
+    over: int = 0
+    fed: int = 0
+    drawn: int = 0
+    returned: int = 0
+    filtered: int = 0
+    aborted: int = 0
+    thrown: int = 0
+    lengths: list[int] = msgspec.field(default_factory=lambda: [0, 0])
+    version: int | None = None

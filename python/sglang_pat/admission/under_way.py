@@ -1,0 +1,277 @@
+"""A round under way: what ends is noted, what is complete is returned, what may be started is started."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from sglang_pat.admission.deadlines import Deadlines
+from sglang_pat.admission.modes import Mode
+from sglang_pat.admission.opening import ask
+from sglang_pat.admission.ready import Ready
+from sglang_pat.admission.records import (
+    DONE,
+    NEW,
+    RUNNING,
+    STOPPING,
+    Abort,
+    Action,
+    Group,
+    Key,
+    Launch,
+    Output,
+    Return,
+    Sample,
+    SampleId,
+)  # fmt: skip
+from sglang_pat.admission.rules import Rules
+from sglang_pat.admission.starting import Fresh, to_start
+from sglang_pat.admission.state import Round, State
+
+
+class StaleOutput(RuntimeError):
+    """Tokens of other weights than the round's: cancel it."""
+
+
+class RoundUnderWay:
+    """The round of ``state.round``, from the moment it is there until it is :attr:`over`.
+
+    Made from the state alone, at any time of the round.  Beside the round's record it keeps what follows from it, so
+    that no event has to go through all groups.
+
+    Args:
+        deadlines: kept up to date.
+        alive: samples that the engine has.
+        most: samples to start in one call; None: all.
+
+    Attributes:
+        round: its record, part of the state.
+        more: whether samples wait to be started by :meth:`go_on`, see ``most``.
+        kept: lengths of the responses returned.
+    """
+
+    def __init__(
+        self, rules: Rules, state: State, round_: Round, mode: Mode, deadlines: Deadlines, alive: int, most: int | None
+    ) -> None:
+        self.round = round_
+        self.more = False
+        self._rules, self._state, self._mode, self._deadlines, self._most = rules, state, mode, deadlines, most
+        everyone = round_.everyone
+        self.kept = [sample.output.tokens for group in round_.taken for sample in group.kept()]
+        self._groups = {group.key: group for group in everyone}
+        self._judging = sum(group.judging for group in everyone)
+        self._alive = alive
+        self._ready = Ready()
+        self._starting = mode.starting(round_, state, deadlines.oldest)
+        for group in round_.complete.values():
+            self._ready.completed(group)
+            if not group.judging:
+                self._ready.add(group, self._least(group))
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it is in the engine and no verdict is to come."""
+        return not self._alive and (self.round.cancelled or not self._judging)
+
+    # -- what happens ----------------------------------------------------------------------------------
+
+    def finished(self, sample: SampleId, output: Output) -> list[Action]:
+        """See :meth:`Admitter.finished`."""
+        found = self._find(sample)
+        if found is None:
+            return []
+        group, mine = found
+        late = mine.state == STOPPING and not self._mode.keeps
+        if not self._mode.keeps and not late:
+            self._check_version(sample, output)
+        self._heard(group, mine, output)
+        if late:
+            self.round.thrown += group.throw(mine)
+            self._again(group)
+            return self.go_on()
+        mine.state = DONE
+        group.chosen.append(mine.number)
+        if len(group.chosen) == self._rules.num_responses:
+            return self._completed(group) + self.go_on()
+        self._starting.changed(group)
+        return self.go_on()
+
+    def stopped(self, sample: SampleId, output: Output) -> list[Action]:
+        """See :meth:`Admitter.stopped`."""
+        found = self._find(sample)
+        if found is None:
+            return []
+        group, mine = found
+        self._heard(group, mine, output)
+        self._state.aborted += 1
+        self.round.aborted.append(mine.output.tokens)
+        if self._mode.keeps:
+            mine.state = NEW
+        else:
+            self.round.thrown += group.throw(mine)
+        self._again(group)
+        return self.go_on()
+
+    def judged(self, key: Sequence[int], keep: bool, reward: float | None) -> list[Action]:
+        """See :meth:`Admitter.judged`."""
+        group = self._groups.get(Key(*key))
+        if group is None or not group.judging:
+            return []
+        group.judging, group.useful, group.reward = False, keep, reward
+        self._judging -= 1
+        if keep:
+            self._ready.add(group, self._least(group))
+        else:
+            self._leave(group, self.round.filtered)
+            self._state.filtered += 1
+            self.round.room += 1
+        return self.go_on()
+
+    def cancel(self) -> list[Action]:
+        """See :meth:`Admitter.cancel`."""
+        self.round.cancelled = True
+        return self.go_on()
+
+    def lost(self) -> list[Action]:
+        """No engine has anything of it any more."""
+        actions = self.cancel()
+        for group in self.round.everyone:
+            for sample in [sample for sample in group.samples if sample.alive]:
+                actions += self.stopped(group.id_of(sample), Output())
+        return actions
+
+    def _find(self, sample: SampleId) -> tuple[Group, Sample] | None:
+        """The sample, if this attempt at it is in the engine as far as we know."""
+        sample = SampleId(*sample)
+        group = self._groups.get(sample.key)
+        if group is None or sample.number >= len(group.samples):
+            return None
+        found = group.samples[sample.number]
+        return (group, found) if found.alive and found.attempt == sample.attempt else None
+
+    def _check_version(self, sample: SampleId, output: Output) -> None:
+        """Raises StaleOutput: tokens of other weights than the round's."""
+        of = self.round.version
+        if any(span.version != of for span in output.spans):
+            versions = sorted({span.version for span in output.spans})
+            raise StaleOutput(f"sample {list(sample)}: tokens of weights {versions} in a round of {of}")
+
+    def _heard(self, group: Group, sample: Sample, output: Output) -> None:
+        """It is out of the engine."""
+        self._alive -= 1
+        sample.output = sample.output.followed_by(output)
+        self._deadlines.heard(group, output)
+
+    def _again(self, group: Group) -> None:
+        """One of its samples is out of the engine unfinished."""
+        if not group.complete and not self.round.stopping:
+            self._starting.waits(group)
+
+    def _completed(self, group: Group) -> list[Action]:
+        """It has all its responses: ask for a verdict or have it returned, and stop its other samples."""
+        group.complete = True
+        self.round.complete[group.order] = self.round.open.pop(group.order)
+        self._ready.completed(group)
+        actions = ask(self._rules, group)
+        if group.judging:
+            self._judging += 1
+        else:
+            self._ready.add(group, self._least(group))
+        return actions + _stop(group)
+
+    # -- what follows ----------------------------------------------------------------------------------
+
+    def go_on(self) -> list[Action]:
+        """Return what is complete, start what may be started, or stop what runs."""
+        round_, actions = self.round, []
+        if not round_.stopping and not round_.cancelled:
+            actions += self._take()
+            if len(round_.taken) < round_.target:
+                actions += self._start()
+        if not round_.stopping and (round_.cancelled or len(round_.taken) >= round_.target):
+            round_.stopping = True
+            actions += [abort for group in round_.groups for abort in _stop(group)]
+        return actions
+
+    def _take(self) -> list[Action]:
+        """Return groups in the order in which they were completed, as far as older ones do not need the place."""
+        round_, actions = self.round, []
+        while len(round_.taken) < round_.target and (order := self._ready.pop(self._may_take)) is not None:
+            group = round_.complete[order]
+            self._leave(group, round_.taken)
+            self._state.returned += 1
+            self.kept += [sample.output.tokens for sample in group.kept()]
+            actions.append(Return(group))
+        return actions
+
+    def _may_take(self, least: int) -> bool:
+        """Whether enough places remain for the groups that must be in this round if such a one is returned."""
+        round_ = self.round
+        places = round_.target - len(round_.taken) - 1
+        return all(count - (j >= least) <= places for j, count in enumerate(round_.owed))
+
+    def _leave(self, group: Group, where: list[Group]) -> None:
+        """A group is returned or filtered."""
+        round_ = self.round
+        least = self._least(group)
+        round_.owed = [max(0, count - (j >= least)) for j, count in enumerate(round_.owed)]
+        del round_.complete[group.order]
+        where.append(group)
+        self._ready.look_again()
+
+    def _least(self, group: Group) -> int:
+        """How many more rounds it may wait."""
+        return self._deadlines.least(group, self.round.version)
+
+    def _start(self) -> list[Action]:
+        """As many samples as may be, :attr:`more` than ``most`` in a later call."""
+        actions: list[Action] = []
+        while True:
+            self.more = self._most is not None and len(actions) >= self._most
+            group = None if self.more else self._next()
+            if group is None:
+                return actions
+            samples = self._starting.samples(group, self._alive)
+            if self._most is not None:
+                samples = samples[: self._most - len(actions)]
+            actions += [self._launch(group, sample) for sample in samples]
+            if to_start(self.round, group):
+                self._starting.waits(group)
+
+    def _next(self) -> Group | None:
+        """The group of which samples are started now; part of the round from now on."""
+        round_, state = self.round, self._state
+        ready = bool(state.fresh) and state.fresh[0].epoch == round_.epoch and round_.room > 0
+        group = self._starting.next(ready, self._alive)
+        if isinstance(group, Fresh):
+            group = state.fresh.pop(0)
+            round_.room -= 1
+            state.drawn += 1
+            self._join(group)
+        elif group is not None and group.order not in round_.open:
+            # In the order of arrival: found without looking at all of them.
+            del state.waiting[bisect_left(state.waiting, group.order, key=lambda other: other.order)]
+            self._join(group)
+        return group
+
+    def _join(self, group: Group) -> None:
+        """A group becomes part of the round."""
+        self.round.open[group.order] = group
+        self._groups[group.key] = group
+        self._deadlines.joined(group)
+        group.fill(self.round.responses)
+        self._starting.joined(group)
+
+    def _launch(self, group: Group, sample: Sample) -> Launch:
+        sample.state = RUNNING
+        sample.attempt += 1
+        self._alive += 1
+        return Launch(group.id_of(sample), group.prompt, sample.output if sample.output.tokens else None)
+
+
+def _stop(group: Group) -> list[Action]:
+    """Abort what runs of a group."""
+    running = [sample for sample in group.samples if sample.state == RUNNING]
+    for sample in running:
+        sample.state = STOPPING
+    return [Abort(group.id_of(sample)) for sample in running]

@@ -1,0 +1,139 @@
+"""When the policy is asked, what it is shown, and which switch it then wants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator.leader import Leader, load_of
+from sglang_pat.coordinator.outbox import Outbox
+from sglang_pat.coordinator.round_tracker import RoundTracker
+from sglang_pat.coordinator.switching import Wanted
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.rules import RETRY_SECONDS
+from sglang_pat.policies.snapshot import NO_LOAD, Policy, Snapshot
+
+DECISION_INTERVAL_SECONDS = 0.1
+"""Policies that predict are asked at most this often: a decision takes milliseconds of a core that ranks may want."""
+
+DECISION_SHARE = 0.01
+"""And while a round gets on without arrivals or switches, after this share of the time it has done so: a switch that is
+late by it costs less than that share."""
+
+LONGEST_INTERVAL_SECONDS = 1.0
+"""But at least this often, as aborts may empty half of a batch at any time."""
+
+
+class Deciding:
+    """The policy, and what it goes by beside the load.
+
+    Args:
+        leaders: the coordinator's, by rank.
+        outbox: where decisions are told.
+        policy: what ``config.policy`` names; made here if it needs no profile.
+
+    Attributes:
+        history: lengths of the responses that ended.
+        round: requests as they come in.
+        floor: lowest degree of a round, see ``messages.Floor``.
+        expected_seconds: until all requests are done, as the policy saw it when it was last asked; None if it does not
+            predict.
+    """
+
+    def __init__(
+        self, config: AdaptiveConfig, leaders: Mapping[int, Leader], outbox: Outbox, policy: Policy | None
+    ) -> None:
+        self.history = LengthHistory()
+        self.round = RoundTracker()
+        self.floor = config.base.tp
+        self.expected_seconds: float | None = None
+        self.policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
+        self._config, self._leaders, self._outbox = config, leaders, outbox
+        self._degrees, self._num_ranks = tuple(layout.tp for layout in config.layouts), config.num_ranks
+        self._last_abort = self._last_switch = self._last_decision = float("-inf")
+        self._opened = False
+
+    # -- what has happened ------------------------------------------------------------------------
+
+    def arrived(self, now: float) -> None:
+        """A request goes into the engine."""
+        self.round.arrived(now)
+        self._opened = False
+
+    def switched(self, now: float) -> None:
+        self._last_switch = now
+
+    def aborted(self, now: float) -> None:
+        """A switch was."""
+        self._last_abort = now
+
+    # -- when to ask ------------------------------------------------------------------------------
+
+    def opens(self, now: float) -> bool:
+        """Whether a request that is about to go in is the first of a round whose size is known: a switch stops nobody
+        yet.  Says so once; the policy is then due."""
+        begins = not self.round.came and not self._opened and self._config.predicts
+        if not begins or not len(self.round.coming(now)):
+            return False
+        self._opened = True
+        self.hurry()
+        return True
+
+    def hurry(self) -> None:
+        """The policy is due at once."""
+        self._last_decision = float("-inf")
+
+    def due(self, now: float) -> bool:
+        """Whether the policy may be asked again: always if it does not predict."""
+        return not self._config.predicts or now >= self._last_decision + self._interval(now)
+
+    def _interval(self, now: float) -> float:
+        calm = now - max(self.round.last, self._last_switch) if self.round.came else 0.0
+        return min(max(DECISION_SHARE * calm, DECISION_INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS)
+
+    # -- the decision -----------------------------------------------------------------------------
+
+    def decide(
+        self, layout: ParallelLayout, in_engine: int, held: int, now: float, ahead: bool = False
+    ) -> Wanted | None:
+        """The switch that the floor or the policy wants, if any.
+
+        Args:
+            layout: the one in force.
+            in_engine: requests at its leaders; ``held``: in the backlog.
+            ahead: of a round, whose requests wait for the switch.
+        """
+        self._last_decision = now
+        # Without requests it stays where a control request has led it: the next round says again what it wants.
+        if layout.tp < self.floor and in_engine and now - self._last_abort >= RETRY_SECONDS:
+            return Wanted(self._config.layout(self.floor), "planner", ahead=ahead)
+        snapshot = self.snapshot(layout, in_engine + held, now)
+        self.round.saw(snapshot.load)
+        decision = self.policy(snapshot, self.history)
+        self.expected_seconds = decision.estimates.get(decision.tp)
+        self._outbox.decided(snapshot, decision)
+        if decision.tp == layout.tp:
+            return None
+        target = self._config.layout(decision.tp)
+        return Wanted(target, self._config.policy, recompute_below=decision.recompute_below, ahead=ahead)
+
+    def snapshot(self, layout: ParallelLayout, requests: int, now: float) -> Snapshot:
+        """What the policy is shown; ``requests``: in the engine and in the backlog."""
+        lowest, predicts = min(self.floor, layout.tp), self._config.predicts
+        return Snapshot(
+            now=now,
+            tp=layout.tp,
+            degrees=self._degrees if lowest <= self._degrees[0] else tuple(tp for tp in self._degrees if tp >= lowest),
+            num_ranks=self._num_ranks,
+            requests=requests,
+            peak=self.round.peak,
+            last_arrival=self.round.last,
+            complete=self.round.complete,
+            last_switch=self._last_switch,
+            last_abort=self._last_abort,
+            # Policies that do not predict do not look at it, and are asked at every event.
+            load=load_of(self._leaders, layout.leaders) if predicts else NO_LOAD,
+            coming=self.round.coming(now) if predicts and requests else NO_LOAD,
+        )

@@ -1,0 +1,115 @@
+"""The batches of the demonstration: a model, a link between the ranks, and how long the responses are."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from scipy.special import ndtri
+
+from sglang_pat.tools.prompts import PROMPTS
+
+NATURAL = "none"
+"""The link as it is: shared memory."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Response lengths of a batch, in tokens.
+
+    Lognormal with this median and sigma, at least ``least``; a share ``capped`` of them runs into the ``limit``.
+    """
+
+    batch: int
+    median: float
+    sigma: float
+    limit: int
+    capped: float = 0.0
+    least: int = 4
+
+    def lengths(self) -> list[int]:
+        """Quantiles of the distribution, ascending: the same work in every round."""
+        long = round(self.batch * self.capped)
+        short = self.batch - long
+        drawn = [self.median * math.exp(self.sigma * ndtri((i + 0.5) / short)) for i in range(short)]
+        return [int(min(max(length, self.least), self.limit)) for length in drawn] + [self.limit] * long
+
+    def bodies(self, round_number: int, tokens: int | None = None) -> list[dict]:
+        """The requests of one round, for ``/generate``.
+
+        No prompt comes twice.  Policies are told one limit for all responses, not the lengths.
+
+        Args:
+            tokens: length of all responses, for a round that does not count; its limit, too, so that policies learn no
+                length from it.
+        """
+        rng = random.Random(round_number)
+        lengths, limit = self.lengths(), self.limit
+        rng.shuffle(lengths)
+        if tokens is not None:
+            lengths, limit = [tokens] * len(lengths), tokens
+        return [
+            {
+                "text": f"Question {round_number}.{i}: {rng.choice(PROMPTS)}\nAnswer:",
+                "sampling_params": {
+                    "temperature": 0,
+                    "max_new_tokens": length,
+                    "ignore_eos": True,
+                    "custom_params": {"pat_limit": limit},
+                },
+            }
+            for i, length in enumerate(lengths)
+        ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, an emulated link (µs:GB/s) or :data:`NATURAL`, and the work."""
+
+    model: str
+    link: str
+    work: Work
+
+    @property
+    def link_name(self) -> str:
+        return "real link" if self.link == NATURAL else f"emulated link {self.link}"
+
+
+MODELS = Path(".cache") / "models"
+SMOLLM2, WIDE, TINY = "SmolLM2-135M", "wide", "tiny"
+
+
+def _smollm2() -> Path:
+    from sglang_pat.testing import models
+
+    return models.make_smollm2(MODELS / "smollm2")
+
+
+def _wide() -> Path:
+    # 147 million parameters in two layers: steps are mostly weights, as those of a model of billions are.
+    from sglang_pat.testing import models
+
+    shape = dict(layers=2, hidden=2048, intermediate=10240, heads=16, kv_heads=4, head_dim=128, vocab=2048)
+    return models.make_random("llama", MODELS / "wide", **shape)
+
+
+def _tiny() -> Path:
+    from sglang_pat.testing import models
+
+    return models.make_random("llama", MODELS / "llama")
+
+
+MAKERS: dict[str, Callable[[], Path]] = {SMOLLM2: _smollm2, WIDE: _wide, TINY: _tiny}
+"""By name; each returns the folder of its model, made on first use."""
+
+BANDWIDTH = "5:0.03"
+"""A link with which tp2 over tp1 is, of ``wide`` at batch 128, what TP8 over TP2 is of 8×A40 in the paper (1.26)."""
+
+CASES = {
+    "real-link": Case(SMOLLM2, NATURAL, Work(48, 12, 0.5, 96, capped=0.09)),
+    "slow-link": Case(WIDE, BANDWIDTH, Work(64, 24, 0.3, 120, capped=0.125)),
+}
+QUICK = {"quick": Case(TINY, NATURAL, Work(16, 24, 1.0, 200))}

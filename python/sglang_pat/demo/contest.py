@@ -1,0 +1,260 @@
+"""One case: the static layouts and the adaptive engine, in turns, on the same batches.
+
+Both servers are alive all the time; the one whose turn it is not is stopped (SIGSTOP).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from sglang_pat.comm.shm import LINK_ENV
+from sglang_pat.coordinator.round_tracker import ALIKE
+from sglang_pat.demo.cases import NATURAL, Case
+from sglang_pat.demo.display import Display, Progress
+from sglang_pat.demo.records import Answer, DemoError, Run, Sample, StepTime, name_of, switches_of
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.profile import load
+from sglang_pat.testing import prefork as programs
+from sglang_pat.testing.prefork import Prefork
+from sglang_pat.testing.server import Server, ServerDied, stopped
+from sglang_pat.tools.cpu_share import Meter
+
+T = TypeVar("T")
+
+LOW, HIGH = ParallelLayout(1, 2), ParallelLayout(2, 1)
+POLICY = "survival"
+RANKS = ("--tp", "1", "--dp", "2", "--max-running-requests", "128", "--device", "cpu")
+KV_TOKENS = 20_000
+
+WARM_REQUESTS, WARM_TOKENS = 8, 4
+"""Of the runs that do not count, and the length of their responses.  The adaptive engine gets ``ALIKE`` whole batches
+of this length, too: then policies know how large a round is (``coordinator/round_tracker.py``)."""
+
+POLL_SECONDS = 0.5
+"""How often the engine is asked for its layout and loads, for display and picture."""
+
+RETURN_SECONDS = 30.0
+"""How long an engine that has run empty may take to go back to its base layout."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """How much is profiled: a budget of time, and a grid; both as ``profiler.sweep`` takes them."""
+
+    budget: str
+    grid: str
+
+
+def link_environment(link: str) -> dict[str, str]:
+    return {} if link == NATURAL else {LINK_ENV: link}
+
+
+def profile(case: Case, model: Path, out: Path, sweep: Sweep, display: Display, prefork: Prefork | None) -> Path:
+    """The profile of this model over this link, at ``out``; a file that is there is gone on with.
+
+    Raises:
+        DemoError: the sweep failed; with what it said.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    argv = ["--model-path", str(model), "--out", str(out), "--budget", sweep.budget, "--grid", sweep.grid, *RANKS]
+    argv += ["--dtype", "float32", "--max-total-tokens", str(KV_TOKENS)]
+    environment = {name: value for name, value in os.environ.items() if name != LINK_ENV}
+    environment |= programs.ENVIRONMENT | link_environment(case.link)
+    said: list[str] = []
+    with display.waiting(f"profiling both layouts of {case.model}, {case.link_name}: {sweep.budget} at most"):
+        files = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        process = programs.popen(prefork, "profiler.sweep", argv, environment, **files)
+        try:
+            for line in process.stdout or ():
+                said.append(line)
+                display.say(f"  {line.rstrip()}")
+            code = process.wait()
+        finally:
+            process.kill()
+    if code:
+        raise DemoError(f"profiler.sweep failed (exit code {code}):\n{''.join(said)[-3000:]}")
+    return out
+
+
+def step_times(profile: Path, batches: tuple[int, ...]) -> list[StepTime]:
+    """Step times of both layouts with so many requests of 64 tokens, as profiled."""
+    predictor = Predictor(load(profile))
+
+    def of(layout: ParallelLayout, batch: int) -> float:
+        replicas = min(batch, layout.dp)
+        each = -(-batch // replicas)
+        return predictor.step_seconds(layout.tp, each, 64 * each, replicas)
+
+    return [
+        StepTime(requests=batch, seconds={str(layout): of(layout, batch) for layout in (LOW, HIGH)})
+        for batch in batches
+    ]
+
+
+class Contender:
+    """One way to run a batch: a layout that stays, or the policy (``layout`` None)."""
+
+    def __init__(self, name: str, server: Server, layout: ParallelLayout | None) -> None:
+        self.name, self.server, self.layout = name, server, layout
+
+    def run(self, bodies: list[dict[str, Any]], display: Display, title: str) -> Run:
+        """Send the batch at once, wait for its last answer.
+
+        Raises:
+            DemoError: an answer is not as long as was asked for.
+        """
+        if self.layout is not None:
+            self.server.reconfigure(self.layout.tp)
+        status = self.server.status()
+        before, layout = status["num_switches"], name_of(status["layout"])
+        meter = Meter([psutil.Process(), psutil.Process(self.server.process.pid), *self.server.children()])
+        progress = Progress(f"{title}, {self.name}", len(bodies))
+        with display.following(progress):
+            began, answers, samples = asyncio.run(_send(self.server, bodies, progress))
+        others = meter.share()
+        wanted = [body["sampling_params"]["max_new_tokens"] for body in bodies]
+        if [answer.tokens for answer in answers] != wanted:
+            raise DemoError(f"{self.name}: a response is shorter or longer than asked for")
+        status = self._back()
+        switches = switches_of(status, began, status["num_switches"] - before)
+        return Run(
+            contender=self.name, layout=layout, answers=answers, switches=switches, samples=samples, others=others
+        )
+
+    def _back(self) -> dict[str, Any]:
+        """The status once the engine is empty, and, if it is adaptive, in its base layout."""
+        begin = time.monotonic()
+        while True:
+            status = self.server.status()
+            if not status["requests"] and (self.layout is not None or status["layout"] == status["base"]):
+                return status
+            if time.monotonic() - begin > RETURN_SECONDS:
+                raise DemoError(f"the engine did not go back to its base layout in {RETURN_SECONDS:.0f} s: {status}")
+            time.sleep(0.1)
+
+
+async def _send(
+    server: Server, bodies: list[dict[str, Any]], progress: Progress
+) -> tuple[float, list[Answer], list[Sample]]:
+    """The unix time of the first request, the answers, and the engine meanwhile."""
+    samples: list[Sample] = []
+    async with server.session() as session:
+        began = progress.began = time.time()
+
+        async def one(body: dict[str, Any]) -> Answer:
+            data = await server.one(session, body)
+            progress.done += 1
+            tokens = data["meta_info"]["completion_tokens"]
+            progress.tokens += tokens
+            return Answer(end=time.time() - began, tokens=tokens, text=data["text"])
+
+        async def watch() -> None:
+            while True:
+                async with session.get(server.url + "/pat/status") as response:
+                    status = await response.json()
+                progress.layout = name_of(status["layout"])
+                loads = [group["in_flight"] + group["waiting"] + group["running"] for group in status["groups"]]
+                samples.append(Sample(at=time.time() - began, layout=progress.layout, loads=loads))
+                await asyncio.sleep(POLL_SECONDS)
+
+        watcher = asyncio.create_task(watch())
+        try:
+            answers = await asyncio.gather(*map(one, bodies))
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+    return began, list(answers), samples
+
+
+def play(
+    case: Case,
+    model: Path,
+    profile: Path,
+    more: Callable[[int, float], bool],
+    display: Display,
+    prefork: Prefork | None = None,
+) -> list[list[Run]]:
+    """The rounds of a case.
+
+    Args:
+        more: whether there is another round, of the rounds so far and the seconds that the longest took.
+
+    Raises:
+        DemoError: whatever went wrong; with the end of the server's log if a server is to blame.
+    """
+    with ExitStack() as stack:
+        contenders = _contenders(case, model, profile, display, prefork, stack)
+        servers = list({contender.server: None for contender in contenders})
+
+        def run(contender: Contender, bodies: list[dict[str, Any]], title: str) -> Run:
+            with stopped(*(server for server in servers if server is not contender.server)):
+                return _blaming(contender.server, partial(contender.run, bodies, display, title))
+
+        for contender in contenders:
+            run(contender, case.work.bodies(0, WARM_TOKENS)[:WARM_REQUESTS], "warming up")
+        for number in range(1, 1 + ALIKE):
+            title = f"warming up, whole batch {number} of {ALIKE}"
+            run(contenders[-1], case.work.bodies(number, WARM_TOKENS), title)
+        rounds: list[list[Run]] = []
+        longest = 0.0
+        while not rounds or more(len(rounds), longest):
+            began, number = time.monotonic(), len(rounds)
+            bodies, turn = case.work.bodies(1 + ALIKE + number), number % len(contenders)
+            in_turn = contenders[turn:] + contenders[:turn]
+            runs = {contender.name: run(contender, bodies, f"round {number + 1}") for contender in in_turn}
+            rounds.append([runs[contender.name] for contender in contenders])
+            longest = max(longest, time.monotonic() - began)
+            shown = ", ".join(f"{one.contender} {one.seconds:.1f} s" for one in rounds[-1])
+            display.say(f"  round {number + 1}: {shown}")
+    for server in servers:
+        server.log.unlink(missing_ok=True)
+    return rounds
+
+
+def _contenders(
+    case: Case, model: Path, profile: Path, display: Display, prefork: Prefork | None, stack: ExitStack
+) -> list[Contender]:
+    servers: list[Server] = []
+    for flags in (["--pat-policy", "manual"], ["--pat-policy", POLICY, "--pat-profile", str(profile)]):
+        with stopped(*servers), display.waiting(f"starting engine {len(servers) + 1} of 2"):
+            server = Server(
+                model, *RANKS, "--adaptive-tp", *flags, max_total_tokens=KV_TOKENS, env=link_environment(case.link),
+                prefork=prefork, wait=False,
+            )  # fmt: skip
+            stack.callback(server.stop)
+            _blaming(server, server.wait_ready)
+            servers.append(server)
+    fixed, switching = servers
+    return [
+        Contender(f"static {LOW}", fixed, LOW),
+        Contender(f"static {HIGH}", fixed, HIGH),
+        Contender("adaptive", switching, None),
+    ]
+
+
+def _blaming(server: Server, what: Callable[[], T]) -> T:
+    """``what()``; whatever goes wrong is a DemoError with the end of the server's log."""
+    try:
+        return what()
+    except (DemoError, KeyboardInterrupt):
+        raise
+    except ServerDied as error:
+        raise DemoError(str(error)) from None
+    except Exception as error:
+        with suppress(Exception):
+            server.process.wait(2)  # a dying server closes its connections first
+        code = server.process.poll()
+        why = f"the server died (exit code {code})" if code is not None else str(error) or type(error).__name__
+        raise DemoError(f"{why}; end of {server.log}:\n{server.log_text()[-3000:]}") from error

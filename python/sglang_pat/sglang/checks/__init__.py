@@ -1,0 +1,1 @@
+"""What test builds look at; nothing here acts unless an environment variable asks for it."""

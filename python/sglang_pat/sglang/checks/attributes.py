@@ -1,0 +1,69 @@
+"""What each attribute of SGLang is: ``attributes.txt``, and how a census is held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import resources
+
+KINDS = ("fixed", "own", "layout", "group", "rank", "free")
+
+AGREED = ("fixed", "group")
+"""Kinds whose values are the same on all ranks of a group after a switch."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """An attribute of the table, or several: ``pattern`` is its path, in which ``*`` stands for anything."""
+
+    kind: str
+    pattern: str
+    reason: str
+
+
+@cache
+def table() -> tuple[Line, ...]:
+    """All lines of ``attributes.txt``.  Raises ``ValueError`` for a line that is none."""
+    return tuple(parse(resources.files(__package__).joinpath("attributes.txt").read_text()))
+
+
+def parse(text: str) -> Iterable[Line]:
+    """The lines of a table.  Raises ``ValueError``: what is wrong with it."""
+    kind = root = reason = ""
+    for line in text.splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        if not line.startswith(" "):
+            head, _, reason = line.partition(" -- ")
+            kind, root = head.split()
+            if kind not in KINDS or (kind in ("rank", "free") and not reason):
+                raise ValueError(f"{line!r}: must be one of {', '.join(KINDS)}, a root, and for rank and free a reason")
+            continue
+        for name in line.split():
+            if name.startswith("*"):
+                raise ValueError(f"{root}.{name}: takes in everything; name the attribute")
+            yield Line(kind, f"{root}.{name}", reason)
+
+
+@cache
+def line_of(path: str) -> Line | None:
+    """What the table says of ``path``; None if it does not know it."""
+    lines = [line for line in table() if line.pattern == path or ("*" in line.pattern and _matches(path, line.pattern))]
+    return max(lines, key=lambda line: (line.pattern == path, len(line.pattern)), default=None)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern.replace("[", "[[]"))  # brackets are part of paths
+
+
+def unknown(values: Mapping[str, str]) -> list[str]:
+    """Paths of a census that the table does not know."""
+    return sorted(path for path in values if "." in path and line_of(path) is None)
+
+
+@cache
+def of_groups() -> tuple[str, ...]:
+    """Paths that change and must be the same on all ranks of a group after a switch."""
+    return tuple(line.pattern for line in table() if line.kind == "group" and "*" not in line.pattern)

@@ -1,0 +1,225 @@
+"""The coordinator's process: sockets around ``sglang_pat.coordinator.core.Coordinator``.
+
+It stands where SGLang's data-parallel controller stands, and blocks on its sockets instead of polling.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import pickle
+import time
+from typing import Any
+
+import msgspec
+import setproctitle
+import zmq
+
+from sglang_pat.sglang import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+from sglang.srt.managers.io_struct import RpcReqOutput  # noqa: E402
+from sglang.srt.managers.scheduler import configure_logger  # noqa: E402
+from sglang.srt.server_args import PortArgs  # noqa: E402
+from sglang.srt.utils import kill_itself_when_parent_died  # noqa: E402
+from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
+
+from sglang_pat import messages  # noqa: E402
+from sglang_pat.config import AdaptiveConfig  # noqa: E402
+from sglang_pat.coordinator import decision_log  # noqa: E402
+from sglang_pat.coordinator.core import Coordinator  # noqa: E402
+from sglang_pat.dropped import Dropped  # noqa: E402
+from sglang_pat.metrics import SwitchMetrics  # noqa: E402
+from sglang_pat.policies.registry import make_policy  # noqa: E402
+from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
+from sglang_pat.predict.cost import fitted  # noqa: E402
+from sglang_pat.predict.profile import load  # noqa: E402
+from sglang_pat.sglang.channels import SGLANG  # noqa: E402
+from sglang_pat.sglang.controls import classify  # noqa: E402
+from sglang_pat.sglang.launch.args import AdaptiveServerArgs  # noqa: E402
+from sglang_pat.sglang.launch.processes import end_engine  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+TICK_MILLISECONDS = 100
+"""Longest the coordinator sleeps; policies that wait for something look again this often."""
+
+
+class EventLog:
+    """``--pat-log``: appends what the coordinator saw and decided (``sglang_pat.coordinator.decision_log``)."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "ab", buffering=0)
+        self._quiet = False
+
+    def write(self, event: dict[str, Any]) -> None:
+        self._file.write(msgspec.json.encode(event) + b"\n")
+
+    def decided(self, snapshot: Snapshot, decision: Decision) -> None:
+        # An idle engine decides to stay idle ten times a second.
+        quiet = snapshot.requests == 0 and decision.tp == snapshot.tp
+        if not (quiet and self._quiet):
+            self.write(decision_log.dump_decision(snapshot, decision))
+        self._quiet = quiet
+
+
+class Sockets:
+    """The coordinator's sockets, and its outbox."""
+
+    def __init__(
+        self, port_args: PortArgs, leader_addresses: list[str], channel_address: str, metrics, log: EventLog | None
+    ) -> None:
+        context = zmq.Context(2)
+        self.from_server = get_zmq_socket(context, zmq.PULL, port_args.scheduler_input_ipc_name, False)
+        self.from_ranks = get_zmq_socket(context, zmq.PULL, channel_address, True)
+        self.rpc = get_zmq_socket(context, zmq.DEALER, port_args.rpc_ipc_name, False)
+        self._server = get_zmq_socket(context, zmq.PUSH, port_args.tokenizer_ipc_name, False)
+        self._leaders = [get_zmq_socket(context, zmq.PUSH, address, True) for address in leader_addresses]
+        self._metrics = metrics
+        self._log = log
+
+    def to_leader(self, rank: int, obj: Any) -> None:
+        self._leaders[rank].send_pyobj(obj)
+
+    def to_server(self, obj: Any) -> None:
+        (self.rpc if isinstance(obj, RpcReqOutput) else self._server).send_pyobj(obj)
+
+    def decided(self, snapshot: Snapshot, decision: Decision) -> None:
+        if self._log:
+            self._log.decided(snapshot, decision)
+
+    def finished(self, response: messages.Finished) -> None:
+        if self._log:
+            self._log.write(decision_log.dump_length(response.length, response.family, not response.cut))
+
+    def switched(self, record: messages.SwitchRecord) -> None:
+        what = "aborted" if record.error else "done"
+        logger.info(
+            "switch %d tp%d -> tp%d %s: pause %.1f ms, %d requests, %d KV tokens, %s%s",
+            record.epoch, record.from_tp, record.to_tp, what, record.pause_seconds * 1e3, record.requests,
+            record.tokens, record.reason, f" ({record.error})" if record.error else "",
+        )  # fmt: skip
+        if self._metrics:
+            self._metrics.observe(record)
+
+
+def serve(coordinator: Coordinator, sockets: Sockets, dropped: Dropped) -> None:
+    """Run forever.  Events are handled in the order of arrival on each socket; what cannot be read is dropped."""
+    poller = zmq.Poller()
+    for socket in (sockets.from_server, sockets.from_ranks, sockets.rpc):
+        poller.register(socket, zmq.POLLIN)
+    # Unix time for people, but never stepping back.
+    offset = time.time() - time.monotonic()
+    while True:
+        ready = dict(poller.poll(TICK_MILLISECONDS))
+        now = time.monotonic() + offset
+        if sockets.from_ranks in ready:
+            _drain_ranks(coordinator, sockets.from_ranks, now, dropped)
+        for socket in (sockets.from_server, sockets.rpc):
+            if socket in ready:
+                _drain_server(coordinator, socket, now, dropped)
+        coordinator.tick(now)
+
+
+def _drain_ranks(coordinator: Coordinator, socket: zmq.Socket, now: float, dropped: Dropped) -> None:
+    while socket.poll(0):
+        frames = socket.recv_multipart()
+        try:
+            rank, message = _from_rank(frames)
+        except Exception as error:
+            kind = messages.kind_of(frames[-1])
+            if kind in messages.PROTOCOL:
+                raise
+            dropped.note(kind, error)
+            continue
+        if isinstance(message, messages.FromRank):
+            coordinator.rank_message(message, now)
+        else:
+            coordinator.reply(rank, message, now)
+
+
+def _from_rank(frames: list[bytes]) -> tuple[int, Any]:
+    """Who sent it, and what: one of our messages, or an object of SGLang's."""
+    kind, rank, payload = frames
+    return int(rank), pickle.loads(payload) if kind == SGLANG else messages.decode_from_rank(payload)
+
+
+def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, dropped: Dropped) -> None:
+    while socket.poll(0):
+        try:
+            obj = socket.recv_pyobj()
+            events = () if isinstance(obj, messages.FromServer) else classify(obj)
+        except Exception as error:
+            dropped.note("from the server", error)
+            continue
+        if isinstance(obj, messages.StatusQuery):
+            coordinator.status(obj)
+        elif isinstance(obj, messages.Reconfigure):
+            coordinator.reconfigure(obj, now)
+        elif isinstance(obj, messages.Floor):
+            coordinator.floor(obj, now)
+        elif isinstance(obj, messages.TraceQuery):
+            coordinator.trace(obj, now)
+        elif isinstance(obj, messages.ScheduleQuery):
+            coordinator.schedule(obj)
+        elif isinstance(obj, messages.SetSchedule):
+            coordinator.receive(obj, now)
+        else:
+            for event in events:
+                coordinator.receive(event, now)
+
+
+def load_policy(config: AdaptiveConfig) -> Policy:
+    """The policy of ``config``, with the profile it predicts from.
+
+    Raises:
+        ProfileError: the profile cannot be used.
+    """
+    predictor = costs = None
+    if config.profile is not None:
+        predictor, costs = fitted(load(config.profile))
+    return make_policy(
+        config.policy,
+        switch_at=config.switch_at,
+        predictor=predictor,
+        costs=costs,
+        max_running=config.max_running,
+    )
+
+
+def run_coordinator(
+    server_args: AdaptiveServerArgs,
+    port_args: PortArgs,
+    config: AdaptiveConfig,
+    leader_addresses: list[str],
+    channel_address: str,
+    parent_pid: int,
+    pipe_writer,
+) -> None:
+    """The coordinator's process.  An exception ends the engine, as a rank's does."""
+    kill_itself_when_parent_died()
+    setproctitle.setproctitle("sglang_pat::coordinator")
+    faulthandler.enable()
+    configure_logger(server_args, prefix=" coordinator")
+    try:
+        metrics = SwitchMetrics(config) if server_args.enable_metrics else None
+        log = EventLog(config.log) if config.log else None
+        sockets = Sockets(port_args, leader_addresses, channel_address, metrics, log)
+        coordinator = Coordinator(config, sockets, load_policy(config))
+        if log:
+            log.write(
+                decision_log.dump_start(
+                    config.policy,
+                    switch_at=config.switch_at,
+                    history=coordinator.history,
+                    profile=config.profile,
+                    max_running=config.max_running,
+                )
+            )
+        pipe_writer.send({"status": "ready"})
+        serve(coordinator, sockets, Dropped(server_args.enable_metrics))
+    except Exception:
+        logger.exception("coordinator failed")
+        end_engine(parent_pid)

@@ -1,0 +1,79 @@
+"""What ``--adaptive-tp`` decides about GPUs, in one place; :func:`lines` says it at start.
+
+Each layout has its attention backend, communicators and decode graphs (``layouts.py``).  Prefill runs without graphs
+in every layout: SGLang's are pieces of one layout's model, and their runner would be a second one for each layout.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from sglang_pat.policies.batches import graph_sizes, largest_batch
+from sglang_pat.predict import profile as profiles
+
+if TYPE_CHECKING:
+    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
+
+logger = logging.getLogger(__name__)
+
+SHARE_ENV = "SGLANG_PAT_SHARE_GPU"
+"""``1``: all ranks run on one GPU, for ``python -m sglang_pat.acceptance`` where there is only one.  NCCL refuses that,
+so collectives go through gloo: correct, and so slow that their times mean nothing."""
+
+PREFILL_GRAPHS = "prefill runs without CUDA graphs in every layout"
+
+
+def shared() -> bool:
+    """Whether all ranks run on one GPU."""
+    return os.environ.get(SHARE_ENV) == "1"
+
+
+def refuse_graphs(args: AdaptiveServerArgs) -> None:
+    """Raise ``ValueError`` where decode graphs cannot be; to be called once SGLang has decided on them."""
+    if args.pat_weights == "reshard" and args.device != "cpu" and not args.disable_cuda_graph:
+        raise ValueError(
+            "--pat-weights reshard moves weights away from where CUDA graphs read them: "
+            "add --disable-cuda-graph, or leave --pat-weights out"
+        )
+
+
+def settled(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
+    """``args`` with what is decided here; on CUDA it is said as well.  The profile, if there is one, fits."""
+    view = copy.copy(args)
+    view.pat_graph_sizes = _graph_sizes(args)
+    if args.device == "cuda":
+        for line in lines(view):
+            logger.warning(line)
+    return view
+
+
+def _graph_sizes(args: AdaptiveServerArgs) -> dict[int, list[int]]:
+    """Batch sizes with a decode graph, by degree; the base layout's are SGLang's own."""
+    config = args.adaptive_config()
+    captured = list(args.cuda_graph_bs or ())
+    profile = profiles.load(config.profile) if config.profile is not None else None
+    tails = {
+        layout.tp: graph_sizes(captured, largest_batch(config, layout.tp, profile)) for layout in config.layouts[1:]
+    }
+    if shared():  # what goes through gloo cannot be captured
+        tails = {tp: [] for tp in tails}
+    return {config.base.tp: captured} | tails
+
+
+def lines(args: AdaptiveServerArgs) -> list[str]:
+    """What a user should know of an engine on GPUs."""
+    config = args.adaptive_config()
+    if args.disable_cuda_graph:
+        graphs = "decode runs without CUDA graphs"
+    else:
+        upto = ", ".join(f"tp{tp} up to batch {max(sizes)}" for tp, sizes in args.pat_graph_sizes.items() if sizes)
+        graphs = f"decode graphs: {upto}"
+    gpus = " ".join(str(args.gpu_of_rank(rank)) for rank in range(config.num_ranks))
+    return [
+        "no release of sglang_pat has run on a GPU yet: please report what you see",
+        f"{graphs}; {PREFILL_GRAPHS}",
+        f"ranks 0 to {config.num_ranks - 1} run on GPUs {gpus} (--pat-gpu-order {config.gpu_order})",
+    ]

@@ -1,0 +1,213 @@
+"""How the engine's processes are started, and ended.
+
+SGLang spawns: every process imports it anew, 10 s of CPU time each.  On a machine without CUDA the
+ranks, the coordinator and the detokenizer are forked from a fork server, which has imported it.  The
+server's main process imports first and forks the fork server, so that this is done once
+(:func:`fork_here`); inside a user's Python process the fork server is a new interpreter and imports while
+that process does (:func:`warm`).  With CUDA we spawn as SGLang does: importing SGLang touches the
+driver, which does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import signal
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, util
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import psutil
+import setproctitle
+
+from sglang_pat.plugin import VARIABLE
+from sglang_pat.sglang import cpu_shim
+from sglang_pat.sglang.launch import noise
+from sglang_pat.sglang.launch.folder import private_folder
+
+PRELOAD = ["sglang_pat.sglang.launch.preload"]
+ENDING = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end the engine: the main process acts on them, its children ignore them."""
+END_SECONDS = 30
+"""Longest that killed processes are waited for: the driver takes back a GPU's memory meanwhile."""
+RANK_TITLE = "sglang_pat::rank"
+"""Before a rank's number: the title of its process."""
+
+
+def context() -> BaseContext:
+    """The multiprocessing context of the engine's processes."""
+    return mp.get_context("forkserver" if cpu_shim.needed() else "spawn")
+
+
+def warm() -> None:
+    """Start the fork server, so that it imports while this process does.  Call early; no-op with CUDA.
+
+    Raises:
+        ValueError: there is no folder for its socket; one line.
+    """
+    if not cpu_shim.needed():
+        return
+    context().set_forkserver_preload(PRELOAD)
+    with _sockets_in_the_private_folder(), _deaf_children(), noise.quiet_children():
+        forkserver.ensure_running()
+
+
+def fork_here() -> None:
+    """Import for the fork server in this process and fork it; no-op with CUDA.
+
+    For a main program of ours only: what else a process holds, threads above all, does not survive a fork.
+
+    Raises:
+        ValueError: there is no folder for its socket; one line.
+    """
+    if not cpu_shim.needed():
+        return
+    private_folder()
+    with noise.quiet_imports():
+        for name in PRELOAD:
+            importlib.import_module(name)
+    spawn, util.spawnv_passfds = util.spawnv_passfds, _fork_instead
+    try:
+        warm()
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _fork_instead(_path: bytes, command: list[str], keep: list[int]) -> int:
+    """What ``multiprocessing`` would run in a new interpreter (its last word), in a fork of this one; returns its pid.
+
+    As there, only the descriptors ``keep`` stay open.
+    """
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        first = 3
+        for number in [*sorted(keep), os.sysconf("SC_OPEN_MAX")]:
+            os.closerange(first, number)
+            first = number + 1
+        if os.environ.get("PYTHONWARNINGS") == "ignore":  # noise.quiet_children: read by new interpreters only
+            warnings.simplefilter("ignore")
+        # Held by the thread that forks us.
+        forkserver._forkserver._lock = threading.Lock()
+        # Whoever ends the engine spares resource trackers: they remove what the dead left in shared memory.
+        name = "resource_tracker" if "resource_tracker" in command[-1] else "fork_server"
+        setproctitle.setproctitle(f"sglang_pat::{name}")
+        exec(command[-1], {})
+        code = 0
+    except SystemExit:
+        code = 0
+    finally:
+        os._exit(code)
+
+
+@contextmanager
+def _sockets_in_the_private_folder() -> Iterator[None]:
+    """``multiprocessing`` puts its sockets into a folder that it makes on first use."""
+    place, tempfile.tempdir = tempfile.tempdir, str(private_folder())
+    try:
+        util.get_temp_dir()
+        yield
+    finally:
+        tempfile.tempdir = place
+
+
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Processes started meanwhile ignore what ends the engine from the first moment, the fork server too: a terminal
+    and a service manager send it to all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def start(target: Callable, *args: Any) -> tuple[mp.Process, Any]:
+    """Start ``target(*args, parent_pid, writer)``; returns the process and the reading end of its pipe."""
+    warm()
+    reader, writer = context().Pipe(duplex=False)
+    # The children's own SGLang is not to be made adaptive: they are.
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    process = context().Process(target=_run, args=(environment, target, *args, os.getpid(), writer))
+    with _deaf_children():
+        process.start()
+    # Without this copy the reader sees the end of the pipe when the child dies.
+    writer.close()
+    return process, reader
+
+
+def _run(environment: dict[str, str], target: Callable, *args: Any) -> None:
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    # The fork server has the environment of the moment it was started; SGLang sets variables after that.
+    os.environ.clear()
+    os.environ.update(environment)
+    threading.Thread(target=_die_with_parent, name="die with parent", daemon=True).start()
+    _no_semaphores()
+    target(*args)
+
+
+def _die_with_parent() -> None:
+    """SGLang asks the kernel to end a process with its parent, but here that is the fork server, which lives as long
+    as one of its children."""
+    mp.parent_process().join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _no_semaphores() -> None:
+    """tqdm takes a semaphore with a name, which a killed process leaves behind; a lock of threads is enough here."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
+
+
+def end_engine(parent_pid: int) -> None:
+    """End the whole engine from a child that cannot go on: SGLang's SIGQUIT to the main process."""
+    try:
+        os.kill(parent_pid, signal.SIGQUIT)
+    finally:
+        # Threads of a failed collective may not let the interpreter exit.
+        os._exit(1)
+
+
+def exit_on_signals() -> None:
+    """Have SIGTERM and SIGINT leave the main program by way of its ``finally`` blocks, with exit code 128 + n."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    for number in ENDING:
+        signal.signal(number, leave)
+
+
+def is_resource_tracker(process: psutil.Process) -> bool:
+    """Whether it is one of Python's, which remove what dead processes left in shared memory, and end by themselves."""
+    with suppress(psutil.NoSuchProcess):
+        return any("resource_tracker" in word for word in process.cmdline())
+    return False
+
+
+def end_children(seconds: float = END_SECONDS) -> None:
+    """Kill all processes below this one and wait until they are gone.
+
+    Python's resource trackers are spared (:func:`is_resource_tracker`).
+    """
+    children = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if is_resource_tracker(child):
+                continue
+            child.kill()
+            children.append(child)
+    psutil.wait_procs(children, timeout=seconds)

@@ -1,0 +1,158 @@
+"""What a leader tells the coordinator of its replica: load reports, and a trace of its steps."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from typing import TYPE_CHECKING
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
+
+from sglang_pat.messages import Finished, LoadReport, RankTrace, Running, Step, TraceQuery
+from sglang_pat.sglang.sampling import length_limit
+
+if TYPE_CHECKING:
+    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+
+REPORT_INTERVAL_STEPS = 32
+"""A load report is sent at the latest every so many steps."""
+
+TRACE_STEPS = 16384
+"""Steps kept for :class:`StepTrace`; older ones are forgotten."""
+
+
+def register(req: Req) -> None:
+    """Note on a new request what reports say of it: its length limit and its prompt's family."""
+    req.pat_limit = length_limit(req.sampling_params)
+    req.pat_family = zlib.crc32(req.pat_prompt)
+
+
+class LoadReporter:
+    """Sends a :class:`LoadReport` when the load has changed, or after :data:`REPORT_INTERVAL_STEPS` steps."""
+
+    def __init__(self, scheduler: AdaptiveScheduler) -> None:
+        self._scheduler = scheduler
+        self.received = 0
+        """Generation requests taken from the input socket so far."""
+        self.retracted = 0
+        """Requests put back into the queue for want of KV, while this rank led, since the last report."""
+        self._finished: list[Finished] = []
+        self._last: tuple[int, int, int] | None = None
+        self._steps = 0
+
+    def forget(self) -> None:
+        """The next look at the load is reported in any case (new group)."""
+        self._last = None
+
+    def finished(self, reqs: list[Req]) -> None:
+        """Called before outputs go out, when SGLang has not yet marked the finished ones as sent."""
+        for req in reqs:
+            if req.finished() and not req.finished_output and HEALTH_CHECK_RID_PREFIX not in req.rid:
+                try:
+                    self._account(req)
+                except Exception as error:
+                    self._scheduler.dropped.note("Finished", error)
+
+    def _account(self, req: Req) -> None:
+        length = len(req.output_ids)
+        cut = isinstance(req.finished_reason, FINISH_ABORT) or (
+            isinstance(req.finished_reason, FINISH_LENGTH) and length >= req.pat_limit
+        )
+        self._finished.append(Finished(length=length, family=req.pat_family, cut=cut))
+
+    def look(self, batch: ScheduleBatch | None) -> None:
+        """Report if due.  ``batch``: what is about to run."""
+        scheduler = self._scheduler
+        chunked, running = scheduler.chunked_req, scheduler.running_batch.reqs
+        if batch is not None and batch is not scheduler.running_batch:
+            running = running + [req for req in batch.reqs if req is not chunked]
+        queued = len(scheduler.waiting_queue) + len(scheduler.grammar_manager.grammar_queue) + (chunked is not None)
+        self._steps += batch is not None
+        load = (len(running), queued, scheduler.layouts.weight_version)
+        if load == self._last and self._steps < REPORT_INTERVAL_STEPS and not self._finished:
+            return
+        self._last, self._steps = load, 0
+        waiting = ([chunked] if chunked is not None else []) + scheduler.waiting_queue
+        self.send(running, waiting + scheduler.grammar_manager.grammar_queue)
+
+    def report_held(self) -> None:
+        """Report in any case: the replica holds between two steps.  What the last one prefilled is about to decode."""
+        scheduler = self._scheduler
+        chunked, last, running = scheduler.chunked_req, scheduler.last_batch, list(scheduler.running_batch.reqs)
+        if last is not None and last is not scheduler.running_batch:
+            running += [req for req in last.reqs if req is not chunked and req not in running]
+        waiting = ([chunked] if chunked is not None else []) + scheduler.waiting_queue
+        self._last = None
+        self.send([req for req in running if not req.finished()], waiting + scheduler.grammar_manager.grammar_queue)
+
+    def send(self, running: list[Req], waiting: list[Req]) -> None:
+        try:
+            self._send(running, waiting, running + waiting)
+        except Exception as error:
+            self._scheduler.dropped.note("LoadReport", error)
+            # What the coordinator routes by it has to know; policies wait for a report with the requests in it.
+            self._finished = []
+            self._send(running, waiting, [])
+
+    def _send(self, running: list[Req], waiting: list[Req], listed: list[Req]) -> None:
+        scheduler = self._scheduler
+        allocator = scheduler.token_to_kv_pool_allocator
+        decoding = scheduler.running_batch
+        scheduler.channel.send(
+            LoadReport(
+                rank=scheduler.rank,
+                tp=scheduler.tp_size,
+                received=self.received,
+                running=len(running),
+                waiting=len(waiting),
+                tokens=int(decoding.seq_lens_sum or 0) if decoding.reqs and running else 0,
+                kv_used=allocator.size - allocator.available_size(),
+                kv_total=allocator.size,
+                retracted=self.retracted,
+                weight_updates=scheduler.layouts.weight_version,
+                requests=[
+                    Running(len(req.origin_input_ids), len(req.output_ids), req.pat_limit, req.pat_family)
+                    for req in listed
+                ],
+                finished=self._finished,
+                kv_totals=scheduler.layouts.kv_totals,
+            )
+        )
+        self._finished, self.retracted = [], 0
+
+
+class StepTrace:
+    """The last :data:`TRACE_STEPS` steps that this rank has led, and how long each took."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque(maxlen=TRACE_STEPS)
+        self._launched: deque[tuple[float, str, int, int]] = deque()
+        self._last_end: float | None = None
+
+    def idle(self) -> None:
+        """Nothing to run: the next step's time is its own."""
+        self._last_end = None
+
+    def begin(self, batch: ScheduleBatch) -> None:
+        """A step is launched.  With overlap scheduling the next one is launched before its results are in, and its
+        results come with a copy of the batch that knows less."""
+        decode = batch.forward_mode.is_decode()
+        tokens = int((batch.seq_lens_sum if decode else batch.extend_num_tokens) or 0)
+        self._launched.append((time.monotonic(), "decode" if decode else "prefill", len(batch.reqs), tokens))
+
+    def end(self, scheduler: AdaptiveScheduler) -> None:
+        """The results of the oldest step launched are in.  Its time runs from the end of the one before, scheduling
+        included."""
+        now = time.monotonic()
+        begun, kind, requests, tokens = self._launched.popleft()
+        seconds = now - (begun if self._last_end is None else self._last_end)
+        self._last_end = now
+        if scheduler.is_leader:
+            self._steps.append(Step(now, seconds, scheduler.tp_size, kind, requests, tokens))
+
+    def answer(self, scheduler: AdaptiveScheduler, query: TraceQuery) -> None:
+        """Send what was kept since the last query."""
+        steps, self._steps = list(self._steps), deque(maxlen=TRACE_STEPS)
+        scheduler.channel.send(RankTrace(rank=scheduler.rank, query_id=query.query_id, steps=steps))

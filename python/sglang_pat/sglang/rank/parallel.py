@@ -1,0 +1,122 @@
+"""Communication groups: built once, pooled, and pointed at by SGLang's globals (:meth:`GroupPool.install`)."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_parallel_group
+
+from sglang_pat.comm import shm
+from sglang_pat.layout import ParallelLayout, exchange_groups
+from sglang_pat.sglang.launch import cuda
+
+TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
+"""Globals of ``parallel_state`` that follow the layout."""
+
+SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
+"""Globals of ``parallel_state`` that are always groups of one rank (the degrees refused at start)."""
+
+
+LARGE_REDUCE = 8 << 20
+"""Elements (float32) of a reduction that is too large for SGLang's custom all-reduce."""
+
+
+class GroupPool:
+    """All process groups of a rank, for the life of the engine (PAT section 4.3, "Communication Group Pool").
+
+    Everything is created in ``__init__``, by every rank in the same order, so a switch creates nothing.  One exception:
+    the groups of ``--pat-kv-exchange allgather`` are made on first use, as in the paper.
+    """
+
+    def __init__(self, layouts: tuple[ParallelLayout, ...], rank: int, local_device: int, device: str) -> None:
+        self.rank = rank
+        backend = self._backend = shm.BACKEND if device != "cuda" else "gloo" if cuda.shared() else "nccl"
+        own_nccl = backend == "nccl"  # SGLang's communicator for graphs
+        shm.register()
+        ranks = range(layouts[0].num_ranks)
+        # Control traffic of all ranks together: votes, capsules, reports.
+        self.world = dist.new_group(list(ranks), backend=shm.BACKEND)
+        alone = [[rank] for rank in ranks]
+        self._single = init_model_parallel_group(alone, local_device, backend, own_nccl, group_name="single")
+        self._tp: dict[int, GroupCoordinator] = {}
+        self._control: dict[int, dist.ProcessGroup] = {}
+        self._gather: dict[int, dist.ProcessGroup] = {}
+        self.seconds: dict[int, float] = {}
+        """Time to make the groups of each degree."""
+        for layout in layouts:
+            begun = time.perf_counter()
+            self._tp[layout.tp] = init_model_parallel_group(
+                layout.groups(), local_device, backend, own_nccl, group_name=f"tp{layout.tp}"
+            )
+            self._control[layout.tp] = self._new_group(layout.groups(), shm.BACKEND)
+            self.seconds[layout.tp] = time.perf_counter() - begun
+        self._exchange: dict[tuple[int, int], tuple[dist.ProcessGroup, list[int]]] = {}
+        for i, low in enumerate(layouts):
+            for high in layouts[i + 1 :]:
+                groups = exchange_groups(low, high)
+                mine = next(group for group in groups if rank in group)
+                self._exchange[low.tp, high.tp] = (self._new_group(groups, backend), mine)
+
+    def warm_up(self) -> None:
+        """Reduce once in every TP group: communicators are made on first use, and another one for large tensors."""
+        for coordinator in self._tp.values():
+            if coordinator.world_size > 1:
+                size = LARGE_REDUCE if coordinator.device.type == "cuda" else 1
+                dist.all_reduce(torch.zeros(size, device=coordinator.device), group=coordinator.device_group)
+
+    def _new_group(self, groups: list[list[int]], backend: str) -> dist.ProcessGroup:
+        mine = None
+        for ranks in groups:
+            group = dist.new_group(ranks, backend=backend)
+            if self.rank in ranks:
+                mine = group
+        assert mine is not None
+        return mine
+
+    def tp_group(self, layout: ParallelLayout) -> GroupCoordinator:
+        return self._tp[layout.tp]
+
+    def single(self) -> GroupCoordinator:
+        return self._single
+
+    def exchange(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
+        """Process group and ranks among which this rank exchanges KV between ``a`` and ``b``."""
+        return self._exchange[min(a.tp, b.tp), max(a.tp, b.tp)]
+
+    def larger(self, a: ParallelLayout, b: ParallelLayout) -> dist.ProcessGroup:
+        """This rank's group of the higher degree, for PAT's all-gather; made on first use, as PAT does.
+
+        All N ranks must call it together.
+        """
+        layout = max(a, b)
+        if layout.tp not in self._gather:
+            self._gather[layout.tp] = self._new_group(layout.groups(), self._backend)
+        return self._gather[layout.tp]
+
+    def use_shared_memory_for_control(self) -> None:
+        """Send SGLang's per-step request broadcast through shared memory instead of gloo.
+
+        Only after the model is loaded: SGLang's loader calls ``monitored_barrier``, which gloo alone has.
+        """
+        for tp, coordinator in self._tp.items():
+            coordinator.cpu_group = self._control[tp]
+
+    def install(self, layout: ParallelLayout) -> None:
+        """Point SGLang's group globals at the pooled groups of ``layout``."""
+        for name in TP_GLOBALS:
+            setattr(parallel_state, name, self._tp[layout.tp])
+        for name in SINGLE_GLOBALS:
+            setattr(parallel_state, name, self._single)
+
+    @contextmanager
+    def installed(self, layout: ParallelLayout, restore: ParallelLayout):
+        """Have ``layout`` installed inside the block and ``restore`` after it."""
+        self.install(layout)
+        try:
+            yield
+        finally:
+            self.install(restore)

@@ -1,0 +1,138 @@
+"""Penalties that survive a switch: counted from the tokens generated so far, applied in one order everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.sampling import penaltylib
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from sglang_pat.kernels.transfer import upload
+
+_StockPenalties = penaltylib.BatchedPenalizerOrchestrator
+
+
+class BatchedMinNewTokensAtOnce(penaltylib.BatchedMinNewTokensPenalizer):
+    """SGLang's, which makes a tensor on the device for each request; here all come in one copy."""
+
+    def _prepare(self) -> None:
+        reqs, device, vocab = self.orchestrator.reqs(), self.orchestrator.device, self.orchestrator.vocab_size
+        place = []
+        for row, req in enumerate(reqs):
+            ends = {req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())}
+            ends |= req.sampling_params.stop_token_ids or set()
+            place += [row * vocab + token for token in ends if 0 <= token < vocab]
+        self.min_new_tokens = upload([r.sampling_params.min_new_tokens for r in reqs], torch.int32, device).view(-1, 1)
+        self.stop_token_penalties = torch.zeros((len(reqs), vocab), dtype=torch.float32, device=device)
+        self.stop_token_penalties.view(-1)[upload(place, torch.int64, device)] = float("-inf")
+        self.len_output_tokens = torch.zeros((len(reqs), 1), dtype=torch.int32, device=device)
+
+
+_AT_ONCE = {penaltylib.BatchedMinNewTokensPenalizer: BatchedMinNewTokensAtOnce}
+
+
+class OrderedPenalties(_StockPenalties):
+    """SGLang's penalties in the order of their names: additive ones first, the repetition penalty last.
+
+    SGLang passes a set of classes, whose order differs from process to process, and adding does not
+    commute with multiplying.  This is the order of its own overlapped path.
+
+    With overlap scheduling the last token is still on the device when the next step is launched, and SGLang counts
+    the one before it, the prompt's last one to begin with.  It takes whichever token it knows of; after a step that it
+    waited for (a prefill came in between, a switch) that is the last one, which the next step then counts again.
+    Here it is always the same token.
+    """
+
+    def __init__(self, vocab_size: int, batch: ScheduleBatch, penalizers: set[type]) -> None:
+        ordered = sorted(penalizers, key=lambda kind: kind.__name__)
+        super().__init__(vocab_size, batch, [_AT_ONCE.get(kind, kind) for kind in ordered])
+
+    def cumulate_output_tokens(self, output_ids: torch.Tensor) -> None:
+        batch = self.batch
+        if batch.enable_overlap:
+            output_ids = upload([_delayed(req) for req in batch.reqs], torch.int64, self.device)
+        super().cumulate_output_tokens(output_ids)
+
+
+def _delayed(req: Req) -> int:
+    """With overlap scheduling, the token of ``req`` that is counted when its next decode step is launched."""
+    step = req.kv_committed_len - len(req.origin_input_ids)
+    return req.output_ids[step - 1] if step else req.origin_input_ids[-1]
+
+
+def counted(req: Req, overlap: bool, decode: bool) -> list[int]:
+    """The tokens that SGLang has counted for ``req`` when it is about to make a step.
+
+    Args:
+        decode: a decode step, which counts one more token when it is launched.
+    """
+    tokens = req.origin_input_ids[-1:] + req.output_ids if overlap else req.output_ids
+    return tokens[: len(req.output_ids) - decode]
+
+
+def fix_order() -> None:
+    """Have SGLang make :class:`OrderedPenalties` in this process."""
+    penaltylib.BatchedPenalizerOrchestrator = OrderedPenalties
+
+
+def sampling_info_with_history(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:
+    """Sampling state of ``batch`` whose penalties remember the tokens generated so far.
+
+    SGLang counts output tokens step by step, so a batch built from running requests would start
+    at zero (its own retraction has this gap too).  ``decode``: the batch is about to decode.
+    """
+    vocab, params = batch.model_config.vocab_size, [req.sampling_params for req in batch.reqs]
+    biases = [given.logit_bias for given in params]
+    try:
+        for given in params:
+            given.logit_bias = None  # SGLang writes them one by one
+        info = SamplingBatchInfo.from_schedule_batch(batch, vocab)
+    finally:
+        for given, bias in zip(params, biases, strict=True):
+            given.logit_bias = bias
+    if any(bias is not None for bias in biases):
+        info.logit_bias = _logit_bias(biases, vocab, batch.device)
+    if info.penalizer_orchestrator.is_required:
+        remember(info.penalizer_orchestrator, [counted(req, batch.enable_overlap, decode) for req in batch.reqs])
+    return info
+
+
+def _logit_bias(biases: Sequence[Mapping[str, float] | None], vocab: int, device: str) -> torch.Tensor:
+    """What SGLang makes of the requests' ``logit_bias``: float32 ``[requests, vocab]``."""
+    rows = [{int(token): value for token, value in (bias or {}).items()} for bias in biases]
+    place = [row * vocab + token for row, bias in enumerate(rows) for token in bias]
+    values = list(chain.from_iterable(bias.values() for bias in rows))
+    found = torch.zeros((len(rows), vocab), dtype=torch.float32, device=device)
+    found.view(-1)[upload(place, torch.int64, device)] = upload(values, torch.float32, device)
+    return found
+
+
+def remember(penalties: penaltylib.BatchedPenalizerOrchestrator, histories: list[list[int]]) -> None:
+    """Count all tokens of ``histories`` (``[requests]`` lists of token ids) at once.
+
+    The state is, bit for bit, that of SGLang's ``cumulate_output_tokens`` called for one token after the other.
+    """
+    lengths = [len(history) for history in histories]
+    tokens = np.concatenate([np.asarray(history, dtype=np.int64) for history in histories])
+    row = upload(np.repeat(np.arange(len(lengths)), lengths), torch.int64, penalties.device)
+    place = row * penalties.vocab_size + upload(tokens, torch.int64, penalties.device)
+    for penalizer in penalties.penalizers.values():
+        if not penalizer.is_prepared():
+            continue
+        match penalizer:
+            case penaltylib.BatchedFrequencyPenalizer():
+                # Added as often as a token occurs, not multiplied: floats would differ in the last bit.
+                counted = penalizer.cumulated_frequency_penalties.view(-1)
+                counted.scatter_add_(0, place, penalizer.frequency_penalties.view(-1)[row])
+            case penaltylib.BatchedPresencePenalizer():
+                penalizer.cumulated_presence_penalties.view(-1)[place] = penalizer.presence_penalties.view(-1)[row]
+            case penaltylib.BatchedRepetitionPenalizer():
+                penalizer.cumulated_repetition_penalties.view(-1)[place] = penalizer.repetition_penalties.view(-1)[row]
+            case penaltylib.BatchedMinNewTokensPenalizer():
+                penalizer.len_output_tokens += upload(lengths, torch.int32, penalties.device).view(-1, 1)
+            case _:
+                raise TypeError(f"{type(penalizer).__name__}: not known here how it counts tokens")

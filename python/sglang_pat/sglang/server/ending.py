@@ -1,0 +1,104 @@
+"""How an engine ends on a signal.
+
+SIGTERM and SIGINT: running requests are aborted, so that their clients get what there is; then whoever handled the
+signal before (uvicorn, in a server) goes on, and ``launch_server`` ends the processes.  In a script with ``Engine``,
+where nobody handled it, a signal keeps its default.  SIGQUIT, which a child sends that cannot go on: everything ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.tokenizer_manager import SignalHandler
+
+from sglang_pat.sglang.launch import folder, processes
+
+if TYPE_CHECKING:
+    from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+
+logger = logging.getLogger(__name__)
+
+ABORT_SECONDS = 3
+"""Longest that requests may take to be aborted: a switch may be under way."""
+ANSWER_SECONDS = 3
+"""Longest that clients may take to read the end of their answers; SGLang looks after a stream for two more."""
+Handlers = dict[int, Any]
+"""By signal number, as ``signal.getsignal`` returns them."""
+
+
+class EndingHandler(SignalHandler):
+    """SGLang's, but the end after a child's failure leaves nothing behind; SIGTERM is :class:`Ending`'s."""
+
+    def running_phase_sigquit_handler(self, signum=None, frame=None) -> None:
+        logger.error("a process of the engine failed: all end")
+        manager = self.tokenizer_manager
+        if manager._subprocess_watchdog is not None:
+            manager._subprocess_watchdog.stop()
+        manager.dump_requests_before_crash()
+        processes.end_children(seconds=2)
+        folder.remove()
+        os._exit(1)
+
+
+def handlers() -> Handlers:
+    """Who handles the signals now."""
+    return {number: signal.getsignal(number) for number in processes.ENDING}
+
+
+class Ending:
+    """Stands before the handlers that were there: aborts all requests, then lets them go on.
+
+    Args:
+        before: :func:`handlers`, before SGLang set its own.
+    """
+
+    def __init__(self, manager: AdaptiveTokenizerManager, before: Handlers) -> None:
+        self._manager = manager
+        self._before = before
+        self._begun = False
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                self._place(number, handler)
+
+    def _place(self, number: int, handler: Any) -> None:
+        loop = self._manager.event_loop
+        if callable(handler) and handler is not signal.default_int_handler:
+            loop.add_signal_handler(number, self.begin, number)
+        else:
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+    def begin(self, number: int) -> None:
+        """Once; a second signal while the first is at work has no effect."""
+        if self._begun:
+            return
+        self._begun = True
+        task = self._manager.event_loop.create_task(self._end(number))
+        self._manager.asyncio_tasks.add(task)
+
+    async def _end(self, number: int) -> None:
+        manager, handler = self._manager, self._before[number]
+        logger.info("%s: ending, %d requests are aborted", signal.Signals(number).name, len(manager.rid_to_state))
+        manager.gracefully_exit = True  # /health says so
+        begun = time.monotonic()
+        while manager.rid_to_state and time.monotonic() - begun < ABORT_SECONDS:
+            # Again and again: a round starts others until its client is gone.
+            manager.abort_request(abort_all=True)
+            await asyncio.sleep(0.2)
+        handler(number, None)
+        await asyncio.sleep(ANSWER_SECONDS)
+        force(handler)
+
+
+def force(handler: Callable) -> None:
+    """If ``handler`` is uvicorn's, it waits for open connections no longer."""
+    server = getattr(handler, "__self__", None)
+    if hasattr(server, "force_exit"):
+        server.force_exit = True

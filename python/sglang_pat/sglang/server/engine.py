@@ -1,0 +1,292 @@
+"""SGLang's ``Engine`` on N ranks that change their layout.
+
+SGLang's launch code starts everything; only :meth:`Engine._launch_scheduler_processes` differs:
+one coordinator and N ranks of one world, instead of one world per replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import multiprocessing as mp
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from sglang_pat.sglang import cpu_shim
+from sglang_pat.sglang.launch import processes
+
+if cpu_shim.needed():
+    cpu_shim.install()
+    cpu_shim.install_for_children()
+if mp.parent_process() is None:  # not in a child that only looks something up here
+    processes.warm()
+
+from sglang.srt.entrypoints import engine as stock  # noqa: E402
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput  # noqa: E402
+from sglang.srt.server_args import PortArgs  # noqa: E402
+from sglang.srt.utils import MultiprocessingSerializer, maybe_reindex_device_id, numa_utils  # noqa: E402
+from sglang.srt.utils.network import get_free_port  # noqa: E402
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
+
+from sglang_pat.admission.admitter import Admitter  # noqa: E402
+from sglang_pat.admission.records import Group, Judge, Summary  # noqa: E402
+from sglang_pat.admission.rounds import RolloutRound  # noqa: E402
+from sglang_pat.coordinator import schedule as schedules  # noqa: E402
+from sglang_pat.layout import ParallelLayout  # noqa: E402
+from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
+from sglang_pat.sglang.coordinator import run_coordinator  # noqa: E402
+from sglang_pat.sglang.launch.args import AdaptiveServerArgs, outer_view  # noqa: E402
+from sglang_pat.sglang.launch.deployment import deployment  # noqa: E402
+from sglang_pat.sglang.launch.folder import engine_folder  # noqa: E402
+from sglang_pat.sglang.launch.processes import start  # noqa: E402
+from sglang_pat.sglang.launch.start import ready  # noqa: E402
+from sglang_pat.sglang.rank.process import run_detokenizer, run_rank  # noqa: E402
+from sglang_pat.sglang.server.intake import Intake  # noqa: E402
+from sglang_pat.sglang.server.rollout import ManagerBackend  # noqa: E402
+from sglang_pat.sglang.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Engine", "ReconfigureError"]
+
+
+class AdaptiveEngine(stock.Engine):
+    """What the HTTP server and :class:`Engine` launch."""
+
+    server_args_class = AdaptiveServerArgs
+    init_tokenizer_manager_func = staticmethod(init_adaptive_tokenizer_manager)
+
+    @classmethod
+    def _launch_subprocesses(cls, server_args: AdaptiveServerArgs, *args: Any, **kwargs: Any):
+        args_ready = ready(server_args)
+        if kwargs.get("port_args") is None:
+            kwargs["port_args"] = private_ports(args_ready)
+        return super()._launch_subprocesses(args_ready, *args, **kwargs)
+
+    @classmethod
+    def _launch_scheduler_processes(
+        cls, server_args: AdaptiveServerArgs, port_args: PortArgs, run_scheduler_process_func: Callable
+    ):
+        """Start the coordinator and the ranks; all are children of this process and watched by SGLang."""
+        config = server_args.adaptive_config()
+        folder = engine_folder()
+        leader_addresses = [f"ipc://{folder}/leader{rank}" for rank in config.base.leaders]
+        channel_address = f"ipc://{folder}/channel"
+        saver = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
+        started = [start(run_coordinator, server_args, port_args, config, leader_addresses, channel_address)]
+        for rank in range(config.num_ranks):
+            rank_ports = copy(port_args)
+            if rank in config.base.leaders:
+                rank_ports.scheduler_input_ipc_name = leader_addresses[rank]
+                rank_ports.rpc_ipc_name = f"ipc://{folder}/rpc{rank}"
+            # As SGLang starts its schedulers: one visible GPU each if so asked, bound to the GPU's NUMA node.
+            with (
+                maybe_reindex_device_id(server_args.gpu_of_rank(rank)) as gpu_id,
+                saver.configure_subprocess(),
+                numa_utils.configure_subprocess(server_args, gpu_id),
+            ):
+                started.append(start(run_rank, server_args, rank_ports, config, rank, gpu_id, channel_address))
+        children = [process for process, _ in started]
+        readers = [reader for _, reader in started]
+        infos: list[dict[str, Any]] = []
+
+        def wait_for_ready() -> None:
+            ready = stock._wait_for_scheduler_ready(readers, children)
+            infos.extend(ready[1:])
+
+        def wait_for_completion() -> None:
+            for process in children:
+                process.join()
+
+        result = stock.SchedulerInitResult(
+            scheduler_infos=infos,
+            all_child_pids=[process.pid for process in children],
+            wait_for_ready=wait_for_ready,
+            wait_for_completion=wait_for_completion,
+        )
+        return result, children
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
+        """SGLang's, from our process context; ``detokenizer_worker_num`` is 1 here."""
+        process, _ = start(run_detokenizer, server_args, port_args)
+        return [process], ["detokenizer"]
+
+    def shutdown(self) -> None:
+        """End all processes of the engine and wait for them: their memory can be used again.  Twice is once."""
+        manager = self.tokenizer_manager
+        if manager is not None and manager._subprocess_watchdog is not None:
+            manager._subprocess_watchdog.stop()
+        processes.end_children()
+
+
+def private_ports(args: AdaptiveServerArgs) -> PortArgs:
+    """SGLang's addresses, with sockets that no other user can reach."""
+    folder = engine_folder()
+    return PortArgs(
+        tokenizer_ipc_name=f"ipc://{folder}/tokenizer",
+        scheduler_input_ipc_name=f"ipc://{folder}/scheduler",
+        detokenizer_ipc_name=f"ipc://{folder}/detokenizer",
+        nccl_port=get_free_port() if args.nccl_port is None else args.nccl_port,
+        rpc_ipc_name=f"ipc://{folder}/rpc",
+        metrics_ipc_name=f"ipc://{folder}/metrics",
+        tokenizer_worker_ipc_name=None,
+    )
+
+
+class Engine(AdaptiveEngine):
+    """SGLang's ``Engine``, offline API included, plus ``layout``, ``reconfigure`` and ``status``.
+
+    ``Engine(model_path=..., tp_size=1, dp_size=2, adaptive_tp=True, ...)``; without ``adaptive_tp`` use
+    SGLang's own.
+
+    Raises:
+        ValueError: from the constructor, for what the adaptive engine does not support; one line that says
+            what was given and what to change.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        if "server_args" not in kwargs and not kwargs.get("adaptive_tp"):
+            raise ValueError("sglang_pat.Engine needs adaptive_tp=True; for a static layout use sglang.Engine")
+        super().__init__(**kwargs)
+        self._given = self.server_args
+        # SGLang keeps the arguments as given; show it the engine as it is: N ranks.
+        self.server_args = outer_view(self.server_args)
+
+    def _await(self, coroutine: Any) -> Any:
+        if self.loop.is_running():
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        return self.loop.run_until_complete(coroutine)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The layout in force."""
+        return ParallelLayout(**self.status()["layout"])
+
+    def status(self) -> dict[str, Any]:
+        """What ``GET /pat/status`` returns."""
+        return self._await(self.tokenizer_manager.pat_status())
+
+    def reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
+        """Switch to degree ``tp`` now; returns the switch record, times in seconds (empty if already there).
+
+        ``dry_run``: only says what that would do, as :func:`sglang_pat.coordinator.forecast.forecast` does.
+
+        Raises:
+            ReconfigureError: not a candidate, a switch under way, or aborted.
+        """
+        return self._await(self.tokenizer_manager.pat_reconfigure(tp, dry_run))
+
+    def set_schedule(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
+        """Switch at given steps from now on (policy ``schedule``; :class:`~sglang_pat.messages.ScheduleEntry`).
+
+        Raises:
+            ValueError: an entry that cannot be.
+            ReconfigureError: the policy is another one.
+        """
+        return self._await(self.async_set_schedule(entries))
+
+    def schedule(self, wait: bool = True) -> dict[str, Any]:
+        """How far the schedule is (:class:`~sglang_pat.messages.ScheduleState`); ``wait``: when it is over."""
+        return self._await(self.async_schedule(wait))
+
+    def trace(self) -> list[dict[str, Any]]:
+        """Steps of all replicas since the last call, oldest first (the last 16,384 of each rank).
+
+        Each has ``rank`` (the replica's leader), ``tp``, ``kind`` (``decode`` or ``prefill``), ``at`` (when it ended,
+        seconds of the machine's monotonic clock), ``seconds``, ``requests`` and ``tokens`` (context tokens of a
+        decode step's batch, or tokens prefilled).
+        """
+        return self._await(self.tokenizer_manager.pat_trace())
+
+    def inject_prefixes(self, prompts: list[list[int]]) -> None:
+        """Make every replica believe that it has the KV of ``prompts`` (token ids), without computing it.
+
+        For measurements only (PAT section 4.2): step times do not depend on what is in the KV, but the answers to
+        such prompts mean nothing until ``flush_cache()``.  A switch forgets them.
+        """
+        self.tokenizer_manager.pat_inject_prefixes(prompts)
+
+    async def async_rollout(
+        self,
+        admitter: Admitter,
+        sampling_params: dict[str, Any],
+        version: int,
+        judge: Callable[[Group], bool | Awaitable[bool]] | None = None,
+    ) -> AsyncIterator[Group | Summary]:
+        """One round: its groups as they are completed, then its summary.
+
+        Args:
+            admitter: decides, and keeps what waits for another round; its prompts are ``{"input_ids": [...]}``.
+            sampling_params: SGLang's, of every sample; ``max_new_tokens`` counts for a response, over all rounds.
+            version: of the weights, as the training job counts them; every token returned carries it (``partial``: or
+                an earlier one, not older than ``max_staleness``).
+            judge: whether a complete group is of use; with ``filter_groups``.
+
+        Left before its end, the round is cancelled: its prompts are where they were.
+
+        Raises:
+            ValueError: too few prompts, or bad parameters; nothing was started.
+            WeightsChanged: weights were updated meanwhile; the round was cancelled.
+        """
+        params = Intake(self.tokenizer_manager).params(sampling_params, admitter.rules.mode)
+        round_ = RolloutRound(admitter, ManagerBackend(self.tokenizer_manager), version, params)
+        self.tokenizer_manager.pat_rollouts.watch(round_)
+        try:
+            async with aclosing(aiter(round_)) as events:
+                async for event in events:
+                    if not isinstance(event, Judge):
+                        yield event
+                        continue
+                    keep = judge(event.group) if judge else True
+                    round_.judge(event.group.key, await keep if inspect.isawaitable(keep) else keep)
+        finally:
+            round_.cancel()
+            await round_.wait()
+
+    def rollout(self, *args: Any, **kwargs: Any) -> Iterator[Group | Summary]:
+        """:meth:`async_rollout` for those who have no event loop."""
+        events = self.async_rollout(*args, **kwargs)
+        try:
+            while True:
+                try:
+                    yield self._await(anext(events))
+                except StopAsyncIteration:
+                    return
+        finally:
+            self._await(events.aclose())
+
+    def deployment(self) -> Fingerprint:
+        """What a profile taken on this engine holds for."""
+        info = self._scheduler_init_result.scheduler_infos[0]
+        return deployment(self._given, info["max_total_num_tokens"], info["pat_max_running"])
+
+    def setup_costs(self) -> list[LayoutSetup]:
+        """What each layout above the base cost at start, on rank 0."""
+        return [LayoutSetup(**setup) for setup in self._scheduler_init_result.scheduler_infos[0]["pat_setup"]]
+
+    async def async_update_weights_from_tensor(self, named_tensors: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
+        """SGLang's ``update_weights_from_tensor``, inside the event loop; whole tensors, the same for all ranks."""
+        tensors = [MultiprocessingSerializer.serialize(named_tensors) for _ in range(self.server_args.tp_size)]
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=tensors)
+        return await self.tokenizer_manager.update_weights_from_tensor(request, None)
+
+    async def async_trace(self) -> list[dict[str, Any]]:
+        return await self.tokenizer_manager.pat_trace()
+
+    async def async_status(self) -> dict[str, Any]:
+        return await self.tokenizer_manager.pat_status()
+
+    async def async_set_schedule(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
+        checked = schedules.check(entries)
+        schedules.check_degrees(checked, self._given.adaptive_config().layouts)
+        return await self.tokenizer_manager.pat_set_schedule(checked)
+
+    async def async_schedule(self, wait: bool = True) -> dict[str, Any]:
+        return await self.tokenizer_manager.pat_schedule(wait)
+
+    async def async_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
+        return await self.tokenizer_manager.pat_reconfigure(tp, dry_run)

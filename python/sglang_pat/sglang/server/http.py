@@ -1,0 +1,226 @@
+"""SGLang's HTTP server in front of the adaptive engine, with ``/pat/*``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Awaitable
+from typing import NoReturn
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from sglang.srt.entrypoints import http_server
+from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_pat.coordinator import schedule as schedules
+from sglang_pat.errors import one_line
+from sglang_pat.sglang.contract import SGLangMismatch
+from sglang_pat.sglang.launch.args import AdaptiveServerArgs
+from sglang_pat.sglang.launch.early import check_port
+from sglang_pat.sglang.launch.start import ready, warn_if_open
+from sglang_pat.sglang.server.engine import AdaptiveEngine
+from sglang_pat.sglang.server.intake import MAX_BODY_BYTES, parse, parse_verdict
+from sglang_pat.sglang.server.rollout import Busy, server_sent
+from sglang_pat.sglang.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
+
+logger = logging.getLogger(__name__)
+
+MAX_SMALL_BYTES = 1 << 16
+"""Of a body other than that of ``POST /pat/rollout``."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """SGLang has some hundred flags: an error does not list them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (--help lists all flags)")
+
+
+def parse_args(argv: list[str]) -> AdaptiveServerArgs:
+    """Parse the command line as SGLang does, with the adaptive flags added.
+
+    Raises:
+        ValueError: for what the adaptive engine does not support.
+    """
+    parser = _Parser(prog="python -m sglang_pat.launch_server")
+    AdaptiveServerArgs.add_cli_args(parser)
+    if "--config" in argv:
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    raw = parser.parse_args(argv)
+    logging.basicConfig(level=raw.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    return AdaptiveServerArgs.from_cli_args(raw)
+
+
+def launch(argv: list[str]) -> None:
+    """Serve until a signal ends it.  Exits with one line if the arguments, the machine or SGLang do not fit."""
+    try:
+        given = parse_args(argv)
+        check_port(given.host, given.port)
+        server_args = ready(given)
+    except (ValueError, AssertionError, OSError, SGLangMismatch) as error:
+        logger.debug("refused", exc_info=True)
+        sys.exit(f"error: {one_line(error)}")
+    warn_if_open(server_args)
+    add_routes(http_server.app)
+    # SGLang's launcher takes `Engine` from its module; ours starts the ranks differently.
+    http_server.Engine = AdaptiveEngine
+    try:
+        http_server.launch_server(
+            server_args,
+            init_tokenizer_manager_func=init_adaptive_tokenizer_manager,
+            execute_warmup_func=_warm_up,
+        )
+    finally:
+        state = http_server.get_global_state()
+        if state is not None and state.tokenizer_manager._subprocess_watchdog is not None:
+            state.tokenizer_manager._subprocess_watchdog.stop()
+
+
+def _warm_up(server_args: AdaptiveServerArgs) -> bool:
+    """SGLang's; its requests do not count in a schedule."""
+    manager = _manager()
+    first, manager.pat_first_schedule = manager.pat_first_schedule, None
+    try:
+        return http_server._execute_server_warmup(server_args)
+    finally:
+        manager.pat_first_schedule = first
+
+
+def add_routes(app) -> None:
+    """Add ``/pat/*`` to SGLang's FastAPI application, under its API-key rules; once."""
+    if any(getattr(route, "path", None) == "/pat/status" for route in app.routes):
+        return
+    app.add_api_route("/pat/status", status, methods=["GET"])
+    app.add_api_route("/pat/reconfigure", reconfigure, methods=["POST"])
+    app.add_api_route("/pat/schedule", schedule, methods=["GET"])
+    app.add_api_route("/pat/schedule", set_schedule, methods=["POST"])
+    app.add_api_route("/pat/rollout", rollout, methods=["POST"])
+    app.add_api_route("/pat/rollout/verdict", verdict, methods=["POST"])
+    app.add_api_route("/pat/rollout/{job}", forget, methods=["DELETE"])
+
+
+def _manager():
+    return http_server.get_global_state().tokenizer_manager
+
+
+async def status() -> dict:
+    """Layout, candidates, load of each group, switches so far with phase times, weight version."""
+    return await _manager().pat_status()
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def reconfigure(request: Request) -> JSONResponse:
+    """``{"tp": 2}``: switch to degree 2 now; 200 with the switch record when it is over.
+
+    With ``"dry_run": true`` it only says what that would do to the requests that are alive: how many go over, with how
+    many KV tokens, how many would have to wait for a decode slot, and how many tokens would find no room.
+
+    400: not a body like that, or not a candidate; 409: a switch is under way; 500: aborted, the old
+    layout goes on.
+    """
+    try:
+        tp, dry_run = _degree(await _body(request, MAX_SMALL_BYTES))
+    except ValueError as error:
+        return _error(400, str(error))
+    try:
+        return JSONResponse(await _manager().pat_reconfigure(tp, dry_run))
+    except ReconfigureError as error:
+        return _error(error.code, str(error))
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def set_schedule(request: Request) -> JSONResponse:
+    """``[{"tp": 2, "step": 40}]``: the switches from now on (``sglang_pat.coordinator.schedule``); ``[]`` for none.
+
+    400: not such a list; 409: the policy is another one.
+    """
+    try:
+        entries = schedules.parse(await _body(request, MAX_SMALL_BYTES) or b"[]")
+        schedules.check_degrees(entries, _manager().server_args.adaptive_config().layouts)
+    except ValueError as error:
+        return _error(400, str(error))
+    return await _schedule_state(_manager().pat_set_schedule(entries))
+
+
+async def schedule(wait: bool = True) -> JSONResponse:
+    """How far the schedule is; answered when it is over or replaced, with ``?wait=false`` at once.  409: see above."""
+    return await _schedule_state(_manager().pat_schedule(wait))
+
+
+async def _schedule_state(asked: Awaitable[dict]) -> JSONResponse:
+    try:
+        return JSONResponse(await asked)
+    except ReconfigureError as error:
+        return _error(error.code, str(error))
+
+
+async def rollout(request: Request) -> Response:
+    """A round in (:class:`~sglang_pat.sglang.server.rollout.RolloutBody`), its groups out as server-sent events.
+
+    400: a body that is not like that, or too few prompts; 409: the job has a round under way.
+    """
+    try:
+        body = parse(await _body(request, MAX_BODY_BYTES))
+        events = _manager().pat_rollouts.events(body)
+        first = await anext(events)
+    except ValueError as error:
+        return _error(400, str(error))
+    except Busy as error:
+        return _error(409, str(error))
+    return StreamingResponse(server_sent(first, events), media_type="text/event-stream")
+
+
+async def verdict(request: Request) -> JSONResponse:
+    """``{"key": [0, 17], "keep": false}``: whether a group of a ``judge`` event is of use; ``job`` as in the round."""
+    try:
+        given = parse_verdict(await _body(request, MAX_SMALL_BYTES))
+        _manager().pat_rollouts.judge(given)
+    except ValueError as error:
+        return _error(400, str(error))
+    return JSONResponse({})
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def forget(job: str) -> JSONResponse:
+    """Drop a job and the prompts that wait in it, for an administrator; 409 while it has a round under way."""
+    try:
+        await _manager().pat_rollouts.forget(job)
+    except ValueError as error:
+        return _error(400, str(error))
+    except Busy as error:
+        return _error(409, str(error))
+    return JSONResponse({})
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """Raises ValueError: longer than ``most`` bytes; no more than these are held."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            raise ValueError(f"the body is longer than {most} bytes; send less")
+    return bytes(body)
+
+
+def _degree(body: bytes) -> tuple[int, bool]:
+    example = 'send {"tp": 2}'
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ValueError(f"the body is not JSON: {example}") from None
+    if not isinstance(data, dict) or "tp" not in data:
+        raise ValueError(f"'tp' is missing: {example}")
+    if unknown := sorted(set(data) - {"tp", "dry_run"}):
+        raise ValueError(f"unknown field {unknown[0]!r}: {example}")
+    if not isinstance(data["tp"], int) or isinstance(data["tp"], bool) or data["tp"] < 1:
+        raise ValueError(f"'tp' is {data['tp']!r}, must be a positive integer: {example}")
+    if not isinstance(dry_run := data.get("dry_run", False), bool):
+        raise ValueError(f"'dry_run' is {dry_run!r}, must be true or false: {example}")
+    return data["tp"], dry_run
+
+
+def _error(code: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "code": code}}, status_code=code)

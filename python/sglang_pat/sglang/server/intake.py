@@ -1,0 +1,192 @@
+"""What comes in with a round, checked and made into what the engine takes.
+
+Everything here raises ValueError with one line that names the field, what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.rules import Rules
+from sglang_pat.sglang.sampling import Sampling, checked
+
+MAX_BODY_BYTES = 64 << 20
+"""Of ``POST /pat/rollout``."""
+
+MAX_ROUND_SAMPLES = 32_768
+"""Samples that a round may start: the server's event loop does something for each of them."""
+
+MAX_PROMPTS = 65_536
+"""Prompts that a job may have waiting, those of the call included."""
+
+Number = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+"""Whole, and the same in every JSON reader."""
+
+
+class Prompt(msgspec.Struct, forbid_unknown_fields=True):
+    """``key``: (epoch, index); one of ``text`` and ``input_ids``."""
+
+    key: tuple[Number, Number]
+    text: str | None = None
+    input_ids: list[int] | None = None
+
+
+class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``POST /pat/rollout``: the rules, and
+
+    Attributes:
+        prompts: new ones, besides those that wait from earlier rounds.
+        sampling_params: SGLang's, of every sample.
+        version: of the weights, as the training job counts them; None: as the last round's, one more if
+            weights were updated since.
+        end_of_epoch: no more prompts of this epoch come.
+        job: whose prompts wait; rounds of different jobs have nothing to do with each other.
+        planner: retractions of earlier rounds of a kind decide on the lowest tp of the next (RollPacker section 4.2).
+    """
+
+    prompts: list[Prompt] = []
+    sampling_params: dict[str, Any] = {}
+    version: Number | None = None
+    end_of_epoch: Number | None = None
+    job: str = "default"
+    planner: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_job(self.job)
+        samples = self.started_prompts * self.started_responses
+        if samples > MAX_ROUND_SAMPLES:
+            raise ValueError(
+                f"num_prompts {self.num_prompts} and num_responses {self.num_responses} start {samples} samples, "
+                f"at most {MAX_ROUND_SAMPLES} are allowed; make rounds smaller"
+            )
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(**{name: getattr(self, name) for name in Rules.__struct_fields__})
+
+
+class Verdict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``POST /pat/rollout/verdict``."""
+
+    key: tuple[Number, Number]
+    keep: bool
+    reward: float | None = None
+    job: str = "default"
+
+
+def check_job(job: str) -> None:
+    # It names a file.
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", job):
+        raise ValueError(f"job is {job!r}, must be letters, digits, - and _, 64 of them at most")
+
+
+def parse(data: bytes) -> RolloutBody:
+    """Raises ValueError: one line that names the field."""
+    return _decoded(data, RolloutBody)
+
+
+def parse_verdict(data: bytes) -> Verdict:
+    """Raises ValueError: one line that names the field."""
+    return _decoded(data, Verdict)
+
+
+def _decoded(data: bytes, kind: type) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"the body is not JSON: {error}") from None
+
+
+WHOLE_ONLY = (
+    "stop", "stop_regex", "regex", "json_schema", "ebnf", "structural_tag", "frequency_penalty", "presence_penalty",
+    "repetition_penalty",
+)  # fmt: skip
+"""Parameters that look back at the whole response, which after an interruption the engine takes for prompt."""
+
+
+class Intake:
+    """Checks against one engine."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def params(self, given: dict[str, Any], mode: str) -> dict[str, Any]:
+        """Sampling parameters of every sample."""
+        where = "sampling_params"
+        params = {name: value for name, value in checked(given).items() if value is not None}
+        typed = Sampling(**params)
+        if typed.n != 1:
+            raise ValueError(f"{where}.n is {typed.n}, must be 1: num_responses says how many")
+        if typed.max_new_tokens < 1:
+            raise ValueError(f"{where}.max_new_tokens is {typed.max_new_tokens}, must be at least 1")
+        params["max_new_tokens"] = typed.max_new_tokens
+        tokens = [*(typed.stop_token_ids or ()), *map(_token, typed.logit_bias or ())]
+        most = self._manager.model_config.vocab_size - 1
+        if wrong := [token for token in tokens if not 0 <= token <= most]:
+            raise ValueError(f"{where}: token {wrong[0]}, must be between 0 and {most}")
+        for name in WHOLE_ONLY if mode == "partial" else ():
+            if getattr(typed, name) != getattr(Sampling(), name):
+                raise ValueError(f"{where}.{name}: not in partial, where responses come in pieces; leave it out")
+        try:
+            made = SamplingParams(**params)
+            made.normalize(self._manager.tokenizer)
+            made.verify(self._manager.model_config.vocab_size)
+        except Exception as error:
+            raise ValueError(f"{where}: {error}") from None
+        return params
+
+    def prompts(self, prompts: Sequence[Prompt], new_tokens: int) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+        """(key, prompt as token ids) of each."""
+        return [(p.key, {"input_ids": self._ids(p, f"prompts[{i}]", new_tokens)}) for i, p in enumerate(prompts)]
+
+    def fits(self, admitter: Admitter, new_prompts: int, new_tokens: int) -> None:
+        """Prompts that wait from earlier calls must leave room for so many more, and for so many tokens."""
+        groups = (*admitter.state.waiting, *admitter.state.fresh)
+        if len(groups) + new_prompts > MAX_PROMPTS:
+            raise ValueError(
+                f"prompts: {new_prompts}, and {len(groups)} wait from earlier calls; at most {MAX_PROMPTS} together"
+            )
+        for group in groups:
+            length = len(group.prompt["input_ids"])
+            if length + new_tokens > self._room:
+                raise ValueError(
+                    f"sampling_params.max_new_tokens is {new_tokens}, prompt {list(group.key)} of an earlier call has "
+                    f"{length} tokens and there is room for {self._room}; lower it"
+                )
+
+    @property
+    def _room(self) -> int:
+        """Tokens of a request at most, prompt and response."""
+        return min(self._manager.context_len, self._manager.max_req_input_len or self._manager.context_len)
+
+    def _ids(self, prompt: Prompt, where: str, new_tokens: int) -> list[int]:
+        if (prompt.text is None) == (prompt.input_ids is None):
+            raise ValueError(f"{where}: give one of text and input_ids")
+        if prompt.input_ids is not None:
+            ids, where = list(prompt.input_ids), f"{where}.input_ids"
+        elif self._manager.tokenizer is None:
+            raise ValueError(f"{where}.text: there is no tokenizer (--skip-tokenizer-init); give input_ids")
+        else:
+            ids, where = self._manager.tokenizer.encode(prompt.text) if prompt.text else [], f"{where}.text"
+        if not ids:
+            raise ValueError(f"{where}: is empty")
+        most = self._manager.model_config.vocab_size - 1
+        if not 0 <= min(ids) <= max(ids) <= most:
+            raise ValueError(f"{where}: tokens {min(ids)} to {max(ids)}, must be between 0 and {most}")
+        if len(ids) + new_tokens > self._room:
+            total = f"{len(ids)} tokens and max_new_tokens {new_tokens}"
+            raise ValueError(f"{where}: {total}, there is room for {self._room}; shorten one of them")
+        return ids
+
+
+def _token(text: str | int) -> int:
+    return int(text) if str(text).isascii() and str(text).isdigit() else -1

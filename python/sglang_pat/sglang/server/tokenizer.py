@@ -1,0 +1,243 @@
+"""SGLang's TokenizerManager with a line to the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from sglang.srt.entrypoints.engine import init_tokenizer_manager
+from sglang.srt.managers.io_struct import AbortReq, EmbeddingReqInput, GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_pat import messages
+from sglang_pat.metrics import RolloutMetrics
+from sglang_pat.sglang.channels import AsyncOrderedReceiver
+from sglang_pat.sglang.launch.deployment import first_schedule
+from sglang_pat.sglang.server.ending import Ending, EndingHandler, handlers
+from sglang_pat.sglang.server.entrance import Entrance, route
+from sglang_pat.sglang.server.rollout import Rollouts
+
+logger = logging.getLogger(__name__)
+
+
+class ReconfigureError(RuntimeError):
+    """A reconfiguration that did not happen; ``code`` is 400, 409 or 500 as over HTTP."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class AdaptiveTokenizerManager(TokenizerManager):
+    """Adds :meth:`pat_status`, :meth:`pat_reconfigure`, :meth:`pat_trace` and :meth:`pat_inject_prefixes`.
+
+    Attributes:
+        pat_weight_updates: number of weight updates so far.
+        pat_rollouts: rounds of training jobs.
+        pat_first_schedule: is set before the next request goes out, or is asked after (``--pat-schedule``).
+    """
+
+    def __init__(self, server_args, port_args) -> None:
+        super().__init__(server_args, port_args)
+        self.signal_handler_class = EndingHandler
+        self._pat_entrance = Entrance(self)
+        self._pat_ids = itertools.count()
+        self._pat_waiting: dict[int, asyncio.Future] = {}
+        self.pat_weight_updates = 0
+        self.pat_first_schedule = first_schedule(server_args)
+        folder = server_args.pat_rollout_dir
+        metrics = RolloutMetrics() if server_args.enable_metrics else None
+        self.pat_rollouts = Rollouts(self, Path(folder) if folder else None, metrics)
+        self._result_dispatcher += TypeBasedDispatcher(
+            [
+                (messages.StatusReply, self._pat_reply),
+                (messages.ReconfigureReply, self._pat_reply),
+                (messages.TraceReply, self._pat_reply),
+                (messages.ScheduleReply, self._pat_reply),
+            ]
+        )
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def auto_create_handle_loop(self) -> None:
+        if self.event_loop is None:
+            before = handlers()
+            super().auto_create_handle_loop()
+            Ending(self, before)
+
+    async def sigterm_watchdog(self) -> None:
+        """SGLang's would wait for all requests, and then kill this process; :class:`Ending` acts instead."""
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def generate_request(self, obj, request=None) -> AsyncIterator[Any]:
+        """SGLang's, behind the entrance.
+
+        Raises:
+            ValueError: the request is not one that the engine takes; no rank has seen it.
+        """
+        try:
+            self._pat_entrance.admit(obj, None if request is None else route(request))
+            async with aclosing(super().generate_request(obj, request)) as answers:
+                async for answer in answers:
+                    yield answer
+        except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError) as error:
+            # What SGLang says of values that it did not expect, while it takes a request apart.
+            if any(state.pat_sent for state in self._pat_states(obj)):
+                raise
+            logger.debug("malformed request", exc_info=True)
+            raise ValueError(f"the request is malformed: {type(error).__name__}: {error}"[:300]) from None
+        finally:
+            # SGLang keeps what was refused before it went to a rank, and all but one of the n that it is copied from.
+            for state in list(self._pat_states(obj)):
+                if not state.pat_sent:
+                    del self.rid_to_state[state.pat_rid]
+
+    def _pat_states(self, obj: GenerateReqInput | EmbeddingReqInput) -> Iterator[Any]:
+        """SGLang's states of ``obj``'s requests, under the ids that came with them."""
+        parts = vars(obj).get("_sub_obj_cache", {})
+        for i, rid in enumerate(obj.rid if isinstance(obj.rid, list) else [obj.rid]):
+            state = self.rid_to_state.get(rid) if isinstance(rid, str) else None
+            if state is not None and (state.obj is obj or state.obj is parts.get(i)):
+                state.pat_rid, state.pat_sent = rid, getattr(state, "pat_sent", False)
+                yield state
+
+    def _create_tokenized_object(self, *args, **kwargs):
+        tokenized = super()._create_tokenized_object(*args, **kwargs)
+        self._pat_entrance.check(tokenized)
+        return tokenized
+
+    def _send_one_request(self, tokenized_obj) -> None:
+        self._begin_schedule()
+        super()._send_one_request(tokenized_obj)
+        self._pat_sent([tokenized_obj])
+
+    def _send_batch_request(self, tokenized_objs) -> None:
+        self._begin_schedule()
+        super()._send_batch_request(tokenized_objs)
+        self._pat_sent(tokenized_objs)
+
+    def _pat_sent(self, tokenized: list[Any]) -> None:
+        for one in tokenized:
+            if (state := self.rid_to_state.get(one.rid)) is not None:
+                state.pat_sent = True
+
+    def _handle_abort_req(self, recv_obj: AbortReq) -> None:
+        # SGLang expects that whoever asked still waits.
+        if recv_obj.rid in self.rid_to_state:
+            super()._handle_abort_req(recv_obj)
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    async def update_weights_from_disk(self, obj, request=None):
+        with self._pat_update():
+            return await super().update_weights_from_disk(obj, request)
+
+    async def update_weights_from_tensor(self, obj, request=None):
+        with self._pat_update():
+            return await super().update_weights_from_tensor(obj, request)
+
+    async def update_weights_from_distributed(self, obj, request=None):
+        with self._pat_update():
+            return await super().update_weights_from_distributed(obj, request)
+
+    async def update_weights_from_ipc(self, obj, request=None):
+        with self._pat_update():
+            return await super().update_weights_from_ipc(obj, request)
+
+    @contextmanager
+    def _pat_update(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            # Also one that failed: some ranks may have begun.
+            self.pat_weight_updates += 1
+            self.pat_rollouts.weights_changed()
+
+    def init_ipc_channels(self, port_args) -> None:
+        super().init_ipc_channels(port_args)
+        self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer)
+
+    def _pat_reply(self, reply: Any) -> None:
+        future = self._pat_waiting.pop(reply.query_id, None)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    async def _pat_ask(self, kind: type, **fields: Any) -> Any:
+        self.auto_create_handle_loop()
+        query_id = next(self._pat_ids)
+        future = self._pat_waiting[query_id] = asyncio.get_running_loop().create_future()
+        self.send_to_scheduler.send_pyobj(kind(query_id=query_id, **fields))
+        return await future
+
+    async def pat_status(self) -> dict[str, Any]:
+        """Layout, candidates, load of each group, switches so far, weight version."""
+        reply = await self._pat_ask(messages.StatusQuery)
+        return reply.status | {"weight_version": self.server_args.weight_version}
+
+    async def pat_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
+        """Switch to degree ``tp``; returns the switch record (empty if already there).
+
+        ``dry_run``: only says what that would do (``sglang_pat.coordinator.forecast``).
+
+        Raises:
+            ReconfigureError: not a candidate (400), a switch is under way (409), aborted (500).
+        """
+        reply = await self._pat_ask(messages.Reconfigure, tp=tp, dry_run=dry_run)
+        if reply.code != 200:
+            raise ReconfigureError(reply.code, reply.message)
+        return reply.record or {}
+
+    async def pat_trace(self) -> list[dict[str, Any]]:
+        """Steps of all replicas since the last call (``sglang_pat.messages.Step``), oldest first; bounded."""
+        return (await self._pat_ask(messages.TraceQuery)).steps
+
+    async def pat_set_schedule(self, entries: list[messages.ScheduleEntry]) -> dict[str, Any]:
+        """Replace the schedule, for the requests sent from now on; an empty one ends it.
+
+        Raises:
+            ReconfigureError: the policy is another one (409).
+        """
+        return _schedule_state(await self._pat_ask(messages.SetSchedule, entries=entries))
+
+    async def pat_schedule(self, wait: bool = True) -> dict[str, Any]:
+        """How far the schedule is (fields of :class:`~sglang_pat.messages.ScheduleState`).
+
+        ``wait``: until it is over, or replaced.  Raises as :meth:`pat_set_schedule`.
+        """
+        self._begin_schedule()
+        return _schedule_state(await self._pat_ask(messages.ScheduleQuery, wait=wait))
+
+    def _begin_schedule(self) -> None:
+        entries, self.pat_first_schedule = self.pat_first_schedule, None
+        if entries:
+            self.auto_create_handle_loop()
+            self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=entries))
+
+    def pat_floor(self, tp: int) -> None:
+        """Requests sent from now on run in degree ``tp`` at least; 0: in whatever the policy chooses."""
+        self.auto_create_handle_loop()
+        self.send_to_scheduler.send_pyobj(messages.Floor(tp=tp))
+
+    def pat_inject_prefixes(self, prompts: list[list[int]]) -> None:
+        """Requests sent afterwards find ``prompts`` (token ids) in the radix cache of every replica."""
+        self.auto_create_handle_loop()
+        self.send_to_scheduler.send_pyobj(messages.InjectPrefixes(prompts=prompts))
+
+
+def _schedule_state(reply: messages.ScheduleReply) -> dict[str, Any]:
+    if reply.state is None:
+        raise ReconfigureError(409, "this engine does not follow a schedule: start it with --pat-policy schedule")
+    return msgspec.to_builtins(reply.state)
+
+
+def init_adaptive_tokenizer_manager(server_args, port_args):
+    """SGLang's ``init_tokenizer_manager`` with our class."""
+    return init_tokenizer_manager(server_args, port_args, AdaptiveTokenizerManager)

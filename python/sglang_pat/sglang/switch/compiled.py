@@ -1,0 +1,159 @@
+"""Grammars across a switch: those that other groups hand over are compiled before the pause.
+
+A rank keeps the grammars of the requests that it has, with their state.  For those that come from other groups the
+coordinator names the grammars (``messages.Compile``), and each rank compiles them while decoding goes on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend
+from sglang.srt.managers.schedule_batch import Req
+
+from sglang_pat.messages import Grammar
+
+Key = tuple[str, str]
+"""Kind and text, as SGLang's cache has them."""
+
+MAX_BYTES = 8 << 20
+"""Texts that a leader names for one switch; what is beyond is compiled in the pause."""
+
+
+def key_of(req: Req) -> Key | None:
+    """Key under which SGLang caches the grammar of ``req``."""
+    params = req.sampling_params
+    for kind, value in (
+        ("json", params.json_schema),
+        ("regex", params.regex),
+        ("ebnf", params.ebnf),
+        ("structural_tag", params.structural_tag),
+    ):
+        if value is not None:
+            return kind, value
+    return None
+
+
+def is_compiling(req: Req) -> bool:
+    """Whether ``req`` is in SGLang's queue for its grammar: on all ranks of a group or on none."""
+    return isinstance(req.grammar, Future)
+
+
+def needed(reqs: Iterable[Req]) -> list[Grammar]:
+    """The compiled grammars of ``reqs`` and how many requests have each."""
+    keys = (key_of(req) for req in reqs if req.grammar is not None and not is_compiling(req))
+    found, size = [], 0
+    for (kind, text), count in Counter(key for key in keys if key is not None).items():
+        size += len(text)
+        if size > MAX_BYTES:
+            break
+        found.append(Grammar(kind=kind, text=text, count=count))
+    return found
+
+
+def replay(grammar: Any, tokens: Iterable[int]) -> None:
+    """Bring a fresh grammar to where it is on the ranks that had the request, which goes on after all ``tokens``.
+
+    After every token SGLang sets ``finished`` to whether the request is.  An end of sequence that is ignored would
+    leave it True here, and ranks of a group would mask different tokens.
+    """
+    for token in tokens:
+        grammar.accept_token(token)
+        grammar.finished = False
+
+
+class CompiledGrammars:
+    """What a rank has compiled for requests of other groups; stands in front of SGLang's cache while requests are
+    rebuilt.
+
+    Not SGLang's cache itself: a grammar in one rank's cache but not in another's would part their queues.
+    """
+
+    def __init__(self, backend: BaseGrammarBackend | None) -> None:
+        self._backend = backend
+        self._made: dict[Key, Future] = {}
+        self._rebuilding: Any = None
+        if backend is not None:
+            self._sglang_lookup = backend.get_cached_or_future_value
+            backend.get_cached_or_future_value = self._lookup
+
+    def compile(self, wanted: Iterable[Grammar]) -> None:
+        """Begin to compile, in SGLang's threads."""
+        for grammar in wanted:
+            self._begin((grammar.kind, grammar.text), grammar.count)
+
+    @property
+    def busy(self) -> bool:
+        return not all(made.done() for made in self._made.values())
+
+    def wait(self) -> None:
+        """Until all are compiled; one that fails says so where it is used."""
+        for made in self._made.values():
+            made.exception()
+
+    def keep(self, reqs: Iterable[Req]) -> None:
+        """Have the grammars of ``reqs``, which are all of a new group's, in SGLang's cache, and no others: its ranks
+        must find the same."""
+        keys = {key_of(req) for req in reqs if req.grammar is not None} - {None}
+        pristine = {key: self._pristine(key) for key in keys}
+        self.forget()
+        if self._backend is not None:
+            self._backend.reset()
+            for key, grammar in pristine.items():
+                self._backend.set_cache(key, grammar)
+
+    def forget(self) -> None:
+        """What was compiled for a switch is not wanted any more."""
+        self._made.clear()
+
+    def _pristine(self, key: Key) -> Any:
+        """One that no request uses."""
+        if key in self._made:
+            return self._made[key].result()[0]
+        return self._backend.cache.get(key) or self._make(key, 0)[0]
+
+    @contextmanager
+    def rebuilding(self, held: Any | None, compiling: bool) -> Iterator[None]:
+        """Inside the block SGLang makes a request again: with the grammar ``held`` by the request itself, if it was
+        here; ``compiling``: with one that may not be ready and waits for its turn."""
+        self._rebuilding = held, compiling
+        try:
+            yield
+        finally:
+            self._rebuilding = None
+
+    def _begin(self, key: Key, count: int) -> None:
+        if key not in self._made:
+            self._made[key] = self._backend.executor.submit(self._make, key, count)
+
+    def _make(self, key: Key, count: int) -> list[Any]:
+        """One to keep, and ``count`` to give away: with llguidance each takes as long as the first."""
+        first = self._backend._init_value_dispatch(key, False)
+        return [first, *(first.copy() for _ in range(count))]
+
+    def _take(self, key: Key, require_reasoning: bool) -> Any:
+        self._begin(key, 1)
+        made = self._made[key].result()
+        grammar = made.pop() if len(made) > 1 else made[0].copy()
+        grammar.maybe_init_reasoning(require_reasoning)
+        return grammar
+
+    def _lookup(self, key: Key, require_reasoning: bool) -> tuple[Any, bool]:
+        """SGLang's, and whether it is ready; see :meth:`rebuilding`."""
+        if self._rebuilding is None:
+            return self._sglang_lookup(key, require_reasoning)
+        held, compiling = self._rebuilding
+        if held is not None:
+            return held, True
+        if not compiling:
+            return self._take(key, require_reasoning), True
+        value, ready = self._sglang_lookup(key, require_reasoning)
+        if ready:
+            done = Future()
+            done.set_result(value)
+            value = done
+        return value, False

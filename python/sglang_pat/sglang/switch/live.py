@@ -1,0 +1,80 @@
+"""The live requests of a rank: taken out of its loop, listed, counted, or given back to its queue.
+
+:func:`drain` is the first step of a pause and :func:`check` the last one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+from sglang_pat.kernels.transfer import download, upload
+
+if TYPE_CHECKING:
+    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+
+
+def drain(scheduler: AdaptiveScheduler) -> None:
+    """Finish the step in flight and leave all decoding requests in ``running_batch``.
+
+    Keeps everything valid, so that an aborted switch just goes on.
+    """
+    while scheduler.enable_overlap and scheduler.result_queue:
+        scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    last = scheduler.last_batch
+    if last is not None and last.forward_mode.is_extend():
+        last.filter_batch(chunked_req_to_exclude=[r for r in (scheduler.chunked_req, last.chunked_req) if r])
+        if not last.is_empty():
+            if scheduler.running_batch.is_empty():
+                scheduler.running_batch = last
+            else:
+                scheduler.running_batch.merge_batch(last)
+    scheduler.last_batch = scheduler.cur_batch = None
+    scheduler.running_batch.filter_batch()
+    while scheduler.return_health_check_ipcs:
+        scheduler.maybe_send_health_check_signal()
+
+
+def requests_of(scheduler: AdaptiveScheduler) -> tuple[list[Req], list[Req]]:
+    """``(decoding, waiting)`` after :func:`drain`; a half-prefilled request counts as waiting."""
+    chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
+    waiting = chunked + scheduler.waiting_queue + scheduler.grammar_manager.grammar_queue
+    return list(scheduler.running_batch.reqs), waiting
+
+
+def kv_rows(scheduler: AdaptiveScheduler, reqs: list[Req]) -> list[np.ndarray]:
+    """KV slots of the tokens of each of ``reqs``, int64 ``[tokens]``; one read of the device."""
+    if not reqs:
+        return []
+    lengths = [req.kv_committed_len for req in reqs]
+    places = upload([req.req_pool_idx for req in reqs], torch.int64, scheduler.device)
+    table = download(scheduler.req_to_token_pool.req_to_token[places, : max(lengths)])
+    return [row[:length].astype(np.int64) for row, length in zip(table, lengths, strict=True)]
+
+
+def recompute(scheduler: AdaptiveScheduler) -> None:
+    """Send every request back to the queue as tokens, and empty the pools: their KV may have been overwritten."""
+    decoding, waiting = requests_of(scheduler)
+    for req in decoding + ([scheduler.chunked_req] if scheduler.chunked_req is not None else []):
+        req.req_pool_idx = None
+        req.reset_for_retract()
+    grammar_queue = scheduler.grammar_manager.grammar_queue
+    scheduler.clear_pools()
+    scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+    scheduler.chunked_req, scheduler._chunked_req_scheduled_last_iter = None, False
+    scheduler.waiting_queue = decoding + [req for req in waiting if req not in grammar_queue]
+
+
+def check(scheduler: AdaptiveScheduler) -> None:
+    """Raise ``RuntimeError`` naming all terms if KV slots or request slots do not add up."""
+    reqs = scheduler.running_batch.reqs
+    held = sum(req.kv_allocated_len - req.cache_protected_len for req in reqs)
+    leak, message = scheduler._check_full_pool(scheduler.get_pool_stats(), uncached=held)
+    if leak:
+        raise RuntimeError(f"KV slots do not add up after the switch: {message}")
+    free, used, size = scheduler.req_to_token_pool.available_size(), len(reqs), scheduler.req_to_token_pool.size
+    if free + used != size:
+        raise RuntimeError(f"request slots do not add up after the switch: {free=} + {used=} != {size=}")

@@ -1,0 +1,217 @@
+"""SGLang as ``sglang_pat.sglang`` expects it; a new SGLang version fails here, by name."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.sglang import contract, cpu_shim
+from sglang_pat.version import SGLANG_VERSIONS
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+pytestmark = pytest.mark.contract
+
+PACKAGE = Path(contract.__file__).parents[1]
+PROFILER = Path(__file__).parents[2] / "profiler"
+
+
+def test_version():
+    contract.check_sglang()
+
+
+def test_the_package_may_be_installed_beside_each_sglang_version():
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (sglang,) = [need for text in project["dependencies"] if (need := Requirement(text)).name == "sglang"]
+    assert all(version in sglang.specifier for version in SGLANG_VERSIONS)
+    assert "0.5.11" not in sglang.specifier and "0.5.13" not in sglang.specifier
+
+
+def test_other_version_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(contract, "installed_version", lambda: "0.6.0")
+    with pytest.raises(contract.SGLangMismatch, match=r"SGLang 0\.6\.0 is installed.*0\.5\.12\.post1") as caught:
+        contract.check_sglang()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("symbol", contract.symbols(), ids=lambda s: s.name)
+def test_symbol(symbol):
+    assert symbol.problem() is None
+
+
+def test_a_changed_symbol_is_named():
+    symbol = contract.Symbol("sglang.srt.layers.sampler", "create_sampler", ("backend", "device"))
+    assert symbol.problem() == "parameters changed: device"
+    assert "missing" in contract.Symbol("sglang.srt.layers.sampler", "no_such_thing", ()).problem()
+
+
+@pytest.mark.parametrize("symbol", [s for s in contract.symbols() if not s.read][::7], ids=lambda s: s.name)
+def test_reading_a_symbol_finds_what_importing_it_finds(symbol):
+    if written_there(symbol):
+        assert dataclasses.replace(symbol, read=True).problem() is None
+
+
+def written_there(symbol: contract.Symbol) -> bool:
+    """A function or method written in that module: neither inherited, nor made by a dataclass, nor imported."""
+    found = importlib.import_module(symbol.module)
+    owner, parts = found, symbol.name.split(".")
+    for part in parts:
+        owner, found = found, getattr(found, part)
+    code = getattr(found, "__code__", None)
+    file = importlib.import_module(symbol.module).__file__
+    return code is not None and code.co_filename == file and parts[-1] in vars(owner)
+
+
+def test_a_symbol_that_cannot_be_read_is_named():
+    for line in ("~sglang.srt.no_such_module:f()", "~sglang.srt.server_args:ServerArgs.no_such_method()"):
+        assert "missing" in contract.Symbol.parse(line).problem()
+    changed = contract.Symbol.parse("~sglang.srt.server_args:ServerArgs.from_cli_args(args, more)")
+    assert changed.problem() == "parameters changed: more"
+
+
+def test_every_request_attribute_is_accounted_for():
+    """A new attribute of SGLang's ``Req`` must be carried over a switch or be made anew."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from sglang_pat.sglang.switch.requests import CARRIED, LOCAL
+
+    req = Req("rid", "text", [1, 2], SamplingParams(), return_logprob=True)
+    unknown = set(vars(req)) - set(CARRIED) - set(LOCAL)
+    assert not unknown, f"new attributes of Req: {sorted(unknown)}"
+    assert not set(CARRIED) & set(LOCAL)
+    # SGLang sets these on first use.
+    late = {"cur_decode_ids_len", "input_top_logprobs_val"}
+    gone = set(CARRIED) - set(vars(req)) - late
+    assert not gone, f"attributes that Req no longer has: {sorted(gone)}"
+
+
+def test_reseeding_is_sglangs():
+    """The same numbers as from SGLang's function, and nothing that grows with the number of switches."""
+    import random
+
+    import numpy as np
+    import torch
+    from sglang.srt.utils import set_random_seed
+
+    from sglang_pat.sglang.rank.scheduler import reseed
+
+    def draw() -> tuple:
+        return random.random(), float(np.random.rand()), torch.rand(3).tolist()
+
+    drawn = []
+    for seeding in (set_random_seed, reseed):
+        seeding(7)
+        drawn.append(draw())
+    assert drawn[0] == drawn[1]
+    queued = len(torch.cuda._queued_calls)
+    reseed(8)
+    assert len(torch.cuda._queued_calls) == queued and draw() != drawn[0]
+
+
+def test_a_request_is_sealed_once():
+    """What never changes is pickled on first use and comes out as it went in; the request keeps its tokens."""
+    from array import array
+
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from sglang_pat.sglang.rank import degrees
+    from sglang_pat.sglang.switch import requests
+
+    params = SamplingParams(temperature=0.5)
+    given = TokenizedGenerateReqInput(
+        rid="r", input_text="text", input_ids=[5, 6, 70_000], mm_inputs=None, sampling_params=params,
+        return_logprob=True, logprob_start_len=-1, top_logprobs_num=2, token_ids_logprob=None, stream=True,
+    )  # fmt: skip
+    req = Req("r", "text", given.input_ids, params)
+    req.pat_request, req.pat_prompt, req.pat_sealed = given, array("I", given.input_ids), None
+    degrees.begin(req, tp=1)
+    req.output_ids = [1, 2]
+    capsule = requests.capture(req)
+    assert given.input_ids == [5, 6, 70_000]
+    request, prompt = requests.unseal(capsule.sealed)
+    assert request.input_ids == prompt.tolist() == given.input_ids
+    assert request.rid == "r" and request.top_logprobs_num == 2
+    assert request.sampling_params.temperature == 0.5 and capsule.output.tolist() == [1, 2]
+    assert "origin_input_ids" not in capsule.state, "the prompt travels once"
+    assert requests.capture(req).sealed is capsule.sealed
+
+
+def test_every_scheduler_request_type_is_known():
+    """Each reply the TokenizerManager waits for must be one that the coordinator merges."""
+    from sglang.srt.managers import tokenizer_control_mixin as control
+
+    from sglang_pat.sglang.controls import CONTROLS
+
+    answered = {reply.__name__ for reply, _ in CONTROLS.values()}
+    expected = {spec[1].__name__ for spec in control._COMMUNICATOR_SPECS}
+    assert expected - answered == set()
+
+
+def test_penalties_are_applied_in_one_order(monkeypatch):
+    from sglang.srt.sampling import penaltylib
+
+    from sglang_pat.sglang.rank import penalties
+
+    monkeypatch.setattr(penaltylib, "BatchedPenalizerOrchestrator", penaltylib.BatchedPenalizerOrchestrator)
+    penalties.fix_order()
+    kinds = [
+        penaltylib.BatchedRepetitionPenalizer,
+        penaltylib.BatchedPresencePenalizer,
+        penaltylib.BatchedMinNewTokensPenalizer,
+        penaltylib.BatchedFrequencyPenalizer,
+    ]
+    batch = BatchStub()
+    made = penaltylib.BatchedPenalizerOrchestrator(vocab_size=8, batch=batch, penalizers=set(kinds))
+    assert all(issubclass(ours, stock) for ours, stock in zip(made.penalizers, kinds[::-1], strict=True))
+    multiplicative = [penalizer.is_multiplicative for penalizer in made.penalizers.values()]
+    assert multiplicative == sorted(multiplicative)
+
+
+class BatchStub:
+    """What SGLang's penalties read of a batch; can be referred to weakly."""
+
+    reqs: list = []
+    device = "cpu"
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_only_one_package_imports_sglang():
+    offenders = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if "sglang" not in path.relative_to(PACKAGE).parts and "sglang" in _imports(path)
+    ]
+    offenders += [path.name for path in PROFILER.glob("*.py") if "sglang" in _imports(path)]
+    assert offenders == []
+
+
+@pytest.mark.parametrize(
+    "name", ["layout", "config", "messages", "coordinator", "weights", "switch", "predict", "replay"]
+)
+def test_decisions_import_neither_sglang_nor_torch(name):
+    target = PACKAGE / f"{name}.py"
+    files = [target] if target.exists() else sorted((PACKAGE / name).rglob("*.py"))
+    assert files
+    for path in files:
+        assert not _imports(path) & {"sglang", "torch"}, path

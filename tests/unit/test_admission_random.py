@@ -1,0 +1,155 @@
+"""The admitter: random rules and lengths against a slow reference, and events in any order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_pat.admission import saved
+from sglang_pat.admission.records import Key
+from sglang_pat.admission.rules import Rules
+
+from .admission_reference import rounds as reference_rounds
+from .admission_world import Clock, World, whole_epoch
+from .drawn import examples
+
+pytestmark = pytest.mark.unit
+
+
+# -- against a reference -------------------------------------------------------------------------------------
+
+
+all_rules = st.builds(
+    Rules,
+    mode=st.sampled_from(["strict", "reorder"]),
+    num_prompts=st.integers(1, 6),
+    num_responses=st.integers(1, 4),
+    eta_prompts=st.sampled_from([1.0, 1.1, 1.25, 1.5, 2.0, 3.0]),
+    eta_responses=st.sampled_from([1.0, 1.25, 2.0]),
+    max_deferrals=st.integers(0, 4),
+)
+
+
+@examples(300)
+@given(rules=all_rules, prompts=st.integers(1, 40), salt=st.integers(0, 1000), spread=st.integers(1, 60))
+def test_rounds_are_those_of_the_reference(rules: Rules, prompts: int, salt: int, spread: int):
+    def length(key: Key, number: int) -> int:
+        return 1 + hash((key.index, number, salt)) % spread ** (1 + (key.index + salt) % 3)
+
+    world = World(rules, length)
+    world.feed(0, range(prompts), end=True)
+    found = []
+    clock = Clock(world)
+    while world.admitter.state.fresh or world.admitter.state.waiting:
+        before = len(world.returned)
+        summary = clock.round()
+        found.append((summary.kind, world.returned[before:], summary.thrown))
+    assert found == reference_rounds(rules, 0, list(range(prompts)), length)
+
+
+@examples(100)
+@given(rules=all_rules, prompts=st.integers(1, 60), modulus=st.integers(2, 5))
+def test_in_an_epoch_each_prompt_is_trained_once(rules: Rules, prompts: int, modulus: int):
+    world = whole_epoch(rules, prompts)
+    assert sorted(world.returned) == [Key(0, index) for index in range(prompts)]
+    assert all(summary.returned == min(rules.num_prompts, left) for summary, left in zip(
+        world.rounds, range(prompts, 0, -rules.num_prompts), strict=True))  # fmt: skip
+
+
+# -- anything may happen -------------------------------------------------------------------------------------
+
+
+class Anything(RuleBasedStateMachine):
+    """Events in any order; :class:`World` checks after each that nothing is lost, doubled or too old."""
+
+    @initialize(
+        mode=st.sampled_from(["strict", "reorder", "partial"]), prompts=st.integers(1, 4), responses=st.integers(1, 3),
+        eta=st.sampled_from([1.0, 1.25, 1.5, 2.5]), bound=st.integers(0, 3), filtering=st.booleans(),
+    )  # fmt: skip
+    def start(self, mode, prompts, responses, eta, bound, filtering):
+        self.world = World(
+            Rules(
+                mode=mode, num_prompts=prompts, num_responses=responses, eta_prompts=eta, max_deferrals=bound,
+                max_staleness=bound, filter_groups=filtering,
+            )
+        )  # fmt: skip
+        self.next = [0, 0]
+
+    def _idle(self) -> bool:
+        return self.world.admitter.state.round is None
+
+    @rule(count=st.integers(1, 9), end=st.booleans())
+    def feed(self, count, end):
+        epoch, index = self.next
+        self.world.feed(epoch, range(index, index + count), end=end)
+        self.next = [epoch + 1, 0] if end else [epoch, index + count]
+
+    @precondition(_idle)
+    @rule(jump=st.integers(0, 2))
+    def begin(self, jump):
+        self.world.version += jump * (jump > 1)
+        before = saved.dumps(self.world.admitter)
+        try:
+            self.world.begin()
+        except ValueError:
+            assert saved.dumps(self.world.admitter) == before
+            assert self.world.admitter.wanted > 0 or self.world.admitter.epoch is None
+
+    @rule(picks=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=6))
+    def finish(self, picks):
+        for pick in picks:
+            if self.world.running:
+                self.world.finish(list(self.world.running)[pick % len(self.world.running)])
+
+    @rule(picks=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=6), tokens=st.integers(0, 9))
+    def stop(self, picks, tokens):
+        for pick in picks:
+            if self.world.stopping:
+                self.world.stop(self.world.stopping[pick % len(self.world.stopping)], tokens)
+
+    @rule(pick=st.integers(0, 1 << 16), tokens=st.integers(0, 9))
+    def aborted_by_somebody_else(self, pick, tokens):
+        if self.world.running:
+            self.world.stop(list(self.world.running)[pick % len(self.world.running)], tokens)
+
+    @rule(pick=st.integers(0, 1 << 16), keep=st.booleans())
+    def judge(self, pick, keep):
+        if self.world.judging:
+            self.world.judge(self.world.judging[pick % len(self.world.judging)], keep)
+
+    @rule()
+    def cancel(self):
+        self.world.cancel()
+
+    @rule()
+    def save_and_restore(self):
+        self.world.save_and_restore()
+
+    @invariant()
+    def accounted(self):
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self):
+        """Whatever happened, what is left can be finished."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        epoch, index = self.next
+        world.feed(epoch, range(index, index + 1), end=True)
+        for _ in range(100 * world.admitter.state.fed):  # a prompt may be started in several rounds
+            if world.admitter.state.round is None:
+                if not (world.admitter.state.fresh or world.admitter.state.waiting):
+                    break
+                world.begin()
+            elif world.judging:
+                world.judge(world.judging[0], True)
+            elif world.running:
+                world.finish(next(iter(world.running)))
+        assert len(world.returned) + len(world.filtered) == world.admitter.state.fed
+
+
+TestAnything = Anything.TestCase
+TestAnything.settings = settings(examples(150), stateful_step_count=60)

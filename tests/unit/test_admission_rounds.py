@@ -1,0 +1,232 @@
+"""The admitter: which prompts run in which round, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_pat.admission import saved
+from sglang_pat.admission.admitter import Admitter, StaleOutput
+from sglang_pat.admission.records import Judge, Key, Output, Return, Span
+from sglang_pat.admission.rules import Rules
+
+from .admission_world import Clock, World, strict, whole_epoch
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_short_round_starts_more_and_keeps_the_first():
+    """Prompts 1 and 4 are long; six are started with three samples each, of which two are kept."""
+
+    def length(key: Key, number: int) -> int:
+        return 100 + key.index if key.index in (1, 4) else 5 + number + key.index
+
+    world = World(strict(), length)
+    world.feed(0, range(20))
+    summary = Clock(world).round()
+    assert (summary.kind, world.returned) == ("short", [Key(0, 0), Key(0, 2), Key(0, 3), Key(0, 5)])
+    assert len(world.launched) == 6 * 3
+    assert [group.key for group in world.admitter.state.waiting] == [Key(0, 1), Key(0, 4)]
+    assert summary.ages == [1, 1]
+    assert sorted(summary.kept_lengths) == [5, 6, 7, 8, 8, 9, 10, 11]
+
+
+def test_a_long_round_takes_the_queue_when_it_holds_a_batch():
+    def length(key: Key, number: int) -> int:
+        return 100 if key.index % 3 == 0 else 5
+
+    world = World(strict(), length)
+    world.feed(0, range(60))
+    clock = Clock(world)
+    kinds = [clock.round().kind for _ in range(4)]
+    assert kinds == ["short", "short", "long", "short"]
+    assert world.returned[8:12] == [Key(0, 0), Key(0, 3), Key(0, 6), Key(0, 9)]
+    assert len(world.launched) == 2 * 18 + 8 + 18, "a long round starts nothing more than it needs"
+
+
+def test_a_prompt_that_was_passed_over_too_often_makes_a_long_round():
+    def length(key: Key, number: int) -> int:
+        return 100 if key.index == 0 else 5
+
+    world = World(strict(eta_prompts=1.25, max_deferrals=3), length)
+    world.feed(0, range(60))
+    clock = Clock(world)
+    kinds = [clock.round().kind for _ in range(5)]
+    assert kinds == ["short", "short", "short", "long", "short"]
+    assert world.returned[12] != Key(0, 0)
+    assert Key(0, 0) in world.returned[12:16], "the others of a batch come from the fresh ones"
+
+
+def test_the_last_round_of_an_epoch_is_what_is_left():
+    world = whole_epoch(strict(), 10)
+    assert [summary.returned for summary in world.rounds] == [4, 4, 2]
+    assert world.rounds[-1].kind == "flush"
+
+
+def test_the_same_prompts_come_again_in_the_next_epoch():
+    world = whole_epoch(strict(), 10)
+    world.feed(1, range(10), end=True)
+    clock = Clock(world)
+    while world.admitter.state.fresh or world.admitter.state.waiting:
+        clock.round()
+    assert sorted(world.returned) == [Key(epoch, index) for epoch in (0, 1) for index in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [([(0, 3), (0, 3)], "was given before"), ([(0, 4), (0, 0)], "was given before"), ([(1, 0)], "epoch 1 is over")],
+)
+def test_keys_that_came_before_are_refused_whole(keys, said):
+    admitter = Admitter(strict())
+    admitter.feed([((0, 0), None)])
+    admitter.feed([], end_of=1)
+    before = saved.dumps(admitter)
+    with pytest.raises(ValueError, match=said):
+        admitter.feed([(key, None) for key in keys])
+    assert saved.dumps(admitter) == before
+
+
+def test_too_few_prompts_are_said():
+    admitter = Admitter(strict())
+    assert admitter.wanted == 6
+    with pytest.raises(ValueError, match="there are no prompts"):
+        admitter.begin(0)
+    admitter.feed([((0, index), None) for index in range(3)])
+    assert admitter.wanted == 3
+    with pytest.raises(ValueError, match="3 prompts for a round of 4: feed more, or end epoch 0"):
+        admitter.begin(0)
+
+
+def test_tokens_of_other_weights_are_refused():
+    admitter = Admitter(strict())
+    admitter.feed([((0, index), None) for index in range(6)])
+    launched = [action.sample for action in admitter.begin(7)]
+    with pytest.raises(StaleOutput, match=r"weights \[6\] in a round of 7"):
+        admitter.finished(launched[0], Output(spans=[Span(6, 3)], finish_reason="stop"))
+
+
+def test_useless_groups_are_replaced_and_never_queued():
+    """DAPO: prompts with even numbers teach nothing; one of them is long as well."""
+
+    def length(key: Key, number: int) -> int:
+        return 50 if key.index == 4 else 5 + key.index
+
+    world = World(strict(filter_groups=True, eta_prompts=1.0), length)
+    world.feed(0, range(20))
+    Clock(world, useful=lambda key: key.index % 2 == 1).round()
+    assert len(world.returned) == 4
+    assert all(key.index % 2 for key in world.returned)
+    assert Key(0, 2) in world.filtered
+    assert all(group.key.index % 2 or group.key.index == 4 for group in world.admitter.state.waiting)
+
+
+def test_a_group_whose_verdict_is_late_is_filtered_all_the_same():
+    world = World(strict(filter_groups=True, num_responses=1, eta_responses=1.0, num_prompts=1, eta_prompts=2.0))
+    world.feed(0, range(4))
+    world.begin()
+    first, second = list(world.running)
+    world.finish(first)
+    world.finish(second)
+    world.judge(first.key, True)
+    assert not world.rounds, "the other group waits for its verdict"
+    world.judge(second.key, False)
+    assert world.filtered == [second.key]
+    assert not world.admitter.state.waiting
+
+
+@pytest.mark.parametrize(("staleness", "order"), [(4, [0, 3, 4, 1, 2]), (3, [0, 3, 1, 2, 4])])
+def test_interrupted_samples_go_on_where_they_were(staleness, order):
+    """Capacity for three groups of one; each round keeps the first.
+
+    With a bound of 3 the third round must return 1 or 2: in the fourth both would have to be returned.
+    """
+    rules = Rules(mode="partial", num_prompts=1, num_responses=1, eta_prompts=3.0, max_staleness=staleness)
+    lengths = {0: 4, 1: 10, 2: 11, 3: 3, 4: 2}
+    world = World(rules, lambda key, number: lengths[key.index])
+    world.feed(0, range(5), end=True)
+    clock = Clock(world)
+    for _ in range(5):
+        clock.round()
+    assert [key.index for key in world.returned] == order
+    assert world.admitter.state.thrown == 0
+    assert world.made == sum(lengths.values())
+
+
+def test_what_is_too_old_is_started_again():
+    """Weights that are updated twice between two rounds."""
+    rules = Rules(mode="partial", num_prompts=1, num_responses=1, eta_prompts=2.0, max_staleness=1)
+    world = World(rules, lambda key, number: 4 if key.index == 0 else 10)
+    world.feed(0, range(2), end=True)
+    clock = Clock(world)
+    clock.round()
+    world.version += 1
+    clock.round()
+    assert world.admitter.state.thrown == 4
+    assert world.made == 4 + 4 + 10
+
+
+def test_expected_long_prompts_are_grouped():
+    """reorder: with a bound of 2, what was passed over twice is forced, and with it go those that look long."""
+
+    def length(key: Key, number: int) -> int:
+        return 100 if key.index in (0, 1, 2) else 5
+
+    rules = Rules(mode="reorder", num_prompts=4, num_responses=1, eta_prompts=1.75, max_deferrals=2)
+    world = World(rules, length)
+    world.feed(0, range(40))
+    clock = Clock(world)
+    kinds = [clock.round().kind for _ in range(3)]
+    assert kinds == ["short", "short", "long"]
+    assert {Key(0, 0), Key(0, 1), Key(0, 2)} <= set(world.returned[8:12])
+
+
+def test_rewards_are_in_the_summary():
+    admitter = Admitter(strict(filter_groups=True, num_responses=1, eta_responses=1.0, num_prompts=1, eta_prompts=2.0))
+    admitter.feed([((0, index), None) for index in range(2)], end_of=0)
+    first, second = [action.sample for action in admitter.begin(0)]
+    for sample in (first, second):
+        admitter.finished(sample, Output(spans=[Span(0, 3)], finish_reason="stop"))
+    admitter.judged(first.key, False, 0.25)
+    *_, over = admitter.judged(second.key, True, 0.75)
+    assert (over.summary.kept_rewards, over.summary.filtered_rewards) == ([0.75], [0.25])
+    assert over.summary.drawn == 2
+
+
+@pytest.mark.parametrize("verdict", [None, False])
+def test_what_a_cancelled_round_has_judged_is_judged_again(verdict):
+    """partial keeps complete groups; without a good verdict they are not returned."""
+    rules = Rules(mode="partial", num_prompts=2, num_responses=1, eta_prompts=1.0, filter_groups=True)
+    admitter = Admitter(rules)
+    admitter.feed([((0, index), None) for index in range(2)], end_of=0)
+    first, second = [action.sample for action in admitter.begin(0)]
+    admitter.finished(first, Output(spans=[Span(0, 3)], finish_reason="stop"))
+    if verdict is not None:
+        admitter.judged(first.key, verdict)
+    admitter.cancel()
+    admitter.stopped(second, Output(spans=[Span(0, 1)]))
+    actions = admitter.begin(0)
+    assert [action.group.key for action in actions if isinstance(action, Judge)] == [first.key]
+    assert not [action for action in actions if isinstance(action, Return)]
+
+
+def test_too_many_useless_groups_are_made_up_for_from_the_queue():
+    world = World(strict(filter_groups=True, eta_prompts=1.25, max_deferrals=9), lambda key, number: 5 + key.index)
+    world.feed(0, range(5))
+    clock = Clock(world, useful=lambda key: key.index < 5 or key.index > 7)
+    clock.round()
+    assert [group.key.index for group in world.admitter.state.waiting] == [4]
+    world.feed(0, range(5, 9), end=True)
+    summary = clock.round()
+    assert (summary.kind, summary.filtered) == ("short", 3)
+    assert world.returned[4:] == [Key(0, 8), Key(0, 4)]
+
+
+def test_versions_do_not_go_back():
+    admitter = Admitter(strict())
+    admitter.feed([((0, index), None) for index in range(6)])
+    for action in admitter.begin(3):
+        admitter.finished(action.sample, Output(spans=[Span(3, 1)], finish_reason="stop"))
+    admitter.engine_lost()
+    before = saved.dumps(admitter)
+    with pytest.raises(ValueError, match="version is 2, the last round's was 3"):
+        admitter.begin(2)
+    assert saved.dumps(admitter) == before

@@ -1,0 +1,161 @@
+"""Work and control requests on their way through the coordinator (all interleavings: test_coordinator_machine.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_pat.coordinator.core import BASE_ATTEMPTS
+
+from .coordinator_rig import Rig
+from .coordinator_world import FlushReply, Merged, Request
+
+pytestmark = pytest.mark.unit
+
+
+def test_work_goes_to_the_least_loaded():
+    rig = Rig(1, 4)
+    assert rig.work(8) == [0, 1, 2, 3, 0, 1, 2, 3]
+    rig.settle()
+    rig.world.finish(2)
+    rig.world.iterate(2)
+    rig.deliver()
+    assert rig.work(1) == [2]
+
+
+def test_tokens_decide_between_equal_numbers():
+    rig = Rig(1, 2)
+    assert rig.work(1, tokens=500) + rig.work(1, tokens=3) == [0, 1]
+    assert rig.work(1, tokens=3) + rig.work(1, tokens=3) == [1, 0]
+
+
+def test_replies_of_a_fast_and_a_slow_leader():
+    """Leader 0 answers both requests before leader 1 answers the first."""
+    rig = Rig(1, 2)
+    first, second = rig.control("flush"), rig.control("flush")
+    rig.iterate()
+    for rank in (0, 0, 1, 1):
+        rig.world.answer(rank, "flush")
+        rig.deliver(rank)
+    assert rig.world.server == [Merged(first, (0, 1)), Merged(second, (0, 1))]
+
+
+def test_replies_are_merged_in_the_order_of_ranks():
+    rig = Rig(1, 4)
+    serial = rig.control("update")
+    rig.iterate()
+    for rank in (3, 1, 0, 2):
+        assert rig.world.server == []
+        rig.world.answer(rank, "update")
+        rig.deliver(rank)
+    assert rig.world.server == [Merged(serial, (0, 1, 2, 3))]
+
+
+def test_a_reply_nobody_asked_for_passes():
+    rig = Rig(1, 2)
+    extra = FlushReply(0, -1)
+    rig.coordinator.reply(0, extra, 0.0)
+    assert rig.world.server == [extra]
+    rig.control("flush")
+    rig.iterate()
+    rig.world.answer(0, "flush")
+    rig.deliver(0)
+    rig.coordinator.reply(0, extra, 0.0)
+    assert rig.world.server == [extra, extra]
+
+
+def test_needs_base_in_a_tail_layout_keeps_the_order():
+    rig = Rig(1, 2)
+    rig.reconfigure(2)
+    rig.settle()
+    before = len(rig.world.to_leaders)
+    update = rig.control("update", needs_base=True)
+    assert rig.work(1) == [], "what came later waits"
+    rig.settle()
+    for rank in (0, 1):
+        rig.world.answer(rank, "update")
+    rig.settle()
+    sent = [obj.kind for _, obj in rig.world.to_leaders[before:] if isinstance(obj, Request)]
+    assert sent == ["update", "update", "work"]
+    assert Merged(update, (0, 1)) in rig.world.server
+    assert rig.world.records[-1].reason == "control"
+
+
+def test_needs_base_waits_for_a_switch_that_is_being_prepared():
+    """Ranks have looked at the weights already: these must not change under them."""
+    rig = Rig(1, 2)
+    rig.reconfigure(2)
+    rig.control("update", needs_base=True)
+    rig.settle()
+    kinds = [type(obj).__name__ for rank, obj in rig.world.to_leaders if rank == 0]
+    assert kinds == ["Prepare", "Switch", "Prepare", "Switch", "Request"]
+
+
+def test_needs_base_gives_up_after_some_attempts():
+    rig = Rig(1, 2)
+    rig.reconfigure(2)
+    rig.settle()
+    rig.world.aborts = float("-inf")  # this world aborts every time
+    rig.control("update", needs_base=True)
+    with pytest.raises(RuntimeError, match="cannot return to the base layout for a control request: rank 0: no"):
+        for _ in range(10):
+            rig.settle("abort")
+    assert sum(bool(record.error) for record in rig.world.records) == BASE_ATTEMPTS
+
+
+def test_attempts_are_counted_anew_after_a_success():
+    rig = Rig(1, 2)
+    for _ in range(3):
+        rig.reconfigure(2)
+        rig.settle()
+        rig.control("update", needs_base=True)
+        rig.settle("abort")  # this world makes the last attempt succeed
+        for rank in (0, 1):
+            rig.world.answer(rank, "update")
+        rig.settle()
+        assert rig.coordinator.layout.tp == 1
+    errors = [bool(record.error) for record in rig.world.records]
+    assert errors == [False, True, True, False] * 3
+
+
+def test_no_switch_without_memory():
+    rig = Rig(1, 2)
+    rig.control("release", releases=frozenset({"weights", "kv_cache"}))
+    rig.control("resume", resumes=frozenset({"weights"}))
+    rig.settle()
+    rig.reconfigure(2)
+    assert [(a.code, a.message) for a in rig.answers()] == [(409, "memory is released (kv_cache); resume it first")]
+    rig.control("resume", resumes=frozenset({"weights", "kv_cache"}))
+    rig.reconfigure(2)
+    rig.settle()
+    assert rig.answers()[-1].code == 200 and rig.coordinator.layout.tp == 2
+
+
+def test_policies_wait_for_controls():
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.work(6)
+    rig.settle()
+    rig.control("flush")
+    rig.finish(2)
+    rig.settle()
+    assert rig.world.preparing is None
+    rig.world.answer(0, "flush"), rig.world.answer(1, "flush")
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2]
+
+
+def test_policies_do_not_act_while_generation_is_paused():
+    """Each bucket of a weight update would send the engine to the base layout and back."""
+    rig = Rig(1, 2, policy="threshold", switch_at=4)
+    rig.work(6)
+    rig.control("pause", pauses=True)
+    rig.settle()
+    rig.finish(1)
+    for _ in range(3):
+        rig.control("update", needs_base=True)
+        rig.settle()
+        rig.world.answer(0, "update"), rig.world.answer(1, "update")
+        rig.settle()
+    assert rig.world.records == []
+    rig.control("continue", pauses=False)
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2]

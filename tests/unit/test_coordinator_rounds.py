@@ -1,0 +1,263 @@
+"""When the coordinator asks its policy, and what of (all interleavings: test_coordinator_machine.py)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from sglang_pat import messages as m
+from sglang_pat.coordinator.deciding import DECISION_INTERVAL_SECONDS
+from sglang_pat.coordinator.decision_log import dump_decision, load_decision
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import stay
+from sglang_pat.policies.rules import SETTLE_SECONDS
+from sglang_pat.policies.snapshot import Decision
+from sglang_pat.policies.threshold import threshold
+
+from .coordinator_rig import Rig, with_a_fast_leader
+
+pytestmark = pytest.mark.unit
+
+
+def test_policies_see_requests_that_no_leader_has_taken_yet():
+    """A long prefill keeps them in the socket; a batch that is half visible looks like a small one."""
+    rig = Rig(1, 2, stay, policy="survival", profile="-")
+    rig.work(3, tokens=7)
+    rig.coordinator.tick(DECISION_INTERVAL_SECONDS)
+    load = rig.world.decisions[-1][0].load
+    assert load.prompt.tolist() == [7, 7, 7] and load.replica.tolist() == [0, 0, 1] and len(set(load.family)) == 3
+    rig.settle()
+    rig.coordinator.tick(2 * DECISION_INTERVAL_SECONDS)
+    load = rig.world.decisions[-1][0].load
+    assert load.prompt.tolist() == [4, 4, 4] and load.output.tolist() == [6, 6, 6], "as the leaders report them"
+
+
+def test_threshold_merges_the_tail_and_returns_for_the_next_round():
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.work(6)
+    rig.settle()
+    assert not rig.world.records
+    rig.finish(2)
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2]
+    for _ in range(2):
+        rig.world.finish(0)
+    rig.world.iterate(0)
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2, 1]
+    assert {record.reason for record in rig.world.records} == {"threshold"}
+
+
+def test_the_peak_is_forgotten_when_the_engine_was_empty_during_a_control():
+    """The next round's first requests must not look like the last round's tail."""
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.work(6)
+    rig.settle()
+    rig.control("flush")
+    rig.finish(3)
+    rig.settle()
+    rig.work(1)
+    for rank in (0, 1):
+        rig.world.answer(rank, "flush")
+    rig.settle()
+    assert not rig.world.records
+
+
+def test_a_third_round_of_the_same_size_is_decided_without_waiting():
+    """Two requests might be the first of many; after two rounds of two they are not."""
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.rounds(2, requests=2)
+    assert not rig.world.records
+    rig.work(1, now=5.0)
+    rig.settle()
+    assert not rig.world.records
+    rig.work(1, now=5.0)
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2]
+
+
+def test_its_decision_log_gives_the_same_decision():
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.rounds(2, requests=2)
+    rig.work(2, now=5.0)
+    decide, switches = threshold(2), 0
+    for snapshot, decision in rig.world.decisions:
+        found, logged = load_decision(json.loads(json.dumps(dump_decision(snapshot, decision))))
+        assert decide(found, LengthHistory()) == logged == decision
+        if decision.tp > snapshot.tp:
+            switches += 1
+            assert decide(replace(found, complete=False), LengthHistory()).tp == snapshot.tp
+    assert switches == 1
+
+
+def test_one_that_predicts_is_asked_at_once_when_a_round_is_complete():
+    rig = Rig(1, 2, stay, policy="survival", profile="-")
+    rig.rounds(2, requests=3)
+    before = len(rig.world.decisions)
+    for number in range(5):
+        rig.work(1, now=10 + number * DECISION_INTERVAL_SECONDS / 10)
+    asked = [(snapshot.requests, snapshot.complete) for snapshot, _ in rig.world.decisions[before:]]
+    assert asked == [(1, False), (3, True)]
+
+
+def up_front(snapshot, history) -> Decision:
+    """Wants tp=2 for a round to come, and nothing else once it is there."""
+    return Decision(tp=2 if len(snapshot.coming) else snapshot.degrees[0] if not snapshot.requests else snapshot.tp)
+
+
+def known_rounds(requests: int = 3) -> Rig:
+    """Two rounds of so many are over; the policy has seen all of them at once."""
+    rig = Rig(1, 2, up_front, policy="survival", profile="-")
+    for number in range(2):
+        rig.work(requests, now=10.0 * number)
+        rig.coordinator.tick(10 * number + 2 * DECISION_INTERVAL_SECONDS)
+        rig.settle()
+        rig.finish_all()
+    return rig
+
+
+def test_a_round_starts_in_the_layout_that_is_best_for_all_of_it():
+    rig = known_rounds()
+    assert rig.coordinator.layout.tp == 1 and not rig.world.records
+    before = len(rig.world.to_leaders)
+    rig.work(2, now=50.0)
+    assert {type(obj) for _, obj in rig.world.to_leaders[before:]} == {m.Prepare}, "the requests are held"
+    snapshot, decision = rig.world.decisions[-1]
+    assert (snapshot.requests, len(snapshot.load), decision.tp) == (1, 0, 2)
+    assert snapshot.coming.output.tolist() == [0, 0, 0] and len(set(snapshot.coming.family)) == 3
+    rig.settle()
+    assert [(record.to_tp, record.requests) for record in rig.world.records] == [(2, 0)]
+    assert [rank for rank, obj in rig.world.to_leaders if getattr(obj, "kind", "") == "work"][-2:] == [0, 0]
+    assert rig.work(1, now=50.0) == [0] and not len(rig.world.decisions[-1][0].coming), "all are there"
+    rig.settle()
+    rig.finish_all()
+    rig.coordinator.tick(60.0)
+    rig.settle()
+    assert rig.coordinator.layout.tp == 1
+    assert rig.world.decisions[-1][0].requests == 0
+
+
+@pytest.mark.parametrize("fate", ["prepare", "abort"])
+def test_and_in_the_old_one_if_that_fails(fate):
+    rig = known_rounds()
+    rig.work(2, now=50.0)
+    rig.settle(fate)
+    assert rig.world.records[0].error and rig.coordinator._requests() == 2
+
+
+def test_it_is_asked_once_before_a_round_and_not_held_without_a_switch():
+    rig = known_rounds()
+    rig.coordinator._deciding.policy = stay
+    before = len(rig.world.decisions)
+    assert rig.work(2, now=50.0) == [0, 1] and len(rig.world.decisions) == before + 1
+
+
+def test_a_round_of_which_nothing_more_comes():
+    """Four came the last times; what came now is looked at as it is after a while."""
+    rig = known_rounds(4)
+    rig.coordinator._deciding.policy = stay
+    rig.work(2, now=50.0)
+    rig.settle()
+    rig.coordinator.tick(50.0 + 0.9 * SETTLE_SECONDS)
+    assert len(rig.world.decisions[-1][0].coming) == 4
+    rig.coordinator.tick(50.0 + 1.1 * SETTLE_SECONDS)
+    assert len(rig.world.decisions[-1][0].coming) == 0
+
+
+def test_one_that_predicts_is_asked_less_often_in_the_course_of_a_long_round():
+    rig = Rig(1, 2, stay, policy="survival", profile="-")
+
+    def asked(seconds: float, start: float) -> int:
+        before = len(rig.world.decisions)
+        for tick in range(int(seconds * 100)):
+            rig.coordinator.tick(start + tick / 100)
+        return len(rig.world.decisions) - before
+
+    rig.work(3, now=100.0)
+    rig.settle()
+    assert 85 <= asked(10, start=100) <= 101
+    assert 18 <= asked(10, start=150) <= 20, "every 0.5 to 0.6 s"
+    assert 10 <= asked(10, start=1000) <= 11, "every second"
+    rig.work(1, now=1010.0)
+    assert 85 <= asked(10, start=1010) <= 101, "more requests came"
+    rig.settle()
+    rig.finish_all()
+    assert 85 <= asked(10, start=2000) <= 101, "an empty engine goes to base at once"
+
+
+def test_requests_that_come_during_the_return_to_base_belong_to_the_next_round():
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.rounds(2, requests=2)
+    rig.work(2, now=5.0)
+    rig.settle()
+    assert rig.coordinator.layout.tp == 2
+    for _ in range(2):
+        rig.world.finish(0)
+    rig.world.iterate(0)
+    for _ in range(2):
+        rig.deliver()
+        rig.iterate()
+    assert rig.coordinator._switching.commanded and rig.work(1, now=9.0) == []
+    rig.settle()
+    last, _ = rig.world.decisions[-1]
+    assert (rig.coordinator.layout.tp, last.requests, last.complete) == (1, 1, False)
+
+
+def test_a_round_that_ends_during_a_switch():
+    """The next one's requests wait for the switch, and are not taken for more of the last one's."""
+    rig = with_a_fast_leader()
+    rig.work(1)
+    rig.deliver(1)
+    assert rig.world.decisions[-1][0].peak == 1 and not rig.world.decisions[-1][0].complete
+    rig.work(1)
+    assert rig.world.decisions[-1][0].complete
+
+
+# -- the planner's floor -------------------------------------------------------------------------------------
+
+
+def test_a_round_waits_for_its_floor():
+    rig = Rig(1, 4, policy="manual")
+    rig.settle()
+    rig.coordinator.floor(m.Floor(tp=2), 0.0)
+    assert rig.work(3) == [], "they wait for the switch"
+    rig.settle()
+    assert (rig.world.known.tp, rig.world.records[-1].reason) == (2, "planner")
+    assert len(rig.world.ranks[0].requests) + len(rig.world.ranks[1].requests) == 3
+    rig.finish_all()
+    assert rig.world.known.tp == 2, "until the round is over"
+    rig.coordinator.floor(m.Floor(tp=0), 0.0)
+    rig.settle()
+    assert rig.world.known.tp == 1
+
+
+def test_policies_choose_from_the_floor_up():
+    seen = []
+
+    def highest(snapshot, history):
+        seen.append(snapshot.degrees)
+        return Decision(tp=snapshot.degrees[-1] if snapshot.requests else snapshot.degrees[0])
+
+    rig = Rig(1, 4, decide=highest, policy="manual")
+    rig.coordinator.floor(m.Floor(tp=2), 0.0)
+    rig.settle()
+    assert rig.world.known.tp == 2
+    rig.work(2)
+    rig.settle()
+    assert rig.world.known.tp == 4
+    rig.finish_all()
+    rig.settle()
+    assert rig.world.known.tp == 2
+    assert (2, 4) in seen and seen[-1] == (2, 4)
+
+
+def test_a_switch_to_the_floor_that_fails_is_not_repeated_at_once():
+    rig = Rig(1, 2, policy="manual")
+    rig.settle()
+    rig.coordinator.floor(m.Floor(tp=2), 0.0)
+    rig.work(1)
+    rig.settle("abort")
+    assert [record.error for record in rig.world.records] == ["rank 0: no"]
+    assert sum(len(rank.requests) for rank in rig.world.ranks) == 1

@@ -1,0 +1,224 @@
+"""The KV plan against an oracle that moves every value by hand.
+
+Each KV value is labelled (token, head).  The exchange of every rank is built and executed on numpy
+pools; then every rank must hold, in the slots the plan names, the right values of its heads, and each
+value must have travelled once, and only where it was needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from sglang_pat.layout import ParallelLayout, exchange_groups
+from sglang_pat.switch import plan
+from sglang_pat.switch.gather import build_gather
+
+from .drawn import examples
+from .plan_world import Case, cases, heads_of
+
+pytestmark = pytest.mark.unit
+
+DIM = 5
+"""Elements per head and slot in the count of bytes."""
+
+
+@dataclass
+class Outcome:
+    """After the exchange: by rank the new pool, its slot for each slot of the plan, and what was not to be touched.
+
+    ``travelled``: every (source, target, value); ``elements``: sent to other ranks.
+    """
+
+    pools: dict[int, np.ndarray]
+    places: dict[int, np.ndarray]
+    untouched: dict[int, np.ndarray]
+    travelled: list[tuple[int, int, int]]
+    elements: int
+
+
+def old_pool(case: Case, rank: int) -> np.ndarray:
+    group, heads = case.old.group_of(rank), heads_of(case.kv_heads, case.old, rank)
+    pool = np.full((case.num_slots, len(heads)), -1)
+    for tokens, slots in zip(case.tokens[group], case.slots[group], strict=True):
+        pool[slots] = np.array(tokens, dtype=np.int64).reshape(-1, 1) * case.kv_heads + heads
+    return pool
+
+
+def execute(case: Case) -> Outcome:
+    """Run the exchange of all ranks, the new pools lying over the old ones."""
+    old, new, kv_heads = case.old, case.new, case.kv_heads
+    exchanges = {}
+    before = {rank: old_pool(case, rank) for rank in range(old.num_ranks)}
+    pools = {rank: pool.copy().reshape(-1, len(heads_of(kv_heads, new, rank))) for rank, pool in before.items()}
+    untouched = {rank: pool.copy() for rank, pool in pools.items()}
+    outcome = Outcome(pools, {}, untouched, [], 0)
+    for members in exchange_groups(old, new):
+        plans = {new.group_of(m): case.plans[new.group_of(m)] for m in members}
+        for rank in members:
+            group = old.group_of(rank)
+            move = plan.Move(old, new, kv_heads, members, rank, plans, case.slots[group], case.live[group])
+            exchanges[rank] = plan.build_exchange(move)
+            place = outcome.places[rank] = exchanges[rank].place
+            assert place[0] == 0 and len(set(place.tolist())) == len(place), "every slot of the plan has its own"
+            # What of its own is not packed stays where it is.
+            own, moves = move.coming(group), exchanges[rank].recv_slots[exchanges[rank].recv_offsets[-2] :]
+            stays = place[own[~np.isin(place[own], moves)]]
+            outcome.travelled += [(rank, rank, int(v)) for v in pools[rank][stays][:, head_part(move)].ravel()]
+        last = len(members)
+        routes = [(i, src, j, dst) for (i, src), (j, dst) in itertools.product(enumerate(members), repeat=2)]
+        routes += [(last, rank, last, rank) for rank in members]
+        for i, src, j, dst in routes:
+            out, into = exchanges[src], exchanges[dst]
+            assert out.heads == into.heads
+            send = out.send_slots[out.send_offsets[j] : out.send_offsets[j + 1]]
+            recv = into.recv_slots[into.recv_offsets[i] : into.recv_offsets[i + 1]]
+            assert len(send) == len(recv), "both sides agree on the size"
+            a, b = int(out.send_heads[j]), int(into.recv_heads[i])
+            values = before[src][send, a : a + out.heads]
+            assert values.shape == (len(send), out.heads), "heads exist on the source"
+            assert pools[dst][recv, b : b + out.heads].shape == values.shape, "and on the target"
+            pools[dst][recv, b : b + out.heads] = values
+            outcome.travelled += [(src, dst, int(v)) for v in values.ravel()]
+            if i < last:
+                assert out.elements(DIM)[i, j] == into.elements(DIM)[i, j] == values.size * DIM
+            else:
+                assert out.moving == len(send)
+        outcome.elements += sum(exchanges[rank].elements(DIM)[i].sum() for i, rank in enumerate(members))
+    return outcome
+
+
+def head_part(move: plan.Move) -> slice:
+    """Of a new slot, the heads that this rank had before."""
+    own = next(piece for piece in move.slices(move.rank) if piece.src == move.rank)
+    return slice(own.dst_head, own.dst_head + own.count)
+
+
+def check_exchange(case: Case) -> None:
+    outcome = execute(case)
+    old, new, kv_heads = case.old, case.new, case.kv_heads
+    source_of = {t: g for g, requests in enumerate(case.tokens) for tokens in requests for t in tokens}
+    needed: Counter[tuple[int, int]] = Counter()
+    foreign = 0
+    for rank in range(new.num_ranks):
+        dest, heads = new.group_of(rank), heads_of(kv_heads, new, rank)
+        pool, place = outcome.pools[rank], outcome.places[rank]
+        here: set[int] = set()
+        for group, requests in enumerate(case.tokens):
+            for tokens, row in zip(requests, case.plans[dest].rows[group], strict=True):
+                if row is None:
+                    continue
+                expected = np.array(tokens).reshape(-1, 1) * kv_heads + heads
+                assert (pool[place[row]] == expected).all()
+                here.update(tokens)
+        for token, head in itertools.product(here, heads):
+            needed[rank, token * kv_heads + head] = 1
+            own = source_of[token] == old.group_of(rank) and head in heads_of(kv_heads, old, rank)
+            foreign += not own
+        others = np.setdiff1d(np.arange(len(pool)), place[1:])
+        assert (pool[others] == outcome.untouched[rank][others]).all(), "slots that are not in use are left alone"
+        assert case.plans[dest].total == len(here) == len(place) - 1, "each live token has one slot"
+    assert Counter((dst, value) for _, dst, value in outcome.travelled) == needed, "each value once, and no other"
+    assert sum(src != dst for src, dst, _ in outcome.travelled) == foreign, "nothing travels to where it already is"
+    assert outcome.elements == foreign * DIM
+
+
+@examples(400)
+@given(cases())
+def test_every_value_arrives_once(case):
+    event("up" if case.new.tp > case.old.tp else "down")
+    event("replicated heads" if max(case.old.tp, case.new.tp) > case.kv_heads else "plain heads")
+    for group, requests in enumerate(case.tokens):
+        for tokens, dest, i in zip(requests, case.dests[group], itertools.count()):
+            assert (case.plans[dest].rows[group][i] is not None) == bool(tokens)
+    check_exchange(case)
+
+
+@examples(300)
+@given(cases(roomy=False))
+def test_what_does_not_fit_comes_as_tokens(case):
+    """Each request by itself: the first go on decoding, the others keep their KV as long as there is room for it."""
+    refused = parked = 0
+    for dest, group_plan in case.plans.items():
+        used, running = 0, 0
+        for group, live in enumerate(case.live):
+            fresh, rows = 0, group_plan.rows[group]
+            for request, row, decodes in zip(live, rows, group_plan.decodes[group], strict=True):
+                if request.dest != dest or not request.tokens:
+                    assert row is None and not decodes
+                    continue
+                new, slot = request.tokens - request.shared, running < case.max_requests
+                together = not request.shared or rows[request.parent] is not None
+                fits = together and used + new + running + slot <= case.capacity
+                assert (row is not None) == fits, "KV that fits is kept, and no other"
+                assert decodes == (fits and slot), "whoever has KV and a decode slot goes on"
+                refused += not fits
+                if not fits:
+                    continue
+                assert len(row) == request.tokens
+                if request.shared:
+                    assert (row[: request.shared] == rows[request.parent][: request.shared]).all()
+                used, running, fresh = used + new, running + slot, fresh + new
+                parked += not slot
+            assert group_plan.fresh[group] == fresh
+        taken = [row for rows in group_plan.rows.values() for row in rows if row is not None]
+        assert set(np.concatenate([[0], *taken]).tolist()) == set(range(used + 1))
+        assert group_plan.total == used
+        assert running <= case.max_requests
+        assert not used or used + running <= case.capacity
+    event("some refused" if refused else "all fit")
+    event("some parked" if parked else "none parked")
+    check_exchange(case)
+
+
+@examples(200)
+@given(st.one_of(cases(), cases(roomy=False)))
+def test_pats_way_ends_with_the_same_kv(case):
+    """Everything gathered over the larger group, and cut: the same pools as by the exchange."""
+    old, new, kv_heads = case.old, case.new, case.kv_heads
+    outcome = execute(case)
+    larger = max(old, new)
+    for members in larger.groups():
+        plans = {new.group_of(m): case.plans[new.group_of(m)] for m in members}
+        gathers, staged = {}, {}
+        for rank in members:
+            group, heads = old.group_of(rank), heads_of(kv_heads, old, rank)
+            pool = np.full((case.num_slots, len(heads)), -1)
+            for tokens, slots in zip(case.tokens[group], case.slots[group], strict=True):
+                pool[slots] = np.array(tokens, dtype=np.int64).reshape(-1, 1) * kv_heads + heads
+            gathers[rank] = build_gather(
+                plan.Move(old, new, kv_heads, members, rank, plans, case.slots[group], case.live[group])
+            )
+            assert gathers[rank].heads == len(heads)
+            staged[rank] = pool[gathers[rank].send_slots]
+        for rank in members:
+            wanted = outcome.pools[rank][outcome.places[rank]]
+            got = np.full_like(wanted, -1)
+            assert gathers[rank].total == len(wanted) - 1
+            assert gathers[rank].counts == [len(staged[m]) for m in members]
+            for take in gathers[rank].takes:
+                rows = staged[members[take.member]][take.first : take.first + len(take.slots)]
+                part = rows[:, take.src_head : take.src_head + take.count]
+                assert part.shape == (len(take.slots), take.count)
+                got[take.slots, take.dst_head : take.dst_head + take.count] = part
+            assert (got[1:] == wanted[1:]).all()
+
+
+def test_bytes_of_the_design():
+    """Design section 7: an all-to-all moves 1/t of what PAT's all-gather moves to each rank."""
+    old, new = ParallelLayout(1, 8), ParallelLayout(8, 1)
+    tokens, members = 100, list(range(8))
+    live = {g: [plan.LiveRequest(tokens, 0, -1, 0)] for g in range(8)}
+    plans = {0: plan.plan_group(0, live, 100, 10_000)}
+    rows = [np.arange(1, tokens + 1)]
+    sent = [
+        plan.build_exchange(plan.Move(old, new, 8, members, rank, plans, rows, live[rank])).elements(1)[rank].sum()
+        for rank in members
+    ]
+    assert sent == [tokens * 7] * 8

@@ -1,0 +1,68 @@
+"""Replay: shapes of lengths."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from sglang_pat.replay.shapes import NAMED, Shape, parse_shape
+
+pytestmark = pytest.mark.unit
+
+
+def test_reported_shapes():
+    shares = (np.arange(100_000) + 0.5) / 100_000
+    deep = parse_shape("deepscaler").quantile(shares)
+    assert (deep > 8192).mean() == pytest.approx(0.1085, abs=0.002)
+    assert (deep > 16384).mean() == pytest.approx(0.0218, abs=0.001)
+    roll = parse_shape("rollpacker").quantile(shares)
+    assert 755 <= np.quantile(roll, 0.75) <= 1100 and 512 <= np.median(roll) <= 655
+    assert (roll == 16384).mean() == pytest.approx(0.01, abs=1e-3) and (np.diff(roll) >= 0).all()
+    sft = parse_shape("sft").quantile(shares)
+    assert np.median(sft) == pytest.approx(680, rel=0.01) and sft.mean() == pytest.approx(2806, rel=0.15)
+    assert (parse_shape("partial-rollout").quantile(shares) < 80_000).mean() == pytest.approx(0.97, abs=0.01)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8, 1.0])
+def test_correlation_within_groups(correlation):
+    lengths = parse_shape("deepscaler").draw(8 * 3000, correlation, 8, np.random.default_rng(0)).reshape(-1, 8)
+    found = spearmanr(lengths[:, 0], lengths[:, 1]).statistic
+    assert found == pytest.approx(6 / np.pi * np.arcsin(correlation / 2), abs=0.04)
+
+
+@pytest.mark.parametrize("text", ["5\n7\n\n9\n", "[5, 7, 9]", '{"length": 5}\n{"length": 7}\n{"length": 9}\n',
+                                  '[{"length": 9}, {"length": 5}, 7]'])  # fmt: skip
+def test_files_of_lengths(tmp_path, text):
+    path = tmp_path / "lengths"
+    path.write_text(text)
+    shape = parse_shape(str(path))
+    assert shape.samples.tolist() == [5, 7, 9] and shape.limit == 9
+    assert set(shape.draw(100, 0.0, 8, np.random.default_rng(0)).tolist()) == {5, 7, 9}
+    assert parse_shape(str(path), limit=6).draw(100, 0.0, 8, np.random.default_rng(0)).max() == 6
+
+
+BAD_SHAPES = ["lognormal:1,2", "lognormal:a,b,c", "lognormal:1,-1,5", "lognormal:1,1,0", "body-atom:1,1,9,1", "/none"]
+
+
+@pytest.mark.parametrize("text", BAD_SHAPES)
+def test_bad_shapes(text):
+    with pytest.raises(ValueError, match="--lengths") as caught:
+        parse_shape(text)
+    assert "\n" not in str(caught.value)
+
+
+BAD_FILES = ["", "[]", "5\nx\n", "-1\n", "[1.5]", "[true]", '{"len": 5}\n', "[1,", "[null]", "\xff"]
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_bad_files(tmp_path, text):
+    path = tmp_path / "lengths"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match="--lengths") as caught:
+        parse_shape(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_named_shape_parses():
+    assert all(isinstance(parse_shape(name), Shape) for name in NAMED)

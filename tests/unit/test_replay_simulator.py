@@ -1,0 +1,135 @@
+"""Replay: the simulator by hand and step by step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.snapshot import Decision
+from sglang_pat.replay.compare import KNOWN, Machine, Work, compare
+from sglang_pat.replay.shapes import parse_shape
+from sglang_pat.replay.simulate import Batch, Drain, crowded
+
+from .drawn import examples
+from .policy_world import crossing, machine
+from .profiles_for_tests import profile as linear_profile
+
+pytestmark = pytest.mark.unit
+
+
+def batch(lengths, prompt=100) -> Batch:
+    lengths = np.asarray(lengths, dtype=np.int64)
+    return Batch(prompt=np.full(len(lengths), prompt), length=lengths, family=np.arange(len(lengths)), limit=8192)
+
+
+def step_by_step(predictor, work: Batch, tp: int, start: int, end: int) -> float:
+    """Seconds of tokens ``start`` to ``end`` in one layout, one step and one replica at a time."""
+    replicas = 4 // tp
+    seconds = np.zeros(replicas)
+    for token in range(start, end):
+        running = [np.flatnonzero((work.length > token) & (np.arange(len(work.length)) % replicas == r))
+                   for r in range(replicas)]  # fmt: skip
+        active = sum(len(on) > 0 for on in running)
+        for r, on in enumerate(running):
+            if len(on):
+                tokens = float((work.prompt[on] + token).sum())
+                seconds[r] += predictor.step_seconds(tp, len(on), tokens, active)
+    return float(seconds.max())
+
+
+@examples(30)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.sampled_from([1, 2, 4]))
+def test_static_layouts_step_by_step(lengths, tp):
+    """Exact where step times are linear in tokens."""
+    found = linear_profile()
+    predictor, costs = machine(found)
+    case = Drain(predictor, costs, found.fingerprint, batch(lengths), 16)
+    assert case.static(tp).seconds == pytest.approx(step_by_step(predictor, case.batch, tp, 0, max(lengths)), rel=1e-9)
+
+
+def test_a_schedule_step_by_step():
+    found = linear_profile()
+    predictor, costs = machine(found)
+    work = batch([20, 100, 100, 300, 400])
+    case = Drain(predictor, costs, found.fingerprint, work, 1)
+    at = int(np.flatnonzero(case.points == 100)[0])
+    run = case.scheduled([(at, 4)])
+    expected = step_by_step(predictor, work, 1, 0, 100) + step_by_step(predictor, work, 4, 100, 400)
+    assert run.seconds == pytest.approx(expected + costs.estimate(1, 4, [200, 200]).seconds, rel=1e-9)
+    assert [switch[:3] for switch in run.switches] == [(100, 1, 4)]
+
+
+def test_what_a_policy_sees():
+    """At each question: those that still run, their present lengths and replicas; finished ones are in the history."""
+    found = linear_profile()
+    case = Drain(*machine(found), found.fingerprint, batch([5, 40, 40, 90, 300, 300]), 16)
+    seen, history = [], LengthHistory()
+
+    def policy(snapshot, history):
+        seen.append((snapshot, len(history)))
+        return Decision(tp=2 if snapshot.load.output[0] >= 40 else 1)
+
+    case.follow(policy, history, complete=True)
+    for snapshot, finished in seen:
+        assert snapshot.requests == len(snapshot.load) == 6 - finished
+        assert snapshot.peak == 6 and snapshot.last_arrival == 0.0 and snapshot.complete
+    tps = [snapshot.tp for snapshot, _ in seen]
+    assert tps == sorted(tps) and set(tps) == {1, 2}
+    after = next(s for s, _ in seen if s.tp == 2)
+    assert after.load.replica.tolist() == [1, 0, 1] and after.last_switch > 0
+    times = [snapshot.now for snapshot, _ in seen]
+    assert times == sorted(times) and len(history) == 6
+
+
+def test_crowded_batches_are_told():
+    found = linear_profile().fingerprint
+    assert crowded(found, batch([100] * 8)) is None
+    assert "KV tokens" in crowded(found, batch([200_000] * 8))
+    assert "a replica" in crowded(found, batch([10] * 80))
+
+
+def test_rounds_are_the_same_for_every_policy_and_run():
+    work = Work(shape=parse_shape("lognormal:5,1,2000"), batch=24, rounds=3, correlation=0.5)
+    first, again = list(work.batches()), list(work.batches())
+    assert all((a.length == b.length).all() for a, b in zip(first, again, strict=True))
+    assert len(np.unique([b.family for b in first])) == 9
+    runs = compare(Machine(crossing()), work, ["survival", "static:4", "threshold:4"])
+    assert {name: len(found) for name, found in runs.items()} == dict.fromkeys(
+        ["survival", "static:4", "threshold:4", "oracle"], 3
+    )
+
+
+def test_policies_learn_how_many_requests_come():
+    """As an engine's, which waits in the first two rounds only; but one that is told does not even there."""
+    asked: dict[str, list[list[bool]]] = {}
+
+    class Watched(Machine):
+        def policy(self, name):
+            rounds = asked.setdefault(name, [])
+
+            def decide(snapshot, history):
+                if snapshot.now == 0.0:
+                    rounds.append(set())
+                rounds[-1].add(snapshot.complete)
+                return Decision(tp=1)
+
+            return decide
+
+    work = Work(shape=parse_shape("lognormal:5,1,2000"), batch=24, rounds=4)
+    compare(Watched(crossing()), work, ["pat", "survival" + KNOWN, "static:4"])
+    assert asked == {"pat": [{False}, {False}, {True}, {True}], "survival": [{True}] * 4}
+
+
+def test_a_complete_batch_is_not_waited_for():
+    """Two requests, best at tp 4: at once, or after the time of which a switch in vain would cost more."""
+    found = crossing()
+    predictor, costs = machine(found)
+    case = Drain(predictor, costs, found.fingerprint, batch([3000, 3000]), 16)
+    for name in ("survival", "pat"):
+        policy = make_policy(name, predictor=predictor, costs=costs)
+        waits, knows = (case.follow(policy, LengthHistory(), complete) for complete in (False, True))
+        assert knows.switches[0][0] == 0 < waits.switches[0][0] and knows.seconds < waits.seconds, name
