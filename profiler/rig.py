@@ -91,8 +91,10 @@ class Rig:
             await asyncio.sleep(POLL_SECONDS)
 
     async def flush(self) -> None:
-        """Empty the radix cache; the engine is idle."""
-        await self._manager.flush_cache()
+        """Empty the radix cache; the engine is idle, or in the step that follows its last answer."""
+        answer = await self._manager.flush_cache(timeout_s=IDLE_SECONDS)
+        if not answer.success:
+            raise RuntimeError(f"the cache cannot be emptied: {answer.message or 'requests are alive'}")
 
     def inject(self, prompts: list[list[int]]) -> None:
         """What is sent next finds ``prompts`` in every replica's radix cache, with whatever KV."""

@@ -530,7 +530,7 @@ def test_flush_cache(server):
         for _ in range(4):
             cached()
         assert cached() > 0
-        assert server.post("/flush_cache").status_code == 200
+        assert server.post("/flush_cache?timeout=500").status_code == 200
         assert cached() == 0
 
 

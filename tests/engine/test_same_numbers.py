@@ -105,7 +105,7 @@ def test_logprobs_through_switches(adaptive, stock, degrees):
             return await asyncio.gather(*work)
 
     adaptive.reconfigure(1)
-    adaptive.post("/flush_cache")
+    assert adaptive.post("/flush_cache?timeout=500").status_code == 200
     for index, (got, expected) in enumerate(zip(asyncio.run(switching()), want, strict=True)):
         assert_same_numbers(got, expected, f"request {index}")
 
@@ -115,7 +115,7 @@ def test_teacher_forced_nll_in_each_layout(adaptive, stock):
     bodies = [body(100 + i, 1500, new=1) for i in range(2)]
 
     def score(server) -> list[list]:
-        server.post("/flush_cache")
+        assert server.post("/flush_cache?timeout=500").status_code == 200
         return [answer["meta_info"]["input_token_logprobs"] for answer in server.generate(bodies)]
 
     want = score(stock)

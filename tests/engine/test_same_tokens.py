@@ -212,7 +212,7 @@ def test_the_same_prompts_in_two_groups(runner):
             await server.arm(session)
             return [(await task)["output_ids"] for task in tasks]
 
-    server.post("/flush_cache")
+    assert server.post("/flush_cache?timeout=500").status_code == 200
     outputs = asyncio.run(work())
     schedules.check_idle(server)
     wanted = runner.stock("llama-kv2").generate([r.body() for r in sharing])
@@ -241,7 +241,7 @@ def test_replicas_merge_that_admit_differently(runner):
             tasks += [asyncio.ensure_future(server.one(session, r.body())) for r in burst]
             return [await task for task in tasks]
 
-    server.post("/flush_cache")
+    assert server.post("/flush_cache?timeout=500").status_code == 200
     outputs = [answer["output_ids"] for answer in asyncio.run(work())]
     schedules.check_idle(server)
     wanted = runner.stock("qwen3").generate([r.body() for r in long + burst])
@@ -267,7 +267,7 @@ def test_replicas_merge_one_of_which_has_retracted(runner):
             await server.arm(session, {"tp": 2})
             return [await task for task in tasks]
 
-    server.post("/flush_cache")
+    assert server.post("/flush_cache?timeout=500").status_code == 200
     outputs = [answer["output_ids"] for answer in asyncio.run(run())]
     schedules.check_idle(server)
     wanted = runner.stock("qwen3").generate([r.body() for r in work])

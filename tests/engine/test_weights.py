@@ -452,7 +452,7 @@ def test_update_with_requests_alive_in_the_tail(two, mode):
         ids = answer["output_ids"]
         assert len(ids) == ALIVE
         assert ids[0] == A and ids[-1] != A, "old weights at first, not the old ones at last"
-    assert server.post("/flush_cache").status_code == 200
+    assert server.post("/flush_cache?timeout=500").status_code == 200
     all_layouts_say(server, B)
 
 
