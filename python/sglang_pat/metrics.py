@@ -92,6 +92,10 @@ class RolloutMetrics:
         self._jobs.add(job)
         return job
 
+    def taken_back(self, job: str, summary) -> None:
+        """Its client was gone before it had read the end of this round, which was observed before."""
+        self._rounds.labels(self._label(job), summary.kind, "taken back").inc()
+
     def observe(self, job: str, summary, engine: dict[str, int]) -> None:
         """``summary``: an ``admission.records.Summary``; ``engine``: what it held afterwards."""
         job = self._label(job)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.contract
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 
 CLIENTS = {
-    ("/pat/status", "GET"), ("/pat/schedule", "GET"), ("/pat/rollout", "POST"), ("/pat/rollout/verdict", "POST"),
+    ("/pat/status", "GET"), ("/pat/schedule", "GET"), ("/pat/rollout", "POST"), ("/pat/rollout/verdict", "POST"), ("/pat/rollout/prompts", "POST"), ("/pat/rollout/prompts", "POST"),
 }  # fmt: skip
 ADMINS = {("/pat/reconfigure", "POST"), ("/pat/schedule", "POST"), ("/pat/rollout/{job}", "DELETE")}
 """Routes that change the engine for everybody, or destroy what is kept."""
@@ -118,35 +118,35 @@ def rollouts(tmp_path):
 def add_job(rollouts, name: str, settled: bool = True, used: float | None = None) -> None:
     from sglang_pat.admission.admitter import Admitter
     from sglang_pat.admission.rules import Rules
-    from sglang_pat.sglang.server.rollout import Job
+    from sglang_pat.sglang.server.jobs import Job
 
-    job = rollouts._jobs[name] = Job(Admitter(Rules(num_prompts=1, num_responses=1)))
+    job = rollouts._jobs._jobs[name] = Job(Admitter(Rules(num_prompts=1, num_responses=1)))
     job.settled = settled
     job.used = job.used if used is None else used
 
 
 def test_jobs_are_bounded(rollouts, monkeypatch):
-    from sglang_pat.sglang.server import rollout
+    from sglang_pat.sglang.server import jobs
 
-    monkeypatch.setattr(rollout, "MAX_JOBS", 3)
+    monkeypatch.setattr(jobs, "MAX_JOBS", 3)
     for name in "abc":
-        rollouts._make_room(name)
+        rollouts._jobs.make_room(name)
         add_job(rollouts, name)
-    rollouts._make_room("a")
+    rollouts._jobs.make_room("a")
     with pytest.raises(ValueError, match="3 others; DELETE"):
-        rollouts._make_room("d")
+        rollouts._jobs.make_room("d")
     asyncio.run(rollouts.forget("b"))
-    rollouts._make_room("d")
+    rollouts._jobs.make_room("d")
 
 
 @pytest.mark.parametrize("over", [True, False])
 def test_a_round_that_is_over_is_waited_for(rollouts, over):
     """Whoever left it cannot know what is still being done; only one that goes on is refused."""
-    from sglang_pat.sglang.server.rollout import Busy
+    from sglang_pat.sglang.server.jobs import Busy
 
     async def drop() -> None:
         add_job(rollouts, "left", settled=False)
-        job = rollouts._jobs["left"]
+        job = rollouts._jobs.get("left")
 
         async def settle() -> None:
             await asyncio.sleep(0)  # whoever does not wait is here first
@@ -157,33 +157,33 @@ def test_a_round_that_is_over_is_waited_for(rollouts, over):
 
     if over:
         asyncio.run(drop())
-        assert not rollouts._jobs
+        assert not rollouts._jobs.all
     else:
         with pytest.raises(Busy, match="'left' has a round under way"):
             asyncio.run(drop())
 
 
 def test_jobs_expire_but_not_in_a_round(rollouts):
-    from sglang_pat.sglang.server import rollout
+    from sglang_pat.sglang.server.jobs import JOB_SECONDS, time
 
-    now = rollout.time.monotonic()
-    add_job(rollouts, "old", used=now - rollout.JOB_SECONDS - 1)
-    add_job(rollouts, "busy", settled=False, used=now - rollout.JOB_SECONDS - 1)
-    add_job(rollouts, "young", used=now - rollout.JOB_SECONDS + 60)
-    add_job(rollouts, "mine", used=now - rollout.JOB_SECONDS - 1)
-    rollouts._make_room("mine")
-    assert set(rollouts._jobs) == {"busy", "young", "mine"}
+    now = time.monotonic()
+    add_job(rollouts, "old", used=now - JOB_SECONDS - 1)
+    add_job(rollouts, "busy", settled=False, used=now - JOB_SECONDS - 1)
+    add_job(rollouts, "young", used=now - JOB_SECONDS + 60)
+    add_job(rollouts, "mine", used=now - JOB_SECONDS - 1)
+    rollouts._jobs.make_room("mine")
+    assert set(rollouts._jobs._jobs) == {"busy", "young", "mine"}
 
 
 def test_files_of_jobs_are_bounded(rollouts, tmp_path, monkeypatch):
-    from sglang_pat.sglang.server import rollout
+    from sglang_pat.sglang.server import jobs
 
-    monkeypatch.setattr(rollout, "MAX_SAVED_JOBS", 2)
+    monkeypatch.setattr(jobs, "MAX_SAVED_JOBS", 2)
     for name in "ab":
         (tmp_path / f"{name}.json").write_text("{}")
-    rollouts._make_room("a")
+    rollouts._jobs.make_room("a")
     with pytest.raises(ValueError, match="2 are kept"):
-        rollouts._make_room("c")
+        rollouts._jobs.make_room("c")
 
 
 def test_labels_are_bounded():

@@ -41,12 +41,15 @@ def rounds(rules: Rules, epoch: int, indices: list[int], length: Callable[[Key, 
         else:
             flush = len(fresh) + len(waits) <= size
             kind, responses = "flush" if flush else "long" if forced else "short", many_r
+            under_way = many_p
+            if forced:
+                responses, under_way = rules.num_responses, size
             usual = sum(lengths) / len(lengths) if lengths else 0.0
             sign = -1 if kind != "short" else 1
             started, unused, recycled = [k for k in waits if k in oldest[:forced]], list(fresh), dict(seen)
             started.sort(key=order.get)
             others = [key for key in sorted(waits, key=order.get) if key not in started]
-            while len(started) < many_p and (others or (unused and room)):
+            while len(started) < under_way and (others or (unused and room)):
                 options = [(sign * recycled.get(key, 0), order[key], key) for key in others]
                 if unused and room:
                     options.append((sign * usual, order[unused[0]], unused[0]))

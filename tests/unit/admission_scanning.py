@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.deadlines import Deadlines
 from sglang_pat.admission.records import Group, Sample
+from sglang_pat.admission.rules import Rules
 from sglang_pat.admission.starting import FRESH, Fresh, priority, to_start
 from sglang_pat.admission.state import SHORT, Round, State
 from sglang_pat.admission.under_way import RoundUnderWay
+
+
+def slack(rules: Rules, group: Group, version: int, jump: int) -> int:
+    """Rounds that may still pass it over."""
+    if not group.begun:
+        return rules.max_deferrals + 1
+    left = rules.max_deferrals - group.deferrals
+    if rules.mode == "partial" and group.oldest is not None and group.oldest < version:
+        # The first round that would be too late, by looking at one after the other.
+        rounds = -1
+        while version + (rounds + 1) * jump - group.oldest <= rules.max_staleness and rounds < left:
+            rounds += 1
+        return min(left, rounds) if version - group.oldest <= rules.max_staleness else -1
+    return left
 
 
 class ScanningReady:
@@ -23,13 +39,9 @@ class ScanningReady:
     def look_again(self) -> None: ...
 
     def pop(self, may_take: Callable[[int], bool]) -> int | None:
-        round_, bound = self._admitter.state.round, self._admitter.rules.bound
+        round_ = self._admitter.state.round
         for order, group in round_.complete.items():
-            if self._admitter.rules.mode == "partial":
-                age = round_.version - group.oldest if group.oldest is not None else 0
-            else:
-                age = group.deferrals
-            if not group.judging and may_take(bound - age if group.begun else bound + 1):
+            if not group.judging and may_take(slack(self._admitter.rules, group, round_.version, round_.jump)):
                 return order
         return None
 
@@ -37,8 +49,9 @@ class ScanningReady:
 class ScanningStarting:
     """What to start next, from the state as it is now."""
 
-    def __init__(self, mode: str, round_: Round, state: State, capacity: int) -> None:
-        self._mode, self._round, self._state, self._capacity = mode, round_, state, capacity
+    def __init__(self, rules: Rules, round_: Round, state: State) -> None:
+        self._mode, self._filters, self._round, self._state = rules.mode, rules.filter_groups, round_, state
+        self._capacity = rules.started_prompts * rules.num_responses
 
     def joined(self, group: Group) -> None: ...
     def waits(self, group: Group) -> None: ...
@@ -57,10 +70,11 @@ class ScanningStarting:
                 return min(open_, key=lambda g: (g.key not in round_.forced, *priority(g, g.oldest), g.order))
             return FRESH if fresh else None
         under_way = len(round_.groups) + len(round_.taken)
-        if open_ or under_way >= round_.prompts:
+        if open_ or self.places(alive) <= 0:
             return open_[0] if open_ else None
         if self._mode == "strict":
-            if waiting and (round_.kind != SHORT or (under_way < round_.target and not fresh)):
+            dry = round_.dry or round_.epoch in self._state.ended
+            if waiting and (round_.kind != SHORT or (dry and under_way < round_.target and not fresh)):
                 return max(waiting, key=lambda group: (group.deferrals, -group.order))
             return FRESH if fresh else None
         forced = next((group for group in waiting if group.key in round_.forced), None)
@@ -73,6 +87,17 @@ class ScanningStarting:
         sign = 1 if round_.kind == SHORT else -1
         return min(candidates, key=lambda c: (sign * c[0], c[1]), default=(0, 0, None))[2]
 
+    def places(self, alive: int) -> int:
+        round_ = self._round
+        if self._mode == "partial":
+            return (self._capacity - self._alive()) // round_.responses
+        if not self._filters:
+            return round_.prompts - len(round_.groups) - len(round_.taken)
+        undecided = [group for group in round_.groups if not group.complete or group.judging]
+        missing = round_.target - len(round_.taken) - (len(round_.groups) - len(undecided))
+        wanted = missing * round_.prompts / round_.target / self._state.keep_rate
+        return math.ceil(round(wanted, 6)) - len(undecided)
+
     def samples(self, group: Group, alive: int) -> list[Sample]:
         found = to_start(self._round, group)
         return found[: self._capacity - self._alive()] if self._mode == "partial" else found
@@ -81,15 +106,12 @@ class ScanningStarting:
 class ScanningDeadlines(Deadlines):
     """Ages by what groups hold, debts by counting."""
 
-    def owed(self, ages: list[int]) -> list[int]:
-        bound, size = self._rules.bound, self._rules.num_prompts
-        left = [bound - age for age in ages]
-        return [max(0, sum(least <= j for least in left) - j * size) for j in range(bound + 1)]
+    def owed(self, slacks: list[int]) -> list[int]:
+        bound, size = self._rules.max_deferrals, self._rules.num_prompts
+        return [max(0, sum(least <= j for least in slacks) - j * size) for j in range(bound + 1)]
 
-    def age(self, group: Group, version: int) -> int:
-        if self._rules.mode != "partial":
-            return group.deferrals
-        return version - group.oldest if group.oldest is not None else 0
+    def slack(self, group: Group, version: int, jump: int) -> int:
+        return slack(self._rules, group, version, jump)
 
 
 class ScanningAdmitter(Admitter):
@@ -100,7 +122,6 @@ class ScanningAdmitter(Admitter):
 
     def _take_up(self, round_: Round, alive: int, most: int | None = None) -> RoundUnderWay:
         under_way = super()._take_up(round_, alive, most)
-        capacity = self.rules.started_prompts * self.rules.num_responses
         under_way._ready = ScanningReady(self)
-        under_way._starting = ScanningStarting(self.rules.mode, round_, self.state, capacity)
+        under_way._starting = ScanningStarting(self.rules, round_, self.state)
         return under_way

@@ -12,6 +12,7 @@ from sglang_pat.admission.records import (
     Judge,
     Key,
     Launch,
+    More,
     Output,
     Return,
     RoundOver,
@@ -34,6 +35,7 @@ class World:
     Attributes:
         running: tokens that each sample had when it was started; ``stopping``: those of them to be aborted.
         judging: groups that wait for a verdict.
+        asked: prompts that the round has asked for and did not get.
         returned: groups of rounds that are over, in order; ``batch``: of the present one.
         filtered: keys of rounds that are over; ``useless``: of the present one, with their tokens.
         made: tokens generated in all; ``kept``: returned, ``wasted``: filtered.
@@ -45,6 +47,7 @@ class World:
         self.running: dict[SampleId, int] = {}
         self.stopping: list[SampleId] = []
         self.judging: list[Key] = []
+        self.asked = 0
         self.useful: set[Key] = set()
         self.returned: list[Key] = []
         self.batch: list[Key] = []
@@ -61,8 +64,13 @@ class World:
     # -- what may happen -------------------------------------------------------------------------------
 
     def feed(self, epoch: int, indices, end: bool = False) -> None:
-        self.admitter.feed([((epoch, i), f"prompt {i}") for i in indices], end_of=epoch if end else None)
-        self.check()
+        prompts = [((epoch, i), f"prompt {i}") for i in indices]
+        self.asked = 0 if end else max(0, self.asked - len(prompts))
+        self._do(self.admitter.feed(prompts, end_of=epoch if end else None))
+
+    def no_more(self) -> None:
+        self.asked = 0
+        self._do(self.admitter.no_more())
 
     def begin(self) -> None:
         self.version += 1
@@ -124,6 +132,9 @@ class World:
                     self.stopping.append(sample)
                 case Judge(group):
                     self.judging.append(group.key)
+                case More(prompts):
+                    assert self.admitter.state.round.epoch not in self.admitter.state.ended
+                    self.asked += prompts
                 case Return(group):
                     self._returned(group)
                 case RoundOver(summary):
@@ -137,7 +148,7 @@ class World:
                         self.wasted += sum(self.useless.values())
                     if self.admitter.rules.mode != "partial":
                         self.useful -= {g.key for g in (*self.admitter.state.fresh, *self.admitter.state.waiting)}
-                    self.batch, self.kept_in_batch, self.useless, self.judging = [], 0, {}, []
+                    self.batch, self.kept_in_batch, self.useless, self.judging, self.asked = [], 0, {}, [], 0
                     self.rounds.append(summary)
         self.check()
 
@@ -152,7 +163,7 @@ class World:
             assert output.tokens == self.length(group.key, sample.number)
             least = self.version - (rules.max_staleness if rules.mode == "partial" else 0)
             assert all(least <= span.version <= self.version for span in output.spans)
-        assert rules.mode == "partial" or group.deferrals <= rules.max_deferrals
+        assert group.deferrals <= rules.max_deferrals
         self.batch.append(group.key)
         self.kept_in_batch += sum(sample.output.tokens for sample in group.kept())
 
@@ -168,8 +179,7 @@ class World:
         assert len(places) + len(self.returned) + len(self.filtered) == state.fed
         alive = {(sample.key, sample.number) for sample in self.running}
         assert alive == {(g.key, s.number) for g in (*inside, *left) for s in g.samples if s.alive}
-        if self.admitter.rules.mode != "partial":
-            assert all(group.deferrals <= self.admitter.rules.max_deferrals for group in state.waiting)
+        assert all(group.deferrals <= self.admitter.rules.max_deferrals for group in state.waiting)
         held = sum(group.tokens for group in (*state.waiting, *inside, *left))
         thrown = state.thrown + (state.round.thrown if state.round else 0)
         assert self.made == self.kept + self.wasted + held + thrown
@@ -180,9 +190,12 @@ class World:
 class Clock:
     """Runs a :class:`World` by time: a token a step for every sample, however many; ends in the order of time."""
 
-    def __init__(self, world: World, useful: Callable[[Key], bool] = lambda key: True) -> None:
+    def __init__(
+        self, world: World, useful: Callable[[Key], bool] = lambda key: True, more: Callable[[int], None] | None = None
+    ) -> None:
         self.world = world
         self.useful = useful
+        self.more = more or (lambda prompts: world.no_more())
 
     def round(self) -> Summary:
         """One round; aborts are confirmed and verdicts given at once."""
@@ -195,6 +208,8 @@ class Clock:
             if world.judging:
                 key = world.judging[0]
                 world.judge(key, self.useful(key))
+            elif world.asked:
+                self.more(world.asked)
             elif world.stopping:
                 sample = world.stopping[0]
                 world.stop(sample, now - began[sample])

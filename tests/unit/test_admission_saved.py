@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_pat.admission import saved
+from sglang_pat.admission import job_files, saved
 from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.job_files import write_whole
 from sglang_pat.admission.rules import Rules
 
 from .admission_world import Clock, World, strict
@@ -40,19 +41,19 @@ def test_a_state_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     world.feed(0, range(8))
     world.begin()
     file = tmp_path / "state.json"
-    saved.save(world.admitter, file)
+    write_whole(saved.dumps(world.admitter), file)
     before = file.read_bytes()
     assert saved.dumps(saved.loads(file.read_bytes())) == before
     world.finish(next(iter(world.running)))
-    monkeypatch.setattr(saved.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(job_files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        saved.save(world.admitter, file)
+        write_whole(saved.dumps(world.admitter), file)
     assert file.read_bytes() == before
     assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("mode", ["strict", "reorder", "partial"])
-def test_a_round_of_a_process_that_is_gone_has_not_happened(tmp_path, mode):
+def test_a_round_of_a_process_that_is_gone_has_not_happened(mode):
     rules = Rules(mode=mode, num_prompts=2, num_responses=2, eta_prompts=2.0, max_staleness=3)
     world = World(rules)
     world.feed(0, range(12))
@@ -62,8 +63,7 @@ def test_a_round_of_a_process_that_is_gone_has_not_happened(tmp_path, mode):
     kept = sum(group.tokens for group in world.admitter.state.waiting)
     world.begin()
     world.finish(next(iter(world.running)))
-    saved.save(world.admitter, tmp_path / "state.json")
-    state = saved.restore(tmp_path / "state.json").state
+    state = saved.restored(saved.decode(saved.dumps(world.admitter))).state
     assert state.round is None
     waiting = {group.key for group in state.waiting}
     assert set(before) <= waiting
@@ -79,19 +79,17 @@ def test_a_round_of_a_process_that_is_gone_has_not_happened(tmp_path, mode):
         (b'{"version": 99, "rules": {"num_prompts": 1, "num_responses": 1}, "state": {}}', "version 99"),
     ],
 )  # fmt: skip
-def test_other_files_are_refused_in_one_line(tmp_path, content, said):
-    file = tmp_path / "state.json"
-    file.write_bytes(content)
+def test_other_files_are_refused_in_one_line(content, said):
     with pytest.raises(ValueError, match=said) as error:
-        saved.restore(file)
-    assert str(file) in str(error.value)
+        saved.decode(content, "dir/job.json")
+    assert "dir/job.json" in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_state_of_another_mode_is_refused(tmp_path):
-    saved.save(Admitter(strict()), tmp_path / "state.json")
+def test_a_state_of_another_mode_is_refused():
+    data = saved.dumps(Admitter(strict()))
     with pytest.raises(ValueError, match="^mode is 'partial'"):
-        saved.restore(tmp_path / "state.json", Rules(mode="partial", num_prompts=1, num_responses=1))
+        saved.loads(data, Rules(mode="partial", num_prompts=1, num_responses=1))
 
 
 def test_group_size_cannot_change_under_half_done_groups():

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Judge, Key, Launch, Output, RoundOver, SampleId, Span
+from sglang_pat.admission.records import Judge, Key, Launch, More, Output, RoundOver, SampleId, Span
 from sglang_pat.admission.rules import Rules
 
 from .admission_scanning import ScanningAdmitter
@@ -37,6 +37,7 @@ class Both:
         self.one, self.other = Admitter(rules), ScanningAdmitter(rules)
         self.running: list[SampleId] = []
         self.judging: list[Key] = []
+        self.asked = 0
 
     def tell(self, what: str, *arguments: Any) -> None:
         answers = []
@@ -55,9 +56,11 @@ class Both:
                 self.running.append(action.sample)
             elif isinstance(action, Judge):
                 self.judging.append(action.group.key)
+            elif isinstance(action, More):
+                self.asked += action.prompts
             elif isinstance(action, RoundOver):
                 assert not self.running
-                self.judging = []
+                self.judging, self.asked = [], 0
 
     def restore(self) -> None:
         self.one = saved.loads(saved.dumps(self.one))
@@ -72,7 +75,7 @@ def anything(seed: int, prompts: int, responses: int, events: int) -> None:
     both = Both(
         Rules(
             mode=MODES[seed % 3], num_prompts=rng.randint(1, prompts), num_responses=rng.randint(1, responses),
-            eta_prompts=rng.choice([1.0, 1.25, 1.5, 2.5]), max_deferrals=bound, max_staleness=bound,
+            eta_prompts=rng.choice([1.0, 1.25, 1.5, 2.5]), max_deferrals=bound, max_staleness=rng.randint(0, 4),
             filter_groups=rng.random() < 0.4,
         )
     )  # fmt: skip
@@ -86,6 +89,14 @@ def anything(seed: int, prompts: int, responses: int, events: int) -> None:
             count = rng.randint(1, 2 * prompts)
             both.tell("feed", [((0, index), index) for index in range(fed, fed + count)])
             fed += count
+        elif both.asked and chance < 0.3:
+            # Not always at once, and not always as many.
+            count = rng.randint(0, both.asked)
+            both.asked = 0
+            both.tell("feed", [((0, index), index) for index in range(fed, fed + count)])
+            fed += count
+            if rng.random() < 0.5:
+                both.tell("no_more")
         elif chance < 0.015:
             both.tell("cancel")
         elif chance < 0.02:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.admission.importance import decoupled_objective, decoupled_weights
-from sglang_pat.admission.planner import Planner, profiled_degree
+from sglang_pat.admission.planner import TOO_MANY, Planner, StartDegree, profiled_degree
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
 
@@ -18,34 +21,71 @@ from .profiles_for_tests import FINGERPRINT, decode_points
 pytestmark = pytest.mark.unit
 
 
-def test_more_retractions_double_tp():
-    planner = Planner([1, 2, 4], 1)
-    assert planner.observe("short", 100) == 1
-    assert planner.observe("short", 105) == 1, "not more than 1.05 times"
-    assert planner.observe("short", 111) == 2
-    assert planner.observe("short", 50) == 2
-    assert planner.observe("short", 60) == 4
-    assert planner.observe("short", 99) == 4, "there is no more"
+TOKENS = 100_000
+MANY, SOME = 2 * int(TOO_MANY * TOKENS), int(TOO_MANY * TOKENS) // 2
 
 
-def test_four_rounds_without_any_halve_it():
+def degrees(planner: Planner, counts: list[int], tokens: int = TOKENS) -> list[int]:
+    return [planner.observe("short", count, tokens) for count in counts]
+
+
+def test_as_many_retractions_in_every_round_raise_tp():
+    assert degrees(Planner([1, 2, 4], 1), [10_000] * 4) == [2, 4, 4, 4]
+
+
+def test_it_is_the_retractions_a_token_that_count():
+    assert degrees(Planner([1, 2], 1), [MANY], TOKENS) == [2]
+    assert degrees(Planner([1, 2], 1), [MANY], 10 * TOKENS) == [1]
+
+
+def test_a_single_retraction_says_nothing():
+    assert degrees(Planner([1, 2, 4], 2), [1, 0, 1], tokens=100) == [2, 2, 2]
+
+
+def test_between_the_thresholds_the_degree_stays():
+    assert set(degrees(Planner([1, 2, 4], 2), [SOME] * 50)) == {2}
+
+
+def test_noise_does_not_carry_it_to_the_top():
+    """Poisson(100) in 10 million tokens: far below the threshold, however it varies."""
+    counts = np.random.default_rng(1).poisson(100, 200).tolist()
+    assert max(degrees(Planner([1, 2, 4, 8], 1), counts, tokens=10_000_000)) == 1
+
+
+def test_quiet_rounds_bring_it_back_down():
     planner = Planner([1, 2, 4], 4)
-    assert [planner.observe("short", 0) for _ in range(9)] == [4, 4, 4, 2, 2, 2, 2, 1, 1]
-    assert planner.observe("short", 1) == 2, "the first after none"
+    assert degrees(planner, [0] * 9) == [4, 4, 4, 2, 2, 2, 2, 1, 1]
+
+
+def test_a_degree_that_was_too_low_is_tried_again_later_and_later():
+    """tp 1 never does: it is tried after 4, 8, 16, … quiet rounds."""
+    planner, tp, lowered = Planner([1, 2], 2), 2, []
+    for number in range(130):
+        now = planner.observe("short", MANY if tp == 1 else 0, TOKENS)
+        lowered += [number] * (now < tp)
+        tp = now
+    assert [after - before for before, after in pairwise([-2, *lowered])] == [5, 9, 17, 33, 65]
+
+
+def test_its_course_is_kept():
+    planner = Planner([1, 2, 4], 1)
+    degrees(planner, [MANY, 0, 0])
+    kept = msgspec.json.decode(msgspec.json.encode(planner.courses), type=dict[str, StartDegree])
+    assert degrees(Planner([1, 2, 4], 1, kept), [0, 0]) == degrees(planner, [0, 0]) == [2, 1]
+    assert Planner([4], 4, kept).tp("short") == 4, "a degree that there is no more"
 
 
 def test_kinds_have_courses_of_their_own():
     planner = Planner([1, 2], 1)
-    planner.observe("short", 0)
-    planner.observe("short", 5)
+    degrees(planner, [MANY])
     assert (planner.tp("short"), planner.tp("long")) == (2, 1)
 
 
-@given(st.lists(st.integers(0, 20), max_size=60))
+@given(st.lists(st.integers(0, 2 * MANY), max_size=60))
 def test_degrees_change_one_step_at_a_time(retractions):
     planner, tp = Planner([1, 2, 4, 8], 2), 2
     for count in retractions:
-        after = planner.observe("short", count)
+        after = planner.observe("short", count, TOKENS)
         assert after in (tp // 2, tp, tp * 2)
         assert 1 <= after <= 8
         tp = after

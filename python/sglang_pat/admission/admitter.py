@@ -6,7 +6,7 @@ Every method returns what is to be done (``records.Action``), in order.  What it
 number at once; what it does depends on that order only.  Its whole state is one :class:`~.state.State`.
 
 At any time each prompt that was ever started is returned, filtered, waiting or in the round: nothing is lost, nothing
-comes twice.  A prompt is passed over in at most ``Rules.bound`` rounds: see :meth:`.deadlines.Deadlines.owed`.
+comes twice.  A prompt is passed over in at most ``max_deferrals`` rounds: see :meth:`.deadlines.Deadlines.owed`.
 """
 
 from __future__ import annotations
@@ -55,13 +55,31 @@ class Admitter:
 
     # -- prompts ---------------------------------------------------------------------------------------
 
-    def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> None:
+    def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> list[Action]:
         """More prompts, each with a key that never came before; ``end_of``: none of this epoch come after them.
+
+        A round that is under way may start them at once.
 
         Raises:
             ValueError: a key that was there already or whose epoch is over; then none of them is taken.
         """
+        before = self.state.fed
         epochs.feed(self.state, prompts, end_of)
+        return self._after(self._under_way.fed(self.state.fed - before)) if self._under_way else []
+
+    def no_more(self) -> list[Action]:
+        """Nobody feeds the prompts that the round asked for: it ends with those that it has."""
+        return self._after(self._under_way.no_more()) if self._under_way else []
+
+    def snapshot(self) -> State:
+        """The state as it is now, to :meth:`restore` it; only between two rounds."""
+        return self.state.copy()
+
+    def restore(self, state: State) -> None:
+        """Go on from a :meth:`snapshot`; only between two rounds."""
+        assert self._under_way is None, "a round is under way"
+        self.state = state.copy()
+        self._deadlines = self._watch(self.state.waiting)
 
     @property
     def epoch(self) -> int | None:
@@ -75,7 +93,8 @@ class Admitter:
         if self.state.round is not None or (epoch is not None and epoch in self.state.ended):
             return 0
         keeps = self._mode.keeps
-        owed = [0] if keeps else self._deadlines.owed([group.deferrals for group in self.state.waiting])
+        most = self.rules.max_deferrals
+        owed = [0] if keeps else self._deadlines.owed([most - group.deferrals for group in self.state.waiting])
         return max(0, self._mode.needs(self.state, owed) - epochs.fresh_of(self.state, epoch))
 
     # -- a round ---------------------------------------------------------------------------------------

@@ -1,19 +1,20 @@
-"""Who has to be returned when: no group that was started waits longer than ``Rules.bound``."""
+"""Who has to be returned when: no group that was started is passed over in more than ``Rules.max_deferrals`` rounds."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sglang_pat.admission.records import Group, Output
 from sglang_pat.admission.rules import Rules
 
 
 class Deadlines:
-    """How old groups are, and how many a round must therefore return.
+    """How many more rounds groups may wait (their *slack*), and how many groups a round must therefore return.
 
-    An age is the number of rounds that passed the group over; where tokens outlive their round (``partial``), weight
-    versions since its oldest token.
+    In every mode a group may be passed over in ``max_deferrals`` rounds.  Where tokens outlive their round
+    (``partial``) its oldest token must also not become older than ``max_staleness`` weight versions.  That is counted
+    in rounds, too: from each round to the next as many versions are expected as there were to this one.
 
     Args:
         keeps: whether tokens outlive their round.
@@ -42,19 +43,31 @@ class Deadlines:
         """It was returned or filtered, for good."""
         del self.oldest[group.order]
 
-    def age(self, group: Group, version: int) -> int:
-        """As of a round with the weights ``version``."""
-        if not self._keeps:
-            return group.deferrals
-        oldest = self.oldest[group.order]
-        return version - oldest if oldest is not None else 0
+    def bound(self, jump: int) -> int:
+        """Rounds that a fresh prompt may have to wait; ``jump``: see :class:`~.state.Round`."""
+        most = self._rules.max_deferrals
+        return min(most, self._rules.max_staleness // jump) if self._keeps else most
 
-    def least(self, group: Group, version: int) -> int:
-        """How many more rounds a group may wait; more than anything for one that was not begun earlier."""
-        bound = self._rules.bound
-        return bound - self.age(group, version) if group.begun else bound + 1
+    def slack(self, group: Group, version: int, jump: int) -> int:
+        """How many more rounds may pass it over, as of a round with the weights ``version``.
 
-    def owed(self, ages: list[int]) -> list[int]:
+        More than anything for a group that was not begun in an earlier round: see ``Round.room``.
+        """
+        most = self._rules.max_deferrals
+        if not group.begun:
+            return most + 1
+        return min(most - group.deferrals, self._until_stale(self.oldest[group.order], version, jump))
+
+    def _until_stale(self, oldest: int | None, version: int, jump: int) -> int:
+        """Rounds until tokens from weights ``oldest`` are too old; negative if they are.
+
+        Those of this round do not count yet: so it is the same at any time of the round, see ``Round.room``.
+        """
+        if not self._keeps or oldest is None or oldest >= version:
+            return self._rules.max_deferrals
+        return (self._rules.max_staleness - (version - oldest)) // jump
+
+    def owed(self, slacks: Sequence[int]) -> list[int]:
         """Of the groups that may wait at most j more rounds, how many the next one must return (``Round.owed``).
 
         There may be j·P0 of them left after it, as many as the j rounds after it return.  Since a round starts no more
@@ -62,33 +75,64 @@ class Deadlines:
         figure here ever exceeds P0: nobody waits longer than the bound.
 
         Args:
-            ages: of the groups that wait.
+            slacks: of the groups that wait.
         """
-        bound, size = self._rules.bound, self._rules.num_prompts
-        left = sorted(bound - age for age in ages)
-        return [max(0, bisect_right(left, j) - j * size) for j in range(min(bound, len(left) // size) + 1)]
+        size = self._rules.num_prompts
+        left = sorted(slacks)
+        last = min(self._rules.max_deferrals, len(left) // size)
+        return [max(0, bisect_right(left, j) - j * size) for j in range(last + 1)]
 
-    def ages(self, waiting: list[Group], version: int) -> tuple[list[int], int]:
-        """Of the groups that wait; what is too old for a round of these weights is thrown away: its tokens.
+    def check(self, waiting: Sequence[Group]) -> None:
+        """Raises ValueError: these rules would have some prompt wait too long.  They must have been changed."""
+        rules = self._rules
+        deferrals = [group.deferrals for group in waiting]
+        if self._feasible(deferrals, rules.max_deferrals):
+            return
+        enough = rules.max_deferrals
+        while not self._feasible(deferrals, enough):
+            enough += 1
+        raise ValueError(
+            f"num_prompts is {rules.num_prompts} and max_deferrals {rules.max_deferrals}: {len(waiting)} prompts wait, "
+            f"and not all can be returned in time; give max_deferrals {enough}, or a larger num_prompts"
+        )
 
-        It is too old where weights were updated more than once between two rounds.
+    def _feasible(self, deferrals: Sequence[int], most: int) -> bool:
+        """Whether all can be returned, P0 a round, those first that may wait least."""
+        size = self._rules.num_prompts
+        slacks = [max(0, most - count) for count in sorted(deferrals, reverse=True)]
+        return all(place // size <= slack for place, slack in enumerate(slacks))
+
+    def throw_stale(self, waiting: list[Group], version: int, jump: int) -> tuple[list[Group], int]:
+        """The groups without tokens that are too old, or will be before a round has room for them; and how many.
+
+        There are such tokens only where weights are updated more often between two rounds than before.
         """
-        thrown, ages = 0, []
-        for group in waiting:
-            age = self.age(group, version)
-            if self._keeps and age > self._rules.max_staleness:
-                thrown += self._throw_stale(group, version)
-                self.oldest[group.order] = group.oldest
-                age = self.age(group, version)
-            ages.append(age)
-        return ages, thrown
+        slacks = [self.slack(group, version, jump) for group in waiting]
+        size, thrown = self._rules.num_prompts, 0
+        if not self._keeps or (min(slacks, default=0) >= 0 and max(self.owed(slacks)) <= size):
+            return waiting, 0
+        most = self._rules.max_deferrals
+        found = {group.order: group for group in waiting}
+        for rounds in range(-1, most + 1):
+            urgent = [group for group in found.values() if self.slack(group, version, jump) <= rounds]
+            too_many = max(0, len(urgent) - (rounds + 1) * size)
+            by_tokens = sorted((group for group in urgent if most - group.deferrals > rounds), key=_tokens)
+            for group in by_tokens[:too_many]:
+                found[group.order], tokens = self._without(group, version, jump, rounds)
+                thrown += tokens
+        return list(found.values()), thrown
 
-    def _throw_stale(self, group: Group, version: int) -> int:
-        thrown = 0
+    def _without(self, group: Group, version: int, jump: int, rounds: int) -> tuple[Group, int]:
+        """Without the tokens that will be too old after so many rounds."""
+        group, thrown = group.own(), 0
         for sample in group.samples:
-            oldest = sample.output.oldest
-            if oldest is not None and version - oldest > self._rules.max_staleness:
+            if self._until_stale(sample.output.oldest, version, jump) <= rounds and sample.output.tokens:
                 thrown += sample.reset()
                 group.chosen = [number for number in group.chosen if number != sample.number]
                 group.complete = group.useful = False
-        return thrown
+        self.oldest[group.order] = group.oldest
+        return group, thrown
+
+
+def _tokens(group: Group) -> int:
+    return group.tokens

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from sglang_pat.admission import epochs
 from sglang_pat.admission.deadlines import Deadlines
 from sglang_pat.admission.records import NEW, Group, Summary
 from sglang_pat.admission.state import Round, State
+
+REMEMBERED = 0.75
+"""Weight of a round's verdicts in the round after it: what is useless changes as the policy learns."""
 
 
 def end_round(state: State, round_: Round, deadlines: Deadlines, keeps: bool, kept: list[int]) -> Summary:
@@ -30,13 +35,13 @@ def _settle(state: State, round_: Round, deadlines: Deadlines, keeps: bool, kept
     """It has happened: what it returned or filtered is gone, it has passed the others over."""
     state.rounds[round_.kind] = state.rounds.get(round_.kind, 0) + 1
     state.lengths = [state.lengths[0] + len(kept), state.lengths[1] + sum(kept)]
+    state.verdicts = [count * REMEMBERED for count in state.verdicts]
     for group in (*round_.taken, *round_.filtered):
         deadlines.left(group)
     for group in round_.groups:
         _put_back(state, round_, group, keeps)
-    state.waiting.sort(key=_by_arrival)
-    for group in state.waiting:
-        group.deferrals += 1
+    passed_over = [replace(group, deferrals=group.deferrals + 1) for group in state.waiting]
+    state.waiting = sorted(passed_over, key=_by_arrival)
 
 
 def _take_back(state: State, round_: Round, keeps: bool) -> None:

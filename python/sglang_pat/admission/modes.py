@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from sglang_pat.admission.rules import Rules
@@ -15,6 +16,9 @@ class RoundShape(NamedTuple):
     kind: str
     prompts: int
     responses: int
+
+
+NO_LIMIT = 1 << 30
 
 
 class Strict:
@@ -42,34 +46,40 @@ class Strict:
         return fresh < self.rules.num_prompts
 
     def needs(self, state: State, owed: list[int]) -> int:
-        """Fresh prompts for a whole round."""
+        """Fresh prompts for a whole round; more than these if some are likely to be useless (``filter_groups``)."""
         plan = self.plan(state, owed, self.rules.num_prompts)
-        return plan.prompts if plan.kind == SHORT else self.rules.num_prompts - len(state.waiting)
+        waiting = 0 if plan.kind == SHORT else len(state.waiting)
+        return math.ceil(plan.prompts / state.keep_rate) - waiting
 
     def starting(self, round_: Round, state: State, oldest: dict[int, int | None]) -> AnyStarting:
         """What is to be started in a round, from now on; ``oldest``: of each group, as it is at any time."""
-        return Starting(round_, state)
+        return Starting(round_, state, self.rules.filter_groups)
 
 
 class Reorder(Strict):
     """verl's recipe "Reorder Rollout": the first complete groups form the batch, the others are recycled.
 
-    Recycled prompts compete again: those that are expected to be short first, but in a round in which some are forced
-    by the bound, those expected to be long, which then cost no more time.
+    Recycled prompts compete again, and those that are expected to be short are started first.  In a round in which some
+    are forced by the bound, those that are expected to be long are: they cost no more time there.  Such a round starts
+    nothing more than it needs: else the first complete groups would take its free places, and each forced prompt would
+    cost a long round of its own.
     """
 
     def plan(self, state: State, owed: list[int], fresh: int) -> RoundShape:
         rules = self.rules
-        return RoundShape(LONG if any(owed) else SHORT, rules.started_prompts, rules.started_responses)
+        if any(owed):
+            return RoundShape(LONG, rules.num_prompts, rules.num_responses)
+        return RoundShape(SHORT, rules.started_prompts, rules.started_responses)
 
     def flushes(self, waiting: int, fresh: int) -> bool:
         return waiting + fresh <= self.rules.num_prompts
 
     def needs(self, state: State, owed: list[int]) -> int:
-        return self.rules.started_prompts - len(state.waiting)
+        plan = self.plan(state, owed, self.rules.num_prompts)
+        return math.ceil(plan.prompts / state.keep_rate) - len(state.waiting)
 
     def starting(self, round_: Round, state: State, oldest: dict[int, int | None]) -> AnyStarting:
-        return StartingShortest(round_, state)
+        return StartingShortest(round_, state, self.rules.filter_groups)
 
 
 class Partial:
@@ -86,14 +96,14 @@ class Partial:
         self.capacity = rules.started_prompts * rules.num_responses
 
     def plan(self, state: State, owed: list[int], fresh: int) -> RoundShape:
-        return RoundShape(LONG if any(owed) else SHORT, len(state.waiting) + fresh, self.rules.num_responses)
+        return RoundShape(LONG if any(owed) else SHORT, NO_LIMIT, self.rules.num_responses)
 
     def flushes(self, waiting: int, fresh: int) -> bool:
         return waiting + fresh <= self.rules.num_prompts
 
     def needs(self, state: State, owed: list[int]) -> int:
         # Samples that end early are supplemented: some prompts more than fit at once.
-        return 2 * self.rules.started_prompts - len(state.waiting)
+        return math.ceil(2 * self.rules.started_prompts / state.keep_rate) - len(state.waiting)
 
     def starting(self, round_: Round, state: State, oldest: dict[int, int | None]) -> AnyStarting:
         return StartingWhereLeft(round_, oldest, self.capacity)

@@ -20,24 +20,27 @@ def open_round(
         RuntimeError: a round is under way.
     """
     epoch, fresh = _may_begin(rules, state, version)
-    ages, thrown = deadlines.ages(state.waiting, version)
-    owed = deadlines.owed(ages)
+    deadlines.check(state.waiting)
+    jump = 1 if state.version is None else max(1, version - state.version)
+    state.waiting, thrown = deadlines.throw_stale(state.waiting, version, jump)
+    slacks = [deadlines.slack(group, version, jump) for group in state.waiting]
+    owed = deadlines.owed(slacks)
     plan = mode.plan(state, owed, fresh)
     flushes = epoch in state.ended and mode.flushes(len(state.waiting), fresh)
     target = min(rules.num_prompts, len(state.waiting) + fresh)
-    oldest = sorted(zip(ages, state.waiting, strict=True), key=lambda pair: (-pair[0], pair[1].order))
+    urgent = sorted(zip(slacks, state.waiting, strict=True), key=lambda pair: (pair[0], pair[1].order))
     round_ = state.round = Round(
-        number=sum(state.rounds.values()), epoch=epoch, kind=FLUSH if flushes else plan.kind, version=version,
+        number=state.last + 1, epoch=epoch, kind=FLUSH if flushes else plan.kind, version=version,
         target=target, prompts=plan.prompts, responses=plan.responses, owed=[min(count, target) for count in owed],
-        thrown=thrown, forced=[group.key for _, group in oldest[: max(owed)]],
-        room=rules.bound * rules.num_prompts + target - len(state.waiting),
+        jump=jump, thrown=thrown, forced=[group.key for _, group in urgent[: max(owed)]],
+        room=deadlines.bound(jump) * rules.num_prompts + target - len(state.waiting),
     )  # fmt: skip
     state.version = version
     return round_, _take_over(rules, state, round_) if mode.keeps else []
 
 
 def _may_begin(rules: Rules, state: State, version: int) -> tuple[int, int]:
-    """The epoch, and its prompts that were never started; raises as :func:`open_round`."""
+    """The epoch, and the number of its prompts that were never started; raises as :func:`open_round`."""
     if state.round is not None:
         raise RuntimeError(f"round {state.round.number} is not over")
     epoch = epochs.current(state)
@@ -54,17 +57,18 @@ def _may_begin(rules: Rules, state: State, version: int) -> tuple[int, int]:
 
 def _take_over(rules: Rules, state: State, round_: Round) -> list[Action]:
     """What is complete or half done is part of the round from the start."""
-    waiting, state.waiting = state.waiting, []
+    waiting, state.waiting = [group.own() for group in state.waiting], []
     actions: list[Action] = []
     for group in waiting:
         (round_.complete if group.complete else round_.open)[group.order] = group
         group.fill(round_.responses)
         if group.complete:
-            actions += ask(rules, group)
+            actions += ask(rules, round_, group)
     return actions
 
 
-def ask(rules: Rules, group: Group) -> list[Action]:
+def ask(rules: Rules, round_: Round, group: Group) -> list[Action]:
     """For the verdict on a complete group, where one is wanted and was not given."""
     group.judging = rules.filter_groups and not group.useful
+    round_.judging += group.judging
     return [Judge(group)] if group.judging else []

@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Fingerprint
 
-RISE = 1.05
-"""More than so many times the retractions of the round before: not enough room for KV, tp is doubled."""
+TOO_MANY = 1e-4
+"""Retractions per token generated, above which there is not enough room for KV: tp is doubled.
+
+A retraction costs a prefill of some thousand tokens.  One in 10,000 tokens of a full batch takes some tenths of the
+time.
+"""
+
+FEW = TOO_MANY / 4
+"""Below this there is room enough.  Between the two the degree stays."""
+
+LEAST = 4
+"""Fewer retractions than these in a round say nothing."""
 
 QUIET = 4
-"""So many rounds without a retraction: more than enough, tp is halved."""
+"""So many rounds in a row with few retractions: tp is halved."""
+
+LONGEST_QUIET = 64
+"""Each time that a lower degree turns out to be too low, twice as many quiet rounds are asked for, up to so many."""
 
 
 class StartDegree(msgspec.Struct):
-    """Of one kind of round: its degree, retractions of its last round (None: there was none), rounds without any."""
+    """Of one kind of round.
+
+    Attributes:
+        tp: degree in which the next one starts.
+        quiet: rounds with few retractions since the degree was changed, or since there were more.
+        patience: quiet rounds after which a lower degree is tried.
+        lowered: whether that was the last change.
+    """
 
     tp: int
-    last: int | None = None
     quiet: int = 0
+    patience: int = QUIET
+    lowered: bool = False
 
 
 def profiled_degree(predictor: Predictor, engine: Fingerprint, samples: int, prompt: float, limit: int) -> int:
@@ -49,27 +70,44 @@ class Planner:
     """Starts at ``tp``; ``degrees``: those that there are.
 
     Short and long rounds have courses of their own: what they need differs, that is why there are two.
+
+    Args:
+        courses: by kind of round, of an earlier planner; those whose degree there is no more are left out.
     """
 
-    def __init__(self, degrees: Sequence[int], tp: int) -> None:
+    def __init__(self, degrees: Sequence[int], tp: int, courses: Mapping[str, StartDegree] | None = None) -> None:
         if tp not in degrees:
             raise ValueError(f"tp {tp} is none of {list(degrees)}")
         self.degrees = sorted(degrees)
         self._start = tp
-        self._courses: dict[str, StartDegree] = {}
+        self.courses = {kind: course for kind, course in (courses or {}).items() if course.tp in degrees}
 
     def tp(self, kind: str) -> int:
         """Degree for the next round of a kind."""
-        return self._courses[kind].tp if kind in self._courses else self._start
+        return self.courses[kind].tp if kind in self.courses else self._start
 
-    def observe(self, kind: str, retractions: int) -> int:
-        """A round of this kind is over; returns the degree for the next one."""
-        course = self._courses.setdefault(kind, StartDegree(self._start))
-        place = self.degrees.index(course.tp)
-        course.quiet = 0 if retractions else course.quiet + 1
-        if course.last is not None and retractions > RISE * course.last:
-            course.tp = self.degrees[min(place + 1, len(self.degrees) - 1)]
-        elif course.quiet >= QUIET:
-            course.tp, course.quiet = self.degrees[max(place - 1, 0)], 0
-        course.last = retractions
+    def observe(self, kind: str, retractions: int, tokens: int) -> int:
+        """A round of this kind is over; returns the degree for the next one.
+
+        Args:
+            retractions, tokens: requests put back in it for want of KV; tokens generated in it.
+        """
+        course = self.courses.setdefault(kind, StartDegree(self._start))
+        rate = retractions / max(tokens, 1) if retractions >= LEAST else 0.0
+        if rate > TOO_MANY:
+            if course.lowered:
+                course.patience = min(2 * course.patience, LONGEST_QUIET)
+            self._change(course, 1)
+        elif rate >= FEW:
+            course.quiet = 0
+        else:
+            course.quiet += 1
+            if course.quiet >= course.patience:
+                self._change(course, -1)
         return course.tp
+
+    def _change(self, course: StartDegree, by: int) -> None:
+        """One degree up or down, if there is one."""
+        place = min(max(self.degrees.index(course.tp) + by, 0), len(self.degrees) - 1)
+        course.lowered = self.degrees[place] < course.tp
+        course.tp, course.quiet = self.degrees[place], 0

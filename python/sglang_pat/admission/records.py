@@ -6,6 +6,7 @@ does not go through them (``gc=False``), which would hold up the event loop.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import msgspec
@@ -162,6 +163,12 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         """Of one of its samples, in its present attempt."""
         return SampleId(*self.key, sample.number, sample.attempt)
 
+    def own(self) -> Group:
+        """A copy that may be changed.  Between two rounds groups are shared with copies of the state."""
+        mine = copy(self)
+        mine.samples, mine.chosen = [copy(sample) for sample in self.samples], list(self.chosen)
+        return mine
+
     def fill(self, responses: int) -> None:
         """At least so many samples from now on."""
         self.samples += [Sample(number=number) for number in range(len(self.samples), responses)]
@@ -191,6 +198,12 @@ class Judge(msgspec.Struct, frozen=True, tag=True):
     """A group is complete; say with :meth:`Admitter.judged` whether it is of use."""
 
     group: Group
+
+
+class More(msgspec.Struct, frozen=True, tag=True):
+    """The round could start so many prompts that nobody has fed: :meth:`Admitter.feed`, or :meth:`Admitter.no_more`."""
+
+    prompts: int
 
 
 class Return(msgspec.Struct, frozen=True, tag=True):
@@ -229,10 +242,18 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     ages: list[int]
 
 
+class Waiting(msgspec.Struct, frozen=True):
+    """What a round waits for: so many samples, verdicts on these groups, so many prompts that it asked for."""
+
+    running: int
+    judging: list[Key]
+    prompts: int
+
+
 class RoundOver(msgspec.Struct, frozen=True, tag=True):
     """The engine has nothing of this round any more."""
 
     summary: Summary
 
 
-Action = Launch | Abort | Judge | Return | RoundOver
+Action = Launch | Abort | Judge | More | Return | RoundOver

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, Protocol
 
 from sglang_pat.admission.admitter import Admitter
@@ -18,13 +18,16 @@ from sglang_pat.admission.records import (
     Action,
     Group,
     Judge,
+    Key,
     Launch,
+    More,
     Output,
     Return,
     RoundOver,
     SampleId,
     Span,
     Summary,
+    Waiting,
 )  # fmt: skip
 
 ABORT_AGAIN_SECONDS = 0.5
@@ -33,8 +36,19 @@ ABORT_AGAIN_SECONDS = 0.5
 RID_PREFIX = "pat-"
 """What the ids of a round's requests begin with; no client may use it."""
 
+SHOWN = 8
+"""Keys in an error."""
+
 SLICE = 16
 """Samples that are started or aborted in one turn of the event loop: each takes the server some 0.2 to 0.5 ms."""
+
+WAITING_SECONDS = 30.0
+"""After so long without another event a round says what it waits for."""
+
+PROMPTS_PATIENCE = 2
+"""A round that has said so many times that it waits for prompts, and for nothing else, ends without them."""
+
+Event = Group | Judge | More | Summary | Waiting
 
 _serial = itertools.count()
 
@@ -69,8 +83,11 @@ class WeightsChanged(RuntimeError):
 class RolloutRound:
     """One round; iterate over it to get its groups as they are completed, then its summary.
 
-    ``Judge`` comes before a group is returned if groups are filtered: answer with :meth:`judge`.  Left before its end
-    (``aclose``), it is cancelled: what it had started is aborted in the background, see :meth:`wait`.
+    ``Judge`` comes before a group is returned if groups are filtered: answer with :meth:`judge`.  ``More`` asks for
+    prompts: answer with :meth:`feed` or :meth:`no_more`.  ``Waiting`` comes when nothing else has for a while.
+
+    Left before its end (``aclose``), it is cancelled: what it had started is aborted in the background, see
+    :meth:`wait`.  Who knows that nobody has read its end calls :meth:`take_back`.
     """
 
     def __init__(self, admitter: Admitter, backend: Backend, version: int, params: dict[str, Any]) -> None:
@@ -87,15 +104,17 @@ class RolloutRound:
         self.version = version
         self.summary: Summary | None = None
         self._backend = backend
-        self._params = params
+        self.params = params
         self.name = f"{RID_PREFIX}{next(_serial)}-"
         """What request ids of this round begin with."""
-        self._events: asyncio.Queue[Group | Judge | Summary | Exception] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         self._tasks: dict[SampleId, asyncio.Task] = {}
         self._stopping: set[SampleId] = set()
         self._queue: deque[Launch | Abort] = deque()
         self._slice: asyncio.Handle | None = None
-        self._judging: set[tuple[int, ...]] = set()
+        self._judging: set[Key] = set()
+        self._late: set[Key] = set()
+        self._before = admitter.snapshot()
         self._updates = backend.updates()
         self._error: Exception | None = None
         self._over = asyncio.Event()
@@ -107,17 +126,43 @@ class RolloutRound:
         self._taken = begun.taken if begun else []
         self._do(actions)
 
-    def judge(self, key: Sequence[int], keep: bool, reward: float | None = None) -> None:
-        """The verdict on a group.
+    def judge(self, key: Sequence[int], keep: bool, reward: float | None = None) -> bool:
+        """The verdict on a group; whether it came in time.
+
+        Too late: the batch is complete without this group, which will be generated again.
 
         Raises:
-            ValueError: none is awaited for it.
+            ValueError: none was asked for.
         """
-        if tuple(key) not in self._judging:
-            raise ValueError(f"key is {list(key)}, verdicts are awaited for {sorted(map(list, self._judging))}")
-        self._judging.remove(tuple(key))
+        key = Key(*key)
+        if key in self._late:
+            return False
+        if key not in self._judging:
+            raise ValueError(f"key is {list(key)}, verdicts are awaited for {sorted(map(list, self._judging))[:SHOWN]}")
+        self._judging.remove(key)
+        self._do(self.admitter.judged(key, keep, reward))
+        return True
+
+    def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> None:
+        """More prompts, see :meth:`Admitter.feed`; whether the round asked for them or not.
+
+        Raises:
+            ValueError: a key that came before; or the round is over.  Then none is taken.
+        """
+        if self.summary is not None:
+            raise ValueError("the round is over; give the prompts to the next one")
+        self._do(self.admitter.feed(prompts, end_of))
+
+    def no_more(self) -> None:
+        """Nobody has the prompts that the round asked for: it ends with those that it has."""
         if self.summary is None:
-            self._do(self.admitter.judged(key, keep, reward))
+            self._do(self.admitter.no_more())
+
+    def take_back(self) -> None:
+        """The round is over, and nobody has read it: it has not happened, its prompts are where they were."""
+        assert self.summary is not None, "it is under way: cancel it"
+        if not self.summary.cancelled:
+            self.admitter.restore(self._before)
 
     def weights_changed(self) -> None:
         """Weights were updated: the round is cancelled, whoever iterates gets :class:`WeightsChanged`."""
@@ -133,10 +178,23 @@ class RolloutRound:
         """Until the engine has nothing of this round any more."""
         await self._over.wait()
 
-    async def __aiter__(self) -> AsyncIterator[Group | Judge | Summary]:
+    def waiting(self) -> Waiting:
+        """What it waits for."""
+        round_ = self.admitter.state.round
+        asked = 0 if round_ is None or round_.dry else round_.asked
+        return Waiting(running=len(self._tasks) + len(self._queue), judging=sorted(self._judging), prompts=asked)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        idle = 0
         try:
             while True:
-                event = await self._events.get()
+                try:
+                    event = await asyncio.wait_for(self._events.get(), WAITING_SECONDS)
+                except TimeoutError:
+                    event = self.waiting()
+                    idle = idle + 1 if event.prompts and not (event.running or event.judging) else 0
+                    if idle >= PROMPTS_PATIENCE:
+                        self.no_more()
                 if isinstance(event, Exception):
                     raise event
                 yield event
@@ -157,7 +215,9 @@ class RolloutRound:
                     self._queue.append(action)
                     self._stopping.add(sample)
                 case Judge(group):
-                    self._judging.add(tuple(group.key))
+                    self._judging.add(group.key)
+                    self._events.put_nowait(action)
+                case More():
                     self._events.put_nowait(action)
                 case Return(group):
                     for sample in group.kept():
@@ -167,6 +227,7 @@ class RolloutRound:
                     self._events.put_nowait(group)
                 case RoundOver(summary):
                     self.summary = summary
+                    self._late, self._judging = self._judging, set()
                     self._events.put_nowait(self._error or summary)
                     self._over.set()
                     asyncio.get_running_loop().call_soon(self._let_go)
@@ -206,7 +267,7 @@ class RolloutRound:
     async def _sample(self, sample: SampleId, prompt: Any, prefix: Output | None) -> None:
         output = Output()
         try:
-            params = budget(self._params, sample, prefix)
+            params = budget(self.params, sample, prefix)
             if params.get("max_new_tokens", 1) < 1:  # interrupted in the very step that would have ended it
                 output = Output(finish_reason="length")
             else:

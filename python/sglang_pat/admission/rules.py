@@ -20,7 +20,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         mode: ``strict`` (tail batching), ``reorder`` (verl's recipe) or ``partial`` (partial rollout).
         eta_prompts: η_P, prompts started over prompts kept; in ``partial`` samples under way over a batch's samples.
         eta_responses: η_R, responses started over responses kept; None: 1.25 in ``strict``, 1 elsewhere.
-        max_deferrals: rounds that may pass a prompt over once it was started (``strict``, ``reorder``).
+        max_deferrals: rounds that may pass a prompt over once it was started.
         max_staleness: weight versions between a returned token and the round's (``partial``).
         filter_groups: each complete group waits for :meth:`Admitter.judged` (DAPO's dynamic sampling).
     """
@@ -61,11 +61,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if eta is None:
             eta = 1.25 if self.mode == "strict" else 1.0
         return _times(eta, self.num_responses)
-
-    @property
-    def bound(self) -> int:
-        """Rounds that a prompt, once started, may have to wait."""
-        return self.max_staleness if self.mode == "partial" else self.max_deferrals
 
 
 def _times(eta: float, count: int) -> int:

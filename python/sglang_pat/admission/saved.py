@@ -1,14 +1,11 @@
-"""The admitter's state in a file: written whole or not at all."""
+"""A training job's state as bytes: its rules, what the admitter knows, and the planner's courses."""
 
 from __future__ import annotations
-
-import os
-import tempfile
-from pathlib import Path
 
 import msgspec
 
 from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.planner import StartDegree
 from sglang_pat.admission.rules import Rules
 from sglang_pat.admission.state import State
 
@@ -16,74 +13,76 @@ VERSION = 2
 
 
 class Header(msgspec.Struct):
-    """What files of all versions have."""
+    """What states of all versions have."""
 
     version: int
 
 
 class Saved(msgspec.Struct, kw_only=True):
+    """A job; ``courses``: of its planner, by kind of round."""
+
     version: int
     rules: Rules
     state: State
+    courses: dict[str, StartDegree] = {}
 
 
-def dumps(admitter: Admitter) -> bytes:
+def dumps(admitter: Admitter, courses: dict[str, StartDegree] | None = None) -> bytes:
     """JSON of all that the admitter knows, a round under way included."""
-    return msgspec.json.encode(Saved(version=VERSION, rules=admitter.rules, state=admitter.state))
+    saved = Saved(version=VERSION, rules=admitter.rules, state=admitter.state, courses=courses or {})
+    return msgspec.json.encode(saved)
 
 
-def loads(data: bytes, rules: Rules | None = None, source: str = "saved admitter") -> Admitter:
-    """``rules``: in place of the saved ones; the mode must be the same.
-
-    A round under way is still under way: for the process that drives it.  Another one needs :func:`restore`.
+def decode(data: bytes, source: str = "saved admitter") -> Saved:
+    """What :func:`dumps` gave.
 
     Raises:
-        ValueError: one line: not such a file, of another version, or of another mode.
+        ValueError: one line: not such a state, or of another version.
     """
     try:
         version = msgspec.json.decode(data, type=Header).version
         if version != VERSION:
             raise ValueError(f"{source}: version {version}, this is version {VERSION}; finish its epoch there")
-        saved = msgspec.json.decode(data, type=Saved)
+        return msgspec.json.decode(data, type=Saved)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{source}: not the state of an admitter ({error})") from None
-    if rules is not None and rules.mode != saved.rules.mode:
-        raise ValueError(f"mode is {rules.mode!r}, {source} is of mode {saved.rules.mode!r}; give another one")
-    began = any(group.samples for group in saved.state.waiting)
-    if rules is not None and rules.mode == "partial" and began and rules.num_responses != saved.rules.num_responses:
-        was = saved.rules.num_responses
-        raise ValueError(f"num_responses is {rules.num_responses}, {source} has groups of {was} half done; finish them")
+
+
+def loads(data: bytes, rules: Rules | None = None, source: str = "saved admitter") -> Admitter:
+    """``rules``: in place of the saved ones, see :func:`check_rules`.
+
+    A round under way is still under way: for the process that drives it.  Another one needs :func:`restored`.
+
+    Raises:
+        ValueError: one line: as :func:`decode` and :func:`check_rules`.
+    """
+    saved = decode(data, source)
+    if rules is not None:
+        check_rules(saved.rules, rules, saved.state, source)
     return Admitter(rules or saved.rules, saved.state)
 
 
-def save(admitter: Admitter, path: Path) -> None:
-    """Atomic: after a crash the file is what it was or what it was to be."""
-    write(dumps(admitter), path)
-
-
-def write(data: bytes, path: Path) -> None:
-    """As :func:`save`, of what :func:`dumps` gave."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-
-
-def restore(path: Path, rules: Rules | None = None) -> Admitter:
-    """Of another process: a round that was under way is given up, no engine has it any more.
+def restored(saved: Saved, rules: Rules | None = None, source: str = "saved admitter") -> Admitter:
+    """In another process: a round that was under way is given up, no engine has it any more.
 
     Raises:
-        ValueError: as :func:`loads`, or the file cannot be read.
+        ValueError: as :func:`check_rules`.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    admitter = loads(data, rules, str(path))
+    if rules is not None:
+        check_rules(saved.rules, rules, saved.state, source)
+    admitter = Admitter(rules or saved.rules, saved.state)
     admitter.engine_lost()
     return admitter
+
+
+def check_rules(old: Rules, new: Rules, state: State, source: str) -> None:
+    """Raises ValueError: what was begun under the old rules cannot go on under the new ones.
+
+    The mode must be the same, and in ``partial`` the size of groups while some are half done.
+    """
+    if new.mode != old.mode:
+        raise ValueError(f"mode is {new.mode!r}, {source} is of mode {old.mode!r}; give another one")
+    began = any(group.samples for group in state.waiting)
+    if new.mode == "partial" and began and new.num_responses != old.num_responses:
+        was = old.num_responses
+        raise ValueError(f"num_responses is {new.num_responses}, {source} has groups of {was} half done; finish them")

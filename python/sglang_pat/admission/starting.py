@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Mapping
 
 from sglang_pat.admission.records import DONE, NEW, Group, Sample
@@ -21,11 +22,15 @@ class Starting:
     """``strict``: what was stopped unasked first, then the queue or fresh prompts, as many as the round may have.
 
     Made from the state alone, at any time of the round.
+
+    Args:
+        filters: whether some groups will turn out to be useless.
     """
 
-    def __init__(self, round_: Round, state: State) -> None:
+    def __init__(self, round_: Round, state: State, filters: bool) -> None:
         self._round = round_
         self._state = state
+        self._filters = filters
         self._joined: dict[int, int] = {}
         self._stopped: list[tuple[int, int]] = []
         """Heap of those groups of the round that have samples to start: (when it joined, its order)."""
@@ -65,16 +70,25 @@ class Starting:
             group = self._round.open.get(order)
             if group is not None and to_start(self._round, group):
                 return group
+        return self._choose(fresh) if self.places(alive) > 0 else None
+
+    def places(self, alive: int) -> int:
+        """Prompts that may be started beside those that are."""
         round_ = self._round
-        if len(round_.open) + len(round_.complete) + len(round_.taken) >= round_.prompts:
-            return None
-        return self._choose(fresh)
+        under_way = len(round_.open) + len(round_.complete) + len(round_.taken)
+        if not self._filters:
+            return round_.prompts - under_way
+        # As many as will hardly be too few for the places that are free, if as many are useless as before.
+        missing = round_.target - len(round_.taken) - (len(round_.complete) - round_.judging)
+        wanted = missing * round_.prompts / round_.target / self._state.keep_rate
+        return math.ceil(round(wanted, 6)) - len(round_.open) - round_.judging
 
     def _choose(self, fresh: bool) -> Group | Fresh | None:
         round_ = self._round
         under_way = len(round_.open) + len(round_.complete) + len(round_.taken)
-        short_of = under_way < round_.target and not fresh  # so many were useless
-        if self._queue and (round_.kind != SHORT or short_of):
+        # So many were useless, and no other prompts come.
+        short_of = under_way < round_.target and (round_.dry or round_.epoch in self._state.ended)
+        if self._queue and (round_.kind != SHORT or (short_of and not fresh)):
             return self._queue.pop()
         return FRESH if fresh else None
 
@@ -86,11 +100,11 @@ class Starting:
 class StartingShortest(Starting):
     """``reorder``: those that must be in the round, then those that look short, or long if the round is a long one."""
 
-    def __init__(self, round_: Round, state: State) -> None:
+    def __init__(self, round_: Round, state: State, filters: bool) -> None:
         self._sign = 1 if round_.kind == SHORT else -1
         self._forced = set(round_.forced)
         self._usual = state.lengths[1] / state.lengths[0] if state.lengths[0] else 0.0
-        super().__init__(round_, state)
+        super().__init__(round_, state, filters)
 
     def _rank(self, group: Group) -> tuple[bool, float, int]:
         forced = group.key in self._forced
@@ -153,6 +167,10 @@ class StartingWhereLeft:
             if group is not None and to_start(self._round, group):
                 return group
         return FRESH if fresh else None
+
+    def places(self, alive: int) -> int:
+        """See :meth:`Starting.places`."""
+        return (self._capacity - alive) // self._round.responses
 
     def samples(self, group: Group, alive: int) -> list[Sample]:
         """See :meth:`Starting.samples`."""

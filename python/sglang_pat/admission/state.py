@@ -25,8 +25,11 @@ class Round(msgspec.Struct, kw_only=True):
         filtered: groups that were judged useless, likewise.
         owed: ``[bound + 1]`` or shorter: of the groups that may wait at most so many more rounds, how many must be
             returned in this one, or some group will wait too long; what is not there is 0.
+        jump: weight versions from the round before to this one, at least 1; as many are expected to the next one.
         forced: those groups.
         room: fresh prompts that may still be started.
+        judging: complete groups that wait for a verdict.
+        asked: prompts that were asked for and are not there yet; ``dry``: none come any more.
         stopping: the batch is complete, or the round was cancelled.
         cancelled: it will not have happened.
         thrown: tokens thrown away; ``aborted``: lengths of the samples that were stopped.
@@ -44,8 +47,12 @@ class Round(msgspec.Struct, kw_only=True):
     taken: list[Group] = []
     filtered: list[Group] = []
     owed: list[int] = []
+    jump: int = 1
     forced: list[Key] = []
     room: int = 0
+    judging: int = 0
+    asked: int = 0
+    dry: bool = False
     stopping: bool = False
     cancelled: bool = False
     thrown: int = 0
@@ -62,8 +69,15 @@ class Round(msgspec.Struct, kw_only=True):
         return [*self.groups, *self.taken, *self.filtered]
 
 
+LEAST_KEPT = 0.25
+"""A round starts no more than four times the prompts for the sake of those that will be useless."""
+
+
 class State(msgspec.Struct, kw_only=True):
     """All that the admitter has to remember.
+
+    Between two rounds nothing changes a group in ``fresh`` or ``waiting``: who has to makes it its own first
+    (:meth:`Group.own`).  So a :meth:`copy` costs little, however many tokens there are.
 
     Attributes:
         fresh: prompts that were never started, in order; ``waiting``: those that were, oldest first.
@@ -75,6 +89,7 @@ class State(msgspec.Struct, kw_only=True):
         drawn, returned, filtered: prompts that were ever started, returned, filtered.
         aborted: samples that were stopped; ``thrown``: tokens thrown away.
         lengths: number and sum of the lengths of all returned responses.
+        verdicts: groups found useful, and groups judged; older ones count less.
         version: of the weights in the last round; None before the first.
     """
 
@@ -92,4 +107,24 @@ class State(msgspec.Struct, kw_only=True):
     aborted: int = 0
     thrown: int = 0
     lengths: list[int] = msgspec.field(default_factory=lambda: [0, 0])
+    verdicts: list[float] = msgspec.field(default_factory=lambda: [0.0, 0.0])
     version: int | None = None
+
+    @property
+    def last(self) -> int:
+        """Number of the last round that was completed; -1 before the first."""
+        return sum(self.rounds.values()) - 1
+
+    @property
+    def keep_rate(self) -> float:
+        """Share of complete groups that are found useful, as far as is known; 1 before the first verdict."""
+        useful, judged = self.verdicts
+        return max((useful + 1) / (judged + 1), LEAST_KEPT)
+
+    def copy(self) -> State:
+        """As it is now, whatever happens to this one; only between two rounds."""
+        assert self.round is None, "a round is under way"
+        known = {epoch: list(indices) for epoch, indices in self.known.items()}
+        lists = ("fresh", "waiting", "ended", "lengths", "verdicts")
+        mine = {name: list(getattr(self, name)) for name in lists}
+        return msgspec.structs.replace(self, **mine, rounds=dict(self.rounds), known=known)

@@ -19,6 +19,7 @@ from sglang_pat.admission.records import (
     Group,
     Key,
     Launch,
+    More,
     Output,
     Return,
     Sample,
@@ -27,6 +28,9 @@ from sglang_pat.admission.records import (
 from sglang_pat.admission.rules import Rules
 from sglang_pat.admission.starting import Fresh, to_start
 from sglang_pat.admission.state import Round, State
+
+ASK_SHARE = 8
+"""A round asks for P0 / 8 prompts at least, if it asks for any."""
 
 
 class StaleOutput(RuntimeError):
@@ -59,7 +63,6 @@ class RoundUnderWay:
         everyone = round_.everyone
         self.kept = [sample.output.tokens for group in round_.taken for sample in group.kept()]
         self._groups = {group.key: group for group in everyone}
-        self._judging = sum(group.judging for group in everyone)
         self._alive = alive
         self._ready = Ready()
         self._starting = mode.starting(round_, state, deadlines.oldest)
@@ -70,8 +73,20 @@ class RoundUnderWay:
 
     @property
     def over(self) -> bool:
-        """Whether nothing of it is in the engine and no verdict is to come."""
-        return not self._alive and (self.round.cancelled or not self._judging)
+        """Whether nothing of it is in the engine, and nobody is waited for: a full batch needs no more verdicts."""
+        round_ = self.round
+        if self._alive or self.more:
+            return False
+        return round_.cancelled or round_.stopping or not (round_.judging or self._awaits_prompts)
+
+    @property
+    def _awaits_prompts(self) -> bool:
+        return self.round.asked > 0 and not self._dry
+
+    @property
+    def _dry(self) -> bool:
+        """Whether no other prompts come for this round."""
+        return self.round.dry or self.round.epoch in self._state.ended
 
     # -- what happens ----------------------------------------------------------------------------------
 
@@ -118,13 +133,24 @@ class RoundUnderWay:
         if group is None or not group.judging:
             return []
         group.judging, group.useful, group.reward = False, keep, reward
-        self._judging -= 1
+        self.round.judging -= 1
+        self._state.verdicts = [self._state.verdicts[0] + keep, self._state.verdicts[1] + 1]
         if keep:
             self._ready.add(group, self._least(group))
         else:
             self._leave(group, self.round.filtered)
             self._state.filtered += 1
             self.round.room += 1
+        return self.go_on()
+
+    def fed(self, prompts: int) -> list[Action]:
+        """So many prompts came; or its epoch has ended."""
+        self.round.asked = max(0, self.round.asked - prompts)
+        return self.go_on()
+
+    def no_more(self) -> list[Action]:
+        """See :meth:`Admitter.no_more`."""
+        self.round.dry = True
         return self.go_on()
 
     def cancel(self) -> list[Action]:
@@ -172,10 +198,8 @@ class RoundUnderWay:
         group.complete = True
         self.round.complete[group.order] = self.round.open.pop(group.order)
         self._ready.completed(group)
-        actions = ask(self._rules, group)
-        if group.judging:
-            self._judging += 1
-        else:
+        actions = ask(self._rules, self.round, group)
+        if not group.judging:
             self._ready.add(group, self._least(group))
         return actions + _stop(group)
 
@@ -187,9 +211,9 @@ class RoundUnderWay:
         if not round_.stopping and not round_.cancelled:
             actions += self._take()
             if len(round_.taken) < round_.target:
-                actions += self._start()
+                actions += self._start() + self._ask()
         if not round_.stopping and (round_.cancelled or len(round_.taken) >= round_.target):
-            round_.stopping = True
+            round_.stopping, self.more = True, False
             actions += [abort for group in round_.groups for abort in _stop(group)]
         return actions
 
@@ -221,7 +245,7 @@ class RoundUnderWay:
 
     def _least(self, group: Group) -> int:
         """How many more rounds it may wait."""
-        return self._deadlines.least(group, self.round.version)
+        return self._deadlines.slack(group, self.round.version, self.round.jump)
 
     def _start(self) -> list[Action]:
         """As many samples as may be, :attr:`more` than ``most`` in a later call."""
@@ -238,29 +262,47 @@ class RoundUnderWay:
             if to_start(self.round, group):
                 self._starting.waits(group)
 
+    def _ask(self) -> list[Action]:
+        """For prompts, where some could be started that are not there."""
+        round_ = self.round
+        if self._dry or self.more or self._has_fresh:
+            return []
+        lacks = min(self._starting.places(self._alive), round_.room) - round_.asked
+        if lacks <= 0:
+            return []
+        # Not for each one alone; what the round does not start is there for the next one.
+        count = max(lacks, -(-self._rules.num_prompts // ASK_SHARE))
+        round_.asked += count
+        return [More(count)]
+
+    @property
+    def _has_fresh(self) -> bool:
+        fresh = self._state.fresh
+        return bool(fresh) and fresh[0].epoch == self.round.epoch
+
     def _next(self) -> Group | None:
         """The group of which samples are started now; part of the round from now on."""
         round_, state = self.round, self._state
-        ready = bool(state.fresh) and state.fresh[0].epoch == round_.epoch and round_.room > 0
-        group = self._starting.next(ready, self._alive)
+        group = self._starting.next(self._has_fresh and round_.room > 0, self._alive)
         if isinstance(group, Fresh):
-            group = state.fresh.pop(0)
             round_.room -= 1
             state.drawn += 1
-            self._join(group)
-        elif group is not None and group.order not in round_.open:
+            return self._join(state.fresh.pop(0))
+        if group is not None and group.order not in round_.open:
             # In the order of arrival: found without looking at all of them.
             del state.waiting[bisect_left(state.waiting, group.order, key=lambda other: other.order)]
-            self._join(group)
+            return self._join(group)
         return group
 
-    def _join(self, group: Group) -> None:
-        """A group becomes part of the round."""
+    def _join(self, group: Group) -> Group:
+        """The group as part of the round."""
+        group = group.own()
         self.round.open[group.order] = group
         self._groups[group.key] = group
         self._deadlines.joined(group)
         group.fill(self.round.responses)
         self._starting.joined(group)
+        return group
 
     def _launch(self, group: Group, sample: Sample) -> Launch:
         sample.state = RUNNING

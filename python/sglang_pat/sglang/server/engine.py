@@ -44,7 +44,7 @@ from sglang_pat.sglang.launch.processes import start  # noqa: E402
 from sglang_pat.sglang.launch.start import ready  # noqa: E402
 from sglang_pat.sglang.rank.process import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.sglang.server.intake import Intake  # noqa: E402
-from sglang_pat.sglang.server.rollout import ManagerBackend  # noqa: E402
+from sglang_pat.sglang.server.rollout_backend import ManagerBackend  # noqa: E402
 from sglang_pat.sglang.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 from sglang_pat.sglang.launch.early import check_port
 from sglang_pat.sglang.launch.start import ready, warn_if_open
 from sglang_pat.sglang.server.engine import AdaptiveEngine
-from sglang_pat.sglang.server.intake import MAX_BODY_BYTES, parse, parse_verdict
-from sglang_pat.sglang.server.rollout import Busy, server_sent
+from sglang_pat.sglang.server.intake import MAX_BODY_BYTES, parse, parse_more, parse_verdict
+from sglang_pat.sglang.server.rollout import Busy, NotSaved
+from sglang_pat.sglang.server.rollout_events import server_sent
 from sglang_pat.sglang.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ def add_routes(app) -> None:
     app.add_api_route("/pat/schedule", set_schedule, methods=["POST"])
     app.add_api_route("/pat/rollout", rollout, methods=["POST"])
     app.add_api_route("/pat/rollout/verdict", verdict, methods=["POST"])
+    app.add_api_route("/pat/rollout/prompts", more_prompts, methods=["POST"])
     app.add_api_route("/pat/rollout/{job}", forget, methods=["DELETE"])
 
 
@@ -158,9 +160,10 @@ async def _schedule_state(asked: Awaitable[dict]) -> JSONResponse:
 
 
 async def rollout(request: Request) -> Response:
-    """A round in (:class:`~sglang_pat.sglang.server.rollout.RolloutBody`), its groups out as server-sent events.
+    """A round in (:class:`~sglang_pat.sglang.server.intake.RolloutBody`), its groups out as server-sent events.
 
-    400: a body that is not like that, or too few prompts; 409: the job has a round under way.
+    400: a body that is not like that, or too few prompts; 409: the job has a round under way; 507: its state cannot be
+    written.
     """
     try:
         body = parse(await _body(request, MAX_BODY_BYTES))
@@ -170,14 +173,31 @@ async def rollout(request: Request) -> Response:
         return _error(400, str(error))
     except Busy as error:
         return _error(409, str(error))
+    except NotSaved as error:
+        return _error(507, str(error))
     return StreamingResponse(server_sent(first, events), media_type="text/event-stream")
 
 
 async def verdict(request: Request) -> JSONResponse:
-    """``{"key": [0, 17], "keep": false}``: whether a group of a ``judge`` event is of use; ``job`` as in the round."""
+    """``{"key": [0, 17], "keep": false}``: whether a group of a ``judge`` event is of use; ``job`` as in the round.
+
+    The answer says whether it ``counted``: not if the batch was complete without this group.
+    """
     try:
         given = parse_verdict(await _body(request, MAX_SMALL_BYTES))
-        _manager().pat_rollouts.judge(given)
+        counted = _manager().pat_rollouts.judge(given)
+    except ValueError as error:
+        return _error(400, str(error))
+    return JSONResponse({"counted": counted})
+
+
+async def more_prompts(request: Request) -> JSONResponse:
+    """Prompts for the round that is under way (:class:`~sglang_pat.sglang.server.intake.MorePrompts`).
+
+    400: a body that is not like that, a key that came before, or no round under way; then none is taken.
+    """
+    try:
+        _manager().pat_rollouts.feed(parse_more(await _body(request, MAX_BODY_BYTES)))
     except ValueError as error:
         return _error(400, str(error))
     return JSONResponse({})

@@ -5,7 +5,6 @@ Everything here raises ValueError with one line that names the field, what was g
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.rules import Rules
 from sglang_pat.sglang.sampling import Sampling, checked
+from sglang_pat.sglang.server.jobs import check_job
 
 MAX_BODY_BYTES = 64 << 20
 """Of ``POST /pat/rollout``."""
@@ -46,6 +46,7 @@ class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
         version: of the weights, as the training job counts them; None: as the last round's, one more if
             weights were updated since.
         end_of_epoch: no more prompts of this epoch come.
+        after: number of the last round that counts (-1: none): the job goes on as it was at its end.
         job: whose prompts wait; rounds of different jobs have nothing to do with each other.
         planner: retractions of earlier rounds of a kind decide on the lowest tp of the next (RollPacker section 4.2).
     """
@@ -54,6 +55,7 @@ class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampling_params: dict[str, Any] = {}
     version: Number | None = None
     end_of_epoch: Number | None = None
+    after: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] | None = None
     job: str = "default"
     planner: bool = False
 
@@ -81,10 +83,18 @@ class Verdict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     job: str = "default"
 
 
-def check_job(job: str) -> None:
-    # It names a file.
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", job):
-        raise ValueError(f"job is {job!r}, must be letters, digits, - and _, 64 of them at most")
+class MorePrompts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``POST /pat/rollout/prompts``: for the round that is under way.
+
+    Attributes:
+        prompts, end_of_epoch, job: as in the round's call.
+        no_more: there are no others for this round: it ends with what it has.
+    """
+
+    prompts: list[Prompt] = []
+    end_of_epoch: Number | None = None
+    no_more: bool = False
+    job: str = "default"
 
 
 def parse(data: bytes) -> RolloutBody:
@@ -95,6 +105,11 @@ def parse(data: bytes) -> RolloutBody:
 def parse_verdict(data: bytes) -> Verdict:
     """Raises ValueError: one line that names the field."""
     return _decoded(data, Verdict)
+
+
+def parse_more(data: bytes) -> MorePrompts:
+    """Raises ValueError: one line that names the field."""
+    return _decoded(data, MorePrompts)
 
 
 def _decoded(data: bytes, kind: type) -> Any:

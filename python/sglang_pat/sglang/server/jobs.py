@@ -1,0 +1,202 @@
+"""Training jobs in the server: what each remembers between its rounds, in memory and in ``--pat-rollout-dir``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from pathlib import Path
+
+from sglang_pat.admission import saved
+from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.history import History
+from sglang_pat.admission.job_files import JobFiles
+from sglang_pat.admission.planner import Planner, StartDegree
+from sglang_pat.admission.rounds import RolloutRound
+from sglang_pat.admission.rules import Rules
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 8
+"""Names of jobs, or numbers of rounds, in an error."""
+
+MAX_JOBS = 64
+"""Jobs in memory; a new one beyond that is refused."""
+
+MAX_SAVED_JOBS = 1024
+"""Files in ``--pat-rollout-dir``; a new job beyond that is refused."""
+
+JOB_SECONDS = 86_400.0
+"""A job without a round for so long is forgotten when another one begins; its file stays, if there is one."""
+
+BEFORE_THE_FIRST = -1
+"""In place of the number of a round."""
+
+
+class Busy(RuntimeError):
+    """A round of this job is under way."""
+
+
+class NotSaved(RuntimeError):
+    """The state of a job cannot be written; the round was not begun."""
+
+
+class Job:
+    """A training job: its admitter, and what belongs to its rounds.
+
+    Attributes:
+        admitter: with the prompts that wait; ``previous``: as it was before the last round and its prompts, None for a
+            new job.
+        history: its states at the ends of the last rounds.
+        round: the last one; ``settled``: it is over, and all that had to be written is.
+        updates: weight updates before it.
+        used: when its last round began or ended, seconds of the machine's monotonic clock.
+        settling: what is done when it is over, once.
+        planner: of start degrees, once it was asked for; ``courses``: what a planner that was saved has learnt.
+        floor: lowest tp that its planner asks for, 0 for none.
+    """
+
+    def __init__(self, admitter: Admitter) -> None:
+        self.admitter = admitter
+        self.previous: Admitter | None = None
+        self.history = History()
+        self.round: RolloutRound | None = None
+        self.settled = True
+        self.settling: asyncio.Task | None = None
+        self.updates = 0
+        self.planner: Planner | None = None
+        self.courses: dict[str, StartDegree] = {}
+        self.floor = 0
+        self.used = time.monotonic()
+
+
+class Jobs:
+    """By name.
+
+    Args:
+        folder: where the state of each job is kept; None: nowhere.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._files = JobFiles(folder) if folder is not None else None
+        self._jobs: dict[str, Job] = {}
+
+    def get(self, name: str) -> Job | None:
+        """None if it is not in memory."""
+        return self._jobs.get(name)
+
+    @property
+    def all(self) -> list[Job]:
+        return list(self._jobs.values())
+
+    def known(self) -> str:
+        """Names for an error."""
+        return str(sorted(self._jobs)[:SHOWN])
+
+    def make_room(self, name: str) -> None:
+        """Forget jobs that nobody has used for long.  Raises ValueError: there are too many for another one."""
+        old = time.monotonic() - JOB_SECONDS
+        for other in [n for n, job in self._jobs.items() if job.settled and job.used < old and n != name]:
+            del self._jobs[other]
+        if name in self._jobs:
+            return
+        if len(self._jobs) >= MAX_JOBS:
+            raise ValueError(f"job is {name!r}, and there are {MAX_JOBS} others; DELETE /pat/rollout/JOB drops one")
+        if self._files is not None and name not in self._files:
+            if (kept := len(self._files)) >= MAX_SAVED_JOBS:
+                raise ValueError(f"job is {name!r}, and {kept} are kept; DELETE /pat/rollout/JOB drops one")
+
+    def resumed(self, name: str, rules: Rules, after: int | None) -> tuple[Job, Admitter]:
+        """The job, and an admitter to go on with: as it is, or as it was at the end of the round ``after``.
+
+        The job itself is not changed yet, and a new one is not there before :meth:`put`.
+
+        Raises:
+            ValueError: the state at the end of that round is not kept, or does not go with the rules.
+        """
+        job = self._jobs.get(name)
+        source = f"job {name!r}"
+        if job is not None and after is None:
+            state = job.admitter.snapshot()
+            saved.check_rules(job.admitter.rules, rules, state, source)
+            return job, Admitter(rules, state)
+        state = job.history.at(after) if job is not None and after is not None else None
+        if job is not None and state is not None:
+            saved.check_rules(job.admitter.rules, rules, state, source)
+            return job, Admitter(rules, state)
+        if after == BEFORE_THE_FIRST or (job is None and after is None and not self._saved(name)):
+            return job or Job(Admitter(rules)), Admitter(rules)
+        found = self._read(name, after)
+        admitter = saved.restored(found, rules, source)
+        if job is None:
+            job = Job(admitter)
+            job.courses = found.courses
+        return job, admitter
+
+    def put(self, name: str, job: Job, admitter: Admitter) -> None:
+        """``admitter`` has begun a round: keep it, and for :meth:`undo` the one before."""
+        job.previous = job.admitter if name in self._jobs else None
+        job.admitter = admitter
+        self._jobs[name] = job
+
+    def _saved(self, name: str) -> bool:
+        return self._files is not None and name in self._files
+
+    def _read(self, name: str, after: int | None) -> saved.Saved:
+        """Raises ValueError: there is no such state."""
+        job = self._jobs.get(name)
+        kept = set(job.history.numbers) if job is not None else set()
+        if self._files is not None:
+            kept |= set(self._files.past(name))
+            try:
+                return saved.decode(self._files.read(name, after), str(self._files.path(name)))
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise ValueError(f"job is {name!r}, whose file cannot be read: {error.strerror}") from None
+        numbers = ", ".join(map(str, sorted(kept)[-SHOWN:])) or "none"
+        raise ValueError(
+            f"after is {after}, the states at the ends of these rounds of job {name!r} are kept: {numbers}"
+        )
+
+    async def save(self, name: str, ended: int | None = None) -> str:
+        """Write its state; ``ended``: the round that has just ended.  What went wrong, in one line, or nothing."""
+        if self._files is None:
+            return ""
+        job = self._jobs[name]
+        data = saved.dumps(job.admitter, job.planner.courses if job.planner is not None else job.courses)
+        try:
+            await asyncio.to_thread(self._files.write, name, data, ended)
+        except OSError as error:
+            logger.error("the state of job %s was not saved: %s", name, error)
+            return f"the state of job {name!r} cannot be written ({error.strerror}); make room in --pat-rollout-dir"
+        return ""
+
+    async def undo(self, name: str) -> None:
+        """The round that has just been begun was not: neither its prompts nor, if it was new, the job are there."""
+        job = self._jobs[name]
+        assert job.round is not None
+        job.round.cancel()
+        await job.round.wait()
+        if job.previous is None:
+            del self._jobs[name]
+        else:
+            job.admitter, job.settled = job.previous, True
+
+    def drop(self, name: str) -> Job | None:
+        """Raises ValueError: there is none; Busy: it has a round under way."""
+        if name not in self._jobs and not self._saved(name):
+            raise ValueError(f"job is {name!r}, there are {self.known()}")
+        if name in self._jobs and not self._jobs[name].settled:
+            raise Busy(f"job {name!r} has a round under way; close its stream first")
+        if self._files is not None:
+            self._files.remove(name)
+        return self._jobs.pop(name, None)
+
+
+def check_job(name: str) -> None:
+    """Raises ValueError: not the name of a job."""
+    # It names a file.
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise ValueError(f"job is {name!r}, must be letters, digits, - and _, 64 of them at most")
