@@ -16,7 +16,8 @@ pytestmark = pytest.mark.contract
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 
 CLIENTS = {
-    ("/pat/status", "GET"), ("/pat/schedule", "GET"), ("/pat/rollout", "POST"), ("/pat/rollout/verdict", "POST"), ("/pat/rollout/prompts", "POST"), ("/pat/rollout/prompts", "POST"),
+    ("/pat/status", "GET"), ("/pat/schedule", "GET"), ("/pat/rollout", "POST"), ("/pat/rollout/verdict", "POST"),
+    ("/pat/rollout/prompts", "POST"),
 }  # fmt: skip
 ADMINS = {("/pat/reconfigure", "POST"), ("/pat/schedule", "POST"), ("/pat/rollout/{job}", "DELETE")}
 """Routes that change the engine for everybody, or destroy what is kept."""

@@ -156,9 +156,7 @@ class Jobs:
             except OSError as error:
                 raise ValueError(f"job is {name!r}, whose file cannot be read: {error.strerror}") from None
         numbers = ", ".join(map(str, sorted(kept)[-SHOWN:])) or "none"
-        raise ValueError(
-            f"after is {after}, the states at the ends of these rounds of job {name!r} are kept: {numbers}"
-        )
+        raise ValueError(f"after is {after}, of job {name!r} the states after these rounds are kept: {numbers}")
 
     async def save(self, name: str, ended: int | None = None) -> str:
         """Write its state; ``ended``: the round that has just ended.  What went wrong, in one line, or nothing."""
