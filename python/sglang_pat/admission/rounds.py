@@ -143,15 +143,18 @@ class RolloutRound:
         self._do(self.admitter.judged(key, keep, reward))
         return True
 
-    def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> None:
+    def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> bool:
         """More prompts, see :meth:`Admitter.feed`; whether the round asked for them or not.
 
+        Returns whether they were taken: not if the round is over.  Then they are for the next one.
+
         Raises:
-            ValueError: a key that came before; or the round is over.  Then none is taken.
+            ValueError: a key that came before; none is taken.
         """
         if self.summary is not None:
-            raise ValueError("the round is over; give the prompts to the next one")
+            return False
         self._do(self.admitter.feed(prompts, end_of))
+        return True
 
     def no_more(self) -> None:
         """Nobody has the prompts that the round asked for: it ends with those that it has."""

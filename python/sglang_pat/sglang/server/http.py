@@ -194,13 +194,15 @@ async def verdict(request: Request) -> JSONResponse:
 async def more_prompts(request: Request) -> JSONResponse:
     """Prompts for the round that is under way (:class:`~sglang_pat.sglang.server.intake.MorePrompts`).
 
-    400: a body that is not like that, a key that came before, or no round under way; then none is taken.
+    The answer says whether they were ``taken``: not if the round is over; then they are for the next one.
+
+    400: a body that is not like that, a key that came before, or a job without a round; then none is taken.
     """
     try:
-        _manager().pat_rollouts.feed(parse_more(await _body(request, MAX_BODY_BYTES)))
+        taken = _manager().pat_rollouts.feed(parse_more(await _body(request, MAX_BODY_BYTES)))
     except ValueError as error:
         return _error(400, str(error))
-    return JSONResponse({})
+    return JSONResponse({"taken": taken})
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)

@@ -140,15 +140,16 @@ class Rollouts:
         """Whether it came in time.  Raises ValueError: no verdict was asked for on such a group."""
         return self._round(verdict.job).judge(verdict.key, verdict.keep, verdict.reward)
 
-    def feed(self, more: MorePrompts) -> None:
-        """More prompts for a round under way.  Raises ValueError: there is none, or they are refused, all of them."""
+    def feed(self, more: MorePrompts) -> bool:
+        """More prompts for a round under way; False if it is over.  Raises ValueError: all of them are refused."""
         round_ = self._round(more.job)
         limit = round_.params["max_new_tokens"]
         prompts = self._intake.prompts(more.prompts, limit)
         self._intake.fits(round_.admitter, len(prompts), limit)
-        round_.feed(prompts, end_of=more.end_of_epoch)
+        taken = round_.feed(prompts, end_of=more.end_of_epoch)
         if more.no_more:
             round_.no_more()
+        return taken
 
     def _round(self, name: str) -> RolloutRound:
         job = self._jobs.get(name)

@@ -1,0 +1,255 @@
+"""Rounds in the server on an engine that is played: who was told what, and what is where afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from sglang_pat.admission import rounds
+from sglang_pat.sglang import cpu_shim
+
+if cpu_shim.needed():
+    cpu_shim.install()
+
+pytestmark = pytest.mark.contract
+
+
+class Manager:
+    """As much of a TokenizerManager as rounds use.  A response to the prompt [n, …] has n tokens."""
+
+    tokenizer = None
+    context_len = max_req_input_len = 1000
+    pat_weight_updates = 0
+
+    def __init__(self) -> None:
+        self.model_config = SimpleNamespace(vocab_size=5000, hf_eos_token_id=None)
+        self.server_args = SimpleNamespace(pat_profile=None)
+        self.rid_to_state: dict[str, None] = {}
+        self.stopped: dict[str, asyncio.Event] = {}
+
+    async def generate_request(self, request, _):
+        stop = self.stopped.setdefault(request.rid, asyncio.Event())
+        tokens = []
+        while len(tokens) < request.input_ids[0] and not stop.is_set():
+            tokens.append(7)
+            await asyncio.sleep(0)
+        reason = "abort" if stop.is_set() else "length"
+        meta = {"finish_reason": {"type": reason}, "output_token_logprobs": [(-1.0, 7, None)] * len(tokens)}
+        yield {"meta_info": meta, "output_ids": tokens, "text": ""}
+
+    def abort_request(self, rid: str) -> None:
+        self.stopped.setdefault(rid, asyncio.Event()).set()
+
+    async def pat_status(self):
+        return {"groups": [{"running": 0, "waiting": 0, "tokens": 0}], "retracted": 0}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """A server's rounds; a second one is the server after a restart."""
+    from sglang_pat.sglang.server.rollout import Rollouts
+
+    return lambda: Rollouts(Manager(), tmp_path, None)
+
+
+def call(first: int, count: int, lengths=(3, 4, 5, 30), **fields):
+    """The body of a round of two prompts with one response each; prompts with these indices come with it."""
+    from sglang_pat.sglang.server.intake import parse
+
+    prompts = [{"key": [0, i], "input_ids": [lengths[i % len(lengths)], i]} for i in range(first, first + count)]
+    given = {
+        "num_prompts": 2, "num_responses": 1, "eta_prompts": 1.5, "eta_responses": 1.0, "prompts": prompts,
+        "sampling_params": {"max_new_tokens": 100, "ignore_eos": True},
+    }  # fmt: skip
+    return parse(msgspec.json.encode(given | fields))
+
+
+async def read(rollouts, body, stop_at: str = "") -> list[dict]:
+    """The events of a round; left at the first one of the type ``stop_at``."""
+    events, found = rollouts.events(body), []
+    async for event in events:
+        found.append(event)
+        if event["type"] == stop_at:
+            await events.aclose()
+            break
+    await rollouts._over(body.job)
+    return found
+
+
+def keys(events: list[dict]) -> list[int]:
+    return [event["key"][1] for event in events if event["type"] == "group"]
+
+
+def waiting(rollouts) -> tuple[list[int], list[int]]:
+    state = rollouts._jobs.get("default").admitter.state
+    return [group.index for group in state.fresh], [group.index for group in state.waiting]
+
+
+@pytest.mark.parametrize("stop_at", ["begin", "group", "round"])
+def test_a_round_whose_end_was_not_sent_has_not_happened(make, stop_at):
+    """``round``: the client is gone while its last event is being sent, when the engine has long finished."""
+
+    async def run():
+        rollouts = make()
+        await read(rollouts, call(0, 6))
+        before = waiting(rollouts)
+        left = await read(rollouts, call(6, 2), stop_at)
+        assert left[-1]["type"] == stop_at
+        fresh, queue = waiting(rollouts)
+        assert (fresh, queue) == ([*before[0], 6, 7], before[1]), "as before, and the prompts that came with the call"
+        assert rollouts._jobs.get("default").history.numbers == [-1, 0]
+        again = await read(rollouts, call(8, 0))
+        assert again[0]["number"] == 1 and len(keys(again)) == 2
+
+    asyncio.run(run())
+
+
+def test_a_client_that_had_not_read_the_end_says_so(make):
+    """All was sent, the client read one group and died.  Its next call names the last round that it has."""
+
+    async def run():
+        rollouts = make()
+        first = await read(rollouts, call(0, 6))
+        sent = await read(rollouts, call(6, 3))
+        assert sent[-1]["type"] == "round"
+        again = await read(rollouts, call(6, 3, after=first[-1]["number"]))
+        assert keys(again) == keys(sent)
+        assert [event["number"] for event in (sent[-1], again[-1])] == [1, 1]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("mode", ["strict", "reorder", "partial"])
+def test_a_trainer_goes_back_two_steps(make, mode, restart):
+    """The same prompts again, and all is as it was; also by a server that has been started since."""
+
+    async def run():
+        rollouts, course = make(), []
+        for step in range(6):
+            course.append(await read(rollouts, call(3 * step, 3, mode=mode, version=step, max_staleness=2)))
+        rollouts = make() if restart else rollouts
+        for step in (4, 5):
+            after = {"after": 3} if step == 4 else {}
+            again = await read(rollouts, call(3 * step, 3, mode=mode, version=step, max_staleness=2, **after))
+            assert keys(again) == keys(course[step])
+            assert again[-1] == course[step][-1]
+
+    asyncio.run(run())
+
+
+def test_a_state_that_is_not_kept(make):
+    async def run():
+        rollouts = make()
+        await read(rollouts, call(0, 6))
+        before = waiting(rollouts)
+        with pytest.raises(
+            ValueError, match="after is 7, of job 'default' the states after these rounds are kept: -1, 0"
+        ):
+            await read(rollouts, call(6, 3, after=7))
+        with pytest.raises(ValueError, match="after is 2, of job 'other' .*: none"):
+            await read(rollouts, call(0, 3, job="other", after=2))
+        assert waiting(rollouts) == before
+        assert rollouts._jobs.get("other") is None
+        assert (await read(rollouts, call(0, 6, after=-1)))[-1]["number"] == 0, "from the start"
+
+    asyncio.run(run())
+
+
+def test_a_state_that_cannot_be_written_is_refused_before_and_told_after(make, monkeypatch):
+    from sglang_pat.admission import job_files
+    from sglang_pat.sglang.server.jobs import NotSaved
+
+    def full(data, path):
+        raise OSError(28, "No space left on device")
+
+    async def run():
+        rollouts = make()
+        await read(rollouts, call(0, 6))
+        before = waiting(rollouts)
+        with monkeypatch.context() as patched:
+            patched.setattr(job_files, "write_whole", full)
+            with pytest.raises(NotSaved, match=r"cannot be written \(No space left on device\)"):
+                await read(rollouts, call(6, 2))
+            with pytest.raises(NotSaved):
+                await read(rollouts, call(0, 6, job="new"))
+        assert waiting(rollouts) == before, "its prompts were not taken"
+        assert rollouts._jobs.get("new") is None
+        events = rollouts.events(call(6, 2))
+        await anext(events)
+        monkeypatch.setattr(job_files, "write_whole", full)
+        *_, last = [event async for event in events]
+        assert last["saved"] is False and "No space left" in last["problem"]
+
+    asyncio.run(run())
+
+
+def test_prompts_that_a_round_asks_for(make):
+    """All of the first ones are useless: it asks, gets others, and the batch is full."""
+    from sglang_pat.sglang.server.intake import MorePrompts, Prompt, Verdict
+
+    async def run():
+        rollouts, given, found = make(), 6, []
+        with pytest.raises(ValueError, match="job is 'default', which has no round"):
+            rollouts.feed(MorePrompts())
+        async for event in rollouts.events(call(0, 6, filter_groups=True)):
+            found.append(event)
+            if event["type"] == "judge":
+                rollouts.judge(Verdict(key=tuple(event["key"]), keep=event["key"][1] > 5))
+            elif event["type"] == "more":
+                prompts = [Prompt(key=(0, given + i), input_ids=[3]) for i in range(event["prompts"])]
+                if rollouts.feed(MorePrompts(prompts=prompts)):
+                    given += len(prompts)
+                    with pytest.raises(ValueError, match="was given before"):
+                        rollouts.feed(MorePrompts(prompts=prompts[:1], end_of_epoch=0))
+        assert given > 6
+        assert found[-1]["returned"] == 2 and min(keys(found)) > 5
+        assert not rollouts.feed(MorePrompts(prompts=[Prompt(key=(0, 999), input_ids=[3])])), "the round is over"
+
+    asyncio.run(run())
+
+
+def test_a_round_says_what_it_waits_for(make, monkeypatch):
+    """No verdict, and no prompts: it says so; without prompts it ends at last with what it has."""
+    from sglang_pat.sglang.server.intake import Verdict
+
+    monkeypatch.setattr(rounds, "WAITING_SECONDS", 0.05)
+
+    async def run():
+        rollouts, judged, found = make(), [], []
+        async for event in rollouts.events(call(0, 3, filter_groups=True, eta_prompts=1.0)):
+            found.append(event)
+            if event["type"] == "judge":
+                judged.append(tuple(event["key"]))
+            elif event["type"] == "waiting" and event["judging"]:
+                for key in judged:
+                    rollouts.judge(Verdict(key=key, keep=key == judged[0]))
+                judged = []
+        told = [event for event in found if event["type"] == "waiting"]
+        assert told[0]["judging"] and told[0]["running"] == 0
+        assert [event["prompts"] > 0 for event in told[-rounds.PROMPTS_PATIENCE :]] == [True] * rounds.PROMPTS_PATIENCE
+        assert found[-1]["returned"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_verdict_that_is_late(make):
+    from sglang_pat.sglang.server.intake import Verdict
+
+    async def run():
+        rollouts, judged = make(), []
+        async for event in rollouts.events(call(0, 3, lengths=(3, 3, 3), filter_groups=True)):
+            if event["type"] != "judge":
+                continue
+            judged.append(tuple(event["key"]))
+            for key in judged[:2] if len(judged) == 3 else ():
+                assert rollouts.judge(Verdict(key=key, keep=True))
+        assert not rollouts.judge(Verdict(key=judged[2], keep=False)), "it did not count"
+        assert waiting(rollouts)[1] == [judged[2][1]]
+        with pytest.raises(ValueError, match="key is"):
+            rollouts.judge(Verdict(key=(0, 77), keep=False))
+
+    asyncio.run(run())
