@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from sglang_pat.admission.admitter import Admitter
@@ -69,16 +69,26 @@ class WeightsChanged(RuntimeError):
 class RolloutRound:
     """One round; iterate over it to get its groups as they are completed, then its summary.
 
-    ``Judge`` comes before a group is returned if groups are filtered: answer with :meth:`judge`.  Left before its end
-    (``aclose``), it is cancelled: what it had started is aborted in the background, see :meth:`wait`.
+    ``Judge`` comes before a group is returned if groups are filtered: answer with :meth:`judge`, or give ``judge``.
+    Left before its end (``aclose``), it is cancelled: what it had started is aborted in the background, see
+    :meth:`wait`.
     """
 
-    def __init__(self, admitter: Admitter, backend: Backend, version: int, params: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        admitter: Admitter,
+        backend: Backend,
+        version: int,
+        params: dict[str, Any],
+        judge: Callable[[Group], Awaitable[bool]] | None = None,
+    ) -> None:
         """Begin the round: to be called in the event loop.
 
         Args:
             version: of the weights, as the training job counts them.
             params: sampling parameters of all samples.
+            judge: gives the verdict on a group as soon as it is complete; then no ``Judge`` comes.  What it raises
+                ends the round.
 
         Raises:
             ValueError, RuntimeError: see :meth:`Admitter.begin`; nothing was started.
@@ -95,7 +105,9 @@ class RolloutRound:
         self._stopping: set[SampleId] = set()
         self._queue: deque[Launch | Abort] = deque()
         self._slice: asyncio.Handle | None = None
+        self._judge = judge
         self._judging: set[tuple[int, ...]] = set()
+        self._verdicts: set[asyncio.Task] = set()
         self._updates = backend.updates()
         self._error: Exception | None = None
         self._over = asyncio.Event()
@@ -158,7 +170,10 @@ class RolloutRound:
                     self._stopping.add(sample)
                 case Judge(group):
                     self._judging.add(tuple(group.key))
-                    self._events.put_nowait(action)
+                    if self._judge is None:
+                        self._events.put_nowait(action)
+                    else:
+                        self._verdicts.add(asyncio.ensure_future(self._verdict(group, self._judge)))
                 case Return(group):
                     for sample in group.kept():
                         if len(sample.output.spans) > 1:
@@ -169,6 +184,8 @@ class RolloutRound:
                     self.summary = summary
                     self._events.put_nowait(self._error or summary)
                     self._over.set()
+                    for verdict in self._verdicts:
+                        verdict.cancel()
                     asyncio.get_running_loop().call_soon(self._let_go)
         if self.summary is None and self._slice is None and (self._queue or self.admitter.more):
             self._slice = asyncio.get_running_loop().call_soon(self._next_slice)
@@ -221,6 +238,12 @@ class RolloutRound:
         output.spans = [Span(self.version, len(output.token_ids))] if output.token_ids else []
         tell = self.admitter.finished if output.finish_reason else self.admitter.stopped
         self._do(tell(sample, output))
+
+    async def _verdict(self, group: Group, judge: Callable[[Group], Awaitable[bool]]) -> None:
+        try:
+            self.judge(group.key, await judge(group))
+        except Exception as error:
+            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:

@@ -1,0 +1,109 @@
+"""``Engine.rollout`` while its user trains, asks, updates weights and leaves: the engine goes on in a thread."""
+
+from __future__ import annotations
+
+SCRIPT = """
+import os, signal, threading, time
+import psutil
+from safetensors.torch import load_file
+import sglang_pat
+from sglang_pat.sglang.launch import processes
+from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.records import Group
+from sglang_pat.admission.rounds import WeightsChanged
+from sglang_pat.admission.rules import Rules
+
+SECONDS = 120
+FOREVER = {{"temperature": 1.0, "max_new_tokens": 3000, "ignore_eos": True}}
+
+
+def admitter(number):
+    made = Admitter(Rules(num_prompts=2, num_responses=1, eta_prompts=2.0, eta_responses=1.0))
+    made.feed([((number, i), {{"input_ids": [10 + i, 20, 30 + i]}}) for i in range(4)])
+    return made
+
+
+def wait_for(what, holds):
+    until = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < until, what
+        time.sleep(0.001)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "engine loop"]
+
+
+if __name__ == "__main__":
+    processes.fork_here()
+    engine = sglang_pat.Engine(
+        model_path={model!r}, tp_size=1, dp_size=2, adaptive_tp=True, pat_policy="schedule", dtype="float32",
+        max_total_tokens=20000, log_level="error",
+    )
+    sampling = {{"temperature": 1.0, "max_new_tokens": 100, "stop_token_ids": list(range(100, 124))}}
+
+    mine = admitter(0)
+    for number, event in enumerate(engine.rollout(mine, sampling, version=0)):
+        # As if the first event were trained on for as long as the whole round takes.
+        wait_for("the engine is frozen while its user trains", lambda: mine.state.round is None)
+    assert number == 2 and event.returned == 2
+    assert not threads()
+    print("trained")
+
+    events = engine.rollout(admitter(1), FOREVER | {{"max_new_tokens": 200}}, version=1)
+    assert isinstance(next(events), Group)
+    assert engine.reconfigure(tp=2)["to_tp"] == 2
+    assert engine.status()["layout"] == {{"tp": 2, "dp": 1}}
+    answer = engine.generate(input_ids=[5, 6, 7], sampling_params={{"temperature": 0, "max_new_tokens": 5}})
+    assert answer["meta_info"]["completion_tokens"] <= 5
+    assert sum(event.returned for event in events if not isinstance(event, Group)) == 2
+    engine.reconfigure(tp=1)
+    print("asked")
+
+    mine = admitter(2)
+    events = engine.rollout(mine, FOREVER, version=2)
+    first = threading.Thread(target=lambda: raised.append(next_of(events)))
+    raised = []
+
+    def next_of(events):
+        try:
+            return next(events)
+        except WeightsChanged as error:
+            return error
+
+    first.start()
+    wait_for("no request came", lambda: engine.status()["requests"] == 4)
+    weights = list(load_file({model!r} + "/model.safetensors").items())
+    assert engine.update_weights_from_tensor(weights)[0]
+    first.join(SECONDS)
+    assert isinstance(raised[0], WeightsChanged), raised
+    assert mine.state.round is None and len(mine.state.fresh) == 4
+    assert engine.flush_cache().success and engine.status()["requests"] == 0
+    print("updated")
+
+    mine = admitter(3)
+    events = engine.rollout(mine, sampling | {{"max_new_tokens": 50}}, version=3)
+    next(events)
+    events.close()
+    assert mine.state.round is None and not threads()
+    assert not engine.tokenizer_manager.rid_to_state
+    print("left")
+
+    mine = admitter(4)
+    first = threading.Thread(target=lambda: list(engine.rollout(mine, FOREVER, version=4)), daemon=True)
+    first.start()
+    wait_for("no request came", lambda: engine.status()["requests"] == 4)
+    rank = next(child for child in psutil.Process().children(recursive=True) if "rank" in child.name())
+    print("killed", flush=True)
+    rank.kill()
+    threading.Event().wait(SECONDS)
+    print("still there")
+"""
+
+
+def test_a_rollout_in_a_thread(servers, llama, tmp_path):
+    """The last rollout loses a rank: the engine ends, as it does when the main thread runs the loop."""
+    (tmp_path / "rollout_in_a_thread.py").write_text(SCRIPT.format(model=str(llama)))
+    found = servers.run("rollout_in_a_thread", env={"PYTHONPATH": str(tmp_path)}, seconds=500)
+    assert found.stdout.split() == ["trained", "asked", "updated", "left", "killed"], found.stderr[-3000:]
+    assert found.returncode == 1
