@@ -10,9 +10,10 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.backend import Backend
 from sglang_pat.admission.records import (
     Abort,
     Action,
@@ -26,6 +27,7 @@ from sglang_pat.admission.records import (
     Span,
     Summary,
 )  # fmt: skip
+from sglang_pat.admission.turns import Turns, turn_of
 
 ABORT_AGAIN_SECONDS = 0.5
 """An abort that overtakes its request is dropped by SGLang; it is sent again until the request is out."""
@@ -37,29 +39,6 @@ SLICE = 16
 """Samples that are started or aborted in one turn of the event loop: each takes the server some 0.2 to 0.5 ms."""
 
 _serial = itertools.count()
-
-
-class Backend(Protocol):
-    """An engine."""
-
-    def updates(self) -> int:
-        """Weight updates so far."""
-        ...
-
-    async def generate(self, rid: str, prompt: Any, params: dict[str, Any]) -> Output:
-        """What was generated, without ``spans``; without ``finish_reason`` if it did not end by itself.
-
-        Raises:
-            Exception: the engine refuses the prompt, or is gone.
-        """
-        ...
-
-    def abort(self, rid: str) -> None:
-        """Stop it; :meth:`generate` returns what there is."""
-
-    def text(self, token_ids: list[int]) -> str:
-        """Of a response that came in pieces."""
-        ...
 
 
 class WeightsChanged(RuntimeError):
@@ -81,6 +60,7 @@ class RolloutRound:
         version: int,
         params: dict[str, Any],
         judge: Callable[[Group], Awaitable[bool]] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """Begin the round: to be called in the event loop.
 
@@ -89,6 +69,7 @@ class RolloutRound:
             params: sampling parameters of all samples.
             judge: gives the verdict on a group as soon as it is complete; then no ``Judge`` comes.  What it raises
                 ends the round.
+            turns: samples go on when the model has ended a turn; None: that ends them.
 
         Raises:
             ValueError, RuntimeError: see :meth:`Admitter.begin`; nothing was started.
@@ -106,6 +87,7 @@ class RolloutRound:
         self._queue: deque[Launch | Abort] = deque()
         self._slice: asyncio.Handle | None = None
         self._judge = judge
+        self._turns = turns
         self._judging: set[tuple[int, ...]] = set()
         self._verdicts: set[asyncio.Task] = set()
         self._updates = backend.updates()
@@ -206,7 +188,7 @@ class RolloutRound:
                     else:
                         self._tasks[sample] = asyncio.ensure_future(self._sample(sample, prompt, prefix))
                 case Abort(sample):
-                    if sample in self._tasks:
+                    if sample in self._tasks and not (self._turns and self._turns.stop(sample)):
                         self._backend.abort(self._rid(sample))
                         self._again = self._again or asyncio.ensure_future(self._abort_again())
         for sample in unstarted:  # the engine never had it
@@ -223,21 +205,44 @@ class RolloutRound:
     async def _sample(self, sample: SampleId, prompt: Any, prefix: Output | None) -> None:
         output = Output()
         try:
-            params = budget(self._params, sample, prefix)
-            if params.get("max_new_tokens", 1) < 1:  # interrupted in the very step that would have ended it
-                output = Output(finish_reason="length")
-            else:
-                output = await self._backend.generate(self._rid(sample), extended(prompt, prefix), params)
+            goes_on = True
+            while goes_on and sample not in self._stopping:
+                so_far = prefix.followed_by(output) if prefix else output
+                step = await self._step(sample, prompt, so_far if so_far.token_ids or so_far.asked else None)
+                if self._backend.updates() != self._updates:
+                    self.weights_changed()
+                    break  # it is of more than one version, nobody knows which token is whose
+                output = output.followed_by(step)
+                goes_on = not step.finish_reason and (step.asked or any(span.version is None for span in step.spans))
         except Exception as error:  # whatever it is, this round cannot be, and no prompt may be lost
             self._fail(error)
-        if self._backend.updates() != self._updates:
-            self.weights_changed()
-            output = Output()  # of more than one version, nobody knows which token is whose
         del self._tasks[sample]
         self._stopping.discard(sample)
-        output.spans = [Span(self.version, len(output.token_ids))] if output.token_ids else []
         tell = self.admitter.finished if output.finish_reason else self.admitter.stopped
         self._do(tell(sample, output))
+
+    async def _step(self, sample: SampleId, prompt: Any, so_far: Output | None) -> Output:
+        """What comes after ``so_far``: tokens of the model, or of the environment."""
+        if self._turns is not None and so_far is not None and so_far.asked:
+            answer = await self._turns.answer(turn_of(sample, prompt, so_far, self._backend.text))
+            full = answer.spans and self._limits(sample, prompt, so_far.followed_by(answer))["max_new_tokens"] < 1
+            return Output(finish_reason="length") if full else answer
+        params = self._limits(sample, prompt, so_far)
+        if params.get("max_new_tokens", 1) < 1:  # interrupted in the very step that would have ended it
+            return Output(finish_reason="length")
+        piece = await self._backend.generate(self._rid(sample), extended(prompt, so_far), params)
+        piece.spans = [Span(self.version, len(piece.token_ids))] if piece.token_ids else []
+        if self._turns is not None and piece.finish_reason == "stop":
+            piece.finish_reason, piece.asked = "", True
+        return piece
+
+    def _limits(self, sample: SampleId, prompt: Any, so_far: Output | None) -> dict[str, Any]:
+        """Sampling parameters with what the response and, after given tokens, the engine have room for."""
+        params = budget(self._params, sample, so_far)
+        if self._turns is not None and so_far is not None:
+            room = self._backend.room() - len(prompt["input_ids"]) - len(so_far.token_ids)
+            params["max_new_tokens"] = min(params["max_new_tokens"], room)
+        return params
 
     async def _verdict(self, group: Group, judge: Callable[[Group], Awaitable[bool]]) -> None:
         try:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing as mp
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +28,6 @@ from sglang.srt.utils import MultiprocessingSerializer, maybe_reindex_device_id,
 from sglang.srt.utils.network import get_free_port  # noqa: E402
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
-from sglang_pat.admission.admitter import Admitter  # noqa: E402
-from sglang_pat.admission.judging import Judge, beside_the_loop  # noqa: E402
-from sglang_pat.admission.records import Group, Summary  # noqa: E402
-from sglang_pat.admission.rounds import RolloutRound  # noqa: E402
 from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
@@ -43,9 +38,8 @@ from sglang_pat.sglang.launch.folder import engine_folder  # noqa: E402
 from sglang_pat.sglang.launch.processes import start  # noqa: E402
 from sglang_pat.sglang.launch.start import ready  # noqa: E402
 from sglang_pat.sglang.rank.process import run_detokenizer, run_rank  # noqa: E402
-from sglang_pat.sglang.server.intake import Intake  # noqa: E402
 from sglang_pat.sglang.server.loop import EngineLoop  # noqa: E402
-from sglang_pat.sglang.server.rollout import ManagerBackend  # noqa: E402
+from sglang_pat.sglang.server.rollout_calls import RolloutCalls  # noqa: E402
 from sglang_pat.sglang.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 
 if TYPE_CHECKING:
@@ -138,8 +132,8 @@ def private_ports(args: AdaptiveServerArgs) -> PortArgs:
     )
 
 
-class Engine(AdaptiveEngine):
-    """SGLang's ``Engine``, offline API included, plus ``layout``, ``reconfigure`` and ``status``.
+class Engine(RolloutCalls, AdaptiveEngine):
+    """SGLang's ``Engine``, offline API included, plus ``layout``, ``reconfigure``, ``status`` and ``rollout``.
 
     ``Engine(model_path=..., tp_size=1, dp_size=2, adaptive_tp=True, ...)``; without ``adaptive_tp`` use
     SGLang's own.
@@ -220,52 +214,6 @@ class Engine(AdaptiveEngine):
         such prompts mean nothing until ``flush_cache()``.  A switch forgets them.
         """
         self.tokenizer_manager.pat_inject_prefixes(prompts)
-
-    async def async_rollout(
-        self, admitter: Admitter, sampling_params: dict[str, Any], version: int, judge: Judge | None = None
-    ) -> AsyncGenerator[Group | Summary, None]:
-        """One round: its groups as they are completed, then its summary.
-
-        Args:
-            admitter: decides, and keeps what waits for another round; its prompts are ``{"input_ids": [...]}``.
-            sampling_params: SGLang's, of every sample; ``max_new_tokens`` counts for a response, over all rounds.
-            version: of the weights, as the training job counts them; every token returned carries it (``partial``: or
-                an earlier one, not older than ``max_staleness``).
-            judge: whether a complete group is of use; with ``filter_groups``.  Called as soon as the group is complete,
-                in a thread of its own (:func:`~sglang_pat.admission.judging.beside_the_loop`).
-
-        Left before its end, the round is cancelled: its prompts are where they were.
-
-        Raises:
-            ValueError: too few prompts, or bad parameters; nothing was started.
-            WeightsChanged: weights were updated meanwhile; the round was cancelled.
-        """
-        params = Intake(self.tokenizer_manager).params(sampling_params, admitter.rules.mode)
-        backend = ManagerBackend(self.tokenizer_manager)
-        with beside_the_loop(judge) as verdict:
-            round_ = RolloutRound(admitter, backend, version, params, verdict)
-            self.tokenizer_manager.pat_rollouts.watch(round_)
-            try:
-                async with aclosing(aiter(round_)) as events:
-                    async for event in events:
-                        yield event
-            finally:
-                round_.cancel()
-                await round_.wait()
-
-    def rollout(self, *args: Any, **kwargs: Any) -> Iterator[Group | Summary]:
-        """:meth:`async_rollout` for those without an event loop: the engine's runs in a thread until the round is over.
-
-        So the round goes on while an event is trained on.  Other methods of the engine work meanwhile, other rollouts
-        too, each with an admitter of its own.  Between two events leave the admitter alone: the round changes it.
-
-        Raises RuntimeError: the engine was made inside an event loop, which this would hold up.
-        """
-        if not isinstance(self.loop, EngineLoop):
-            raise RuntimeError("this engine was made inside an event loop; use async_rollout there")
-        if self.tokenizer_manager.event_loop is None:
-            self.status()  # the first call says who handles signals, which it can in the main thread only
-        yield from self.loop.iterate(self.async_rollout(*args, **kwargs))
 
     def deployment(self) -> Fingerprint:
         """What a profile taken on this engine holds for."""

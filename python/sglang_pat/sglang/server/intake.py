@@ -157,14 +157,14 @@ class Intake:
             )
         for group in groups:
             length = len(group.prompt["input_ids"])
-            if length + new_tokens > self._room:
+            if length + new_tokens > self.room:
                 raise ValueError(
                     f"sampling_params.max_new_tokens is {new_tokens}, prompt {list(group.key)} of an earlier call has "
-                    f"{length} tokens and there is room for {self._room}; lower it"
+                    f"{length} tokens and there is room for {self.room}; lower it"
                 )
 
     @property
-    def _room(self) -> int:
+    def room(self) -> int:
         """Tokens of a request at most, prompt and response."""
         return min(self._manager.context_len, self._manager.max_req_input_len or self._manager.context_len)
 
@@ -182,9 +182,9 @@ class Intake:
         most = self._manager.model_config.vocab_size - 1
         if not 0 <= min(ids) <= max(ids) <= most:
             raise ValueError(f"{where}: tokens {min(ids)} to {max(ids)}, must be between 0 and {most}")
-        if len(ids) + new_tokens > self._room:
+        if len(ids) + new_tokens > self.room:
             total = f"{len(ids)} tokens and max_new_tokens {new_tokens}"
-            raise ValueError(f"{where}: {total}, there is room for {self._room}; shorten one of them")
+            raise ValueError(f"{where}: {total}, there is room for {self.room}; shorten one of them")
         return ids
 
 

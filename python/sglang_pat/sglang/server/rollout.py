@@ -81,6 +81,9 @@ class ManagerBackend:
         tokenizer = self._manager.tokenizer
         return tokenizer.decode(token_ids, skip_special_tokens=True) if tokenizer is not None else ""
 
+    def room(self) -> int:
+        return Intake(self._manager).room
+
     def _ended(self, ids: list[int], params: dict[str, Any]) -> bool:
         """Whether an aborted response has its last token already: the abort came in the step that made it."""
         if params.get("ignore_eos"):
