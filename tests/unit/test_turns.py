@@ -360,7 +360,7 @@ def test_an_environment_is_a_coroutine_function():
             await all_of(begun(admitter([3]), Played(), lambda turn: [TOOL]))
 
     run(test)
-    with pytest.raises(ValueError, match="environment_seconds is 0, must be more than 0"):
+    with pytest.raises(ValueError, match="environment_seconds is 0, must be more than 0 and at most 86400"):
         Turns(lambda turn: None, 0)
 
 
@@ -383,5 +383,43 @@ def test_weights_that_change_while_a_tool_works_cancel_the_round(mode):
         output = groups[0].samples[0].output
         assert output.token_ids == ([7, 7, 9] if mode == "partial" else [])
         assert output.asked == (mode == "partial")
+
+    run(test)
+
+
+def test_turns_as_events():
+    async def test() -> None:
+        mine, turns = admitter([3, 2]), []
+        round_ = begun(mine, Played(), None)
+        with pytest.raises(ValueError, match="samples of this round have one turn"):
+            round_.answer((0, 0, 0, 1), [TOOL])
+        round_.cancel()
+        await round_.wait()
+        round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 100}, turns=Turns(None))
+        async with aclosing(aiter(round_)) as events:
+            async for event in events:
+                if isinstance(event, Turn):
+                    turns.append(event)
+                    round_.answer(event.sample, [TOOL] if event.number == 0 else None)
+                    with pytest.raises(ValueError, match="awaits no answer"):
+                        round_.answer(event.sample, None)
+                elif isinstance(event, Group):
+                    assert event.kept()[0].output.token_ids == [7, 7, 9, 5, 7, 9]
+        assert [turn.number for turn in turns] == [0, 1]
+
+    run(test)
+
+
+def test_nobody_has_to_answer_for_a_round_that_is_cancelled():
+    async def test() -> None:
+        mine = admitter([3, 2])
+        round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 100}, turns=Turns(None))
+        async with aclosing(aiter(round_)) as events:
+            turn = await anext(events)
+        await round_.wait()
+        await asyncio.sleep(0)
+        assert len(mine.state.fresh) == 1
+        with pytest.raises(ValueError, match="awaits no answer"):
+            round_.answer(turn.sample, None)
 
     run(test)

@@ -27,7 +27,7 @@ from sglang_pat.admission.records import (
     Span,
     Summary,
 )  # fmt: skip
-from sglang_pat.admission.turns import Turns, turn_of
+from sglang_pat.admission.turns import Turn, Turns, turn_of
 
 ABORT_AGAIN_SECONDS = 0.5
 """An abort that overtakes its request is dropped by SGLang; it is sent again until the request is out."""
@@ -69,7 +69,8 @@ class RolloutRound:
             params: sampling parameters of all samples.
             judge: gives the verdict on a group as soon as it is complete; then no ``Judge`` comes.  What it raises
                 ends the round.
-            turns: samples go on when the model has ended a turn; None: that ends them.
+            turns: samples go on when the model has ended a turn; None: that ends them.  Without an environment a
+                ``Turn`` comes: answer with :meth:`answer`.
 
         Raises:
             ValueError, RuntimeError: see :meth:`Admitter.begin`; nothing was started.
@@ -81,13 +82,15 @@ class RolloutRound:
         self._params = params
         self.name = f"{RID_PREFIX}{next(_serial)}-"
         """What request ids of this round begin with."""
-        self._events: asyncio.Queue[Group | Judge | Summary | Exception] = asyncio.Queue()
+        self._events: asyncio.Queue[Group | Judge | Turn | Summary | Exception] = asyncio.Queue()
         self._tasks: dict[SampleId, asyncio.Task] = {}
         self._stopping: set[SampleId] = set()
         self._queue: deque[Launch | Abort] = deque()
         self._slice: asyncio.Handle | None = None
         self._judge = judge
         self._turns = turns
+        if turns is not None:
+            turns.tell = self._events.put_nowait
         self._judging: set[tuple[int, ...]] = set()
         self._verdicts: set[asyncio.Task] = set()
         self._updates = backend.updates()
@@ -113,6 +116,12 @@ class RolloutRound:
         if self.summary is None:
             self._do(self.admitter.judged(key, keep, reward))
 
+    def answer(self, sample: Sequence[int], token_ids: Sequence[int] | None) -> None:
+        """The environment's answer to a ``Turn`` of this round, see :meth:`Turns.give`."""
+        if self._turns is None:
+            raise ValueError(f"sample is {list(sample)}, samples of this round have one turn")
+        self._turns.give(SampleId(*sample), token_ids)
+
     def weights_changed(self) -> None:
         """Weights were updated: the round is cancelled, whoever iterates gets :class:`WeightsChanged`."""
         if self.summary is None:
@@ -127,7 +136,7 @@ class RolloutRound:
         """Until the engine has nothing of this round any more."""
         await self._over.wait()
 
-    async def __aiter__(self) -> AsyncIterator[Group | Judge | Summary]:
+    async def __aiter__(self) -> AsyncIterator[Group | Judge | Turn | Summary]:
         try:
             while True:
                 event = await self._events.get()

@@ -20,6 +20,9 @@ from sglang_pat.dropped import Dropped
 ENVIRONMENT_SECONDS = 60.0
 """Longest that an environment may take for an answer, unless another limit is given."""
 
+MAX_SECONDS = 86_400
+"""Of that limit."""
+
 FAILED, LATE = "environment_error", "environment_timeout"
 """Finish reasons of a sample whose environment raised an exception, or did not answer in time."""
 
@@ -54,14 +57,21 @@ class Turns:
     """Asks an environment for the samples of a round.
 
     Args:
+        environment: None: turns are events of the round, answered by :meth:`give`.
         seconds: longest that it may take for an answer.
+
+    Attributes:
+        tell: makes a turn an event; the round sets it.
     """
 
-    def __init__(self, environment: Environment, seconds: float = ENVIRONMENT_SECONDS) -> None:
-        if not seconds > 0:
-            raise ValueError(f"environment_seconds is {seconds}, must be more than 0")
-        self._environment = environment
+    tell: Callable[[Turn], None]
+
+    def __init__(self, environment: Environment | None, seconds: float = ENVIRONMENT_SECONDS) -> None:
+        if not 0 < seconds <= MAX_SECONDS:
+            raise ValueError(f"environment_seconds is {seconds}, must be more than 0 and at most {MAX_SECONDS}")
+        self._environment = environment or self._by_event
         self._seconds = seconds
+        self._awaited: dict[SampleId, asyncio.Future] = {}
         self._stops: dict[SampleId, asyncio.Future] = {}
         self._failures = Dropped(False)
 
@@ -89,6 +99,25 @@ class Turns:
             self._failures.note("Turn", error)
             return Output(finish_reason=FAILED)
         return given(call.result())
+
+    async def _by_event(self, turn: Turn) -> Sequence[int] | None:
+        answer = self._awaited[turn.sample] = asyncio.get_running_loop().create_future()
+        self.tell(turn)
+        try:
+            return await answer
+        finally:
+            del self._awaited[turn.sample]
+
+    def give(self, sample: SampleId, answer: Sequence[int] | None) -> None:
+        """The environment's answer to a turn that was an event.
+
+        Raises:
+            ValueError: none is awaited for it.
+        """
+        awaited = self._awaited.get(SampleId(*sample))
+        if awaited is None or awaited.done():
+            raise ValueError(f"sample is {list(sample)}, which awaits no answer: it had one, or was stopped")
+        awaited.set_result(answer)
 
     def stop(self, sample: SampleId) -> bool:
         """Wait for no answer any more; whether one was waited for."""

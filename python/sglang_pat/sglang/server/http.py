@@ -22,7 +22,7 @@ from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 from sglang_pat.sglang.launch.early import check_port
 from sglang_pat.sglang.launch.start import ready, warn_if_open
 from sglang_pat.sglang.server.engine import AdaptiveEngine
-from sglang_pat.sglang.server.intake import MAX_BODY_BYTES, parse, parse_verdict
+from sglang_pat.sglang.server.intake import MAX_BODY_BYTES, parse, parse_answer, parse_verdict
 from sglang_pat.sglang.server.rollout import Busy, server_sent
 from sglang_pat.sglang.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
 
@@ -99,6 +99,7 @@ def add_routes(app) -> None:
     app.add_api_route("/pat/schedule", set_schedule, methods=["POST"])
     app.add_api_route("/pat/rollout", rollout, methods=["POST"])
     app.add_api_route("/pat/rollout/verdict", verdict, methods=["POST"])
+    app.add_api_route("/pat/rollout/turn", turn, methods=["POST"])
     app.add_api_route("/pat/rollout/{job}", forget, methods=["DELETE"])
 
 
@@ -178,6 +179,17 @@ async def verdict(request: Request) -> JSONResponse:
     try:
         given = parse_verdict(await _body(request, MAX_SMALL_BYTES))
         _manager().pat_rollouts.judge(given)
+    except ValueError as error:
+        return _error(400, str(error))
+    return JSONResponse({})
+
+
+async def turn(request: Request) -> JSONResponse:
+    """``{"sample": [0, 17, 2, 1], "text": "…"}``: what follows a ``turn`` event, as ``text`` or ``input_ids``; without
+    them the conversation is over; ``job`` as in the round."""
+    try:
+        given = parse_answer(await _body(request, MAX_BODY_BYTES))
+        _manager().pat_rollouts.answer(given)
     except ValueError as error:
         return _error(400, str(error))
     return JSONResponse({})

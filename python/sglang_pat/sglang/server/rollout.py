@@ -20,10 +20,11 @@ from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.planner import Planner, profiled_degree
 from sglang_pat.admission.records import Group, Judge, Output, Summary
 from sglang_pat.admission.rounds import RolloutRound
+from sglang_pat.admission.turns import Turn, Turns
 from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.sglang.server.intake import Intake, RolloutBody, Verdict, check_job
+from sglang_pat.sglang.server.intake import Answer, Intake, RolloutBody, Verdict, check_job
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,8 @@ class Rollouts:
         version = self._version(body, admitter, known)
         try:
             admitter.feed(prompts, end_of=body.end_of_epoch)
-            round_ = RolloutRound(admitter, ManagerBackend(self._manager), version, params)
+            turns = Turns(None, body.environment_seconds) if body.turns else None
+            round_ = RolloutRound(admitter, ManagerBackend(self._manager), version, params, turns=turns)
         except ValueError as error:
             raise ValueError(str(error) if str(error).startswith("version") else f"prompts: {error}") from None
         job = self._jobs[body.job] = known or Job(admitter)
@@ -237,10 +239,17 @@ class Rollouts:
 
     def judge(self, verdict: Verdict) -> None:
         """Raises ValueError: no verdict is awaited for such a group."""
-        job = self._jobs.get(verdict.job)
+        self._round(verdict.job).judge(verdict.key, verdict.keep, verdict.reward)
+
+    def answer(self, given: Answer) -> None:
+        """Raises ValueError: such a turn awaits no answer, or these are no tokens."""
+        self._round(given.job).answer(given.sample, self._intake.answer(given))
+
+    def _round(self, name: str) -> RolloutRound:
+        job = self._jobs.get(name)
         if job is None or job.round is None:
-            raise ValueError(f"job is {verdict.job!r}, which has no round; there are {sorted(self._jobs)[:SHOWN]}")
-        job.round.judge(verdict.key, verdict.keep, verdict.reward)
+            raise ValueError(f"job is {name!r}, which has no round; there are {sorted(self._jobs)[:SHOWN]}")
+        return job.round
 
     async def events(self, body: RolloutBody) -> AsyncIterator[dict[str, Any]]:
         """A round: what happens in it, as JSON has it, first that it has begun.  Left before its end, it is cancelled.
@@ -326,8 +335,12 @@ class Rollouts:
         return load | {"retracted": status["retracted"]}
 
 
-def described(event: Group | Judge) -> dict[str, Any]:
-    """A group with its responses."""
+def described(event: Group | Judge | Turn) -> dict[str, Any]:
+    """A group with its responses; a turn with all that came before it."""
+    if isinstance(event, Turn):
+        turn = msgspec.to_builtins(event)
+        del turn["prompt"]  # which the client knows
+        return {"type": "turn", **turn}
     group = event.group if isinstance(event, Judge) else event
     return {
         "type": "judge" if isinstance(event, Judge) else "group",
@@ -338,7 +351,7 @@ def described(event: Group | Judge) -> dict[str, Any]:
 
 
 def response(output: Output) -> dict[str, Any]:
-    """``versions``: [weight version, tokens] of each span."""
+    """``versions``: [weight version, tokens] of each span; None for given tokens."""
     return {
         "text": output.text, "token_ids": output.token_ids, "logprobs": output.logprobs,
         "versions": [[span.version, span.tokens] for span in output.spans], "finish_reason": output.finish_reason,
