@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 
 import pytest
+import uvloop
 
 from sglang_pat.sglang import cpu_shim
 
@@ -52,7 +54,7 @@ def ending(monkeypatch):
 
     monkeypatch.setattr(ending, "ABORT_SECONDS", 0.5)
     monkeypatch.setattr(ending, "ANSWER_SECONDS", 0)
-    saved = {number: signal.getsignal(number) for number in ending.processes.ENDING}
+    saved = {number: signal.getsignal(number) for number in (*ending.processes.ENDING, signal.SIGQUIT)}
     yield ending
     for number, handler in saved.items():
         signal.signal(number, handler)
@@ -78,6 +80,36 @@ def test_requests_are_aborted_and_the_server_goes_on(ending, number, stubborn):
     manager = asyncio.run(asyncio.wait_for(run(), 30))
     assert manager.gracefully_exit and manager.aborted >= 1
     assert server.told == [number] and server.force_exit
+
+
+def test_signals_are_handled_while_another_thread_runs_the_loop(ending, monkeypatch):
+    """As in a rollout of an ``Engine``: SIGTERM aborts what runs, SIGQUIT ends everything."""
+    quits: list[int] = []
+    monkeypatch.setattr(ending.EndingHandler, "running_phase_sigquit_handler", lambda _, *given: quits.append(given[0]))
+    server, before = Server(), ending.handlers()
+    before[signal.SIGTERM] = server.handle_exit
+
+    async def place() -> Manager:
+        manager = Manager(False)
+        for number in (*ending.processes.ENDING, signal.SIGQUIT):
+            manager.event_loop.add_signal_handler(number, lambda: None)  # as SGLang does
+        ending.Ending(manager, before)
+        return manager
+
+    async def ended() -> None:
+        while not server.told:
+            await asyncio.sleep(0)
+
+    loop = uvloop.new_event_loop()
+    manager = loop.run_until_complete(place())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGQUIT)
+    asyncio.run_coroutine_threadsafe(ended(), loop).result(30)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    assert manager.aborted == 1 and quits == [signal.SIGQUIT]
 
 
 def test_in_a_script_signals_keep_their_default(ending):

@@ -17,7 +17,7 @@ API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 
 CLIENTS = {
     ("/pat/status", "GET"), ("/pat/schedule", "GET"), ("/pat/rollout", "POST"), ("/pat/rollout/verdict", "POST"),
-    ("/pat/rollout/prompts", "POST"),
+    ("/pat/rollout/prompts", "POST"), ("/pat/rollout/turn", "POST"),
 }  # fmt: skip
 ADMINS = {("/pat/reconfigure", "POST"), ("/pat/schedule", "POST"), ("/pat/rollout/{job}", "DELETE")}
 """Routes that change the engine for everybody, or destroy what is kept."""
@@ -73,7 +73,7 @@ def test_who_may_call_what(app, keys, key, as_user, as_admin):
         assert (answer.status_code != 401) == allowed, (path, method, answer)
 
 
-@pytest.mark.parametrize("path", ["/pat/reconfigure", "/pat/schedule", "/pat/rollout", "/pat/rollout/verdict"])
+@pytest.mark.parametrize("path", [path for path, method in sorted(CLIENTS | ADMINS) if method == "POST"])
 def test_bodies_are_bounded(app, path, monkeypatch):
     from sglang_pat.sglang.server import http
 

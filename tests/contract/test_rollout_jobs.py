@@ -146,9 +146,7 @@ def test_a_state_that_is_not_kept(make):
         rollouts = make()
         await read(rollouts, call(0, 6))
         before = waiting(rollouts)
-        with pytest.raises(
-            ValueError, match="after is 7, of job 'default' the states after these rounds are kept: -1, 0"
-        ):
+        with pytest.raises(ValueError, match="after is 7, of job 'default' the states .* are kept: -1, 0"):
             await read(rollouts, call(6, 3, after=7))
         with pytest.raises(ValueError, match="after is 2, of job 'other' .*: none"):
             await read(rollouts, call(0, 3, job="other", after=2))
@@ -220,7 +218,7 @@ def test_a_round_says_what_it_waits_for(make, monkeypatch):
 
     async def run():
         rollouts, judged, found = make(), [], []
-        async for event in rollouts.events(call(0, 3, filter_groups=True, eta_prompts=1.0)):
+        async for event in rollouts.events(call(0, 2, filter_groups=True, eta_prompts=1.0)):
             found.append(event)
             if event["type"] == "judge":
                 judged.append(tuple(event["key"]))

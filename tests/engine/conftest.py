@@ -45,7 +45,8 @@ every step and after every switch; no switch makes what should have been made at
 
 SIDES = {
     "llama": (
-        "agreement attributes smoke control features same_tokens rollout rehearsal hostile policies flags attach faults"
+        "agreement attributes smoke control features same_tokens rollout rollout_thread rehearsal hostile policies "
+        "flags attach faults"
     ).split(),
     "others": "profiler sampling same_numbers same_tokens weights acceptance start".split(),
 }

@@ -195,6 +195,9 @@ more = {"dp": junk, "dry_run": may(st.booleans())}
 reconfigure = may(st.fixed_dictionaries({"tp": may(st.sampled_from([1, 2]))}, optional=more))
 kept = {"key": keys, "keep": may(st.booleans())}
 verdict = may(st.fixed_dictionaries(kept, optional={"reward": numbers, "job": words}))
+answer = may(
+    st.fixed_dictionaries({"sample": junk}, optional={"text": words, "input_ids": may(token_ids), "job": words})
+)
 schedule = may(st.lists(st.dictionaries(st.sampled_from(["tp", "at_step", "at_tokens", "hold"]), junk), max_size=3))
 
 
@@ -206,6 +209,7 @@ others = st.one_of(
     posted("/pat/rollout", rollout),
     posted("/pat/reconfigure", reconfigure),
     posted("/pat/rollout/verdict", verdict),
+    posted("/pat/rollout/turn", answer),
     posted("/pat/schedule", schedule),
     st.sampled_from(["a", "b", "..", "%2e%2e", "%00", "x" * 500]).map(lambda j: Call("DELETE", f"/pat/rollout/{j}")),
     st.builds(

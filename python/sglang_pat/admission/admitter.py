@@ -72,7 +72,11 @@ class Admitter:
         return self._after(self._under_way.no_more()) if self._under_way else []
 
     def snapshot(self) -> State:
-        """The state as it is now, to :meth:`restore` it; only between two rounds."""
+        """The state as it is now, to :meth:`restore` it.
+
+        Raises:
+            RuntimeError: a round is under way.
+        """
         return self.state.copy()
 
     def restore(self, state: State) -> None:

@@ -33,20 +33,23 @@ class SampleId(NamedTuple):
 
 
 class Span(msgspec.Struct, array_like=True, gc=False):
-    """So many tokens, one after the other, were generated under this weight version."""
+    """So many tokens, one after the other, were generated under this weight version; None: they were given
+    (``turns.py``), by a tool for example."""
 
-    version: int
+    version: int | None
     tokens: int
 
 
 class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """What was generated of a response so far.
+    """What there is of a response so far.
 
     Attributes:
         spans: weight versions of its tokens, in their order.
-        token_ids, logprobs: ``[tokens]`` each, or empty where nobody needs them (simulations).
+        token_ids, logprobs: ``[tokens]`` each, given ones included (log-prob 0), or empty where nobody needs them
+            (simulations).
         text: of the tokens.
-        finish_reason: ``stop`` or ``length``; empty while unfinished.
+        finish_reason: ``stop``, ``length``, or one of ``turns.py``; empty while unfinished.
+        asked: the model has ended its turn, and the environment has not answered yet.
     """
 
     spans: list[Span] = []
@@ -54,22 +57,29 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     logprobs: list[float] = []
     text: str = ""
     finish_reason: str = ""
+    asked: bool = False
 
     @property
     def tokens(self) -> int:
+        """Generated ones: what limits count, and what a length is."""
         tokens = 0
         for span in self.spans:
-            tokens += span.tokens
+            if span.version is not None:
+                tokens += span.tokens
         return tokens
 
     @property
     def oldest(self) -> int | None:
         """Weight version of the oldest token; None without tokens."""
-        return min((span.version for span in self.spans if span.tokens), default=None)
+        return min((span.version for span in self.spans if span.tokens and span.version is not None), default=None)
 
-    def versions(self) -> list[int]:
-        """Weight version of each token, ``[tokens]``."""
+    def versions(self) -> list[int | None]:
+        """Weight version of each token, ``[tokens]``; None for given ones."""
         return [span.version for span in self.spans for _ in range(span.tokens)]
+
+    def mask(self) -> list[bool]:
+        """Of each token whether the model generated it, ``[tokens]``: what a loss may count."""
+        return [version is not None for version in self.versions()]
 
     def followed_by(self, more: Output) -> Output:
         """This prefix and what was generated after it."""
@@ -82,6 +92,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         return Output(
             spans=spans, token_ids=self.token_ids + more.token_ids, logprobs=self.logprobs + more.logprobs,
             text=self.text + more.text, finish_reason=more.finish_reason,
+            asked=more.asked or (self.asked and not more.spans and not more.finish_reason),
         )  # fmt: skip
 
 
@@ -148,8 +159,9 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         oldest = None
         for sample in self.samples:
             for span in sample.output.spans:
-                if span.tokens and (oldest is None or span.version < oldest):
-                    oldest = span.version
+                version = span.version
+                if span.tokens and version is not None and (oldest is None or version < oldest):
+                    oldest = version
         return oldest
 
     @property

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.backend import Backend
 from sglang_pat.admission.records import (
     Abort,
     Action,
@@ -25,10 +26,11 @@ from sglang_pat.admission.records import (
     Return,
     RoundOver,
     SampleId,
-    Span,
     Summary,
     Waiting,
 )  # fmt: skip
+from sglang_pat.admission.requests import Requests
+from sglang_pat.admission.turns import Turn, Turns
 
 ABORT_AGAIN_SECONDS = 0.5
 """An abort that overtakes its request is dropped by SGLang; it is sent again until the request is out."""
@@ -48,32 +50,12 @@ WAITING_SECONDS = 30.0
 PROMPTS_PATIENCE = 2
 """A round that has said so many times that it waits for prompts, and for nothing else, ends without them."""
 
-Event = Group | Judge | More | Summary | Waiting
+Event = Group | Judge | More | Summary | Turn | Waiting
+
+Prompts = Sequence[tuple[Sequence[int], Any]]
+"""(key, prompt) of each, see :meth:`Admitter.feed`."""
 
 _serial = itertools.count()
-
-
-class Backend(Protocol):
-    """An engine."""
-
-    def updates(self) -> int:
-        """Weight updates so far."""
-        ...
-
-    async def generate(self, rid: str, prompt: Any, params: dict[str, Any]) -> Output:
-        """What was generated, without ``spans``; without ``finish_reason`` if it did not end by itself.
-
-        Raises:
-            Exception: the engine refuses the prompt, or is gone.
-        """
-        ...
-
-    def abort(self, rid: str) -> None:
-        """Stop it; :meth:`generate` returns what there is."""
-
-    def text(self, token_ids: list[int]) -> str:
-        """Of a response that came in pieces."""
-        ...
 
 
 class WeightsChanged(RuntimeError):
@@ -83,19 +65,34 @@ class WeightsChanged(RuntimeError):
 class RolloutRound:
     """One round; iterate over it to get its groups as they are completed, then its summary.
 
-    ``Judge`` comes before a group is returned if groups are filtered: answer with :meth:`judge`.  ``More`` asks for
-    prompts: answer with :meth:`feed` or :meth:`no_more`.  ``Waiting`` comes when nothing else has for a while.
+    ``Judge`` comes before a group is returned if groups are filtered: answer with :meth:`judge`, or give ``judge``.
+    ``More`` asks for prompts: answer with :meth:`feed` or :meth:`no_more`, or give ``more``.  ``Waiting`` comes when
+    nothing else has for a while.
 
     Left before its end (``aclose``), it is cancelled: what it had started is aborted in the background, see
     :meth:`wait`.  Who knows that nobody has read its end calls :meth:`take_back`.
     """
 
-    def __init__(self, admitter: Admitter, backend: Backend, version: int, params: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        admitter: Admitter,
+        backend: Backend,
+        version: int,
+        params: dict[str, Any],
+        judge: Callable[[Group], Awaitable[bool]] | None = None,
+        more: Callable[[int], Awaitable[Prompts]] | None = None,
+        turns: Turns | None = None,
+    ) -> None:
         """Begin the round: to be called in the event loop.
 
         Args:
             version: of the weights, as the training job counts them.
             params: sampling parameters of all samples.
+            judge: gives the verdict on a group as soon as it is complete; then no ``Judge`` comes.
+            more: gives so many prompts; fewer mean that there are no others.  Then no ``More`` comes.  What these two
+                raise ends the round.
+            turns: samples go on when the model has ended a turn; None: that ends them.  Without an environment a
+                ``Turn`` comes: answer with :meth:`answer`.
 
         Raises:
             ValueError, RuntimeError: see :meth:`Admitter.begin`; nothing was started.
@@ -103,15 +100,21 @@ class RolloutRound:
         self.admitter = admitter
         self.version = version
         self.summary: Summary | None = None
-        self._backend = backend
         self.params = params
         self.name = f"{RID_PREFIX}{next(_serial)}-"
         """What request ids of this round begin with."""
+        self._backend = backend
+        self._requests = Requests(backend, self.name, version, params, turns)
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         self._tasks: dict[SampleId, asyncio.Task] = {}
         self._stopping: set[SampleId] = set()
         self._queue: deque[Launch | Abort] = deque()
         self._slice: asyncio.Handle | None = None
+        self._judge, self._more, self._turns = judge, more, turns
+        if turns is not None:
+            turns.tell = self._events.put_nowait
+        self._calls: set[asyncio.Task] = set()
+        """Of ``judge`` and ``more``, under way."""
         self._judging: set[Key] = set()
         self._late: set[Key] = set()
         self._before = admitter.snapshot()
@@ -142,6 +145,12 @@ class RolloutRound:
         self._judging.remove(key)
         self._do(self.admitter.judged(key, keep, reward))
         return True
+
+    def answer(self, sample: Sequence[int], token_ids: Sequence[int] | None) -> None:
+        """The environment's answer to a ``Turn`` of this round, see :meth:`Turns.give`."""
+        if self._turns is None:
+            raise ValueError(f"sample is {list(sample)}, samples of this round have one turn")
+        self._turns.give(SampleId(*sample), token_ids)
 
     def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> bool:
         """More prompts, see :meth:`Admitter.feed`; whether the round asked for them or not.
@@ -219,9 +228,9 @@ class RolloutRound:
                     self._stopping.add(sample)
                 case Judge(group):
                     self._judging.add(group.key)
-                    self._events.put_nowait(action)
-                case More():
-                    self._events.put_nowait(action)
+                    self._ask(action, self._verdict(group, self._judge) if self._judge else None)
+                case More(prompts):
+                    self._ask(action, self._prompts(prompts, self._more) if self._more else None)
                 case Return(group):
                     for sample in group.kept():
                         if len(sample.output.spans) > 1:
@@ -233,6 +242,8 @@ class RolloutRound:
                     self._late, self._judging = self._judging, set()
                     self._events.put_nowait(self._error or summary)
                     self._over.set()
+                    for call in self._calls:
+                        call.cancel()
                     asyncio.get_running_loop().call_soon(self._let_go)
         if self.summary is None and self._slice is None and (self._queue or self.admitter.more):
             self._slice = asyncio.get_running_loop().call_soon(self._next_slice)
@@ -253,8 +264,8 @@ class RolloutRound:
                     else:
                         self._tasks[sample] = asyncio.ensure_future(self._sample(sample, prompt, prefix))
                 case Abort(sample):
-                    if sample in self._tasks:
-                        self._backend.abort(self._rid(sample))
+                    if sample in self._tasks and not (self._turns and self._turns.stop(sample)):
+                        self._backend.abort(self._requests.rid(sample))
                         self._again = self._again or asyncio.ensure_future(self._abort_again())
         for sample in unstarted:  # the engine never had it
             self._stopping.discard(sample)
@@ -270,21 +281,47 @@ class RolloutRound:
     async def _sample(self, sample: SampleId, prompt: Any, prefix: Output | None) -> None:
         output = Output()
         try:
-            params = budget(self.params, sample, prefix)
-            if params.get("max_new_tokens", 1) < 1:  # interrupted in the very step that would have ended it
-                output = Output(finish_reason="length")
-            else:
-                output = await self._backend.generate(self._rid(sample), extended(prompt, prefix), params)
+            goes_on = True
+            while goes_on and sample not in self._stopping:
+                so_far = prefix.followed_by(output) if prefix else output
+                step = await self._requests.next_piece(
+                    sample, prompt, so_far if so_far.token_ids or so_far.asked else None
+                )
+                if self._backend.updates() != self._updates:
+                    self.weights_changed()
+                    break  # it is of more than one version, nobody knows which token is whose
+                output = output.followed_by(step)
+                goes_on = not step.finish_reason and (step.asked or any(span.version is None for span in step.spans))
         except Exception as error:  # whatever it is, this round cannot be, and no prompt may be lost
             self._fail(error)
-        if self._backend.updates() != self._updates:
-            self.weights_changed()
-            output = Output()  # of more than one version, nobody knows which token is whose
         del self._tasks[sample]
         self._stopping.discard(sample)
-        output.spans = [Span(self.version, len(output.token_ids))] if output.token_ids else []
         tell = self.admitter.finished if output.finish_reason else self.admitter.stopped
         self._do(tell(sample, output))
+
+    def _ask(self, event: Judge | More, call: Coroutine[Any, Any, None] | None) -> None:
+        """Whoever iterates, or the function that answers in its place."""
+        if call is None:
+            self._events.put_nowait(event)
+            return
+        task = asyncio.ensure_future(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _verdict(self, group: Group, judge: Callable[[Group], Awaitable[bool]]) -> None:
+        try:
+            self.judge(group.key, await judge(group))
+        except Exception as error:
+            self._fail(error)
+
+    async def _prompts(self, count: int, more: Callable[[int], Awaitable[Prompts]]) -> None:
+        try:
+            prompts = await more(count)
+            self.feed(prompts)
+            if len(prompts) < count:
+                self.no_more()
+        except Exception as error:
+            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:
@@ -300,26 +337,3 @@ class RolloutRound:
                 seconds = min(2 * seconds, 32 * ABORT_AGAIN_SECONDS)
                 self._queue.extend(Abort(sample) for sample in self._stopping)
                 self._do([])
-
-    def _rid(self, sample: SampleId) -> str:
-        return self.name + "-".join(map(str, sample))
-
-
-def budget(params: dict[str, Any], sample: SampleId, prefix: Output | None) -> dict[str, Any]:
-    """Sampling parameters of one sample: of the limits only what its prefix has left, of the seed one of its own."""
-    params = dict(params)
-    if prefix is not None:
-        for name, least in (("max_new_tokens", None), ("min_new_tokens", 0)):
-            if params.get(name) is not None:
-                left = params[name] - prefix.tokens
-                params[name] = left if least is None else max(left, least)
-    if params.get("sampling_seed") is not None:
-        params["sampling_seed"] += sample.number
-    return params
-
-
-def extended(prompt: dict[str, Any], prefix: Output | None) -> dict[str, Any]:
-    """The prompt and what was generated after it."""
-    if prefix is None:
-        return prompt
-    return {"input_ids": [*prompt["input_ids"], *prefix.token_ids]}

@@ -122,8 +122,13 @@ class State(msgspec.Struct, kw_only=True):
         return max((useful + 1) / (judged + 1), LEAST_KEPT)
 
     def copy(self) -> State:
-        """As it is now, whatever happens to this one; only between two rounds."""
-        assert self.round is None, "a round is under way"
+        """As it is now, whatever happens to this one.
+
+        Raises:
+            RuntimeError: a round is under way.
+        """
+        if self.round is not None:
+            raise RuntimeError(f"round {self.round.number} is not over")
         known = {epoch: list(indices) for epoch, indices in self.known.items()}
         lists = ("fresh", "waiting", "ended", "lengths", "verdicts")
         mine = {name: list(getattr(self, name)) for name in lists}

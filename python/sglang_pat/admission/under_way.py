@@ -178,8 +178,8 @@ class RoundUnderWay:
     def _check_version(self, sample: SampleId, output: Output) -> None:
         """Raises StaleOutput: tokens of other weights than the round's."""
         of = self.round.version
-        if any(span.version != of for span in output.spans):
-            versions = sorted({span.version for span in output.spans})
+        if any(span.version not in (of, None) for span in output.spans):
+            versions = sorted({span.version for span in output.spans if span.version is not None})
             raise StaleOutput(f"sample {list(sample)}: tokens of weights {versions} in a round of {of}")
 
     def _heard(self, group: Group, sample: Sample, output: Output) -> None:

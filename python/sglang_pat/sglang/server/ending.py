@@ -3,6 +3,9 @@
 SIGTERM and SIGINT: running requests are aborted, so that their clients get what there is; then whoever handled the
 signal before (uvicorn, in a server) goes on, and ``launch_server`` ends the processes.  In a script with ``Engine``,
 where nobody handled it, a signal keeps its default.  SIGQUIT, which a child sends that cannot go on: everything ends.
+
+The handlers are the process's own and not the event loop's: those of a loop act only while the main thread runs it, and
+in a rollout of an ``Engine`` another one does.
 """
 
 from __future__ import annotations
@@ -65,15 +68,16 @@ class Ending:
         self._begun = False
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
-                self._place(number, handler)
+                handled = callable(handler) and handler is not signal.default_int_handler
+                self._place(number, self._soon if handled else handler)
+            self._place(signal.SIGQUIT, EndingHandler(manager).running_phase_sigquit_handler)
 
     def _place(self, number: int, handler: Any) -> None:
-        loop = self._manager.event_loop
-        if callable(handler) and handler is not signal.default_int_handler:
-            loop.add_signal_handler(number, self.begin, number)
-        else:
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
+        self._manager.event_loop.remove_signal_handler(number)  # SGLang's
+        signal.signal(number, handler)
+
+    def _soon(self, number: int, frame: Any) -> None:
+        self._manager.event_loop.call_soon_threadsafe(self.begin, number)
 
     def begin(self, number: int) -> None:
         """Once; a second signal while the first is at work has no effect."""

@@ -7,10 +7,8 @@ one coordinator and N ranks of one world, instead of one world per replica.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import multiprocessing as mp
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing
+from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +28,6 @@ from sglang.srt.utils import MultiprocessingSerializer, maybe_reindex_device_id,
 from sglang.srt.utils.network import get_free_port  # noqa: E402
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
-from sglang_pat.admission.admitter import Admitter  # noqa: E402
-from sglang_pat.admission.records import Group, Judge, Summary  # noqa: E402
-from sglang_pat.admission.rounds import RolloutRound  # noqa: E402
 from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
@@ -43,8 +38,8 @@ from sglang_pat.sglang.launch.folder import engine_folder  # noqa: E402
 from sglang_pat.sglang.launch.processes import start  # noqa: E402
 from sglang_pat.sglang.launch.start import ready  # noqa: E402
 from sglang_pat.sglang.rank.process import run_detokenizer, run_rank  # noqa: E402
-from sglang_pat.sglang.server.intake import Intake  # noqa: E402
-from sglang_pat.sglang.server.rollout_backend import ManagerBackend  # noqa: E402
+from sglang_pat.sglang.server.loop import EngineLoop  # noqa: E402
+from sglang_pat.sglang.server.rollout_calls import RolloutCalls  # noqa: E402
 from sglang_pat.sglang.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 
 if TYPE_CHECKING:
@@ -137,8 +132,8 @@ def private_ports(args: AdaptiveServerArgs) -> PortArgs:
     )
 
 
-class Engine(AdaptiveEngine):
-    """SGLang's ``Engine``, offline API included, plus ``layout``, ``reconfigure`` and ``status``.
+class Engine(RolloutCalls, AdaptiveEngine):
+    """SGLang's ``Engine``, offline API included, plus ``layout``, ``reconfigure``, ``status`` and ``rollout``.
 
     ``Engine(model_path=..., tp_size=1, dp_size=2, adaptive_tp=True, ...)``; without ``adaptive_tp`` use
     SGLang's own.
@@ -155,9 +150,19 @@ class Engine(AdaptiveEngine):
         self._given = self.server_args
         # SGLang keeps the arguments as given; show it the engine as it is: N ranks.
         self.server_args = outer_view(self.server_args)
+        if not self.loop.is_running():  # else it is the caller's; SGLang has just made this one, and not used it
+            self.loop.close()
+            self.loop = EngineLoop()
+            asyncio.set_event_loop(self.loop)
+
+    def shutdown(self) -> None:
+        """As :meth:`AdaptiveEngine.shutdown`; a rollout that is under way ends with an error."""
+        super().shutdown()
+        if isinstance(getattr(self, "loop", None), EngineLoop):
+            self.loop.end()
 
     def _await(self, coroutine: Any) -> Any:
-        if self.loop.is_running():
+        if self.loop.is_running() and not isinstance(self.loop, EngineLoop):
             return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
         return self.loop.run_until_complete(coroutine)
 
@@ -167,7 +172,7 @@ class Engine(AdaptiveEngine):
         return ParallelLayout(**self.status()["layout"])
 
     def status(self) -> dict[str, Any]:
-        """What ``GET /pat/status`` returns."""
+        """What ``GET /pat/status`` returns.  Loads are as last reported: a request may be in them after its answer."""
         return self._await(self.tokenizer_manager.pat_status())
 
     def reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
@@ -209,55 +214,6 @@ class Engine(AdaptiveEngine):
         such prompts mean nothing until ``flush_cache()``.  A switch forgets them.
         """
         self.tokenizer_manager.pat_inject_prefixes(prompts)
-
-    async def async_rollout(
-        self,
-        admitter: Admitter,
-        sampling_params: dict[str, Any],
-        version: int,
-        judge: Callable[[Group], bool | Awaitable[bool]] | None = None,
-    ) -> AsyncIterator[Group | Summary]:
-        """One round: its groups as they are completed, then its summary.
-
-        Args:
-            admitter: decides, and keeps what waits for another round; its prompts are ``{"input_ids": [...]}``.
-            sampling_params: SGLang's, of every sample; ``max_new_tokens`` counts for a response, over all rounds.
-            version: of the weights, as the training job counts them; every token returned carries it (``partial``: or
-                an earlier one, not older than ``max_staleness``).
-            judge: whether a complete group is of use; with ``filter_groups``.
-
-        Left before its end, the round is cancelled: its prompts are where they were.
-
-        Raises:
-            ValueError: too few prompts, or bad parameters; nothing was started.
-            WeightsChanged: weights were updated meanwhile; the round was cancelled.
-        """
-        params = Intake(self.tokenizer_manager).params(sampling_params, admitter.rules.mode)
-        round_ = RolloutRound(admitter, ManagerBackend(self.tokenizer_manager), version, params)
-        self.tokenizer_manager.pat_rollouts.watch(round_)
-        try:
-            async with aclosing(aiter(round_)) as events:
-                async for event in events:
-                    if not isinstance(event, Judge):
-                        yield event
-                        continue
-                    keep = judge(event.group) if judge else True
-                    round_.judge(event.group.key, await keep if inspect.isawaitable(keep) else keep)
-        finally:
-            round_.cancel()
-            await round_.wait()
-
-    def rollout(self, *args: Any, **kwargs: Any) -> Iterator[Group | Summary]:
-        """:meth:`async_rollout` for those who have no event loop."""
-        events = self.async_rollout(*args, **kwargs)
-        try:
-            while True:
-                try:
-                    yield self._await(anext(events))
-                except StopAsyncIteration:
-                    return
-        finally:
-            self._await(events.aclose())
 
     def deployment(self) -> Fingerprint:
         """What a profile taken on this engine holds for."""

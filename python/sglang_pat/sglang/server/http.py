@@ -22,7 +22,7 @@ from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 from sglang_pat.sglang.launch.early import check_port
 from sglang_pat.sglang.launch.start import ready, warn_if_open
 from sglang_pat.sglang.server.engine import AdaptiveEngine
-from sglang_pat.sglang.server.intake import MAX_BODY_BYTES, parse, parse_more, parse_verdict
+from sglang_pat.sglang.server.intake import MAX_BODY_BYTES, parse, parse_answer, parse_more, parse_verdict
 from sglang_pat.sglang.server.rollout import Busy, NotSaved
 from sglang_pat.sglang.server.rollout_events import server_sent
 from sglang_pat.sglang.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
@@ -101,6 +101,7 @@ def add_routes(app) -> None:
     app.add_api_route("/pat/rollout", rollout, methods=["POST"])
     app.add_api_route("/pat/rollout/verdict", verdict, methods=["POST"])
     app.add_api_route("/pat/rollout/prompts", more_prompts, methods=["POST"])
+    app.add_api_route("/pat/rollout/turn", turn, methods=["POST"])
     app.add_api_route("/pat/rollout/{job}", forget, methods=["DELETE"])
 
 
@@ -191,6 +192,17 @@ async def verdict(request: Request) -> JSONResponse:
     return JSONResponse({"counted": counted})
 
 
+async def turn(request: Request) -> JSONResponse:
+    """``{"sample": [0, 17, 2, 1], "text": "…"}``: what follows a ``turn`` event, as ``text`` or ``input_ids``; without
+    them the conversation is over; ``job`` as in the round."""
+    try:
+        given = parse_answer(await _body(request, MAX_BODY_BYTES))
+        _manager().pat_rollouts.answer(given)
+    except ValueError as error:
+        return _error(400, str(error))
+    return JSONResponse({})
+
+
 async def more_prompts(request: Request) -> JSONResponse:
     """Prompts for the round that is under way (:class:`~sglang_pat.sglang.server.intake.MorePrompts`).
 
@@ -199,7 +211,8 @@ async def more_prompts(request: Request) -> JSONResponse:
     400: a body that is not like that, a key that came before, or a job without a round; then none is taken.
     """
     try:
-        taken = _manager().pat_rollouts.feed(parse_more(await _body(request, MAX_BODY_BYTES)))
+        given = parse_more(await _body(request, MAX_BODY_BYTES))
+        taken = _manager().pat_rollouts.feed(given)
     except ValueError as error:
         return _error(400, str(error))
     return JSONResponse({"taken": taken})

@@ -13,6 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.rules import Rules
+from sglang_pat.admission.turns import ENVIRONMENT_SECONDS, MAX_SECONDS
 from sglang_pat.sglang.sampling import Sampling, checked
 from sglang_pat.sglang.server.jobs import check_job
 
@@ -48,6 +49,8 @@ class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
         end_of_epoch: no more prompts of this epoch come.
         after: number of the last round that counts (-1: none): the job goes on as it was at its end.
         job: whose prompts wait; rounds of different jobs have nothing to do with each other.
+        turns: samples go on after the model's turn: a ``turn`` event waits for an :class:`Answer`.
+        environment_seconds: longest that it waits.
         planner: retractions of earlier rounds of a kind decide on the lowest tp of the next (RollPacker section 4.2).
     """
 
@@ -57,6 +60,8 @@ class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     end_of_epoch: Number | None = None
     after: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] | None = None
     job: str = "default"
+    turns: bool = False
+    environment_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = ENVIRONMENT_SECONDS
     planner: bool = False
 
     def __post_init__(self) -> None:
@@ -83,6 +88,15 @@ class Verdict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     job: str = "default"
 
 
+class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``POST /pat/rollout/turn``: what the environment answers to a turn; without tokens: it is over."""
+
+    sample: tuple[Number, Number, Number, Number]
+    text: str | None = None
+    input_ids: list[int] | None = None
+    job: str = "default"
+
+
 class MorePrompts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of ``POST /pat/rollout/prompts``: for the round that is under way.
 
@@ -105,6 +119,11 @@ def parse(data: bytes) -> RolloutBody:
 def parse_verdict(data: bytes) -> Verdict:
     """Raises ValueError: one line that names the field."""
     return _decoded(data, Verdict)
+
+
+def parse_answer(data: bytes) -> Answer:
+    """Raises ValueError: one line that names the field."""
+    return _decoded(data, Answer)
 
 
 def parse_more(data: bytes) -> MorePrompts:
@@ -172,18 +191,23 @@ class Intake:
             )
         for group in groups:
             length = len(group.prompt["input_ids"])
-            if length + new_tokens > self._room:
+            if length + new_tokens > self.room:
                 raise ValueError(
                     f"sampling_params.max_new_tokens is {new_tokens}, prompt {list(group.key)} of an earlier call has "
-                    f"{length} tokens and there is room for {self._room}; lower it"
+                    f"{length} tokens and there is room for {self.room}; lower it"
                 )
 
     @property
-    def _room(self) -> int:
+    def room(self) -> int:
         """Tokens of a request at most, prompt and response."""
         return min(self._manager.context_len, self._manager.max_req_input_len or self._manager.context_len)
 
-    def _ids(self, prompt: Prompt, where: str, new_tokens: int) -> list[int]:
+    def answer(self, given: Answer) -> list[int] | None:
+        """Token ids to append to the conversation; None: it is over."""
+        return None if given.text is None and given.input_ids is None else self._ids(given, "turn", 0, special=False)
+
+    def _ids(self, prompt: Prompt | Answer, where: str, new_tokens: int, special: bool = True) -> list[int]:
+        """``special``: text gets what the tokenizer puts at the start."""
         if (prompt.text is None) == (prompt.input_ids is None):
             raise ValueError(f"{where}: give one of text and input_ids")
         if prompt.input_ids is not None:
@@ -191,15 +215,16 @@ class Intake:
         elif self._manager.tokenizer is None:
             raise ValueError(f"{where}.text: there is no tokenizer (--skip-tokenizer-init); give input_ids")
         else:
-            ids, where = self._manager.tokenizer.encode(prompt.text) if prompt.text else [], f"{where}.text"
+            encode, where = self._manager.tokenizer.encode, f"{where}.text"
+            ids = encode(prompt.text, add_special_tokens=special) if prompt.text else []
         if not ids:
             raise ValueError(f"{where}: is empty")
         most = self._manager.model_config.vocab_size - 1
         if not 0 <= min(ids) <= max(ids) <= most:
             raise ValueError(f"{where}: tokens {min(ids)} to {max(ids)}, must be between 0 and {most}")
-        if len(ids) + new_tokens > self._room:
+        if len(ids) + new_tokens > self.room:
             total = f"{len(ids)} tokens and max_new_tokens {new_tokens}"
-            raise ValueError(f"{where}: {total}, there is room for {self._room}; shorten one of them")
+            raise ValueError(f"{where}: {total}, there is room for {self.room}; shorten one of them")
         return ids
 
 

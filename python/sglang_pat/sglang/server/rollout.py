@@ -18,10 +18,11 @@ from sglang_pat.admission.planner import Planner, profiled_degree
 from sglang_pat.admission.records import Summary
 from sglang_pat.admission.rounds import RolloutRound
 from sglang_pat.admission.state import State
+from sglang_pat.admission.turns import Turns
 from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.sglang.server.intake import Intake, MorePrompts, RolloutBody, Verdict
+from sglang_pat.sglang.server.intake import Answer, Intake, MorePrompts, RolloutBody, Verdict
 from sglang_pat.sglang.server.jobs import Busy, Job, Jobs, NotSaved, check_job
 from sglang_pat.sglang.server.rollout_backend import ManagerBackend
 from sglang_pat.sglang.server.rollout_events import described
@@ -113,7 +114,8 @@ class Rollouts:
         start = admitter.snapshot()
         try:
             admitter.feed(prompts, end_of=body.end_of_epoch)
-            round_ = RolloutRound(admitter, ManagerBackend(self._manager), version, params)
+            turns = Turns(None, body.environment_seconds) if body.turns else None
+            round_ = RolloutRound(admitter, ManagerBackend(self._manager), version, params, turns=turns)
         except ValueError as error:
             raise ValueError(_named(error)) from None
         self._jobs.put(body.job, job, admitter)
@@ -139,6 +141,10 @@ class Rollouts:
     def judge(self, verdict: Verdict) -> bool:
         """Whether it came in time.  Raises ValueError: no verdict was asked for on such a group."""
         return self._round(verdict.job).judge(verdict.key, verdict.keep, verdict.reward)
+
+    def answer(self, given: Answer) -> None:
+        """Raises ValueError: such a turn awaits no answer, or these are no tokens."""
+        self._round(given.job).answer(given.sample, self._intake.answer(given))
 
     def feed(self, more: MorePrompts) -> bool:
         """More prompts for a round under way; False if it is over.  Raises ValueError: all of them are refused."""

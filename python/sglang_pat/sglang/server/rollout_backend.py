@@ -7,6 +7,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_pat.admission.records import Output
+from sglang_pat.sglang.server.intake import Intake
 
 
 class ManagerBackend:
@@ -38,6 +39,9 @@ class ManagerBackend:
     def text(self, token_ids: list[int]) -> str:
         tokenizer = self._manager.tokenizer
         return tokenizer.decode(token_ids, skip_special_tokens=True) if tokenizer is not None else ""
+
+    def room(self) -> int:
+        return Intake(self._manager).room
 
     def _ended(self, ids: list[int], params: dict[str, Any]) -> bool:
         """Whether an aborted response has its last token already: the abort came in the step that made it."""

@@ -10,6 +10,7 @@ import msgspec
 
 from sglang_pat.admission.records import Group, Judge, More, Output, Waiting
 from sglang_pat.admission.rounds import Event
+from sglang_pat.admission.turns import Turn
 
 
 def described(event: Event) -> dict[str, Any]:
@@ -21,6 +22,10 @@ def described(event: Event) -> dict[str, Any]:
             return _group("group", event)
         case More(prompts):
             return {"type": "more", "prompts": prompts}
+        case Turn():
+            turn = msgspec.to_builtins(event)
+            del turn["prompt"]  # which the client knows
+            return {"type": "turn", **turn}
         case Waiting():
             return {"type": "waiting", **msgspec.to_builtins(event)}
     raise TypeError(f"{type(event).__name__} is not told to clients")
@@ -33,7 +38,7 @@ def _group(kind: str, group: Group) -> dict[str, Any]:
 
 
 def response(output: Output) -> dict[str, Any]:
-    """``versions``: [weight version, tokens] of each span."""
+    """``versions``: [weight version, tokens] of each span; None for given tokens."""
     return {
         "text": output.text, "token_ids": output.token_ids, "logprobs": output.logprobs,
         "versions": [[span.version, span.tokens] for span in output.spans], "finish_reason": output.finish_reason,

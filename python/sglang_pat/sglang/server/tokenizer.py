@@ -154,6 +154,8 @@ class AdaptiveTokenizerManager(TokenizerManager):
 
     @contextmanager
     def _pat_update(self) -> Iterator[None]:
+        # An update waits until no request is left, unless generation is paused: a round is not to be waited for.
+        self.pat_rollouts.weights_changed()
         try:
             yield
         finally:

@@ -1,0 +1,71 @@
+"""The requests of a sample: what the engine is given, once or in pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_pat.admission.backend import Backend
+from sglang_pat.admission.records import Output, SampleId, Span
+from sglang_pat.admission.turns import Turns, turn_of
+
+
+class Requests:
+    """The requests of a round's samples.
+
+    Args:
+        name: what the ids of all of them begin with.
+        version, params, turns: of the round, see :class:`~.rounds.RolloutRound`.
+    """
+
+    def __init__(self, backend: Backend, name: str, version: int, params: dict[str, Any], turns: Turns | None) -> None:
+        self._backend, self._name, self._version, self._params, self._turns = backend, name, version, params, turns
+
+    def rid(self, sample: SampleId) -> str:
+        return self._name + "-".join(map(str, sample))
+
+    async def next_piece(self, sample: SampleId, prompt: Any, so_far: Output | None) -> Output:
+        """What comes after ``so_far``: tokens of the model, or of the environment.
+
+        Raises:
+            Exception: as the engine and the environment do.
+        """
+        if self._turns is not None and so_far is not None and so_far.asked:
+            answer = await self._turns.answer(turn_of(sample, prompt, so_far, self._backend.text))
+            full = answer.spans and self._limits(sample, prompt, so_far.followed_by(answer))["max_new_tokens"] < 1
+            return Output(finish_reason="length") if full else answer
+        params = self._limits(sample, prompt, so_far)
+        if params.get("max_new_tokens", 1) < 1:  # interrupted in the very step that would have ended it
+            return Output(finish_reason="length")
+        piece = await self._backend.generate(self.rid(sample), extended(prompt, so_far), params)
+        piece.spans = [Span(self._version, len(piece.token_ids))] if piece.token_ids else []
+        if self._turns is not None and piece.finish_reason == "stop":
+            piece.finish_reason, piece.asked = "", True
+        return piece
+
+    def _limits(self, sample: SampleId, prompt: Any, so_far: Output | None) -> dict[str, Any]:
+        """Sampling parameters with what the response and, after given tokens, the engine have room for."""
+        params = budget(self._params, sample, so_far)
+        if self._turns is not None and so_far is not None:
+            room = self._backend.room() - len(prompt["input_ids"]) - len(so_far.token_ids)
+            params["max_new_tokens"] = min(params["max_new_tokens"], room)
+        return params
+
+
+def budget(params: dict[str, Any], sample: SampleId, prefix: Output | None) -> dict[str, Any]:
+    """Sampling parameters of one sample: of the limits only what its prefix has left, of the seed one of its own."""
+    params = dict(params)
+    if prefix is not None:
+        for name, least in (("max_new_tokens", None), ("min_new_tokens", 0)):
+            if params.get(name) is not None:
+                left = params[name] - prefix.tokens
+                params[name] = left if least is None else max(left, least)
+    if params.get("sampling_seed") is not None:
+        params["sampling_seed"] += sample.number
+    return params
+
+
+def extended(prompt: dict[str, Any], prefix: Output | None) -> dict[str, Any]:
+    """The prompt and what was generated after it."""
+    if prefix is None:
+        return prompt
+    return {"input_ids": [*prompt["input_ids"], *prefix.token_ids]}

@@ -1,0 +1,194 @@
+"""``Engine.rollout`` while its user trains, asks, updates weights and leaves: the engine goes on in a thread.
+Samples of several turns, in Python and over HTTP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import requests
+
+from sglang_pat.testing.server import Server, sent_event
+
+SCRIPT = """
+import os, signal, threading, time
+import psutil
+from safetensors.torch import load_file
+import sglang_pat
+from sglang_pat.sglang.launch import processes
+from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.records import Group
+from sglang_pat.admission.rounds import WeightsChanged
+from sglang_pat.admission.rules import Rules
+
+SECONDS = 120
+FOREVER = {{"temperature": 1.0, "max_new_tokens": 3000, "ignore_eos": True}}
+
+
+def admitter(number):
+    made = Admitter(Rules(num_prompts=2, num_responses=1, eta_prompts=2.0, eta_responses=1.0))
+    made.feed([((number, i), {{"input_ids": [10 + i, 20, 30 + i]}}) for i in range(4)])
+    return made
+
+
+def wait_for(what, holds):
+    until = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < until, what
+        time.sleep(0.001)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "engine loop"]
+
+
+if __name__ == "__main__":
+    processes.fork_here()
+    engine = sglang_pat.Engine(
+        model_path={model!r}, tp_size=1, dp_size=2, adaptive_tp=True, pat_policy="schedule", dtype="float32",
+        max_total_tokens=20000, log_level="error",
+    )
+    sampling = {{"temperature": 1.0, "max_new_tokens": 100, "stop_token_ids": list(range(100, 124))}}
+
+    mine = admitter(0)
+    for number, event in enumerate(engine.rollout(mine, sampling, version=0)):
+        # As if the first event were trained on for as long as the whole round takes.
+        wait_for("the engine is frozen while its user trains", lambda: mine.state.round is None)
+    assert number == 2 and event.returned == 2
+    assert not threads()
+    print("trained")
+
+    events = engine.rollout(admitter(1), FOREVER | {{"max_new_tokens": 200}}, version=1)
+    assert isinstance(next(events), Group)
+    assert engine.reconfigure(tp=2)["to_tp"] == 2
+    assert engine.status()["layout"] == {{"tp": 2, "dp": 1}}
+    answer = engine.generate(input_ids=[5, 6, 7], sampling_params={{"temperature": 0, "max_new_tokens": 5}})
+    assert answer["meta_info"]["completion_tokens"] <= 5
+    assert sum(event.returned for event in events if not isinstance(event, Group)) == 2
+    engine.reconfigure(tp=1)
+    print("asked")
+
+    mine = admitter(2)
+    events = engine.rollout(mine, FOREVER, version=2)
+    first = threading.Thread(target=lambda: raised.append(next_of(events)))
+    raised = []
+
+    def next_of(events):
+        try:
+            return next(events)
+        except WeightsChanged as error:
+            return error
+
+    first.start()
+    wait_for("no request came", lambda: engine.status()["requests"] == 4)
+    weights = list(load_file({model!r} + "/model.safetensors").items())
+    assert engine.update_weights_from_tensor(weights)[0]
+    first.join(SECONDS)
+    assert isinstance(raised[0], WeightsChanged), raised
+    assert mine.state.round is None and len(mine.state.fresh) == 4
+    assert engine.flush_cache().success and engine.status()["requests"] == 0
+    print("updated")
+
+    mine = admitter(3)
+    events = engine.rollout(mine, sampling | {{"max_new_tokens": 50}}, version=3)
+    next(events)
+    events.close()
+    assert mine.state.round is None and not threads()
+    assert not engine.tokenizer_manager.rid_to_state
+    print("left")
+
+    greedy = {{"temperature": 0, "max_new_tokens": 30, "stop_token_ids": list(range(5, 500, 4))}}
+    turns = []
+
+    async def environment(turn):
+        turns.append(turn)
+        return [300 + turn.number, 301] if turn.number < 2 else None
+
+    events = list(engine.rollout(admitter(5), greedy, version=4, environment=environment))
+    for group in events[:-1]:
+        output, at = group.kept()[0].output, 0
+        for span in output.spans:
+            if span.version is None:
+                assert output.token_ids[at] in (300, 301) and output.logprobs[at] == 0
+            else:
+                assert span.version == 4
+                # What SGLang says of the conversation so far.
+                ids = group.prompt["input_ids"] + output.token_ids[:at]
+                answer = engine.generate(input_ids=ids, sampling_params=greedy | {{"max_new_tokens": span.tokens}})
+                assert answer["output_ids"] == output.token_ids[at:at + span.tokens]
+            at += span.tokens
+        assert at == len(output.token_ids) == len(output.logprobs) == len(output.mask())
+        assert output.finish_reason == ("stop" if len(output.spans) == 5 else "length")
+    assert max(turn.number for turn in turns) > 0
+    print("answered")
+
+    mine = admitter(4)
+    first = threading.Thread(target=lambda: list(engine.rollout(mine, FOREVER, version=4)), daemon=True)
+    first.start()
+    wait_for("no request came", lambda: engine.status()["requests"] == 4)
+    rank = next(child for child in psutil.Process().children(recursive=True) if "rank" in child.name())
+    print("killed", flush=True)
+    rank.kill()
+    threading.Event().wait(SECONDS)
+    print("still there")
+"""
+
+
+def test_a_rollout_in_a_thread(servers, llama, tmp_path):
+    """The last rollout loses a rank: the engine ends, as it does when the main thread runs the loop."""
+    (tmp_path / "rollout_in_a_thread.py").write_text(SCRIPT.format(model=str(llama)))
+    found = servers.run("rollout_in_a_thread", env={"PYTHONPATH": str(tmp_path)}, seconds=500)
+    assert found.stdout.split() == ["trained", "asked", "updated", "left", "answered", "killed"], found.stderr[-3000:]
+    assert found.returncode == 1
+
+
+def post(server: Server, path: str, body: dict[str, Any], **options: Any) -> requests.Response:
+    return requests.post(f"{server.url}/pat/rollout{path}", data=json.dumps(body), **options)
+
+
+def prompts(*indices: int) -> list[dict[str, Any]]:
+    return [{"key": [0, index], "input_ids": [10 + index, 20, 30]} for index in indices]
+
+
+@pytest.fixture
+def body() -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": 30, "stop_token_ids": list(range(5, 500, 4))}
+    rules = {"num_prompts": 2, "num_responses": 1, "eta_prompts": 1.0, "eta_responses": 1.0, "job": "turns"}
+    return rules | {"sampling_params": sampling, "turns": True, "version": 7}
+
+
+def test_turns_over_http(serving, body):
+    groups, turns = [], []
+    with post(serving, "", body | {"prompts": prompts(0, 1)}, stream=True) as response:
+        for event in filter(None, map(sent_event, response.iter_lines())):
+            if event["type"] == "turn":
+                turns.append(event)
+                assert event["token_ids"][-len(event["said"]) :] == event["said"]
+                answer = {"job": "turns", "sample": event["sample"]} | (
+                    {"input_ids": [300, 301]} if len(turns) < 3 else {}
+                )
+                assert post(serving, "/turn", answer | {"input_ids": [99999]}).status_code == 400
+                assert post(serving, "/turn", answer).status_code == 200
+                assert "awaits no answer" in post(serving, "/turn", answer).text
+            elif event["type"] == "group":
+                groups.append(event)
+    assert event["type"] == "round" and event["returned"] == len(groups) == 2
+    assert event["engine"]["running"] == event["engine"]["waiting"] == 0
+    responses = [response for group in groups for response in group["responses"]]
+    assert sum(pair == [None, 2] for response in responses for pair in response["versions"]) >= 1
+    assert all(sum(n for _, n in response["versions"]) == len(response["token_ids"]) for response in responses)
+    lengths = [sum(n for version, n in response["versions"] if version == 7) for response in responses]
+    assert sorted(event["kept_lengths"]) == sorted(lengths)
+
+
+def test_a_turn_that_nobody_answers_ends_its_sample(serving, body):
+    late = body | {"prompts": prompts(2, 3), "environment_seconds": 0.05}
+    with post(serving, "", late, stream=True) as response:
+        found = list(filter(None, map(sent_event, response.iter_lines())))
+    assert found[-1]["type"] == "round"
+    reasons = [r["finish_reason"] for event in found if event["type"] == "group" for r in event["responses"]]
+    assert len(reasons) == 2 and set(reasons) <= {"environment_timeout", "length"}
+    assert "environment_seconds" in post(serving, "", body | {"environment_seconds": 0}).text
+    assert "samples of this round" not in post(serving, "/turn", {"job": "turns", "sample": [0, 2, 0, 1]}).text
+    assert "has no round" in post(serving, "/turn", {"job": "none", "sample": [0, 2, 0, 1]}).text

@@ -1,0 +1,425 @@
+"""Samples of several turns on an engine and an environment that are played."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+import pytest
+
+from sglang_pat.admission import saved
+from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.records import Group, Output, Span
+from sglang_pat.admission.rounds import RolloutRound, WeightsChanged
+from sglang_pat.admission.rules import Rules
+from sglang_pat.admission.turns import FAILED, LATE, Turn, Turns, turn_of
+
+pytestmark = pytest.mark.unit
+
+SAID, END, TOOL = 7, 9, 5
+"""Tokens: of the model; the last of its turn; of the environment."""
+
+
+class Played:
+    """A token in each turn of the event loop; a prompt says how many tokens each of the model's turns has."""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.running: dict[str, bool] = {}
+        self.calls: list[tuple[list[int], dict]] = []
+        self.weights = 0
+        self._room = room
+
+    def updates(self) -> int:
+        return self.weights
+
+    def room(self) -> int:
+        return self._room
+
+    def text(self, token_ids) -> str:
+        return " ".join(map(str, token_ids))
+
+    def abort(self, rid) -> None:
+        if rid in self.running:
+            self.running[rid] = False
+
+    async def generate(self, rid, prompt, params) -> Output:
+        ids = prompt["input_ids"]
+        self.calls.append((ids, params))
+        lengths, after = ids[0], ids[1:]
+        turn = after.count(END)
+        left = lengths[turn] - (len(after) - max((i + 1 for i, t in enumerate(after) if t in (END, TOOL)), default=0))
+        made: list[int] = []
+        self.running[rid] = True
+        try:
+            while len(made) < min(left, params["max_new_tokens"]):
+                await asyncio.sleep(0)
+                if not self.running[rid]:
+                    return Output(token_ids=made, logprobs=[-1.0] * len(made))
+                made.append(END if len(made) == left - 1 else SAID)
+            reason = "stop" if made[-1] == END else "length"
+            return Output(token_ids=made, logprobs=[-1.0] * len(made), finish_reason=reason)
+        finally:
+            del self.running[rid]
+
+
+class Tools:
+    """An environment: ``calls`` of them answer with three tokens, the next says that it is over.
+
+    Attributes:
+        open: an answer comes while it is set.
+        asked: set while a call waits.
+    """
+
+    def __init__(self, calls: int = 1) -> None:
+        self.calls = calls
+        self.turns: list[Turn] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.asked = asyncio.Event()
+        self.cancelled = 0
+
+    async def __call__(self, turn: Turn) -> list[int] | None:
+        self.turns.append(turn)
+        self.asked.set()
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return [TOOL] * 3 if turn.number < self.calls else None
+
+
+def admitter(*lengths: list[int], mode: str = "strict", **rules) -> Admitter:
+    """A prompt for each, which has the lengths of the model's turns for its first token."""
+    given = {"num_prompts": len(lengths), "num_responses": 1, "eta_prompts": 1.0, "eta_responses": 1.0} | rules
+    made = Admitter(Rules(mode=mode, **given))
+    made.feed([((0, i), {"input_ids": [each]}) for i, each in enumerate(lengths)], end_of=0)
+    return made
+
+
+def begun(mine: Admitter, engine: Played, environment, version: int = 0, seconds: float = 60, **params) -> RolloutRound:
+    turns = Turns(environment, seconds) if environment is not None else None
+    return RolloutRound(mine, engine, version, {"max_new_tokens": 100} | params, turns=turns)
+
+
+async def all_of(round_: RolloutRound) -> list:
+    async with aclosing(aiter(round_)) as events:
+        return [event async for event in events]
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def only(events: list) -> Output:
+    (group,) = [event for event in events if isinstance(event, Group)]
+    return group.kept()[0].output
+
+
+def test_a_sample_of_several_turns():
+    async def test() -> None:
+        engine, tools, mine = Played(), Tools(calls=2), admitter([3, 2, 4])
+        *groups, summary = await all_of(begun(mine, engine, tools, version=8))
+        output = only(groups)
+        assert output.token_ids == [7, 7, 9, 5, 5, 5, 7, 9, 5, 5, 5, 7, 7, 7, 9]
+        assert output.mask() == [token != TOOL for token in output.token_ids]
+        assert output.logprobs == [-1.0 if mine else 0.0 for mine in output.mask()]
+        assert output.versions() == [8 if mine else None for mine in output.mask()]
+        assert output.spans == [Span(8, 3), Span(None, 3), Span(8, 2), Span(None, 3), Span(8, 4)]
+        assert output.finish_reason == "stop" and output.text == "7 7 9 5 5 5 7 9 5 5 5 7 7 7 9"
+        assert summary.kept_lengths == [9], "given tokens are no part of the length"
+        # The prefix is kept: each request continues the one before.
+        assert [len(ids) - 1 for ids, _ in engine.calls] == [0, 6, 11]
+        assert [params["max_new_tokens"] for _, params in engine.calls] == [100, 97, 95]
+        assert [(turn.number, turn.said, turn.text) for turn in tools.turns] == [
+            (0, [7, 7, 9], "7 7 9"),
+            (1, [7, 9], "7 9"),
+            (2, [7, 7, 7, 9], "7 7 7 9"),
+        ]
+        assert [len(turn.token_ids) for turn in tools.turns] == [3, 8, 15]
+        assert all(turn.sample == (0, 0, 0, 1) and turn.prompt == {"input_ids": [[3, 2, 4]]} for turn in tools.turns)
+
+    run(test)
+
+
+def test_without_an_environment_a_turn_is_the_response():
+    async def test() -> None:
+        output = only(await all_of(begun(admitter([3, 2]), Played(), None)))
+        assert output.token_ids == [7, 7, 9] and output.mask() == [True] * 3 and output.finish_reason == "stop"
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("limit", "room", "tokens", "reason"),
+    [
+        (9, 1000, 15, "stop"),
+        (8, 1000, 14, "length"),
+        (6, 1000, 12, "length"),
+        (5, 1000, 8, "length"),  # nothing is left for a third turn, so its tool's answer is left out
+        (4, 1000, 7, "length"),
+        (2, 1000, 2, "length"),
+        (100, 15, 14, "length"),  # of 15 tokens the prompt has one
+        (100, 13, 12, "length"),
+        (100, 12, 8, "length"),
+        (100, 7, 3, "length"),
+    ],
+)
+def test_limits_count_generated_tokens_over_all_turns(limit, room, tokens, reason):
+    async def test() -> None:
+        engine = Played(room)
+        output = only(await all_of(begun(admitter([3, 2, 4]), engine, Tools(calls=2), max_new_tokens=limit)))
+        assert (len(output.token_ids), output.finish_reason) == (tokens, reason)
+        assert output.tokens <= limit
+        assert all(len(ids) + params["max_new_tokens"] <= room for ids, params in engine.calls[1:])
+
+    run(test)
+
+
+def test_the_longest_sample_is_the_one_that_has_said_most():
+    """Five turns of one token against one turn of ten: the round keeps those that end first, whole samples."""
+
+    async def test() -> None:
+        mine = admitter([1] * 6, [1] * 6, [400], [400], num_prompts=2, eta_prompts=2.0)
+        engine, tools = Played(), Tools(calls=5)
+
+        async def environment(turn: Turn) -> list[int] | None:
+            return await tools(turn) if turn.sample.index < 2 else None
+
+        *groups, summary = await all_of(begun(mine, engine, environment, max_new_tokens=500))
+        assert sorted(group.index for group in groups) == [0, 1]
+        assert summary.kept_lengths == [6, 6]
+        assert len(summary.aborted_lengths) == 2 and 6 < max(summary.aborted_lengths) < 400
+
+    run(test)
+
+
+@pytest.mark.parametrize("phase", ["turn", "tool", "second turn"])
+def test_a_sample_is_stopped_in_each_phase(phase):
+    async def test() -> None:
+        lengths = {"turn": [1000000], "tool": [3, 3], "second turn": [3, 1000000]}[phase]
+        engine, tools, mine = Played(10_000_000), Tools(), admitter(lengths)
+        if phase == "tool":
+            tools.open.clear()
+        round_ = begun(mine, engine, tools, max_new_tokens=2_000_000)
+        while not {"turn": engine.running, "tool": tools.turns, "second turn": len(engine.calls) == 2}[phase]:
+            await asyncio.sleep(0)
+        round_.cancel()
+        await round_.wait()
+        await asyncio.sleep(0)
+        assert not engine.running and tools.cancelled == (phase == "tool")
+        assert mine.state.round is None and len(mine.state.fresh) == 1 and mine.state.fresh[0].tokens == 0
+
+    run(test)
+
+
+def test_a_tool_that_does_not_listen_does_not_keep_the_round():
+    async def test() -> None:
+        asked, over = asyncio.Event(), asyncio.Event()
+
+        async def deaf(turn: Turn) -> None:
+            asked.set()
+            while not over.is_set():
+                try:
+                    await over.wait()
+                except asyncio.CancelledError:
+                    continue
+
+        mine, engine = admitter([3]), Played()
+        round_ = begun(mine, engine, deaf)
+        await asked.wait()
+        round_.cancel()
+        await round_.wait()
+        assert len(mine.state.fresh) == 1
+        over.set()
+
+    run(test)
+
+
+def test_a_sample_is_stopped_when_the_batch_is_full_while_its_tool_works():
+    async def test() -> None:
+        mine, engine, tools = admitter([3], [5], num_prompts=1, eta_prompts=2.0), Played(), Tools(calls=0)
+
+        async def environment(turn: Turn) -> None:
+            if turn.sample.index == 0:
+                await asyncio.Event().wait()
+
+        *groups, summary = await all_of(begun(mine, engine, environment))
+        assert [group.index for group in groups] == [1]
+        assert summary.aborted_lengths == [3] and summary.thrown == 3
+        assert not tools.turns
+
+    run(test)
+
+
+def test_partial_goes_on_in_the_turn_in_which_it_was_interrupted():
+    """In its first turn, in a tool call, there again, in its second turn: in a round each, by a sample that ends then;
+    with the state saved between."""
+
+    async def test() -> None:
+        engine, tools, found, states = Played(), Tools(), [], []
+        others = [[2], [60], [2], [30]]
+        mine = admitter([20, 50], *others, mode="partial", num_prompts=1, eta_prompts=2.0, max_staleness=9)
+
+        async def environment(turn: Turn) -> list[int] | None:
+            return await tools(turn) if turn.sample.index == 0 else None
+
+        for version in range(5):
+            tools.open.clear() if version < 3 else tools.open.set()
+            found += await all_of(begun(mine, engine, environment, version=version))
+            states += [(g.samples[0].output.tokens, g.samples[0].output.asked) for g in mine.state.waiting]
+            mine = saved.loads(saved.dumps(mine))
+        assert [asked for _, asked in states] == [False, True, True, False]
+        assert 0 < states[0][0] < 20 == states[1][0] == states[2][0] < states[3][0] < 70
+        assert tools.cancelled == 2, "its answer was waited for when the round was over"
+        groups = [event for event in found if isinstance(event, Group)]
+        assert [group.index for group in groups] == [1, 2, 3, 4, 0]
+        output = groups[-1].kept()[0].output
+        assert output.token_ids == [SAID] * 19 + [END] + [TOOL] * 3 + [SAID] * 49 + [END]
+        assert output.versions()[20:23] == [None] * 3 and output.mask().count(False) == 3
+        versions = [version for version in output.versions() if version is not None]
+        assert versions == sorted(versions) and set(versions) == {0, 1, 3, 4}
+        # Asked for the first turn again after each interruption, with the whole turn though it came in pieces.
+        assert [(turn.number, len(turn.said)) for turn in tools.turns] == [(0, 20)] * 3 + [(1, 50)]
+        assert not mine.state.waiting and not mine.state.fresh
+
+    run(test)
+
+
+def test_a_turn_that_was_over_is_not_generated_again():
+    """An interrupted sample whose tool had not answered is not in the engine when it goes on; nor if it is again
+    stopped before it has begun."""
+    prefix = Output(spans=[Span(0, 2)], token_ids=[7, 9], logprobs=[0.0] * 2, asked=True)
+    assert prefix.followed_by(Output()).asked
+    assert not prefix.followed_by(Output(spans=[Span(None, 1)], token_ids=[TOOL])).asked
+    assert not prefix.followed_by(Output(finish_reason="stop")).asked
+    assert Output(token_ids=[7], spans=[Span(0, 1)]).followed_by(Output(asked=True)).asked
+
+
+def test_what_was_said_in_pieces_is_one_turn():
+    output = Output(spans=[Span(0, 1), Span(None, 2), Span(1, 1), Span(2, 2)], token_ids=[9, 5, 5, 7, 7, 9])
+    turn = turn_of((0, 0, 0, 3), {}, output, str)
+    assert (turn.number, turn.said, turn.text) == (1, [7, 7, 9], "[7, 7, 9]")
+
+
+def test_ages_and_lengths_leave_given_tokens_out():
+    output = Output(spans=[Span(None, 5), Span(3, 2), Span(4, 1)])
+    assert output.tokens == 3 and output.oldest == 3
+    assert Output(spans=[Span(None, 5)]).oldest is None
+
+
+def test_an_error_of_the_environment_ends_its_sample(caplog):
+    async def test() -> None:
+        async def environment(turn: Turn) -> None:
+            if turn.sample.index == 0:
+                raise LookupError("no such tool")
+
+        *groups, summary = await all_of(begun(admitter([3], [4]), Played(), environment))
+        reasons = {group.index: group.kept()[0].output.finish_reason for group in groups}
+        assert reasons == {0: FAILED, 1: "stop"} and summary.returned == 2
+        assert "no such tool" in caplog.text
+
+    run(test)
+
+
+def test_an_environment_that_hangs_ends_its_sample():
+    async def test() -> None:
+        cancelled = asyncio.Event()
+
+        async def environment(turn: Turn) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        output = only(await all_of(begun(admitter([3]), Played(), environment, seconds=0.01)))
+        assert output.finish_reason == LATE and output.token_ids == [7, 7, 9]
+        await cancelled.wait()
+
+    run(test)
+
+
+@pytest.mark.parametrize("answer", ["text", [], [1, "2"], 3])
+def test_what_is_no_answer_ends_the_round(answer):
+    async def test() -> None:
+        async def environment(turn: Turn):
+            return answer
+
+        mine = admitter([3], [4])
+        with pytest.raises((TypeError, ValueError), match="the environment answered .* must be token ids"):
+            await all_of(begun(mine, Played(), environment))
+        assert len(mine.state.fresh) == 2
+
+    run(test)
+
+
+def test_an_environment_is_a_coroutine_function():
+    async def test() -> None:
+        with pytest.raises(TypeError, match=r"must be a coroutine function \(async def\)"):
+            await all_of(begun(admitter([3]), Played(), lambda turn: [TOOL]))
+
+    run(test)
+    with pytest.raises(ValueError, match="environment_seconds is 0, must be more than 0 and at most 86400"):
+        Turns(lambda turn: None, 0)
+
+
+@pytest.mark.parametrize("mode", ["strict", "partial"])
+def test_weights_that_change_while_a_tool_works_cancel_the_round(mode):
+    """In ``partial`` what was said before is kept: it is all of the round's weights."""
+
+    async def test() -> None:
+        engine, tools = Played(), Tools()
+        tools.open.clear()
+        mine = admitter([3, 4], mode=mode)
+        round_ = begun(mine, engine, tools, version=6)
+        await tools.asked.wait()
+        engine.weights += 1
+        tools.open.set()
+        with pytest.raises(WeightsChanged):
+            await all_of(round_)
+        await round_.wait()
+        groups = mine.state.waiting + mine.state.fresh
+        output = groups[0].samples[0].output
+        assert output.token_ids == ([7, 7, 9] if mode == "partial" else [])
+        assert output.asked == (mode == "partial")
+
+    run(test)
+
+
+def test_turns_as_events():
+    async def test() -> None:
+        mine, turns = admitter([3, 2]), []
+        round_ = begun(mine, Played(), None)
+        with pytest.raises(ValueError, match="samples of this round have one turn"):
+            round_.answer((0, 0, 0, 1), [TOOL])
+        round_.cancel()
+        await round_.wait()
+        round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 100}, turns=Turns(None))
+        async with aclosing(aiter(round_)) as events:
+            async for event in events:
+                if isinstance(event, Turn):
+                    turns.append(event)
+                    round_.answer(event.sample, [TOOL] if event.number == 0 else None)
+                    with pytest.raises(ValueError, match="awaits no answer"):
+                        round_.answer(event.sample, None)
+                elif isinstance(event, Group):
+                    assert event.kept()[0].output.token_ids == [7, 7, 9, 5, 7, 9]
+        assert [turn.number for turn in turns] == [0, 1]
+
+    run(test)
+
+
+def test_nobody_has_to_answer_for_a_round_that_is_cancelled():
+    async def test() -> None:
+        mine = admitter([3, 2])
+        round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 100}, turns=Turns(None))
+        async with aclosing(aiter(round_)) as events:
+            turn = await anext(events)
+        await round_.wait()
+        await asyncio.sleep(0)
+        assert len(mine.state.fresh) == 1
+        with pytest.raises(ValueError, match="awaits no answer"):
+            round_.answer(turn.sample, None)
+
+    run(test)
