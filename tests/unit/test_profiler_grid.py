@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from profiler import budget, grid
 from profiler.budget import Costs, coverage, parse_budget, plan, worth
-from profiler.errors import UsageError
 from profiler.grid import Limits
 from profiler.points import Point, levels, points
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.tools.commands import UsageError
 
 from .drawn import examples
 
