@@ -22,6 +22,10 @@ _WHERE = re.compile(r" - at `(key in )?\$?(.*)`$")
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 
 
+class NotJson(ValueError):
+    """Not JSON, or not all of it."""
+
+
 def read(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
     """The bytes of a file.
 
@@ -44,23 +48,24 @@ def decode(data: bytes | str, kind: type[Kind]) -> Kind:
     """JSON as a value of ``kind``.
 
     Raises:
-        ValueError: no JSON, or not of this type: which field, what is there, what is expected.
+        NotJson: no JSON.
+        ValueError: not of this type: which field, what is there, what is expected.
     """
     try:
         return convert(msgspec.json.decode(data), kind)
     except msgspec.DecodeError as error:
-        raise ValueError(f"not JSON: {_plain(str(error).removeprefix('JSON is malformed: '))}") from None
+        raise NotJson(f"not JSON: {_plain(str(error).removeprefix('JSON is malformed: '))}") from None
     except UnicodeDecodeError:
-        raise ValueError("not JSON: not UTF-8") from None
+        raise NotJson("not JSON: not UTF-8") from None
     except RecursionError:
-        raise ValueError("not JSON: nested too deeply") from None
+        raise NotJson("not JSON: nested too deeply") from None
 
 
 def convert(value: Any, kind: type[Kind], dec_hook: Callable[[type, Any], Any] | None = None) -> Kind:
     """A value of plain JSON values as one of ``kind``; ``dec_hook``: as msgspec's.
 
     Raises:
-        ValueError: as :func:`decode`.
+        ValueError: as :func:`decode` for what is not of the type.
     """
     try:
         return msgspec.convert(value, kind, dec_hook=dec_hook, str_keys=True)
