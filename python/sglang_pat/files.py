@@ -38,7 +38,7 @@ def read(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
     if len(data) > most:
-        raise ValueError(f"larger than {most >> 20} MiB, which is allowed")
+        raise ValueError(f"larger than {most >> 20} MiB, the most that is read")
     if not data.strip():
         raise ValueError("empty")
     return data

@@ -1,4 +1,4 @@
-"""Files gone wrong: a good JSON value with things deleted, retyped, scaled, doubled, reordered, nested; bytes cut off."""
+"""Files gone wrong: of a good one parts are deleted, retyped, scaled, doubled, reordered, nested; bytes are cut off."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 ODD = [
-    None, True, False, "", "x", "\n", "1", "$a_{", [], {}, [0], [[]], {"a": 1}, 0, -1, 1, 2, 3, 4, 7, 8, 64, 65536, 0.0, 0.5, -0.5,
-    1e-320, 1e-9, 1e-4, 3.0, 3600.0, 1e12, 1e308, math.nan, math.inf, -math.inf, 1 << 22, 1 << 39, 1 << 40, 1 << 63,
-    1 << 70, 10**400,
+    None, True, False, "", "x", "\n", "1", "$a_{", [], {}, [0], [[]], {"a": 1}, 0, -1, 1, 2, 3, 4, 7, 8, 64, 65536,
+    0.0, 0.5, -0.5, 1e-320, 1e-9, 1e-4, 3.0, 3600.0, 1e12, 1e308, math.nan, math.inf, -math.inf, 1 << 22, 1 << 39,
+    1 << 40, 1 << 63, 1 << 70, 10**400,
 ]  # fmt: skip
 """What a value may have become."""
+
+Change = Callable[[Callable, Any, Any], None]
 
 FACTORS = [-1, 0, 1e-6, 0.01, 0.5, 2, 3, 100, 1e6]
 
@@ -23,9 +25,9 @@ FACTORS = [-1, 0, 1e-6, 0.01, 0.5, 2, 3, 100, 1e6]
 @st.composite
 def wrong_json(draw, good: Any, most: int = 3) -> bytes:
     """``good`` as JSON after one to ``most`` mutations; once in a while without its end, or with another byte in it."""
-    value = copy.deepcopy(good)
+    value, changes = copy.deepcopy(good), draw(st.sampled_from([GENTLE, ALL]))
     for _ in range(draw(st.integers(1, most))):
-        value = _mutated(draw, value)
+        value = _mutated(draw, value, changes)
     return _bytes_changed(draw, json.dumps(value).encode())
 
 
@@ -37,7 +39,7 @@ def wrong_lines(draw, good: list[Any]) -> bytes:
         place = draw(st.integers(0, len(lines) - 1))
         what = draw(st.sampled_from(["mutate", "mutate", "mutate", "mutate", "delete", "double", "swap"]))
         if what == "mutate":
-            value = _mutated(draw, json.loads(lines[place]))
+            value = _mutated(draw, json.loads(lines[place]), draw(st.sampled_from([GENTLE, ALL])))
             lines[place] = json.dumps(value).encode()
         elif what == "delete" and len(lines) > 1:
             del lines[place]
@@ -62,10 +64,10 @@ def _bytes_changed(draw, data: bytes) -> bytes:
     return data
 
 
-def _mutated(draw, value: Any) -> Any:
-    """``value`` with one place changed; it is changed itself."""
+def _mutated(draw, value: Any, changes: list[Change]) -> Any:
+    """``value`` with one place changed in one of these ways; it is changed itself."""
     if not isinstance(value, dict | list) or not value:
-        return draw(st.sampled_from(ODD))
+        return _anything(draw)
     holder, key = value, None
     while True:
         keys = list(holder) if isinstance(holder, dict) else range(len(holder))
@@ -74,13 +76,29 @@ def _mutated(draw, value: Any) -> Any:
         if not isinstance(inner, dict | list) or not inner or draw(st.integers(0, 4)) == 0:
             break
         holder = inner
-    change: Callable = draw(st.sampled_from([_odd, _odd, _scale, _scale, _delete, _double, _reorder, _nest]))
-    change(draw, holder, key)
+    draw(st.sampled_from(changes))(draw, holder, key)
     return value
 
 
+def _anything(draw) -> Any:
+    return copy.deepcopy(draw(st.sampled_from(ODD)))
+
+
 def _odd(draw, holder, key) -> None:
-    holder[key] = draw(st.sampled_from(ODD))
+    holder[key] = _anything(draw)
+
+
+def _little(draw, holder, key) -> None:
+    """Another number of the same kind, or one thing less in a list."""
+    number = holder[key]
+    if isinstance(number, bool):
+        holder[key] = not number
+    elif isinstance(number, int):
+        holder[key] = draw(st.sampled_from([number + 1, 2 * number, number // 2, max(number - 1, 0), 17 * number]))
+    elif isinstance(number, float):
+        holder[key] = number * draw(st.sampled_from([0.01, 0.5, 1.1, 3.0, 100.0]))
+    elif isinstance(holder, list):
+        del holder[key]
 
 
 def _scale(draw, holder, key) -> None:
@@ -92,7 +110,7 @@ def _scale(draw, holder, key) -> None:
     elif isinstance(number, float):
         holder[key] = number * factor
     else:
-        holder[key] = draw(st.sampled_from(ODD))
+        holder[key] = _anything(draw)
 
 
 def _delete(draw, holder, key) -> None:
@@ -112,8 +130,13 @@ def _reorder(draw, holder, key) -> None:
     elif isinstance(holder, list):
         holder.reverse()
     else:
-        holder[key] = draw(st.sampled_from(ODD))
+        holder[key] = _anything(draw)
 
 
 def _nest(draw, holder, key) -> None:
     holder[key] = [holder[key]] if draw(st.booleans()) else {"x": holder[key]}
+
+
+GENTLE: list[Change] = [_little]
+"""What often leaves a file that is right."""
+ALL: list[Change] = [_little, _odd, _odd, _scale, _scale, _delete, _double, _reorder, _nest]

@@ -206,7 +206,7 @@ REVIEW = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("data, said", REVIEW, ids=lambda value: value[:60] if isinstance(value, str) else "")
+@pytest.mark.parametrize("data, said", REVIEW, ids=lambda value: value[:40] if isinstance(value, str) else "")
 def test_what_the_review_found_and_more(tmp_path, data, said):
     assert said in refusal(data, tmp_path)
 

@@ -134,9 +134,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
             line, number = file.readline(MOST_LINE + 1), 1
             while line:
                 if len(line) > MOST_LINE:
-                    raise ValueError(
-                        f"--log {path}, line {number}: larger than {MOST_LINE >> 20} MiB, which is allowed"
-                    )
+                    allowed = f"at most {MOST_LINE >> 20} MiB are allowed"
+                    raise ValueError(f"--log {path}, line {number}: {len(line)} bytes or more, {allowed}")
                 following = file.readline(MOST_LINE + 1)
                 if line.strip():
                     yield number, line, not following
