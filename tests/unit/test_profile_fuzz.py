@@ -229,6 +229,14 @@ def test_an_interrupted_one_is_no_profile_to_decide_by(tmp_path):
         load(path, complete=True)
 
 
+def test_switches_that_took_no_time(tmp_path):
+    """Nothing is divided by it."""
+    parts = {"pause_seconds": 0.0, "prepare_seconds": 0.0, "phases": {}, "tokens": 1 << 50}
+    switches = [sample | parts for sample in GOOD["switches"]]
+    switches[0]["tokens"] = 1
+    assert refusal(change("switches", to=switches), tmp_path) == ""
+
+
 @examples(800)
 @given(wrong_json(GOOD))
 @example(without("decode", tp=2))

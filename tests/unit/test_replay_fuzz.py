@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 
 import pytest
@@ -208,13 +209,36 @@ def test_what_is_too_much(folder, capsys, words, said):
     assert err.count("\n") == 1 and said in err
 
 
-def test_long_work_says_how_far_it_is(folder, capsys, monkeypatch):
-    from sglang_pat.tools import console
+def test_long_work_says_how_far_it_is(folder, monkeypatch):
+    lines: list[Callable[[], str]] = []
 
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
-    words = ["--profile", str(folder / "profile.json"), "--lengths", "lognormal:5,1,1500", "--rounds", "20"]
+    @contextmanager
+    def showing(self, line):
+        lines.append(line)
+        yield
+
+    monkeypatch.setattr(cli.Speaker, "showing", showing)
+    monkeypatch.setattr(cli, "crowded", lambda mark, batch: said.append(lines[0]()))
+    monkeypatch.setattr(cli, "compare", lambda machine, work, _: said.extend(lines[0]() for _ in work.batches()) or {})
+    monkeypatch.setattr(cli, "table", lambda runs, title: title)
+    said: list[str] = []
+    words = ["--profile", str(folder / "profile.json"), "--lengths", "lognormal:5,1,1500", "--rounds", "2"]
     assert cli.main(words) == 0
-    assert " of 20\n" in capsys.readouterr().out
+    assert said == [f"{doing} round {number} of 2" for doing in ("checking", "simulating") for number in (1, 2)]
+
+
+def test_a_long_log_says_how_far_it_is(folder, logs, monkeypatch):
+    path, said = folder / "long.jsonl", []
+    path.write_text("".join(json.dumps(event) + "\n" for event in logs["pat"]))
+
+    @contextmanager
+    def showing(self, line):
+        yield
+        said.append(line())
+
+    monkeypatch.setattr(cli.Speaker, "showing", showing)
+    cli.main(["--log", str(path)])
+    assert said == ["4 decisions taken again"]
 
 
 def test_every_odd_value_as_a_line_of_a_log(folder, capsys):

@@ -36,8 +36,8 @@ Size = Annotated[int, Meta(ge=0, le=1 << 50)]
 Name = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=500)]
 """One line."""
 Samples = Annotated[tuple[Time, ...], Meta(max_length=10_000)]
-MOST_POINTS = Meta(max_length=4096)
-"""A surface through more would take more memory than there is."""
+MOST_POINTS = 4096
+"""Of a kind: a surface through more would take more memory than there is."""
 
 
 INFORMATIVE = ("kv_tokens", "max_running")
@@ -172,9 +172,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool = False
     window: Count = 60
     grid: dict[Name, list[Tokens]] = {}
-    decode: Annotated[tuple[DecodePoint, ...], MOST_POINTS] = ()
-    prefill: Annotated[tuple[PrefillPoint, ...], MOST_POINTS] = ()
-    switches: Annotated[tuple[SwitchSample, ...], MOST_POINTS] = ()
+    decode: Annotated[tuple[DecodePoint, ...], Meta(max_length=MOST_POINTS)] = ()
+    prefill: Annotated[tuple[PrefillPoint, ...], Meta(max_length=MOST_POINTS)] = ()
+    switches: Annotated[tuple[SwitchSample, ...], Meta(max_length=MOST_POINTS)] = ()
     setup: tuple[LayoutSetup, ...] = ()
 
 
