@@ -94,6 +94,17 @@ def test_a_profile_that_cannot_predict_is_refused(model, profile, tmp_path):
         check(arguments(model, pat_profile=str(path)))
 
 
+@pytest.mark.parametrize("data", [b"", b"[0]", b"[" * 100_000, b'{"version": 1}', b'{"version": 2}'])
+def test_what_is_no_profile_is_refused_with_the_line_that_commands_give(model, tmp_path, data):
+    path = tmp_path / "bad.json"
+    path.write_bytes(data)
+    with pytest.raises(ValueError) as wanted:
+        profiles.load(path)
+    with pytest.raises(ValueError) as caught:
+        check(arguments(model, pat_profile=str(path)))
+    assert str(caught.value) == str(wanted.value)
+
+
 def test_another_link_is_refused(model, profile, monkeypatch):
     monkeypatch.setenv("SGLANG_PAT_LINK", "50:1")
     with pytest.raises(ValueError, match="link='none'"):

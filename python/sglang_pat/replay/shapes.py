@@ -120,7 +120,7 @@ def read_lengths(path: Path) -> np.ndarray:
 
 def _length(entry: Any, where: str) -> int:
     try:
-        value = files.decode(entry, object) if isinstance(entry, bytes) else entry
+        value: Any = files.decode(entry, object) if isinstance(entry, bytes) else entry
         value = value["length"] if isinstance(value, dict) else value
         if isinstance(value, bool) or int(value) != value or not 1 <= value <= LONGEST:
             raise ValueError
