@@ -105,7 +105,7 @@ def _scale(draw, holder, key) -> None:
     number, factor = holder[key], draw(st.sampled_from(FACTORS))
     if isinstance(number, bool):
         holder[key] = not number
-    elif isinstance(number, int):
+    elif isinstance(number, int) and abs(number) < 1 << 64:
         holder[key] = int(number * factor)
     elif isinstance(number, float):
         holder[key] = number * factor
