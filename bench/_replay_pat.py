@@ -49,7 +49,7 @@ def settings(rounds: int) -> list[dict]:
 
 def _from_tp2(path: Path) -> Machine:
     """The profile with PAT's start: TP2."""
-    profile = load(path)
+    profile = load(path, complete=True)
     degrees = tuple(tp for tp in profile.fingerprint.degrees if tp >= 2)
     fingerprint = msgspec.structs.replace(profile.fingerprint, base_tp=2, degrees=degrees)
     return Machine(msgspec.structs.replace(profile, fingerprint=fingerprint))

@@ -28,6 +28,7 @@ from sglang_pat.predict.profile import load
 from sglang_pat.replay.compare import KNOWN, Machine, Work, compare, regrets
 from sglang_pat.replay.shapes import NAMED, parse_shape
 from sglang_pat.replay.simulate import crowded
+from sglang_pat.tools.commands import Parser, run
 
 ROOT = Path(__file__).resolve().parents[1]
 CORRELATIONS = (0.0, 0.5, 0.8)
@@ -69,7 +70,7 @@ class Cell:
 
 @cache
 def machine(path: str) -> Machine:
-    return Machine(load(path))
+    return Machine(load(path, complete=True))
 
 
 def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
@@ -159,7 +160,7 @@ def tables(cells: list[Cell]) -> tuple[Table, dict[str, dict]]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer cells and rounds: under 2 minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="for all figures")
     parser.add_argument("--image", type=Path, metavar="FILE", help="default docs/img/replay.png; none with --quick")
@@ -172,7 +173,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"no profiles in {ROOT / 'profiles'}; give --profiles FILE")
     for path in args.profiles:
         try:
-            load(path)
+            load(path, complete=True)
         except ValueError as error:
             parser.error(str(error))
     if args.image is None and not args.quick:
@@ -215,4 +216,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("bench/replay.py", main))

@@ -98,7 +98,7 @@ class Slower:
 def simulate(job: Job) -> dict:
     """Mean seconds of a round, rounds by kind, switches a round, tokens thrown away over all made."""
     setting = job.setting
-    profile = load(ROOT / "profiles" / f"{setting.profile}.json")
+    profile = load(ROOT / "profiles" / f"{setting.profile}.json", complete=True)
     predictor, costs = fitted(profile)
     policy = make_policy("survival", predictor=predictor, costs=costs) if job.adaptive else None
     nodes = job.nodes or setting.gpus // profile.fingerprint.num_ranks

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from rich.console import Group
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from sglang_pat.tools import console
 
-LINE_SECONDS = 10.0
-"""How often a plain line is printed."""
 NOTES = 3
 
 
@@ -51,17 +47,8 @@ class Progress:
 class Display(console.Speaker):
     """The progress of a sweep."""
 
-    @contextmanager
-    def following(self, progress: Progress) -> Iterator[None]:
-        if self.console.is_terminal:
-            shown = Live(
-                get_renderable=lambda: frame(progress), refresh_per_second=4, console=self.console, transient=True
-            )
-            with shown:
-                yield
-            return
-        with self.saying(lambda: line(progress), LINE_SECONDS):
-            yield
+    def following(self, progress: Progress) -> AbstractContextManager[None]:
+        return self.showing(lambda: line(progress), lambda: frame(progress))
 
 
 def clock(seconds: float) -> str:

@@ -14,12 +14,16 @@ from sglang_pat.tools import pictures
 
 
 class View:
-    """A profile and its predictor as the figures see them: replicas all at work unless told otherwise."""
+    """A profile and its predictor as the figures see them: replicas all at work unless told otherwise.
+
+    Attributes:
+        degrees: those that were measured so, at least one.
+    """
 
     def __init__(self, profile: Profile) -> None:
         self.profile, self.predictor = profile, Predictor(profile)
         self.ranks = profile.fingerprint.num_ranks
-        self.degrees = self.predictor.degrees
+        self.degrees = tuple(tp for tp in self.predictor.degrees if self.points(tp))
 
     def dp(self, tp: int) -> int:
         return self.ranks // tp
@@ -124,7 +128,7 @@ def latency_over_batch(view: View) -> Figure:
 
 def fastest(view: View, context: int, most: int) -> str:
     """Which layout has the shortest step, from one request to ``most``."""
-    requests = np.arange(1, most + 1)
+    requests = np.arange(1, most + 1) if most <= 4096 else np.unique(np.geomspace(1, most, 4096).round())
     best = np.stack([view.step(tp, requests, context) for tp in view.degrees]).argmin(axis=0)
     starts = [0, *(np.flatnonzero(np.diff(best)) + 1)]
     names = [view.name(view.degrees[best[start]]) for start in starts]
@@ -132,7 +136,7 @@ def fastest(view: View, context: int, most: int) -> str:
         return f"{names[0]} is fastest"
     if len(starts) > 4:
         return f"{names[0]} is fastest for one request, {names[-1]} for {most}; they change places in between"
-    until = [f"{name} up to {end}" for name, end in zip(names, starts[1:], strict=False)]
+    until = [f"{name} up to {requests[end - 1]:.0f}" for name, end in zip(names, starts[1:], strict=False)]
     return f"fastest are {', '.join(until)}, {names[-1]} with more requests"
 
 

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 
-from profiler.errors import UsageError
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.tools.commands import UsageError
 
 WARM_UP = 4
 """Decode steps of a full batch that are not counted."""

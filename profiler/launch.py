@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from profiler.errors import Parser, UsageError, one_line
 from profiler.rig import model_folder_error
 from sglang_pat.predict.profile import Fingerprint
+from sglang_pat.tools.commands import Parser, UsageError, one_line
 
 OURS = ("--adaptive-tp", "--pat-policy", "--pat-switch-at", "--pat-profile")
 """Flags that the profiler sets itself, or that have no meaning here."""

@@ -6,7 +6,6 @@ import base64
 import html
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -25,11 +24,13 @@ border-bottom: 1px solid $grid; font-size: 0.9em; vertical-align: top; } td.n, t
 """).substitute(line=pictures.LINE, faint=pictures.FAINT, red=pictures.RED, grid=pictures.GRID)
 
 
-def build(view: View, figures: Sequence[tuple[str, str, Path]], accuracy: list[dict], extra: list[dict] = ()) -> str:
+def build(
+    view: View, figures: Sequence[tuple[str, str, str, bytes]], accuracy: list[dict], extra: Sequence[dict] = ()
+) -> str:
     """The page.
 
     Args:
-        figures: heading, text and file of each.
+        figures: heading, text, name and PNG of each.
         accuracy: rows of :func:`profiler.accuracy.summary`.
         extra: rows of a validation, if there is one.
     """
@@ -40,14 +41,14 @@ def build(view: View, figures: Sequence[tuple[str, str, Path]], accuracy: list[d
         f'<p class="faint">{html.escape(view.label)}; {len(profile.decode)} decode points, {len(profile.prefill)} '
         f"prefill points, {len(profile.switches)} switches</p>{warn}",
     ]
-    for heading, text, path in figures:
-        data = base64.b64encode(path.read_bytes()).decode()
+    for heading, text, name, picture in figures:
+        data = base64.b64encode(picture).decode()
         parts.append(f"<h2>{html.escape(heading)}</h2><p>{html.escape(text)}</p>")
         parts.append(f'<img alt="{html.escape(heading)}" src="data:image/png;base64,{data}">')
-        if path.stem == "accuracy":
+        if name == "accuracy":
             columns = ["layout", "points", "interpolated", "continued", "spread of windows"]
             parts.append(table(columns, _errors(accuracy)))
-        if path.stem == "switch":
+        if name == "switch":
             parts.append(_switch_table(view))
     if extra:
         parts.append("<h2>Validation against real decoding</h2>")

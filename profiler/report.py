@@ -9,12 +9,21 @@ If DIR has a ``validation.json`` of ``profiler.validate``, the page shows that t
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from profiler.errors import Parser, UsageError, output_folder, run
+import msgspec
+
+from sglang_pat import files
 from sglang_pat.predict.profile import Profile, load
+from sglang_pat.tools.commands import Parser, UsageError, output_folder, run, writing
+
+
+class Validation(msgspec.Struct):
+    """What is read of ``validation.json``: the rows of a table, text by column."""
+
+    table: list[dict[str, str]]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,17 +32,62 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("profile", type=Path, metavar="profile.json")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="made if it is not there")
     args = parser.parse_args(argv)
-    profile = load(args.profile)
-    folder = output_folder(args.out)
-    if not profile.decode:
+    profile, folder = load(args.profile), output_folder(args.out)
+    ranks = profile.fingerprint.num_ranks
+    if not any(point.replicas == ranks // point.tp for point in profile.decode):
         raise UsageError(f"{args.profile} has no decode times yet; run the same profiler.sweep again to go on")
-    for path in write(profile, folder):
-        print(path)
+    rows, throughput = validation_rows(folder), throughput_figures(folder)
+    with writing(folder):
+        for path in write(profile, folder, rows, throughput):
+            print(path)
     return 0
 
 
-def write(profile: Profile, folder: Path) -> list[Path]:
-    """All figures and the page in ``folder``; the files written, the page last."""
+def validation_rows(folder: Path) -> list[dict[str, str]]:
+    """The table of a ``validation.json`` in ``folder``; empty if there is none.
+
+    Raises:
+        UsageError: one that ``profiler.validate`` did not write.
+    """
+    path = folder / "validation.json"
+    if not path.exists():
+        return []
+    try:
+        rows = files.decode(files.read(path), Validation).table
+        for number, row in enumerate(rows):
+            if row.keys() != rows[0].keys():
+                raise files.wrong(f"table[{number}]", row, f"expected the columns {', '.join(rows[0])}")
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}; run profiler.validate again, or remove it") from None
+    return rows
+
+
+def throughput_figures(folder: Path) -> list[tuple[str, bytes]]:
+    """Layout and PNG of each figure of ``profiler.validate`` in ``folder``.
+
+    Raises:
+        UsageError: one cannot be read.
+    """
+    found = []
+    for path in sorted(folder.glob("throughput_*.png")):
+        try:
+            found.append((path.stem.removeprefix("throughput_"), files.read(path)))
+        except ValueError as error:
+            raise UsageError(f"{path}: {error}; run profiler.validate again, or remove it") from None
+    return found
+
+
+def write(
+    profile: Profile,
+    folder: Path,
+    rows: Sequence[dict[str, str]] = (),
+    throughput: Sequence[tuple[str, bytes]] = (),
+) -> list[Path]:
+    """All figures and the page in ``folder``; the files written, the page last.
+
+    Args:
+        rows, throughput: what :func:`validation_rows` and :func:`throughput_figures` found.
+    """
     # Late: a bad command line is told at once.
     from profiler import accuracy, figures, maps, page
     from sglang_pat.tools import pictures
@@ -48,19 +102,15 @@ def write(profile: Profile, folder: Path) -> list[Path]:
         ("switch", "What a switch costs", SWITCH, maps.switch_costs(view)),
         ("accuracy", "Predicted against measured", ACCURACY, maps.predicted_against_measured(view, checks)),
     ]
+    drawn = [(heading, text, name, pictures.drawn(figure)) for name, heading, text, figure in plan if figure]
+    shown = [(f"Throughput while a batch drains, {name}", THROUGHPUT, "throughput", data) for name, data in throughput]
+    html = page.build(view, [*drawn, *shown], accuracy.summary(profile, checks), rows)
+    # All of it is made before the first file is written.
+    contents = [(f"{name}.png", data) for _, _, name, data in drawn] + [("index.html", html.encode())]
     folder.mkdir(parents=True, exist_ok=True)
-    shown = [
-        (heading, text, pictures.save(figure, folder / f"{name}.png")) for name, heading, text, figure in plan if figure
-    ]
-    written = [path for *_, path in shown]
-    validation = folder / "validation.json"
-    rows = json.loads(validation.read_text())["table"] if validation.is_file() else []
-    for path in sorted(folder.glob("throughput_*.png")):
-        name = path.stem.removeprefix("throughput_")
-        shown.append((f"Throughput while a batch drains, {name}", THROUGHPUT, path))
-    target = folder / "index.html"
-    target.write_text(page.build(view, shown, accuracy.summary(profile, checks), rows), encoding="utf-8")
-    return [*written, target]
+    for name, data in contents:
+        files.write(data, folder / name)
+    return [folder / name for name, _ in contents]
 
 
 BY_LAYOUT = (

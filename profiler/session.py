@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,8 @@ from profiler.points import Point, points
 from profiler.rig import Rig
 from profiler.store import Store
 from profiler.windows import spread
-from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
+from sglang_pat.predict.profile import MOST_POINTS, DecodePoint, PrefillPoint, SwitchSample
+from sglang_pat.tools.commands import UsageError
 from sglang_pat.tools.cpu_share import Meter
 
 FIRST_VISIT = 0.5
@@ -56,6 +59,13 @@ class Clock:
         return self.budget - self.spent
 
 
+def check_number(points: Sequence[Point]) -> None:
+    """Raise UsageError for more points of a kind than a profile may have."""
+    for kind, count in Counter(point.kind for point in points).items():
+        if count > MOST_POINTS:
+            raise UsageError(f"--grid: {count} {kind} points, a profile has at most {MOST_POINTS}; give fewer numbers")
+
+
 class Session:
     """Measures those points of ``grid`` that are not in the store yet.
 
@@ -65,6 +75,7 @@ class Session:
     def __init__(self, rig: Rig, store: Store, grid: Grid, limits: Limits, clock: Clock) -> None:
         self._rig, self._store, self._grid, self._limits, self._clock = rig, store, grid, limits, clock
         self._points = points(grid, limits)
+        check_number(self._points)
         self._costs = Costs()
         self._failed: set[tuple] = set()
         self.progress = Progress(total=len(self._points), done=len(self._points) - len(self._todo()))

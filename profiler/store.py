@@ -8,7 +8,6 @@ from statistics import median
 
 import msgspec
 
-from profiler.errors import UsageError
 from profiler.grid import Grid, at_most, nearest
 from profiler.points import Point
 from sglang_pat.predict.profile import (
@@ -21,6 +20,7 @@ from sglang_pat.predict.profile import (
     load,
     save,
 )
+from sglang_pat.tools.commands import UsageError
 
 
 def existing(path: Path) -> Profile | None:
@@ -40,6 +40,10 @@ def existing(path: Path) -> Profile | None:
     profile = load(path)
     if profile.kind != "measured":
         raise UsageError(f"--out {path} is a {profile.kind} profile; give another file")
+    try:
+        Grid(**{name: tuple(axis) for name, axis in profile.grid.items()})
+    except (TypeError, UsageError) as error:
+        raise UsageError(f"--out {path} has no grid to go on with ({error}); give another file") from None
     return profile
 
 

@@ -18,13 +18,13 @@ from profiler import display as displays
 from profiler import grid as grids
 from profiler import launch
 from profiler.budget import parse_budget
-from profiler.errors import Parser, UsageError, run
 from profiler.rig import Rig
 from profiler.session import Clock, Session, describe
 from profiler.store import Store, check_asked, check_same, existing
 from profiler.windows import WINDOW
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import LayoutSetup, Profile, ProfileError
+from sglang_pat.tools.commands import Parser, UsageError, run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,11 @@ from rich.table import Table
 
 from profiler import display as displays
 from profiler import launch, trajectory
-from profiler.errors import Parser, UsageError, output_folder, run
 from profiler.rig import Rig
+from sglang_pat import files
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile, check_fits, load
+from sglang_pat.tools.commands import Parser, UsageError, output_folder, run, writing
 
 RUNS = 3
 
@@ -80,8 +81,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = [trajectory.summary(name, runs) for name, runs in result.items()]
     display.console.print(_table(rows))
     if options.out:
-        for path in write(options.out, rows, result):
-            display.say(str(path))
+        with writing(options.out):
+            for path in write(options.out, rows, result):
+                display.say(str(path))
     return 0
 
 
@@ -143,7 +145,6 @@ def write(folder: Path, rows: list[dict[str, Any]], result: dict[str, list[list[
     """``validation.json`` and a ``throughput_*.png`` for each layout; the files written."""
     from profiler.curves import throughput_figure
 
-    folder.mkdir(parents=True, exist_ok=True)
     curves = {name: trajectory.throughput([s for run in runs for s in run]) for name, runs in result.items()}
     data = {
         "table": [{name: _shown(value) for name, value in row.items()} for row in rows],
@@ -153,8 +154,9 @@ def write(folder: Path, rows: list[dict[str, Any]], result: dict[str, list[list[
             for name, curve in curves.items()
         },
     }
+    folder.mkdir(parents=True, exist_ok=True)
     target = folder / "validation.json"
-    target.write_text(json.dumps(data, indent=1) + "\n")
+    files.write(json.dumps(data, indent=1).encode() + b"\n", target)
     written = [target]
     for number, (name, curve) in enumerate(curves.items()):
         written.append(throughput_figure(folder, name, curve, rows[number], number))

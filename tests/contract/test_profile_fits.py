@@ -38,9 +38,8 @@ def profile(model, tmp_path_factory):
         for a in (1, 2)
         for n in (0, 2)
     ]  # fmt: skip
-    found = Profile(
-        fingerprint=deployment(arguments(model)), complete=True, decode=tuple(decode), switches=tuple(switches)
-    )
+    mark = deployment(arguments(model), kv_tokens=4096, max_running=8)
+    found = Profile(fingerprint=mark, complete=True, decode=tuple(decode), switches=tuple(switches))
     profiles.save(found, path)
     return path
 
@@ -91,8 +90,19 @@ def test_an_interrupted_sweep_is_refused(model, profile, tmp_path):
 def test_a_profile_that_cannot_predict_is_refused(model, profile, tmp_path):
     path = tmp_path / "thin.json"
     profiles.save(profiles.msgspec.structs.replace(profiles.load(profile), switches=()), path)
-    with pytest.raises(ValueError, match="thin.json: the profile has no switches"):
+    with pytest.raises(ValueError, match="thin.json: switches: no switches"):
         check(arguments(model, pat_profile=str(path)))
+
+
+@pytest.mark.parametrize("data", [b"", b"[0]", b"[" * 100_000, b'{"version": 1}', b'{"version": 2}'])
+def test_what_is_no_profile_is_refused_with_the_line_that_commands_give(model, tmp_path, data):
+    path = tmp_path / "bad.json"
+    path.write_bytes(data)
+    with pytest.raises(ValueError) as wanted:
+        profiles.load(path)
+    with pytest.raises(ValueError) as caught:
+        check(arguments(model, pat_profile=str(path)))
+    assert str(caught.value) == str(wanted.value)
 
 
 def test_another_link_is_refused(model, profile, monkeypatch):

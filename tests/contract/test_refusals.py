@@ -148,7 +148,7 @@ def test_each_layout_has_its_graphs_and_prefill_has_none(model):
     args = arguments(model, dp_size=4, pat_switch_at=3)
     assert args.disable_piecewise_cuda_graph
     args.cuda_graph_bs = [1, 2, 4, 8, 16, 32]
-    view = cuda.settled(args)
+    view = cuda.settled(args, None)
     assert view.pat_graph_sizes == {1: [1, 2, 4, 8, 16, 32], 2: [1, 2, 4, 8], 4: [1, 2, 4, 8]}
     assert args.pat_graph_sizes == {}
     view.disable_cuda_graph = False

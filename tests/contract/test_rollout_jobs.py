@@ -158,7 +158,7 @@ def test_a_state_that_is_not_kept(make):
 
 
 def test_a_state_that_cannot_be_written_is_refused_before_and_told_after(make, monkeypatch):
-    from sglang_pat.admission import job_files
+    from sglang_pat import files
     from sglang_pat.sglang.server.jobs import NotSaved
 
     def full(data, path):
@@ -169,7 +169,7 @@ def test_a_state_that_cannot_be_written_is_refused_before_and_told_after(make, m
         await read(rollouts, call(0, 6))
         before = waiting(rollouts)
         with monkeypatch.context() as patched:
-            patched.setattr(job_files, "write_whole", full)
+            patched.setattr(files, "write", full)
             with pytest.raises(NotSaved, match=r"cannot be written \(No space left on device\)"):
                 await read(rollouts, call(6, 2))
             with pytest.raises(NotSaved):
@@ -178,7 +178,7 @@ def test_a_state_that_cannot_be_written_is_refused_before_and_told_after(make, m
         assert rollouts._jobs.get("new") is None
         events = rollouts.events(call(6, 2))
         await anext(events)
-        monkeypatch.setattr(job_files, "write_whole", full)
+        monkeypatch.setattr(files, "write", full)
         *_, last = [event async for event in events]
         assert last["saved"] is False and "No space left" in last["problem"]
 

@@ -17,7 +17,7 @@ cpu_shim.install() if cpu_shim.needed() else None
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 from sglang_pat.sglang.launch.deployment import deployment
 args = AdaptiveServerArgs(model_path=sys.argv[1], tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
-print(msgspec.json.encode(deployment(args)).decode())
+print(msgspec.json.encode(deployment(args, kv_tokens=4096, max_running=8)).decode())
 """
 
 

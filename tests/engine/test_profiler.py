@@ -28,7 +28,7 @@ SECONDS = 1000
 
 REFUSED = """
 import importlib, json, sys
-from profiler.errors import run
+from sglang_pat.tools.commands import run
 for module, *arguments in json.loads(sys.argv[1]):
     assert run(module, importlib.import_module(module).main, arguments) == 2
 """

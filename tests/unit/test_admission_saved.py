@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_pat.admission import job_files, saved
+from sglang_pat import files
+from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.job_files import write_whole
 from sglang_pat.admission.rules import Rules
 
 from .admission_world import Clock, World, strict
@@ -41,13 +41,13 @@ def test_a_state_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     world.feed(0, range(8))
     world.begin()
     file = tmp_path / "state.json"
-    write_whole(saved.dumps(world.admitter), file)
+    files.write(saved.dumps(world.admitter), file)
     before = file.read_bytes()
     assert saved.dumps(saved.loads(file.read_bytes())) == before
     world.finish(next(iter(world.running)))
-    monkeypatch.setattr(job_files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        write_whole(saved.dumps(world.admitter), file)
+        files.write(saved.dumps(world.admitter), file)
     assert file.read_bytes() == before
     assert list(tmp_path.iterdir()) == [file]
 

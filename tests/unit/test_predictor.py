@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import ProfileError
+from sglang_pat.predict.surface import Surface
 
 from .drawn import examples
 from .profiles_for_tests import decode_points, prefill_points, profile
@@ -186,3 +187,10 @@ def test_refuses_what_it_has_not_got():
         CROOKED.step_seconds(3, 1, 100)
     with pytest.raises(ProfileError, match="no prefill times for tp=1"):
         Predictor(profile(prefill=())).prefill_seconds(1, [5])
+
+
+@pytest.mark.parametrize("x, seconds", [(447, 0.001765), (3520, 0.006888), (3364, 0.003584)])
+def test_no_time_is_negative_by_rounding(x, seconds):
+    """The line from the first knot to the origin ends a hair above it."""
+    steep = Surface([(1, x, seconds), (1, 2 * x, 3 * seconds)])
+    assert 0 < steep(np.array(1.0), np.array(0.0)) < 1e-8 * seconds

@@ -10,13 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from profiler import accuracy, errors, report
-from profiler.errors import UsageError
+from profiler import accuracy, report
 from profiler.grid import Grid
 from profiler.points import Point
 from profiler.store import Store, check_asked, check_same, existing
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint
+from sglang_pat.tools import commands
+from sglang_pat.tools.commands import UsageError
 
 from .profiles_for_tests import FINGERPRINT, decode_points, profile, switch_sample
 
@@ -77,7 +78,7 @@ def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError("no space left")
 
-    for broken in ("os.replace", "pathlib.Path.write_bytes"):
+    for broken in ("os.replace", "os.fsync"):
         with monkeypatch.context() as patch:
             patch.setattr(broken, full_disk)
             with pytest.raises(OSError, match="no space"):
@@ -173,7 +174,7 @@ def refused(capsys):
     """``refused(module, *arguments, said=...)``: exit code 2 and one line that says it."""
 
     def check(module, *arguments, said):
-        code = errors.run(module, importlib.import_module(module).main, list(map(str, arguments)))
+        code = commands.run(module, importlib.import_module(module).main, list(map(str, arguments)))
         out, err = capsys.readouterr()
         assert code == 2 and not out
         assert len(err.splitlines()) == 1 and said in err
@@ -202,7 +203,7 @@ def test_bad_input_to_the_sweep(refused, tmp_path):
         ([*good, "--temperature", "-1"], "--temperature -1"),
         ([*good[:3], "--out", tmp_path / "no" / "p.json"], "does not exist"),
         ([*good[:3], "--out", tmp_path], "is a folder"),
-        ([*good[:3], "--out", other], "not JSON"),
+        ([*good[:3], "--out", other], "expected object, got array"),
         ([*good[:3], "--out", modelled], "modelled profile"),
         ([*good, "--pat-policy", "survival"], "--pat-policy: the profiler decides"),
         (["profiler.sweep", "--model-path", tmp_path / "none", "--out", "x.json"], "no such folder"),
@@ -216,7 +217,7 @@ def test_bad_input_to_the_report(refused, tmp_path):
     path = tmp_path / "p.json"
     refused("profiler.report", path, "--out", tmp_path / "r", said="No such file")
     path.write_text('{"version": 2}')
-    refused("profiler.report", path, "--out", tmp_path / "r", said="sweep again")
+    refused("profiler.report", path, "--out", tmp_path / "r", said="missing required field fingerprint")
     profiles.save(profile(decode=()), path)
     refused("profiler.report", path, "--out", tmp_path / "r", said="no decode times")
     profiles.save(profile(), path)

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from profiler import budget, grid
 from profiler.budget import Costs, coverage, parse_budget, plan, worth
-from profiler.errors import UsageError
 from profiler.grid import Limits
 from profiler.points import Point, levels, points
+from profiler.session import check_number
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.predict.profile import MOST_POINTS
+from sglang_pat.tools.commands import UsageError
 
 from .drawn import examples
 
@@ -190,3 +192,11 @@ def test_budget_is_read():
     for text in ("", "m", "ten", "-5m", "0", "inf"):
         with pytest.raises(ValueError, match="10m"):
             parse_budget(text)
+
+
+def test_no_more_points_than_a_profile_may_have():
+    check_number(ALL)
+    many = [Point(kind="decode", tp=1, replicas=4, batch=n + 1, context=64, level=0) for n in range(MOST_POINTS + 1)]
+    check_number(many[:-1])
+    with pytest.raises(UsageError, match=f"{MOST_POINTS + 1} decode points, a profile has at most {MOST_POINTS}"):
+        check_number(many)

@@ -65,7 +65,7 @@ def test_a_missing_file_and_an_impossible_degree_get_one_line():
 
 def test_a_decision_log_is_a_schedule():
     def decision(tp, to, outputs, requests=None):
-        load = Load(**{f: outputs for f in ("prompt", "output", "limit", "family", "replica")})
+        load = Load(**dict.fromkeys(("prompt", "output", "limit", "family"), outputs), replica=0 * outputs)
         requests = len(outputs) if requests is None else requests
         snapshot = Snapshot(now=1.0, tp=tp, degrees=(1, 2), num_ranks=2, requests=requests, peak=9, last_arrival=0.0)
         snapshot = type(snapshot)(**{**snapshot.__dict__, "load": load})

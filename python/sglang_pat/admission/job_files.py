@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
+from sglang_pat import files
 from sglang_pat.admission.history import KEPT
 
 
@@ -40,7 +40,7 @@ class JobFiles:
             ended: number of the round that has just ended; None: it is not the end of one.
         """
         file = self.path(job)
-        write_whole(data, file)
+        files.write(data, file)
         if ended is None:
             return
         past = self._past(job)
@@ -68,16 +68,3 @@ class JobFiles:
 
     def _past(self, job: str) -> Path:
         return self._folder / f"{job}.past"
-
-
-def write_whole(data: bytes, path: Path) -> None:
-    """Atomic: after a crash the file is what it was or what it was to be.  Raises OSError: it is what it was."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise

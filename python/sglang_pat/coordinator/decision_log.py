@@ -6,23 +6,72 @@ Events in the order in which the coordinator saw them:
     {"event": "length", "length": tokens, "family": …, "finished": true}
     {"event": "decision", "snapshot": {…}, "decision": {…}}
 
-``dump_*`` make plain values, ``load_*`` read them back; a time of minus infinity (never) is null.
+``dump_*`` make plain values, ``load_*`` read them back and raise ValueError, one line with the field, for what cannot
+be; a time of minus infinity (never) is null.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import asdict, fields, replace
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
+from sglang_pat import files
+from sglang_pat.policies.families import MAX_CORRELATION
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Decision, Load, Snapshot
 
 _TIMES = ("last_arrival", "last_switch", "last_abort")
-_LOADS = {"load", "coming"}
+_LOADS = ("load", "coming")
+
+MOST = (1 << 31) - 1
+"""Of requests, and of the tokens of one."""
+MOST_RANKS = 1024
+
+_Number = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Tokens = Annotated[int, Meta(ge=0, le=MOST)]
+_Positive = Annotated[int, Meta(ge=1, le=MOST)]
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """What :func:`dump_start` was given."""
+
+    policy: str
+    switch_at: _Positive
+    profile: str | None
+    max_running: _Positive | None
+    history: dict[str, Any]
+
+
+class Length(msgspec.Struct, frozen=True, kw_only=True):
+    """What :func:`dump_length` was given."""
+
+    length: _Tokens
+    family: _Number
+    finished: bool
+
+
+class _Decided(msgspec.Struct, frozen=True, kw_only=True):
+    """A ``decision`` event."""
+
+    snapshot: dict[str, Any]
+    decision: Decision
+
+
+class _History(msgspec.Struct, frozen=True, kw_only=True):
+    """What :meth:`LengthHistory.to_dict` gives."""
+
+    prior: tuple[Annotated[float, Meta(ge=-100, le=100)], Annotated[float, Meta(ge=1e-3, le=100)]] | None
+    window: Annotated[int, Meta(ge=1, le=1 << 20)]
+    strength: Annotated[float, Meta(ge=1e-6, le=1e6)]
+    correlation: Annotated[float, Meta(ge=0, le=MAX_CORRELATION)]
+    observed: Annotated[int, Meta(ge=0, le=1 << 62)]
+    responses: list[tuple[_Tokens, _Number, bool]]
 
 
 def dump_start(
@@ -58,11 +107,22 @@ def dump_decision(snapshot: Snapshot, decision: Decision) -> dict[str, Any]:
     }
 
 
+def load_start(event: Mapping[str, Any]) -> Start:
+    """A ``start`` event; its ``history`` is what :meth:`LengthHistory.from_dict` takes."""
+    start = files.convert(event, Start)
+    files.convert(start.history, _History)
+    return start
+
+
+def load_length(event: Mapping[str, Any]) -> Length:
+    """A ``length`` event."""
+    return files.convert(event, Length)
+
+
 def load_decision(event: Mapping[str, Any]) -> tuple[Snapshot, Decision]:
     """The snapshot and the answer of a ``decision`` event."""
-    found = event["decision"]
-    estimates = {int(tp): seconds for tp, seconds in found["estimates"].items()}
-    return snapshot_from_dict(event["snapshot"]), Decision(**found | {"estimates": estimates})
+    found = files.convert(event, _Decided)
+    return snapshot_from_dict(found.snapshot), found.decision
 
 
 def snapshot_to_dict(snapshot: Snapshot) -> dict[str, Any]:
@@ -77,11 +137,44 @@ def snapshot_to_dict(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def snapshot_from_dict(values: dict[str, Any]) -> Snapshot:
-    """Inverse of :func:`snapshot_to_dict`."""
-    values = dict(values)
-    for name in _TIMES:
-        values[name] = -math.inf if values[name] is None else values[name]
-    values["degrees"] = tuple(values["degrees"])
-    for load in _LOADS & values.keys():  # logs of before rounds were foreseen have no "coming"
-        values[load] = Load(**{name: np.array(column, dtype=np.int64) for name, column in values[load].items()})
-    return Snapshot(**values)
+    """Inverse of :func:`snapshot_to_dict`; logs of before rounds were foreseen have no ``coming``."""
+    never = [name for name in _TIMES if values.get(name, 0.0) is None]
+    snapshot = files.convert(values | dict.fromkeys(never, 0.0), Snapshot, _column)
+    snapshot = replace(snapshot, **dict.fromkeys(never, -math.inf))
+    _check(snapshot)
+    return snapshot
+
+
+def _column(kind: type, values: Any) -> Any:
+    """A column of requests."""
+    if kind is not np.ndarray:
+        raise NotImplementedError(f"{kind} is not in a log")
+    return np.array(files.convert(values, list[_Number]), dtype=np.int64)
+
+
+def _check(snapshot: Snapshot) -> None:
+    """Whether the parts of a snapshot fit each other; raises ValueError."""
+    tp, ranks = snapshot.tp, snapshot.num_ranks
+    if not 1 <= ranks <= MOST_RANKS:
+        raise files.wrong("snapshot.num_ranks", ranks, f"expected 1 to {MOST_RANKS}")
+    degrees = list(snapshot.degrees)
+    if degrees != sorted(set(degrees)) or any(degree < 1 or ranks % degree for degree in degrees):
+        raise files.wrong("snapshot.degrees", degrees, f"expected ascending divisors of the {ranks} ranks")
+    if tp not in degrees:
+        raise files.wrong("snapshot.tp", tp, "expected one of the degrees")
+    for name in ("requests", "peak"):
+        if not 0 <= getattr(snapshot, name) <= MOST:
+            raise files.wrong(f"snapshot.{name}", getattr(snapshot, name), f"expected 0 to {MOST}")
+    for name in _LOADS:
+        load: Load = getattr(snapshot, name)
+        columns = {field.name: getattr(load, field.name) for field in fields(Load)}
+        for column, numbers in columns.items():
+            where = f"snapshot.{name}.{column}"
+            if len(numbers) != len(load):
+                expected = f"expected as many numbers as in prompt, {len(load)}; there are {len(numbers)}"
+                raise files.wrong(where, (), expected)
+            most = None if column == "family" else MOST
+            if column == "replica" and name == "load":
+                most = ranks // tp - 1
+            if most is not None and len(numbers) and not 0 <= numbers.min() <= numbers.max() <= most:
+                raise files.wrong(where, (), f"expected numbers from 0 to {most}")

@@ -90,7 +90,7 @@ def profile(case: Case, model: Path, out: Path, sweep: Sweep, display: Display, 
 
 def step_times(profile: Path, batches: tuple[int, ...]) -> list[StepTime]:
     """Step times of both layouts with so many requests of 64 tokens, as profiled."""
-    predictor = Predictor(load(profile))
+    predictor = Predictor(load(profile, complete=True))
 
     def of(layout: ParallelLayout, batch: int) -> float:
         replicas = min(batch, layout.dp)

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from rich.live import Live
-from rich.text import Text
-
 from sglang_pat.tools.console import Speaker
-
-FRAMES_PER_SECOND = 4
-LINE_SECONDS = 10.0
-"""How often a plain line is printed."""
 
 BAR = 30
 """Characters."""
@@ -40,16 +32,9 @@ class Progress:
 class Display(Speaker):
     """The progress of a run."""
 
-    @contextmanager
-    def following(self, progress: Progress) -> Iterator[None]:
+    def following(self, progress: Progress) -> AbstractContextManager[None]:
         """While a run is under way."""
-        if self.console.is_terminal:
-            live = dict(refresh_per_second=FRAMES_PER_SECOND, console=self.console, transient=True)
-            with Live(get_renderable=lambda: Text("  " + line(progress, time.time())), **live):
-                yield
-        else:
-            with self.saying(lambda: "  " + line(progress, time.time()), LINE_SECONDS):
-                yield
+        return self.showing(lambda: "  " + line(progress, time.time()))
 
 
 def line(progress: Progress, now: float) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_pat.predict.checks import suffices
 from sglang_pat.predict.fits import fit_control, fit_kv, fit_reshard
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile, ProfileError, SwitchSample
@@ -175,5 +176,9 @@ def fitted(profile: Profile) -> tuple[Predictor, SwitchCosts]:
     Raises:
         ProfileError: too little was measured to predict from.
     """
+    try:
+        suffices(profile)
+    except ValueError as error:
+        raise ProfileError(f"the profile cannot predict: {error}; sweep again") from None
     predictor = Predictor(profile)
     return predictor, SwitchCosts(profile, predictor)

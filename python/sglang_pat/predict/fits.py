@@ -10,6 +10,8 @@ from scipy.optimize import nnls
 from sglang_pat.predict.profile import SwitchSample
 
 _ROUNDS = 30
+LEAST_SECONDS = 1e-9
+"""Nothing that is fitted is known better than this."""
 
 
 def robust_nnls(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
@@ -19,7 +21,7 @@ def robust_nnls(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     one that takes a second, repeated with samples beyond the median residual weighted down by how far they are (Huber's
     weights).
     """
-    each = np.maximum(np.abs(seconds), max(1e-3 * float(np.abs(seconds).max()), 1e-300))
+    each = np.maximum(np.abs(seconds), max(1e-3 * float(np.abs(seconds).max()), LEAST_SECONDS))
     features, seconds = features / each[:, None], seconds / each
     scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
     weights = np.ones(len(seconds))

@@ -9,11 +9,35 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
+
+from sglang_pat import files
+from sglang_pat.predict.checks import check
 
 VERSION = 2
 """Of the file's format."""
+
+MAKE_ONE = "make one with python -m profiler.sweep"
+
+Time = Annotated[float, Meta(ge=1e-9, le=3600.0)]
+"""Seconds of what takes some time: a step, a prefill."""
+Part = Annotated[float, Meta(ge=0.0, le=3600.0)]
+"""Seconds of what may take none."""
+Ranks = Annotated[int, Meta(ge=1, le=1024)]
+Count = Annotated[int, Meta(ge=1, le=1 << 16)]
+"""Of requests that there are."""
+Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
+"""Of a request."""
+Size = Annotated[int, Meta(ge=0, le=1 << 50)]
+"""Of bytes, and of the tokens of many requests."""
+Name = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=500)]
+"""One line."""
+Samples = Annotated[tuple[Time, ...], Meta(max_length=10_000)]
+MOST_POINTS = 4096
+"""Of a kind: a surface through more would take more memory than there is."""
 
 
 INFORMATIVE = ("kv_tokens", "max_running")
@@ -48,21 +72,21 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         sglang, torch, package: versions of SGLang, torch and sglang_pat.
     """
 
-    model: str
-    dtype: str
-    device: str
-    attention: str = "default"
-    num_ranks: int
-    base_tp: int
-    degrees: tuple[int, ...]
-    link: str
-    weights: str
-    kv_exchange: str = "direct"
-    kv_tokens: int
-    max_running: int
-    sglang: str
-    torch: str
-    package: str
+    model: Name
+    dtype: Name
+    device: Name
+    attention: Name = "default"
+    num_ranks: Ranks
+    base_tp: Ranks
+    degrees: tuple[Ranks, ...]
+    link: Name
+    weights: Name
+    kv_exchange: Name = "direct"
+    kv_tokens: Annotated[int, Meta(ge=1, le=1 << 40)]
+    max_running: Annotated[int, Meta(ge=1, le=1 << 24)]
+    sglang: Name
+    torch: Name
+    package: Name
 
 
 class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,23 +101,23 @@ class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
         samples: mean step time (seconds) of each measured window.
     """
 
-    tp: int
-    replicas: int
-    batch: int
-    context: int
-    seconds: float
-    samples: tuple[float, ...]
+    tp: Ranks
+    replicas: Ranks
+    batch: Count
+    context: Tokens
+    seconds: Time
+    samples: Samples
 
 
 class PrefillPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Time to prefill ``batch`` requests of ``length`` tokens on each of ``replicas`` replicas at once."""
 
-    tp: int
-    replicas: int
-    batch: int
-    length: int
-    seconds: float
-    samples: tuple[float, ...]
+    tp: Ranks
+    replicas: Ranks
+    batch: Count
+    length: Tokens
+    seconds: Time
+    samples: Samples
 
 
 class SwitchSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,24 +132,24 @@ class SwitchSample(msgspec.Struct, frozen=True, kw_only=True):
         phases: seconds by phase, slowest rank.
     """
 
-    from_tp: int
-    to_tp: int
-    requests: int
-    tokens: int
-    mode: str
-    moved_bytes: int
-    pause_seconds: float
-    prepare_seconds: float
-    phases: dict[str, float]
+    from_tp: Ranks
+    to_tp: Ranks
+    requests: Annotated[int, Meta(ge=0, le=1 << 24)]
+    tokens: Size
+    mode: Literal["migrate", "recompute"]
+    moved_bytes: Size
+    pause_seconds: Part
+    prepare_seconds: Part
+    phases: Annotated[dict[Name, Part], Meta(max_length=64)]
 
 
 class LayoutSetup(msgspec.Struct, frozen=True, kw_only=True):
     """One-time work for a layout at start, seconds: groups, model object and buffers, graphs."""
 
-    tp: int
-    groups_seconds: float
-    build_seconds: float
-    graphs_seconds: float
+    tp: Ranks
+    groups_seconds: Part
+    build_seconds: Part
+    graphs_seconds: Part
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,53 +165,54 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int = VERSION
-    kind: str = "measured"
+    kind: Literal["measured", "modelled"] = "measured"
     fingerprint: Fingerprint
-    machine: dict[str, str | int | float] = {}
+    machine: dict[Name, str | int | float] = {}
     sources: tuple[str, ...] = ()
     complete: bool = False
-    window: int = 60
-    grid: dict[str, list[int]] = {}
-    decode: tuple[DecodePoint, ...] = ()
-    prefill: tuple[PrefillPoint, ...] = ()
-    switches: tuple[SwitchSample, ...] = ()
+    window: Count = 60
+    grid: dict[Name, list[Tokens]] = {}
+    decode: Annotated[tuple[DecodePoint, ...], Meta(max_length=MOST_POINTS)] = ()
+    prefill: Annotated[tuple[PrefillPoint, ...], Meta(max_length=MOST_POINTS)] = ()
+    switches: Annotated[tuple[SwitchSample, ...], Meta(max_length=MOST_POINTS)] = ()
     setup: tuple[LayoutSetup, ...] = ()
 
 
-def load(path: str | os.PathLike) -> Profile:
-    """Read a profile.
+def load(path: str | os.PathLike, *, complete: bool = False) -> Profile:
+    """Read and check a profile: what this returns, everything that takes a profile works with.
+
+    Args:
+        complete: whether one of an interrupted sweep is refused.  It can be drawn and gone on with; to predict from it
+            (:func:`~sglang_pat.predict.cost.fitted`) there may be too little in it.
 
     Raises:
-        ProfileError: no such file, not a profile, or of another format version.
+        ProfileError: no such file, not a profile, of another format version, or a field that cannot be.
     """
     try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise ProfileError(f"profile {path}: {error.strerror}; make one with python -m profiler.sweep") from None
-    try:
-        found = msgspec.json.decode(data, type=dict)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProfileError(f"profile {path} is not JSON ({error}); make one with python -m profiler.sweep") from None
-    if found.get("version") != VERSION:
-        raise ProfileError(
-            f"profile {path} has format version {found.get('version')}, this package reads {VERSION}; sweep again"
-        )
-    try:
-        return msgspec.convert(found, Profile, strict=False)
-    except msgspec.ValidationError as error:
-        raise ProfileError(f"profile {path}: {error}; sweep again") from None
+        found = files.decode(files.read(path), dict[str, Any])
+        version = found.get("version")
+        if isinstance(version, int) and version != VERSION:
+            raise ValueError(f"has format version {version}, this package reads {VERSION}")
+        if version != VERSION:
+            raise files.wrong("version", version, f"expected {VERSION}, as profiles have it")
+        profile = files.convert(found, Profile)
+        check(profile)
+    except ValueError as error:
+        raise ProfileError(f"profile {path}: {error}; {MAKE_ONE}") from None
+    if complete:
+        check_complete(profile, path)
+    return profile
+
+
+def check_complete(profile: Profile, path: str | os.PathLike) -> None:
+    """Raise :class:`ProfileError` for one of an interrupted sweep."""
+    if not profile.complete:
+        raise ProfileError(f"profile {path} is of an interrupted sweep; run the same profiler.sweep again to finish it")
 
 
 def save(profile: Profile, path: str | os.PathLike) -> None:
     """Write a profile, whole or not at all."""
-    path = Path(path)
-    text = msgspec.json.format(msgspec.json.encode(profile), indent=1)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(text + b"\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    files.write(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n", path)
 
 
 def check_fits(profile: Profile, deployment: Fingerprint, path: str | os.PathLike = "") -> None:
@@ -199,5 +224,4 @@ def check_fits(profile: Profile, deployment: Fingerprint, path: str | os.PathLik
                 f"profile {path} was made for {name}={theirs!r}, this deployment has {ours!r}; "
                 "make one for it with python -m profiler.sweep"
             )
-    if not profile.complete:
-        raise ProfileError(f"profile {path} is of an interrupted sweep; run the same profiler.sweep again to finish it")
+    check_complete(profile, path)

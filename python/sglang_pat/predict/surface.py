@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+HAIR = 1e-14
+"""Some tens of times the rounding of a float."""
+
 
 class Surface:
     """PAT's latency model (section 4.2, Fig. 6), evaluated without a loop over queries.
@@ -17,8 +20,8 @@ class Surface:
     A query outside what was measured is continued, never clamped without a word (:meth:`inside` tells):
 
     * ``x`` beyond a curve's last knot: the last segment goes on, its slope floored at 0.
-    * ``x`` below the first knot: the first segment goes on, its slope kept between 0 and that of the line through
-      the origin, so that no time is negative.
+    * ``x`` below the first knot: the first segment goes on, its slope kept between 0 and a hair less than that of the
+      line through the origin, so that no time is negative, not even by rounding.
     * A curve of one knot takes both slopes from the nearest batch that has two; with no such batch it is flat.
     * Batches above the largest: the line through the last two batches at this ``x`` goes on, never below the
       largest batch's value.
@@ -99,5 +102,5 @@ def _end_slopes(index: int, curves: list[Curve], batches: np.ndarray) -> tuple[f
         return 0.0, 0.0
     near_x, near_y = donors[0]  # itself, if it has two knots
     slopes = np.diff(near_y) / np.diff(near_x)
-    through_origin = y[0] / x[0] if x[0] > 0 else np.inf
+    through_origin = (1 - HAIR) * y[0] / x[0] if x[0] > 0 else np.inf
     return float(np.clip(slopes[0], 0.0, through_origin)), float(max(slopes[-1], 0.0))

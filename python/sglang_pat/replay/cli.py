@@ -5,21 +5,38 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from sglang_pat.predict.profile import load
+from sglang_pat import files
+from sglang_pat.memory.demand import GIB
+from sglang_pat.predict.profile import Profile, load
 from sglang_pat.replay.compare import Machine, Work, check_policy, compare
-from sglang_pat.replay.log import replay_log
+from sglang_pat.replay.log import Replayed, replay_log
 from sglang_pat.replay.report import summary, table
-from sglang_pat.replay.shapes import NAMED, parse_shape
-from sglang_pat.replay.simulate import crowded
+from sglang_pat.replay.shapes import LONGEST, NAMED, parse_shape
+from sglang_pat.replay.simulate import SPACING, Batch, Run, crowded
+from sglang_pat.tools.commands import Parser, one_line, output_folder, writing
+from sglang_pat.tools.console import Speaker
+
+BOUNDS = {
+    "batch": (1, 1 << 16),
+    "prompt": (0, LONGEST),
+    "group": (1, 1 << 16),
+    "rounds": (1, 100_000),
+    "seed": (0, (1 << 63) - 1),
+}
+"""What the numbers of the command line may be."""
+
+MEMORY = 2 * GIB
+"""That a replay may need."""
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+    result = Parser(
         prog="python -m sglang_pat.replay",
         description="Simulate draining batches on a profile under several policies, or decide a log again (--log).",
     )
@@ -49,17 +66,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
     try:
+        args = parser().parse_args(argv)
         return _log(args) if args.log else _compare(args)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
 
 
 def _log(args: argparse.Namespace) -> int:
     """Exit code 1 if a decision came out differently."""
-    result = replay_log(args.log, args.profile)
+    result = Replayed()
+    with _speaker().showing(lambda: f"{result.decisions} decisions taken again"):
+        for result in replay_log(args.log, args.profile):  # noqa: B007 (shown while it goes on)
+            pass
     for line, logged, found in result.different[:10]:
         print(f"line {line}: the log says {logged}, this version {found}")
     same = result.decisions - len(result.different)
@@ -71,11 +91,11 @@ def _check(args: argparse.Namespace) -> list[str]:
     """The policies; ValueError with one line for whatever cannot be."""
     if not args.profile or not args.lengths:
         raise ValueError("give --profile and --lengths, or --log")
-    for name, low in (("batch", 1), ("prompt", 0), ("group", 1), ("rounds", 1), ("seed", 0)):
-        if getattr(args, name) < low:
-            raise ValueError(f"--{name} {getattr(args, name)}: must be at least {low}")
-    if args.limit is not None and args.limit < 1:
-        raise ValueError(f"--limit {args.limit}: must be at least 1")
+    for name, (low, high) in BOUNDS.items():
+        if not low <= getattr(args, name) <= high:
+            raise ValueError(f"--{name} {getattr(args, name)}: must be from {low} to {high}")
+    if args.limit is not None and not 1 <= args.limit <= LONGEST:
+        raise ValueError(f"--limit {args.limit}: must be from 1 to {LONGEST}")
     if not 0 <= args.rho <= 1:
         raise ValueError(f"--rho {args.rho}: must be from 0 to 1")
     policies = [name.strip() for name in args.policies.split(",") if name.strip()]
@@ -84,14 +104,46 @@ def _check(args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(policies))
 
 
+def check_memory(work: Work, profile: Profile, policies: int) -> None:
+    """Raise ValueError for what :func:`compare` would need too much memory for, as far as one can tell beforehand."""
+    dp = [profile.fingerprint.num_ranks // tp for tp in profile.fingerprint.degrees]
+    longest = work.shape.limit
+    # Of replay/simulate.py: moments at which something ends or is asked, and those at which a layout may change.
+    ends = min(work.batch, longest) + longest // 256 + 64
+    points = min(ends, longest // SPACING + longest // 256 + 64)
+    tables = 8 * (6 * ends * max(dp) + points * sum(dp))
+    kept = points * 256 * (work.rounds * (policies + 1) + len(dp) ** 2)
+    need = tables + kept + 256 * work.batch
+    if need > MEMORY:
+        raise ValueError(
+            f"--batch {work.batch}, --rounds {work.rounds}, responses of up to {longest} tokens: this needs "
+            f"{need / GIB:.0f} GiB of memory, {MEMORY // GIB} GiB are allowed; give a smaller batch, fewer rounds or a "
+            "lower --limit"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Followed(Work):
+    """Says which round is under way."""
+
+    begun: Callable[[int], None]
+
+    def batches(self) -> Iterator[Batch]:
+        for number, batch in enumerate(super().batches(), 1):
+            self.begun(number)
+            yield batch
+
+
 def _compare(args: argparse.Namespace) -> int:
-    policies = _check(args)
-    profile = load(args.profile)
+    policies, speaker = _check(args), _speaker()
+    if args.out:
+        output_folder(args.out)
+    profile = load(args.profile, complete=True)
     for name in policies:
         check_policy(name, tuple(profile.fingerprint.degrees))
     shape = parse_shape(args.lengths, args.limit)
-    machine = Machine(profile)
-    work = Work(
+    state = {"doing": "checking", "round": 0}
+    work = _Followed(
         shape=shape,
         batch=args.batch,
         rounds=args.rounds,
@@ -99,31 +151,37 @@ def _compare(args: argparse.Namespace) -> int:
         correlation=args.rho,
         group=args.group,
         seed=args.seed,
+        begun=lambda number: state.update(round=number),
     )
-    if args.out:
-        _folder(args.out)
-    console = Console(highlight=False)
-    warnings = dict.fromkeys(filter(None, (crowded(profile.fingerprint, batch) for batch in work.batches())))
+    check_memory(work, profile, len(policies))
+    machine = Machine(profile)
+    with speaker.showing(lambda: "{doing} round {round} of {rounds}".format(rounds=work.rounds, **state)):
+        warnings = dict.fromkeys(filter(None, (crowded(profile.fingerprint, batch) for batch in work.batches())))
+        state["doing"] = "simulating"
+        runs = compare(machine, work, [name for name in policies if name != "oracle"])
+    console = speaker.console
     if warnings:
         console.print(f"[yellow]note:[/] the batch {next(iter(warnings))}", soft_wrap=True)
-    runs = compare(machine, work, [name for name in policies if name != "oracle"])
     title = (
         f"{Path(args.profile).stem} ({profile.kind}), {shape.name}, limit {shape.limit}, batch {work.batch} in groups "
         f"of {work.group}, ρ={work.correlation}, prompt {work.prompt}, {work.rounds} rounds, seed {work.seed}"
     )
     console.print(table(runs, title))
     if args.out:
-        from sglang_pat.replay.picture import draw
-
-        draw(runs, title, args.out / "replay.png")
-        text = json.dumps({"title": title, "policies": summary(runs)}, indent=1)
-        (args.out / "replay.json").write_text(text + "\n")
+        _write(args.out, runs, title)
         console.print(f"wrote {args.out / 'replay.png'} and replay.json", soft_wrap=True)
     return 0
 
 
-def _folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {path}: {error.strerror}") from None
+def _write(folder: Path, runs: dict[str, list[Run]], title: str) -> None:
+    from sglang_pat.replay.picture import draw
+
+    text = json.dumps({"title": title, "policies": summary(runs)}, indent=1)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        draw(runs, title, folder / "replay.png")
+        files.write(text.encode() + b"\n", folder / "replay.json")
+
+
+def _speaker() -> Speaker:
+    return Speaker(Console(highlight=False))

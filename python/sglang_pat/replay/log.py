@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from sglang_pat.coordinator.decision_log import load_decision
+from sglang_pat import files
+from sglang_pat.coordinator import decision_log
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
-from sglang_pat.policies.snapshot import Decision
+from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
 from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import load
 
 TOLERANCE = 1e-9
 """Relative, of estimates: other versions of NumPy round the last digit differently."""
+
+MOST_LINE = 64 << 20
+"""Bytes; a line of 8,192 requests has half a million."""
 
 
 @dataclass
@@ -32,8 +38,71 @@ class Replayed:
     different: list[tuple[int, Decision, Decision]] = field(default_factory=list)
 
 
-def replay_log(path: Path, profile: str | None = None) -> Replayed:
-    """Decide again everything that ``path`` says was decided.
+class _Player:
+    """Takes the decisions again, line by line."""
+
+    def __init__(self, profile: str | None) -> None:
+        self._profile = profile
+        self._policy: Policy | None = None
+        self._profiled: Predictor | None = None
+        self._history = LengthHistory()
+        self.result = Replayed()
+
+    def play(self, number: int, line: bytes) -> None:
+        """Raises ValueError."""
+        event = files.decode(line, dict[str, Any])
+        kind = event.get("event")
+        if kind == "start":
+            self._start(decision_log.load_start(event))
+        elif self._policy is None:
+            raise ValueError("no start event before it")
+        elif kind == "length":
+            found = decision_log.load_length(event)
+            self._history.observe(found.length, found.family, found.finished)
+        elif kind == "decision":
+            snapshot, logged = decision_log.load_decision(event)
+            self._check_known(snapshot)
+            again = self._policy(snapshot, self._history)
+            self.result.decisions += 1
+            self.result.switches += logged.tp != snapshot.tp
+            if not _same(logged, again):
+                self.result.different.append((number, logged, again))
+
+    def _start(self, start: decision_log.Start) -> None:
+        self._profiled = costs = None
+        name = self._profile or start.profile
+        if name is not None:
+            try:
+                self._profiled, costs = fitted(load(name, complete=True))
+            except ValueError as error:
+                raise _Unusable(error) from None
+        self._policy = make_policy(
+            start.policy,
+            switch_at=start.switch_at,
+            predictor=self._profiled,
+            costs=costs,
+            max_running=start.max_running,
+        )
+        self._history = LengthHistory.from_dict(start.history)
+
+    def _check_known(self, snapshot: Snapshot) -> None:
+        """Raise ValueError for an engine that the profile is not of."""
+        if self._profiled is None:
+            return
+        ranks, degrees = self._profiled.num_ranks, self._profiled.degrees
+        if snapshot.num_ranks != ranks:
+            raise files.wrong("snapshot.num_ranks", snapshot.num_ranks, f"expected {ranks}, as the profile has")
+        if not set(snapshot.degrees) <= set(degrees):
+            known = ", ".join(map(str, degrees))
+            raise files.wrong("snapshot.degrees", (), f"expected some of {known}, which the profile has")
+
+
+class _Unusable(Exception):
+    """The profile of a log cannot be used."""
+
+
+def replay_log(path: Path, profile: str | None = None) -> Iterator[Replayed]:
+    """Decide again everything that ``path`` says was decided; what has come of it so far, after each line.
 
     Args:
         profile: file to use instead of the one that the log names.
@@ -41,62 +110,38 @@ def replay_log(path: Path, profile: str | None = None) -> Replayed:
     Raises:
         ValueError: not such a log, one line with the file and the line in it; or its profile cannot be used.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ValueError(f"--log {path}: {reason}") from None
-    policy, history, result = None, LengthHistory(), Replayed()
-    for number, line in enumerate(lines, 1):
+    player, number = _Player(profile), 0
+    for number, line, last in _lines(path):
         try:
-            event = json.loads(line)
-            kind = event["event"]
-            if kind == "start":
-                policy, history = _policy(event, profile)
-            elif policy is None:
-                raise ValueError("no start event before it")
-            elif kind == "length":
-                history.observe(event["length"], event["family"], event["finished"])
-            elif kind == "decision":
-                snapshot, logged = load_decision(event)
-                found = policy(snapshot, history)
-                result.decisions += 1
-                result.switches += logged.tp != snapshot.tp
-                if not _same(logged, found):
-                    result.different.append((number, logged, found))
+            player.play(number, line)
         except _Unusable as error:
             raise ValueError(str(error)) from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            # The end of a log is cut short when an engine is killed.
-            if number == len(lines) and isinstance(error, json.JSONDecodeError) and number > 1:
-                break
-            what = f"no {error}" if isinstance(error, KeyError) else error
-            raise ValueError(f"--log {path}, line {number}: not a decision log ({what})") from None
-    if policy is None:
-        raise ValueError(f"--log {path}: empty")
-    return result
-
-
-class _Unusable(Exception):
-    """The profile of a log cannot be read."""
-
-
-def _policy(event: dict, profile: str | None):
-    predictor = costs = None
-    name = profile or event["profile"]
-    if name is not None:
-        try:
-            predictor, costs = fitted(load(name))
         except ValueError as error:
-            raise _Unusable(error) from None
-    policy = make_policy(
-        event["policy"],
-        switch_at=event["switch_at"],
-        predictor=predictor,
-        costs=costs,
-        max_running=event["max_running"],
-    )
-    return policy, LengthHistory.from_dict(event["history"])
+            # The end of a log is cut short when an engine is killed.
+            if last and number > 1 and isinstance(error, files.NotJson):
+                break
+            raise ValueError(f"--log {path}, line {number}: {error}; give a decision log (--pat-log)") from None
+        yield player.result
+    if number == 0:
+        raise ValueError(f"--log {path}: empty")
+    yield player.result
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
+    """Lines that are not empty, from 1, each with whether it is the last; one at a time, as logs may be long."""
+    try:
+        with open(path, "rb") as file:
+            line, number = file.readline(MOST_LINE + 1), 1
+            while line:
+                if len(line) > MOST_LINE:
+                    allowed = f"at most {MOST_LINE >> 20} MiB are allowed"
+                    raise ValueError(f"--log {path}, line {number}: {len(line)} bytes or more, {allowed}")
+                following = file.readline(MOST_LINE + 1)
+                if line.strip():
+                    yield number, line, not following
+                line, number = following, number + 1
+    except OSError as error:
+        raise ValueError(f"--log {path}: {error.strerror}; give a decision log") from None
 
 
 def _same(a: Decision, b: Decision) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.special import ndtr, ndtri
+
+from sglang_pat import files
 
 NAMED = {
     "deepscaler": "lognormal:7.919,0.885,24576",
@@ -18,6 +20,10 @@ NAMED = {
 """Shapes reported by others.  deepscaler: PAT's Llama-3.1-8B (10.85% above 8K, 2.18% above 16K).  rollpacker: Fig. 2,
 median 580, P75 930, 1% at the cap of 16K (max 28 times the median).  sft: slime #1450, median 680, mean 2,806, max
 61,565.  partial-rollout: verl, 97% below 80K, max 160K (sigma 1 is our guess)."""
+
+
+LONGEST = 1 << 22
+"""Tokens of a response; policies tell no longer ones apart."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,9 @@ def parse_shape(text: str, limit: int | None = None) -> Shape:
         if len(values) != len(names) or not np.isfinite(values).all():
             raise ValueError(f"--lengths {text}: give {kind}:{','.join(names)} as numbers")
         mu, sigma, cap, atom = (*values, 0.0)[:4]
-        if sigma < 0 or cap < 1 or not 0 <= atom < 1:
-            raise ValueError(f"--lengths {text}: sigma >= 0, cap >= 1 and 0 <= probability < 1 are needed")
+        if sigma < 0 or not 1 <= cap <= LONGEST or not 0 <= atom < 1:
+            allowed = f"sigma >= 0, cap from 1 to {LONGEST} and 0 <= probability < 1 are needed"
+            raise ValueError(f"--lengths {text}: {allowed}")
         return Shape(text, limit or int(cap), mu, sigma, atom)
     samples = np.sort(read_lengths(Path(text)))
     return Shape(Path(text).name, limit or int(samples[-1]), samples=samples)
@@ -94,32 +101,31 @@ def read_lengths(path: Path) -> np.ndarray:
     Raises:
         ValueError: one line that names the file, and the line in it.
     """
-    allowed = f"a file, one of {', '.join(NAMED)}, lognormal:mu,sigma,cap or body-atom:mu,sigma,cap,probability"
+    allowed = f"give a file, one of {', '.join(NAMED)}, lognormal:mu,sigma,cap or body-atom:mu,sigma,cap,probability"
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ValueError(f"--lengths {path}: {reason}; give {allowed}") from None
-    if text.lstrip().startswith("["):
-        try:
-            entries = list(enumerate(json.loads(text), 1))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--lengths {path}: not JSON ({error})") from None
-        where = "entry"
-    else:
-        entries, where = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()], "line"
-    lengths = [_length(entry, f"--lengths {path}, {where} {number}") for number, entry in entries]
+        data = files.read(path)
+        whole = data.lstrip().startswith(b"[")
+        entries = files.decode(data, list[Any]) if whole else data.splitlines()
+    except ValueError as error:
+        raise ValueError(f"--lengths {path}: {error}; {allowed}") from None
+    lengths = [
+        _length(entry, f"--lengths {path}, {'entry' if whole else 'line'} {number}")
+        for number, entry in enumerate(entries, 1)
+        if whole or entry.strip()
+    ]
     if not lengths:
         raise ValueError(f"--lengths {path}: no lengths in it")
     return np.array(lengths, dtype=np.int64)
 
 
-def _length(entry, where: str) -> int:
+def _length(entry: Any, where: str) -> int:
     try:
-        value = json.loads(entry) if isinstance(entry, str) else entry
+        value: Any = files.decode(entry, object) if isinstance(entry, bytes) else entry
         value = value["length"] if isinstance(value, dict) else value
-        if isinstance(value, bool) or int(value) != value or not 1 <= value < 2**40:
+        if isinstance(value, bool) or int(value) != value or not 1 <= value <= LONGEST:
             raise ValueError
     except (ValueError, TypeError, KeyError, OverflowError):
-        raise ValueError(f"{where}: {str(entry)[:40]!r} is not a length (a positive whole number of tokens)") from None
+        shown = entry.decode(errors="replace") if isinstance(entry, bytes) else str(entry)
+        allowed = f"a whole number of tokens from 1 to {LONGEST}"
+        raise ValueError(f"{where}: {shown[:40]!r} is not a length ({allowed})") from None
     return int(value)

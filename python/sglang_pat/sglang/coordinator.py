@@ -179,7 +179,7 @@ def load_policy(config: AdaptiveConfig) -> Policy:
     """
     predictor = costs = None
     if config.profile is not None:
-        predictor, costs = fitted(load(config.profile))
+        predictor, costs = fitted(load(config.profile, complete=True))
     return make_policy(
         config.policy,
         switch_at=config.switch_at,

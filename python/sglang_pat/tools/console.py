@@ -6,11 +6,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.markup import escape
+from rich.text import Text
 
 WIDTH = 120
 """Columns of what is not a terminal."""
+
+LINE_SECONDS = 10.0
+"""How often a plain line says how far something is."""
 
 
 def make() -> Console:
@@ -36,6 +41,17 @@ class Speaker:
                 yield
         else:
             self.say(f"{what} ...")
+            yield
+
+    @contextmanager
+    def showing(self, line: Callable[[], str], live: Callable[[], RenderableType] | None = None) -> Iterator[None]:
+        """Say how far something is while it goes on; ``live``: in place of ``line`` on a terminal."""
+        if self.console.is_terminal:
+            shown = live or (lambda: Text(line()))
+            with Live(get_renderable=shown, refresh_per_second=4, console=self.console, transient=True):
+                yield
+            return
+        with self.saying(line, LINE_SECONDS):
             yield
 
     @contextmanager

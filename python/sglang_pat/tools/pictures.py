@@ -6,6 +6,7 @@ A picture's title is its message: a sentence that is computed from what is drawn
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
 from textwrap import fill
 
@@ -13,10 +14,13 @@ import matplotlib
 import matplotlib.ticker
 
 matplotlib.use("Agg")
+matplotlib.rcParams["text.parse_math"] = False  # names in a profile are names, whatever is in them
 
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+
+from sglang_pat import files  # noqa: E402
 
 BLUE, ORANGE, GREEN, PURPLE, RED, BROWN = "#2f6db5", "#ee8a2c", "#3a9a74", "#8a5bb5", "#b3202c", "#7a6a58"
 STEEL, PALE_PURPLE, GREY = "#9fb4cc", "#c8b6d9", "#8c9aa8"
@@ -119,11 +123,15 @@ def footer(figure: Figure, text: str, share: float = 1.0) -> None:
 
 def save(figure: Figure, path: Path) -> Path:
     """Write ``figure``, whole or not at all, and release it."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    files.write(drawn(figure, path.suffix.removeprefix(".") or "png"), path)
+    return path
+
+
+def drawn(figure: Figure, form: str = "png") -> bytes:
+    """``figure`` as the content of a file; it is released."""
+    content = BytesIO()
     try:
-        figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=DPI, facecolor="white")
-        temporary.replace(path)
+        figure.savefig(content, format=form, dpi=DPI, facecolor="white")
     finally:
         plt.close(figure)
-        temporary.unlink(missing_ok=True)
-    return path
+    return content.getvalue()

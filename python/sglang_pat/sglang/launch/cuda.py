@@ -12,9 +12,9 @@ import os
 from typing import TYPE_CHECKING
 
 from sglang_pat.policies.batches import graph_sizes, largest_batch
-from sglang_pat.predict import profile as profiles
 
 if TYPE_CHECKING:
+    from sglang_pat.predict.profile import Profile
     from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 
 logger = logging.getLogger(__name__)
@@ -40,21 +40,20 @@ def refuse_graphs(args: AdaptiveServerArgs) -> None:
         )
 
 
-def settled(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
-    """``args`` with what is decided here; on CUDA it is said as well.  The profile, if there is one, fits."""
+def settled(args: AdaptiveServerArgs, profile: Profile | None) -> AdaptiveServerArgs:
+    """``args`` with what is decided here; on CUDA it is said as well.  ``profile``: of this deployment."""
     view = copy.copy(args)
-    view.pat_graph_sizes = _graph_sizes(args)
+    view.pat_graph_sizes = _graph_sizes(args, profile)
     if args.device == "cuda":
         for line in lines(view):
             logger.warning(line)
     return view
 
 
-def _graph_sizes(args: AdaptiveServerArgs) -> dict[int, list[int]]:
+def _graph_sizes(args: AdaptiveServerArgs, profile: Profile | None) -> dict[int, list[int]]:
     """Batch sizes with a decode graph, by degree; the base layout's are SGLang's own."""
     config = args.adaptive_config()
     captured = list(args.cuda_graph_bs or ())
-    profile = profiles.load(config.profile) if config.profile is not None else None
     tails = {
         layout.tp: graph_sizes(captured, largest_batch(config, layout.tp, profile)) for layout in config.layouts[1:]
     }

@@ -11,8 +11,7 @@ from sglang_pat.comm import shm
 from sglang_pat.coordinator import schedule
 from sglang_pat.messages import ScheduleEntry
 from sglang_pat.predict import profile as profiles
-from sglang_pat.predict.cost import fitted
-from sglang_pat.predict.profile import Fingerprint, ProfileError
+from sglang_pat.predict.profile import Fingerprint, Profile
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 from sglang_pat.version import __version__
 
@@ -61,19 +60,21 @@ def first_schedule(args: AdaptiveServerArgs) -> list[ScheduleEntry] | None:
     return entries
 
 
-def check_files(args: AdaptiveServerArgs) -> None:
-    """Raise ``ValueError`` unless ``--pat-profile`` is of this deployment, ``--pat-schedule`` a schedule for it, and
-    ``--pat-log`` can be written."""
+def check_files(args: AdaptiveServerArgs) -> Profile | None:
+    """The profile of ``--pat-profile``.
+
+    Raises:
+        ValueError: it is not of this deployment, ``--pat-schedule`` not a schedule for it, or ``--pat-log`` cannot be
+            written.
+    """
     first_schedule(args)
+    profile = None
     if args.pat_profile is not None:
         profile = profiles.load(args.pat_profile)
         profiles.check_fits(profile, deployment(args), args.pat_profile)
-        try:
-            fitted(profile)
-        except ProfileError as error:
-            raise ProfileError(f"profile {args.pat_profile}: {error}") from None
     if args.pat_log is not None:
         try:
             open(args.pat_log, "ab").close()
         except OSError as error:
             raise ValueError(f"--pat-log {args.pat_log}: {error.strerror}; give a file that can be written") from None
+    return profile

@@ -9,17 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_pat.memory.estimate import read_config
+from sglang_pat.predict.profile import load
 
 GRPC_OFFSET, MAX_PORT = 10_000, 65_535
 
 
 def check_command_line(argv: Sequence[str]) -> None:
-    """Raise ``ValueError`` for a model or a port that cannot be used; everything else is for later.
+    """Raise ``ValueError`` for a model, a profile or a port that cannot be used; everything else is for later.
 
     A configuration file may say otherwise: with ``--config`` nothing is looked at here.
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--model-path", "--model")
+    parser.add_argument("--pat-profile")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30_000)
     if {"--config", "-h", "--help"} & {arg.split("=", 1)[0] for arg in argv}:
@@ -30,6 +32,8 @@ def check_command_line(argv: Sequence[str]) -> None:
         return
     if found.model_path is not None:
         check_model_path(found.model_path)
+    if found.pat_profile is not None:
+        load(found.pat_profile, complete=True)
     check_port(found.host, found.port)
 
 

@@ -35,8 +35,7 @@ def ready(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     if args.pat_base_tp:
         return args
     check_sglang()
-    check_files(args)
-    args = cuda.settled(args)
+    args = cuda.settled(args, check_files(args))
     private_folder()
     check_shared_memory(args.adaptive_config())
     return outer_view(planned(args))

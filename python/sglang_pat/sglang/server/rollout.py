@@ -228,7 +228,7 @@ class Rollouts:
         config = args.adaptive_config()
         start = config.base.tp
         if args.pat_profile is not None:
-            profile, state = profiles.load(args.pat_profile), round_.admitter.state
+            profile, state = profiles.load(args.pat_profile, complete=True), round_.admitter.state
             prompt = mean(len(group.prompt["input_ids"]) for group in (*state.round.groups, *state.fresh))
             samples = rules.num_prompts * rules.num_responses
             start = profiled_degree(Predictor(profile), profile.fingerprint, samples, prompt, limit)

@@ -1,10 +1,11 @@
-"""What the three commands have in common: bad input is one line on stderr and exit code 2."""
+"""What commands have in common: bad input is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -55,3 +56,16 @@ def output_folder(path: Path) -> Path:
                 raise UsageError(f"--out {path}: {part} is not a folder")
             break
     return path
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """While outputs are written to ``path``.
+
+    Raises:
+        UsageError: the system does not let them be.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--out {path}: {error.strerror or error}; give another place") from None

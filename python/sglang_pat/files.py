@@ -1,0 +1,128 @@
+"""Files that others wrote: read up to a size, checked, refused in one line.  Ours: whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+MOST_BYTES = 16 << 20
+"""Of a file that is read as a whole, unless told otherwise."""
+
+SHOWN = 60
+"""Most characters of a value in a message."""
+
+Kind = TypeVar("Kind")
+
+_WHERE = re.compile(r" - at `(key in )?\$?(.*)`$")
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+
+
+class NotJson(ValueError):
+    """Not JSON, or not all of it."""
+
+
+def read(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        ValueError: it cannot be read, or has more than ``most`` bytes; the message does not name the file.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from None
+    if len(data) > most:
+        raise ValueError(f"larger than {most >> 20} MiB, the most that is read")
+    if not data.strip():
+        raise ValueError("empty")
+    return data
+
+
+def decode(data: bytes | str, kind: type[Kind]) -> Kind:
+    """JSON as a value of ``kind``.
+
+    Raises:
+        NotJson: no JSON.
+        ValueError: not of this type: which field, what is there, what is expected.
+    """
+    try:
+        return convert(msgspec.json.decode(data), kind)
+    except msgspec.DecodeError as error:
+        raise NotJson(f"not JSON: {_plain(str(error).removeprefix('JSON is malformed: '))}") from None
+    except UnicodeDecodeError:
+        raise NotJson("not JSON: not UTF-8") from None
+    except RecursionError:
+        raise NotJson("not JSON: nested too deeply") from None
+
+
+def convert(value: Any, kind: type[Kind], dec_hook: Callable[[type, Any], Any] | None = None) -> Kind:
+    """A value of plain JSON values as one of ``kind``; ``dec_hook``: as msgspec's.
+
+    Raises:
+        ValueError: as :func:`decode` for what is not of the type.
+    """
+    try:
+        return msgspec.convert(value, kind, dec_hook=dec_hook, str_keys=True)
+    except msgspec.ValidationError as error:
+        said = str(error)
+    except OverflowError as error:
+        raise ValueError(f"a number in it is too large: {error}") from None
+    found = _WHERE.search(said)
+    what = _plain(said[: found.start()] if found else said)
+    if found is None:
+        raise ValueError(what)
+    raise wrong(found.group(2).lstrip("."), _at(value, found.group(2)), what)
+
+
+def wrong(field: str, given: Any, expected: str) -> ValueError:
+    """The error of a field: what it is, and what was expected; of lists and objects only the latter."""
+    if given is None or isinstance(given, bool | int | float | str):
+        shown = msgspec.json.encode(given).decode() if not isinstance(given, int) else str(given).lower()
+        shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
+        return ValueError(f"{field} is {shown}: {expected}")
+    return ValueError(f"{field}: {expected}")
+
+
+def _plain(said: str) -> str:
+    """What msgspec says, as part of a sentence."""
+    said = " ".join(said.replace("`", "").split())
+    return said[:1].lower() + said[1:]
+
+
+def _at(value: Any, path: str) -> Any:
+    """What is at a path such as ``.decode[3].batch``; an empty list if that cannot be told."""
+    end = 0
+    for step in _STEP.finditer(path):
+        if step.start() != end:
+            return []
+        name, place = step.groups()
+        try:
+            value = value[name] if name is not None else value[int(place)]
+        except (TypeError, KeyError, IndexError):
+            return []
+        end = step.end()
+    return value if end == len(path) else []
+
+
+def write(data: bytes, path: str | os.PathLike) -> None:
+    """Write a file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; what was there is still there.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
