@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -63,3 +64,37 @@ def test_both_watchdogs_count_so(scheduler, monkeypatch):
     assert all(old != new for old, new in zip(
         before, (scheduler.watchdog.get_counter(), scheduler.soft_watchdog.get_counter()), strict=True
     ))  # fmt: skip
+
+
+class Batch:
+    """As much of a batch as the loop keeps of it."""
+
+    def __init__(self, *ended: bool) -> None:
+        self.reqs = [SimpleNamespace(finished=lambda ended=ended: ended, req_pool_idx=1) for ended in ended]
+        self.forward_mode = SimpleNamespace(is_extend=lambda: False)
+
+    def is_empty(self) -> bool:
+        return not self.reqs
+
+    def filter_batch(self) -> None:
+        self.reqs = [req for req in self.reqs if not req.finished()]
+
+
+@pytest.mark.parametrize("ended", [(True, True), (True, False)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_flush_right_after_the_last_answer(scheduler, monkeypatch, ended, overlap):
+    """What has ended in the last step is not pending; what has not is, and is left alone."""
+    batch, processed = Batch(*ended), []
+    scheduler.running_batch = scheduler.last_batch = scheduler.cur_batch = batch
+    scheduler.waiting_queue, scheduler.chunked_req, scheduler.return_health_check_ipcs = [], None, []
+    scheduler.enable_overlap, scheduler.result_queue = overlap, deque([("step", "result")] if overlap else [])
+    scheduler.process_batch_result = lambda *step: processed.append(step)
+    scheduler.load = SimpleNamespace(forget=lambda: None, send=lambda *_: None)
+    # As SGLang tells that nothing is pending.
+    monkeypatch.setattr(
+        stock.Scheduler, "flush_cache",
+        lambda self, _: self.running_batch.is_empty() and not self.last_batch and not self.result_queue,
+    )  # fmt: skip
+    assert scheduler.flush_cache() == all(ended)
+    assert processed == ([("step", "result")] if overlap and all(ended) else [])
+    assert len(batch.reqs) == (0 if all(ended) else 2)

@@ -263,9 +263,9 @@ class RoundUnderWay:
                 self._starting.waits(group)
 
     def _ask(self) -> list[Action]:
-        """For prompts, where some could be started that are not there."""
+        """For prompts, where some could be started that are not there: so many were useless."""
         round_ = self.round
-        if self._dry or self.more or self._has_fresh:
+        if not self._rules.filter_groups or self._dry or self.more or self._has_fresh:
             return []
         lacks = min(self._starting.places(self._alive), round_.room) - round_.asked
         if lacks <= 0:

@@ -48,7 +48,7 @@ from sglang_pat.sglang.rank.isolation import IsolatingDispatcher
 from sglang_pat.sglang.rank.layouts import LayoutRuntime, Layouts
 from sglang_pat.sglang.rank.load_reports import LoadReporter, StepTrace, register
 from sglang_pat.sglang.rank.runner import AdaptiveTpModelWorker
-from sglang_pat.sglang.switch import requests
+from sglang_pat.sglang.switch import live, requests
 from sglang_pat.sglang.switch.compiled import CompiledGrammars
 from sglang_pat.sglang.switch.executor import SwitchExecutor
 from sglang_pat.switch.gate import StepGate
@@ -319,6 +319,10 @@ class AdaptiveScheduler(Scheduler):
         # A pause of the mode "retract" leaves requests that wait and hold no KV.  SGLang says that the cache can be
         # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.
         waiting = self.waiting_queue
+        if live.all_ended(self):
+            # They have been answered, and SGLang would still count them: a flush that comes before its next turn, and
+            # a weight update with it, would fail.
+            live.drain(self)
         if self._engine_paused and all(req.req_pool_idx is None for req in waiting):
             self.waiting_queue = []
         try:

@@ -38,6 +38,12 @@ def drain(scheduler: AdaptiveScheduler) -> None:
         scheduler.maybe_send_health_check_signal()
 
 
+def all_ended(scheduler: AdaptiveScheduler) -> bool:
+    """Whether all requests that SGLang's loop has in a batch have ended in the last step."""
+    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+    return any(batch.reqs for batch in batches) and all(req.finished() for batch in batches for req in batch.reqs)
+
+
 def requests_of(scheduler: AdaptiveScheduler) -> tuple[list[Req], list[Req]]:
     """``(decoding, waiting)`` after :func:`drain`; a half-prefilled request counts as waiting."""
     chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
