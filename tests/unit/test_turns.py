@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
@@ -283,6 +284,53 @@ def test_partial_goes_on_in_the_turn_in_which_it_was_interrupted():
         # Asked for the first turn again after each interruption, with the whole turn though it came in pieces.
         assert [(turn.number, len(turn.said)) for turn in tools.turns] == [(0, 20)] * 3 + [(1, 50)]
         assert not mine.state.waiting and not mine.state.fresh
+
+    run(test)
+
+
+@pytest.mark.parametrize("mode", ["strict", "reorder", "partial"])
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_interrupts_them_samples_are_as_if_nothing_had(mode, seed):
+    """Random turns, slow and fast tools, rounds that are cancelled at any moment: each response is what it would be in
+    one piece, its generated tokens have versions in order, and no prompt is lost or comes twice."""
+
+    async def test() -> None:
+        chance = random.Random(seed)
+        scripts = [[chance.randint(1, 12) for _ in range(chance.randint(1, 4))] for _ in range(12)]
+        rules = {"num_prompts": 3, "num_responses": 2, "eta_prompts": 1.5, "max_staleness": 99, "max_deferrals": 3}
+        mine, engine, returned = admitter(*scripts, mode=mode, **rules), Played(), {}
+
+        async def environment(turn: Turn) -> list[int] | None:
+            for _ in range(chance.randint(0, 9)):
+                await asyncio.sleep(0)
+            return [TOOL] * (1 + turn.number) if turn.number + 1 < len(scripts[turn.sample.index]) else None
+
+        for version in range(200):
+            if not (mine.state.fresh or mine.state.waiting):
+                break
+            round_ = begun(mine, engine, environment, version=version)
+            if cancelled := chance.random() < 0.4:
+                for _ in range(chance.randint(0, 40)):
+                    await asyncio.sleep(0)
+                round_.cancel()
+            events = await all_of(round_)
+            assert not engine.running
+            if not (cancelled and events[-1].cancelled):
+                for group in events[:-1]:
+                    assert returned.setdefault(group.index, group) is group
+            mine = saved.loads(saved.dumps(mine))
+        assert sorted(returned) == list(range(12))
+        for index, group in returned.items():
+            wanted = []
+            for number, length in enumerate(scripts[index]):
+                wanted += [TOOL] * number + [SAID] * (length - 1) + [END]
+            for sample in group.kept():
+                output = sample.output
+                assert output.token_ids == wanted and output.finish_reason == "stop"
+                assert output.mask() == [token != TOOL for token in wanted]
+                assert output.tokens == sum(scripts[index])
+                versions = [version for version in output.versions() if version is not None]
+                assert versions == sorted(versions) and (mode == "partial" or len(set(versions)) == 1)
 
     run(test)
 

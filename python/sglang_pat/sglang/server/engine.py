@@ -213,7 +213,15 @@ class Engine(RolloutCalls, AdaptiveEngine):
         For measurements only (PAT section 4.2): step times do not depend on what is in the KV, but the answers to
         such prompts mean nothing until ``flush_cache()``.  A switch forgets them.
         """
-        self.tokenizer_manager.pat_inject_prefixes(prompts)
+
+        async def inject() -> None:
+            self.tokenizer_manager.pat_inject_prefixes(prompts)
+
+        # Its sockets are the loop's: only who runs the loop may use them.
+        if asyncio._get_running_loop() is self.loop:
+            self.tokenizer_manager.pat_inject_prefixes(prompts)
+        else:
+            self._await(inject())
 
     def deployment(self) -> Fingerprint:
         """What a profile taken on this engine holds for."""
