@@ -25,7 +25,9 @@ border-bottom: 1px solid $grid; font-size: 0.9em; vertical-align: top; } td.n, t
 """).substitute(line=pictures.LINE, faint=pictures.FAINT, red=pictures.RED, grid=pictures.GRID)
 
 
-def build(view: View, figures: Sequence[tuple[str, str, Path]], accuracy: list[dict], extra: list[dict] = ()) -> str:
+def build(
+    view: View, figures: Sequence[tuple[str, str, Path]], accuracy: list[dict], extra: Sequence[dict] = ()
+) -> str:
     """The page.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang_pat.admission.records import Summary
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.messages import SwitchRecord
 
@@ -92,8 +93,8 @@ class RolloutMetrics:
         self._jobs.add(job)
         return job
 
-    def observe(self, job: str, summary, engine: dict[str, int]) -> None:
-        """``summary``: an ``admission.records.Summary``; ``engine``: what it held afterwards."""
+    def observe(self, job: str, summary: Summary, engine: dict[str, int]) -> None:
+        """``engine``: what it held afterwards."""
         job = self._label(job)
         self._rounds.labels(job, summary.kind, "cancelled" if summary.cancelled else "done").inc()
         self._thrown.labels(job).inc(summary.thrown)

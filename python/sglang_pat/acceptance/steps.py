@@ -206,7 +206,7 @@ def step_times(bench: Bench) -> Result:
         rows.append([str(total), *(f"{found[f'{total} tp{tp}'] * 1e3:.2f}" for tp in degrees)])
     one = {tp: worker.do(commands.step, tp=tp, batch=1, context=256, steps=24) for tp in degrees}
     rows.append(["1 a replica", *(f"{seconds * 1e3:.2f}" for seconds in one.values())])
-    best = min(one, key=one.get)
+    best = min(one, key=lambda tp: one[tp])
     line = f"one request a replica: tp{best} is {one[1] / one[best]:.2f} times as fast as tp1"
     figures = {"steps": found, "one": {str(tp): seconds for tp, seconds in one.items()}}
     return Result(verdict="measured", line=line, rows=rows, figures=figures)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.live import Live
 from rich.text import Text
@@ -44,7 +45,7 @@ class Display(Speaker):
     def following(self, progress: Progress) -> Iterator[None]:
         """While a run is under way."""
         if self.console.is_terminal:
-            live = dict(refresh_per_second=FRAMES_PER_SECOND, console=self.console, transient=True)
+            live: dict[str, Any] = dict(refresh_per_second=FRAMES_PER_SECOND, console=self.console, transient=True)
             with Live(get_renderable=lambda: Text("  " + line(progress, time.time())), **live):
                 yield
         else:

@@ -349,7 +349,7 @@ class AdaptiveScheduler(Scheduler):
 
     # -- SGLang's profiler ---------------------------------------------------------------------------
 
-    def profile(self, recv_req: ProfileReq) -> ProfileReqOutput:
+    def profile(self, recv_req: ProfileReq) -> ProfileReqOutput | None:
         if recv_req.merge_profiles:
             # Nobody waits until the last rank has written its file.
             advice = "merge_profiles: not with --adaptive-tp; leave it out, each rank writes a trace of its own"
