@@ -238,10 +238,8 @@ def build_exchange(move: Move) -> Exchange:
     own = slices[rank, rank]
     kept, of_plan = move.leaving(new.group_of(rank)), move.coming(old.group_of(rank))
     place, stays = _place(move, own, kept, of_plan)
-    send: list[np.ndarray] = []
-    recv: list[np.ndarray] = []
-    send_heads: list[int] = []
-    recv_heads: list[int] = []
+    send, recv = list[np.ndarray](), list[np.ndarray]()
+    send_heads, recv_heads = list[int](), list[int]()
     empty = np.empty(0, dtype=np.int64)
     for peer in members:
         out = slices.get((rank, peer)) if peer != rank else None
