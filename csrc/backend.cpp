@@ -1,3 +1,5 @@
+// What torch.distributed calls: each collective checks its tensors, makes them spans of bytes and calls Group.
+// One file because it is one class, and torch.distributed wants all of its methods.
 #include "backend.h"
 
 #include <ATen/ATen.h>

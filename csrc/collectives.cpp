@@ -1,4 +1,5 @@
 // The collectives of Group, see group.h for the step protocol.
+// One file because they are variations of one scheme, and are checked against each other when that changes.
 #include <algorithm>
 #include <cstring>
 

@@ -18,7 +18,7 @@ def throughput_figure(
     axes.plot(remaining, [curve[n][0] for n in remaining], "o", color=color, ms=5, label="measured")
     axes.plot(remaining, [curve[n][1] for n in remaining], color=pictures.LINE, linewidth=1.4, label="predicted")
     axes.set_xlim(max(remaining) + 0.5, min(remaining) - 0.5)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylim(bottom=0)
     pictures.labels(axes, "requests remaining", "tokens/s of the engine")
     pictures.title(axes, curve_title(layout, row))

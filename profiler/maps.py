@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 from matplotlib.colors import ListedColormap
@@ -101,7 +102,9 @@ def switch_costs(view: View) -> Figure | None:
     axes.plot(pauses, range(len(shown)), "|", color=pictures.LINE, ms=13, mew=2, label="the whole pause")
     ahead = np.array([1e3 * np.median([s.prepare_seconds for s in samples]) for _, samples in shown])
     if ahead.max() > 0.02 * left.max():
-        style_ahead = dict(facecolor="white", edgecolor=pictures.FAINT, hatch="////", linewidth=0.6, height=0.72)
+        style_ahead: dict[str, Any] = dict(
+            facecolor="white", edgecolor=pictures.FAINT, hatch="////", linewidth=0.6, height=0.72
+        )
         axes.barh(range(len(shown)), ahead, left=left, label="prepare, ahead of the pause", **style_ahead)
     names = [
         f"tp{low}→tp{high}, {requests} req, {tokens} tok" + ("" if mode == "migrate" else f", {mode}")

@@ -4,8 +4,13 @@ The package itself imports neither ``torch`` nor ``sglang``; everything heavy is
 loaded on first use, so ``launch_server`` without ``--adaptive-tp`` is plain SGLang.
 """
 
+from typing import TYPE_CHECKING
+
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.version import __version__
+
+if TYPE_CHECKING:
+    from sglang_pat.sglang.server.engine import Engine
 
 __all__ = ["Engine", "ParallelLayout", "__version__"]
 

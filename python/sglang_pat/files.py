@@ -26,7 +26,7 @@ class NotJson(ValueError):
     """Not JSON, or not all of it."""
 
 
-def read(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
+def read(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """The bytes of a file.
 
     Raises:
@@ -110,7 +110,7 @@ def _at(value: Any, path: str) -> Any:
     return value if end == len(path) else []
 
 
-def write(data: bytes, path: str | os.PathLike) -> None:
+def write(data: bytes, path: str | os.PathLike[str]) -> None:
     """Write a file, whole or not at all.
 
     Raises:

@@ -3,13 +3,15 @@
 Plain msgspec structs with an explicit encoding.  Requests that travel through SGLang's
 own input sockets (``Prepare``, ``Switch``) are carried by SGLang's transport, which
 broadcasts them inside each TP group; everything a rank sends to the coordinator is encoded
-here.  It is one file because it is one protocol: its messages hold one another, and whoever
-writes one end reads the other.
+here.
+
+One file because it is one protocol: its messages hold one another, and whoever writes one
+end reads the other.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import msgspec
 
@@ -232,7 +234,7 @@ class TraceReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Steps of all ranks in the order of their ends; each a dict of :class:`Step`'s fields and ``rank``."""
 
     query_id: int
-    steps: list[dict]
+    steps: list[dict[str, Any]]
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -271,7 +273,7 @@ class StatusQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class StatusReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     query_id: int
-    status: dict
+    status: dict[str, Any]
 
 
 class Reconfigure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -288,7 +290,7 @@ class ReconfigureReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     query_id: int
     code: int
     message: str = ""
-    record: dict | None = None
+    record: dict[str, Any] | None = None
 
 
 class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -364,7 +366,9 @@ def kind_of(data: bytes) -> str:
         content = msgspec.msgpack.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "unreadable"
-    kind = content.get("type") if isinstance(content, dict) else None
+    if not isinstance(content, dict):
+        return "unreadable"
+    kind = cast("dict[Any, Any]", content).get("type")
     return kind if isinstance(kind, str) and kind in _KINDS else "unreadable"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang_pat.admission.records import Summary
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.messages import SwitchRecord
 
@@ -92,12 +93,12 @@ class RolloutMetrics:
         self._jobs.add(job)
         return job
 
-    def taken_back(self, job: str, summary) -> None:
+    def taken_back(self, job: str, summary: Summary) -> None:
         """Its client was gone before it had read the end of this round, which was observed before."""
         self._rounds.labels(self._label(job), summary.kind, "taken back").inc()
 
-    def observe(self, job: str, summary, engine: dict[str, int]) -> None:
-        """``summary``: an ``admission.records.Summary``; ``engine``: what it held afterwards."""
+    def observe(self, job: str, summary: Summary, engine: dict[str, int]) -> None:
+        """``engine``: what it held afterwards."""
         job = self._label(job)
         self._rounds.labels(job, summary.kind, "cancelled" if summary.cancelled else "done").inc()
         self._thrown.labels(job).inc(summary.thrown)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sglang_pat.config import GPU_ORDERS, KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES
 from sglang_pat.layout import ParallelLayout
@@ -66,7 +66,7 @@ class Setting:
             except ValueError:
                 raise ValueError("a whole number") from None
         if isinstance(value, list | tuple):  # degrees, as YAML has them
-            return ",".join(map(str, value))
+            return ",".join(map(str, cast("list[Any] | tuple[Any, ...]", value)))
         return None if value is None else str(value)
 
 
@@ -125,7 +125,7 @@ _NAMED = {setting.name: setting for setting in (BASE_TP, *SETTINGS)}
 
 def table() -> list[str]:
     """The settings as lines of a table in Markdown."""
-    rows = []
+    rows: list[str] = []
     for setting in SETTINGS:
         flag = f"{setting.flag} {setting.value}".rstrip().replace("|", "\\|")
         rows.append(f"| `{flag}` | {setting.shown_default} | {setting.help} |")
@@ -169,7 +169,7 @@ def fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         ValueError: an unknown setting, or a value of the wrong type; one line.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in given.items():
         setting = _NAMED.get(name)
         if setting is None:

@@ -24,7 +24,7 @@ API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 
 @pytest.mark.parametrize("keys, as_user, as_admin", [((API_KEY, None), 200, 200), ((None, ADMIN_KEY), 200, 401)])
 def test_one_key_only(monkeypatch, keys, as_user, as_admin):
-    """Both keys together: ``tests/engine/test_control.py``."""
+    """Both keys together: ``tests/engine/test_threshold.py``."""
     app = FastAPI()
     http.add_routes(app)
 

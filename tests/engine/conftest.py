@@ -21,6 +21,7 @@ from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork, run
 from sglang_pat.testing.server import Server
 
+from . import stock_answers
 from .made_up import fingerprint
 
 MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
@@ -45,10 +46,12 @@ every step and after every switch; no switch makes what should have been made at
 
 SIDES = {
     "llama": (
-        "agreement attributes smoke control features same_tokens rollout rollout_thread rehearsal hostile policies "
-        "flags attach faults"
+        "agreement attributes smoke control sglang_routes threshold python_api features commands requests cramped "
+        "features_otherwise same_tokens rollout rollout_thread rehearsal hostile policies flags attach faults"
     ).split(),
-    "others": "profiler sampling same_numbers same_tokens weights acceptance start".split(),
+    "others": (
+        "profiler sampling same_numbers same_tokens weights weights_refused weights_alive acceptance start"
+    ).split(),
 }
 """The test files in two sides, which two workers may run beside each other (``pytest -n 2 --dist loadgroup``); in this
 order.  The files of a side share servers, those of the first one stock SGLang's with the small Llama.  Tests of
@@ -210,6 +213,16 @@ def servers(tmp_path_factory):
 def llama() -> Path:
     """Two KV heads: one for each of two ranks, copied at tp 4.  503 tokens: padded at tp 2 and 4."""
     return models.make_random("llama", MODELS / "llama-kv2", kv_heads=2)
+
+
+@pytest.fixture(scope="session")
+def stock(servers, llama) -> stock_answers.Stock:
+    """What a stock server of ``llama`` answers to the requests of the test files that are compared with it."""
+
+    def server() -> Server:
+        return servers.stock(llama, max_total_tokens=65536)
+
+    return stock_answers.ask(server(), lambda request: stock_answers.two_best(server(), request))
 
 
 @pytest.fixture(scope="session")

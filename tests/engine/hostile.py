@@ -1,8 +1,8 @@
 """Requests that nobody should send, and a check that the engine is none the worse for them; no test of its own.
 
-Two sources: strategies of our own for what this project adds or passes on to the ranks, and a walk over the server's
-OpenAPI schema (schemathesis).  Both only make requests, in a fixed order for a seed; they are sent in batches while the
-layout changes.
+Two sources: strategies of our own (``hostile_requests.py``), and a walk over the server's OpenAPI schema
+(schemathesis).  Both only make requests, in a fixed order for a seed; they are sent in batches while the layout
+changes.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -22,6 +20,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from sglang_pat.testing.server import Server
+
+from .hostile_requests import Call
 
 BATCH = 25
 """Requests under way at once."""
@@ -34,17 +34,6 @@ PATIENCE_SECONDS = 30.0
 
 NO_ANSWER, GAVE_UP = 0, -1
 """In the place of a status: the connection was closed without an answer; the client went away."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One HTTP request.  ``body`` as it is sent: JSON that no client library would make is among it."""
-
-    method: str
-    path: str
-    body: bytes = b""
-    content_type: str = "application/json"
-    query: tuple[tuple[str, str], ...] = ()
 
 
 def drawn(strategy: st.SearchStrategy, count: int, number: int) -> list[Any]:
@@ -62,163 +51,6 @@ def drawn(strategy: st.SearchStrategy, count: int, number: int) -> list[Any]:
 
     collect()
     return found[:count]
-
-
-# -- our own generator ------------------------------------------------------------------------------------
-
-EDGES = [-(2**70), -(2**63), -(2**31), -2, -1, 0, 1, 2, 502, 503, 4096, 2**31 - 1, 2**31, 2**53, 2**63, 2**64, 10**30]
-
-numbers = st.one_of(
-    st.sampled_from(EDGES),
-    st.integers(-5, 600),
-    st.floats(),
-    st.sampled_from([float("nan"), float("inf"), float("-inf"), 1e-45, 1e-7, 1e38, 1e300, 0.5, 1.0, 16.0]),
-)
-words = st.one_of(st.text(max_size=8), st.sampled_from(["", "a", "\ud800", "x" * 5000, "(", "[" * 300, "pat-0-0"]))
-junk = st.recursive(
-    st.one_of(st.none(), st.booleans(), numbers, words),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(words, inner, max_size=3)),
-    max_leaves=8,
-)
-patterns = st.one_of(
-    words, st.sampled_from(["a", "[ab]+", "(a+)+$", ".*.*.*x", "(?=a)b", r"(a)\1", "a{3}", "(a{1000}){1000}", "\\d*"])
-)
-schemas = st.one_of(
-    words,
-    st.sampled_from(['{"type": "object"}', "{}", "[]", "null", "true", '{"type": 5}', '{"$ref": "#"}', "{" * 300]),
-    junk.map(json.dumps),
-)
-
-
-def may(plausible: st.SearchStrategy) -> st.SearchStrategy:
-    """Mostly what it should be: a request with one thing wrong gets further than one with five."""
-    return st.integers(0, 7).flatmap(lambda dice: junk if dice == 7 else plausible)
-
-
-def some(named: dict[str, st.SearchStrategy]) -> st.SearchStrategy[dict[str, Any]]:
-    """A few of these fields."""
-    return st.lists(st.sampled_from(sorted(named)), max_size=4, unique=True).flatmap(
-        lambda names: st.fixed_dictionaries({name: may(named[name]) for name in names})
-    )
-
-
-sampling = some(
-    {
-        "max_new_tokens": st.integers(0, 40),
-        "min_new_tokens": st.integers(0, 10),
-        "n": st.integers(1, 3),
-        "temperature": st.floats(0, 2),
-        "top_p": st.floats(0.01, 1),
-        "top_k": st.integers(1, 600),
-        "min_p": st.floats(0, 1),
-        "frequency_penalty": st.floats(-2, 2),
-        "presence_penalty": st.floats(-2, 2),
-        "repetition_penalty": st.floats(1e-6, 2),
-        "stop": st.lists(words, max_size=3),
-        "stop_token_ids": st.lists(st.integers(-2, 600), max_size=6),
-        "stop_regex": patterns,
-        "ignore_eos": st.booleans(),
-        "skip_special_tokens": st.booleans(),
-        "spaces_between_special_tokens": st.booleans(),
-        "no_stop_trim": st.booleans(),
-        "stream_interval": st.integers(1, 5),
-        "sampling_seed": st.integers(0, 2**31),
-        "logit_bias": st.dictionaries(st.integers(-1, 503).map(str), numbers, max_size=5),
-        "custom_params": st.one_of(st.fixed_dictionaries({"pat_limit": junk}), st.dictionaries(words, junk), junk),
-    }
-)
-lengths = st.fixed_dictionaries({"max_new_tokens": may(st.integers(0, 40))})
-grammars = st.one_of(
-    st.fixed_dictionaries({}),
-    st.fixed_dictionaries({"regex": patterns}),
-    st.fixed_dictionaries({"json_schema": schemas}),
-    st.fixed_dictionaries({"ebnf": st.one_of(words, st.sampled_from(['root ::= "a"', "root ::= root", "start: /a/"]))}),
-    st.fixed_dictionaries({"structural_tag": schemas}),
-    st.dictionaries(st.sampled_from(["regex", "json_schema", "ebnf", "structural_tag"]), junk),
-)
-parameters = st.builds(lambda *parts: {k: v for part in parts for k, v in part.items()}, lengths, sampling, grammars)
-
-token_ids = st.lists(st.integers(0, 502), min_size=1, max_size=40)
-prompts = st.one_of(
-    st.fixed_dictionaries({"input_ids": token_ids}),
-    st.fixed_dictionaries({"input_ids": token_ids}),
-    st.fixed_dictionaries({"input_ids": st.lists(token_ids, min_size=1, max_size=3)}),
-    st.fixed_dictionaries({"text": words}),
-    st.fixed_dictionaries({"text": st.lists(words, max_size=3)}),
-    st.fixed_dictionaries({}, optional={"input_ids": junk, "text": junk, "input_embeds": junk}),
-)
-FIELDS = (
-    "rid return_logprob logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs stream "
-    "log_metrics return_hidden_states return_routed_experts routed_experts_start_len return_indexer_topk modalities "
-    "session_params lora_path lora_id custom_logit_processor positional_embed_overrides bootstrap_host bootstrap_port "
-    "bootstrap_room bootstrap_pair_key decode_tp_size require_reasoning routed_dp_rank disagg_prefill_dp_rank "
-    "data_parallel_rank background conversation_id priority extra_key routing_key no_logs custom_labels return_bytes "
-    "return_entropy external_trace_header received_time need_wait_for_mm_inputs num_items_assigned max_dynamic_patch "
-    "image_data video_data audio_data multi_item_delimiter_indices http_worker_ipc use_audio_in_video unknown"
-).split()
-PLAUSIBLE = {
-    "return_logprob": st.booleans(),
-    "logprob_start_len": st.integers(-2, 50),
-    "top_logprobs_num": st.integers(-1, 600),
-    "token_ids_logprob": st.lists(st.integers(-1, 503), max_size=4),
-    "stream": st.booleans(),
-    "custom_labels": st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from(["x", "y"]), max_size=2),
-    "extra_key": st.text(string.ascii_letters, max_size=3),
-    "session_params": st.fixed_dictionaries({"id": words}),
-}
-fields = some({name: PLAUSIBLE.get(name, st.one_of(st.none(), words, numbers)) for name in FIELDS})
-generate = st.builds(
-    lambda prompt, params, more: prompt | {"sampling_params": params} | more,
-    prompts, may(st.one_of(parameters, st.lists(parameters, max_size=3))), fields,
-)  # fmt: skip
-
-keys = may(st.tuples(st.integers(0, 1), st.integers(0, 5)).map(list))
-rollout = st.fixed_dictionaries(
-    {"num_prompts": may(st.integers(1, 3)), "num_responses": may(st.integers(1, 2))},
-    optional={
-        "mode": may(st.sampled_from(["strict", "reorder", "partial"])),
-        "eta_prompts": may(st.floats(1, 2)),
-        "eta_responses": may(st.floats(1, 2)),
-        "max_deferrals": junk,
-        "max_staleness": junk,
-        "filter_groups": may(st.booleans()),
-        "prompts": may(st.lists(st.fixed_dictionaries({"key": keys, "input_ids": may(token_ids)}), max_size=4)),
-        "sampling_params": may(parameters),
-        "version": junk,
-        "end_of_epoch": junk,
-        "job": may(st.sampled_from(["a", "b", "c"])),
-        "planner": may(st.booleans()),
-        "unknown": junk,
-    },
-)
-more = {"dp": junk, "dry_run": may(st.booleans())}
-reconfigure = may(st.fixed_dictionaries({"tp": may(st.sampled_from([1, 2]))}, optional=more))
-kept = {"key": keys, "keep": may(st.booleans())}
-verdict = may(st.fixed_dictionaries(kept, optional={"reward": numbers, "job": words}))
-answer = may(
-    st.fixed_dictionaries({"sample": junk}, optional={"text": words, "input_ids": may(token_ids), "job": words})
-)
-schedule = may(st.lists(st.dictionaries(st.sampled_from(["tp", "at_step", "at_tokens", "hold"]), junk), max_size=3))
-
-
-def posted(path: str, bodies: st.SearchStrategy) -> st.SearchStrategy[Call]:
-    return bodies.map(lambda body: Call("POST", path, json.dumps(body).encode()))
-
-
-others = st.one_of(
-    posted("/pat/rollout", rollout),
-    posted("/pat/reconfigure", reconfigure),
-    posted("/pat/rollout/verdict", verdict),
-    posted("/pat/rollout/turn", answer),
-    posted("/pat/schedule", schedule),
-    st.sampled_from(["a", "b", "..", "%2e%2e", "%00", "x" * 500]).map(lambda j: Call("DELETE", f"/pat/rollout/{j}")),
-    st.builds(
-        lambda path, body: Call("POST", path, body),
-        st.sampled_from(["/generate", "/pat/rollout", "/pat/reconfigure", "/pat/rollout/verdict", "/pat/schedule"]),
-        st.one_of(st.binary(max_size=20), st.sampled_from([b"[" * 100_000, b"{", b"null", b'{"a":' * 900])),
-    ),
-)
-calls = st.integers(0, 3).flatmap(lambda dice: others if dice == 3 else posted("/generate", generate))
 
 
 # -- the server's schema ------------------------------------------------------------------------------------

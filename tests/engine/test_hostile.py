@@ -10,8 +10,9 @@ import requests
 
 from sglang_pat.testing.server import Server
 
-from .hostile import NO_ANSWER, calls, drawn, memory, send, walked
-from .schedules import check_idle
+from .hostile import NO_ANSWER, drawn, memory, send, walked
+from .hostile_requests import calls
+from .schedule_runs import check_idle
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 PLAIN = {"input_ids": [7, 99, 12, 300, 8], "sampling_params": GREEDY}

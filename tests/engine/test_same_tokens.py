@@ -1,6 +1,6 @@
 """Random schedules of switches change no token of any request.
 
-Each schedule (``schedules.py``) runs on an adaptive server that switches in the middle of it; the
+Each schedule (``schedules.py``, ``schedule_runs.py``) runs on an adaptive server that switches in the middle of it; the
 token ids must be those of stock SGLang at tp 1.
 """
 
@@ -16,7 +16,7 @@ import pytest
 
 from sglang_pat.testing import models
 
-from . import schedules
+from . import schedule_runs, schedules
 from .conftest import MODELS, tell
 
 SOAK = int(os.environ.get("SGLANG_PAT_SOAK", 1000))
@@ -116,7 +116,7 @@ class Runner:
     def __init__(self, servers) -> None:
         self.servers = servers
         self.known: dict[str, dict] = {}
-        self.totals: dict[str, schedules.Totals] = {}
+        self.totals: dict[str, schedule_runs.Totals] = {}
 
     def stock(self, model: str):
         # A token of the real model takes a hundred times the KV.
@@ -142,15 +142,15 @@ class Runner:
             # For all schedules on this model at once: the stock server is needed just once.
             same = [(other, n) for n, other in SETUPS.items() if other.model == setup.model]
             wanted = [other.schedule(n, seed) for other, n in same for seed in plan[n]]
-            schedules.expected(reference(), wanted, known)
+            schedule_runs.expected(reference(), wanted, known)
         server = self.adaptive(name)
-        totals = self.totals.setdefault(name, schedules.Totals())
-        outcome = schedules.run(server, schedule)
-        schedules.compare(schedule, outcome, known, reference, totals)
-        schedules.check_idle(server)
+        totals = self.totals.setdefault(name, schedule_runs.Totals())
+        outcome = schedule_runs.run(server, schedule)
+        schedule_runs.compare(schedule, outcome, known, reference, totals)
+        schedule_runs.check_idle(server)
         totals.retracted = server.status()["retracted"]
         assert totals.idle == 0, "the pacer lives at the last switch"
-        assert len(totals.ties) <= max(1, totals.tokens * schedules.TIES_PER_TOKEN)
+        assert len(totals.ties) <= max(1, totals.tokens * schedule_runs.TIES_PER_TOKEN)
         if seed == plan[name][-1]:
             tell(f"{name}: {totals}")
 
@@ -214,7 +214,7 @@ def test_the_same_prompts_in_two_groups(runner):
 
     assert server.post("/flush_cache?timeout=500").status_code == 200
     outputs = asyncio.run(work())
-    schedules.check_idle(server)
+    schedule_runs.check_idle(server)
     wanted = runner.stock("llama-kv2").generate([r.body() for r in sharing])
     assert outputs == [answer["output_ids"] for answer in wanted]
 
@@ -243,7 +243,7 @@ def test_replicas_merge_that_admit_differently(runner):
 
     assert server.post("/flush_cache?timeout=500").status_code == 200
     outputs = [answer["output_ids"] for answer in asyncio.run(work())]
-    schedules.check_idle(server)
+    schedule_runs.check_idle(server)
     wanted = runner.stock("qwen3").generate([r.body() for r in long + burst])
     assert outputs == [answer["output_ids"] for answer in wanted]
 
@@ -269,7 +269,7 @@ def test_replicas_merge_one_of_which_has_retracted(runner):
 
     assert server.post("/flush_cache?timeout=500").status_code == 200
     outputs = [answer["output_ids"] for answer in asyncio.run(run())]
-    schedules.check_idle(server)
+    schedule_runs.check_idle(server)
     wanted = runner.stock("qwen3").generate([r.body() for r in work])
     assert outputs == [answer["output_ids"] for answer in wanted]
 
@@ -281,10 +281,11 @@ def test_low_precision(runner, dtype):
     name, model = "llama", make_model("llama-kv2")
     schedule = next(s for s in map(partial(SETUPS[name].schedule, dtype), range(100)) if len(s.switches) > 3)
     server = runner.servers.adaptive(model, 2, dtype=dtype)
-    static = schedules.run(server, replace(schedule, start_tp=1, switches=()))
-    switched = schedules.run(server, schedule)
+    static = schedule_runs.run(server, replace(schedule, start_tp=1, switches=()))
+    switched = schedule_runs.run(server, schedule)
     assert any(record["requests"] for record in switched.records)
-    schedules.check_idle(server)
-    share, with_switches = (schedules.agreement(runner.stock("llama-kv2"), schedule, run) for run in (static, switched))
+    schedule_runs.check_idle(server)
+    stock = runner.stock("llama-kv2")
+    share, with_switches = (schedule_runs.agreement(stock, schedule, run) for run in (static, switched))
     print(f"{dtype}: {share:.3f} of the tokens are float32's best, {with_switches:.3f} with switches")
     assert share > 0.8 and with_switches > share - 0.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -96,5 +97,5 @@ def test_the_picture_shows_what_was_measured(tmp_path):
 
 def test_every_step_says_what_it_shows():
     assert all(step.__doc__ and step.__doc__.splitlines()[0].endswith(".") for step in steps.STEPS)
-    page = (steps.Path(__file__).parents[2] / "docs/gpu.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/gpu.md").read_text()
     assert all(f"| `{cli.name_of(step)}` |" in page for step in steps.STEPS)

@@ -12,6 +12,7 @@ from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.records import Judge, Key, Launch, More, Output, RoundOver, SampleId, Span
 from sglang_pat.admission.rules import Rules
+from tests.unit.for_each import for_each
 
 from .admission_scanning import ScanningAdmitter
 from .lines_run import lines_run
@@ -111,7 +112,7 @@ def anything(seed: int, prompts: int, responses: int, events: int) -> None:
             both.tell("finished" if output.finish_reason else "stopped", sample, output)
 
 
-@pytest.mark.parametrize("seed", range(90))
+@for_each([(seed,) for seed in range(90)])
 def test_decisions_are_those_of_the_definitions(seed: int):
     anything(seed, prompts=5, responses=3, events=250)
 

@@ -12,7 +12,7 @@ from contextlib import aclosing
 import pytest
 
 from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.callbacks import always_of_use, beside_the_loop, none_left
+from sglang_pat.admission.callbacks import Callbacks, always_of_use
 from sglang_pat.admission.records import Group, Output, Summary
 from sglang_pat.admission.rounds import RolloutRound
 from sglang_pat.admission.rules import Rules
@@ -71,9 +71,8 @@ def admitter(*lengths: int, **rules) -> Admitter:
 
 async def events_of(mine: Admitter, engine: Ticking, judge=None) -> AsyncGenerator[Group | Summary, None]:
     """As ``Engine.async_rollout``."""
-    with beside_the_loop() as beside:
-        verdict, more = beside(judge or always_of_use), beside(none_left)
-        round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": FOREVER}, verdict, more)
+    with Callbacks(judge or always_of_use) as callbacks:
+        round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": FOREVER}, callbacks)
         try:
             async with aclosing(aiter(round_)) as events:
                 async for event in events:

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 
 from sglang_pat.layout import ParallelLayout, candidate_layouts, device_of_rank, exchange_groups
+from tests.unit.for_each import for_each
 
 pytestmark = pytest.mark.unit
 
@@ -34,7 +35,7 @@ def interval(layout: ParallelLayout, rank: int) -> tuple[Fraction, Fraction]:
     return part, part + Fraction(1, layout.tp)
 
 
-@pytest.mark.parametrize("layout", ALL, ids=str)
+@for_each([(layout,) for layout in ALL])
 def test_groups_partition_the_ranks(layout):
     groups = layout.groups()
     assert len(groups) == layout.dp
@@ -47,7 +48,7 @@ def test_groups_partition_the_ranks(layout):
             assert (layout.group_of(rank), layout.tp_rank(rank)) == (index, place)
 
 
-@pytest.mark.parametrize(("low", "high"), NESTED, ids=str)
+@for_each(NESTED)
 def test_shards_nest(low, high):
     for rank in range(low.num_ranks):
         (start, end), (inner_start, inner_end) = interval(low, rank), interval(high, rank)
@@ -61,14 +62,14 @@ def test_contiguous_groups_would_not_nest():
     assert not low <= high <= low + Fraction(1, 2) - Fraction(1, ranks)
 
 
-@pytest.mark.parametrize(("low", "high"), NESTED, ids=str)
+@for_each(NESTED)
 def test_leaders_and_groups_nest(low, high):
     assert set(high.leaders) <= set(low.leaders)
     for group in low.groups():
         assert len({high.group_of(rank) for rank in group}) == 1, "a group merges as a whole"
 
 
-@pytest.mark.parametrize(("low", "high"), NESTED, ids=str)
+@for_each(NESTED)
 def test_exchange_groups(low, high):
     groups = exchange_groups(low, high)
     assert groups == exchange_groups(high, low)

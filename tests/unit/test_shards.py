@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.weights.shards import WHOLE, Block, Copy, ShardSpec, copies, covered
+from tests.unit.for_each import for_each
 
 from .drawn import examples
 
@@ -70,20 +71,20 @@ def kv_choices(ranks: int) -> list[int]:
 
 
 SPECS = [
-    pytest.param(ranks, *qkv(ranks * group, kv, v_size), id=f"qkv-N{ranks}-h{ranks * group}-kv{kv}-v{v_size}")
+    (ranks, *qkv(ranks * group, kv, v_size))
     for ranks in (1, 2, 4, 6, 8, 12, 16)
     for kv in kv_choices(ranks)
     for group in (1, 2)
     for v_size in (UNIT, UNIT + 2)
 ] + [
-    pytest.param(ranks, *plain(tuple(ranks * f for f in factors), ranks, dim), id=f"N{ranks}-{factors}-dim{dim}")
+    (ranks, *plain(tuple(ranks * f for f in factors), ranks, dim))
     for ranks in (1, 2, 4, 6, 8, 12)
     for factors in ((5,), (3, 3), (2, 7, 1))
     for dim in (0, 1)
 ]
 
 
-@pytest.mark.parametrize(("ranks", "spec", "blocks"), SPECS)
+@for_each(SPECS)
 def test_every_shard_and_every_move(ranks, spec, blocks):
     full = full_tensor(spec.dim, blocks)
     layouts = [ParallelLayout(t, ranks // t) for t in degrees(ranks)]

@@ -62,6 +62,7 @@ def run(args: argparse.Namespace, begun: float) -> Report:
 
     set_environment(quiet=True)
     from sglang_pat.acceptance import steps
+    from sglang_pat.acceptance.bench import prepare
     from sglang_pat.tools.machine import machine
 
     names = [name_of(step) for step in steps.STEPS]
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace, begun: float) -> Report:
     args.out.mkdir(parents=True, exist_ok=True)
     options = {"device": _device(device), "ranks": ranks, "sharing": sharing, "flags": args.engine_flags or "none"}
     report = Report(machine=machine(), options=options)
-    bench = steps.prepare(device, ranks, args.out, sharing, tuple(args.engine_flags.split()))
+    bench = prepare(device, ranks, args.out, sharing, tuple(args.engine_flags.split()))
     try:
         for step in steps.STEPS:
             if args.only and name_of(step) not in args.only:

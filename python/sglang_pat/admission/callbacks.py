@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_pat.admission.records import Group
-from sglang_pat.admission.rounds import Prompts
+from sglang_pat.admission.records import Group, Judge, More
 
-Called = Callable[[Any], Awaitable[Any]]
+if TYPE_CHECKING:
+    from sglang_pat.admission.rounds import RolloutRound
 
-Judge = Callable[[Group], bool | Awaitable[bool]]
+Prompts = Sequence[tuple[Sequence[int], Any]]
+"""(key, prompt) of each, see :meth:`Admitter.feed`."""
+
+Verdicts = Callable[[Group], bool | Awaitable[bool]]
 """Whether a complete group is of use."""
 
 MorePrompts = Callable[[int], Prompts | Awaitable[Prompts]]
 """So many prompts; fewer mean that there are no others for this round."""
-
-
-@contextmanager
-def beside_the_loop() -> Iterator[Callable[[Callable[[Any], Any]], Called]]:
-    """Makes functions of one argument into coroutine functions that do not hold up the event loop.
-
-    Plain functions run in one thread of their own, one call after the other; what they wait for, or compute, keeps
-    neither the loop nor whoever takes the groups.  Coroutine functions run in the loop, several calls at once.
-    """
-    thread = ThreadPoolExecutor(1, thread_name_prefix="rollout callbacks")
-
-    def beside(function: Callable[[Any], Any]) -> Called:
-        async def called(argument: Any) -> Any:
-            found = await asyncio.get_running_loop().run_in_executor(thread, lambda: function(argument))
-            return await found if inspect.isawaitable(found) else found
-
-        return called
-
-    try:
-        yield beside
-    finally:
-        # Nobody needs the answer that may still be in the making, nor waits for it.
-        thread.shutdown(wait=False, cancel_futures=True)
 
 
 def always_of_use(group: Group) -> bool:
@@ -52,3 +31,59 @@ def always_of_use(group: Group) -> bool:
 def none_left(count: int) -> Prompts:
     """The prompts where nobody gives any."""
     return []
+
+
+class Callbacks:
+    """Answers a round in place of whoever iterates over it: as soon as it asks, and without holding up the event loop.
+
+    Plain functions run in one thread of their own, one call after the other; what they wait for, or compute, keeps
+    neither the loop nor whoever takes the groups.  Coroutine functions run in the loop, several calls at once.  What
+    they raise ends the round.  To be used as a context: its end is that of the thread.
+    """
+
+    def __init__(self, verdicts: Verdicts = always_of_use, more: MorePrompts = none_left) -> None:
+        self._verdicts, self._more = verdicts, more
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout callbacks")
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def __enter__(self) -> Callbacks:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        # Nobody needs the answer that may still be in the making, nor waits for it.
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def answer(self, round_: RolloutRound, event: Judge | More) -> None:
+        """Begin to answer an event of the round."""
+        match event:
+            case Judge(group):
+                call = self._judged(round_, group)
+            case More(prompts):
+                call = self._fed(round_, prompts)
+        task = asyncio.ensure_future(self._guarded(round_, call))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    def stop(self) -> None:
+        """Nobody needs the answers under way any more."""
+        for call in self._calls:
+            call.cancel()
+
+    async def _guarded(self, round_: RolloutRound, call: Coroutine[Any, Any, None]) -> None:
+        try:
+            await call
+        except Exception as error:
+            round_.fail(error)
+
+    async def _judged(self, round_: RolloutRound, group: Group) -> None:
+        round_.judge(group.key, await self._called(self._verdicts, group))
+
+    async def _fed(self, round_: RolloutRound, count: int) -> None:
+        prompts = await self._called(self._more, count)
+        round_.feed(prompts)
+        if len(prompts) < count:
+            round_.no_more()
+
+    async def _called(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        found = await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(argument))
+        return await found if inspect.isawaitable(found) else found

@@ -8,6 +8,9 @@ from sglang_pat.admission.backend import Backend
 from sglang_pat.admission.records import Output, SampleId, Span
 from sglang_pat.admission.turns import Turns, turn_of
 
+RID_PREFIX = "pat-"
+"""What the ids of a round's requests begin with; no client may use it."""
+
 
 class Requests:
     """The requests of a round's samples.

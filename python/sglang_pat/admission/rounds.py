@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.backend import Backend
-from sglang_pat.admission.records import (
+from sglang_pat.admission.callbacks import Callbacks
+from sglang_pat.admission.records import (  # fmt: skip
     Abort,
     Action,
     Group,
@@ -28,18 +29,12 @@ from sglang_pat.admission.records import (
     SampleId,
     Summary,
     Waiting,
-)  # fmt: skip
-from sglang_pat.admission.requests import Requests
+)
+from sglang_pat.admission.requests import RID_PREFIX, Requests
 from sglang_pat.admission.turns import Turn, Turns
 
 ABORT_AGAIN_SECONDS = 0.5
 """An abort that overtakes its request is dropped by SGLang; it is sent again until the request is out."""
-
-RID_PREFIX = "pat-"
-"""What the ids of a round's requests begin with; no client may use it."""
-
-SHOWN = 8
-"""Keys in an error."""
 
 SLICE = 16
 """Samples that are started or aborted in one turn of the event loop: each takes the server some 0.2 to 0.5 ms."""
@@ -52,9 +47,6 @@ PROMPTS_PATIENCE = 2
 
 Event = Group | Judge | More | Summary | Turn | Waiting
 
-Prompts = Sequence[tuple[Sequence[int], Any]]
-"""(key, prompt) of each, see :meth:`Admitter.feed`."""
-
 _serial = itertools.count()
 
 
@@ -65,9 +57,8 @@ class WeightsChanged(RuntimeError):
 class RolloutRound:
     """One round; iterate over it to get its groups as they are completed, then its summary.
 
-    ``Judge`` comes before a group is returned if groups are filtered: answer with :meth:`judge`, or give ``judge``.
-    ``More`` asks for prompts: answer with :meth:`feed` or :meth:`no_more`, or give ``more``.  ``Waiting`` comes when
-    nothing else has for a while.
+    ``Judge`` comes before a group is returned if groups are filtered: answer with :meth:`judge`.  ``More`` asks for
+    prompts: answer with :meth:`feed` or :meth:`no_more`.  ``Waiting`` comes when nothing else has for a while.
 
     Left before its end (``aclose``), it is cancelled: what it had started is aborted in the background, see
     :meth:`wait`.  Who knows that nobody has read its end calls :meth:`take_back`.
@@ -79,8 +70,7 @@ class RolloutRound:
         backend: Backend,
         version: int,
         params: dict[str, Any],
-        judge: Callable[[Group], Awaitable[bool]] | None = None,
-        more: Callable[[int], Awaitable[Prompts]] | None = None,
+        callbacks: Callbacks | None = None,
         turns: Turns | None = None,
     ) -> None:
         """Begin the round: to be called in the event loop.
@@ -88,14 +78,11 @@ class RolloutRound:
         Args:
             version: of the weights, as the training job counts them.
             params: sampling parameters of all samples.
-            judge: gives the verdict on a group as soon as it is complete; then no ``Judge`` comes.
-            more: gives so many prompts; fewer mean that there are no others.  Then no ``More`` comes.  What these two
-                raise ends the round.
+            callbacks: answer in place of whoever iterates: then no ``Judge`` and no ``More`` comes.
             turns: samples go on when the model has ended a turn; None: that ends them.  Without an environment a
                 ``Turn`` comes: answer with :meth:`answer`.
 
-        Raises:
-            ValueError, RuntimeError: see :meth:`Admitter.begin`; nothing was started.
+        Raises ValueError or RuntimeError: see :meth:`Admitter.begin`; nothing was started.
         """
         self.admitter = admitter
         self.version = version
@@ -110,11 +97,9 @@ class RolloutRound:
         self._stopping: set[SampleId] = set()
         self._queue: deque[Launch | Abort] = deque()
         self._slice: asyncio.Handle | None = None
-        self._judge, self._more, self._turns = judge, more, turns
+        self._callbacks, self._turns = callbacks, turns
         if turns is not None:
             turns.tell = self._events.put_nowait
-        self._calls: set[asyncio.Task] = set()
-        """Of ``judge`` and ``more``, under way."""
         self._judging: set[Key] = set()
         self._late: set[Key] = set()
         self._before = admitter.snapshot()
@@ -130,18 +115,15 @@ class RolloutRound:
         self._do(actions)
 
     def judge(self, key: Sequence[int], keep: bool, reward: float | None = None) -> bool:
-        """The verdict on a group; whether it came in time.
+        """The verdict on a group; False if it is late: the batch is complete without it, and it is generated again.
 
-        Too late: the batch is complete without this group, which will be generated again.
-
-        Raises:
-            ValueError: none was asked for.
+        Raises ValueError: none was asked for.
         """
         key = Key(*key)
         if key in self._late:
             return False
         if key not in self._judging:
-            raise ValueError(f"key is {list(key)}, verdicts are awaited for {sorted(map(list, self._judging))[:SHOWN]}")
+            raise ValueError(f"key is {list(key)}, verdicts are awaited for {sorted(map(list, self._judging))[:8]}")
         self._judging.remove(key)
         self._do(self.admitter.judged(key, keep, reward))
         return True
@@ -153,12 +135,9 @@ class RolloutRound:
         self._turns.give(SampleId(*sample), token_ids)
 
     def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> bool:
-        """More prompts, see :meth:`Admitter.feed`; whether the round asked for them or not.
+        """More prompts, whether they were asked for or not; False if the round is over: they are for the next one.
 
-        Returns whether they were taken: not if the round is over.  Then they are for the next one.
-
-        Raises:
-            ValueError: a key that came before; none is taken.
+        Raises ValueError: a key that came before; none is taken.
         """
         if self.summary is not None:
             return False
@@ -179,7 +158,7 @@ class RolloutRound:
     def weights_changed(self) -> None:
         """Weights were updated: the round is cancelled, whoever iterates gets :class:`WeightsChanged`."""
         if self.summary is None:
-            self._fail(WeightsChanged("weights were updated during a round: it was cancelled, nothing of it counts"))
+            self.fail(WeightsChanged("weights were updated during a round: it was cancelled, nothing of it counts"))
 
     def cancel(self) -> None:
         """Abort what runs; the round will not have happened."""
@@ -226,11 +205,8 @@ class RolloutRound:
                 case Abort(sample):
                     self._queue.append(action)
                     self._stopping.add(sample)
-                case Judge(group):
-                    self._judging.add(group.key)
-                    self._ask(action, self._verdict(group, self._judge) if self._judge else None)
-                case More(prompts):
-                    self._ask(action, self._prompts(prompts, self._more) if self._more else None)
+                case Judge() | More():
+                    self._ask(action)
                 case Return(group):
                     for sample in group.kept():
                         if len(sample.output.spans) > 1:
@@ -242,8 +218,8 @@ class RolloutRound:
                     self._late, self._judging = self._judging, set()
                     self._events.put_nowait(self._error or summary)
                     self._over.set()
-                    for call in self._calls:
-                        call.cancel()
+                    if self._callbacks is not None:
+                        self._callbacks.stop()
                     asyncio.get_running_loop().call_soon(self._let_go)
         if self.summary is None and self._slice is None and (self._queue or self.admitter.more):
             self._slice = asyncio.get_running_loop().call_soon(self._next_slice)
@@ -293,37 +269,22 @@ class RolloutRound:
                 output = output.followed_by(step)
                 goes_on = not step.finish_reason and (step.asked or any(span.version is None for span in step.spans))
         except Exception as error:  # whatever it is, this round cannot be, and no prompt may be lost
-            self._fail(error)
+            self.fail(error)
         del self._tasks[sample]
         self._stopping.discard(sample)
         tell = self.admitter.finished if output.finish_reason else self.admitter.stopped
         self._do(tell(sample, output))
 
-    def _ask(self, event: Judge | More, call: Coroutine[Any, Any, None] | None) -> None:
-        """Whoever iterates, or the function that answers in its place."""
-        if call is None:
+    def _ask(self, event: Judge | More) -> None:
+        if isinstance(event, Judge):
+            self._judging.add(event.group.key)
+        if self._callbacks is not None:
+            self._callbacks.answer(self, event)
+        else:
             self._events.put_nowait(event)
-            return
-        task = asyncio.ensure_future(call)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
 
-    async def _verdict(self, group: Group, judge: Callable[[Group], Awaitable[bool]]) -> None:
-        try:
-            self.judge(group.key, await judge(group))
-        except Exception as error:
-            self._fail(error)
-
-    async def _prompts(self, count: int, more: Callable[[int], Awaitable[Prompts]]) -> None:
-        try:
-            prompts = await more(count)
-            self.feed(prompts)
-            if len(prompts) < count:
-                self.no_more()
-        except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Cancel the round; whoever iterates gets the first such error."""
         if self._error is None:
             self._error = error
             self._do(self.admitter.cancel())

@@ -291,7 +291,7 @@ class Coordinator:
             leader.heard(ended.switch.early.get(rank) or leader.handed(reply, self.layout.tp))
         self._count_requests()
 
-    def _answer(self, query_id: int, code: int, message: str, record: dict | None = None) -> None:
+    def _answer(self, query_id: int, code: int, message: str, record: dict[str, Any] | None = None) -> None:
         self._outbox.to_server(m.ReconfigureReply(query_id=query_id, code=code, message=message, record=record))
 
 

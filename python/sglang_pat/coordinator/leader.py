@@ -96,7 +96,7 @@ class Leader:
 
 def load_of(leaders: Mapping[int, Leader], ranks: Iterable[int]) -> Load:
     """All requests at the leaders of these ranks, one by one."""
-    rows = []
+    rows: list[tuple[int, ...]] = []
     for rank in ranks:
         leader = leaders[rank]
         rows += [(*msgspec.structs.astuple(r), rank) for r in (leader.report.requests if leader.report else ())]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -42,8 +42,8 @@ def check(values: Any) -> list[ScheduleEntry]:
     """Entries from plain values; raises ValueError as :func:`parse` does."""
     if not isinstance(values, list):
         raise ValueError(f"a schedule is a list of entries like {EXAMPLE}, not {type(values).__name__}")
-    entries = []
-    for number, value in enumerate(values, 1):
+    entries: list[ScheduleEntry] = []
+    for number, value in enumerate(cast("list[Any]", values), 1):
         try:
             entries.append(msgspec.convert(value, ScheduleEntry))
         except ValueError as error:  # msgspec's ValidationError is one
@@ -123,7 +123,7 @@ class Schedule:
 
     def __init__(self, entries: Iterable[ScheduleEntry], leaders: Iterable[int], numbers: Iterator[int]) -> None:
         self._entries = tuple(entries)
-        self._replicas = {rank: _Replica() for rank in leaders}
+        self._replicas: dict[int, _Replica] = {rank: _Replica() for rank in leaders}
         self._numbers = numbers
         self._base = None if any(entry.tokens is not None for entry in self._entries) else 0
         """Tokens generated before this schedule: known once all replicas hold."""
@@ -171,7 +171,8 @@ class Schedule:
         if self.over and not self.holding:
             self._replicas = {rank: _Replica() for rank in new.leaders}
             return
-        before, self._replicas = self._replicas, {}
+        before = self._replicas
+        self._replicas = {}
         for leader in new.leaders:
             came = [before[old.group_of(rank)] for rank in new.group(leader)]
             steps, batches = max(r.steps for r in came), max(r.batches for r in came)
@@ -217,7 +218,7 @@ class Schedule:
             left = entry.tokens - (total - self._base)
         if self._due(entry, busy, ready, alive, left):
             return {}, entry
-        goes = {}
+        goes: dict[int, Go] = {}
         for rank in busy:
             point = self._further(entry, rank, alive, left) if self._replicas[rank].held else None
             if point is not None:

@@ -196,6 +196,7 @@ class Switching:
 
     def _end(self, error: str, **totals: Any) -> Ended:
         switch, self.under_way = self._switch, None
+        nothing: dict[str, Any] = {"pause_seconds": 0.0, "phases": {}}
         record = m.SwitchRecord(
             epoch=switch.epoch,
             from_tp=switch.source.tp,
@@ -203,6 +204,6 @@ class Switching:
             reason=switch.wanted.reason,
             started=switch.started,
             error=error,
-            **({"pause_seconds": 0.0, "phases": {}} | totals),
+            **nothing | totals,
         )
         return Ended(switch, record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -80,7 +81,7 @@ def _drain(axes: Axes, run: Run, until: float) -> None:
         axes.fill_between(times, counts, step="post", color=COLORS[band.layout], alpha=0.85, linewidth=0)
     for lane in timeline.lanes(run):
         low, high = min(lane.ranks), max(lane.ranks) + 1
-        style = dict(color=COLORS[lane.layout], linewidth=0)
+        style: dict[str, Any] = dict(color=COLORS[lane.layout], linewidth=0)
         if not lane.busy:
             style = dict(facecolor="white", edgecolor=IDLE, hatch="//////", linewidth=0.5)
         bottom, tall = count * (1.12 + 0.2 * low), count * (0.2 * (high - low) - 0.04)
@@ -92,7 +93,9 @@ def _drain(axes: Axes, run: Run, until: float) -> None:
     axes.set_title(run.contender, loc="left", fontsize=9.5, pad=2)
     axes.set_xlim(0, until)
     axes.set_ylim(0, 1.55 * count)
-    axes.set_yticks([0, count // 2, count, 1.2 * count, 1.4 * count], ["0", count // 2, count, "rank 0", "rank 1"])
+    axes.set_yticks(
+        [0, count // 2, count, 1.2 * count, 1.4 * count], ["0", str(count // 2), str(count), "rank 0", "rank 1"]
+    )
     axes.tick_params(labelsize=8)
     axes.set_ylabel("requests left", fontsize=8, y=0.3)
     for side in ("top", "right"):

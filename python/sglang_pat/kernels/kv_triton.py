@@ -6,6 +6,9 @@ checking). Arguments are those of ``kv.py``, already checked there; ``part_offse
 pool's device.
 """
 
+# Triton takes plain values for its constexpr arguments.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from contextlib import nullcontext

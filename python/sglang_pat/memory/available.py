@@ -20,7 +20,7 @@ def available_memory(root: Path = ROOT) -> int:
 
 def _cgroup_rooms(root: Path) -> list[int]:
     """What is left under the limit of each control group that this process is in, innermost first."""
-    rooms = []
+    rooms: list[int] = []
     for mount, relative, names in _memory_groups(root):
         # In a container the path may be that outside it: then only the mount's own group can be seen.
         folder = mount / relative.lstrip("/")
@@ -35,7 +35,8 @@ def _memory_groups(root: Path) -> list[tuple[Path, str, tuple[str, str, str]]]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    mount, found = root / "sys/fs/cgroup", []
+    mount = root / "sys/fs/cgroup"
+    found: list[tuple[Path, str, tuple[str, str, str]]] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -47,7 +47,7 @@ def read_config(model: str) -> dict[str, Any]:
         raise ValueError(f"--model-path {model}: its config.json is not JSON") from None
     if not isinstance(config, dict):
         raise ValueError(f"--model-path {model}: its config.json is not a JSON object")
-    return config
+    return cast("dict[str, Any]", config)
 
 
 def _cached_config(model: str) -> Path:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sglang_pat.config import PREDICTING
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.pat import pat
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
 from sglang_pat.policies.survival import survival
 from sglang_pat.policies.threshold import threshold
+from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
 
 
 def stay(snapshot: Snapshot, history: LengthHistory) -> Decision:
@@ -20,13 +23,19 @@ def base_only(snapshot: Snapshot, history: LengthHistory) -> Decision:
     return Decision(tp=snapshot.degrees[0])
 
 
-def make_policy(name: str, *, switch_at: int = 8, predictor=None, costs=None, max_running: int | None = None) -> Policy:
+def make_policy(
+    name: str,
+    *,
+    switch_at: int = 8,
+    predictor: StepPredictor | None = None,
+    costs: SwitchPredictor | None = None,
+    max_running: int | None = None,
+) -> Policy:
     """The policy called ``name``.
 
     Args:
         switch_at: of ``threshold``.
-        predictor, costs: :class:`~sglang_pat.predict.predictor.Predictor` and
-            :class:`~sglang_pat.predict.cost.SwitchCosts` of this deployment, for ``pat`` and ``survival``.
+        predictor, costs: of this deployment, for ``pat`` and ``survival``.
         max_running: most requests that one replica decodes at once (``--max-running-requests``), for ``survival``.
 
     Raises:
@@ -37,7 +46,7 @@ def make_policy(name: str, *, switch_at: int = 8, predictor=None, costs=None, ma
             f"policy {name} needs a profile: give --pat-profile FILE (python -m profiler.sweep makes one) "
             "or choose threshold"
         )
-    makers = {
+    makers: dict[str, Callable[[], Policy]] = {
         "survival": lambda: survival(predictor, costs, max_running),
         "pat": lambda: pat(predictor, costs),
         "threshold": lambda: threshold(switch_at, max_running),

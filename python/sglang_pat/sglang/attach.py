@@ -111,6 +111,7 @@ def _convert(args: ServerArgs) -> None:
     if isinstance(args, AdaptiveServerArgs):
         return
     given = _as_given(args)
+    assert _settings is not None, "attached"
     tp, dp, own = given["tp_size"], given["dp_size"], dict(_settings)
     base = own.pop(settings.BASE_TP.name, tp if dp > 1 else settings.BASE_TP.default)
     given["tp_size"], given["dp_size"] = settings.base_layout(base, tp * dp, _where)

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
+from typing import Any
 
 from sglang_pat.version import SGLANG_VERSIONS
 
@@ -81,7 +82,7 @@ class Symbol:
             raise ImportError(f"no package {top}")
         path = Path(spec.submodule_search_locations[0]).joinpath(*rest)
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        found: ast.AST = ast.parse(path.read_text())
+        found: Any = ast.parse(path.read_text())
         for part in self.name.split("."):
             named = (node for node in found.body if getattr(node, "name", None) == part)
             found = next(named, None)

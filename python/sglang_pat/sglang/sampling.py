@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-import re._parser as sre_parse  # there is no public one; SGLang has it from here too
+import re._parser as sre_parse  # pyright: ignore[reportMissingImports]  # there is no public one; SGLang has it from here too
 from typing import Annotated, Any
 
 import msgspec

@@ -55,7 +55,7 @@ def build_gather(move: Move) -> Gather:
     """This rank's part."""
     old, members, plans = move.old, move.members, move.plans
     dests, mine = sorted(plans), move.new.group_of(move.rank)
-    takes = []
+    takes: list[Take] = []
     for piece in move.slices(move.rank):
         source = old.group_of(piece.src)
         first = sum(plans[dest].fresh.get(source, 0) for dest in dests if dest < mine)

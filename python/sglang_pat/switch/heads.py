@@ -35,7 +35,7 @@ def head_slices(
     copy if it has one, else the holders are used in turn.
     """
     first, count = kv_head_range(kv_heads, new, dst)
-    result = []
+    result: list[HeadSlice] = []
     for group in sorted({old.group_of(m) for m in members}):
         holders = [m for m in members if old.group_of(m) == group]
         chosen: dict[int, list[int]] = {}

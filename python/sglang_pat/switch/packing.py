@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 CODES = {float: "d", int: "q"}
 """Types of numbers that an array gives back as they were, and its type code for them."""
@@ -23,9 +23,9 @@ class Packed:
         lengths: of its lists; None if it has numbers itself.
     """
 
-    numbers: array
+    numbers: array[Any]
     holes: list[int]
-    lengths: array | None = None
+    lengths: array[int] | None = None
 
 
 def pack(value: Any) -> Any:
@@ -33,18 +33,21 @@ def pack(value: Any) -> Any:
 
     It can if it consists of numbers of one type, or of lists of them, and None.
     """
-    if type(value) is not list or not value:
+    if type(value) is not list:
         return value
-    holes = [place for place, one in enumerate(value) if one is None]
-    full = [one for one in value if one is not None] if holes else value
+    given = cast("list[Any]", value)
+    if not given:
+        return given
+    holes = [place for place, one in enumerate(given) if one is None]
+    full = [one for one in given if one is not None] if holes else given
     if set(map(type, full)) == {list}:
         numbers, lengths = _array([number for one in full for number in one]), array("q", map(len, full))
     else:
         numbers, lengths = _array(full), None
-    return value if numbers is None else Packed(numbers, holes, lengths)
+    return given if numbers is None else Packed(numbers, holes, lengths)
 
 
-def _array(numbers: list) -> array | None:
+def _array(numbers: list[Any]) -> array[Any] | None:
     kinds = set(map(type, numbers))
     if len(kinds) != 1 or (code := CODES.get(kinds.pop())) is None:
         return None
@@ -58,7 +61,7 @@ def unpack(value: Any) -> Any:
     """What :func:`pack` was given: equal to the bit, and of the same types."""
     if not isinstance(value, Packed):
         return value
-    found: list = value.numbers.tolist()
+    found: list[Any] = value.numbers.tolist()
     if value.lengths is not None:
         flat, found, end = found, [], 0
         for length in value.lengths:

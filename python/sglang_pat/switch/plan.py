@@ -65,7 +65,7 @@ def shared_prefixes(rows: Sequence[np.ndarray], dests: Sequence[int], num_slots:
     """
     # Index + 1; memory that is zero from the start is touched only where slots are in use.
     owner = {dest: np.zeros(num_slots, dtype=np.int32) for dest in set(dests)}
-    result = []
+    result: list[tuple[int, int]] = []
     for index, (row, dest) in enumerate(zip(rows, dests, strict=True)):
         owners = owner[dest][row]
         taken = owners > 0
@@ -238,7 +238,8 @@ def build_exchange(move: Move) -> Exchange:
     own = slices[rank, rank]
     kept, of_plan = move.leaving(new.group_of(rank)), move.coming(old.group_of(rank))
     place, stays = _place(move, own, kept, of_plan)
-    send, send_heads, recv, recv_heads = [], [], [], []
+    send, recv = list[np.ndarray](), list[np.ndarray]()
+    send_heads, recv_heads = list[int](), list[int]()
     empty = np.empty(0, dtype=np.int64)
     for peer in members:
         out = slices.get((rank, peer)) if peer != rank else None

@@ -39,6 +39,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 def extra_config(model: RandomModel) -> dict[str, Any]:
     """What config.json has besides what all architectures have."""
     extra = dict(_CONFIGS[model.arch])
+    assert model.head_dim is not None, "set by the model itself"
     if model.arch == "granite":
         extra["attention_multiplier"] = 1.5 * model.head_dim**-0.5
     if model.arch == "glm4":
@@ -50,6 +51,7 @@ def extra_config(model: RandomModel) -> dict[str, Any]:
 def layer_shapes(model: RandomModel) -> dict[str, tuple[int, ...]]:
     """Hugging Face name, behind ``model.layers.N.``, and shape of each tensor of a layer."""
     arch, h = model.arch, model.hidden
+    assert model.head_dim is not None, "set by the model itself"
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     found: dict[str, tuple[int, ...]] = {}
     if arch == "phi3":

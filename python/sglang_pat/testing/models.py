@@ -134,7 +134,7 @@ def _write(folder: Path, model: RandomModel, tensors: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns 0, or 2 with one line on stderr if it could not do what was asked."""
-    summary = __doc__.split("\n")[0]
+    summary = str(__doc__).split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.testing.models", description=summary)
     parser.add_argument("model", choices=["smollm2", *ARCHITECTURES])
     parser.add_argument("--out", required=True, metavar="DIR", help="kept if it holds the same already")

@@ -7,6 +7,8 @@ instead of 15, a start of stock SGLang 2 instead of 35.
 
 For many engines in one test run, on machines without CUDA: importing SGLang there touches the driver, which does not
 survive a fork.  What a module reads of the environment while it is imported is that of the first one.
+
+One file because its two sides, the one who wants programs and the interpreter, are one protocol.
 """
 
 from __future__ import annotations
@@ -44,13 +46,22 @@ def die_with_parent() -> None:
 
 
 def popen(
-    prefork: Prefork | None, module: str, argv: Sequence[str], env: Mapping[str, str], **files: int | IO | None
+    prefork: Prefork | None,
+    module: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdin: int | IO | None = None,
+    stdout: int | IO | None = None,
+    stderr: int | IO | None = None,
 ) -> subprocess.Popen | Fork:
     """``python -m module argv`` by ``prefork``, or without one in a new interpreter (:meth:`Prefork.popen`)."""
     if prefork is not None:
-        return prefork.popen(module, argv, env, **files)
-    command = [sys.executable, "-m", module, *argv]
-    return subprocess.Popen(command, text=True, process_group=0, preexec_fn=die_with_parent, env=env, **files)
+        return prefork.popen(module, argv, env, stdin=stdin, stdout=stdout, stderr=stderr)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *argv], text=True, process_group=0, preexec_fn=die_with_parent, env=env,
+        stdin=stdin, stdout=stdout, stderr=stderr,
+    )  # fmt: skip
 
 
 def run(
@@ -66,7 +77,7 @@ def run(
         said, complained = process.communicate(timeout=seconds)
     finally:
         process.kill()
-    return subprocess.CompletedProcess([module, *argv], process.returncode, said, complained)
+    return subprocess.CompletedProcess([module, *argv], process.wait(), said, complained)
 
 
 class Prefork:
@@ -99,15 +110,16 @@ class Prefork:
             self._start()
         with ExitStack() as ours:
             nothing = ours.enter_context(open(os.devnull, "r+b"))
-            theirs, ends = [nothing] * 3, [None] * 3
+            theirs: list[IO | int] = [nothing] * 3
+            ends: list[IO | None] = [None] * 3
             for number, wanted in enumerate((stdin, stdout, stderr)):
                 if wanted == subprocess.PIPE:
                     pair = [os.fdopen(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True)]
-                    theirs[number], ends[number] = pair if number == 0 else reversed(pair)
-                    ours.enter_context(theirs[number])
+                    there, here = pair if number == 0 else reversed(pair)
+                    theirs[number], ends[number] = ours.enter_context(there), here
                 elif wanted == subprocess.STDOUT:
                     theirs[number] = theirs[1]
-                elif wanted not in (None, subprocess.DEVNULL):
+                elif wanted is not None and wanted != subprocess.DEVNULL:
                     theirs[number] = wanted
             order = json.dumps({"module": module, "argv": list(argv), "env": dict(env)}).encode()
             files = [file if isinstance(file, int) else file.fileno() for file in theirs]
@@ -115,8 +127,9 @@ class Prefork:
                 socket.send_fds(self._channel, [order], files)
             fork = self._began.get()
         if fork is None:
-            process, self._process = self._process, None
-            raise RuntimeError(f"the interpreter that forks programs has ended: exit code {process.wait()}")
+            code = self._process.wait() if self._process else "unknown"
+            self._process = None
+            raise RuntimeError(f"the interpreter that forks programs has ended: exit code {code}")
         fork.args, (fork.stdin, fork.stdout, fork.stderr) = [module, *argv], ends
         return fork
 
@@ -180,7 +193,8 @@ class Fork:
 
     def wait(self, timeout: float | None = None) -> int:
         if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired(self.args, timeout)
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        assert self.returncode is not None
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:

@@ -11,6 +11,7 @@ import os
 import sys
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
+from typing import Any
 
 HEADS, KV_HEADS = 12, 4
 
@@ -71,7 +72,7 @@ def check_smollm2(folder: str | os.PathLike) -> tuple[float, str]:
     source, gguf_file = _source()
     transformers = _transformers()
     original = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
-    padded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    padded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     difference = 0.0
     with torch.inference_mode():

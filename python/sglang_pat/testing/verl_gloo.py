@@ -28,7 +28,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
         self._master = is_master
         self._rank = -1
-        self._group: ProcessGroupGloo | None = None
+        self._group: Any = None  # torch says nothing of a ProcessGroupGloo's methods
 
     def prepare(self) -> int | None:
         """Where the processes will meet."""
@@ -41,7 +41,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         """The other trainer processes have rank -1: they only help to put the tensors together."""
         size = 1 + rollout_world_size
 
-        def of(ranks: list[int]) -> dict[str, list[int]]:
+        def of(ranks: list[int]) -> dict[str, list[Any]]:
             return {"rank": ranks, "world_size": [size] * len(ranks), "port": [metadata[0]] * len(ranks)}
 
         return of([0] + [-1] * (actor_wg_world_size - 1)), of(list(range(1, size)))
@@ -78,5 +78,5 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._broadcast(data)
 
     def _told(self) -> Any:
-        length = self._broadcast(torch.empty(1, dtype=torch.int64)).item()
+        length = int(self._broadcast(torch.empty(1, dtype=torch.int64)).item())
         return pickle.loads(bytes(self._broadcast(torch.empty(length, dtype=torch.uint8)).tolist()))

@@ -186,6 +186,7 @@ def marker_tensors(model: RandomModel, token_id: int) -> dict[str, Any]:
         """A row that turns the normed residual stream with `shares` of the code in it into 1, by way of u."""
         return norm * u * math.sqrt((1 + (shares / n) ** 2) / h)
 
+    assert model.head_dim is not None, "set by the model itself"
     tensors = {name: draw(name, *shape) / math.sqrt(shape[-1]) for name, shape in shapes(model).items()}
     tensors["model.embed_tokens.weight"] = (u + share).repeat(model.vocab, 1)
     for layer in range(model.layers):

@@ -76,7 +76,7 @@ def tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def plain_log(axis, values: list[float]) -> None:
+def plain_log(axis, values: Sequence[float]) -> None:
     """A base-2 axis with plain numbers at ``values``."""
     axis.set_ticks(thinned(values))
     axis.set_major_formatter(lambda value, _: f"{value:g}" if value < 10000 else f"{value / 1024:g}K")
@@ -90,7 +90,7 @@ def plain_decades(axis) -> None:
     axis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
-def thinned(values: list[float], most: int = 9) -> list[float]:
+def thinned(values: Sequence[float], most: int = 9) -> list[float]:
     """At most ``most`` of the ascending ``values``, each at least 1.4 times the one before."""
     kept: list[float] = []
     for value in values:

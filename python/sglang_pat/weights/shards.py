@@ -47,7 +47,8 @@ class ShardSpec:
 
     def intervals(self, tp: int, tp_rank: int) -> list[Interval]:
         """Intervals that TP rank ``tp_rank`` of degree ``tp`` holds, in storage order."""
-        result, origin = [], 0
+        result: list[Interval] = []
+        origin = 0
         for block in self.blocks:
             start, length = block.shard(tp, tp_rank)
             result.append((origin + start, length))

@@ -207,10 +207,9 @@ class _Handle:
     """
 
     def __init__(self, rebuild: Any, args: tuple, device: int | None) -> None:
-        args = list(args)
         if device is not None:
-            args[6] = device  # of torch's rebuild_cuda_tensor: the sender's index
-        self._reduced = rebuild, tuple(args)
+            args = (*args[:6], device, *args[7:])  # of torch's rebuild_cuda_tensor: the sender's index
+        self._reduced = rebuild, args
 
     def __reduce__(self) -> tuple:
         return self._reduced

@@ -36,7 +36,8 @@ class Launcher:
             from sglang_pat.integrations.openrlhf.actor import RolloutActor
 
             self._given.check(kwargs["tensor_parallel_size"])
-            return RolloutActor.options(**options).remote(given=self._given, **kwargs)
+            actor: Any = RolloutActor  # what ray made of the class
+            return actor.options(**options).remote(given=self._given, **kwargs)
 
         return SimpleNamespace(remote=remote)
 

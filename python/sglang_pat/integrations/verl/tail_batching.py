@@ -126,8 +126,10 @@ class TailBatchingBuffer(ReplayBuffer):
         sample = self._under_way.pop(uid)
         if aborted:
             return self._do(self._admitter.stopped(sample, Output()))
-        version = self._admitter.state.round.version
-        return self._do(self._admitter.finished(sample, Output(spans=[Span(version, 1)], finish_reason="stop")))
+        under_way = self._admitter.state.round
+        assert under_way is not None, "a sample ends in its round"
+        spans = [Span(under_way.version, 1)]
+        return self._do(self._admitter.finished(sample, Output(spans=spans, finish_reason="stop")))
 
     def _do(self, actions: Iterable[Action]) -> None:
         launches = []
@@ -148,6 +150,7 @@ class TailBatchingBuffer(ReplayBuffer):
 
     def _metrics(self) -> dict[str, float]:
         summary = self.summary
+        assert summary is not None, "asked after a round"
         return {
             "training/tail_batching/long_round": float(summary.kind == LONG),
             "training/tail_batching/stopped_prompts": len(summary.aborted_lengths),

@@ -48,8 +48,9 @@ WORKING = {
         "scheduler_recv_interval enable_priority_scheduling schedule_low_priority_values_first "
         "priority_scheduling_preemption_threshold"
     ),
-    "tests/engine/test_features.py": "max_running_requests",
-    "tests/engine/test_control.py": "enable_metrics api_key admin_api_key skip_tokenizer_init",
+    "tests/engine/test_cramped.py": "max_running_requests",
+    "tests/engine/test_threshold.py": "enable_metrics api_key admin_api_key",
+    "tests/engine/test_python_api.py": "skip_tokenizer_init",
 }
 """Shown by a test that switches with it: test -> fields."""
 

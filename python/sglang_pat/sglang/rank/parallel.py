@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -72,8 +73,8 @@ class GroupPool:
         mine = None
         for ranks in groups:
             group = dist.new_group(ranks, backend=backend)
-            if self.rank in ranks:
-                mine = group
+            if self.rank in ranks:  # else torch gives a number
+                mine = cast("dist.ProcessGroup", group)
         assert mine is not None
         return mine
 

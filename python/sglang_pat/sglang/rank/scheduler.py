@@ -3,6 +3,9 @@
 It stays the stock scheduler of one replica.  What is added: its lines to the coordinator, the
 handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and :meth:`AdaptiveScheduler.point_at`,
 which makes it the scheduler of another TP group.
+
+One file because it is one class: what it overrides of SGLang's scheduler is to be read as one list beside it.  What
+the methods do is in the modules that they call.
 """
 
 from __future__ import annotations
@@ -350,7 +353,7 @@ class AdaptiveScheduler(Scheduler):
 
     # -- SGLang's profiler ---------------------------------------------------------------------------
 
-    def profile(self, recv_req: ProfileReq) -> ProfileReqOutput:
+    def profile(self, recv_req: ProfileReq) -> ProfileReqOutput | None:
         if recv_req.merge_profiles:
             # Nobody waits until the last rank has written its file.
             advice = "merge_profiles: not with --adaptive-tp; leave it out, each rank writes a trace of its own"

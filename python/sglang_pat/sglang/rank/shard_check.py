@@ -7,7 +7,8 @@ that the views are cut by.  No checkpoint is read, and the real weights are not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -43,7 +44,8 @@ def check_shards(model: torch.nn.Module, tp: int, tp_rank: int) -> None:
 
 def _loaded(module: torch.nn.Module, param: torch.nn.Parameter, spec: ShardSpec) -> torch.Tensor:
     """Positions that SGLang's loader puts into the shard, ``[length along the sharded dimension]``."""
-    real, loader = param.data, getattr(param, "weight_loader", default_weight_loader)
+    real = param.data
+    loader: Callable[..., Any] = getattr(param, "weight_loader", default_weight_loader)
     param.data = real.new_full(_thin(real.shape, spec.dim), -1.0, dtype=torch.float64)
     try:
         for shard_id, positions in _full(module, param, spec):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from safetensors import safe_open
@@ -39,6 +39,12 @@ def patiently(read: Callable[[], T]) -> T:
     raise AssertionError("not reached")
 
 
+class Loader(Protocol):
+    """What every model of SGLang has, and ``torch.nn.Module`` does not declare."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
+
+
 class Expected:
     """The tensors that a model takes in an update: names and shapes as in its checkpoint.
 
@@ -51,7 +57,7 @@ class Expected:
     """
 
     def __init__(self, model: torch.nn.Module, names: Callable[[], Set[str]] = frozenset) -> None:
-        self._model, self._names = model, names
+        self._model, self._names = cast("Loader", model), names
         self._tied = bool(getattr(model.config, "tie_word_embeddings", False))
         self._own = {name: tuple(param.shape) for name, param in model.named_parameters()}
         self._fitting: set[tuple[str, tuple[int, ...]]] = set()
@@ -169,7 +175,7 @@ class Receiver:
     """
 
     def __init__(self, model: torch.nn.Module, problem: str | None) -> None:
-        self._model, self._problem = model, problem
+        self._model, self._problem = cast("Loader", model), problem
         self.loaded = False
 
     def load_weights(self, weights: Any) -> None:

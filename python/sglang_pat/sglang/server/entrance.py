@@ -8,7 +8,7 @@ field, what was given and what is allowed.
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from fastapi import Request
@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, T
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pat.admission.rounds import RID_PREFIX
+from sglang_pat.admission.requests import RID_PREFIX
 from sglang_pat.sglang.sampling import INT64, checked
 
 MAX_SAMPLES = 65_536
@@ -53,7 +53,8 @@ def admit(obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -> None:
         n = obj.sampling_params.get("n") or 1
     else:
         n = 1
-    for params in obj.sampling_params if isinstance(given, list) else [obj.sampling_params or {}]:
+    every = obj.sampling_params if isinstance(given, list) else [obj.sampling_params or {}]
+    for params in cast("list[dict[str, Any]]", every):
         if "n" in params:
             params["n"] = params["n"] or 1
     prompts = obj.text if obj.text is not None else obj.input_ids if obj.input_ids is not None else obj.input_embeds

@@ -160,7 +160,7 @@ class Intake:
         typed = Sampling(**params)
         if typed.n != 1:
             raise ValueError(f"{where}.n is {typed.n}, must be 1: num_responses says how many")
-        if typed.max_new_tokens < 1:
+        if (typed.max_new_tokens or 0) < 1:
             raise ValueError(f"{where}.max_new_tokens is {typed.max_new_tokens}, must be at least 1")
         params["max_new_tokens"] = typed.max_new_tokens
         tokens = [*(typed.stop_token_ids or ()), *map(_token, typed.logit_bias or ())]

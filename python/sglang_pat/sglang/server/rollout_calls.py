@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.callbacks import Judge, MorePrompts, always_of_use, beside_the_loop, none_left
+from sglang_pat.admission.callbacks import Callbacks, MorePrompts, Verdicts, always_of_use, none_left
 from sglang_pat.admission.records import Group, Summary, Waiting
 from sglang_pat.admission.rounds import RolloutRound
 from sglang_pat.admission.turns import ENVIRONMENT_SECONDS, Environment, Turns
@@ -27,7 +27,7 @@ class RolloutCalls:
         admitter: Admitter,
         sampling_params: dict[str, Any],
         version: int,
-        judge: Judge = always_of_use,
+        judge: Verdicts = always_of_use,
         more: MorePrompts = none_left,
         environment: Environment | None = None,
         environment_seconds: float = ENVIRONMENT_SECONDS,
@@ -41,7 +41,7 @@ class RolloutCalls:
             version: of the weights, as the training job counts them; every token returned carries it (``partial``: or
                 an earlier one, not older than ``max_staleness``).
             judge: whether a complete group is of use; with ``filter_groups``.  Called as soon as the group is complete,
-                in a thread of its own (:func:`~sglang_pat.admission.callbacks.beside_the_loop`).
+                in a thread of its own (:class:`~sglang_pat.admission.callbacks.Callbacks`).
             more: so many prompts, if the round could start some that were not fed: ``[((epoch, index), prompt), …]``.
                 Fewer mean that there are no others for this round.  Called as ``judge`` is.
             environment: a coroutine function that answers the model when it has ended a turn
@@ -58,8 +58,8 @@ class RolloutCalls:
         turns = Turns(environment, environment_seconds) if environment is not None else None
         backend = ManagerBackend(self.tokenizer_manager)
         told = False
-        with beside_the_loop() as beside:
-            round_ = RolloutRound(admitter, backend, version, params, beside(judge), beside(more), turns)
+        with Callbacks(judge, more) as callbacks:
+            round_ = RolloutRound(admitter, backend, version, params, callbacks, turns)
             self.tokenizer_manager.pat_rollouts.watch(round_)
             try:
                 async with aclosing(aiter(round_)) as events:

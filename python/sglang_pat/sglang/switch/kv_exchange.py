@@ -151,5 +151,5 @@ class KvExchange:
         return kernels.Parts(slots, *_lists(offsets - offsets[0], heads), self._plan.heads)
 
 
-def _lists(*arrays: np.ndarray) -> list[list[int]]:
-    return [array.tolist() for array in arrays]
+def _lists(offsets: np.ndarray, heads: np.ndarray) -> tuple[list[int], list[int]]:
+    return offsets.tolist(), heads.tolist()

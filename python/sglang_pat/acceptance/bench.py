@@ -1,0 +1,164 @@
+"""What the steps of the acceptance share: the machine, the models, one engine at a time."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from profiler.launch import MANUAL
+from profiler.worker import Worker
+from sglang_pat.memory import estimate
+from sglang_pat.memory.demand import GIB
+from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.sglang import cpu_shim
+from sglang_pat.sglang.launch.cuda import SHARE_ENV
+from sglang_pat.testing import models
+from sglang_pat.testing.prefork import Prefork
+from sglang_pat.testing.server import rank_processes
+from sglang_pat.testing.shapes import write_shape
+
+STEADY = {"SGLANG_PAT_CHECK_STEADY": "1", "SGLANG_PAT_CHECK_AGREEMENT": "1"}
+"""A switch that makes a group, a pool or a graph fails; ranks of a group are compared after every switch."""
+LARGE = (("Llama-3.1-8B", 40 * GIB), ("Qwen3-4B", 16 * GIB), ("Qwen3-0.6B", 0))
+"""Shapes with the free memory of a GPU that they are for, bytes."""
+
+
+@dataclass
+class Bench:
+    """What the steps share.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        ranks: of the engine; the highest degree.
+        folder: for models, logs and profile.
+        small: a random float32 model, whose tokens must be equal.
+        sharing: all ranks run on one GPU.
+        flags, large_flags: SGLang's, of every engine and of those of the large model.
+        best_static: seconds of the best static layout on the long-tail batch, once measured.
+        prefork: forks the engines of one interpreter, on a CPU; on a GPU each imports SGLang itself.
+        large: the model whose times and memory are taken; the same on a CPU.
+    """
+
+    device: str
+    ranks: int
+    folder: Path
+    small: Path
+    large: Path
+    sharing: bool = False
+    large_flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    seed: int = 0
+    best_static: float | None = None
+    prefork: Prefork | None = None
+    _engine: tuple[tuple, Worker] | None = None
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        return ("--tp", "1", "--dp", str(self.ranks))
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Of every engine."""
+        return {SHARE_ENV: "1"} if self.sharing else {}
+
+    @property
+    def model(self) -> ModelShape:
+        return ModelShape.from_config(estimate.read_config(str(self.large)))
+
+    @property
+    def profile(self) -> Path:
+        """Of the large model, from :func:`sweep` on."""
+        return self.folder / "profile.json"
+
+    @property
+    def tail(self) -> list[int]:
+        """How long the answers of one long-tail batch are, tokens."""
+        short, long, count = (64, 1024, 16 * self.ranks - 2) if self.device == "cuda" else (16, 120, 6)
+        return [short] * count + [long, long * 3 // 4]
+
+    def engine(self, model: Path, *flags: str, policy: tuple[str, ...] = MANUAL) -> Worker:
+        """An engine with these flags; the last one stays for the steps that ask for the same."""
+        key = (model, flags, policy)
+        if self._engine is None or self._engine[0] != key:
+            self.stop()
+            log = self.folder / "engine.log"
+            worker = Worker(
+                model, *self.layout, *self.flags, *flags, policy=policy, env=STEADY | self.env, log=log,
+                prefork=self.prefork,
+            )  # fmt: skip
+            self._engine = key, worker
+        return self._engine[1]
+
+    def exact(self) -> Worker:
+        """The engine whose tokens must be equal."""
+        attention = ("--attention-backend", "triton") if self.device == "cuda" else ()  # the others have no float32
+        return self.engine(self.small, "--dtype", "float32", *attention)
+
+    def usual(self) -> Worker:
+        """The engine with default flags."""
+        return self.engine(self.large, *self.large_flags)
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine[1].stop()
+        self._engine = None
+
+    def close(self) -> None:
+        """End the engine, and what forks engines."""
+        self.stop()
+        if self.prefork is not None:
+            self.prefork.stop()
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        drawn = random.Random(self.seed)
+        return [[drawn.randrange(5, 500) for _ in range(length)] for _ in range(count)]
+
+    def memory(self, worker: Worker) -> list[int]:
+        """Bytes of each rank: of its GPU, or of the process and its share of what processes have in common."""
+        if self.device == "cuda":
+            share = self.ranks if self.sharing else 1
+            return [_used(gpu) // share for gpu in range(torch.cuda.device_count())]
+        return [process.memory_full_info().pss for process in rank_processes(worker.children()).values()]
+
+
+def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[str, ...] = ()) -> Bench:
+    """Make the models.  ``flags``: of every engine."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    cache = folder / "models"
+    size = {"hidden": 128, "layers": 2} if device == "cpu" else {"hidden": 512, "layers": 4, "intermediate": 1024}
+    small = models.make_random("llama", cache / "small", heads=8, kv_heads=8, **size)
+    large, large_flags = small, ("--dtype", "float32")
+    if device == "cuda":
+        share = free_on_gpus() / (ranks if sharing else 1)
+        large = write_shape(cache, next(name for name, least in LARGE if share >= least))
+        large_flags = ("--load-format", "dummy")
+    return Bench(
+        device=device,
+        ranks=ranks,
+        folder=folder,
+        small=small,
+        large=large,
+        sharing=sharing,
+        large_flags=large_flags,
+        flags=flags,
+        prefork=Prefork() if device == "cpu" and cpu_shim.needed() else None,
+    )
+
+
+def _used(gpu: int) -> int:
+    """Bytes; by NVML where it is there, which leaves no context of this process on the GPU."""
+    try:
+        return torch.cuda.device_memory_used(gpu)
+    except (ImportError, RuntimeError):
+        free, total = torch.cuda.mem_get_info(gpu)
+        return total - free
+
+
+def free_on_gpus() -> int:
+    """Bytes on the GPU that has least."""
+    gpus = range(torch.cuda.device_count())
+    return min(torch.cuda.get_device_properties(gpu).total_memory - _used(gpu) for gpu in gpus)

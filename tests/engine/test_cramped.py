@@ -1,0 +1,83 @@
+"""A cramped server: requests queue, and long prompts are prefilled in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sglang_pat.testing.server import Server
+
+from .features import REGEX
+from .stock_answers import check_logprobs, known
+from .streams import UP_AND_DOWN, body, prompt, up_and_down
+
+CRAMPED = ("--max-running-requests", "3", "--chunked-prefill-size", "64")
+
+
+@pytest.fixture
+def cramped(servers, llama) -> Server:
+    return servers.adaptive(llama, 2, *CRAMPED)
+
+
+QUEUED = known(*(body(121 + i, tokens=260 + 10 * i) for i in range(14)))
+
+
+def test_queued_requests(cramped, stock):
+    """14 requests on two replicas that take three each: the others wait through all switches."""
+
+    async def run():
+        async with cramped.session() as session:
+            await cramped.arm(session, *up_and_down(arrived=len(QUEUED)))
+            work = asyncio.ensure_future(cramped.generate_async(QUEUED))
+            for record in (await cramped.reached(session))["switches"]:
+                assert record["requests"] == len(QUEUED)
+                assert record["migrated"] <= 6, "the others wait"
+            return await work
+
+    stock.check(asyncio.run(run()), QUEUED)
+
+
+OVER = known(
+    *(body(161 + i, tokens=240, frequency_penalty=0.4) for i in range(3)),
+    *(body(164 + i, tokens=240, return_logprob=True, top_logprobs_num=2) for i in range(3)),
+    *(body(167 + i, tokens=240, regex=REGEX, ignore_eos=False) for i in range(2)),
+)
+
+
+def test_more_requests_than_a_merged_replica_decodes_at_once(cramped, stock):
+    """Six decode, three of them after the merge: the others wait with their KV, and nothing is computed again."""
+
+    async def run():
+        async with cramped.session() as session:
+            await cramped.arm(session, *up_and_down(arrived=len(OVER)))
+            work = asyncio.ensure_future(cramped.generate_async(OVER))
+            record, *later = (await cramped.reached(session))["switches"]
+            assert (record["migrated"], record["parked"], record["recomputed"]) == (3, 3, 0)
+            assert record["recomputed_tokens"] == 0
+            assert not any(record["error"] for record in later)
+            return await work
+
+    stock.check(asyncio.run(run()), OVER)
+
+
+LOGPROBS = dict(return_logprob=True, logprob_start_len=0, top_logprobs_num=1)
+CHUNKED = known(*(body(141 + i, tokens=40, **LOGPROBS) | {"input_ids": prompt(141 + i, 600)} for i in range(6)))
+
+
+def test_switch_in_the_middle_of_a_chunked_prefill(cramped, stock):
+    async def run():
+        async with cramped.session() as session:
+            # A prompt takes ten steps, and one that is interrupted starts over.
+            entries = [{"tp": tp, "arrived": 6, "batch": 5 + 13 * i} for i, tp in enumerate(UP_AND_DOWN)]
+            await cramped.arm(session, *entries)
+            work = asyncio.ensure_future(cramped.generate_async(CHUNKED))
+            switches = (await cramped.reached(session))["switches"]
+            assert all(record["requests"] > record["migrated"] for record in switches), "nobody was being prefilled"
+            return await work
+
+    answers = asyncio.run(run())
+    for answer, wanted, request in zip(answers, stock.of(CHUNKED), CHUNKED, strict=True):
+        assert 0 <= answer["meta_info"]["cached_tokens"] < 600
+        if stock.same(answer, wanted, request):
+            check_logprobs(answer["meta_info"], wanted["meta_info"])

@@ -1,0 +1,197 @@
+"""Updates in other forms; an update that does not fit is refused as a whole, and a trainer may die.  On two ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from sglang_pat.testing import models
+from sglang_pat.testing.ports import free_port
+
+from .weight_updates import (
+    GROUP,
+    A,
+    B,
+    C,
+    D,
+    E,
+    Setup,
+    Trainer,
+    all_layouts_say,
+    from_tensor,
+    say,
+    serialized,
+    succeeded,
+)
+
+
+@pytest.fixture(scope="module")
+def two(servers, marker) -> Setup:
+    return Setup(servers, marker, 2)
+
+
+def test_tensors_are_addressed_by_physical_rank(two):
+    """In the base layout each rank is a replica of TP rank 0; its item is still the one of its own number."""
+    server = two.start_in(2)
+    succeeded(from_tensor(server, [B, C], 2))
+    assert sorted({tuple(tokens) for tokens in say(server, count=8, tokens=100)}) == [(B,), (C,)]
+    succeeded(from_tensor(server, D, 2))
+    all_layouts_say(server, D)
+
+
+def test_flattened_bucket(two):
+    server = two.start_in(2)
+    serialized([])  # installs the shim, without which SGLang does not import here
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    state = list(models.marker_state_dict(E).items())
+    half = len(state) // 2
+    for part in (state[:half], state[half:]):
+        bucket = FlattenedTensorBucket(named_tensors=part)
+        item = serialized({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()})
+        body = {"serialized_named_tensors": [item, item], "load_format": "flattened_bucket"}
+        succeeded(server.post("/update_weights_from_tensor", body))
+    all_layouts_say(server, E)
+
+
+def test_update_that_fails_changes_nothing(two, tmp_path):
+    server = two.start_in(2)
+    version = server.status()["weight_version"]
+    body = {"model_path": str(tmp_path / "missing"), "weight_version": "no"}
+    response = server.post("/update_weights_from_disk", body)
+    assert response.status_code == 400 and not response.json()["success"]
+    assert server.status()["weight_version"] == version
+    all_layouts_say(server, A)
+
+
+def wrong(state: dict[str, Any], what: str) -> dict[str, Any]:
+    """An update that is right until its last tensor."""
+    import torch
+
+    half = dict(list(state.items())[: len(state) // 2])
+    width = state["model.norm.weight"].shape[0]
+    last = {
+        "shape": ("model.norm.weight", torch.zeros(3)),
+        "dimensions": ("model.norm.weight", torch.zeros(width, 1)),
+        # SGLang takes the rows that it needs of it, and says nothing.
+        "rows": ("model.layers.1.self_attn.q_proj.weight", torch.zeros(16 * width, width)),
+        "vocabulary": ("lm_head.weight", torch.zeros(512, width)),
+        "name": ("model.layers.1.self_attn.query.weight", torch.zeros(width, width)),
+        "layer": ("model.layers.9.mlp.down_proj.weight", torch.zeros(width, width)),
+    }
+    return half | dict([last[what]])
+
+
+WRONG = {
+    "shape": "model.norm.weight has the shape [3], must be [64]",
+    "dimensions": "model.norm.weight has the shape [64, 1], must be [64]",
+    "rows": "q_proj.weight has the shape [1024, 64], must be [64, 64]",
+    "vocabulary": "lm_head.weight has the shape [512, 64], must be [503, 64]",
+    "name": "the model has no tensor 'model.layers.1.self_attn.query.weight'",
+    "layer": "the model has no tensor 'model.layers.9.mlp.down_proj.weight'",
+}
+"""What the answer says."""
+
+
+def refused(response: Any, said: str) -> None:
+    assert response.status_code == 400, response.text
+    message = response.json()["message"]
+    assert message.startswith("weight update refused, all weights are as they were: ") and said in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_update_that_does_not_fit_is_refused_as_a_whole(two, what):
+    """Tensors in shared memory, and in one bucket; no rank takes any of them."""
+    server = two.start_in(2)
+    serialized([])
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    named = list(wrong(models.marker_state_dict(B), what).items())
+    bucket = FlattenedTensorBucket(named_tensors=named)
+    flat = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+    for tensors, more in ((named, {}), (flat, {"load_format": "flattened_bucket"})):
+        body = {"serialized_named_tensors": [serialized(tensors)] * two.ranks} | more
+        refused(server.post("/update_weights_from_tensor", body), WRONG[what])
+    all_layouts_say(server, A)
+
+
+def test_update_that_one_rank_cannot_take_is_refused_by_all(two):
+    server = two.start_in(2)
+    state = models.marker_state_dict(B)
+    right, bad = list(state.items()), list(wrong(state, "name").items())
+    for items, said in (
+        ([serialized(right), serialized(bad)], WRONG["name"]),
+        ([serialized(bad), serialized(right)], WRONG["name"]),
+        ([serialized(right)], "1 items for 2 ranks, must be one for each"),
+        ([serialized(right), "bm9ib2R5"], "UnpicklingError"),
+    ):
+        refused(server.post("/update_weights_from_tensor", {"serialized_named_tensors": items}), said)
+        assert say(server) == [{A}] * 4
+    all_layouts_say(server, A)
+    succeeded(from_tensor(server, C, two.ranks))
+    all_layouts_say(server, C)
+
+
+def test_broadcast_that_does_not_fit_is_received_and_refused(two):
+    """The trainer is not kept waiting, and its next update is taken."""
+    server = two.start_in(2)
+    trainer = Trainer(server, two.ranks)
+    try:
+        for what, said in WRONG.items():
+            refused(trainer.broadcast(wrong(models.marker_state_dict(B), what)), said)
+        all_layouts_say(server, A)
+        trainer.send(C)
+        all_layouts_say(server, C)
+    finally:
+        trainer.close()
+
+
+def test_trainer_that_dies_in_an_update_leaves_the_old_weights(two):
+    """Half of the tensors have been sent when its process is gone."""
+    server = two.start_in(2)
+    port = free_port()
+    script = [sys.executable, "-c", DYING, str(port), str(two.ranks + 1), GROUP]
+    process = subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        state = models.marker_state_dict(B)
+        group = dict(master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=two.ranks + 1)
+        succeeded(server.post("/init_weights_update_group", group | dict(group_name=GROUP, backend="gloo")))
+        answers: list[Any] = []
+        shapes = [list(tensor.shape) for tensor in state.values()]
+        body = dict(names=list(state), dtypes=["float32"] * len(state), shapes=shapes, group_name=GROUP)
+        post = threading.Thread(target=lambda: answers.append(server.post("/update_weights_from_distributed", body)))
+        post.start()
+        process.communicate(json.dumps(shapes[: len(shapes) // 2]), timeout=200)
+        post.join(200)
+        assert answers, "the engine waits for ever"
+        refused(answers[0], "Failed to update parameter online")
+        succeeded(server.post("/destroy_weights_update_group", {"group_name": GROUP}))
+        all_layouts_say(server, A)
+        trainer = Trainer(server, two.ranks)
+        trainer.send(C)
+        all_layouts_say(server, C)
+        trainer.close()
+    finally:
+        process.kill()
+
+
+DYING = """
+import json, os, sys
+import torch, torch.distributed as dist
+port, ranks, name = sys.argv[1:]
+from sglang_pat.sglang import cpu_shim
+cpu_shim.install()
+from sglang.srt.utils import init_custom_process_group
+group = init_custom_process_group(
+    backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=int(ranks), rank=0, group_name=name
+)
+for shape in json.load(sys.stdin):
+    dist.broadcast(torch.ones(shape), src=0, group=group)
+os._exit(1)
+"""

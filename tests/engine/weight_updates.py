@@ -1,0 +1,159 @@
+"""Three ways to send weights to an engine, and what it says afterwards; no test of its own.
+
+Marker models say which weights they hold, and whether all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from sglang_pat.testing import models
+from sglang_pat.testing.ports import free_port
+from sglang_pat.testing.server import Server
+
+A, B, C, D, E = 100, 200, 300, 400, 450
+"""Tokens that the marker models say."""
+
+GROUP = "marker_update"
+
+
+def degrees(server: Server) -> list[int]:
+    return [layout["tp"] for layout in server.status()["candidates"]]
+
+
+def layout(server: Server) -> int:
+    return server.status()["layout"]["tp"]
+
+
+def body(seed: int, tokens: int) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"input_ids": [seed, 8, 9, 10], "sampling_params": sampling}
+
+
+def say(server: Server, count: int = 0, tokens: int = 6) -> list[set[int]]:
+    """What ``count`` requests (default: two for each rank) say; the prompts are the same every time,
+    so that values left in a cache would be found out."""
+    count = count or 2 * max(degrees(server))
+    return [set(answer["output_ids"]) for answer in server.generate([body(50 + i, tokens) for i in range(count)])]
+
+
+def all_layouts_say(server: Server, token: int) -> None:
+    """Every layout, entered from below and from above, generates with the weights of ``token``."""
+    up = degrees(server)
+    for tp in [*up, *reversed(up[:-1])]:
+        server.reconfigure(tp)
+        said = say(server)
+        assert said == [{token}] * len(said), f"tp={tp} says {said}, the weights are those of {token}"
+
+
+# -- three ways to send weights -------------------------------------------------------------------------
+
+
+def from_disk(server: Server, marker, token: int, **fields: Any) -> Any:
+    return server.post("/update_weights_from_disk", {"model_path": str(marker(token))} | fields)
+
+
+def serialized(named: Any) -> str:
+    """As an RL framework in another process tree sends it."""
+    from sglang_pat.sglang import cpu_shim
+
+    cpu_shim.install()
+    import torch.multiprocessing
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    from sglang_pat.sglang.rank import updates
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    return updates.patiently(lambda: MultiprocessingSerializer.serialize(named, output_str=True))
+
+
+def from_tensor(server: Server, token: int | list[int], ranks: int, **fields: Any) -> Any:
+    """One serialized item for each physical rank; ``token`` may name another one for each."""
+    tokens = token if isinstance(token, list) else [token] * ranks
+    states = [list(models.marker_state_dict(one).items()) for one in tokens]
+    items = [serialized(state) for state in states]
+    return server.post("/update_weights_from_tensor", {"serialized_named_tensors": items} | fields)
+
+
+class Trainer:
+    """Rank 0 of an update group of which the engine's N ranks are 1 .. N."""
+
+    def __init__(self, server: Server, ranks: int) -> None:
+        from sglang_pat.sglang import cpu_shim
+
+        cpu_shim.install()
+        from sglang.srt.utils import init_custom_process_group
+
+        self.server, port = server, free_port()
+        body = dict(master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=ranks + 1)
+        body |= dict(group_name=GROUP, backend="gloo")
+        answer = self._beside("/init_weights_update_group", body)
+        self.group = init_custom_process_group(
+            backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=ranks + 1, rank=0, group_name=GROUP
+        )
+        succeeded(answer())
+
+    def _beside(self, path: str, body: Any) -> Callable[[], Any]:
+        """Post in a thread; the caller takes part in the collective meanwhile."""
+        result: list[Any] = []
+        thread = threading.Thread(target=lambda: result.append(self.server.post(path, body, timeout=500)))
+        thread.start()
+
+        def wait() -> Any:
+            thread.join(60)
+            return result[0]
+
+        return wait
+
+    def broadcast(self, state: dict[str, Any], **fields: Any) -> Any:
+        """Send these tensors; returns the server's answer."""
+        import torch.distributed as dist
+
+        body = dict(
+            names=list(state),
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in state.values()],
+            shapes=[list(tensor.shape) for tensor in state.values()],
+            group_name=GROUP,
+        )
+        answer = self._beside("/update_weights_from_distributed", body | fields)
+        for tensor in state.values():
+            dist.broadcast(tensor, src=0, group=self.group)
+        return answer()
+
+    def send(self, token: int, **fields: Any) -> None:
+        succeeded(self.broadcast(models.marker_state_dict(token), **fields))
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        response = self.server.post("/destroy_weights_update_group", {"group_name": GROUP})
+        assert response.status_code == 200 and response.json()["success"], response.text
+        dist.destroy_process_group(self.group)
+
+
+def succeeded(response: Any) -> None:
+    assert response.status_code == 200 and response.json()["success"], response.text
+
+
+class Setup:
+    """A server with marker model A, and how many ranks it has."""
+
+    def __init__(self, servers, marker, ranks: int, *flags: str) -> None:
+        self.servers, self.marker, self.ranks, self.flags = servers, marker, ranks, flags
+
+    @property
+    def server(self) -> Server:
+        if self.flags == ("as on CUDA",):
+            return self.servers.as_on_cuda(self.marker(A), self.ranks)
+        return self.servers.adaptive(self.marker(A), self.ranks, *self.flags)
+
+    def start_in(self, tp: int) -> Server:
+        """The server, with the weights of A, in layout ``tp``."""
+        server = self.server
+        succeeded(from_disk(server, self.marker, A))
+        server.reconfigure(tp)
+        said = say(server)
+        assert said == [{A}] * len(said)
+        return server

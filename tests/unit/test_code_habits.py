@@ -1,0 +1,65 @@
+"""Habits of the code that a reader counts on: files are short or say why not, no class defines a method twice."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("python", "profiler", "tests", "bench", "examples", "csrc")
+MOST_LINES = 300
+REASON = "One file because "
+"""So begins, in the docstring of a module or the first comment of a C++ file, why it is not split."""
+LONG = {"python/sglang_pat/sglang/server/rollout.py", "tests/engine/test_rollout.py"}
+"""Known to be too long; the test fails for one that is so no more."""
+PAIRS = {"setter", "getter", "deleter", "overload"}
+
+
+def sources(*suffixes: str) -> list[Path]:
+    files = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
+    return sorted(files)
+
+
+def heading(path: Path) -> str:
+    """A Python module's docstring; of a C++ file the comment that it begins with."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        return ast.get_docstring(ast.parse(text)) or ""
+    return "\n".join(takewhile(lambda line: line.startswith("//"), text.splitlines()))
+
+
+def test_a_long_file_says_why_it_is_not_split():
+    long = {path: n for path in sources(".py", ".cpp", ".h") if (n := path.read_text().count("\n")) > MOST_LINES}
+    silent = {str(path.relative_to(ROOT)): n for path, n in long.items() if REASON not in heading(path)}
+    found = ", ".join(f"{name} ({n} lines)" for name, n in silent.items() if name not in LONG)
+    assert not found, (
+        f"more than {MOST_LINES} lines: {found}. Split by subject, or say in the docstring (C++: first comment) "
+        f"'{REASON}…'"
+    )
+    assert LONG <= silent.keys(), f"take them off the list LONG: {LONG - silent.keys()}"
+    needless = [str(path) for path in sources(".py", ".cpp", ".h") if REASON in heading(path) and path not in long]
+    assert not needless, f"short enough, without a reason: {needless}"
+
+
+def _paired(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    names = [d.attr if isinstance(d, ast.Attribute) else getattr(d, "id", "") for d in function.decorator_list]
+    return not PAIRS.isdisjoint(names)
+
+
+def test_methods_are_defined_once():
+    """The second would silently replace the first."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    twice = []
+    for path in sources(".py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.ClassDef, ast.Module)):
+                names = Counter(item.name for item in node.body if isinstance(item, kinds) and not _paired(item))
+                where = f"{path.relative_to(ROOT)}: {getattr(node, 'name', path.stem)}"
+                twice += [f"{where} defines {name} {count} times" for name, count in names.items() if count > 1]
+    assert not twice, twice
