@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_pat.admission import epochs
+from sglang_pat.admission import epochs, redraws
 from sglang_pat.admission.deadlines import Deadlines
 from sglang_pat.admission.records import NEW, Group, Summary
 from sglang_pat.admission.state import Round, State
@@ -53,11 +53,15 @@ def _put_back(state: State, round_: Round, group: Group, keeps: bool) -> None:
     """A group waits, or is a fresh prompt again as before a cancelled round."""
     group.judging = False
     anew = round_.cancelled and not group.begun and not (keeps and group.tokens)
+    if not keeps and not round_.cancelled:
+        group.floors = redraws.floors(group, round_.responses)
     if anew or not keeps:
         for sample in group.samples:
             if sample.state != NEW or sample.output.spans:
                 round_.thrown += group.throw(sample)
+            sample.had = 0
         group.chosen, group.complete, group.useful = [], False, False
+        group.rejected, group.draws = 0, 1
     if anew:
         state.drawn -= 1
         state.fresh.append(group)
@@ -84,6 +88,8 @@ def _summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Sum
         kept_rewards=[] if cancelled else _rewards(round_.taken),
         filtered_rewards=[] if cancelled else _rewards(round_.filtered),
         ages=[group.deferrals for group in state.waiting],
+        redraws=round_.redraws,
+        gave_up=round_.gave_up,
     )
 
 

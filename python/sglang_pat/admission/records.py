@@ -88,11 +88,15 @@ NEW, RUNNING, STOPPING, DONE = "new", "running", "stopping", "done"
 
 
 class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False, gc=False):
-    """A response: ``new``, ``running``, ``stopping`` (its abort is not confirmed) or ``done``."""
+    """A response: ``new``, ``running``, ``stopping`` (its abort is not confirmed) or ``done``.
+
+    ``had``: tokens that were thrown away last, in this round.
+    """
 
     number: int
     state: str = NEW
     attempt: int = 0
+    had: int = 0
     output: Output = msgspec.field(default_factory=Output)
 
     @property
@@ -103,7 +107,7 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False, gc=Fals
     def reset(self) -> int:
         """Forget what it generated; so many tokens."""
         tokens = self.output.tokens
-        self.output, self.state = Output(), NEW
+        self.output, self.state, self.had = Output(), NEW, tokens
         return tokens
 
 
@@ -120,6 +124,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         judging: complete, and waits for a verdict; ``useful``: it had one, and it was good.
         chosen: numbers of the samples that are kept, in the order in which they ended.
         reward: as given with the verdict.
+        floors: tokens that each response had had when the group was last passed over; empty before.
+        rejected: draws that were rejected in this round, see ``redraws.py``; those up to ``draws`` may run.
     """
 
     epoch: int
@@ -134,6 +140,9 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
     useful: bool = False
     chosen: list[int] = []
     reward: float | None = None
+    floors: list[int] = []
+    rejected: int = 0
+    draws: int = 1
     samples: list[Sample] = []
 
     @property
@@ -210,6 +219,7 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
         aborted_lengths: tokens of the samples that were stopped, as far as they had come.
         kept_rewards, filtered_rewards: of groups that were given one with their verdict.
         ages: of all groups that wait now, rounds that passed them over.
+        redraws, gave_up: see :class:`~.state.Round`.
     """
 
     number: int
@@ -227,6 +237,8 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     kept_rewards: list[float]
     filtered_rewards: list[float]
     ages: list[int]
+    redraws: int = 0
+    gave_up: int = 0
 
 
 class RoundOver(msgspec.Struct, frozen=True, tag=True):

@@ -30,6 +30,8 @@ class Round(msgspec.Struct, kw_only=True):
         stopping: the batch is complete, or the round was cancelled.
         cancelled: it will not have happened.
         thrown: tokens thrown away; ``aborted``: lengths of the samples that were stopped.
+        redraws: draws of deferred prompts that were rejected, see ``redraws.py``; ``gave_up``: prompts whose last draw
+            was accepted although it would have been rejected.
     """
 
     number: int
@@ -50,6 +52,8 @@ class Round(msgspec.Struct, kw_only=True):
     cancelled: bool = False
     thrown: int = 0
     aborted: list[int] = []
+    redraws: int = 0
+    gave_up: int = 0
 
     @property
     def groups(self) -> list[Group]:
