@@ -30,6 +30,8 @@ def _settle(state: State, round_: Round, deadlines: Deadlines, keeps: bool, kept
     """It has happened: what it returned or filtered is gone, it has passed the others over."""
     state.rounds[round_.kind] = state.rounds.get(round_.kind, 0) + 1
     state.lengths = [state.lengths[0] + len(kept), state.lengths[1] + sum(kept)]
+    useless = [sample.output.tokens for group in round_.filtered for sample in group.kept()]
+    state.bias.settle(round_.drawn, kept + useless)
     for group in (*round_.taken, *round_.filtered):
         deadlines.left(group)
     for group in round_.groups:
@@ -90,6 +92,8 @@ def _summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Sum
         ages=[group.deferrals for group in state.waiting],
         redraws=round_.redraws,
         gave_up=round_.gave_up,
+        mean_returned=state.bias.mean_returned(),
+        mean_undropped=state.bias.mean_undropped(),
     )
 
 

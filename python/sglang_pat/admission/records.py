@@ -220,6 +220,8 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
         kept_rewards, filtered_rewards: of groups that were given one with their verdict.
         ages: of all groups that wait now, rounds that passed them over.
         redraws, gave_up: see :class:`~.state.Round`.
+        mean_returned: tokens of a response of the groups that were returned or filtered in some 64 rounds;
+            ``mean_undropped``: what it would be if nothing were thrown away, an estimate (``bias.py``).
     """
 
     number: int
@@ -239,6 +241,8 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     ages: list[int]
     redraws: int = 0
     gave_up: int = 0
+    mean_returned: float = 0.0
+    mean_undropped: float = 0.0
 
 
 class RoundOver(msgspec.Struct, frozen=True, tag=True):

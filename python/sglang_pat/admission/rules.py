@@ -59,7 +59,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError(f"unbiased is for mode strict, not {self.mode}: leave it out, or change the mode")
         if (self.eta_responses or 1) != 1:
             given = self.eta_responses
-            raise ValueError(f"eta_responses is {given}, must be 1 if unbiased: the first of more responses are short ones")
+            raise ValueError(f"eta_responses is {given}, must be 1 if unbiased: to keep the first responses is a bias")
 
     @property
     def started_prompts(self) -> int:

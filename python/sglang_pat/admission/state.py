@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sglang_pat.admission.bias import Bias, Drawn
 from sglang_pat.admission.records import Group, Key
 
 SHORT, LONG, FLUSH = "short", "long", "flush"
@@ -30,6 +31,7 @@ class Round(msgspec.Struct, kw_only=True):
         stopping: the batch is complete, or the round was cancelled.
         cancelled: it will not have happened.
         thrown: tokens thrown away; ``aborted``: lengths of the samples that were stopped.
+        drawn: lengths of all samples that came out of the engine, for good.
         redraws: draws of deferred prompts that were rejected, see ``redraws.py``; ``gave_up``: prompts whose last draw
             was accepted although it would have been rejected.
     """
@@ -52,6 +54,7 @@ class Round(msgspec.Struct, kw_only=True):
     cancelled: bool = False
     thrown: int = 0
     aborted: list[int] = []
+    drawn: Drawn = msgspec.field(default_factory=Drawn)
     redraws: int = 0
     gave_up: int = 0
 
@@ -80,6 +83,7 @@ class State(msgspec.Struct, kw_only=True):
         aborted: samples that were stopped; ``thrown``: tokens thrown away.
         lengths: number and sum of the lengths of all returned responses.
         version: of the weights in the last round; None before the first.
+        bias: lengths of what was returned, and of all that was drawn, in rounds not long ago.
     """
 
     fresh: list[Group] = []
@@ -97,3 +101,4 @@ class State(msgspec.Struct, kw_only=True):
     thrown: int = 0
     lengths: list[int] = msgspec.field(default_factory=lambda: [0, 0])
     version: int | None = None
+    bias: Bias = msgspec.field(default_factory=Bias)

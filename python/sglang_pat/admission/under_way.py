@@ -86,6 +86,7 @@ class RoundUnderWay:
         if not self._mode.keeps and not late:
             self._check_version(sample, output)
         self._heard(group, mine, output)
+        self._drawn(group, mine, True)
         if late:
             self.round.thrown += group.throw(mine)
             self._again(group)
@@ -111,6 +112,7 @@ class RoundUnderWay:
         if self._mode.keeps:
             mine.state = NEW
         else:
+            self._drawn(group, mine, False)
             self.round.thrown += group.throw(mine)
         self._again(group)
         return self.go_on()
@@ -164,6 +166,10 @@ class RoundUnderWay:
         self._alive -= 1
         sample.output = sample.output.followed_by(output)
         self._deadlines.heard(group, output)
+
+    def _drawn(self, group: Group, sample: Sample, ended: bool) -> None:
+        """One that does not go on has come so far."""
+        self.round.drawn.note(sample.output.tokens, ended, redraws.floor(group, sample.number))
 
     def _again(self, group: Group) -> None:
         """One of its samples is out of the engine unfinished."""

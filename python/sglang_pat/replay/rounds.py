@@ -14,7 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Abort, Action, Group, Judge, Launch, Output, Return, RoundOver, SampleId, Span, Summary
+from sglang_pat.admission.records import (
+    Abort,
+    Action,
+    Group,
+    Judge,
+    Launch,
+    Output,
+    Return,
+    RoundOver,
+    SampleId,
+    Span,
+    Summary,
+)
 from sglang_pat.admission.rules import Rules
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
@@ -94,6 +106,8 @@ class Replica:
             self.clock = max(self.clock, now)
             return
         steps, due = int(self.left.min()), self.due
+        if not steps:  # what has ended is still to be taken out; its time may be a rounding error ahead
+            return
         done = steps if now >= due else int(steps * (now - self.clock) / (due - self.clock))
         if done > 0:
             self.clock += (due - self.clock) * done / steps

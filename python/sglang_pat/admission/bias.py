@@ -1,0 +1,103 @@
+"""How much shorter what is returned is than it would be if nothing were thrown away: an estimate, kept while running.
+
+Kaplan and Meier's estimate over all samples drawn.  One that ended is an event; one that was aborted is *censored*: it
+would have been longer.  A sample of a prompt that was passed over counts only from its floor on (left truncation, see
+``redraws.py``): below it the prompt was counted with its first draw, and it must not count twice.
+
+Exact on average if all responses are from one distribution.  If those to one prompt are alike, it is somewhat off: more
+so with over-provision of responses, where the prompt's long ones are never seen (``docs/results/tail_batching.md``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+BINS = 8
+"""Per doubling of the length."""
+
+KEPT = 1 - 1 / 64
+"""Weight of a round over that of the next one: the estimate follows the model, as of some 64 rounds."""
+
+
+class Drawn(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Samples by bins of their length, as weights.
+
+    Attributes:
+        ended: those that ended by themselves; ``tokens``: of them, in all.
+        cut: those that were aborted, where they were.
+        entered: those that count from their floor on only, there.
+    """
+
+    ended: dict[int, float] = {}
+    tokens: dict[int, float] = {}
+    cut: dict[int, float] = {}
+    entered: dict[int, float] = {}
+
+    def note(self, tokens: int, ended: bool, floor: int) -> None:
+        """A sample is out of the engine; ``floor``: 0 for one of a prompt's first draw."""
+        if tokens <= floor:
+            return
+        if floor:
+            _add(self.entered, _bin(floor), 1.0)
+        if ended:
+            _add(self.ended, _bin(tokens), 1.0)
+            _add(self.tokens, _bin(tokens), tokens)
+        else:
+            _add(self.cut, _bin(tokens), 1.0)
+
+    def mean(self) -> float:
+        """Tokens of a response if nothing had been thrown away; 0 if nothing ended."""
+        risk = sum(self.ended.values()) + sum(self.cut.values()) - sum(self.entered.values())
+        share, mean, longest = 1.0, 0.0, 0.0
+        for place in sorted({*self.ended, *self.cut, *self.entered}):
+            ended, cut, entered = (found.get(place, 0.0) for found in (self.ended, self.cut, self.entered))
+            # Those that come or go within a bin are there for half of it.
+            exposed = max(risk + (entered - cut) / 2, ended)
+            if ended:
+                longest = self.tokens[place] / ended
+                mean += share * ended / exposed * longest
+                share *= 1 - ended / exposed
+            risk += entered - ended - cut
+        return mean + share * longest
+
+
+class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Of rounds not long ago.
+
+    Attributes:
+        responses: of the groups that were returned or filtered; ``tokens``: of them, in all.
+        drawn: all samples.
+    """
+
+    responses: float = 0.0
+    tokens: float = 0.0
+    drawn: Drawn = msgspec.field(default_factory=Drawn)
+
+    def settle(self, drawn: Drawn, lengths: Sequence[int]) -> None:
+        """Another round has happened, with these samples; ``lengths``: of those of its groups that have left."""
+        self.responses = KEPT * self.responses + len(lengths)
+        self.tokens = KEPT * self.tokens + sum(lengths)
+        for mine, more in zip(msgspec.structs.astuple(self.drawn), msgspec.structs.astuple(drawn), strict=True):
+            for place in mine:
+                mine[place] *= KEPT
+            for place, weight in more.items():
+                _add(mine, place, weight)
+
+    def mean_returned(self) -> float:
+        """Tokens of a response; 0 if there was none."""
+        return self.tokens / self.responses if self.responses else 0.0
+
+    def mean_undropped(self) -> float:
+        """Tokens of a response if nothing had been thrown away, an estimate; 0 if nothing ended."""
+        return self.drawn.mean()
+
+
+def _bin(tokens: int) -> int:
+    return int(BINS * math.log2(tokens))
+
+
+def _add(found: dict[int, float], place: int, weight: float) -> None:
+    found[place] = found.get(place, 0.0) + weight
