@@ -4,8 +4,9 @@ Kaplan and Meier's estimate over all samples drawn.  One that ended is an event;
 would have been longer.  A sample of a prompt that was passed over counts only from its floor on (left truncation, see
 ``redraws.py``): below it the prompt was counted with its first draw, and it must not count twice.
 
-Exact on average if all responses are from one distribution.  If those to one prompt are alike, it is somewhat off: more
-so with over-provision of responses, where the prompt's long ones are never seen (``docs/results/tail_batching.md``).
+Prompts differ, and an aborted sample is like others of its own prompt, which are few.  So there is an estimate for each
+*level*: for prompts whose short responses (the lower quartile of the first draw) lie between the same powers of two.
+How far off it is, is in ``docs/results/tail_batching.md``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-BINS = 8
+from sglang_pat.admission.records import RUNNING, Group, Sample
+from sglang_pat.admission.redraws import floor
+
+BINS = 4
 """Per doubling of the length."""
 
 KEPT = 1 - 1 / 64
@@ -48,9 +52,26 @@ class Drawn(msgspec.Struct, kw_only=True, omit_defaults=True):
         else:
             _add(self.cut, _bin(tokens), 1.0)
 
+    def take(self, more: Drawn) -> None:
+        """Add others."""
+        for mine, others in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(more), strict=True):
+            for place, weight in others.items():
+                _add(mine, place, weight)
+
+    def fade(self) -> None:
+        """Count for less, by ``KEPT``."""
+        for mine in msgspec.structs.astuple(self):
+            for place in mine:
+                mine[place] *= KEPT
+
+    @property
+    def first(self) -> float:
+        """Samples of first draws."""
+        return sum(self.ended.values()) + sum(self.cut.values()) - sum(self.entered.values())
+
     def mean(self) -> float:
         """Tokens of a response if nothing had been thrown away; 0 if nothing ended."""
-        risk = sum(self.ended.values()) + sum(self.cut.values()) - sum(self.entered.values())
+        risk = self.first
         share, mean, longest = 1.0, 0.0, 0.0
         for place in sorted({*self.ended, *self.cut, *self.entered}):
             ended, cut, entered = (found.get(place, 0.0) for found in (self.ended, self.cut, self.entered))
@@ -69,22 +90,21 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Attributes:
         responses: of the groups that were returned or filtered; ``tokens``: of them, in all.
-        drawn: all samples.
+        levels: all samples, by level.
     """
 
     responses: float = 0.0
     tokens: float = 0.0
-    drawn: Drawn = msgspec.field(default_factory=Drawn)
+    levels: dict[int, Drawn] = {}
 
-    def settle(self, drawn: Drawn, lengths: Sequence[int]) -> None:
+    def settle(self, levels: dict[int, Drawn], lengths: Sequence[int]) -> None:
         """Another round has happened, with these samples; ``lengths``: of those of its groups that have left."""
         self.responses = KEPT * self.responses + len(lengths)
         self.tokens = KEPT * self.tokens + sum(lengths)
-        for mine, more in zip(msgspec.structs.astuple(self.drawn), msgspec.structs.astuple(drawn), strict=True):
-            for place in mine:
-                mine[place] *= KEPT
-            for place, weight in more.items():
-                _add(mine, place, weight)
+        for drawn in self.levels.values():
+            drawn.fade()
+        for level, drawn in levels.items():
+            self.levels.setdefault(level, Drawn()).take(drawn)
 
     def mean_returned(self) -> float:
         """Tokens of a response; 0 if there was none."""
@@ -92,11 +112,30 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def mean_undropped(self) -> float:
         """Tokens of a response if nothing had been thrown away, an estimate; 0 if nothing ended."""
-        return self.drawn.mean()
+        first = sum(drawn.first for drawn in self.levels.values())
+        return sum(drawn.first * drawn.mean() for drawn in self.levels.values()) / first if first else 0.0
+
+
+def note(levels: dict[int, Drawn], group: Group, sample: Sample, ended: bool, responses: int) -> None:
+    """A sample is out of the engine and does not go on; it is not in ``group.chosen`` yet.
+
+    The level of a group is known with the response that ends as a quarter of ``responses``, or with the first abort.
+    """
+    if not sample.output.tokens:
+        return
+    samples = [(sample, ended)]
+    if group.level is None:
+        if ended and sample.state == RUNNING and len(group.chosen) + 1 < responses / 4:
+            return
+        group.level = _bin(sample.output.tokens) // BINS
+        samples += [(earlier, True) for earlier in group.kept()]
+    drawn = levels.setdefault(group.level, Drawn())
+    for each, whole in samples:
+        drawn.note(each.output.tokens, whole, floor(group, each.number))
 
 
 def _bin(tokens: int) -> int:
-    return int(BINS * math.log2(tokens))
+    return int(BINS * math.log2(max(tokens, 1)))
 
 
 def _add(found: dict[int, float], place: int, weight: float) -> None:

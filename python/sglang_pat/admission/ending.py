@@ -65,6 +65,7 @@ def _put_back(state: State, round_: Round, group: Group, keeps: bool) -> None:
         group.chosen, group.complete, group.useful = [], False, False
         group.rejected, group.draws = 0, 1
     if anew:
+        group.level = None
         state.drawn -= 1
         state.fresh.append(group)
     else:

@@ -124,6 +124,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         judging: complete, and waits for a verdict; ``useful``: it had one, and it was good.
         chosen: numbers of the samples that are kept, in the order in which they ended.
         reward: as given with the verdict.
+        level: how long its short responses were, see ``bias.py``; None: not known yet.
         floors: tokens that each response had had when the group was last passed over; empty before.
         rejected: draws that were rejected in this round, see ``redraws.py``; those up to ``draws`` may run.
     """
@@ -140,6 +141,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
     useful: bool = False
     chosen: list[int] = []
     reward: float | None = None
+    level: int | None = None
     floors: list[int] = []
     rejected: int = 0
     draws: int = 1

@@ -46,7 +46,7 @@ def floors(group: Group, responses: int) -> list[int]:
 
 
 def floor(group: Group, number: int) -> int:
-    """Of a sample of any draw of this many responses; 0 if its group was never passed over."""
+    """Of a sample, whichever draw it is of; 0 if its group was never passed over."""
     if not group.floors:
         return 0
     return group.floors[number % len(group.floors)]

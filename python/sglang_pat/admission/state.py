@@ -31,7 +31,7 @@ class Round(msgspec.Struct, kw_only=True):
         stopping: the batch is complete, or the round was cancelled.
         cancelled: it will not have happened.
         thrown: tokens thrown away; ``aborted``: lengths of the samples that were stopped.
-        drawn: lengths of all samples that came out of the engine, for good.
+        drawn: lengths of all samples that came out of the engine for good, by level, see ``bias.py``.
         redraws: draws of deferred prompts that were rejected, see ``redraws.py``; ``gave_up``: prompts whose last draw
             was accepted although it would have been rejected.
     """
@@ -54,7 +54,7 @@ class Round(msgspec.Struct, kw_only=True):
     cancelled: bool = False
     thrown: int = 0
     aborted: list[int] = []
-    drawn: Drawn = msgspec.field(default_factory=Drawn)
+    drawn: dict[int, Drawn] = {}
     redraws: int = 0
     gave_up: int = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from sglang_pat.admission import redraws
+from sglang_pat.admission import bias, redraws
 from sglang_pat.admission.deadlines import Deadlines
 from sglang_pat.admission.modes import Mode
 from sglang_pat.admission.opening import ask
@@ -86,7 +86,7 @@ class RoundUnderWay:
         if not self._mode.keeps and not late:
             self._check_version(sample, output)
         self._heard(group, mine, output)
-        self._drawn(group, mine, True)
+        bias.note(self.round.drawn, group, mine, True, self._rules.num_responses)
         if late:
             self.round.thrown += group.throw(mine)
             self._again(group)
@@ -112,7 +112,7 @@ class RoundUnderWay:
         if self._mode.keeps:
             mine.state = NEW
         else:
-            self._drawn(group, mine, False)
+            bias.note(self.round.drawn, group, mine, False, self._rules.num_responses)
             self.round.thrown += group.throw(mine)
         self._again(group)
         return self.go_on()
@@ -166,10 +166,6 @@ class RoundUnderWay:
         self._alive -= 1
         sample.output = sample.output.followed_by(output)
         self._deadlines.heard(group, output)
-
-    def _drawn(self, group: Group, sample: Sample, ended: bool) -> None:
-        """One that does not go on has come so far."""
-        self.round.drawn.note(sample.output.tokens, ended, redraws.floor(group, sample.number))
 
     def _again(self, group: Group) -> None:
         """One of its samples is out of the engine unfinished."""
