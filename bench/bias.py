@@ -77,12 +77,12 @@ def simulate(job: Job) -> dict[str, dict[str, float]]:
     simulation = Simulation(engines, rules, shape, job.rho, job.seed, prompts=job.prompts)
     with patch.object(redraws, "at_once", SCHEDULES.get(job.way, redraws.at_once)):
         rounds = simulation.epoch()
-    lengths = np.array([found for round_ in rounds for found in round_.kept])
+    lengths = np.array([found for round_ in rounds for found in round_.summary.kept_lengths])
     true_mean, true_cap = truth(shape, job)
     made, last = int(lengths.sum()), rounds[-1].summary
     about = {
         "true_mean": true_mean, "true_cap": true_cap, "seconds": sum(found.seconds for found in rounds),
-        "tokens": (made + sum(found.thrown for found in rounds)) / made,
+        "tokens": (made + sum(found.summary.thrown for found in rounds)) / made,
         "redraws": sum(found.summary.redraws for found in rounds),
         "deferred": sum(bool(group.floors) for found in rounds for group in found.groups),
         "gave_up": sum(found.summary.gave_up for found in rounds),
@@ -114,7 +114,7 @@ def truth(shape: Shape, job: Job, points: int = 2000) -> tuple[float, float]:
 
 def inverse_probability(rounds: list[Round]) -> dict[str, np.ndarray]:
     """Weights of the returned groups: 1/(1 + S) and 1/S, with S of all prompts and with S of each, shrunk."""
-    short = {id(group) for found in rounds if found.kind == "short" for group in found.groups}
+    short = {id(group) for found in rounds if found.summary.kind == "short" for group in found.groups}
     groups = [group for found in rounds for group in found.groups]
     began = [group for group in groups if id(group) in short or group.floors]
     deferred = [group for group in began if group.floors]

@@ -8,6 +8,7 @@ import pytest
 
 from sglang_pat.admission import redraws
 from sglang_pat.admission.bias import Drawn
+from sglang_pat.admission.records import DONE, Group, Output, Span
 from sglang_pat.admission.rules import Rules
 
 from .admission_world import AGAIN, Clock, World, strict, whole_epoch
@@ -113,6 +114,16 @@ def test_each_sample_has_the_floor_that_it_reached():
     assert [group.floors for group in world.admitter.state.waiting] == [[9, 9, 0]]
 
 
+def test_a_response_that_its_limit_has_ended_counts_as_longer():
+    group = Group(epoch=0, index=0, floors=[10, 10])
+    group.fill(2)
+    for sample, reason in zip(group.samples, ("stop", "length"), strict=True):
+        sample.state, sample.output = DONE, Output(spans=[Span(0, 3)], finish_reason=reason)
+    assert redraws.settle(group, 2) == 0
+    assert redraws.complete(group, 2)
+    assert (group.rejected, group.draws) == (0, 1)
+
+
 def test_a_cancelled_round_keeps_the_condition_and_forgets_its_redraws():
     world = after_a_short_round(lambda number: 11 if number == 9 else 3)
     world.begin()
@@ -173,14 +184,14 @@ def test_without_anything_thrown_away_the_estimate_is_the_mean():
 
 
 def test_the_estimate_is_what_the_returned_lengths_should_have_been():
-    """Lengths of one distribution: what is returned is a third too short, and the summary says so within 5%."""
+    """Lengths of one distribution: what is returned is a third too short, and the summary says so within 10%."""
 
     def length(key, number):
         return 1 + int(random.Random(f"{key} {number}").expovariate(1 / 200))
 
-    last = whole_epoch(strict(num_prompts=16, num_responses=4), 1000, length).rounds[-1]
+    last = whole_epoch(strict(num_prompts=16, num_responses=4), 320, length).rounds[-1]
     assert last.mean_returned < 160
-    assert last.mean_undropped == pytest.approx(200, rel=0.05)
+    assert last.mean_undropped == pytest.approx(200, rel=0.1)
 
 
 def test_a_cancelled_round_does_not_count():

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
 
 PROFILE = Path(__file__).resolve().parents[2] / "profiles" / "8xH100-qwen3-14b.json"
 SHAPE = parse_shape("body-atom:6.363,0.70,16384,0.01")
-PROMPTS, SIZE, RESPONSES = 640, 64, 8
+PROMPTS, SIZE, RESPONSES = 480, 48, 8
 CORRELATIONS = (0.0, 0.5, 0.8)
 
 
@@ -60,3 +60,11 @@ def test_unbiased_rounds_return_what_the_model_gives_and_the_default_does_not(rh
     other = true(rho, seed=1)
     assert chance(returned(epoch(rho, seed=1, unbiased=True)), other) > 0.05
     assert chance(returned(epoch(rho, seed=1)), other) < 0.01
+
+
+def test_more_prompts_only_lose_the_longest_responses_and_unbiased_rounds_do_not():
+    """Responses at the cap, of 38 that are to be expected."""
+    at_cap = [int((returned(epoch(0.0, 1, **rules)) == SHAPE.limit).sum()) for rules in
+              ({"eta_prompts": 1.0, "eta_responses": 1.0}, {"eta_responses": 1.0}, {"unbiased": True})]  # fmt: skip
+    assert at_cap[1] < 0.4 * min(at_cap[0], at_cap[2])
+    assert at_cap[2] == pytest.approx(38, rel=0.4)

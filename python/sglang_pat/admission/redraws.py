@@ -13,6 +13,7 @@ event is: some sample n is longer than T_n.
 - A sample that had ended was in the engine as long as its longest sibling: that is its floor.
 - An abort that arrives d steps late makes the floor d tokens too large.  What ends within those d steps is missing from
   what is returned: one response set in (T, T + d], which nobody will see with T some hundred times d.
+- A response that its limit has ended counts as longer (a limit that was lowered may be below the floor).
 - Its own short samples make room for others, so T depends on them after all, by as much as one prompt of a batch does.
 
 **How many at once.**  As many as were rejected so far and one more, up to :data:`AT_ONCE`: 1, 2, 4, ….  No progress has
@@ -86,7 +87,9 @@ def _draw(group: Group, responses: int) -> list[Sample]:
 
 
 def _longer(group: Group, sample: Sample) -> bool:
-    return sample.state == DONE and sample.output.tokens > floor(group, sample.number)
+    """One that its limit has ended would have been: a limit below the floor is one that was lowered since."""
+    output = sample.output
+    return sample.state == DONE and (output.finish_reason == "length" or output.tokens > floor(group, sample.number))
 
 
 def _survives(group: Group, responses: int) -> bool:

@@ -147,20 +147,6 @@ class Round:
     groups: list[Group]
     switches: int
 
-    @property
-    def kind(self) -> str:
-        return self.summary.kind
-
-    @property
-    def kept(self) -> list[int]:
-        """Lengths of what was returned."""
-        return self.summary.kept_lengths
-
-    @property
-    def thrown(self) -> int:
-        """Tokens thrown away."""
-        return self.summary.thrown
-
 
 class Simulation:
     """A training job: rounds one after the other.
@@ -179,14 +165,14 @@ class Simulation:
         self.engines, self.rules, self.prompt_tokens = engines, rules, prompt_tokens
         self.admitter = Admitter(rules)
         self._shape, self._correlation = shape, correlation
-        self._seed, self._prompts = seed, prompts
+        self._seed, self._prompts = seed, np.inf if prompts is None else prompts
         self._lengths: dict[tuple[int, int, int], int] = {}
         self._history = LengthHistory()
         self._fed = 0
         self.now = 0.0
 
     def _feed(self) -> None:
-        wanted, left = self.admitter.wanted, np.inf if self._prompts is None else self._prompts - self._fed
+        wanted, left = self.admitter.wanted, self._prompts - self._fed
         end = 0 if wanted >= left else None
         count = int(min(wanted, left))
         self.admitter.feed([((0, self._fed + place), None) for place in range(count)], end_of=end)
