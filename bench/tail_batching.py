@@ -113,14 +113,14 @@ def simulate(job: Job) -> dict:
     simulation = Simulation(engines, rules, parse_shape(setting.lengths), job.rho, seed=1)
     warm = min(8, job.rounds // 4)
     rounds = [simulation.round(version) for version in range(warm + job.rounds)][warm:]
-    kinds = [found.kind for found in rounds]
-    kept = sum(sum(found.kept) for found in rounds)
-    thrown = sum(found.thrown for found in rounds)
+    kinds = [found.summary.kind for found in rounds]
+    kept = sum(sum(found.summary.kept_lengths) for found in rounds)
+    thrown = sum(found.summary.thrown for found in rounds)
     return {
         "seconds": mean(found.seconds for found in rounds),
         "short": kinds.count("short"), "long": kinds.count("long"),
-        "short_seconds": mean([f.seconds for f in rounds if f.kind == "short"] or [float("nan")]),
-        "long_seconds": mean([f.seconds for f in rounds if f.kind == "long"] or [float("nan")]),
+        "short_seconds": mean([f.seconds for f in rounds if f.summary.kind == "short"] or [float("nan")]),
+        "long_seconds": mean([f.seconds for f in rounds if f.summary.kind == "long"] or [float("nan")]),
         "switches": mean(found.switches for found in rounds),
         "thrown": thrown / (thrown + kept),
     }  # fmt: skip

@@ -66,12 +66,16 @@ class RolloutMetrics:
         self._prompts = Counter("sglang_pat_round_prompts_total", "Prompts at the end of rounds.", ["job", "became"])
         self._aborted = Counter("sglang_pat_round_aborted_samples_total", "Samples that were stopped.", ["job"])
         self._thrown = Counter("sglang_pat_round_thrown_tokens_total", "Tokens thrown away.", ["job"])
+        self._redraws = Counter("sglang_pat_round_redraws_total", "Draws of deferred prompts, rejected.", ["job"])
+        self._gave_up = Counter("sglang_pat_round_gave_up_total", "Prompts whose redraws were all too short.", ["job"])
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(name, text, ["job"], multiprocess_mode="mostrecent")
 
         self._drawn = gauge("sglang_pat_round_drawn_prompts", "Prompts ever started.")
         self._waiting = gauge("sglang_pat_round_waiting_prompts", "Prompts that wait for another round.")
+        self._returned = gauge("sglang_pat_round_mean_returned_tokens", "Of a response that was returned.")
+        self._undropped = gauge("sglang_pat_round_mean_undropped_tokens", "If nothing were thrown away, estimated.")
         self._version = gauge("sglang_pat_round_weight_version", "Of the last round.")
         self._retracted = Counter("sglang_pat_round_retracted_total", "Requests put back for want of KV.", ["job"])
         self._kv = gauge("sglang_pat_round_kv_tokens_left", "KV tokens of requests after the last round.")
@@ -105,6 +109,10 @@ class RolloutMetrics:
         self._aborted.labels(job).inc(len(summary.aborted_lengths))
         for name in ("returned", "filtered", "deferred"):
             self._prompts.labels(job, name).inc(getattr(summary, name))
+        self._redraws.labels(job).inc(summary.redraws)
+        self._gave_up.labels(job).inc(summary.gave_up)
+        self._returned.labels(job).set(summary.mean_returned)
+        self._undropped.labels(job).set(summary.mean_undropped)
         self._drawn.labels(job).set(summary.drawn)
         self._waiting.labels(job).set(len(summary.ages))
         self._version.labels(job).set(summary.version)

@@ -29,6 +29,10 @@ def fixed_length(key: Key, number: int) -> int:
     return 1 + (value % 11 if value % 5 else 3 * value)
 
 
+AGAIN = 1000
+"""Added to the number of a response for each attempt before this one."""
+
+
 class World:
     """Runs what the admitter starts.
 
@@ -61,6 +65,11 @@ class World:
         self.wasted = 0
         self.launched: list[SampleId] = []
 
+    def of(self, sample: SampleId) -> int:
+        """Tokens of a response: another attempt that does not go on is another draw."""
+        attempt = 1 if self.admitter.rules.mode == "partial" else sample.attempt
+        return self.length(sample.key, sample.number + AGAIN * (attempt - 1))
+
     # -- what may happen -------------------------------------------------------------------------------
 
     def feed(self, epoch: int, indices, end: bool = False) -> None:
@@ -81,14 +90,14 @@ class World:
         had = self.running.pop(sample)
         if sample in self.stopping:
             self.stopping.remove(sample)
-        self._do(self.admitter.finished(sample, self._output(self.length(sample.key, sample.number) - had, "stop")))
+        self._do(self.admitter.finished(sample, self._output(self.of(sample) - had, "stop")))
 
     def stop(self, sample: SampleId, tokens: int) -> None:
         """Its abort is confirmed after it made so many more tokens (at most all but one)."""
         had = self.running.pop(sample)
         if sample in self.stopping:
             self.stopping.remove(sample)
-        most = self.length(sample.key, sample.number) - had - 1
+        most = self.of(sample) - had - 1
         self._do(self.admitter.stopped(sample, self._output(min(tokens, most), "")))
 
     def judge(self, key: Key, keep: bool) -> None:
@@ -122,7 +131,7 @@ class World:
                     assert sample not in self.launched, "an attempt is made once"
                     assert prompt == f"prompt {sample.index}"
                     had = prefix.tokens if prefix else 0
-                    assert had < self.length(sample.key, sample.number)
+                    assert had < self.of(sample)
                     assert not (had and self.admitter.rules.mode != "partial")
                     self.launched.append(sample)
                     self.running[sample] = had
@@ -160,7 +169,7 @@ class World:
         for sample in group.kept():
             output = sample.output
             assert output.finish_reason == "stop"
-            assert output.tokens == self.length(group.key, sample.number)
+            assert output.tokens == self.of(group.id_of(sample))
             least = self.version - (rules.max_staleness if rules.mode == "partial" else 0)
             assert all(least <= span.version <= self.version for span in output.spans)
         assert group.deferrals <= rules.max_deferrals
@@ -215,8 +224,7 @@ class Clock:
                 world.stop(sample, now - began[sample])
             else:
                 ends = [
-                    (began[s] + world.length(s.key, s.number) - had, order, s)
-                    for order, (s, had) in enumerate(world.running.items())
+                    (began[s] + world.of(s) - had, order, s) for order, (s, had) in enumerate(world.running.items())
                 ]
                 now, _, sample = min(ends)
                 world.finish(sample)

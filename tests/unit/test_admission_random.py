@@ -18,12 +18,19 @@ from .drawn import examples
 pytestmark = pytest.mark.unit
 
 
+def any_rules(mode: str, **given) -> Rules:
+    """``unbiased`` is ``strict`` with that, and with no more responses than are needed."""
+    if mode == "unbiased":
+        return Rules(mode="strict", unbiased=True, **given | {"eta_responses": 1.0})
+    return Rules(mode=mode, **given)
+
+
 # -- against a reference -------------------------------------------------------------------------------------
 
 
 all_rules = st.builds(
-    Rules,
-    mode=st.sampled_from(["strict", "reorder"]),
+    any_rules,
+    mode=st.sampled_from(["strict", "reorder", "unbiased"]),
     num_prompts=st.integers(1, 6),
     num_responses=st.integers(1, 4),
     eta_prompts=st.sampled_from([1.0, 1.1, 1.25, 1.5, 2.0, 3.0]),
@@ -65,12 +72,13 @@ class Anything(RuleBasedStateMachine):
     """Events in any order; :class:`World` checks after each that nothing is lost, doubled or too old."""
 
     @initialize(
-        mode=st.sampled_from(["strict", "reorder", "partial"]), prompts=st.integers(1, 4), responses=st.integers(1, 3),
+        mode=st.sampled_from(["strict", "reorder", "partial", "unbiased"]),
+        prompts=st.integers(1, 4), responses=st.integers(1, 3),
         eta=st.sampled_from([1.0, 1.25, 1.5, 2.5]), bound=st.integers(0, 3), filtering=st.booleans(),
     )  # fmt: skip
     def start(self, mode, prompts, responses, eta, bound, filtering):
         self.world = World(
-            Rules(
+            any_rules(
                 mode=mode, num_prompts=prompts, num_responses=responses, eta_prompts=eta, max_deferrals=bound,
                 max_staleness=bound, filter_groups=filtering,
             )
@@ -139,7 +147,7 @@ class Anything(RuleBasedStateMachine):
         world = self.world
         epoch, index = self.next
         world.feed(epoch, range(index, index + 1), end=True)
-        for _ in range(100 * world.admitter.state.fed):  # a prompt may be started in several rounds
+        for _ in range(400 * world.admitter.state.fed):  # a prompt may be started in several rounds, in 63 draws
             if world.admitter.state.round is None:
                 if not (world.admitter.state.fresh or world.admitter.state.waiting):
                     break

@@ -72,10 +72,11 @@ class Both:
 def anything(seed: int, prompts: int, responses: int, events: int) -> None:
     """Events in random order, in rounds of up to so many prompts."""
     rng = random.Random(seed)
-    bound = rng.randint(0, 4)
+    bound, mode = rng.randint(0, 4), MODES[seed % 3]
     both = Both(
         Rules(
-            mode=MODES[seed % 3], num_prompts=rng.randint(1, prompts), num_responses=rng.randint(1, responses),
+            mode=mode, unbiased=mode == "strict" and rng.random() < 0.5,
+            num_prompts=rng.randint(1, prompts), num_responses=rng.randint(1, responses),
             eta_prompts=rng.choice([1.0, 1.25, 1.5, 2.5]), max_deferrals=bound, max_staleness=rng.randint(0, 4),
             filter_groups=rng.random() < 0.4,
         )

@@ -103,6 +103,29 @@ def test_an_epoch_round_by_round():
     asyncio.run(run())
 
 
+def test_a_deferred_prompt_is_drawn_until_it_is_long_again():
+    """The draws of its long round: one, two and four of them; the first of those four is long."""
+    lengths = iter([200, 200, *6 * [1], 60, 60, *6 * [1]])
+
+    class Drawn(Played):
+        async def generate(self, rid, prompt, params) -> Output:
+            tokens = next(lengths) if prompt["input_ids"][0] == 200 else 10
+            return await super().generate(rid, {"input_ids": [tokens]}, params)
+
+    async def run():
+        rules = dict(num_prompts=1, eta_prompts=2.0, unbiased=True)
+        engine, mine = Drawn(), admitter(lengths=(10, 200), **rules)
+        (first, _), (second, summary) = [
+            await all_of(RolloutRound(mine, engine, version, {"max_new_tokens": 300})) for version in range(2)
+        ]
+        assert [group.key.index for group in (first, second)] == [0, 1]
+        assert summary.kept_lengths == [60, 60]
+        assert (summary.redraws, summary.gave_up) == (3, 0)
+        assert not engine.running
+
+    asyncio.run(run())
+
+
 def test_an_abort_that_overtakes_its_request_is_sent_again(monkeypatch):
     monkeypatch.setattr(rounds, "ABORT_AGAIN_SECONDS", 0.02)
 

@@ -40,16 +40,16 @@ def test_equal_lengths_end_together():
     mine = simulation("lognormal:4.60517,0,1000", predictor=Constant())
     found = mine.round(0)
     assert found.seconds == pytest.approx(1.0)
-    assert found.kept == [100] * 32
-    assert found.thrown == pytest.approx((50 - 32) * 100, abs=50)
+    assert found.summary.kept_lengths == [100] * 32
+    assert found.summary.thrown == pytest.approx((50 - 32) * 100, abs=50)
 
 
 def test_a_round_takes_as_long_as_what_it_waits_for():
     mine = simulation("lognormal:5,1,4000", predictor=Constant(), eta_prompts=1.0, eta_responses=1.0)
     for version in range(5):
         found = mine.round(version)
-        assert found.seconds == pytest.approx(0.01 * max(found.kept))
-        assert found.thrown == 0
+        assert found.seconds == pytest.approx(0.01 * max(found.summary.kept_lengths))
+        assert found.summary.thrown == 0
 
 
 def test_tail_batching_is_faster_than_waiting_and_keeps_every_prompt():
@@ -70,6 +70,7 @@ def test_adaptive_tp_on_top():
     still = simulation(shape, eta_prompts=1.0, eta_responses=1.0)
     adaptive = simulation(shape, eta_prompts=1.0, eta_responses=1.0, policy=policy)
     pairs = [(still.round(version), adaptive.round(version)) for version in range(8)]
-    assert [a.kept and sorted(a.kept) for a, _ in pairs] == [sorted(b.kept) for _, b in pairs], "the same work"
+    kept = [[sorted(found.summary.kept_lengths) for found in pair] for pair in pairs]
+    assert all(one and one == other for one, other in kept), "the same work"
     assert sum(b.switches for _, b in pairs) >= 8
     assert sum(b.seconds for _, b in pairs) < sum(a.seconds for a, _ in pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from sglang_pat.admission import epochs
+from sglang_pat.admission import epochs, redraws
 from sglang_pat.admission.deadlines import Deadlines
 from sglang_pat.admission.records import NEW, Group, Summary
 from sglang_pat.admission.state import Round, State
@@ -36,6 +36,8 @@ def _settle(state: State, round_: Round, deadlines: Deadlines, keeps: bool, kept
     state.rounds[round_.kind] = state.rounds.get(round_.kind, 0) + 1
     state.lengths = [state.lengths[0] + len(kept), state.lengths[1] + sum(kept)]
     state.verdicts = [count * REMEMBERED for count in state.verdicts]
+    useless = [sample.output.tokens for group in round_.filtered for sample in group.kept()]
+    state.bias.settle(round_.drawn, kept + useless)
     for group in (*round_.taken, *round_.filtered):
         deadlines.left(group)
     for group in round_.groups:
@@ -58,12 +60,17 @@ def _put_back(state: State, round_: Round, group: Group, keeps: bool) -> None:
     """A group waits, or is a fresh prompt again as before a cancelled round."""
     group.judging = False
     anew = round_.cancelled and not group.begun and not (keeps and group.tokens)
+    if not keeps and not round_.cancelled:
+        group.floors = redraws.floors(group, round_.responses)
     if anew or not keeps:
         for sample in group.samples:
             if sample.state != NEW or sample.output.spans:
                 round_.thrown += group.throw(sample)
+            sample.had = 0
         group.chosen, group.complete, group.useful = [], False, False
+        group.rejected, group.draws = 0, 1
     if anew:
+        group.level = None
         state.drawn -= 1
         state.fresh.append(group)
     else:
@@ -89,6 +96,10 @@ def _summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Sum
         kept_rewards=[] if cancelled else _rewards(round_.taken),
         filtered_rewards=[] if cancelled else _rewards(round_.filtered),
         ages=[group.deferrals for group in state.waiting],
+        redraws=round_.redraws,
+        gave_up=round_.gave_up,
+        mean_returned=state.bias.mean_returned(),
+        mean_undropped=state.bias.mean_undropped(),
     )
 
 

@@ -100,11 +100,15 @@ NEW, RUNNING, STOPPING, DONE = "new", "running", "stopping", "done"
 
 
 class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False, gc=False):
-    """A response: ``new``, ``running``, ``stopping`` (its abort is not confirmed) or ``done``."""
+    """A response: ``new``, ``running``, ``stopping`` (its abort is not confirmed) or ``done``.
+
+    ``had``: tokens that were thrown away last, in this round.
+    """
 
     number: int
     state: str = NEW
     attempt: int = 0
+    had: int = 0
     output: Output = msgspec.field(default_factory=Output)
 
     @property
@@ -115,7 +119,7 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False, gc=Fals
     def reset(self) -> int:
         """Forget what it generated; so many tokens."""
         tokens = self.output.tokens
-        self.output, self.state = Output(), NEW
+        self.output, self.state, self.had = Output(), NEW, tokens
         return tokens
 
 
@@ -132,6 +136,9 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         judging: complete, and waits for a verdict; ``useful``: it had one, and it was good.
         chosen: numbers of the samples that are kept, in the order in which they ended.
         reward: as given with the verdict.
+        level: how long its short responses were, see ``bias.py``; None: not known yet.
+        floors: tokens that each response had had when the group was last passed over; empty before.
+        rejected: draws that were rejected in this round, see ``redraws.py``; those up to ``draws`` may run.
     """
 
     epoch: int
@@ -146,6 +153,10 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
     useful: bool = False
     chosen: list[int] = []
     reward: float | None = None
+    level: int | None = None
+    floors: list[int] = []
+    rejected: int = 0
+    draws: int = 1
     samples: list[Sample] = []
 
     @property
@@ -235,6 +246,9 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
         aborted_lengths: tokens of the samples that were stopped, as far as they had come.
         kept_rewards, filtered_rewards: of groups that were given one with their verdict.
         ages: of all groups that wait now, rounds that passed them over.
+        redraws, gave_up: see :class:`~.state.Round`.
+        mean_returned: tokens of a response of the groups that were returned or filtered in some 64 rounds;
+            ``mean_undropped``: what it would be if nothing were thrown away, an estimate (``bias.py``).
     """
 
     number: int
@@ -252,6 +266,10 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     kept_rewards: list[float]
     filtered_rewards: list[float]
     ages: list[int]
+    redraws: int = 0
+    gave_up: int = 0
+    mean_returned: float = 0.0
+    mean_undropped: float = 0.0
 
 
 class Waiting(msgspec.Struct, frozen=True):

@@ -19,10 +19,12 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         num_responses: R0, responses to each.
         mode: ``strict`` (tail batching), ``reorder`` (verl's recipe) or ``partial`` (partial rollout).
         eta_prompts: η_P, prompts started over prompts kept; in ``partial`` samples under way over a batch's samples.
-        eta_responses: η_R, responses started over responses kept; None: 1.25 in ``strict``, 1 elsewhere.
+        eta_responses: η_R, responses started over responses kept; None: 1.25 in ``strict``, 1 elsewhere or if
+            ``unbiased``.
         max_deferrals: rounds that may pass a prompt over once it was started.
         max_staleness: weight versions between a returned token and the round's (``partial``).
         filter_groups: each complete group waits for :meth:`Admitter.judged` (DAPO's dynamic sampling).
+        unbiased: a deferred prompt is drawn anew on the condition that deferred it (``strict``), see ``redraws.py``.
     """
 
     num_prompts: int
@@ -33,6 +35,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_deferrals: int = 8
     max_staleness: int = 1
     filter_groups: bool = False
+    unbiased: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError: one line that names the field, what was given and what is allowed."""
@@ -48,6 +51,15 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ValueError(f"{name} is {value}, must be between 1 and 64")
         if self.mode == "partial" and (self.eta_responses or 1) != 1:
             raise ValueError(f"eta_responses is {self.eta_responses}, must be 1 in partial: every response is kept")
+        if self.unbiased:
+            self._check_unbiased()
+
+    def _check_unbiased(self) -> None:
+        if self.mode != "strict":
+            raise ValueError(f"unbiased is for mode strict, not {self.mode}: leave it out, or change the mode")
+        if (self.eta_responses or 1) != 1:
+            given = self.eta_responses
+            raise ValueError(f"eta_responses is {given}, must be 1 if unbiased: to keep the first responses is a bias")
 
     @property
     def started_prompts(self) -> int:
@@ -59,7 +71,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """⌈η_R · R0⌉."""
         eta = self.eta_responses
         if eta is None:
-            eta = 1.25 if self.mode == "strict" else 1.0
+            eta = 1.25 if self.mode == "strict" and not self.unbiased else 1.0
         return _times(eta, self.num_responses)
 
 

@@ -182,7 +182,10 @@ AnyStarting = Starting | StartingWhereLeft
 
 def to_start(round_: Round, group: Group) -> list[Sample]:
     """Samples of a group that is not complete which wait to be started."""
-    return [] if group.complete else [s for s in group.samples[: round_.responses] if s.state == NEW]
+    if group.complete:
+        return []
+    first, end = group.rejected * round_.responses, group.draws * round_.responses
+    return [sample for sample in group.samples[first:end] if sample.state == NEW]
 
 
 def priority(group: Group, oldest: int | None) -> tuple[int, float, int]:

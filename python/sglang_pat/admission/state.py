@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sglang_pat.admission.bias import Bias, Drawn
 from sglang_pat.admission.records import Group, Key
 
 SHORT, LONG, FLUSH = "short", "long", "flush"
@@ -33,6 +34,9 @@ class Round(msgspec.Struct, kw_only=True):
         stopping: the batch is complete, or the round was cancelled.
         cancelled: it will not have happened.
         thrown: tokens thrown away; ``aborted``: lengths of the samples that were stopped.
+        drawn: lengths of all samples that came out of the engine for good, by level, see ``bias.py``.
+        redraws: draws of deferred prompts that were rejected, see ``redraws.py``; ``gave_up``: prompts whose last draw
+            was accepted although it would have been rejected.
     """
 
     number: int
@@ -57,6 +61,9 @@ class Round(msgspec.Struct, kw_only=True):
     cancelled: bool = False
     thrown: int = 0
     aborted: list[int] = []
+    drawn: dict[int, Drawn] = {}
+    redraws: int = 0
+    gave_up: int = 0
 
     @property
     def groups(self) -> list[Group]:
@@ -91,6 +98,7 @@ class State(msgspec.Struct, kw_only=True):
         lengths: number and sum of the lengths of all returned responses.
         verdicts: groups found useful, and groups judged; older ones count less.
         version: of the weights in the last round; None before the first.
+        bias: lengths of what was returned, and of all that was drawn, in rounds not long ago.
     """
 
     fresh: list[Group] = []
@@ -109,6 +117,7 @@ class State(msgspec.Struct, kw_only=True):
     lengths: list[int] = msgspec.field(default_factory=lambda: [0, 0])
     verdicts: list[float] = msgspec.field(default_factory=lambda: [0.0, 0.0])
     version: int | None = None
+    bias: Bias = msgspec.field(default_factory=Bias)
 
     @property
     def last(self) -> int:
@@ -132,4 +141,4 @@ class State(msgspec.Struct, kw_only=True):
         known = {epoch: list(indices) for epoch, indices in self.known.items()}
         lists = ("fresh", "waiting", "ended", "lengths", "verdicts")
         mine = {name: list(getattr(self, name)) for name in lists}
-        return msgspec.structs.replace(self, **mine, rounds=dict(self.rounds), known=known)
+        return msgspec.structs.replace(self, **mine, rounds=dict(self.rounds), known=known, bias=self.bias.copy())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from sglang_pat.admission import bias, redraws
 from sglang_pat.admission.deadlines import Deadlines
 from sglang_pat.admission.modes import Mode
 from sglang_pat.admission.opening import ask
@@ -100,12 +101,15 @@ class RoundUnderWay:
         if not self._mode.keeps and not late:
             self._check_version(sample, output)
         self._heard(group, mine, output)
+        bias.note(self.round.drawn, group, mine, True, self._rules.num_responses)
         if late:
             self.round.thrown += group.throw(mine)
             self._again(group)
             return self.go_on()
         mine.state = DONE
         group.chosen.append(mine.number)
+        if self._rules.unbiased and group.floors:
+            return self._redrawn(group) + self.go_on()
         if len(group.chosen) == self._rules.num_responses:
             return self._completed(group) + self.go_on()
         self._starting.changed(group)
@@ -123,6 +127,7 @@ class RoundUnderWay:
         if self._mode.keeps:
             mine.state = NEW
         else:
+            bias.note(self.round.drawn, group, mine, False, self._rules.num_responses)
             self.round.thrown += group.throw(mine)
         self._again(group)
         return self.go_on()
@@ -192,6 +197,17 @@ class RoundUnderWay:
         """One of its samples is out of the engine unfinished."""
         if not group.complete and not self.round.stopping:
             self._starting.waits(group)
+
+    def _redrawn(self, group: Group) -> list[Action]:
+        """A response of a deferred prompt has ended, see ``redraws.py``."""
+        responses, before = self._rules.num_responses, group.rejected
+        self.round.thrown += redraws.settle(group, responses)
+        self.round.redraws += group.rejected - before
+        if redraws.complete(group, responses):
+            self.round.gave_up += redraws.gave_up(group)
+            return self._completed(group)
+        self._again(group)
+        return _stop(group, group.draws * responses)
 
     def _completed(self, group: Group) -> list[Action]:
         """It has all its responses: ask for a verdict or have it returned, and stop its other samples."""
@@ -311,9 +327,9 @@ class RoundUnderWay:
         return Launch(group.id_of(sample), group.prompt, sample.output if sample.output.tokens else None)
 
 
-def _stop(group: Group) -> list[Action]:
-    """Abort what runs of a group."""
-    running = [sample for sample in group.samples if sample.state == RUNNING]
+def _stop(group: Group, first: int = 0) -> list[Action]:
+    """Abort what runs of a group, from sample ``first`` on."""
+    running = [sample for sample in group.samples[first:] if sample.state == RUNNING]
     for sample in running:
         sample.state = STOPPING
     return [Abort(group.id_of(sample)) for sample in running]

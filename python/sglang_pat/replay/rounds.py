@@ -14,7 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Abort, Action, Group, Judge, Launch, Output, Return, RoundOver, SampleId, Span
+from sglang_pat.admission.records import (
+    Abort,
+    Action,
+    Group,
+    Judge,
+    Launch,
+    Output,
+    Return,
+    RoundOver,
+    SampleId,
+    Span,
+    Summary,
+)
 from sglang_pat.admission.rules import Rules
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
@@ -94,6 +106,8 @@ class Replica:
             self.clock = max(self.clock, now)
             return
         steps, due = int(self.left.min()), self.due
+        if not steps:  # what has ended is still to be taken out; its time may be a rounding error ahead
+            return
         done = steps if now >= due else int(steps * (now - self.clock) / (due - self.clock))
         if done > 0:
             self.clock += (due - self.clock) * done / steps
@@ -126,45 +140,49 @@ class Replica:
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of a round, its kind, lengths of what was returned, tokens thrown away, number of switches."""
+    """Seconds of a round, its summary, the groups that it returned, number of switches."""
 
     seconds: float
-    kind: str
-    kept: list[int]
-    thrown: int
+    summary: Summary
+    groups: list[Group]
     switches: int
 
 
 class Simulation:
-    """A training job: prompts without end, rounds one after the other.
+    """A training job: rounds one after the other.
 
     Args:
         rules: of the admitter.
         shape, correlation: of the response lengths; those to one prompt are correlated (Gaussian copula).
         prompt_tokens: of each prompt.
+        prompts: of an epoch; None: without end.
     """
 
     def __init__(
-        self, engines: Engines, rules: Rules, shape: Shape, correlation: float, seed: int, prompt_tokens: int = 256
-    ) -> None:
+        self, engines: Engines, rules: Rules, shape: Shape, correlation: float, seed: int, prompt_tokens: int = 256,
+        prompts: int | None = None,
+    ) -> None:  # fmt: skip
         self.engines, self.rules, self.prompt_tokens = engines, rules, prompt_tokens
         self.admitter = Admitter(rules)
         self._shape, self._correlation = shape, correlation
-        self._seed = seed
+        self._seed, self._prompts = seed, np.inf if prompts is None else prompts
         self._lengths: dict[tuple[int, int, int], int] = {}
         self._history = LengthHistory()
         self._fed = 0
         self.now = 0.0
 
     def _feed(self) -> None:
-        wanted = self.admitter.wanted
-        self.admitter.feed([((0, self._fed + place), None) for place in range(wanted)])
-        self._fed += wanted
+        wanted, left = self.admitter.wanted, self._prompts - self._fed
+        end = 0 if wanted >= left else None
+        count = int(min(wanted, left))
+        self.admitter.feed([((0, self._fed + place), None) for place in range(count)], end_of=end)
+        self._fed += count
 
     def round(self, version: int) -> Round:
         """One round; the next one begins at once."""
         self._feed()
         begun, self._tp, self._switched = self.now, self.engines.tp, 0
+        self._returned: list[Group] = []
         self._version = version
         self._replicas = self._make(self._tp)
         self._where: dict[SampleId, Replica] = {}
@@ -189,8 +207,14 @@ class Simulation:
             length = self._length(sample)
             self._history.observe(length, sample.index, True)
             self._do(self.admitter.finished(sample, self._output(length - self._had[sample], "stop")))
-        summary = self._over.summary
-        return Round(self.now - begun, summary.kind, summary.kept_lengths, summary.thrown, self._switched)
+        return Round(self.now - begun, self._over.summary, self._returned, self._switched)
+
+    def epoch(self) -> list[Round]:
+        """All rounds of ``prompts``."""
+        rounds: list[Round] = []
+        while self._fed < self._prompts or self.admitter.epoch is not None:
+            rounds.append(self.round(len(rounds)))
+        return rounds
 
     def _length(self, sample: SampleId) -> int:
         """Tokens of a response; one that is started again, not resumed, is another draw for the same prompt."""
@@ -221,8 +245,8 @@ class Simulation:
                     self._do(self.admitter.stopped(sample, self._output(tokens, "")))
                 case Judge(group):
                     self._do(self.admitter.judged(group.key, True))
-                case Return(Group()):
-                    pass
+                case Return(group):
+                    self._returned.append(group)
                 case RoundOver():
                     self._over = action
         self._peak = max(self._peak, len(self._where))

@@ -1,0 +1,199 @@
+"""What tail batching does to the lengths of what is returned, and what it costs to undo it (simulated).
+
+    python bench/bias.py [--quick] [--epochs N] [--jobs N] [--json FILE]
+
+Whole epochs of 1,280 prompts with 8 responses each, RollPacker's 14B with 16K tokens (see ``tail_batching.py``): the
+admitter itself on simulated engines.  Lengths are drawn, those to one prompt with correlation ρ.  What is returned is
+compared with what the same prompts give on average if nothing is thrown away.  The same seeds give the same figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from unittest.mock import patch
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from scipy.special import ndtri
+from tail_batching import CORRELATIONS, ROOT, SETTINGS
+
+from sglang_pat.admission import redraws
+from sglang_pat.admission.records import Group
+from sglang_pat.admission.rules import Rules
+from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.profile import load
+from sglang_pat.replay.rounds import Engines, Round, Simulation
+from sglang_pat.replay.shapes import Shape, parse_shape
+
+SETTING = SETTINGS[1]
+PROMPTS, SIZE, RESPONSES = 1280, 128, 8
+WAYS = {
+    "no tail batching": {"eta_prompts": 1.0, "eta_responses": 1.0},
+    "strict (default)": {},
+    "strict, η_R = 1": {"eta_responses": 1.0},
+    "reorder": {"mode": "reorder"},
+    "partial": {"mode": "partial"},
+    "unbiased": {"unbiased": True},
+    "unbiased, one by one": {"unbiased": True},
+    "unbiased, five at once": {"unbiased": True},
+}
+SCHEDULES: dict[str, Callable[[int], int]] = {
+    "unbiased, one by one": lambda rejected: 1,
+    "unbiased, five at once": lambda rejected: min(5, redraws.MOST - rejected),
+}
+WEIGHED = "strict, η_R = 1"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One epoch."""
+
+    way: str
+    rho: float
+    seed: int
+    prompts: int
+
+
+def simulate(job: Job) -> dict[str, dict[str, float]]:
+    """What one epoch gives, and what its truth is; by way: inverse-probability weights are ways of their own."""
+    profile = load(ROOT / "profiles" / f"{SETTING.profile}.json")
+    predictor, costs = fitted(profile)
+    engines = Engines(
+        predictor=predictor, costs=costs, fingerprint=profile.fingerprint, tp=SETTING.tp,
+        nodes=SETTING.gpus // profile.fingerprint.num_ranks,
+    )  # fmt: skip
+    rules = Rules(num_prompts=SIZE, num_responses=RESPONSES, max_deferrals=64, **WAYS[job.way])
+    shape = parse_shape(SETTING.lengths)
+    simulation = Simulation(engines, rules, shape, job.rho, job.seed, prompts=job.prompts)
+    with patch.object(redraws, "at_once", SCHEDULES.get(job.way, redraws.at_once)):
+        rounds = simulation.epoch()
+    lengths = np.array([found for round_ in rounds for found in round_.summary.kept_lengths])
+    true_mean, true_cap = truth(shape, job)
+    made, last = int(lengths.sum()), rounds[-1].summary
+    about = {
+        "true_mean": true_mean, "true_cap": true_cap, "seconds": sum(found.seconds for found in rounds),
+        "tokens": (made + sum(found.summary.thrown for found in rounds)) / made,
+        "redraws": sum(found.summary.redraws for found in rounds),
+        "deferred": sum(bool(group.floors) for found in rounds for group in found.groups),
+        "gave_up": sum(found.summary.gave_up for found in rounds),
+    }  # fmt: skip
+    estimated = {"estimated": last.mean_returned / last.mean_undropped - 1}
+    result = {job.way: about | estimated | weighed(lengths, np.ones(len(lengths)))}
+    if job.way == WEIGHED:
+        for name, weights in inverse_probability(rounds).items():
+            result[name] = about | weighed(lengths, np.repeat(weights, RESPONSES))
+    return result
+
+
+def weighed(lengths: np.ndarray, weights: np.ndarray) -> dict[str, float]:
+    """Mean and share at the cap; ``effective``: sample size over the number of responses."""
+    return {
+        "mean": float(np.average(lengths, weights=weights)),
+        "cap": float(np.average(lengths >= SETTING.cap, weights=weights)),
+        "effective": float(weights.sum() ** 2 / (weights**2).sum() / len(weights)),
+    }
+
+
+def truth(shape: Shape, job: Job, points: int = 2000) -> tuple[float, float]:
+    """Mean length and share at the cap of an epoch's prompts, over all that they might answer."""
+    own = ndtri((np.arange(points) + 0.5) / points)
+    common = np.array([np.random.default_rng((job.seed, 2, index)).normal() for index in range(job.prompts)])
+    found = shape.correlated(common[:, None], own, job.rho)
+    return float(found.mean()), float((found >= shape.limit).mean())
+
+
+def inverse_probability(rounds: list[Round]) -> dict[str, np.ndarray]:
+    """Weights of the returned groups: 1/(1 + S) and 1/S, with S of all prompts and with S of each, shrunk."""
+    short = {id(group) for found in rounds if found.summary.kind == "short" for group in found.groups}
+    groups = [group for found in rounds for group in found.groups]
+    began = [group for group in groups if id(group) in short or group.floors]
+    deferred = [group for group in began if group.floors]
+    pooled = len(deferred) / len(began)
+    again = sum(outlives(group) for group in deferred) / len(deferred)
+    # Of a Beta distribution of S with this mean and this E[S²] / E[S].
+    strength = max((1 - again) / max(again - pooled, 1e-6), 1e-6)
+
+    def shrunk(group: Group) -> float:
+        seen, times = (1 + outlives(group), 2) if group.floors else (0, 1)
+        return (strength * pooled + seen) / (strength + times)
+
+    def weights(chance: Callable[[Group], float]) -> np.ndarray:
+        found = []
+        for group in groups:
+            if id(group) not in short and not group.floors:
+                found.append(1.0)  # fills up a long round: nothing was thrown away
+            else:
+                found.append(1 / chance(group) if outlives(group) else 1 / (1 + chance(group)))
+        return np.array(found)
+
+    return {"weights, S of all": weights(lambda group: pooled), "weights, S of each": weights(shrunk)}
+
+
+def outlives(group: Group) -> bool:
+    """Whether a returned group was deferred, and would have been again."""
+    longer = any(sample.output.tokens > redraws.floor(group, sample.number) for sample in group.kept())
+    return bool(group.floors) and longer
+
+
+def combined(found: list[dict[str, float]]) -> dict[str, float]:
+    """Of epochs with one way and one ρ; ``bias``: of the mean, over the truth, with its standard error.
+
+    ``estimated``: the bias of the mean as the last round's summary has it, which knows no truth.
+    """
+    biases = [one["mean"] / one["true_mean"] - 1 for one in found]
+    total = {name: mean(one[name] for one in found) for name in found[0]}
+    return total | {
+        "bias": mean(biases), "error": stdev(biases) / len(biases) ** 0.5 if len(biases) > 1 else float("nan"),
+        "at_cap": total["cap"] / total["true_cap"],
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two epochs of 640 prompts, one ρ")
+    parser.add_argument("--epochs", type=int, default=8, help="of each way and ρ (default: 8)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    args = parser.parse_args()
+    rhos, epochs, prompts = ((0.5,), 2, PROMPTS // 2) if args.quick else (CORRELATIONS, args.epochs, PROMPTS)
+    plan = [Job(way, rho, seed, prompts) for rho in rhos for seed in range(epochs) for way in WAYS]
+    by: dict[tuple[float, str], list[dict[str, float]]] = {}
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for job, found in zip(plan, track(pool.map(simulate, plan), "epochs", len(plan)), strict=True):
+            for way, values in found.items():
+                by.setdefault((job.rho, way), []).append(values)
+    table = Table(title=f"{SETTING.name}: returned responses against the truth (simulated)", title_justify="left")
+    for column in (
+        "rho", "way", "mean", "truth", "bias", "+-", "estimated", "at the cap", "seconds", "faster", "tokens made",
+        "draws a deferred", "gave up", "effective",
+    ):  # fmt: skip
+        table.add_column(column, justify="left" if column == "way" else "right")
+    written = {}
+    for (rho, way), values in by.items():
+        one = written[f"{rho} / {way}"] = combined(values)
+        base = combined(by[rho, "no tail batching"])["seconds"]
+        table.add_row(
+            f"{rho}", way, f"{one['mean']:.0f}", f"{one['true_mean']:.0f}", f"{one['bias']:+.1%}",
+            f"{one['error']:.1%}", f"{one['estimated']:+.1%}" if "estimated" in one else "-",
+            f"{one['at_cap']:.2f}", f"{one['seconds']:.0f}", f"{base / one['seconds']:.2f}", f"{one['tokens']:.2f}",
+            f"{1 + one['redraws'] / one['deferred']:.1f}" if one["deferred"] else "-", f"{one['gave_up']:.1f}",
+            f"{one['effective']:.2f}",
+        )  # fmt: skip
+    Console(width=170).print(table)
+    if args.json:
+        args.json.write_text(json.dumps(written, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
