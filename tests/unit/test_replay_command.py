@@ -111,7 +111,7 @@ def write_log(path, profile_file, policy_name="survival") -> list[dict]:
         return decision
 
     class Logging(LengthHistory):
-        def observe(self, length, family, finished=True):
+        def observe(self, length, family, finished=True, since=0):
             events.append(decision_log.dump_length(length, family, finished))
             super().observe(length, family, finished)
 

@@ -26,6 +26,7 @@ from sglang_pat.admission.records import (
     Span,
     Summary,
 )  # fmt: skip
+from sglang_pat.messages import GENERATED_PARAM
 
 ABORT_AGAIN_SECONDS = 0.5
 """An abort that overtakes its request is dropped by SGLang; it is sent again until the request is out."""
@@ -249,6 +250,8 @@ def budget(params: dict[str, Any], sample: SampleId, prefix: Output | None) -> d
             if params.get(name) is not None:
                 left = params[name] - prefix.tokens
                 params[name] = left if least is None else max(left, least)
+        # What policies would else take for a new response to another prompt.
+        params["custom_params"] = {**(params.get("custom_params") or {}), GENERATED_PARAM: prefix.tokens}
     if params.get("sampling_seed") is not None:
         params["sampling_seed"] += sample.number
     return params

@@ -23,6 +23,7 @@ from sglang_pat.policies.snapshot import Decision, Load, Snapshot
 
 _TIMES = ("last_arrival", "last_switch", "last_abort")
 _LOADS = {"load", "coming"}
+_BY_DEGREE = ("factors", "doubts")
 
 
 def dump_start(
@@ -44,9 +45,10 @@ def dump_start(
     }
 
 
-def dump_length(length: int, family: int, finished: bool) -> dict[str, Any]:
-    """An argument list of :meth:`LengthHistory.observe`."""
-    return {"event": "length", "length": int(length), "family": int(family), "finished": bool(finished)}
+def dump_length(length: int, family: int, finished: bool, since: int = 0) -> dict[str, Any]:
+    """An argument list of :meth:`LengthHistory.observe`; ``since`` only where it is not 0."""
+    event = {"event": "length", "length": int(length), "family": int(family), "finished": bool(finished)}
+    return event | {"since": int(since)} if since else event
 
 
 def dump_decision(snapshot: Snapshot, decision: Decision) -> dict[str, Any]:
@@ -73,6 +75,8 @@ def snapshot_to_dict(snapshot: Snapshot) -> dict[str, Any]:
         values[name] = {f.name: getattr(values[name], f.name).tolist() for f in fields(Load)}
     for name in _TIMES:
         values[name] = values[name] if math.isfinite(values[name]) else None
+    for name in _BY_DEGREE:
+        values[name] = {str(tp): number for tp, number in values[name].items()}
     return values
 
 
@@ -84,4 +88,6 @@ def snapshot_from_dict(values: dict[str, Any]) -> Snapshot:
     values["degrees"] = tuple(values["degrees"])
     for load in _LOADS & values.keys():  # logs of before rounds were foreseen have no "coming"
         values[load] = Load(**{name: np.array(column, dtype=np.int64) for name, column in values[load].items()})
+    for name in _BY_DEGREE:  # nor have those of before profiles were corrected any factors
+        values[name] = {int(tp): number for tp, number in values.get(name, {}).items()}
     return Snapshot(**values)

@@ -56,7 +56,7 @@ def replay_log(path: Path, profile: str | None = None) -> Replayed:
             elif policy is None:
                 raise ValueError("no start event before it")
             elif kind == "length":
-                history.observe(event["length"], event["family"], event["finished"])
+                history.observe(event["length"], event["family"], event["finished"], event.get("since", 0))
             elif kind == "decision":
                 snapshot, logged = load_decision(event)
                 found = policy(snapshot, history)
