@@ -13,6 +13,7 @@ from rich.console import Console
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.compare import Machine, Work, check_policy, compare
 from sglang_pat.replay.log import replay_log
+from sglang_pat.replay.measured import against_measured
 from sglang_pat.replay.report import summary, table
 from sglang_pat.replay.shapes import NAMED, parse_shape
 from sglang_pat.replay.simulate import crowded
@@ -45,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--out", type=Path, metavar="DIR", help="for replay.png and replay.json")
     result.add_argument("--log", type=Path, metavar="FILE", help="a decision log of an engine (--pat-log)")
+    result.add_argument(
+        "--measured", action="store_true", help="with --log: against decisions on the step times that the run measured"
+    )
     return result
 
 
@@ -59,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _log(args: argparse.Namespace) -> int:
     """Exit code 1 if a decision came out differently."""
+    if args.measured:
+        found = against_measured(args.log, args.profile)
+        factors = ", ".join(f"tp{tp} {factor:.3f}" for tp, factor in found.factors.items())
+        print(f"{found.decisions} decisions; measured over profiled step time: {factors}")
+        print(f"profile as it is: {found.kept} differ from those on measured times, at worst {found.kept_loss:.1%}")
+        print(f"as corrected in the run: {found.corrected}, at worst {found.corrected_loss:.1%}")
+        return 0
     result = replay_log(args.log, args.profile)
     for line, logged, found in result.different[:10]:
         print(f"line {line}: the log says {logged}, this version {found}")

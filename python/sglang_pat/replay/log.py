@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sglang_pat.coordinator.decision_log import load_decision
@@ -25,18 +26,22 @@ class Replayed:
     Attributes:
         decisions: decisions in the log; ``switches``: of these, those to switch.
         different: (line, what the log says, what came out) of those that differ.
+        found: all that came out; ``factors``: the last that the log has of the profile's step times.
     """
 
     decisions: int = 0
     switches: int = 0
     different: list[tuple[int, Decision, Decision]] = field(default_factory=list)
+    found: list[Decision] = field(default_factory=list)
+    factors: Mapping[int, float] = field(default_factory=dict)
 
 
-def replay_log(path: Path, profile: str | None = None) -> Replayed:
+def replay_log(path: Path, profile: str | None = None, factors: Mapping[int, float] | None = None) -> Replayed:
     """Decide again everything that ``path`` says was decided.
 
     Args:
         profile: file to use instead of the one that the log names.
+        factors: of step times, by degree, as if they had been known from the first on; None for what the log has.
 
     Raises:
         ValueError: not such a log, one line with the file and the line in it; or its profile cannot be used.
@@ -59,7 +64,11 @@ def replay_log(path: Path, profile: str | None = None) -> Replayed:
                 history.observe(event["length"], event["family"], event["finished"], event.get("since", 0))
             elif kind == "decision":
                 snapshot, logged = load_decision(event)
+                result.factors = snapshot.factors
+                if factors is not None:
+                    snapshot = replace(snapshot, factors=factors, doubts={})
                 found = policy(snapshot, history)
+                result.found.append(found)
                 result.decisions += 1
                 result.switches += logged.tp != snapshot.tp
                 if not _same(logged, found):
