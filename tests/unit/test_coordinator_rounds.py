@@ -34,6 +34,46 @@ def test_policies_see_requests_that_no_leader_has_taken_yet():
     assert load.prompt.tolist() == [4, 4, 4] and load.output.tolist() == [6, 6, 6], "as the leaders report them"
 
 
+def test_policies_are_shown_by_what_the_profile_is_off():
+    """Steps that leaders report, against what the profile says of such a batch beside as many busy replicas."""
+
+    class Predictor:
+        asked = []
+
+        def step_seconds(self, *query):
+            self.asked.append(query)
+            return 0.01
+
+    rig = Rig(1, 2, stay, Predictor(), policy="survival", profile="-")
+    rig.work(4)
+    rig.settle()
+    for rank in (0, 1) * 40:
+        rig.world.decoded = m.Decoded(steps=10, seconds=0.13, requests=20, tokens=300)
+        rig.world.report(rank)
+        rig.deliver()
+    rig.coordinator.tick(DECISION_INTERVAL_SECONDS)
+    snapshot = rig.world.decisions[-1][0]
+    assert set(Predictor.asked) == {(1, 2.0, 30.0, 2)}
+    assert snapshot.factors[1] == pytest.approx(1.3, rel=0.02) and snapshot.doubts[1] == 0 < snapshot.doubts[2]
+
+
+def test_switches_are_counted_while_the_engine_is_not_empty():
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.work(6)
+    rig.settle()
+    rig.finish(2)
+    rig.settle()
+    rig.world.report(0)
+    rig.deliver()
+    rig.coordinator.tick(1.0)
+    assert rig.world.decisions[-1][0].switches == 1
+    rig.finish_all()
+    rig.settle()
+    rig.work(1)
+    rig.coordinator.tick(3.0)
+    assert rig.world.decisions[-1][0].switches == 0
+
+
 def test_threshold_merges_the_tail_and_returns_for_the_next_round():
     rig = Rig(1, 2, policy="threshold", switch_at=2)
     rig.work(6)

@@ -213,6 +213,7 @@ def test_partial_resumes_with_prefix_and_what_is_left_of_the_limit():
         rules = dict(num_prompts=1, num_responses=1, eta_prompts=2.0, max_staleness=3)
         mine = admitter("partial", lengths=(3, 60, 3, 3), **rules)
         engine, found, params = Played(), [], {"max_new_tokens": 50, "min_new_tokens": 20}
+        params["custom_params"] = {"mine": 1}
         for version in range(4):
             *groups, summary = await all_of(RolloutRound(mine, engine, version, params))
             found += groups
@@ -226,6 +227,9 @@ def test_partial_resumes_with_prefix_and_what_is_left_of_the_limit():
         assert resumed
         assert all(ids.count(7777) + params["max_new_tokens"] == 50 for ids, params in resumed)
         assert all(params["min_new_tokens"] == max(0, 20 - ids.count(7777)) for ids, params in resumed)
+        # So that policies know the prompt that it answers, and how far it is.
+        assert all(params["custom_params"] == {"pat_generated": ids.count(7777), "mine": 1} for ids, params in resumed)
+        assert all(params["custom_params"] == {"mine": 1} for ids, params in engine.calls if 7777 not in ids)
 
     asyncio.run(run())
 

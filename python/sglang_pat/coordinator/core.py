@@ -28,6 +28,7 @@ from sglang_pat.coordinator.switching import Ended, Switching, Wanted
 from sglang_pat.coordinator.traces import Traces
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.snapshot import Policy
+from sglang_pat.predict.predictor import Predictor
 
 HISTORY = 256
 """Switch records kept for ``/pat/status``."""
@@ -41,14 +42,17 @@ class Coordinator:
 
     Args:
         policy: what ``config.policy`` names; made here if it needs no profile.
+        predictor: of the profile that it has, to be corrected by the steps of this run.
     """
 
-    def __init__(self, config: AdaptiveConfig, outbox: Outbox, policy: Policy | None = None) -> None:
+    def __init__(
+        self, config: AdaptiveConfig, outbox: Outbox, policy: Policy | None = None, predictor: Predictor | None = None
+    ) -> None:
         self.config = config
         self.layout = config.base
         self._outbox = outbox
         self._leaders = {rank: Leader() for rank in config.base.leaders}
-        self._deciding = Deciding(config, self._leaders, outbox, policy)
+        self._deciding = Deciding(config, self._leaders, outbox, policy, predictor)
         self.history = self._deciding.history
         self._backlog: deque[Work | Control | m.SetSchedule] = deque()
         self._held_work = 0
@@ -124,6 +128,7 @@ class Coordinator:
             "expected_seconds": self._deciding.expected_seconds if self._requests() else 0.0,
             "controls": len(self._replies),
             "groups": groups,
+            "step_factors": self._deciding.factors.factors() if self._deciding.factors else {},
             "retracted": self._retracted,
             "num_switches": self._switches,
             "switches": [msgspec.to_builtins(record) for record in self._records],
@@ -149,7 +154,7 @@ class Coordinator:
     def rank_message(self, message: m.FromRank, now: float) -> None:
         """One of our own messages from a rank."""
         if isinstance(message, m.LoadReport):
-            self._load_report(message)
+            self._load_report(message, now)
         elif isinstance(message, m.RankTrace):
             self._traces.heard(message)
         elif isinstance(message, m.Held):
@@ -164,14 +169,15 @@ class Coordinator:
 
     # -- load ---------------------------------------------------------------------------------------
 
-    def _load_report(self, report: m.LoadReport) -> None:
+    def _load_report(self, report: m.LoadReport, now: float) -> None:
         self._retracted += report.retracted
         for response in report.finished:
             self._follower.ended(response.length)
-            self.history.observe(response.length, response.family, finished=not response.cut)
+            self.history.observe(response.length, response.family, not response.cut, response.since)
             self._outbox.finished(response)
         if report.rank in self._leaders and report.tp == self.layout.tp:
             self._leaders[report.rank].heard(report)
+            self._deciding.decoded(report, self.layout, now)
             self._count_requests()
         else:
             self._switching.early(report)
