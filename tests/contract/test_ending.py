@@ -7,11 +7,6 @@ import signal
 
 import pytest
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
 pytestmark = pytest.mark.contract
 
 
