@@ -10,10 +10,6 @@ import pytest
 
 from sglang_pat import messages
 from sglang_pat.dropped import Dropped
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
 
 pytestmark = pytest.mark.contract
 

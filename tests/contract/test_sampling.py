@@ -8,11 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
 pytestmark = pytest.mark.contract
 
 
