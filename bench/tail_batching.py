@@ -37,6 +37,9 @@ ETAS = (1.0, 1.125, 1.25, 1.375, 1.5)
 ROLLOUT_SHARE = 0.71
 """Of a training step without tail batching (RollPacker Table 1: 72, 66 and 71%)."""
 
+BOUND = 8
+"""Of deferrals, where there is one (the default of a job's rules)."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -82,7 +85,8 @@ class Job:
     num_prompts: int = 128
     nodes: int | None = None
     adaptive: bool = False
-    base: int | None = None
+    max_deferrals: int = 64
+    """So many that nothing is ever forced; the paper has no bound."""
 
 
 class Slower:
@@ -104,11 +108,11 @@ def simulate(job: Job) -> dict:
     nodes = job.nodes or setting.gpus // profile.fingerprint.num_ranks
     engines = Engines(
         predictor=Slower(predictor, setting.slower) if setting.slower != 1 else predictor, costs=costs,
-        fingerprint=profile.fingerprint, nodes=nodes, tp=job.base or setting.tp, policy=policy,
+        fingerprint=profile.fingerprint, nodes=nodes, tp=setting.tp, policy=policy,
     )  # fmt: skip
     rules = Rules(
         mode=job.mode, num_prompts=job.num_prompts, num_responses=8, eta_prompts=job.eta_prompts,
-        eta_responses=job.eta_responses, max_deferrals=64,
+        eta_responses=job.eta_responses, max_deferrals=job.max_deferrals,
     )  # fmt: skip
     simulation = Simulation(engines, rules, parse_shape(setting.lengths), job.rho, seed=1)
     warm = min(8, job.rounds // 4)
@@ -153,6 +157,10 @@ def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
             plan["prompts", eta, rho] = Job(middle, rho, "strict", eta, 1.0, rounds)
             plan["responses", eta, rho] = Job(middle, rho, "strict", 1.0, eta, rounds)
             plan["both", eta, rho] = Job(middle, rho, "strict", eta, eta, rounds)
+        bounded = dict(num_prompts=64, nodes=4, max_deferrals=BOUND)
+        for mode, eta_p, eta_r in (("base", 1.0, 1.0), ("strict", 1.25, 1.25), ("reorder", 1.25, 1.0)):
+            job = Job(middle, rho, "strict" if mode == "base" else mode, eta_p, eta_r, rounds, **bounded)
+            plan[f"{mode}, bounded", middle.name, rho] = job
     with ProcessPoolExecutor(jobs) as pool:
         found = dict(zip(plan, track(pool.map(simulate, plan.values()), "replay", len(plan)), strict=True))
     return {"settings": settings, "middle": middle, "found": found}
@@ -185,6 +193,17 @@ def show_replay(console: Console, result: dict) -> None:
         base = {rho: found["base", middle.name, rho]["seconds"] for rho in CORRELATIONS}
         cells = [f"{base[rho] / found[of, eta, rho]['seconds']:.2f}" for eta in ETAS[1:] for rho in CORRELATIONS]
         table.add_row(of, *cells)
+    console.print(table)
+    table = Table(title=f"at most {BOUND} deferrals, {middle.name}, P0 = 64, R0 = 8 (simulated)", title_justify="left")
+    for column in ("mode", "rho", "base, s", "a round, s", "rollout", "short, long", "thrown"):
+        table.add_column(column, justify="right")
+    for mode in ("strict", "reorder"):
+        for rho in CORRELATIONS:
+            base, one = found["base, bounded", middle.name, rho], found[f"{mode}, bounded", middle.name, rho]
+            table.add_row(
+                mode, f"{rho}", f"{base['seconds']:.1f}", f"{one['seconds']:.1f}",
+                f"{base['seconds'] / one['seconds']:.2f}", f"{one['short']}, {one['long']}", f"{one['thrown']:.0%}",
+            )  # fmt: skip
     console.print(table)
     table = Table(title="a node's share, and adaptive TP on top (simulated): seconds a round", title_justify="left")
     for column in ("setting", "rho", "base", "base, adaptive", "tail batching", "both", "gain of both", "switches"):
