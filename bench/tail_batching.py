@@ -1,11 +1,11 @@
 """Tail batching: simulated in RollPacker's settings, and real on this machine.
 
-    python bench/tail_batching.py [--quick] [--only replay|real] [--json FILE] [--png FILE]
+    python bench/tail_batching.py [--quick] [--only replay|real] [--models MODEL ...] [--json FILE] [--png FILE]
 
 Replay: the admitter itself on an engine whose step times come from a profile (``sglang_pat.replay.rounds``); response
 lengths are drawn, those to one prompt with correlation ρ.  No machine matters; the same seeds give the same figures.
-Real: ten rounds of SmolLM2 over ``/pat/rollout`` with natural lengths, without tail batching, with it, and with it and
-adaptive TP, in turn.
+Real: rounds of two models on this machine, without tail batching, with it, and with it and adaptive TP, in turn.
+SmolLM2 with natural lengths; ``wide``, whose step time hardly grows with the batch, with lengths given in advance.
 """
 
 from __future__ import annotations
@@ -141,9 +141,10 @@ def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
     for setting in settings:
         for rho in CORRELATIONS:
             plan["base", setting.name, rho] = Job(setting, rho, "strict", 1.0, 1.0, rounds)
-            for mode in ("strict", "reorder"):
-                eta_r = 1.25 if mode == "strict" else 1.0
-                plan[mode, setting.name, rho] = Job(setting, rho, mode, 1.25, eta_r, rounds)
+            plan["strict", setting.name, rho] = Job(setting, rho, "strict", 1.25, 1.25, rounds)
+            for name, bound in (("reorder", BOUND), ("reorder, unforced", Job.max_deferrals)):
+                job = Job(setting, rho, "reorder", 1.25, 1.0, rounds, max_deferrals=bound)
+                plan[name, setting.name, rho] = job
             # Adaptive TP works on one node: a node's share of the batch.
             share = dict(num_prompts=8 * 128 // setting.gpus, nodes=1)
             for name, eta in (("base", 1.0), ("strict", 1.25)):
@@ -171,7 +172,7 @@ def show_replay(console: Console, result: dict) -> None:
     table = Table(title="RollPacker's settings, P0 = 128, R0 = 8, eta = 1.25 (simulated)", title_justify="left")
     for column in (
         "setting", "rho", "base, s", "tail batching, s", "rollout", "a step", "reported", "short : long",
-        "short, s", "long, s", "thrown", "reorder",
+        "short, s", "long, s", "thrown", "reorder", "bound 64",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for setting in result["settings"]:
@@ -183,7 +184,8 @@ def show_replay(console: Console, result: dict) -> None:
                 f"{step_speedup(gain):.2f}", f"{setting.reported:.2f}",
                 f"{tail['short'] / max(tail['long'], 1):.1f}", f"{tail['short_seconds']:.0f}",
                 f"{tail['long_seconds']:.0f}", f"{tail['thrown']:.0%}",
-                f"{base['seconds'] / found['reorder', setting.name, rho]['seconds']:.2f}",
+                *(f"{base['seconds'] / found[name, setting.name, rho]['seconds']:.2f}"
+                  for name in ("reorder", "reorder, unforced")),
             )  # fmt: skip
     console.print(table)
     table = Table(title=f"over-provisioning, {middle.name}: base over it, rollout (simulated)", title_justify="left")
@@ -231,6 +233,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds and settings, a tiny model")
     parser.add_argument("--only", choices=("replay", "real"), help="one of the two parts")
+    parser.add_argument("--models", nargs="+", choices=real.WORKS, default=list(real.WORKS), help="of the real part")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes of the replay")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here")
@@ -241,7 +244,8 @@ def main() -> int:
         show_replay(console, result)
         written["replay"] = {" / ".join(map(str, key)): value for key, value in result["found"].items()}
     if args.only != "replay":
-        written["real"] = real.run(console, quick=args.quick)
+        works = real.QUICK_WORKS if args.quick else {name: real.WORKS[name] for name in args.models}
+        written["real"] = real.run(console, works, "20s" if args.quick else "4m")
     if args.json:
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     if args.png:
