@@ -1,10 +1,12 @@
 """Policies on simulated batches: the study over length shapes, correlations, batch sizes and profiles.
 
     python bench/replay.py [--quick] [--json FILE] [--image FILE] [--jobs N] [--profiles FILE ...]
+    python bench/replay.py --wrong 0.2 --seeds 5 [the same]
 
 For every cell (profile × shape × ρ × batch) some rounds are drawn and generated under every static layout, ``pat``,
 ``survival`` and the oracle (``python -m sglang_pat.replay`` does one cell). Simulated, so that the machine does not
 matter; the same seeds give the same figures.  Cells whose KV would not fit the profile's pool are left out and counted.
+With ``--wrong`` the policies' profiles are off by this share, see ``_replay_wrong.py``; 0 for the right ones.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 import _replay_pat
+import _replay_wrong
 import numpy as np
 from rich.console import Console
 from rich.progress import track
@@ -81,7 +84,8 @@ def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
     if any(crowded(on.profile.fingerprint, drawn) for drawn in work.batches()):
         return None
     statics = [f"static:{tp}" for tp in on.profile.fingerprint.degrees]
-    runs = compare(on, work, ["pat", "survival", "pat" + KNOWN, "survival" + KNOWN, *statics], SPACING)
+    names = ["pat", "survival", "pat" + KNOWN, "survival" + KNOWN, *statics]
+    runs = compare(on, work, names, SPACING, noise=_replay_wrong.NOISE)
     mean = {name: np.mean([run.seconds for run in found]) for name, found in runs.items()}
     best = min(mean[name] for name in statics)
     regret = {name: regrets(runs, name) for name in ("pat", "survival", "pat" + KNOWN, "survival" + KNOWN)}
@@ -166,6 +170,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--image", type=Path, metavar="FILE", help="default docs/img/replay.png; none with --quick")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
+    parser.add_argument("--wrong", type=float, metavar="SHARE", help="by which each layout's step times are off")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="with --wrong: so many, from --seed on")
     parser.add_argument("--profiles", nargs="+", type=Path, metavar="FILE", help="default: profiles/*.json")
     args = parser.parse_args(argv)
     args.profiles = args.profiles or sorted((ROOT / "profiles").glob("*.json"))
@@ -176,9 +182,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             load(path, complete=True)
         except ValueError as error:
             parser.error(str(error))
+    if args.wrong is not None and not 0 <= args.wrong < 1:
+        parser.error(f"--wrong {args.wrong}: must be at least 0 and below 1")
+    if args.seeds < 1:
+        parser.error(f"--seeds {args.seeds}: must be at least 1")
     if args.image is None and not args.quick:
         args.image = ROOT / "docs" / "img" / "replay.png"
     return args
+
+
+def wrong(args: argparse.Namespace, console: Console, cells: list[tuple[str, float, int]], rounds: int) -> int:
+    """The study on wrong profiles; ``cells``: (shape, ρ, batch)."""
+    tasks = [
+        _replay_wrong.Task(
+            path=str(path), shape=shape, rho=rho, batch=batch, rounds=rounds, seed=args.seed + number,
+            wrong=args.wrong, spacing=SPACING,
+        )
+        for path in args.profiles for shape, rho, batch in cells for number in range(args.seeds)
+    ]  # fmt: skip
+    with ProcessPoolExecutor(args.jobs) as pool:
+        done = pool.map(_replay_wrong.study, tasks)
+        found = [cell for cell in track(done, "cells", len(tasks), console=Console(stderr=True)) if cell is not None]
+    console.print(_replay_wrong.table(found, args.wrong))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(cell) for cell in found], indent=1) + "\n")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -186,6 +214,8 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False, width=160 if not sys.stdout.isatty() else None)
     shapes = ("deepscaler", "rollpacker") if args.quick else tuple(NAMED)
     batches, rhos, rounds = ((16, 128), (0.5,), 2) if args.quick else (BATCHES, CORRELATIONS, 4)
+    if args.wrong is not None:
+        return wrong(args, console, [(s, rho, b) for s in shapes for rho in rhos for b in batches], rounds)
     drawn = (rounds, args.seed)
     tasks = [(str(p), s, rho, b, *drawn) for p in args.profiles for s in shapes for rho in rhos for b in batches]
     with ProcessPoolExecutor(args.jobs) as pool:

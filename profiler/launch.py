@@ -12,6 +12,7 @@ from typing import Any
 
 from profiler.rig import model_folder_error
 from sglang_pat.predict.profile import Fingerprint
+from sglang_pat.testing.prefork import ENVIRONMENT
 from sglang_pat.tools.commands import Parser, UsageError, one_line
 
 OURS = ("--adaptive-tp", "--pat-policy", "--pat-switch-at", "--pat-profile")
@@ -27,9 +28,8 @@ def set_environment(quiet: bool) -> None:
 
     ``quiet``: no warnings while SGLang is imported (kernels that this machine lacks, models that it cannot load).
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if quiet:
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
         warnings.simplefilter("ignore")

@@ -140,6 +140,38 @@ def own_error(runs: list[list[Decoded]]) -> float:
     return float(np.sqrt(max(0.0, np.mean((table.mean(axis=1) - 1) ** 2 - noise))))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """What a profile gets wrong between layouts: this misleads a policy, what is common to all of them does not.
+
+    Attributes:
+        common: by how much all layouts are slower than predicted.
+        beside: by how much each is slower than that.
+        error: standard deviation of ``beside``, with the machine's noise taken out; 0 where that explains all of it.
+        noise: standard deviation of ``beside`` that the runs' own differences explain.
+    """
+
+    common: float
+    beside: dict[str, float]
+    error: float
+    noise: float
+
+
+def between_layouts(result: dict[str, list[list[Decoded]]]) -> Between:
+    """Layout → its runs, as many of each and in turn: what slows the machine down for a while is common to a turn."""
+    logs = np.log([[slowness(run) for run in runs] for runs in result.values()])  # [layouts, runs]
+    common = logs.mean(axis=0)
+    beside = logs - common
+    means, runs, free = beside.mean(axis=1), logs.shape[1], max(len(logs) - 1, 1)
+    noise = float((beside.var(axis=1, ddof=1) / runs).sum() / free) if runs > 1 else 0.0
+    return Between(
+        common=float(np.expm1(common.mean())),
+        beside=dict(zip(result, np.expm1(means).tolist(), strict=True)),
+        error=float(np.sqrt(max(0.0, (means**2).sum() / free - noise))),
+        noise=float(np.sqrt(noise)),
+    )
+
+
 def throughput(steps: list[Decoded]) -> dict[int, tuple[float, float]]:
     """Remaining requests → (measured, predicted) tokens a second of the engine (PAT Fig. 14)."""
     groups: dict[int, list[Decoded]] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,11 @@ def main(argv: list[str] | None = None) -> int:
         engine.shutdown()
     rows = [trajectory.summary(name, runs) for name, runs in result.items()]
     display.console.print(_table(rows))
+    between = trajectory.between_layouts(result)
+    display.console.print(_told(between))
     if options.out:
         with writing(options.out):
-            for path in write(options.out, rows, result):
+            for path in write(options.out, rows, result, between):
                 display.say(str(path))
     return 0
 
@@ -141,7 +143,20 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def write(folder: Path, rows: list[dict[str, Any]], result: dict[str, list[list[trajectory.Decoded]]]) -> list[Path]:
+def _told(between: trajectory.Between) -> str:
+    beside = ", ".join(f"{layout} {100 * off:+.1f} %" for layout, off in between.beside.items())
+    return (
+        f"all layouts are slower than predicted by {100 * between.common:.1f} %; beside that {beside}\n"
+        f"error between layouts: {100 * between.error:.1f} %; the machine's noise: {100 * between.noise:.1f} % more"
+    )
+
+
+def write(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    result: dict[str, list[list[trajectory.Decoded]]],
+    between: trajectory.Between,
+) -> list[Path]:
     """``validation.json`` and a ``throughput_*.png`` for each layout; the files written."""
     from profiler.curves import throughput_figure
 
@@ -149,6 +164,7 @@ def write(folder: Path, rows: list[dict[str, Any]], result: dict[str, list[list[
     data = {
         "table": [{name: _shown(value) for name, value in row.items()} for row in rows],
         "figures": rows,
+        "between": asdict(between),
         "throughput": {
             name: [{"remaining": n, "measured": m, "predicted": p} for n, (m, p) in sorted(curve.items())]
             for name, curve in curves.items()

@@ -101,11 +101,34 @@ class Running(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
-    """A response of ``length`` tokens.  ``cut``: aborted or at its limit, it would have been longer."""
+    """A response of ``length`` tokens.
+
+    Attributes:
+        cut: aborted or at its limit, it would have been longer.
+        since: tokens that it had when it came, of an earlier request that was cut there.
+    """
 
     length: Int64
     family: Int64
     cut: bool
+    since: Int64 = 0
+
+
+class Decoded(msgspec.Struct, frozen=True, array_like=True):
+    """Decode steps of a replica that followed another decode step of the same degree.
+
+    ``steps``: how many; ``seconds``: of all of them; ``requests``, ``tokens``: sums of the batches and their contexts.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    requests: int = 0
+    tokens: int = 0
+
+
+GENERATED_PARAM = "pat_generated"
+"""In ``custom_params`` of a request that resumes a response: how many of the last tokens of its prompt are that
+response's."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -250,6 +273,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         weight_updates: number of weight updates applied.
         requests: the running and the waiting ones.
         finished: responses that ended since the last report.
+        decoded: decode steps since the last report.
     """
 
     rank: int
@@ -265,6 +289,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     requests: list[Running] = []
     finished: list[Finished] = []
     kv_totals: dict[int, int] = {}
+    decoded: Decoded = Decoded()
 
 
 class StatusQuery(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from sglang_pat.admission.records import Summary
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.messages import SwitchRecord
@@ -29,12 +31,22 @@ class SwitchMetrics:
         self._moved = Counter("sglang_pat_switch_moved_bytes_total", "KV bytes sent between ranks.")
         self._tp = Gauge("sglang_pat_layout_tp", "Tensor-parallel degree in force.", multiprocess_mode="mostrecent")
         self._dp = Gauge("sglang_pat_layout_dp", "Number of replicas in force.", multiprocess_mode="mostrecent")
+        self._factor = Gauge(
+            "sglang_pat_step_factor",
+            "Measured over profiled time of a decode step, as far as this run has told.",
+            ["tp"],
+            multiprocess_mode="mostrecent",
+        )
         self._config = config
         self._set_layout(config.base.tp)
 
     def _set_layout(self, tp: int) -> None:
         self._tp.set(tp)
         self._dp.set(self._config.num_ranks // tp)
+
+    def factors(self, by_degree: Mapping[int, float]) -> None:
+        for tp, factor in by_degree.items():
+            self._factor.labels(tp).set(factor)
 
     def observe(self, record: SwitchRecord) -> None:
         outcome = "aborted" if record.error else "done"

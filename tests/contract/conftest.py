@@ -1,4 +1,5 @@
-"""What several contract tests need: the model that they read arguments for, and what checks requests."""
+"""What contract tests need: SGLang, on a machine without CUDA too; the model that they read arguments for; what checks
+requests."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_pat.sglang import cpu_shim
 from sglang_pat.testing import models
+
+if cpu_shim.needed():  # before any test file imports SGLang
+    cpu_shim.install()
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +21,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def package():
-    """Where a request is checked; imported after the test's module has installed the CPU shim."""
+    """Where a request is checked."""
     from sglang_pat.sglang import sampling
     from sglang_pat.sglang.server import entrance
 

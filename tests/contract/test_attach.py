@@ -8,10 +8,6 @@ import sys
 import pytest
 
 from sglang_pat.settings import BASE_TP, SETTINGS
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
 
 pytestmark = pytest.mark.contract
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.scheduler_recv_skipper import SchedulerRecvSkipper
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
-from sglang.srt.managers.scheduler_recv_skipper import SchedulerRecvSkipper  # noqa: E402
-
-from sglang_pat.layout import ParallelLayout  # noqa: E402
-from sglang_pat.sglang.checks import attributes, census  # noqa: E402
-from sglang_pat.sglang.switch import agreement  # noqa: E402
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.sglang.checks import attributes, census
+from sglang_pat.sglang.switch import agreement
 
 pytestmark = pytest.mark.contract
 

@@ -11,22 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
-from sglang.srt.managers.schedule_batch import Req  # noqa: E402
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator  # noqa: E402
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # noqa: E402
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey  # noqa: E402
-from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
-
-from sglang_pat.sglang.rank import degrees  # noqa: E402
-from sglang_pat.sglang.switch import requests  # noqa: E402
-from sglang_pat.sglang.switch.adopt import _Slots  # noqa: E402
-from sglang_pat.switch.packing import Packed  # noqa: E402
+from sglang_pat.sglang.rank import degrees
+from sglang_pat.sglang.switch import requests
+from sglang_pat.sglang.switch.adopt import _Slots
+from sglang_pat.switch.packing import Packed
 
 pytestmark = pytest.mark.contract
 

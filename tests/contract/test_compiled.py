@@ -8,22 +8,16 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
+from sglang.srt.constrained.llguidance_backend import GuidanceBackend
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import AutoTokenizer
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
-from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject  # noqa: E402
-from sglang.srt.constrained.llguidance_backend import GuidanceBackend  # noqa: E402
-from sglang.srt.managers.schedule_batch import Req  # noqa: E402
-from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
-
-from sglang_pat.messages import Grammar  # noqa: E402
-from sglang_pat.sglang.rank import degrees  # noqa: E402
-from sglang_pat.sglang.switch import compiled  # noqa: E402
-from sglang_pat.sglang.switch.compiled import CompiledGrammars  # noqa: E402
+from sglang_pat.messages import Grammar
+from sglang_pat.sglang.rank import degrees
+from sglang_pat.sglang.switch import compiled
+from sglang_pat.sglang.switch.compiled import CompiledGrammars
 
 pytestmark = pytest.mark.contract
 

@@ -9,11 +9,6 @@ import threading
 import pytest
 import uvloop
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
 pytestmark = pytest.mark.contract
 
 

@@ -7,12 +7,7 @@ from types import SimpleNamespace
 import pytest
 from fastapi import Request
 
-from sglang_pat.sglang import cpu_shim
-
 from .requests_made import asked, tokenized
-
-if cpu_shim.needed():
-    cpu_shim.install()
 
 pytestmark = pytest.mark.contract
 

@@ -6,16 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
-from sglang.srt.server_args import ServerArgs  # noqa: E402
-
-from sglang_pat.sglang.launch import flags, flags_page  # noqa: E402
-from sglang_pat.sglang.launch.args import AdaptiveServerArgs  # noqa: E402
+from sglang_pat.sglang.launch import flags, flags_page
+from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 
 pytestmark = pytest.mark.contract
 

@@ -10,10 +10,6 @@ import pytest
 
 from sglang_pat import messages
 from sglang_pat.dropped import Dropped
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
 
 pytestmark = pytest.mark.contract
 
@@ -115,7 +111,7 @@ def test_a_report_that_cannot_be_made_is_replaced_by_a_shorter_one():
         messages.encode(report)  # as the channel does
         sent.append(report)
 
-    req = SimpleNamespace(origin_input_ids=[1], output_ids=[2], pat_limit=10**30, pat_family=5)
+    req = SimpleNamespace(origin_input_ids=[1], output_ids=[2], pat_limit=10**30, pat_family=5, pat_since=0)
     batch = SimpleNamespace(reqs=[req], seq_lens_sum=2)
     scheduler = SimpleNamespace(
         rank=0, tp_size=1, dropped=Dropped(), channel=SimpleNamespace(send=send), chunked_req=None,

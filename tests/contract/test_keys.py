@@ -7,15 +7,9 @@ import types
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from sglang.srt.utils.auth import add_api_key_middleware
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
-from sglang.srt.utils.auth import add_api_key_middleware  # noqa: E402
-
-from sglang_pat.sglang.server import http  # noqa: E402
+from sglang_pat.sglang.server import http
 
 pytestmark = pytest.mark.contract
 

@@ -11,24 +11,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sglang.srt import server_args
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.sampling import penaltylib
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
-from sglang.srt import server_args  # noqa: E402
-from sglang.srt.managers.schedule_batch import Req  # noqa: E402
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
-from sglang.srt.mem_cache.radix_cache import RadixCache  # noqa: E402
-from sglang.srt.sampling import penaltylib  # noqa: E402
-from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
-
-from sglang_pat.sglang.rank import degrees, penalties  # noqa: E402
-from sglang_pat.sglang.switch import adopt, handover  # noqa: E402
+from sglang_pat.sglang.rank import degrees, penalties
+from sglang_pat.sglang.switch import adopt, handover
 
 pytestmark = pytest.mark.contract
 

@@ -11,11 +11,7 @@ from sglang_pat.memory import estimate
 from sglang_pat.memory.demand import GIB, Demand, Supply
 from sglang_pat.memory.room import sglang_reserve
 from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.sglang import cpu_shim
 from sglang_pat.testing import models
-
-if cpu_shim.needed():
-    cpu_shim.install()
 
 pytestmark = pytest.mark.contract
 

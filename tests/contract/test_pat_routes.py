@@ -6,11 +6,6 @@ import asyncio
 
 import pytest
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
 pytestmark = pytest.mark.contract
 
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"

@@ -6,17 +6,11 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers import scheduler as stock
+from sglang.srt.managers.scheduler_runtime_checker_mixin import create_scheduler_watchdog
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
-from sglang.srt.managers import scheduler as stock  # noqa: E402
-from sglang.srt.managers.scheduler_runtime_checker_mixin import create_scheduler_watchdog  # noqa: E402
-
-from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler  # noqa: E402
-from sglang_pat.switch.gate import StepGate  # noqa: E402
+from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+from sglang_pat.switch.gate import StepGate
 
 pytestmark = pytest.mark.contract
 

@@ -7,15 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.sampling import penaltylib
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
-from sglang.srt.sampling import penaltylib  # noqa: E402
-
-from sglang_pat.sglang.rank import penalties  # noqa: E402
+from sglang_pat.sglang.rank import penalties
 
 pytestmark = pytest.mark.contract
 

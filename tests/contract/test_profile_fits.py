@@ -6,12 +6,7 @@ import pytest
 
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import DecodePoint, Profile, SwitchSample
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
-from sglang_pat.sglang.server.http import launch  # noqa: E402
+from sglang_pat.sglang.server.http import launch
 
 pytestmark = pytest.mark.contract
 

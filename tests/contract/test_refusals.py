@@ -6,12 +6,8 @@ import json
 
 import pytest
 
-from sglang_pat.sglang import cpu_shim
 from sglang_pat.testing import models
 from sglang_pat.testing.architectures import ARCHITECTURES
-
-if cpu_shim.needed():
-    cpu_shim.install()
 
 pytestmark = pytest.mark.contract
 

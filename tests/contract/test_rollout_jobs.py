@@ -9,10 +9,6 @@ import msgspec
 import pytest
 
 from sglang_pat.admission import rounds
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
 
 pytestmark = pytest.mark.contract
 

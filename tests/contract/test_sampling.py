@@ -8,11 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
 pytestmark = pytest.mark.contract
 
 
@@ -77,6 +72,7 @@ REFUSED = [
     ({"custom_params": {"pat_limit": True}}, "pat_limit is True"),
     ({"custom_params": {"pat_limit": 16.0}}, "pat_limit is 16.0"),
     ({"custom_params": {"pat_limit": 0}}, "pat_limit is 0"),
+    ({"custom_params": {"pat_generated": -1}}, "pat_generated is -1"),
     ({"custom_params": [1]}, "custom_params"),
     ({"unknown": 1}, "unknown"),
     ({5: 1}, "key"),
@@ -117,3 +113,36 @@ def test_length_limits_are_small_whole_numbers_whatever_was_given(package, value
     limit = package.sampling.length_limit(params)
     assert type(limit) is int and 0 <= limit < 2**31
     assert limit == {10**30: 2**31 - 1, 2**63: 2**31 - 1, -5: 0}.get(value if isinstance(value, int) else None, 7)
+
+
+def test_what_came_with_the_prompt_counts_to_the_limit(package):
+    params = SimpleNamespace(custom_params={"pat_generated": 30}, max_new_tokens=20)
+    assert package.sampling.generated_before(params) == 30 and package.sampling.length_limit(params) == 50
+    params.custom_params["pat_limit"] = 40
+    assert package.sampling.length_limit(params) == 40
+
+
+def test_a_resumed_request_is_reported_as_its_response():
+    """In mode partial: the family is that of the prompt alone, the length that of the whole response."""
+    from array import array
+
+    from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+
+    from sglang_pat.messages import Finished, Running
+    from sglang_pat.sglang.rank import load_reports
+
+    def request(prompt, output, **custom):
+        params = SimpleNamespace(custom_params=custom, max_new_tokens=3)
+        req = SimpleNamespace(
+            sampling_params=params, origin_input_ids=prompt, pat_prompt=array("I", prompt), output_ids=output,
+            finished_reason=FINISH_LENGTH(3),
+        )  # fmt: skip
+        load_reports.register(req)
+        return req
+
+    first, resumed = request([1, 2], [3]), request([1, 2, 3, 4], [5, 6, 7], pat_generated=2)
+    assert resumed.pat_family == first.pat_family and resumed.pat_limit == 5
+    assert load_reports._running(resumed) == Running(2, 5, 5, first.pat_family)
+    reporter = load_reports.LoadReporter(None)
+    reporter._account(resumed)
+    assert reporter._finished == [Finished(5, first.pat_family, True, 2)]

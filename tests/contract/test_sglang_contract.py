@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.sglang import contract, cpu_shim
+from sglang_pat.sglang import contract
 from sglang_pat.version import SGLANG_VERSIONS
-
-if cpu_shim.needed():
-    cpu_shim.install()
 
 pytestmark = pytest.mark.contract
 

@@ -7,13 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.sglang import cpu_shim
 from sglang_pat.testing import models
 from sglang_pat.testing.weights import ARCHITECTURES
 from sglang_pat.weights.shards import Block, ShardSpec
-
-if cpu_shim.needed():
-    cpu_shim.install()
 
 pytestmark = pytest.mark.contract
 

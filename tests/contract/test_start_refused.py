@@ -10,10 +10,6 @@ import pytest
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
 
 pytestmark = pytest.mark.contract
 

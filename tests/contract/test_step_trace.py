@@ -5,17 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_pat.sglang import cpu_shim
-
-if cpu_shim.needed():
-    cpu_shim.install()
-
-from sglang.srt.managers.schedule_batch import ScheduleBatch  # noqa: E402
-from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
-
-from sglang_pat.messages import TraceQuery  # noqa: E402
-from sglang_pat.sglang.rank.load_reports import StepTrace  # noqa: E402
+from sglang_pat.messages import TraceQuery
+from sglang_pat.sglang.rank.load_reports import StepTrace
 
 
 def batch(mode: ForwardMode, requests: int, **sums: int) -> ScheduleBatch:

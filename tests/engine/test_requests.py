@@ -30,8 +30,8 @@ def test_parallel_sampling(server, stock):
 
     async def run():
         async with server.session() as session:
-            # The prompt goes first, by itself; then its four copies.
-            await server.arm(session, {"left": 0}, *up_and_down(arrived=5))
+            # The prompt goes first, by itself, and ends with its prefill; then its four copies.
+            await server.arm(session, *up_and_down(arrived=5))
             work = asyncio.ensure_future(server.one(session, request))
             switches = (await server.reached(session))["switches"]
             assert [record["requests"] for record in switches] == [4] * 4

@@ -1,26 +1,18 @@
-"""Rounds on a real engine: ``POST /pat/rollout``, ``Engine.rollout``."""
+"""Rounds on a real engine: ``POST /pat/rollout``."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
 
-from sglang_pat.predict import profile as profiles
-from sglang_pat.testing.server import Server, sent_event
+from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import EOS_ID, STOP_ID
 
-from .made_up import made_up
-
-STOPS = list(range(100, 124))
-"""Tokens that end a response: of 512 equally likely ones, so that it has some 20 tokens and sometimes 100."""
-
-SAMPLING = {"temperature": 1.0, "max_new_tokens": 150, "stop_token_ids": STOPS}
+from .rollout_calls import STOPS, body, events, idle, one_round, post, prompt, reached, schedule
 
 
 @pytest.fixture
@@ -31,54 +23,6 @@ def folder(jobs) -> Path:
 @pytest.fixture
 def server(serving) -> Server:
     return serving
-
-
-def prompt(epoch: int, index: int, tokens: int = 12) -> dict[str, Any]:
-    return {"key": [epoch, index], "input_ids": [6 + (index * 97 + i * 31) % 490 for i in range(tokens)]}
-
-
-def body(prompts: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-    rules = {"num_prompts": 3, "num_responses": 2, "eta_prompts": 1.5, "eta_responses": 1.5}
-    return {"prompts": prompts, "sampling_params": SAMPLING} | rules | fields
-
-
-def post(server: Server, data: Any, **options: Any) -> requests.Response:
-    data = data if isinstance(data, bytes) else json.dumps(data)
-    return requests.post(f"{server.url}/pat/rollout", data=data, **options)
-
-
-def events(server: Server, data: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    with post(server, data, stream=True) as response:
-        assert response.status_code == 200, response.text
-        for line in response.iter_lines():
-            if (found := sent_event(line)) is not None:
-                yield found
-
-
-def one_round(server: Server, data: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Groups and summary."""
-    begin, *groups, summary = events(server, data)
-    assert begin["type"] == "begin"
-    assert {group["type"] for group in groups} <= {"group"}
-    assert summary["type"] == "round", summary
-    return groups, summary
-
-
-def idle(server: Server) -> None:
-    """Nothing is in the engine, no request and no KV: SGLang's flush waits until it has ended what was aborted."""
-    assert requests.post(f"{server.url}/flush_cache?timeout=500").status_code == 200
-    status = server.status()
-    assert status["requests"] == 0
-    assert not any(group["kv_used"] for group in status["groups"]), status["groups"]
-
-
-def schedule(server: Server, *entries: dict[str, Any]) -> None:
-    assert server.post("/pat/schedule", entries).status_code == 200
-
-
-def reached(server: Server) -> dict[str, Any]:
-    """Wait until the schedule is over."""
-    return server.get("/pat/schedule", timeout=300).json()
 
 
 def test_a_round_of_groups(server, folder):
@@ -287,171 +231,3 @@ def test_metrics_of_rounds(server):
         "sglang_pat_round_aborted_samples_total"
     )
     assert value("sglang_pat_round_kv_tokens_left") == 0
-
-
-@pytest.fixture
-def planned(servers, llama, deployment, tmp_path_factory) -> Server:
-    """Little KV, and a profile by which tp1 is faster for many requests and tp2 for few."""
-    path = tmp_path_factory.getbasetemp() / "planned.json"
-    if not path.exists():
-        profiles.save(made_up(deployment), path)
-    flags = ("--schedule-conservativeness", "0.05", "--pat-profile", str(path))
-    return servers.adaptive(llama, 2, *flags, max_total_tokens=700)
-
-
-def by_planner(server: Server) -> list[int]:
-    """Degrees to which a planner has switched."""
-    return [record["to_tp"] for record in server.status()["switches"] if record["reason"] == "planner"]
-
-
-def test_the_planner_raises_tp_when_kv_runs_out(planned, llama):
-    """A pool so small that requests are put back: the second short round with more of them starts in tp2."""
-    retracted, first = [], {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
-    more = first | {"max_new_tokens": 120}
-    rules = {"job": "planner", "planner": True, "eta_prompts": 1.0, "eta_responses": 1.0, "num_prompts": 8}
-    for number, sampling in enumerate((first, more, more)):
-        prompts = [prompt(0, 8 * number + index) for index in range(8)]
-        schedule(planned, {"arrived": 16})
-        _, summary = one_round(planned, body(prompts, sampling_params=sampling, **rules))
-        retracted.append(summary["engine"]["retracted"])
-        assert by_planner(planned) == ([2] if number == 2 else []), retracted
-    assert retracted[1] > 1.05 * retracted[0], retracted
-    # The floor is kept for a while, for the next round; a weight update goes to the base layout all the same.
-    update = {"model_path": str(llama)}
-    assert requests.post(f"{planned.url}/update_weights_from_disk", json=update).json()["success"]
-    assert planned.status()["layout"]["tp"] == 1
-
-
-def test_the_planner_starts_with_what_the_profile_says(planned):
-    before = by_planner(planned)
-    requests.delete(f"{planned.url}/pat/rollout/planner")
-    rules = {"planner": True, "eta_prompts": 1.0, "eta_responses": 1.0, "num_responses": 1}
-    sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
-    for job, count, switched in (("many", 24, []), ("few", 1, [2])):
-        prompts = [prompt(0, index) for index in range(count)]
-        one_round(planned, body(prompts, job=job, num_prompts=count, sampling_params=sampling, **rules))
-        assert by_planner(planned) == before + switched, job
-        # And what it asked for with it.
-        assert requests.delete(f"{planned.url}/pat/rollout/{job}").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"eta_prompts": 0.5}, "eta_prompts"),
-        ({"eta_responses": 0}, "eta_responses"),
-        ({"num_prompts": 0}, "num_prompts"),
-        ({"num_responses": -1}, "num_responses"),
-        ({"num_prompts": "three"}, "num_prompts"),
-        ({"mode": "loose"}, "mode"),
-        ({"prompts": []}, "prompts"),
-        ({"prompts": [{"key": [0, 0], "input_ids": []}]}, "prompts[0].input_ids"),
-        ({"prompts": [{"key": [0, 0]}]}, "prompts[0]"),
-        ({"prompts": [{"key": [0, 0], "input_ids": [5, 99999]}]}, "prompts[0].input_ids"),
-        ({"prompts": [prompt(0, 0), prompt(0, 0)]}, "key [0, 0]"),
-        ({"prompts": [prompt(0, 0), prompt(0, 1, tokens=9000)]}, "prompts[1].input_ids"),
-        ({"prompts": [{"key": [0], "input_ids": [5]}]}, "prompts[0].key"),
-        ({"sampling_params": {"temperature": -1}}, "sampling_params"),
-        ({"sampling_params": {"heat": 1}}, "sampling_params"),
-        ({"sampling_params": {"n": 4}}, "sampling_params.n"),
-        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
-        ({"sampling_params": {"custom_params": "abc"}}, "custom_params"),
-        ({"sampling_params": {"logit_bias": {"5": "x"}}}, "logit_bias"),
-        ({"sampling_params": {"logit_bias": {"99999": 1}}}, "sampling_params: token 99999"),
-        ({"sampling_params": {"stop_token_ids": [10000000], "min_new_tokens": 1}}, "sampling_params: token 10000000"),
-        ({"sampling_params": {"stop": 5}}, "stop"),
-        ({"sampling_params": {"stop_regex": "("}}, "sampling_params"),
-        ({"sampling_params": {"sampling_seed": "x"}}, "sampling_seed"),
-        ({"sampling_params": {"min_new_tokens": 9, "max_new_tokens": 3}}, "min_new_tokens"),
-        ({"mode": "partial", "eta_responses": 1, "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
-        ({"mode": "partial", "eta_responses": 1.5}, "eta_responses"),
-        ({"etaa": 1.5}, "etaa"),
-        ({"job": "../../etc/passwd"}, "job"),
-        ({"max_deferrals": -1}, "max_deferrals"),
-    ],
-)
-def test_bad_bodies(server, change, said):
-    answer = post(server, body([prompt(0, index) for index in range(6)], job="bad") | change)
-    assert answer.status_code == 400, answer.text
-    message = answer.json()["error"]["message"]
-    assert said in message and "\n" not in message
-
-
-DEEP = b'{"sampling_params": {"custom_params": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b'{"prompts": 3}', DEEP], ids=range(6))
-def test_no_bodies(server, data):
-    answer = post(server, data)
-    assert answer.status_code == 400
-    assert "\n" not in answer.json()["error"]["message"]
-
-
-def test_bad_bodies_did_no_harm(server):
-    groups, _ = one_round(server, body([prompt(0, index) for index in range(6)], job="bad"))
-    assert len(groups) == 3
-    assert requests.post(f"{server.url}/pat/rollout/verdict", json={"key": [0, 0]}).status_code == 400
-    idle(server)
-
-
-SCRIPT = """
-import sglang_pat
-from sglang_pat.sglang.launch import processes
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Group, Summary
-from sglang_pat.admission.rules import Rules
-
-if __name__ == "__main__":
-    processes.fork_here()
-    engine = sglang_pat.Engine(
-        model_path={model!r}, tp_size=1, dp_size=2, adaptive_tp=True, pat_policy="schedule", dtype="float32",
-        max_total_tokens=20000, log_level="error",
-    )
-    sampling = {{"temperature": 1.0, "max_new_tokens": 100, "stop_token_ids": list(range(100, 124))}}
-
-    def check_idle():
-        # The flush waits until the ranks have ended what was aborted; their load is reported before it is answered.
-        assert engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60)).success
-        assert engine.status()["requests"] == 0
-
-    for mode in ("strict", "reorder", "partial"):
-        rules = Rules(mode=mode, num_prompts=3, num_responses=2, eta_prompts=1.5, max_staleness=2, filter_groups=True)
-        admitter = Admitter(rules)
-        admitter.feed([((0, i), {{"input_ids": [10 + i, 20, 30 + i]}}) for i in range(10)], end_of=0)
-        useless = []
-
-        def judge(group):
-            if group.index % 4 == 3:
-                useless.append(group.index)
-            return group.index % 4 != 3
-
-        returned, rounds = [], 0
-        while admitter.state.fresh or admitter.state.waiting:
-            for event in engine.rollout(admitter, sampling, version=rounds, judge=judge):
-                if isinstance(event, Group):
-                    returned.append(event.index)
-            assert isinstance(event, Summary)
-            rounds += 1
-        assert sorted(returned + useless) == list(range(10)), (mode, returned, useless)
-        check_idle()
-        print(mode, "rounds", rounds)
-    admitter = Admitter(Rules(num_prompts=2, num_responses=1))
-    admitter.feed([((0, i), {{"input_ids": [10 + i, 20, 30 + i]}}) for i in range(4)])
-    events = engine.rollout(admitter, sampling, version=0)
-    next(events)
-    events.close()
-    assert admitter.state.round is None
-    assert len(admitter.state.fresh) + len(admitter.state.waiting) + admitter.state.returned == 4
-    check_idle()
-    assert not engine.tokenizer_manager.rid_to_state
-    engine.shutdown()
-    print("done")
-"""
-
-
-def test_engine_rollout(servers, llama, tmp_path):
-    (tmp_path / "rounds_of_python.py").write_text(SCRIPT.format(model=str(llama)))
-    found = servers.run("rounds_of_python", env={"PYTHONPATH": str(tmp_path)}, seconds=500)
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert found.stdout.strip().endswith("done")
-    assert all(f"{mode} rounds" in found.stdout for mode in ("strict", "reorder", "partial"))

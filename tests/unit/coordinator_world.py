@@ -105,6 +105,7 @@ class World:
         self.preparing: int | None = None
         self.grammatical = False
         self.kv_totals: dict[int, int] = {}
+        self.decoded = m.Decoded()
         """Whether requests have grammars."""
         self.last_serial = -1
 
@@ -189,6 +190,7 @@ class World:
                 retracted=0,
                 weight_updates=0,
                 kv_totals=self.kv_totals,
+                decoded=self.decoded,
             )
         )
 

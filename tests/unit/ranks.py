@@ -45,14 +45,32 @@ def _child(target, rank, n, meeting, world_backend, pipe, args):
         pipe.close()
 
 
-def run_ranks(n, target, *args, world_backend="pat_shm", start="forkserver", silent=()):
+def run_ranks(n, target, *args, world_backend="pat_shm", reaped=True, silent=()):
     """What ``target(rank, n, *args)`` returned on each rank; None for ranks in ``silent`` (they are killed).
 
-    ``start="spawn"`` makes the ranks children of this process, which does not look after them until the end,
-    so a killed one stays a zombie; a fork server starts faster and reaps at once.
+    The ranks are forked from a server that has imported torch.  It looks after them at once when they end.  With
+    ``reaped=False`` they are children of a process that does not, so a killed one stays a zombie until the end.
     """
-    context = multiprocessing.get_context(start)
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "sglang_pat.comm.shm", "pytest"])
+    if reaped:
+        return _run(context, n, target, args, world_backend, silent)
+    mine, theirs = context.Pipe(duplex=False)
+    parent = context.Process(target=_parent, args=(theirs, n, target, args, world_backend, silent))
+    parent.start()
+    theirs.close()
+    try:
+        assert mine.poll(200), "the parent of the ranks has not answered"
+        return mine.recv()
+    finally:
+        parent.join(10)
+
+
+def _parent(pipe, *args):
+    pipe.send(_run(multiprocessing.get_context("fork"), *args))
+
+
+def _run(context, n, target, args, world_backend, silent):
     folder = tempfile.TemporaryDirectory()
     pipes, processes = [], []
     for rank in range(n):

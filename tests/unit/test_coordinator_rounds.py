@@ -34,6 +34,46 @@ def test_policies_see_requests_that_no_leader_has_taken_yet():
     assert load.prompt.tolist() == [4, 4, 4] and load.output.tolist() == [6, 6, 6], "as the leaders report them"
 
 
+def test_policies_are_shown_by_what_the_profile_is_off():
+    """Steps that leaders report, against what the profile says of such a batch beside as many busy replicas."""
+
+    class Predictor:
+        asked = []
+
+        def step_seconds(self, *query):
+            self.asked.append(query)
+            return 0.01
+
+    rig = Rig(1, 2, stay, Predictor(), policy="survival", profile="-")
+    rig.work(4)
+    rig.settle()
+    for rank in (0, 1) * 40:
+        rig.world.decoded = m.Decoded(steps=10, seconds=0.13, requests=20, tokens=300)
+        rig.world.report(rank)
+        rig.deliver()
+    rig.coordinator.tick(DECISION_INTERVAL_SECONDS)
+    snapshot = rig.world.decisions[-1][0]
+    assert set(Predictor.asked) == {(1, 2.0, 30.0, 2)}
+    assert snapshot.factors[1] == pytest.approx(1.3, rel=0.02) and snapshot.doubts[1] == 0 < snapshot.doubts[2]
+
+
+def test_switches_are_counted_while_the_engine_is_not_empty():
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    rig.work(6)
+    rig.settle()
+    rig.finish(2)
+    rig.settle()
+    rig.world.report(0)
+    rig.deliver()
+    rig.coordinator.tick(1.0)
+    assert rig.world.decisions[-1][0].switches == 1
+    rig.finish_all()
+    rig.settle()
+    rig.work(1)
+    rig.coordinator.tick(3.0)
+    assert rig.world.decisions[-1][0].switches == 0
+
+
 def test_threshold_merges_the_tail_and_returns_for_the_next_round():
     rig = Rig(1, 2, policy="threshold", switch_at=2)
     rig.work(6)
@@ -213,51 +253,3 @@ def test_a_round_that_ends_during_a_switch():
     assert rig.world.decisions[-1][0].peak == 1 and not rig.world.decisions[-1][0].complete
     rig.work(1)
     assert rig.world.decisions[-1][0].complete
-
-
-# -- the planner's floor -------------------------------------------------------------------------------------
-
-
-def test_a_round_waits_for_its_floor():
-    rig = Rig(1, 4, policy="manual")
-    rig.settle()
-    rig.coordinator.floor(m.Floor(tp=2), 0.0)
-    assert rig.work(3) == [], "they wait for the switch"
-    rig.settle()
-    assert (rig.world.known.tp, rig.world.records[-1].reason) == (2, "planner")
-    assert len(rig.world.ranks[0].requests) + len(rig.world.ranks[1].requests) == 3
-    rig.finish_all()
-    assert rig.world.known.tp == 2, "until the round is over"
-    rig.coordinator.floor(m.Floor(tp=0), 0.0)
-    rig.settle()
-    assert rig.world.known.tp == 1
-
-
-def test_policies_choose_from_the_floor_up():
-    seen = []
-
-    def highest(snapshot, history):
-        seen.append(snapshot.degrees)
-        return Decision(tp=snapshot.degrees[-1] if snapshot.requests else snapshot.degrees[0])
-
-    rig = Rig(1, 4, decide=highest, policy="manual")
-    rig.coordinator.floor(m.Floor(tp=2), 0.0)
-    rig.settle()
-    assert rig.world.known.tp == 2
-    rig.work(2)
-    rig.settle()
-    assert rig.world.known.tp == 4
-    rig.finish_all()
-    rig.settle()
-    assert rig.world.known.tp == 2
-    assert (2, 4) in seen and seen[-1] == (2, 4)
-
-
-def test_a_switch_to_the_floor_that_fails_is_not_repeated_at_once():
-    rig = Rig(1, 2, policy="manual")
-    rig.settle()
-    rig.coordinator.floor(m.Floor(tp=2), 0.0)
-    rig.work(1)
-    rig.settle("abort")
-    assert [record.error for record in rig.world.records] == ["rank 0: no"]
-    assert sum(len(rank.requests) for rank in rig.world.ranks) == 1

@@ -1,102 +1,18 @@
-"""The event loop of an ``Engine`` during a rollout: nobody who takes its events, judges or leaves can hold it up."""
+"""The event loop of an ``Engine`` during a rollout: nobody who takes its events, or judges, can hold it up."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import signal
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
 
 import pytest
 
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.callbacks import Callbacks, always_of_use
-from sglang_pat.admission.records import Group, Output, Summary
-from sglang_pat.admission.rounds import RolloutRound
-from sglang_pat.admission.rules import Rules
+from sglang_pat.admission.records import Group, Summary
 from sglang_pat.sglang.server.loop import EngineLoop
 
+from .engine_loop_world import FOREVER, SECONDS, Ticking, admitter, events_of, thread_of_the_loop
+
 pytestmark = pytest.mark.unit
-
-SECONDS = 60
-"""Longest that a test waits for what must happen; it takes milliseconds."""
-
-
-class Ticking:
-    """A token in each turn of the loop; the first token of the prompt is the length of the response."""
-
-    def __init__(self) -> None:
-        self.stops: dict[str, bool] = {}
-        self.begun = threading.Event()
-        self.idle = threading.Event()
-        """Nothing runs any more."""
-
-    def updates(self) -> int:
-        return 0
-
-    async def generate(self, rid, prompt, params) -> Output:
-        length, made = prompt["input_ids"][0], 0
-        if length < 0:
-            raise ValueError("refused")
-        self.stops[rid] = False
-        self.begun.set()
-        try:
-            while made < length and not self.stops[rid]:
-                await asyncio.sleep(0)
-                made += 1
-            return Output(token_ids=[7] * made, finish_reason="stop" if made == length else "")
-        finally:
-            del self.stops[rid]
-            if not self.stops:
-                self.idle.set()
-
-    def abort(self, rid) -> None:
-        if rid in self.stops:
-            self.stops[rid] = True
-
-    def text(self, token_ids) -> str:
-        return ""
-
-
-FOREVER = 1 << 40
-
-
-def admitter(*lengths: int, **rules) -> Admitter:
-    made = Admitter(Rules(**({"num_prompts": 2, "num_responses": 2, "eta_prompts": 2.0} | rules)))
-    made.feed([((0, i), {"input_ids": [length]}) for i, length in enumerate(lengths)])
-    return made
-
-
-async def events_of(mine: Admitter, engine: Ticking, judge=None) -> AsyncGenerator[Group | Summary, None]:
-    """As ``Engine.async_rollout``."""
-    with Callbacks(judge or always_of_use) as callbacks:
-        round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": FOREVER}, callbacks)
-        try:
-            async with aclosing(aiter(round_)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            round_.cancel()
-            await round_.wait()
-
-
-@pytest.fixture
-def loop() -> Iterator[EngineLoop]:
-    made = EngineLoop()
-    yield made
-    assert not threads() and not made.is_running(), "a rollout that is over leaves no thread"
-    made.close()
-
-
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "engine loop"]
-
-
-async def thread_of_the_loop() -> threading.Thread:
-    await asyncio.sleep(0)
-    return threading.current_thread()
 
 
 def test_a_call_runs_the_loop_in_the_callers_thread(loop):
@@ -152,56 +68,6 @@ def test_a_call_inside_the_loop_is_refused(loop):
             loop.run_until_complete(inside())
 
 
-@pytest.mark.parametrize("how", ["break", "close", "exception", "deleted"])
-def test_leaving_cancels_the_round_and_ends_the_thread(loop, how):
-    mine, engine = admitter(5, FOREVER, FOREVER, FOREVER), Ticking()
-    events = loop.iterate(events_of(mine, engine))
-    if how == "exception":
-
-        def train() -> None:
-            for event in events:
-                raise ArithmeticError(event)
-
-        with pytest.raises(ArithmeticError):
-            train()
-        events.close()  # what keeps it is the traceback
-    else:
-        for event in events:
-            assert event.key.index == 0
-            break
-        if how == "close":
-            events.close()
-        del events
-    assert mine.state.round is None and [group.index for group in mine.state.fresh] == [0, 1, 2, 3]
-    assert not engine.stops
-
-
-def test_what_fails_inside_is_raised_outside(loop):
-    mine, engine = admitter(5, -1, FOREVER, FOREVER), Ticking()
-    with pytest.raises(ValueError, match="refused"):
-        list(loop.iterate(events_of(mine, engine)))
-    assert len(mine.state.fresh) == 4 and not engine.stops
-
-
-def test_ctrl_c_while_an_event_is_waited_for(loop):
-    mine, engine = admitter(FOREVER, FOREVER), Ticking()
-
-    def interrupt() -> None:
-        assert engine.begun.wait(SECONDS)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    other = threading.Thread(target=interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        other.start()
-        with pytest.raises(KeyboardInterrupt):
-            list(loop.iterate(events_of(mine, engine)))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert len(mine.state.fresh) == 2 and not engine.stops
-    assert loop.run_until_complete(thread_of_the_loop()) is threading.current_thread()
-
-
 def test_two_rollouts_at_once(loop):
     first, second = admitter(5, 9, 30, 40), admitter(6, 8, 30, 40)
     seen = []
@@ -217,79 +83,6 @@ def test_two_rollouts_of_one_admitter_are_refused(loop):
     with pytest.raises(RuntimeError, match="is not over"):
         list(loop.iterate(events_of(mine, Ticking())))
     events.close()
-
-
-def test_a_rollout_that_began_in_somebodys_call_outlives_it(loop):
-    """Its thread takes over when the call is answered."""
-    entered, answered, after = asyncio.Event(), threading.Event(), []
-
-    async def call() -> str:
-        entered_too.set()
-        await entered.wait()
-        return "answer"
-
-    async def rollout() -> AsyncGenerator[threading.Thread, None]:
-        yield threading.current_thread()
-        entered.set()
-        yield threading.current_thread()
-
-    def other() -> None:
-        entered_too.wait(SECONDS)
-        events = loop.iterate(rollout())
-        after.append(next(events))
-        after.append(next(events))
-        answered.wait(SECONDS)
-        after.append(loop.run_until_complete(thread_of_the_loop()))
-        events.close()
-
-    entered_too = threading.Event()
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert loop.run_until_complete(call()) == "answer"
-    answered.set()
-    thread.join(SECONDS)
-    assert after[0] is threading.main_thread() and after[-1].name == "engine loop"
-
-
-def test_a_rollout_may_be_collected_as_garbage_by_its_own_thread(loop):
-    mine, engine = admitter(5, FOREVER, FOREVER, FOREVER), Ticking()
-    gc.disable()
-    try:
-        events = loop.iterate(events_of(mine, engine))
-        next(events)
-        (running,) = threads()
-        ring = [events]
-        ring.append(ring)
-        del events, ring
-        loop.call_soon_threadsafe(gc.collect)
-        running.join(SECONDS)
-    finally:
-        gc.enable()
-    assert mine.state.round is None and not engine.stops
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_when_the_engine_is_shut_down_nobody_waits_for_it():
-    _shut_down_in_a_rollout()
-    gc.collect()  # a round that nobody can end any more
-
-
-def _shut_down_in_a_rollout() -> None:
-    loop = EngineLoop()
-    mine, engine = admitter(FOREVER, FOREVER), Ticking()
-
-    def end() -> None:
-        assert engine.begun.wait(SECONDS)
-        loop.end()
-
-    other = threading.Thread(target=end)
-    other.start()
-    with pytest.raises(RuntimeError, match="shut down"):
-        list(loop.iterate(events_of(mine, engine)))
-    other.join(SECONDS)
-    with pytest.raises(RuntimeError, match="shut down"):
-        loop.run_until_complete(thread_of_the_loop())
-    assert not threads()
 
 
 def test_a_slow_judge_holds_up_neither_the_loop_nor_the_groups(loop):

@@ -170,10 +170,43 @@ def test_siblings_shift_the_expectation():
     assert spread[0] < spread[2] == pytest.approx(1.0)
 
 
+def test_siblings_that_were_cut_are_not_taken_for_finished():
+    """Six siblings aborted early say that the seventh gets further than they did, not that it ends there."""
+    history = fill(LengthHistory(), families=100, correlation=0.7)
+    for _ in range(6):
+        history.observe(150, 901, finished=False)
+        history.observe(8000, 902, finished=False)
+    mean, _ = history.expect(history.curve(16384), np.array([901, 902, 903]), np.array([140, 140, 140]))
+    assert 0 < mean[0] < 0.3 and mean[1] > 1
+
+
+def test_the_correlation_is_found_where_half_was_cut():
+    """Every response that would be longer than the median is cut at it, or somewhere below (aborted)."""
+    random, history = np.random.default_rng(0), LengthHistory()
+    for family in range(REFRESH * 6):
+        scores = np.sqrt(0.6) * random.normal() + np.sqrt(0.4) * random.normal(size=8)
+        for score, abort in zip(scores, random.uniform(-1, 1, size=8), strict=True):
+            cut = min(abort, 0.0)
+            history.observe(round(np.exp(7 + min(score, cut))), family, finished=score < cut)
+    assert history.correlation == pytest.approx(0.6, abs=0.2)
+
+
+def test_a_resumed_response_takes_the_place_of_its_first_piece():
+    whole, pieces = LengthHistory(), LengthHistory()
+    for family in range(20):
+        pieces.observe(300, family, finished=False)
+        pieces.observe(500, family, finished=False, since=300)
+        for history in (whole, pieces):
+            history.observe(1200, family, since=500)
+    assert len(pieces) == len(whole) and pieces._families == whole._families
+    assert (pieces.curve(4096).hazards == whole.curve(4096).hazards).all()
+
+
 def test_expected_scores_by_hand():
     """Finished siblings only: the posterior of a normal mean."""
     correlation, scores = 0.5, np.array([1.0, 2.0])
-    mean, spread = expected_scores(correlation, [scores, np.array([])], np.array([0, 1]), np.array([0.0, 0.0]))
+    none = np.array([])
+    mean, spread = expected_scores(correlation, [scores, none], [none, none], np.array([0, 1]), np.array([0.0, 0.0]))
     # g has prior N(0, 1) and two observations z = √.5 g + √.5 e: precision 3, mean √.5 / .5 * 3 / 3.
     assert mean == pytest.approx([1.0, 0.0])
     assert spread == pytest.approx([np.sqrt(0.5 / 3 + 0.5), 1.0])
@@ -195,11 +228,16 @@ def test_expected_scores_of_running_siblings_against_sampling(correlation, known
         weights *= norm.sf(z, np.sqrt(correlation) * g, np.sqrt(1 - correlation))
     mean = np.average(g, weights=weights)
     variance = np.average((g - mean) ** 2, weights=weights)
-    means, spreads = expected_scores(
-        correlation, [np.array(known)], np.zeros(len(present), dtype=int), np.array(present)
-    )
-    assert means[0] == pytest.approx(np.sqrt(correlation) * mean, abs=0.03)
-    assert spreads[0] == pytest.approx(np.sqrt(correlation * variance + 1 - correlation), abs=0.03)
+    for cut in (0, len(present) - 1):  # the others run, or were cut there: it says the same
+        means, spreads = expected_scores(
+            correlation,
+            [np.array(known)],
+            [np.array(present[len(present) - cut :])],
+            np.zeros(len(present) - cut, dtype=int),
+            np.array(present[: len(present) - cut]),
+        )
+        assert means[0] == pytest.approx(np.sqrt(correlation) * mean, abs=0.03)
+        assert spreads[0] == pytest.approx(np.sqrt(correlation * variance + 1 - correlation), abs=0.03)
 
 
 def test_bad_parameters():

@@ -76,6 +76,8 @@ EXAMPLES = [
     m.TraceReply(query_id=1, steps=[{"rank": 0, "at": 1.5}]),
     m.Running(1, 2, 3, 4),
     m.Finished(1, 2, False),
+    m.Finished(9, 2, True, 4),
+    m.Decoded(3, 0.25, 12, 900),
     m.Step(1.5, 0.25, 2, "prefill", 3, 4),
     m.StatusQuery(query_id=1),
     m.StatusReply(query_id=1, status={"layout": {"tp": 1}, "groups": [], "target": None}),

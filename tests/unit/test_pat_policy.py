@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 
 from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.pat import algorithm_1 as algorithm
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.rules import RETRY_SECONDS, SETTLE_SECONDS
+from sglang_pat.predict.cost import STAY
 
 from .drawn import examples
 from .policy_world import crossing, machine, profiles, snapshot, snapshots
@@ -32,7 +34,8 @@ def algorithm_1(snap, predictor, costs) -> tuple[int, dict[int, float]]:
         dp = snap.num_ranks // tp
         used = min(dp, len(unfinished))
         merged_batch = math.ceil(len(unfinished) / used)
-        return longest_remaining * predictor.step_seconds(tp, merged_batch, sum(contexts) / used, used)
+        merged_tokens = merged_batch * sum(contexts) / len(unfinished)  # as many as its requests have on average
+        return longest_remaining * predictor.step_seconds(tp, merged_batch, merged_tokens, used)
 
     # Line 4: staying.
     current = remaining_time(snap.tp)
@@ -74,6 +77,32 @@ def test_pure_and_within_the_candidates(found, snap):
     assert first.tp in snap.degrees and set(first.estimates) <= set(snap.degrees)
     decide(snapshot([5, 5], tp=2), HISTORY)
     assert decide(snap, HISTORY) == first
+
+
+def test_the_tokens_of_the_fullest_replica_are_those_of_its_requests():
+    """Five requests on four replicas: the batch is 2, so are the tokens those of two requests."""
+    asked = []
+
+    class Predictor:
+        def step_seconds(self, tp, batch, tokens, replicas):
+            asked.append((tp, batch, tokens))
+            return 0.01
+
+    _, costs = machine(crossing())
+    algorithm(snapshot([900] * 5), Predictor(), costs)
+    assert asked == [(1, 2, 2000), (2, 3, 3000), (4, 5, 5000)]
+
+
+def test_nothing_left_to_generate_is_no_division_by_zero():
+    """Switch costs below 0 are no sensible profile's, and no reason to die."""
+
+    class Costs:
+        def estimate(self, from_tp, to_tp, lengths):
+            return dataclasses.replace(STAY, seconds=-1.0)
+
+    predictor, _ = machine(crossing())
+    decision = make_policy("pat", predictor=predictor, costs=Costs())(snapshot([4096] * 2, peak=64), HISTORY)
+    assert decision.tp == 1
 
 
 DECIDE = make_policy("pat", **dict(zip(("predictor", "costs"), machine(crossing()), strict=True)))

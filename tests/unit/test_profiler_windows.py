@@ -145,3 +145,19 @@ def test_windows_stay_on_one_replica():
     cut = trajectory.windows(trajectory.decoded(trace_of(predictor, 1, 1.0, count=55), predictor, 1))
     assert all(len({step.rank for step in window}) == 1 for window in cut)
     assert sorted({len(window) for window in cut}) == [15, 20]
+
+
+def test_what_layouts_have_in_common_is_told_from_what_is_between_them():
+    """Turns of a machine that is 10, 30 and 20% slower; tp=2 is another 8% slower, give or take 1%."""
+    predictor = Predictor(profile())
+    speeds = {"tp1×dp4": (1.1, 1.3, 1.2), "tp2×dp2": (1.1 * 1.08, 1.3 * 1.09, 1.2 * 1.07)}
+    result = {
+        name: [trajectory.decoded(trace_of(predictor, 2, factor), predictor, 2) for factor in factors]
+        for name, factors in speeds.items()
+    }
+    found = trajectory.between_layouts(result)
+    assert found.common == pytest.approx(0.245, abs=0.01)
+    assert found.beside == pytest.approx({"tp1×dp4": -0.0377, "tp2×dp2": 0.0392}, abs=0.001)
+    assert found.error == pytest.approx(np.log(1.08) / 2**0.5, abs=0.001) and 0.002 < found.noise < 0.006
+    noisy = {"a": result["tp1×dp4"], "b": result["tp1×dp4"][::-1]}
+    assert trajectory.between_layouts(noisy).error == 0 < trajectory.between_layouts(noisy).noise

@@ -15,6 +15,7 @@ from sglang_pat.policies.snapshot import Decision
 from sglang_pat.predict.profile import save
 from sglang_pat.replay import cli
 from sglang_pat.replay.compare import Work
+from sglang_pat.replay.measured import against_measured
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.replay.simulate import Drain
 
@@ -97,6 +98,21 @@ def test_a_snapshot_of_before_rounds_were_counted():
     assert not old.complete and old.load.output.tolist() == [5, 7] and not len(old.coming)
 
 
+def test_decisions_on_a_wrong_profile_against_those_on_measured_times(tmp_path, profile_file, capsys):
+    """The log's factors say that tp=4 is slower than profiled; without them some decisions would be for it."""
+    log = tmp_path / "decisions.jsonl"
+    events = write_log(log, profile_file)
+    assert cli.main(["--log", str(log), "--measured"]) == 2 and "no step factors" in capsys.readouterr().err
+    for event in events:
+        if event["event"] == "decision":
+            event["snapshot"]["factors"] = {"1": 1.0, "2": 1.0, "4": 3.0}
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    found = against_measured(log)
+    assert found.factors == {1: 1.0, 2: 1.0, 4: 3.0}
+    assert found.kept > 0 == found.corrected and found.kept_loss > 0.05
+    assert cli.main(["--log", str(log), "--measured"]) == 0 and "tp4 3.000" in capsys.readouterr().out
+
+
 def write_log(path, profile_file, policy_name="survival") -> list[dict]:
     """As a coordinator would over two rounds."""
     found = crossing()
@@ -111,7 +127,7 @@ def write_log(path, profile_file, policy_name="survival") -> list[dict]:
         return decision
 
     class Logging(LengthHistory):
-        def observe(self, length, family, finished=True):
+        def observe(self, length, family, finished=True, since=0):
             events.append(decision_log.dump_length(length, family, finished))
             super().observe(length, family, finished)
 

@@ -8,71 +8,12 @@ from contextlib import aclosing
 import pytest
 
 from sglang_pat.admission import rounds
-from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.records import Group, Judge, Key, Output, Summary
 from sglang_pat.admission.rounds import RolloutRound, WeightsChanged
-from sglang_pat.admission.rules import Rules
+
+from .rounds_world import STEP, Played, admitter, all_of
 
 pytestmark = pytest.mark.unit
-
-STEP = 0.002
-
-
-class Played:
-    """A token a step; ``length``: of the response to a prompt of so many tokens, whatever came before."""
-
-    def __init__(self, length=lambda prompt: prompt[0]) -> None:
-        self.length = length
-        self.running: dict[str, asyncio.Event] = {}
-        self.calls: list[tuple[list[int], dict]] = []
-        self.weights = 0
-        self.deaf = 0
-        self.aborts = 0
-
-    def updates(self) -> int:
-        return self.weights
-
-    async def generate(self, rid, prompt, params) -> Output:
-        ids = prompt["input_ids"]
-        self.calls.append((ids, params))
-        if ids[0] < 0:
-            raise ValueError("refused")
-        stop = self.running[rid] = asyncio.Event()
-        made: list[int] = []
-        had = ids.count(7777)
-        try:
-            while had + len(made) < self.length(ids) and len(made) < params["max_new_tokens"]:
-                try:
-                    await asyncio.wait_for(stop.wait(), STEP)
-                    return Output(token_ids=made, logprobs=[-1.0] * len(made))
-                except TimeoutError:
-                    made.append(7777)
-            reason = "stop" if had + len(made) == self.length(ids) else "length"
-            return Output(token_ids=made, logprobs=[-1.0] * len(made), finish_reason=reason)
-        finally:
-            del self.running[rid]
-
-    def text(self, token_ids) -> str:
-        return f"{len(token_ids)} tokens"
-
-    def abort(self, rid) -> None:
-        self.aborts += 1
-        if self.deaf:
-            self.deaf -= 1
-        elif rid in self.running:
-            self.running[rid].set()
-
-
-def admitter(mode="strict", lengths=(3, 3, 3, 40, 3, 40), end=True, **rules) -> Admitter:
-    given = {"num_prompts": 2, "num_responses": 2, "eta_prompts": 1.5} | rules
-    made = Admitter(Rules(mode=mode, **given))
-    made.feed([((0, i), {"input_ids": [length, i]}) for i, length in enumerate(lengths)], end_of=0 if end else None)
-    return made
-
-
-async def all_of(round_: RolloutRound) -> list:
-    async with aclosing(aiter(round_)) as events:
-        return [event async for event in events]
 
 
 def test_a_round_gives_its_groups_and_then_its_summary():
@@ -213,6 +154,7 @@ def test_partial_resumes_with_prefix_and_what_is_left_of_the_limit():
         rules = dict(num_prompts=1, num_responses=1, eta_prompts=2.0, max_staleness=3)
         mine = admitter("partial", lengths=(3, 60, 3, 3), **rules)
         engine, found, params = Played(), [], {"max_new_tokens": 50, "min_new_tokens": 20}
+        params["custom_params"] = {"mine": 1}
         for version in range(4):
             *groups, summary = await all_of(RolloutRound(mine, engine, version, params))
             found += groups
@@ -226,6 +168,9 @@ def test_partial_resumes_with_prefix_and_what_is_left_of_the_limit():
         assert resumed
         assert all(ids.count(7777) + params["max_new_tokens"] == 50 for ids, params in resumed)
         assert all(params["min_new_tokens"] == max(0, 20 - ids.count(7777)) for ids, params in resumed)
+        # So that policies know the prompt that it answers, and how far it is.
+        assert all(params["custom_params"] == {"pat_generated": ids.count(7777), "mine": 1} for ids, params in resumed)
+        assert all(params["custom_params"] == {"mine": 1} for ids, params in engine.calls if 7777 not in ids)
 
     asyncio.run(run())
 
@@ -258,62 +203,3 @@ def test_samples_of_a_prompt_have_seeds_of_their_own():
         assert sorted(p["sampling_seed"] for ids, p in engine.calls if ids[1] == 0) == [10, 11, 12]
 
     asyncio.run(run())
-
-
-class Counting(Played):
-    """Counts what it is asked to do in each turn of the event loop."""
-
-    def __init__(self, length=lambda prompt: prompt[0]) -> None:
-        super().__init__(length)
-        self.turn = 0
-        self.asked: dict[int, int] = {}
-
-    def _ask(self) -> None:
-        self.asked[self.turn] = self.asked.get(self.turn, 0) + 1
-
-    async def generate(self, rid, prompt, params) -> Output:
-        self._ask()
-        return await super().generate(rid, prompt, params)
-
-    def abort(self, rid) -> None:
-        self._ask()
-        super().abort(rid)
-
-    async def count(self) -> None:
-        while True:
-            self.turn += 1
-            await asyncio.sleep(0)
-
-
-def test_a_large_round_never_keeps_the_event_loop_for_long():
-    """A hundred samples are started and, when the client goes, aborted: a slice of them in each turn of the loop."""
-
-    async def run():
-        engine, mine = Counting(), admitter(lengths=(4000,) * 30, num_prompts=20)
-        counting = asyncio.ensure_future(engine.count())
-        round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 5000})
-        assert not engine.calls, "nothing is started in the call itself"
-        while len(engine.running) < 90:
-            await asyncio.sleep(0)
-        round_.cancel()
-        await round_.wait()
-        counting.cancel()
-        assert engine.aborts == 90
-        # A turn may have one slice's samples begin and another's be aborted.
-        assert max(engine.asked.values()) <= 2 * rounds.SLICE
-
-    asyncio.run(asyncio.wait_for(run(), 20))
-
-
-def test_what_was_not_yet_started_is_not_started_for_a_client_that_is_gone():
-    async def run():
-        engine, mine = Played(), admitter(lengths=(4000,) * 30, num_prompts=20)
-        round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 5000})
-        await asyncio.sleep(0)
-        round_.cancel()
-        await round_.wait()
-        assert len(engine.calls) <= rounds.SLICE
-        assert round_.summary.cancelled
-        assert len(mine.state.fresh) == 30 and not mine.state.waiting
-
-    asyncio.run(asyncio.wait_for(run(), 20))

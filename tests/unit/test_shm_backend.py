@@ -112,10 +112,10 @@ def killed_peer(rank, n):
     return failures
 
 
-@pytest.mark.parametrize("start", ["spawn", "forkserver"])
-def test_a_killed_peer_is_named(start):
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_killed_peer_is_named(reaped):
     before = segments()
-    results = run_ranks(3, killed_peer, world_backend="gloo", start=start, silent=(1,))
+    results = run_ranks(3, killed_peer, world_backend="gloo", reaped=reaped, silent=(1,))
     for failures in (results[0], results[2]):
         assert len(failures) == 3, failures
         for seconds, text in failures:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import timeit
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +14,11 @@ from hypothesis import strategies as st
 from scipy.stats import lognorm
 
 from sglang_pat.policies import outlook
-from sglang_pat.policies.course import LayoutPlanner
+from sglang_pat.policies.course import LayoutPlan, LayoutPlanner
 from sglang_pat.policies.lengths import LengthHistory, Lognormal
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.rules import MIN_PATIENCE_SECONDS, RETRY_SECONDS, SETTLE_SECONDS, patience
+from sglang_pat.policies.survival import _choose
 from sglang_pat.predict.cost import SwitchCosts
 
 from .drawn import examples
@@ -208,6 +211,47 @@ def test_load_that_hovers_does_not_flap():
             switches += wanted != tp
             tp = wanted
         assert switches <= 3, centre
+
+
+def test_step_times_are_the_profiles_times_what_the_run_has_told():
+    """On the profile two requests are faster at tp=4; not if it turned out to be twice as slow there."""
+    situation = snapshot([1000] * 2, peak=64)
+    assert DECIDE(situation, LEARNT).tp == 4
+    assert DECIDE(replace(situation, factors={1: 1.0, 2: 1.0, 4: 2.0}), LEARNT).tp == 2
+    slower = DECIDE(replace(situation, factors=dict.fromkeys((1, 2, 4), 1.3)), LEARNT)
+    assert slower.tp == 4 and slower.estimates[4] == pytest.approx(
+        1.3 * DECIDE(situation, LEARNT).estimates[4], rel=0.02
+    )
+
+
+def test_lowering_tp_must_gain_half_of_its_cost_on_top():
+    plan = LayoutPlan(by_degree={1: 8.0, 2: 9.5}, never=9.5, now={1: 1.0}, saving={1: 0.2, 2: 0.0}, recompute_below={})
+    load = snapshot([10] * 64, tp=2, degrees=(1, 2))
+    assert _choose(load, plan, plan.by_degree) == 1
+    dear = dataclasses.replace(plan, now={1: 3.0})
+    assert _choose(load, dear, plan.by_degree) == 2
+    up = dataclasses.replace(plan, by_degree={2: 8.0, 1: 9.5}, now={2: 3.0}, saving={1: 0.0, 2: 0.2})
+    assert _choose(snapshot([10] * 64, degrees=(1, 2)), up, up.by_degree) == 2, "raising is asked no more than before"
+
+
+def test_a_layout_is_tried_out_where_little_is_known_of_it():
+    """It looks a little slower than the present one.  The longer the rest takes, the more there is to gain."""
+    load = snapshot([600] * 4, tp=2, peak=64, complete=True)
+    unknown = replace(load, factors={1: 1.0, 2: 1.0, 4: 1.1}, doubts={1: 0.0, 2: 0.0, 4: 0.2})
+    assert DECIDE(unknown, LEARNT).tp == 4
+    assert DECIDE(replace(unknown, doubts={1: 0.0, 2: 0.0, 4: 0.01}), LEARNT).tp == 2, "known"
+    assert DECIDE(replace(unknown, switches=2), LEARNT).tp == 2, "enough for this round"
+    assert DECIDE(replace(unknown, factors={1: 1.0, 2: 1.0, 4: 2.0}), LEARNT).tp == 2, "hopeless"
+    dear = policy(crossing(control=2.0))
+    assert dear(unknown, LEARNT).tp == 2, "not worth the switch"
+
+
+def test_a_fourth_switch_of_a_round_needs_a_large_gain():
+    plan = LayoutPlan(by_degree={1: 10.0, 4: 8.5}, never=10.0, now={4: 0.1}, saving={4: 0.2}, recompute_below={})
+    situation = snapshot([600] * 4, peak=64, degrees=(1, 4))
+    assert [_choose(replace(situation, switches=n), plan, plan.by_degree) for n in range(5)] == [4, 4, 4, 1, 1]
+    worth = dataclasses.replace(plan, by_degree={1: 10.0, 4: 7.0})
+    assert _choose(replace(situation, switches=9), worth, worth.by_degree) == 4
 
 
 def test_the_longer_a_switch_takes_the_longer_it_waits_for_more():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +126,6 @@ class Bench:
 
 def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[str, ...] = ()) -> Bench:
     """Make the models.  ``flags``: of every engine."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     cache = folder / "models"
     size = {"hidden": 128, "layers": 2} if device == "cpu" else {"hidden": 512, "layers": 4, "intermediate": 1024}
     small = models.make_random("llama", cache / "small", heads=8, kv_heads=8, **size)

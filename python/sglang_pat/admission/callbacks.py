@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +55,7 @@ class Callbacks:
 
     def answer(self, round_: RolloutRound, event: Judge | More) -> None:
         """Begin to answer an event of the round."""
-        match event:
-            case Judge(group):
-                call = self._judged(round_, group)
-            case More(prompts):
-                call = self._fed(round_, prompts)
-        task = asyncio.ensure_future(self._guarded(round_, call))
+        task = asyncio.ensure_future(self._answered(round_, event))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
@@ -69,9 +64,13 @@ class Callbacks:
         for call in self._calls:
             call.cancel()
 
-    async def _guarded(self, round_: RolloutRound, call: Coroutine[Any, Any, None]) -> None:
+    async def _answered(self, round_: RolloutRound, event: Judge | More) -> None:
         try:
-            await call
+            match event:
+                case Judge(group):
+                    await self._judged(round_, group)
+                case More(prompts):
+                    await self._fed(round_, prompts)
         except Exception as error:
             round_.fail(error)
 

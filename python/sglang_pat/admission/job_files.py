@@ -60,7 +60,7 @@ class JobFiles:
 
     def past(self, job: str) -> list[int]:
         """Rounds at whose ends the state is kept."""
-        return sorted(int(file.stem) for file in self._past(job).glob("*.json"))
+        return sorted(int(file.stem) for file in self._past(job).glob("*.json") if file.stem.isdecimal())
 
     def remove(self, job: str) -> None:
         shutil.rmtree(self._past(job), ignore_errors=True)

@@ -7,6 +7,7 @@ from typing import Any
 from sglang_pat.admission.backend import Backend
 from sglang_pat.admission.records import Output, SampleId, Span
 from sglang_pat.admission.turns import Turns, turn_of
+from sglang_pat.messages import GENERATED_PARAM
 
 RID_PREFIX = "pat-"
 """What the ids of a round's requests begin with; no client may use it."""
@@ -62,6 +63,8 @@ def budget(params: dict[str, Any], sample: SampleId, prefix: Output | None) -> d
             if params.get(name) is not None:
                 left = params[name] - prefix.tokens
                 params[name] = left if least is None else max(left, least)
+        # What policies would else take for a new response to another prompt.
+        params["custom_params"] = {**(params.get("custom_params") or {}), GENERATED_PARAM: prefix.tokens}
     if params.get("sampling_seed") is not None:
         params["sampling_seed"] += sample.number
     return params

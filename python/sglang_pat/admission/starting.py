@@ -189,9 +189,10 @@ def to_start(round_: Round, group: Group) -> list[Sample]:
 
 
 def priority(group: Group, oldest: int | None) -> tuple[int, float, int]:
-    """Of resuming a group in ``partial``, smallest first (the recipe's ``get_scheduling_priority``).
+    """Of resuming a group in ``partial``, smallest first (after the recipe's ``get_scheduling_priority``).
 
-    Few unfinished samples, short finished ones (unknown: last), old tokens first.
+    Few unfinished samples, short finished ones (unknown: last), old tokens first.  The recipe has new tokens
+    first; here old ones have a bound to keep.
     """
     done = [sample.output.tokens for sample in group.samples if sample.state == DONE]
     mean = sum(done) / len(done) if done else 1e9

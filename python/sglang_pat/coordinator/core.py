@@ -12,6 +12,7 @@ A switch and a control request never overlap.  What arrives while ranks are swit
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -26,8 +27,8 @@ from sglang_pat.coordinator.outbox import Outbox
 from sglang_pat.coordinator.replies import Control, Replies
 from sglang_pat.coordinator.switching import Ended, Switching, Wanted
 from sglang_pat.coordinator.traces import Traces
-from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.snapshot import Policy
+from sglang_pat.predict.predictor import Predictor
 
 HISTORY = 256
 """Switch records kept for ``/pat/status``."""
@@ -41,19 +42,21 @@ class Coordinator:
 
     Args:
         policy: what ``config.policy`` names; made here if it needs no profile.
+        predictor: of the profile that it has, to be corrected by the steps of this run.
     """
 
-    def __init__(self, config: AdaptiveConfig, outbox: Outbox, policy: Policy | None = None) -> None:
+    def __init__(
+        self, config: AdaptiveConfig, outbox: Outbox, policy: Policy | None = None, predictor: Predictor | None = None
+    ) -> None:
         self.config = config
         self.layout = config.base
         self._outbox = outbox
         self._leaders = {rank: Leader() for rank in config.base.leaders}
-        self._deciding = Deciding(config, self._leaders, outbox, policy)
+        self._deciding = Deciding(config, self._leaders, outbox, policy, predictor)
         self.history = self._deciding.history
         self._backlog: deque[Work | Control | m.SetSchedule] = deque()
-        self._held_work = 0
-        """Requests in the backlog; ``_in_engine``: at the leaders of the layout in force."""
-        self._in_engine = 0
+        self._held_work = self._in_engine = 0
+        """Requests in the backlog; at the leaders of the layout in force."""
         self._replies = Replies()
         self._switching = Switching(config.num_ranks, outbox)
         self._wanted: Wanted | None = None
@@ -109,21 +112,20 @@ class Coordinator:
 
     def status(self, query: m.StatusQuery) -> None:
         """``GET /pat/status``."""
-        groups = [
-            {"leader": rank, "ranks": self.layout.group(rank), **self._leaders[rank].status()}
-            for rank in self.layout.leaders
-        ]
+        leaders = {rank: self._leaders[rank] for rank in self.layout.leaders}
+        groups = [{"leader": r, "ranks": self.layout.group(r), **leader.status()} for r, leader in leaders.items()]
         status = {
-            "layout": _describe(self.layout),
-            "base": _describe(self.config.base),
-            "candidates": [_describe(layout) for layout in self.config.layouts],
+            "layout": asdict(self.layout),
+            "base": asdict(self.config.base),
+            "candidates": [asdict(layout) for layout in self.config.layouts],
             "policy": self.config.policy,
             "switching": self._switching.under_way is not None,
-            "target": _describe(self._switching.under_way.target) if self._switching.under_way else None,
+            "target": asdict(self._switching.under_way.target) if self._switching.under_way else None,
             "requests": self._requests(),
             "expected_seconds": self._deciding.expected_seconds if self._requests() else 0.0,
             "controls": len(self._replies),
             "groups": groups,
+            "step_factors": self._deciding.factors.factors() if self._deciding.factors else {},
             "retracted": self._retracted,
             "num_switches": self._switches,
             "switches": [msgspec.to_builtins(record) for record in self._records],
@@ -149,7 +151,7 @@ class Coordinator:
     def rank_message(self, message: m.FromRank, now: float) -> None:
         """One of our own messages from a rank."""
         if isinstance(message, m.LoadReport):
-            self._load_report(message)
+            self._load_report(message, now)
         elif isinstance(message, m.RankTrace):
             self._traces.heard(message)
         elif isinstance(message, m.Held):
@@ -164,14 +166,15 @@ class Coordinator:
 
     # -- load ---------------------------------------------------------------------------------------
 
-    def _load_report(self, report: m.LoadReport) -> None:
+    def _load_report(self, report: m.LoadReport, now: float) -> None:
         self._retracted += report.retracted
         for response in report.finished:
             self._follower.ended(response.length)
-            self.history.observe(response.length, response.family, finished=not response.cut)
+            self.history.observe(response.length, response.family, not response.cut, response.since)
             self._outbox.finished(response)
         if report.rank in self._leaders and report.tp == self.layout.tp:
             self._leaders[report.rank].heard(report)
+            self._deciding.decoded(report, self.layout, now)
             self._count_requests()
         else:
             self._switching.early(report)
@@ -280,8 +283,9 @@ class Coordinator:
         if record.reason == "schedule":
             self._follower.carried_out(record)
         if switch.wanted.query_id is not None:
-            code = 500 if record.error else 200
-            self._answer(switch.wanted.query_id, code, record.error, msgspec.to_builtins(record))
+            self._answer(
+                switch.wanted.query_id, 500 if record.error else 200, record.error, msgspec.to_builtins(record)
+            )
 
     def _take_over(self, ended: Ended) -> None:
         """The new leaders' load: what they have reported already, or else what they were handed."""
@@ -293,7 +297,3 @@ class Coordinator:
 
     def _answer(self, query_id: int, code: int, message: str, record: dict[str, Any] | None = None) -> None:
         self._outbox.to_server(m.ReconfigureReply(query_id=query_id, code=code, message=message, record=record))
-
-
-def _describe(layout: ParallelLayout) -> dict[str, int]:
-    return {"tp": layout.tp, "dp": layout.dp}

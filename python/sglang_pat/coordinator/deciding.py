@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.leader import Leader, load_of
 from sglang_pat.coordinator.outbox import Outbox
@@ -14,6 +15,8 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.rules import RETRY_SECONDS
 from sglang_pat.policies.snapshot import NO_LOAD, Policy, Snapshot
+from sglang_pat.predict.correction import StepFactors
+from sglang_pat.predict.predictor import Predictor
 
 DECISION_INTERVAL_SECONDS = 0.1
 """Policies that predict are asked at most this often: a decision takes milliseconds of a core that ranks may want."""
@@ -33,17 +36,24 @@ class Deciding:
         leaders: the coordinator's, by rank.
         outbox: where decisions are told.
         policy: what ``config.policy`` names; made here if it needs no profile.
+        predictor: of the profile that the policy has; None if it has none.
 
     Attributes:
         history: lengths of the responses that ended.
         round: requests as they come in.
+        factors: by what the profile is off in each layout; None without a profile.
         floor: lowest degree of a round, see ``messages.Floor``.
         expected_seconds: until all requests are done, as the policy saw it when it was last asked; None if it does not
             predict.
     """
 
     def __init__(
-        self, config: AdaptiveConfig, leaders: Mapping[int, Leader], outbox: Outbox, policy: Policy | None
+        self,
+        config: AdaptiveConfig,
+        leaders: Mapping[int, Leader],
+        outbox: Outbox,
+        policy: Policy | None,
+        predictor: Predictor | None = None,
     ) -> None:
         self.history = LengthHistory()
         self.round = RoundTracker()
@@ -52,6 +62,8 @@ class Deciding:
         self.policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._degrees, self._num_ranks = tuple(layout.tp for layout in config.layouts), config.num_ranks
+        self._predictor = predictor
+        self.factors = StepFactors(self._degrees) if predictor is not None else None
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
         self._opened = False
 
@@ -64,6 +76,17 @@ class Deciding:
 
     def switched(self, now: float) -> None:
         self._last_switch = now
+        self.round.switches += 1
+
+    def decoded(self, report: m.LoadReport, layout: ParallelLayout, now: float) -> None:
+        """A leader reports steps of ``layout``, which is in force."""
+        steps = report.decoded.steps
+        if self.factors is None or self._predictor is None or not steps:
+            return
+        others = sum(self._leaders[rank].decoding for rank in layout.leaders if rank != report.rank)
+        batch, tokens = report.decoded.requests / steps, report.decoded.tokens / steps
+        predicted = steps * self._predictor.step_seconds(report.tp, batch, tokens, 1 + others)
+        self.factors.observe(report.tp, report.decoded.seconds, predicted, steps, now)
 
     def aborted(self, now: float) -> None:
         """A switch was."""
@@ -136,4 +159,7 @@ class Deciding:
             # Policies that do not predict do not look at it, and are asked at every event.
             load=load_of(self._leaders, layout.leaders) if predicts else NO_LOAD,
             coming=self.round.coming(now) if predicts and requests else NO_LOAD,
+            switches=self.round.switches,
+            factors=self.factors.factors() if self.factors else {},
+            doubts=self.factors.doubts(layout.tp) if self.factors else {},
         )

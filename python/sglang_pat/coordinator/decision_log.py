@@ -28,10 +28,13 @@ from sglang_pat.policies.snapshot import Decision, Load, Snapshot
 
 _TIMES = ("last_arrival", "last_switch", "last_abort")
 _LOADS = ("load", "coming")
+_BY_DEGREE = ("factors", "doubts")
 
 MOST = (1 << 31) - 1
 """Of requests, and of the tokens of one."""
 MOST_RANKS = 1024
+MOST_FACTOR = 1000.0
+"""Of step times over those of the profile."""
 
 _Number = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _Tokens = Annotated[int, Meta(ge=0, le=MOST)]
@@ -54,6 +57,7 @@ class Length(msgspec.Struct, frozen=True, kw_only=True):
     length: _Tokens
     family: _Number
     finished: bool
+    since: _Tokens = 0
 
 
 class _Decided(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,9 +97,10 @@ def dump_start(
     }
 
 
-def dump_length(length: int, family: int, finished: bool) -> dict[str, Any]:
-    """An argument list of :meth:`LengthHistory.observe`."""
-    return {"event": "length", "length": int(length), "family": int(family), "finished": bool(finished)}
+def dump_length(length: int, family: int, finished: bool, since: int = 0) -> dict[str, Any]:
+    """An argument list of :meth:`LengthHistory.observe`; ``since`` only where it is not 0."""
+    event = {"event": "length", "length": int(length), "family": int(family), "finished": bool(finished)}
+    return event | {"since": int(since)} if since else event
 
 
 def dump_decision(snapshot: Snapshot, decision: Decision) -> dict[str, Any]:
@@ -133,11 +138,13 @@ def snapshot_to_dict(snapshot: Snapshot) -> dict[str, Any]:
         values[name] = {f.name: getattr(values[name], f.name).tolist() for f in fields(Load)}
     for name in _TIMES:
         values[name] = values[name] if math.isfinite(values[name]) else None
+    for name in _BY_DEGREE:
+        values[name] = {str(tp): number for tp, number in values[name].items()}
     return values
 
 
 def snapshot_from_dict(values: dict[str, Any]) -> Snapshot:
-    """Inverse of :func:`snapshot_to_dict`; logs of before rounds were foreseen have no ``coming``."""
+    """Inverse of :func:`snapshot_to_dict`; what older logs do not have is empty."""
     never = [name for name in _TIMES if values.get(name, 0.0) is None]
     snapshot = files.convert(values | dict.fromkeys(never, 0.0), Snapshot, _column)
     snapshot = replace(snapshot, **dict.fromkeys(never, -math.inf))
@@ -162,6 +169,10 @@ def _check(snapshot: Snapshot) -> None:
         raise files.wrong("snapshot.degrees", degrees, f"expected ascending divisors of the {ranks} ranks")
     if tp not in degrees:
         raise files.wrong("snapshot.tp", tp, "expected one of the degrees")
+    for name in _BY_DEGREE:
+        for degree, number in getattr(snapshot, name).items():
+            if degree not in degrees or not 0 <= number <= MOST_FACTOR:
+                raise files.wrong(f"snapshot.{name}", number, f"expected numbers from 0 to {MOST_FACTOR}, by degree")
     for name in ("requests", "peak"):
         if not 0 <= getattr(snapshot, name) <= MOST:
             raise files.wrong(f"snapshot.{name}", getattr(snapshot, name), f"expected 0 to {MOST}")

@@ -19,13 +19,14 @@ class Work:
     """A generation request: goes to one leader.
 
     Attributes:
-        tokens: its prompt length.
+        tokens: its prompt length; ``generated``: those of them that are the beginning of its response.
         limit: the longest response that policies reckon with, until its leader reports it.
     """
 
     obj: Any
     tokens: int
     limit: int = 4096
+    generated: int = 0
 
 
 @dataclass(slots=True)
@@ -83,6 +84,11 @@ class Leader:
         return self.sent - (self.report.received if self.report else 0)
 
     @property
+    def decoding(self) -> bool:
+        """Whether it has running requests, as it last said."""
+        return self.report is not None and self.report.running > 0
+
+    @property
     def cost(self) -> tuple[int, int]:
         """The next request goes to where this is least: requests, then tokens."""
         return self.requests, self.tokens
@@ -102,6 +108,9 @@ def load_of(leaders: Mapping[int, Leader], ranks: Iterable[int]) -> Load:
         rows += [(*msgspec.structs.astuple(r), rank) for r in (leader.report.requests if leader.report else ())]
         # Nothing is known of their siblings yet: a family of its own for each, which no hash of a prompt is.
         first = -1 - len(rows)
-        rows += [(work.tokens, 0, work.limit, first - i, rank) for i, work in enumerate(leader.on_the_way)]
+        rows += [
+            (work.tokens - work.generated, work.generated, work.limit, first - i, rank)
+            for i, work in enumerate(leader.on_the_way)
+        ]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
     return Load(**dict(zip(("prompt", "output", "limit", "family", "replica"), columns, strict=True)))

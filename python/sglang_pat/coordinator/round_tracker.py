@@ -29,13 +29,13 @@ class RoundTracker:
     Attributes:
         peak: most requests in the engine since it was last empty.
         last: time of the last arrival, or minus infinity.
-        came: requests that came since the engine was last empty.
+        came: requests that came since the engine was last empty; ``switches``: switches since then.
     """
 
     def __init__(self) -> None:
         self.peak = 0
         self.last = float("-inf")
-        self.came = 0
+        self.came = self.switches = 0
         self._sizes: deque[int] = deque(maxlen=ROUNDS)
         self._seen = self._last_round = Load()
 
@@ -77,7 +77,7 @@ class RoundTracker:
             self._sizes.append(self.came)
             if self.came == self.expected:
                 self._last_round = _anew(self._seen) if len(self._seen) >= WHOLE * self.came else Load()
-        self.peak = self.came = 0
+        self.peak = self.came = self.switches = 0
         self._seen = Load()
 
 

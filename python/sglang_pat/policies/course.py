@@ -8,6 +8,7 @@ import numpy as np
 
 from sglang_pat.policies.outlook import Outlook
 from sglang_pat.policies.snapshot import Load, Snapshot
+from sglang_pat.predict.predictor import Corrected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,8 @@ class LayoutPlanner:
     def plan(self, snapshot: Snapshot, outlook: Outlook) -> LayoutPlan:
         degrees, here = snapshot.degrees, snapshot.degrees.index(snapshot.tp)
         shares = {tp: _share_after(snapshot, tp) for tp in degrees}
-        running = np.stack([self._seconds(snapshot, outlook, tp, share) for tp, share in shares.items()])
+        predictor = Corrected(self.predictor, snapshot.factors)
+        running = np.stack([self._seconds(predictor, snapshot, outlook, tp, share) for tp, share in shares.items()])
         switching, now, below = self._switching(snapshot, outlook)
         best = np.zeros(len(degrees))
         for step in range(len(outlook.width) - 1, -1, -1):
@@ -60,13 +62,14 @@ class LayoutPlanner:
 
     def prefill(self, snapshot: Snapshot, load: Load, tp: int) -> float:
         """Seconds until all of ``load``, spread evenly, has its first token; 0 without prefill times in the profile."""
-        if not self.predictor.has_prefill(tp):
+        predictor = Corrected(self.predictor, snapshot.factors)
+        if not predictor.has_prefill(tp):
             return 0.0
         replicas = min(snapshot.num_ranks // tp, len(load))
         rms = float(np.sqrt(np.mean(np.square(load.prompt, dtype=float))))
-        return self.predictor.prefill_uniform(tp, -(-len(load) // replicas), rms, replicas)
+        return float(predictor.prefill_uniform(tp, -(-len(load) // replicas), rms, replicas))
 
-    def _seconds(self, snapshot: Snapshot, outlook: Outlook, tp: int, share: float) -> np.ndarray:
+    def _seconds(self, predictor: Corrected, snapshot: Snapshot, outlook: Outlook, tp: int, share: float) -> np.ndarray:
         """Expected seconds of each interval in a layout, ``[intervals]``.
 
         ``share``: of the other requests left, those on the replica of one that is left.
@@ -78,7 +81,7 @@ class LayoutPlanner:
         if self.max_running is not None:
             factor = np.maximum(batch / self.max_running, 1.0)
             batch = batch / factor
-        step = self.predictor.step_seconds(tp, batch, batch * outlook.context, active)
+        step = predictor.step_seconds(tp, batch, batch * outlook.context, active)
         return outlook.width * outlook.any_alive * factor * step
 
     def _switching(self, snapshot: Snapshot, outlook: Outlook) -> tuple[np.ndarray, dict, dict]:

@@ -6,7 +6,8 @@ The survival curve is Kaplan-Meier's in discrete time with a prior on the hazard
     hazard_b = (c · prior_b + ended_b) / (c + at_risk_b)
 
 so that data rules where there are data, and beyond the longest response seen the prior's hazard does.  A request that
-still runs is censored at its present length: it counts as at risk up to there, and as ended nowhere.  What responses to
+still runs, or was cut (aborted, or at its limit), is censored at its length: it counts as at risk up to there, and as
+ended nowhere.  What responses to
 the same prompt say about each other is added in :mod:`~sglang_pat.policies.families`.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from scipy.special import log_ndtr, ndtri_exp
 
-from sglang_pat.policies.families import estimate_correlation, expected_scores
+from sglang_pat.policies.families import Response, estimate_correlation, expected_scores
 
 PRIOR_MEDIAN = 0.125
 """Median response of the prior, as a share of the limit: the shapes of long-tail RL lie between 1/4 and 1/30."""
@@ -110,7 +111,7 @@ class LengthHistory:
         self.prior, self.window, self.strength = prior, window, strength
         self.correlation = 0.0
         self._responses: deque[tuple[int, int, bool]] = deque()
-        self._families: dict[int, list[int]] = {}
+        self._families: dict[int, list[Response]] = {}
         self._ended = np.zeros(len(EDGES))
         self._at_risk = np.zeros(len(EDGES))
         self._observed = 0
@@ -118,20 +119,32 @@ class LengthHistory:
     def __len__(self) -> int:
         return len(self._responses)
 
-    def observe(self, length: int, family: int, finished: bool = True) -> None:
-        """A response left the engine with ``length`` tokens; not ``finished``: it would have gone on (aborted)."""
+    def observe(self, length: int, family: int, finished: bool = True, since: int = 0) -> None:
+        """A response left the engine.
+
+        Args:
+            length: its tokens, all of them.
+            finished: False for one that was cut (aborted, or at its limit): it would have gone on.
+            since: tokens that it had when it came, of an earlier request that was cut there; this one takes its place.
+        """
+        earlier = int(since), int(family), False
+        if since and earlier in self._responses:
+            self._responses.remove(earlier)
+            self._drop(*earlier)
         self._responses.append((int(length), int(family), bool(finished)))
-        self._families.setdefault(int(family), []).append(int(length))
+        self._families.setdefault(int(family), []).append((int(length), bool(finished)))
         self._count(length, finished, 1)
         if len(self._responses) > self.window:
-            length, family, finished = self._responses.popleft()
-            self._count(length, finished, -1)
-            self._families[family].pop(0)
-            if not self._families[family]:
-                del self._families[family]
+            self._drop(*self._responses.popleft())
         self._observed += 1
         if self._observed % REFRESH == 0:
             self.correlation = estimate_correlation(self._families.values())
+
+    def _drop(self, length: int, family: int, finished: bool) -> None:
+        self._count(length, finished, -1)
+        self._families[family].remove((length, finished))
+        if not self._families[family]:
+            del self._families[family]
 
     def _count(self, length: int, finished: bool, sign: int) -> None:
         at_risk = _exposure(np.array([length]), np.array([finished]))
@@ -164,8 +177,16 @@ class LengthHistory:
             family, output: of the running requests, int64 ``[requests]``.
         """
         families, index = np.unique(family, return_inverse=True)
-        known = [curve.score(np.array(self._families.get(int(name), ()), dtype=float)) for name in families]
-        return expected_scores(self.correlation, known, index, curve.score(output))
+        known, cut = (
+            [
+                curve.score(
+                    np.array([n for n, ended in self._families.get(int(name), ()) if ended == ends], dtype=float)
+                )
+                for name in families
+            ]
+            for ends in (True, False)
+        )
+        return expected_scores(self.correlation, known, cut, index, curve.score(output))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values from which :meth:`from_dict` makes an equal history."""

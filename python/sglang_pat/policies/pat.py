@@ -15,6 +15,7 @@ from __future__ import annotations
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.rules import forced, may_raise, patience
 from sglang_pat.policies.snapshot import Decision, Load, Snapshot
+from sglang_pat.predict.predictor import Corrected
 
 
 def pat(predictor, costs):
@@ -28,8 +29,8 @@ def pat(predictor, costs):
             return Decision(tp=snapshot.tp)
         totals, switch = algorithm_1(snapshot, predictor, costs)
         best = min(totals, key=lambda tp: totals[tp])
-        if totals[best] >= totals[snapshot.tp]:
-            best = snapshot.tp
+        if totals[best] >= totals[snapshot.tp] or totals[snapshot.tp] == 0:
+            best = snapshot.tp  # with nothing left to save, too
         if best == snapshot.tp:
             return Decision(tp=best, estimates=totals)
         cost = switch[best]
@@ -45,12 +46,14 @@ def algorithm_1(snapshot: Snapshot, predictor, costs) -> tuple[dict[int, float],
     """Lines 4 to 14: total predicted seconds by degree, and the switch to each degree other than the present."""
     load: Load = snapshot.load
     lengths = load.prompt + load.output
+    mean = float(lengths.mean())
+    predictor = Corrected(predictor, snapshot.factors)
     remaining = max(int((load.limit - load.output).max()), 0)
     totals, switch = {}, {}
     for tp in snapshot.degrees:
         replicas = min(len(load), snapshot.num_ranks // tp)
-        batch, tokens = -(-len(load) // replicas), float(lengths.sum()) / replicas
-        totals[tp] = remaining * predictor.step_seconds(tp, batch, tokens, replicas)
+        batch = -(-len(load) // replicas)  # of the fullest replica, for which the others wait
+        totals[tp] = remaining * predictor.step_seconds(tp, batch, batch * mean, replicas)
         if tp != snapshot.tp:
             switch[tp] = costs.estimate(snapshot.tp, tp, lengths)
             totals[tp] += switch[tp].seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,6 +55,9 @@ class Snapshot:
         load: the requests, one by one; empty for policies that do not look at it.
         coming: while a round comes in, all requests it is expected to have, those that are here already included
             (``replica`` means nothing); empty if nothing is known of it or all have come.
+        switches: made since the engine was last empty.
+        factors: measured over predicted time of a step by degree, as far as this run has told; 1 where there is none.
+        doubts: standard deviation of the logarithm of each factor over that of ``tp``; 0 where there is none.
     """
 
     now: float
@@ -69,6 +72,9 @@ class Snapshot:
     complete: bool = False
     load: Load = NO_LOAD
     coming: Load = NO_LOAD
+    switches: int = 0
+    factors: Mapping[int, float] = field(default_factory=dict)
+    doubts: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

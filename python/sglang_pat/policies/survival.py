@@ -5,6 +5,9 @@ left after so many more tokens (:mod:`~sglang_pat.policies.lengths`, :mod:`~sgla
 best course over all layouts and later moments is computed (:mod:`~sglang_pat.policies.course`).  It is followed as
 far as the first move, and only where that move gains more than the estimates can be trusted to tell apart.
 
+Step times are the profile's, times what this run has told (``Snapshot.factors``).  A layout that it says nothing of yet
+may be tried out: see :func:`_explored`.
+
 A round of a known size starts in the layout that is best for all of it, before its first request is passed on.
 """
 
@@ -16,8 +19,8 @@ import numpy as np
 
 from sglang_pat.policies.course import LayoutPlan, LayoutPlanner
 from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.outlook import look_ahead
-from sglang_pat.policies.rules import forced, may_raise, patience
+from sglang_pat.policies.outlook import Outlook, look_ahead
+from sglang_pat.policies.rules import SETTLE_SECONDS, forced, may_raise, patience
 from sglang_pat.policies.snapshot import Decision, Snapshot
 
 MARGIN = 0.01
@@ -28,6 +31,26 @@ MARGIN_SECONDS = 0.02
 
 COOLDOWN = 2.0
 """No switch for this many times its cost after the last one: at most a third of the time goes into switching."""
+
+
+LOWER = 0.5
+"""To lower tp must gain this share of the switch's cost on top: a wrong estimate costs the way back as well.  Asked of
+raising it too, it loses more than it saves."""
+
+TIRED = (1, 1, 2, 25)
+"""So many times the least gain is asked of the first, second, third and any further switch of a round."""
+
+UNKNOWN = 0.06
+"""A layout is unknown while the logarithm of its factor beside the present one's has a larger standard deviation."""
+
+SETTLED = 0.04
+"""Above it a layout that was just entered is not left within :data:`~rules.SETTLE_SECONDS`: some reports are needed."""
+
+TRIED_AFTER = 2
+"""Switches of a round after which no layout is tried out any more."""
+
+TRIAL_COSTS = 2.0
+"""To try a layout out must gain this many times the switch's cost on top."""
 
 
 def survival(predictor, costs, max_running: int | None = None):
@@ -49,7 +72,7 @@ def survival(predictor, costs, max_running: int | None = None):
         if outlook is None:
             return Decision(tp=snapshot.tp)
         plan = planner.plan(snapshot, outlook)
-        tp = _choose(snapshot, plan)
+        tp = _choose(snapshot, plan, _explored(planner, snapshot, outlook, plan))
         return Decision(tp=tp, estimates=plan.by_degree, recompute_below=plan.recompute_below.get(tp, 0))
 
     return decide
@@ -78,18 +101,53 @@ def _begin(planner: LayoutPlanner, snapshot: Snapshot, history: LengthHistory) -
     return Decision(tp=best if worth and calm else here, estimates=totals)
 
 
-def _choose(snapshot: Snapshot, plan: LayoutPlan) -> int:
-    """The degree to be in: the first move of the plan, if it is worth it and allowed."""
-    best = min(plan.by_degree, key=lambda tp: plan.by_degree[tp])
+def _explored(planner: LayoutPlanner, snapshot: Snapshot, outlook: Outlook, plan: LayoutPlan) -> dict[int, float]:
+    """Expected seconds by degree, where the factor of an unknown one is found out on arrival.
+
+    Three values stand for the factor (Gauss-Hermite); for each there is a best course, which may be to go back at once.
+    So the less is known of a layout the less it takes, and what it takes is never less than knowing it would save.
+    Only if the plan is to stay: if it is to switch, that is what should be tried.  Only where the next step would be
+    faster if the factor were one standard deviation better.
+    """
+    totals, here = plan.by_degree, snapshot.tp
+    if snapshot.switches >= TRIED_AFTER or min(totals, key=lambda tp: totals[tp]) != here:
+        return totals
+    totals = dict(totals)
+    for tp in totals:
+        doubt = snapshot.doubts.get(tp, 0.0)
+        if tp == here or doubt <= UNKNOWN or 1 - plan.saving[tp] > 1 / (1 - doubt):
+            continue
+        for off in (-(3**0.5) * doubt, 3**0.5 * doubt):
+            factors = {**snapshot.factors, tp: snapshot.factors.get(tp, 1.0) * (1 + off)}
+            found = planner.plan(replace(snapshot, factors=factors), outlook)
+            totals[tp] += (found.by_degree[tp] - plan.by_degree[tp]) / 6
+    return totals
+
+
+def _choose(snapshot: Snapshot, plan: LayoutPlan, totals: dict[int, float]) -> int:
+    """The degree to be in: the first move that ``totals`` says, if it is worth it and allowed."""
+    best = min(totals, key=lambda tp: totals[tp])
     if best == snapshot.tp:
         return snapshot.tp
     # Against never switching, not against switching one interval later: that gain is always small.
-    gain = plan.never - plan.by_degree[best]
-    if gain < max(MARGIN * plan.never, MARGIN_SECONDS):
+    if plan.never - totals[best] < _least_gain(snapshot, plan, best):
         return snapshot.tp
-    if snapshot.now - snapshot.last_switch < COOLDOWN * plan.now[best]:
+    passed = snapshot.now - snapshot.last_switch
+    unsettled = snapshot.doubts.get(best, 0.0) > SETTLED and passed < SETTLE_SECONDS
+    if unsettled or passed < COOLDOWN * plan.now[best]:
         return snapshot.tp
     settle = patience(plan.now[best], plan.saving[best])
     if best > snapshot.tp and not may_raise(snapshot, settle=settle):
         return snapshot.tp
     return best
+
+
+def _least_gain(snapshot: Snapshot, plan: LayoutPlan, tp: int) -> float:
+    """Seconds that a switch to ``tp`` must gain."""
+    doubt, cost = snapshot.doubts.get(tp, 0.0), plan.now[tp]
+    least = TIRED[min(snapshot.switches, len(TIRED) - 1)] * max(MARGIN * plan.never, MARGIN_SECONDS)
+    if doubt > UNKNOWN:
+        least += TRIAL_COSTS * cost
+    if tp < snapshot.tp:
+        least += LOWER * cost + min(doubt, UNKNOWN) * plan.never
+    return least

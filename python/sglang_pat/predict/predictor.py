@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import overload
 
 import numpy as np
@@ -122,6 +122,25 @@ class Predictor:
         replicas = self.num_ranks // tp if replicas is None else replicas
         seconds = degree.at(replicas, np.asarray(batch, dtype=float), np.asarray(x, dtype=float))
         return float(seconds) if np.ndim(seconds) == 0 else seconds
+
+
+class Corrected:
+    """A predictor whose times are multiplied by one factor for each degree (``sglang_pat.predict.correction``); 1 for
+    degrees that have none."""
+
+    def __init__(self, predictor: Predictor, factors: Mapping[int, float]) -> None:
+        self._predictor, self._factors = predictor, factors
+
+    def has_prefill(self, tp: int) -> bool:
+        return self._predictor.has_prefill(tp)
+
+    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number:
+        """As :meth:`Predictor.step_seconds`."""
+        return self._factors.get(tp, 1.0) * self._predictor.step_seconds(tp, batch, tokens, replicas)
+
+    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number:
+        """As :meth:`Predictor.prefill_uniform`."""
+        return self._factors.get(tp, 1.0) * self._predictor.prefill_uniform(tp, batch, length, replicas)
 
 
 def _by_degree(points: Iterable[DecodePoint | PrefillPoint], x_of) -> dict[int, _Degree]:

@@ -16,6 +16,7 @@ from sglang_pat.memory.demand import GIB
 from sglang_pat.predict.profile import Profile, load
 from sglang_pat.replay.compare import Machine, Work, check_policy, compare
 from sglang_pat.replay.log import Replayed, replay_log
+from sglang_pat.replay.measured import against_measured
 from sglang_pat.replay.report import summary, table
 from sglang_pat.replay.shapes import LONGEST, NAMED, parse_shape
 from sglang_pat.replay.simulate import SPACING, Batch, Run, crowded
@@ -62,6 +63,9 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--out", type=Path, metavar="DIR", help="for replay.png and replay.json")
     result.add_argument("--log", type=Path, metavar="FILE", help="a decision log of an engine (--pat-log)")
+    result.add_argument(
+        "--measured", action="store_true", help="with --log: against decisions on the step times that the run measured"
+    )
     return result
 
 
@@ -76,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _log(args: argparse.Namespace) -> int:
     """Exit code 1 if a decision came out differently."""
+    if args.measured:
+        return _measured(args)
     result = Replayed()
     with _speaker().showing(lambda: f"{result.decisions} decisions taken again"):
         for result in replay_log(args.log, args.profile):  # noqa: B007 (shown while it goes on)
@@ -85,6 +91,16 @@ def _log(args: argparse.Namespace) -> int:
     same = result.decisions - len(result.different)
     print(f"{result.decisions} decisions, {result.switches} of them to switch: {same} came out the same")
     return 1 if result.different else 0
+
+
+def _measured(args: argparse.Namespace) -> int:
+    with _speaker().showing(lambda: "decisions taken again, three times"):
+        found = against_measured(args.log, args.profile)
+    factors = ", ".join(f"tp{tp} {factor:.3f}" for tp, factor in found.factors.items())
+    print(f"{found.decisions} decisions; measured over profiled step time: {factors}")
+    print(f"profile as it is: {found.kept} differ from those on measured times, at worst {found.kept_loss:.1%}")
+    print(f"as corrected in the run: {found.corrected}, at worst {found.corrected_loss:.1%}")
+    return 0
 
 
 def _check(args: argparse.Namespace) -> list[str]:

@@ -16,7 +16,7 @@ from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
 from sglang_pat.replay.oracle import oracle
 from sglang_pat.replay.shapes import Shape
-from sglang_pat.replay.simulate import SPACING, Batch, Drain, Run
+from sglang_pat.replay.simulate import SPACING, Batch, Drain, Reports, Run
 
 SIMULATED = tuple(name for name in POLICIES if name != "schedule")
 
@@ -96,15 +96,37 @@ KNOWN = ", complete batch"
 round either."""
 
 
-def compare(machine: Machine, work: Work, policies: list[str], spacing: int = SPACING) -> dict[str, list[Run]]:
+def compare(
+    machine: Machine,
+    work: Work,
+    policies: list[str],
+    spacing: int = SPACING,
+    *,
+    believed: Machine | None = None,
+    noise: float | None = None,
+) -> dict[str, list[Run]]:
     """Runs of every policy, by round; ``oracle`` is always among them.
+
+    Args:
+        believed: what policies have for the machine's profile; None for the right one.
+        noise: policies correct it by the steps of the run, reported with this standard deviation of their logarithm;
+            None: they do not.
 
     What a policy has learnt of lengths it keeps from round to round.  After two rounds of one size it knows, as in an
     engine, that no more requests come.
     """
     histories = {name: LengthHistory() for name in policies}
+    believed = believed or machine
+    degrees = tuple(machine.profile.fingerprint.degrees)
     deciding = {
-        name: machine.policy(name.removesuffix(KNOWN)) for name in policies if not name.startswith(("static", "oracle"))
+        name: believed.policy(name.removesuffix(KNOWN))
+        for name in policies
+        if not name.startswith(("static", "oracle"))
+    }
+    reports = {
+        name: Reports(believed.predictor, degrees, noise, np.random.default_rng(work.seed))
+        for name in deciding
+        if noise is not None
     }
     runs: dict[str, list[Run]] = {name: [] for name in [*policies, "oracle"]}
     tracker = RoundTracker()
@@ -116,7 +138,7 @@ def compare(machine: Machine, work: Work, policies: list[str], spacing: int = SP
         for name in policies:
             if name in deciding:
                 complete = tracker.complete or name.endswith(KNOWN)
-                runs[name].append(drain.follow(deciding[name], histories[name], complete))
+                runs[name].append(drain.follow(deciding[name], histories[name], complete, reports.get(name)))
             elif name != "oracle":
                 runs[name].append(drain.static(int(name.partition(":")[2])))
         tracker.in_engine(0)

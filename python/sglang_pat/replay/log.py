@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,21 @@ class Replayed:
     Attributes:
         decisions: decisions in the log; ``switches``: of these, those to switch.
         different: (line, what the log says, what came out) of those that differ.
+        found: all that came out; ``factors``: the last that the log has of the profile's step times.
     """
 
     decisions: int = 0
     switches: int = 0
     different: list[tuple[int, Decision, Decision]] = field(default_factory=list)
+    found: list[Decision] = field(default_factory=list)
+    factors: Mapping[int, float] = field(default_factory=dict)
 
 
 class _Player:
     """Takes the decisions again, line by line."""
 
-    def __init__(self, profile: str | None) -> None:
-        self._profile = profile
+    def __init__(self, profile: str | None, factors: Mapping[int, float] | None) -> None:
+        self._profile, self._factors = profile, factors
         self._policy: Policy | None = None
         self._profiled: Predictor | None = None
         self._history = LengthHistory()
@@ -58,11 +61,15 @@ class _Player:
             raise ValueError("no start event before it")
         elif kind == "length":
             found = decision_log.load_length(event)
-            self._history.observe(found.length, found.family, found.finished)
+            self._history.observe(found.length, found.family, found.finished, found.since)
         elif kind == "decision":
             snapshot, logged = decision_log.load_decision(event)
             self._check_known(snapshot)
+            self.result.factors = snapshot.factors
+            if self._factors is not None:
+                snapshot = replace(snapshot, factors=self._factors, doubts={})
             again = self._policy(snapshot, self._history)
+            self.result.found.append(again)
             self.result.decisions += 1
             self.result.switches += logged.tp != snapshot.tp
             if not _same(logged, again):
@@ -101,16 +108,19 @@ class _Unusable(Exception):
     """The profile of a log cannot be used."""
 
 
-def replay_log(path: Path, profile: str | None = None) -> Iterator[Replayed]:
+def replay_log(
+    path: Path, profile: str | None = None, factors: Mapping[int, float] | None = None
+) -> Iterator[Replayed]:
     """Decide again everything that ``path`` says was decided; what has come of it so far, after each line.
 
     Args:
         profile: file to use instead of the one that the log names.
+        factors: of step times, by degree, as if they had been known from the first on; None for what the log has.
 
     Raises:
         ValueError: not such a log, one line with the file and the line in it; or its profile cannot be used.
     """
-    player, number = _Player(profile), 0
+    player, number = _Player(profile, factors), 0
     for number, line, last in _lines(path):
         try:
             player.play(number, line)

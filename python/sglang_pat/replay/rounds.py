@@ -205,7 +205,7 @@ class Simulation:
             assert sample is not None, "it was advanced to the end of one"
             del self._where[sample]
             length = self._length(sample)
-            self._history.observe(length, sample.index, True)
+            self._history.observe(length, sample.index, length < self._shape.limit, self._had[sample])
             self._do(self.admitter.finished(sample, self._output(length - self._had[sample], "stop")))
         return Round(self.now - begun, self._over.summary, self._returned, self._switched)
 
@@ -240,7 +240,7 @@ class Simulation:
                 case Abort(sample):
                     context = self._where.pop(sample).remove(sample, self.now)
                     tokens = context - self.prompt_tokens - self._had[sample]
-                    self._history.observe(context - self.prompt_tokens, sample.index, False)
+                    self._history.observe(context - self.prompt_tokens, sample.index, False, self._had[sample])
                     self._do(self.admitter.stopped(sample, self._output(tokens, "")))
                 case Judge(group):
                     self._do(self.admitter.judged(group.key, True))

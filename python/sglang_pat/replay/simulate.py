@@ -12,12 +12,14 @@ Prefill at the start is the same for all and left out.  Queueing is not modelled
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
+from sglang_pat.predict.correction import StepFactors
 from sglang_pat.predict.profile import Fingerprint
 
 CHECK_EVERY = ((8, 128), (32, 1024), (256, None))
@@ -28,6 +30,10 @@ SPACING = 16
 """Least token steps between two questions: load reports come every few steps, not after each."""
 
 
+REPORT_STEPS = 32
+"""Steps that a leader tells of in one report, at most."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Requests, int64 ``[requests]`` each; ``length`` is known to the oracle only."""
@@ -36,6 +42,43 @@ class Batch:
     length: np.ndarray
     family: np.ndarray
     limit: int
+
+
+class Reports:
+    """What leaders report of their steps, with noise, and what is learnt from it.
+
+    Args:
+        believed: predictor of the profile that the policy has.
+        noise: standard deviation of the logarithm of the measured times, independent from report to report.
+
+    Attributes:
+        factors: what is known now; kept from round to round.
+        clock: seconds of all rounds so far.
+    """
+
+    def __init__(self, believed, degrees: tuple[int, ...], noise: float, random: np.random.Generator) -> None:
+        self.factors, self.clock = StepFactors(degrees), 0.0
+        self._believed, self._noise, self._random = believed, noise, random
+
+    def begin(self, drain: Drain) -> Callable[[int, float, int], None]:
+        """A round: a function of (point, seconds, degree since the point before) to be called at each point."""
+        predicted, before = drain.elapsed(self._believed), 0
+
+        def reach(point: int, now: float, tp: int) -> None:
+            nonlocal before
+            measured = drain.spent(tp, before, point)
+            expected = predicted[tp][:, point] - predicted[tp][:, before]
+            steps = int(drain.points[point] - drain.points[before])
+            number = -(-steps // REPORT_STEPS)
+            for took, ought in zip(measured, expected, strict=True):
+                if ought > 0:
+                    for noise in np.exp(self._noise * self._random.normal(size=number)):
+                        self.factors.observe(
+                            tp, took / number * noise, ought / number, steps // number, self.clock + now
+                        )
+            before = point
+
+        return reach
 
 
 @dataclass
@@ -65,9 +108,13 @@ class Drain:
         )
         ends = np.unique(np.concatenate([grid[grid < longest], batch.length]))
         self.points = _thin(ends, spacing, grid)
-        inside = np.searchsorted(ends, self.points)
-        self._elapsed = {tp: self._elapsed_in(predictor, tp, ends)[:, inside] for tp in self.degrees}
+        self._ends, self._inside = ends, np.searchsorted(ends, self.points)
+        self._elapsed = self.elapsed(predictor)
         self._costs: dict[tuple[int, int, int], float] = {}
+
+    def elapsed(self, predictor) -> dict[int, np.ndarray]:
+        """Seconds of each replica from the start to each point, by degree, ``[replicas, points]``."""
+        return {tp: self._elapsed_in(predictor, tp, self._ends)[:, self._inside] for tp in self.degrees}
 
     def _elapsed_in(self, predictor, tp: int, ends: np.ndarray) -> np.ndarray:
         """Seconds of each replica from the start to each of ``ends``, ``[replicas, ends]``."""
@@ -87,6 +134,10 @@ class Drain:
         """From point number ``start`` to each point from there on, in one layout, ``[points - start]``."""
         elapsed = self._elapsed[tp]
         return (elapsed[:, start:] - elapsed[:, start : start + 1]).max(axis=0)
+
+    def spent(self, tp: int, start: int, end: int) -> np.ndarray:
+        """Seconds of each replica between two points, in one layout, ``[replicas]``."""
+        return self._elapsed[tp][:, end] - self._elapsed[tp][:, start]
 
     def switch_seconds(self, point: int, from_tp: int, to_tp: int) -> float:
         """Pause of a switch at a point, as the profile's costs have it."""
@@ -111,26 +162,44 @@ class Drain:
         changes = dict(schedule)
         return self._drive(lambda point, now, tp, last: changes.get(point, tp))
 
-    def follow(self, policy: Policy, history: LengthHistory, complete: bool = False) -> Run:
+    def follow(
+        self, policy: Policy, history: LengthHistory, complete: bool = False, reports: Reports | None = None
+    ) -> Run:
         """Time with a policy that is asked at every point; it sees, and ``history`` learns, what an engine would.
 
-        ``complete``: it knows that no more requests come; if not, it waits for them.
+        Args:
+            complete: it knows that no more requests come; if not, it waits for them.
+            reports: of the steps, for a policy that learns from them how wrong its profile is.
         """
         order = np.argsort(self.batch.length, kind="stable")
-        reported = 0
+        reported = switches = 0
+        steps = reports.begin(self) if reports is not None else None
 
         def decide(point: int, now: float, tp: int, last_switch: float) -> int:
-            nonlocal reported
+            nonlocal reported, switches
             while self.batch.length[order[reported]] <= self.points[point]:
                 request = order[reported]
-                history.observe(int(self.batch.length[request]), int(self.batch.family[request]), True)
+                self._learn(history, request)
                 reported += 1
-            return policy(self.snapshot(point, now, tp, last_switch, complete), history).tp
+            seen = self.snapshot(point, now, tp, last_switch, complete)
+            if reports is not None and steps is not None:
+                steps(point, now, tp)
+                factors = reports.factors
+                seen = replace(seen, switches=switches, factors=factors.factors(), doubts=factors.doubts(tp))
+            wanted = policy(seen, history).tp
+            switches += wanted != tp
+            return wanted
 
         run = self._drive(decide)
         for request in order[reported:]:
-            history.observe(int(self.batch.length[request]), int(self.batch.family[request]), True)
+            self._learn(history, request)
+        if reports is not None:
+            reports.clock += run.seconds
         return run
+
+    def _learn(self, history: LengthHistory, request: int) -> None:
+        length = int(self.batch.length[request])
+        history.observe(length, int(self.batch.family[request]), finished=length < self.batch.limit)
 
     def snapshot(
         self, point: int, now: float, tp: int, last_switch: float = float("-inf"), complete: bool = False

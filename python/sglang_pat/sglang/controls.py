@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_pat.coordinator.leader import Work
 from sglang_pat.coordinator.replies import Control
-from sglang_pat.sglang.sampling import length_limit
+from sglang_pat.sglang.sampling import generated_before, length_limit
 
 MAX_MESSAGE = 500
 """Characters of an error that a client gets to see."""
@@ -123,8 +123,11 @@ def classify(obj: Any) -> list[Work | Control]:
 
 
 def _work(obj: Any) -> Work:
-    limit = length_limit(obj.sampling_params) if obj.sampling_params else None
-    return Work(obj=obj, tokens=len(obj.input_ids or ()), **({"limit": limit} if limit else {}))
+    tokens = len(obj.input_ids or ())
+    if not obj.sampling_params:
+        return Work(obj=obj, tokens=tokens)
+    limit, generated = length_limit(obj.sampling_params), min(generated_before(obj.sampling_params), tokens)
+    return Work(obj=obj, tokens=tokens, generated=generated, **({"limit": limit} if limit else {}))
 
 
 def _forget_sender(obj: io.BaseReq) -> None:

@@ -35,6 +35,7 @@ from sglang_pat.metrics import SwitchMetrics  # noqa: E402
 from sglang_pat.policies.registry import make_policy  # noqa: E402
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
 from sglang_pat.predict.cost import fitted  # noqa: E402
+from sglang_pat.predict.predictor import Predictor  # noqa: E402
 from sglang_pat.predict.profile import load  # noqa: E402
 from sglang_pat.sglang.channels import SGLANG  # noqa: E402
 from sglang_pat.sglang.controls import classify  # noqa: E402
@@ -89,10 +90,14 @@ class Sockets:
     def decided(self, snapshot: Snapshot, decision: Decision) -> None:
         if self._log:
             self._log.decided(snapshot, decision)
+        if self._metrics:
+            self._metrics.factors(snapshot.factors)
 
     def finished(self, response: messages.Finished) -> None:
         if self._log:
-            self._log.write(decision_log.dump_length(response.length, response.family, not response.cut))
+            self._log.write(
+                decision_log.dump_length(response.length, response.family, not response.cut, response.since)
+            )
 
     def switched(self, record: messages.SwitchRecord) -> None:
         what = "aborted" if record.error else "done"
@@ -171,8 +176,8 @@ def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, drop
                 coordinator.receive(event, now)
 
 
-def load_policy(config: AdaptiveConfig) -> Policy:
-    """The policy of ``config``, with the profile it predicts from.
+def load_policy(config: AdaptiveConfig) -> tuple[Policy, Predictor | None]:
+    """The policy of ``config``, and the predictor of the profile that it has.
 
     Raises:
         ProfileError: the profile cannot be used.
@@ -180,13 +185,14 @@ def load_policy(config: AdaptiveConfig) -> Policy:
     predictor = costs = None
     if config.profile is not None:
         predictor, costs = fitted(load(config.profile, complete=True))
-    return make_policy(
+    policy = make_policy(
         config.policy,
         switch_at=config.switch_at,
         predictor=predictor,
         costs=costs,
         max_running=config.max_running,
     )
+    return policy, predictor
 
 
 def run_coordinator(
@@ -207,7 +213,7 @@ def run_coordinator(
         metrics = SwitchMetrics(config) if server_args.enable_metrics else None
         log = EventLog(config.log) if config.log else None
         sockets = Sockets(port_args, leader_addresses, channel_address, metrics, log)
-        coordinator = Coordinator(config, sockets, load_policy(config))
+        coordinator = Coordinator(config, sockets, *load_policy(config))
         if log:
             log.write(
                 decision_log.dump_start(

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from sglang_pat.messages import GENERATED_PARAM
+
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 
@@ -168,11 +170,12 @@ def _check_custom(value: Any) -> None:
         ]
     else:
         raise ValueError(f"sampling_params.custom_params: nested more than {MAX_DEPTH} deep; flatten it")
-    limit = value.get(LIMIT_PARAM) if isinstance(value, dict) else None
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(
-            f"sampling_params.custom_params.{LIMIT_PARAM} is {_short(limit)}, must be a whole number from 1 on"
-        )
+    for name, least in ((LIMIT_PARAM, 1), (GENERATED_PARAM, 0)):
+        given = value.get(name) if isinstance(value, dict) else None
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < least):
+            raise ValueError(
+                f"sampling_params.custom_params.{name} is {_short(given)}, must be a whole number from {least} on"
+            )
 
 
 def check_pattern(pattern: str) -> None:
@@ -218,12 +221,24 @@ def _power(base: float, exponent: int) -> float:
 def length_limit(params: Any) -> int | None:
     """The longest response that policies reckon with, from SGLang's ``SamplingParams``; a number of 32 bits.
 
-    None if neither the request nor SGLang has set one yet.
+    What came with the prompt of it counts.  None if neither the request nor SGLang has set one yet.
     """
-    custom = params.custom_params
-    limit = custom.get(LIMIT_PARAM) if isinstance(custom, dict) else None
-    limit = limit if isinstance(limit, int) and not isinstance(limit, bool) else params.max_new_tokens
+    limit = _custom(params, LIMIT_PARAM)
+    if limit is None and params.max_new_tokens is not None:
+        limit = params.max_new_tokens + generated_before(params)
     return None if limit is None else max(0, min(int(limit), INT32))
+
+
+def generated_before(params: Any) -> int:
+    """Tokens of the response that came with the prompt, from SGLang's ``SamplingParams``; a number of 32 bits."""
+    return max(0, min(_custom(params, GENERATED_PARAM) or 0, INT32))
+
+
+def _custom(params: Any, name: str) -> int | None:
+    """A whole number of ``custom_params``; None if there is none."""
+    custom = params.custom_params
+    value = custom.get(name) if isinstance(custom, dict) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _short(value: Any) -> str:

@@ -10,25 +10,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sglang_pat.sglang.cpu_shim import CHILD_SITE_DIR
+from sglang_pat.testing.prefork import ENVIRONMENT
 
 WORDS = "license software free copy modify program source terms conditions work warranty".split()
 
 
 def environment(**own: str) -> dict[str, str]:
     """Of a job: this process's, and ``own`` of the framework."""
-    return os.environ | {
-        # SGLang without its CUDA kernels, in each Python of the job.
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(CHILD_SITE_DIR), os.environ.get("PYTHONPATH", "")])),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "RAY_prestart_worker_first_driver": "0",
-        "RAY_enable_worker_prestart": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
-        **own,
-    }
+    return (
+        os.environ
+        | ENVIRONMENT
+        | {
+            # SGLang without its CUDA kernels, in each Python of the job.
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(CHILD_SITE_DIR), os.environ.get("PYTHONPATH", "")])),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "RAY_prestart_worker_first_driver": "0",
+            "RAY_enable_worker_prestart": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DEDUP_LOGS": "0",
+            **own,
+        }
+    )
 
 
 def prompt(number: int) -> str:

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import logging
 from pathlib import Path
+from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
@@ -29,24 +30,26 @@ from sglang_pat.sglang.launch.supported import refuse_model
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT: dict[str, Any] = {setting.field: setting.default for setting in SETTINGS}
+
 
 @dataclasses.dataclass
 class AdaptiveServerArgs(ServerArgs):
     """SGLang's ``ServerArgs`` with the adaptive engine's fields (all plain values)."""
 
     adaptive_tp: bool = False
-    pat_candidates: str | None = None
-    pat_policy: str | None = None
-    pat_schedule: str | None = None
-    pat_switch_at: int = 8
-    pat_weights: str = "resident"
-    pat_kv: str = "auto"
-    pat_kv_exchange: str = "direct"
-    pat_profile: str | None = None
-    pat_log: str | None = None
-    pat_rollout_dir: str | None = None
-    pat_cpu_overlap: bool = False
-    pat_gpu_order: str = "rank"
+    pat_candidates: str | None = _DEFAULT["pat_candidates"]
+    pat_policy: str | None = _DEFAULT["pat_policy"]
+    pat_schedule: str | None = _DEFAULT["pat_schedule"]
+    pat_switch_at: int = _DEFAULT["pat_switch_at"]
+    pat_weights: str = _DEFAULT["pat_weights"]
+    pat_kv: str = _DEFAULT["pat_kv"]
+    pat_kv_exchange: str = _DEFAULT["pat_kv_exchange"]
+    pat_profile: str | None = _DEFAULT["pat_profile"]
+    pat_log: str | None = _DEFAULT["pat_log"]
+    pat_rollout_dir: str | None = _DEFAULT["pat_rollout_dir"]
+    pat_cpu_overlap: bool = _DEFAULT["pat_cpu_overlap"]
+    pat_gpu_order: str = _DEFAULT["pat_gpu_order"]
     pat_base_tp: int = 0
     """Set by :func:`outer_view`: degree of the base layout, once ``tp_size`` shows all ranks."""
     pat_fraction_given: bool = False

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
 
-from sglang_pat.messages import Finished, LoadReport, RankTrace, Running, Step, TraceQuery
-from sglang_pat.sglang.sampling import length_limit
+from sglang_pat.messages import Decoded, Finished, LoadReport, RankTrace, Running, Step, TraceQuery
+from sglang_pat.sglang.sampling import generated_before, length_limit
 
 if TYPE_CHECKING:
     from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
@@ -24,9 +24,12 @@ TRACE_STEPS = 16384
 
 
 def register(req: Req) -> None:
-    """Note on a new request what reports say of it: its length limit and its prompt's family."""
+    """Note on a new request what reports say of it: its length limit, how much of its response came with the prompt,
+    and the family of what was the prompt before."""
+    prompt = req.pat_prompt
     req.pat_limit = length_limit(req.sampling_params)
-    req.pat_family = zlib.crc32(req.pat_prompt)
+    req.pat_since = min(generated_before(req.sampling_params), len(prompt))
+    req.pat_family = zlib.crc32(prompt[: len(prompt) - req.pat_since] if req.pat_since else prompt)
 
 
 class LoadReporter:
@@ -39,6 +42,7 @@ class LoadReporter:
         self.retracted = 0
         """Requests put back into the queue for want of KV, while this rank led, since the last report."""
         self._finished: list[Finished] = []
+        self._decoded = Decoded()
         self._last: tuple[int, int, int] | None = None
         self._steps = 0
 
@@ -56,11 +60,21 @@ class LoadReporter:
                     self._scheduler.dropped.note("Finished", error)
 
     def _account(self, req: Req) -> None:
-        length = len(req.output_ids)
+        length = req.pat_since + len(req.output_ids)
         cut = isinstance(req.finished_reason, FINISH_ABORT) or (
             isinstance(req.finished_reason, FINISH_LENGTH) and length >= req.pat_limit
         )
-        self._finished.append(Finished(length=length, family=req.pat_family, cut=cut))
+        self._finished.append(Finished(length=length, family=req.pat_family, cut=cut, since=req.pat_since))
+
+    def decoded(self, step: Step) -> None:
+        """A decode step that followed another one."""
+        so_far = self._decoded
+        self._decoded = Decoded(
+            so_far.steps + 1,
+            so_far.seconds + step.seconds,
+            so_far.requests + step.requests,
+            so_far.tokens + step.tokens,
+        )
 
     def look(self, batch: ScheduleBatch | None) -> None:
         """Report if due.  ``batch``: what is about to run."""
@@ -112,15 +126,18 @@ class LoadReporter:
                 kv_total=allocator.size,
                 retracted=self.retracted,
                 weight_updates=scheduler.layouts.weight_version,
-                requests=[
-                    Running(len(req.origin_input_ids), len(req.output_ids), req.pat_limit, req.pat_family)
-                    for req in listed
-                ],
+                requests=[_running(req) for req in listed],
                 finished=self._finished,
                 kv_totals=scheduler.layouts.kv_totals,
+                decoded=self._decoded,
             )
         )
-        self._finished, self.retracted = [], 0
+        self._finished, self.retracted, self._decoded = [], 0, Decoded()
+
+
+def _running(req: Req) -> Running:
+    since = req.pat_since
+    return Running(len(req.origin_input_ids) - since, len(req.output_ids) + since, req.pat_limit, req.pat_family)
 
 
 class StepTrace:
@@ -130,10 +147,12 @@ class StepTrace:
         self._steps: deque[Step] = deque(maxlen=TRACE_STEPS)
         self._launched: deque[tuple[float, str, int, int]] = deque()
         self._last_end: float | None = None
+        self._after: tuple[int, str] | None = None
+        """Degree and kind of the step before; None after a break."""
 
     def idle(self) -> None:
         """Nothing to run: the next step's time is its own."""
-        self._last_end = None
+        self._last_end = self._after = None
 
     def begin(self, batch: ScheduleBatch) -> None:
         """A step is launched.  With overlap scheduling the next one is launched before its results are in, and its
@@ -149,8 +168,12 @@ class StepTrace:
         begun, kind, requests, tokens = self._launched.popleft()
         seconds = now - (begun if self._last_end is None else self._last_end)
         self._last_end = now
+        before, self._after = self._after, (scheduler.tp_size, kind)
         if scheduler.is_leader:
-            self._steps.append(Step(now, seconds, scheduler.tp_size, kind, requests, tokens))
+            step = Step(now, seconds, scheduler.tp_size, kind, requests, tokens)
+            self._steps.append(step)
+            if kind == "decode" and before == self._after:
+                scheduler.load.decoded(step)
 
     def answer(self, scheduler: AdaptiveScheduler, query: TraceQuery) -> None:
         """Send what was kept since the last query."""

@@ -194,7 +194,8 @@ class Rollouts:
             job.history.add(job.admitter.state)
         problem = await self._jobs.save(body.job, None if summary.cancelled else summary.number)
         job.settled, job.used = True, time.monotonic()
-        return {"engine": after, "saved": not problem} | ({"problem": problem} if problem else {})
+        told = {"engine": after, "wanted": job.admitter.wanted, "saved": not problem}
+        return told | ({"problem": problem} if problem else {})
 
     async def _take_back(self, name: str, job: Job, settled: asyncio.Task) -> None:
         """Nobody has been told of the whole round: its prompts are where they were."""

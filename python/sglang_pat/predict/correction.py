@@ -1,0 +1,73 @@
+"""How much slower or faster than its profile each layout runs, learnt from the steps of this run.
+
+Of the steps that a leader reports, the logarithm of measured over predicted time is
+
+    y = common + between[tp] + noise
+
+``common`` is the machine's speed on this day.  It is the same in all layouts, so it costs nothing and no decision hangs
+on it.  ``between`` is what the profile gets wrong about one layout beside the others; that is what misleads a policy.
+Both are normal with mean 0 before anything is seen, are learnt by a Kalman filter, and go slowly back to 0 (an
+Ornstein-Uhlenbeck process), so that a profile counts for as long as the run says nothing else.  A layout that was never
+visited has the common factor.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+COMMON_SPREAD, COMMON_SECONDS = 0.3, 600.0
+"""Prior standard deviation of the common log-factor, and the time in which it goes back: other programs come and go."""
+
+BETWEEN_SPREAD, BETWEEN_SECONDS = 0.15, 86_400.0
+"""The same of each layout's own: what is wrong in a profile stays wrong."""
+
+STEP_NOISE, REPORT_NOISE = 0.2, 0.1
+"""Of the logarithm of one step's time, independent from step to step; and of what the steps of one report share."""
+
+OUTLIER = 3.0
+"""A report that is off by more than so many standard deviations counts as one that is off by so many: a pause of the
+machine is no property of a layout."""
+
+
+class StepFactors:
+    """Estimates for ``degrees``; time is an argument, seconds of one clock."""
+
+    def __init__(self, degrees: tuple[int, ...]) -> None:
+        self.degrees = degrees
+        size = len(degrees) + 1  # the common factor first, then one for each layout
+        self._prior = np.diag([COMMON_SPREAD**2, *[BETWEEN_SPREAD**2] * len(degrees)])
+        self._rate = 1 / np.array([COMMON_SECONDS, *[BETWEEN_SECONDS] * len(degrees)])
+        self._mean, self._covariance = np.zeros(size), self._prior.copy()
+        self._time: float | None = None
+
+    def observe(self, tp: int, measured: float, predicted: float, steps: int, now: float) -> None:
+        """A replica of degree ``tp`` made ``steps`` steps in ``measured`` seconds; by its profile ``predicted``."""
+        if min(measured, predicted, steps) <= 0:
+            return
+        self._forget(now)
+        sees = np.zeros(len(self._mean))
+        sees[[0, 1 + self.degrees.index(tp)]] = 1.0
+        gains = self._covariance @ sees
+        variance = float(sees @ gains) + STEP_NOISE**2 / steps + REPORT_NOISE**2
+        off, most = math.log(measured / predicted) - float(sees @ self._mean), OUTLIER * math.sqrt(variance)
+        self._mean += gains * (min(max(off, -most), most) / variance)
+        self._covariance -= np.outer(gains, gains) / variance
+
+    def _forget(self, now: float) -> None:
+        passed = max(now - self._time, 0.0) if self._time is not None else 0.0
+        self._time = now
+        keep = np.exp(-self._rate * passed)
+        self._mean *= keep
+        self._covariance = self._prior + keep[:, None] * (self._covariance - self._prior) * keep
+
+    def factors(self) -> dict[int, float]:
+        """Measured over predicted time of a step, by degree."""
+        return dict(zip(self.degrees, np.exp(self._mean[0] + self._mean[1:]).tolist(), strict=True))
+
+    def doubts(self, tp: int) -> dict[int, float]:
+        """Standard deviation of the logarithm of each degree's factor over that of ``tp``."""
+        own, place = self._covariance[1:, 1:], self.degrees.index(tp)
+        variance = np.diag(own) + own[place, place] - 2 * own[place]  # what they have in common is not in it
+        return dict(zip(self.degrees, np.sqrt(np.maximum(variance, 0.0)).tolist(), strict=True))

@@ -1,0 +1,65 @@
+"""Rounds on a real engine, from Python: ``Engine.rollout``."""
+
+from __future__ import annotations
+
+SCRIPT = """
+import sglang_pat
+from sglang_pat.sglang.launch import processes
+from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.records import Group, Summary
+from sglang_pat.admission.rules import Rules
+
+if __name__ == "__main__":
+    processes.fork_here()
+    engine = sglang_pat.Engine(
+        model_path={model!r}, tp_size=1, dp_size=2, adaptive_tp=True, pat_policy="schedule", dtype="float32",
+        max_total_tokens=20000, log_level="error",
+    )
+    sampling = {{"temperature": 1.0, "max_new_tokens": 100, "stop_token_ids": list(range(100, 124))}}
+
+    def check_idle():
+        # The flush waits until the ranks have ended what was aborted; their load is reported before it is answered.
+        assert engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60)).success
+        assert engine.status()["requests"] == 0
+
+    for mode in ("strict", "reorder", "partial"):
+        rules = Rules(mode=mode, num_prompts=3, num_responses=2, eta_prompts=1.5, max_staleness=2, filter_groups=True)
+        admitter = Admitter(rules)
+        admitter.feed([((0, i), {{"input_ids": [10 + i, 20, 30 + i]}}) for i in range(10)], end_of=0)
+        useless = []
+
+        def judge(group):
+            if group.index % 4 == 3:
+                useless.append(group.index)
+            return group.index % 4 != 3
+
+        returned, rounds = [], 0
+        while admitter.state.fresh or admitter.state.waiting:
+            for event in engine.rollout(admitter, sampling, version=rounds, judge=judge):
+                if isinstance(event, Group):
+                    returned.append(event.index)
+            assert isinstance(event, Summary)
+            rounds += 1
+        assert sorted(returned + useless) == list(range(10)), (mode, returned, useless)
+        check_idle()
+        print(mode, "rounds", rounds)
+    admitter = Admitter(Rules(num_prompts=2, num_responses=1))
+    admitter.feed([((0, i), {{"input_ids": [10 + i, 20, 30 + i]}}) for i in range(4)])
+    events = engine.rollout(admitter, sampling, version=0)
+    next(events)
+    events.close()
+    assert admitter.state.round is None
+    assert len(admitter.state.fresh) + len(admitter.state.waiting) + admitter.state.returned == 4
+    check_idle()
+    assert not engine.tokenizer_manager.rid_to_state
+    engine.shutdown()
+    print("done")
+"""
+
+
+def test_engine_rollout(servers, llama, tmp_path):
+    (tmp_path / "rounds_of_python.py").write_text(SCRIPT.format(model=str(llama)))
+    found = servers.run("rounds_of_python", env={"PYTHONPATH": str(tmp_path)}, seconds=500)
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert found.stdout.strip().endswith("done")
+    assert all(f"{mode} rounds" in found.stdout for mode in ("strict", "reorder", "partial"))
