@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -19,13 +19,12 @@ import rollout
 from _tail_client import Client
 from rich.console import Console
 from rich.table import Table
-from rollout import CAPPED
 
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.records import Group, Output, Summary
 from sglang_pat.admission.rounds import RolloutRound
 from sglang_pat.admission.rules import Rules
-from sglang_pat.demo.cases import MAKERS, NATURAL, QUICK, SMOLLM2, TINY, WIDE, Case
+from sglang_pat.demo.cases import MAKERS, QUICK, SMOLLM2, TINY, WIDE, Case
 from sglang_pat.demo.contest import KV_TOKENS, LOW, POLICY, RANKS
 from sglang_pat.demo.display import Display
 from sglang_pat.policies.registry import make_policy
@@ -49,7 +48,8 @@ class Work:
     """Rounds of one model.
 
     Attributes:
-        case: the model, and the limit of a response.
+        case: the model, and the distribution of lengths that are given.
+        limit: most tokens of a response.
         rounds: that count; whole cycles of four short rounds and a long one.
         natural: responses end by themselves; else their lengths are drawn as the case says, those to one prompt with
             correlation RHO.
@@ -59,23 +59,23 @@ class Work:
     num_prompts: int
     num_responses: int
     rounds: int
+    limit: int
     natural: bool
 
     @property
     def shape(self) -> Shape:
         work = self.case.work
-        return Shape("given", work.limit, mu=math.log(work.median), sigma=work.sigma, atom=work.capped)
+        return Shape("given", self.limit, mu=math.log(work.median), sigma=work.sigma, atom=work.capped)
 
     def rules(self, eta: float) -> Rules:
         return Rules(num_prompts=self.num_prompts, num_responses=self.num_responses, eta_prompts=eta, eta_responses=eta)
 
 
 WORKS = {
-    SMOLLM2: Work(Case(SMOLLM2, NATURAL, replace(CAPPED, limit=128)), 4, 2, rounds=5, natural=True),
-    # Lengths of rollout.py's capped batches, halved.
-    WIDE: Work(Case(WIDE, NATURAL, replace(CAPPED, median=32, limit=224)), 8, 2, rounds=10, natural=False),
+    SMOLLM2: Work(rollout.REGIMES["smollm2"], 4, 2, rounds=5, limit=128, natural=True),
+    WIDE: Work(rollout.REGIMES["wide"], 8, 2, rounds=10, limit=448, natural=False),
 }
-QUICK_WORKS = {TINY: Work(QUICK["quick"], 4, 2, rounds=2, natural=False)}
+QUICK_WORKS = {TINY: Work(QUICK["quick"], 4, 2, rounds=2, limit=200, natural=False)}
 
 
 class Contender:
@@ -108,7 +108,7 @@ class Contender:
         self._fed = indices.stop
 
     async def _play(self, version: int) -> tuple[list[Output], Summary]:
-        params = {"temperature": 1.0, "max_new_tokens": self.work.case.work.limit}
+        params = {"temperature": 1.0, "max_new_tokens": self.work.limit}
         shape = self.work.shape
         lengths = None if self.work.natural else partial(shape.of_sample, SEED, correlation=RHO)
         outputs: list[Output] = []

@@ -135,7 +135,7 @@ def step_speedup(rollout: float) -> float:
     return 1 / (1 - ROLLOUT_SHARE + ROLLOUT_SHARE / rollout)
 
 
-def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
+def planned(rounds: int, settings: tuple[Setting, ...], middle: Setting) -> dict[tuple, Job]:
     """All simulations, by what they are for."""
     plan: dict[tuple, Job] = {}
     for setting in settings:
@@ -152,7 +152,6 @@ def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
                     key = f"{name} on a node{', adaptive' if adaptive else ''}"
                     job = Job(setting, rho, "strict", eta, eta, rounds, **share, adaptive=adaptive)
                     plan[key, setting.name, rho] = job
-    middle = settings[min(1, len(settings) - 1)]
     for rho in CORRELATIONS:
         for eta in ETAS[1:]:
             plan["prompts", eta, rho] = Job(middle, rho, "strict", eta, 1.0, rounds)
@@ -162,6 +161,13 @@ def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
         for mode, eta_p, eta_r in (("base", 1.0, 1.0), ("strict", 1.25, 1.25), ("reorder", 1.25, 1.0)):
             job = Job(middle, rho, "strict" if mode == "base" else mode, eta_p, eta_r, rounds, **bounded)
             plan[f"{mode}, bounded", middle.name, rho] = job
+    return plan
+
+
+def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
+    """What comes of all that is planned."""
+    middle = settings[min(1, len(settings) - 1)]
+    plan = planned(rounds, settings, middle)
     with ProcessPoolExecutor(jobs) as pool:
         found = dict(zip(plan, track(pool.map(simulate, plan.values()), "replay", len(plan)), strict=True))
     return {"settings": settings, "middle": middle, "found": found}
