@@ -154,15 +154,14 @@ def _model(console: Console, work: Work, budget: str) -> dict[str, list[dict]]:
             console.print(f"  {work.case.model}, round {number}: {shown}")
     if not work.natural:
         for contender in contenders:
-            predict(contender, profile)
+            predict(contender, profile, adaptive=contender.server is servers[1])
     return {contender.name: contender.rounds[1:] for contender in contenders}
 
 
-def predict(contender: Contender, path: Path) -> None:
+def predict(contender: Contender, path: Path, adaptive: bool) -> None:
     """How long the simulator says that the same rounds take, on the profile: same prompts, same lengths."""
     profile = load(path, complete=True)
     predictor, costs = fitted(profile)
-    adaptive = contender.server.status()["policy"] == POLICY
     engines = Engines(
         predictor=predictor, costs=costs, fingerprint=profile.fingerprint, nodes=1, tp=LOW.tp,
         policy=make_policy(POLICY, predictor=predictor, costs=costs) if adaptive else None,
