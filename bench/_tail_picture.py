@@ -119,7 +119,8 @@ def draw(found: Found, path: Path) -> Path:
         axes[f"{correlations[0]}"].legend(fontsize=8.5, frameon=False, title="more of", title_fontsize=8.5)
     pictures.message(figure, title(found))
     simulated = "Simulated: modelled profiles, RollPacker's settings, upper row η = 1.25." if found.node else ""
-    pictures.footer(figure, f"{simulated} {found.source}".strip())
+    real = f"Real: {found.machine}." if found.real else ""
+    pictures.footer(figure, " ".join(filter(None, (simulated, real, found.source))))
     return pictures.save(figure, path)
 
 
@@ -181,7 +182,7 @@ def _real(axes: Axes, found: Found, model: str) -> None:
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.1)
     pictures.labels(axes, "", "seconds a round, mean")
-    pictures.title(axes, f"Real rounds of {model}; {found.machine}", 40)
+    pictures.title(axes, f"Real rounds of {model}", 32)
 
 
 def _two_lines(way: str) -> str:

@@ -5,7 +5,7 @@
 Replay: the admitter itself on an engine whose step times come from a profile (``sglang_pat.replay.rounds``); response
 lengths are drawn, those to one prompt with correlation ρ.  No machine matters; the same seeds give the same figures.
 Real: rounds of two models on this machine, without tail batching, with it, and with it and adaptive TP, in turn.
-SmolLM2 with natural lengths; ``wide``, whose step time hardly grows with the batch, with lengths given in advance.
+SmolLM2 with natural lengths; ``wide``, whose weights are random, with lengths given in advance that have a tail.
 """
 
 from __future__ import annotations
