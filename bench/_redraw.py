@@ -87,7 +87,7 @@ def tail_batching() -> Path:
 
     (node,) = with_columns("tail_batching.md", "setting", "with both", "gain of both")
     (more,) = with_columns("tail_batching.md", "more of", "ρ")
-    (real,) = with_columns("tail_batching.md", "s a round: mean (median)", "switches")
+    (real,) = with_columns("tail_batching.md", "model", "s a round: mean (median)")
     found = Found(
         node={(row["setting"], float(row["ρ"])): _node(row) for row in node},
         more={
@@ -97,7 +97,7 @@ def tail_batching() -> Path:
             for row in more
         },
         middle="14B, 16K",
-        real=dict(map(_real, real)),
+        real=_real(real),
         machine=MACHINE,
         source="Drawn from the tables of docs/results/tail_batching.md, which has dates and commits.",
     )
@@ -116,11 +116,14 @@ def _node(row: dict[str, str]) -> dict[str, float]:
     return seconds | {BOTH: both}
 
 
-def _real(row: dict[str, str]) -> tuple[str, tuple[float, list[float]]]:
-    from _tail_picture import PROMPTS, REAL
+def _real(rows: list[dict[str, str]]) -> dict[str, dict[str, tuple[float, list[float]]]]:
+    from _tail_picture import REAL
 
-    way = REAL.get(row[""], PROMPTS)
-    return way, (number(row["s a round: mean (median)"].split()[0]), [])
+    found: dict[str, dict[str, tuple[float, list[float]]]] = {}
+    for row in rows:
+        seconds = number(row["s a round: mean (median)"].split()[0])
+        found.setdefault(row["model"], {})[REAL[row["way"]]] = seconds, []
+    return found
 
 
 def about(page: str) -> str:

@@ -14,11 +14,7 @@ from matplotlib.patches import Patch
 from sglang_pat.tools import pictures
 
 BASE, ADAPTIVE, TAIL, BOTH = "without", "adaptive TP", "tail batching", "both"
-PROMPTS = "only more prompts"
-WAYS = {
-    BASE: pictures.LIGHT, ADAPTIVE: pictures.OURS, TAIL: pictures.PURPLE, BOTH: pictures.LINE,
-    PROMPTS: pictures.PALE_PURPLE,
-}  # fmt: skip
+WAYS = {BASE: pictures.LIGHT, ADAPTIVE: pictures.OURS, TAIL: pictures.PURPLE, BOTH: pictures.LINE}
 MORE = {"prompts": pictures.PALE_PURPLE, "responses": pictures.BROWN, "both": pictures.PURPLE}
 """What more is started of."""
 MIDDLE = 0.5
@@ -32,13 +28,13 @@ class Found:
     Attributes:
         node: simulated seconds of a round by way, by (setting, ρ).
         more: simulated gain of a rollout by η, by (what more is started of, ρ); ``middle``: the setting it is of.
-        real: seconds of a round by way: the mean, and of each round if known.
+        real: by model, seconds of a round by way: the mean, and of each round if known.
     """
 
     node: dict[tuple[str, float], dict[str, float]] = field(default_factory=dict)
     more: dict[tuple[str, float], dict[float, float]] = field(default_factory=dict)
     middle: str = ""
-    real: dict[str, tuple[float, list[float]]] = field(default_factory=dict)
+    real: dict[str, dict[str, tuple[float, list[float]]]] = field(default_factory=dict)
     machine: str = ""
     """That made the real rounds."""
     source: str = ""
@@ -54,7 +50,7 @@ NODE = {
     "base on a node": BASE, "base on a node, adaptive": ADAPTIVE, "strict on a node": TAIL,
     "strict on a node, adaptive": BOTH,
 }  # fmt: skip
-REAL = {"without": BASE, "tail batching": TAIL, "tail batching, adaptive": BOTH, "prompts only": PROMPTS}
+REAL = {"without": BASE, "tail batching": TAIL, "tail batching, adaptive": BOTH}
 """Names in the file of results."""
 
 
@@ -71,16 +67,15 @@ def of(written: dict) -> Found:
     for (name, eta, rho), seconds in keys.items():
         if name in MORE:
             more.setdefault((name, float(rho)), {})[float(eta)] = keys["base", middle, rho] / seconds
-    rounds = {name: [r["seconds"] for r in found] for name, found in _contenders(written).items()}
+    real = {}
+    for model, contenders in written.get("real", {}).get("models", {}).items():
+        rounds = {REAL[name]: [one["seconds"] for one in made] for name, made in contenders.items()}
+        real[model] = {way: (mean(each), each) for way, each in rounds.items()}
     machine = written.get("real", {}).get("machine")
     return Found(
-        node=node, more=more, middle=middle, real={REAL[name]: (mean(each), each) for name, each in rounds.items()},
+        node=node, more=more, middle=middle, real=real,
         machine=f"{machine['cpu']}, {machine['cores']} cores" if machine else "",
     )  # fmt: skip
-
-
-def _contenders(written: dict) -> dict[str, list[dict]]:
-    return written.get("real", {}).get("contenders", {})
 
 
 def title(found: Found) -> str:
@@ -90,11 +85,14 @@ def title(found: Found) -> str:
         gains = pictures.span(found.gains, ".1f")
         said.append(f"Simulated, a round is {gains} times as fast with tail batching and adaptive TP")
     if found.real:
-        (base, _), (tail, _) = found.real[BASE], found.real[TAIL]
-        seconds = f"{tail:.1f} s a round, {base:.1f} s without"
-        gain = "gains nothing" if tail >= base else f"is {base / tail:.2f} times as fast"
-        said.append(f"{'in' if said else 'In'} real rounds, tail batching {gain} ({seconds})")
+        gains = ", ".join(_gain(seconds, model) for model, seconds in found.real.items())
+        said.append(f"{'with' if said else 'With'} tail batching alone, real rounds of {gains}")
     return "; ".join(said)
+
+
+def _gain(seconds: dict[str, tuple[float, list[float]]], model: str) -> str:
+    (base, _), (tail, _) = seconds[BASE], seconds[TAIL]
+    return f"{model} are {base / tail:.2f} times as fast"
 
 
 def best(found: Found, rho: float) -> str:
@@ -111,8 +109,8 @@ def draw(found: Found, path: Path) -> Path:
     figure, axes = _mosaic(found)
     if found.node:
         _node(axes["node"], found)
-    if found.real:
-        _real(axes["real"], found)
+    for model in found.real:
+        _real(axes[model], found, model)
     correlations = sorted({rho for _, rho in found.more})
     most = max((gain for gains in found.more.values() for gain in gains.values()), default=1.0)
     for rho in correlations:
@@ -121,13 +119,14 @@ def draw(found: Found, path: Path) -> Path:
         axes[f"{correlations[0]}"].legend(fontsize=8.5, frameon=False, title="more of", title_fontsize=8.5)
     pictures.message(figure, title(found))
     simulated = "Simulated: modelled profiles, RollPacker's settings, upper row η = 1.25." if found.node else ""
-    pictures.footer(figure, f"{simulated} {found.source}".strip())
+    real = f"Real: {found.machine}." if found.real else ""
+    pictures.footer(figure, " ".join(filter(None, (simulated, real, found.source))))
     return pictures.save(figure, path)
 
 
 def _mosaic(found: Found) -> tuple[Figure, dict[str, Axes]]:
     """Panels by name, as many as there are parts."""
-    upper = [name for name, there in (("node", found.node), ("real", found.real)) if there]
+    upper = (["node", "node"] if found.node else []) + list(found.real)
     lower = [f"{rho}" for rho in sorted({rho for _, rho in found.more})]
     rows = [_spread(names) for names in (upper, lower) if names]
     figure, axes = pictures.plt.subplot_mosaic(
@@ -138,10 +137,9 @@ def _mosaic(found: Found) -> tuple[Figure, dict[str, Axes]]:
     return figure, axes
 
 
-def _spread(names: list[str], columns: int = 6) -> list[str]:
-    """Each name so many times that they fill the columns; the first one takes what is over."""
-    each = columns // len(names)
-    return [names[0]] * (columns - each * len(names)) + [name for name in names for _ in range(each)]
+def _spread(names: list[str], columns: int = 12) -> list[str]:
+    """Each name so many times that they fill the columns; one to four names."""
+    return [name for name in names for _ in range(columns // len(names))]
 
 
 def _node(axes: Axes, found: Found) -> None:
@@ -173,21 +171,22 @@ def _extent(found: Found) -> str:
     return pictures.span((rho for _, rho in found.node), "g")
 
 
-def _real(axes: Axes, found: Found) -> None:
+def _real(axes: Axes, found: Found, model: str) -> None:
     """Bars: mean seconds of a round; dots: each round."""
-    for place, (way, (seconds, rounds)) in enumerate(found.real.items()):
+    ways = found.real[model]
+    for place, (way, (seconds, rounds)) in enumerate(ways.items()):
         axes.bar(place, seconds, 0.6, color=WAYS[way])
         axes.plot([place] * len(rounds), rounds, "o", color=pictures.FAINT, ms=3.5, mew=0)
         axes.text(place, max([seconds, *rounds]), f"{seconds:.1f} s", ha="center", va="bottom", fontsize=8.5)
-    axes.set_xticks(range(len(found.real)), list(map(_two_lines, found.real)))
+    axes.set_xticks(range(len(ways)), list(map(_two_lines, ways)))
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.1)
     pictures.labels(axes, "", "seconds a round, mean")
-    pictures.title(axes, f"Real rounds of SmolLM2 on {found.machine}")
+    pictures.title(axes, f"Real rounds of {model}", 32)
 
 
 def _two_lines(way: str) -> str:
-    return "tail batching and\nadaptive TP" if way == BOTH else way.replace(" more ", " more\n")
+    return "tail batching and\nadaptive TP" if way == BOTH else way.replace(" ", "\n")
 
 
 def _more(axes: Axes, found: Found, rho: float, most: float) -> None:

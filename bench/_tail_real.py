@@ -1,129 +1,207 @@
-"""The real part of ``bench/tail_batching.py``: rounds of SmolLM2 on this machine."""
+"""The real part of ``bench/tail_batching.py``: rounds of a model on this machine.
+
+The admitter is in this process, on the same code as in a server (``RolloutRound``).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import requests
 import rollout
+from _tail_client import Client
 from rich.console import Console
 from rich.table import Table
 
-from sglang_pat.demo.cases import MAKERS, QUICK
-from sglang_pat.demo.contest import KV_TOKENS, RANKS
+from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.records import Group, Output, Summary
+from sglang_pat.admission.rounds import RolloutRound
+from sglang_pat.admission.rules import Rules
+from sglang_pat.demo.cases import MAKERS, QUICK, SMOLLM2, TINY, WIDE, Case
+from sglang_pat.demo.contest import KV_TOKENS, LOW, POLICY, RANKS
 from sglang_pat.demo.display import Display
-from sglang_pat.testing.server import Server, sent_event, stopped
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.profile import load
+from sglang_pat.replay.rounds import Engines, Simulation
+from sglang_pat.replay.shapes import Shape
+from sglang_pat.testing.server import Server, stopped
 from sglang_pat.tools.machine import machine
 from sglang_pat.tools.prompts import PROMPTS
 
-NUM_PROMPTS, NUM_RESPONSES = 4, 2
-LIMIT = 192
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+PROMPT_TOKENS = 32
+"""About what the chats have."""
+RHO, SEED = 0.5, 1
+"""Of lengths that are given."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class Work:
+    """Rounds of one model.
+
+    Attributes:
+        case: the model, and the distribution of lengths that are given.
+        limit: most tokens of a response.
+        rounds: that count; whole cycles of four short rounds and a long one.
+        natural: responses end by themselves; else their lengths are drawn as the case says, those to one prompt with
+            correlation RHO.
+    """
+
+    case: Case
+    num_prompts: int
+    num_responses: int
+    rounds: int
+    limit: int
+    natural: bool
+
+    @property
+    def shape(self) -> Shape:
+        work = self.case.work
+        return Shape("given", self.limit, mu=math.log(work.median), sigma=work.sigma, atom=work.capped)
+
+    def rules(self, eta: float) -> Rules:
+        return Rules(num_prompts=self.num_prompts, num_responses=self.num_responses, eta_prompts=eta, eta_responses=eta)
+
+
+WORKS = {
+    SMOLLM2: Work(rollout.REGIMES["smollm2"], 4, 2, rounds=5, limit=128, natural=True),
+    WIDE: Work(rollout.REGIMES["wide"], 8, 2, rounds=10, limit=448, natural=False),
+}
+QUICK_WORKS = {TINY: Work(QUICK["quick"], 4, 2, rounds=2, limit=200, natural=False)}
+
+
 class Contender:
-    """A way to make rounds.  ``eta``: of prompts and of responses."""
+    """A way to make rounds, over-provisioned by ``eta``."""
 
-    name: str
-    server: Server
-    eta: tuple[float, float]
-    given: int = 0
-    rounds: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, name: str, server: Server, work: Work, eta: float) -> None:
+        self.name, self.server, self.work, self.rules = name, server, work, work.rules(eta)
+        self.rounds: list[dict[str, Any]] = []
+        self._admitter, self._fed = Admitter(self.rules), 0
 
-    def round(self, number: int) -> None:
-        """One round: seconds, kind, each response's length, whether it ended by itself, its mean log-prob."""
-        prompts = [] if self.rounds and self.rounds[-1]["waiting"] >= 2 * NUM_PROMPTS else self._prompts()
-        body = {
-            "job": self.name.replace(" ", "-").replace(",", ""), "prompts": prompts, "version": number,
-            "num_prompts": NUM_PROMPTS, "num_responses": NUM_RESPONSES,
-            "eta_prompts": self.eta[0], "eta_responses": self.eta[1],
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": LIMIT},
-        }  # fmt: skip
+    def round(self, version: int) -> None:
+        """One more in :attr:`rounds`: seconds, kind, each response's length, whether it ended by itself, and so on."""
+        self._feed()
         before = self.server.status()["num_switches"]
         began = time.monotonic()
-        responses, summary = [], {}
-        with requests.post(f"{self.server.url}/pat/rollout", json=body, stream=True, timeout=600) as answer:
-            answer.raise_for_status()
-            for line in answer.iter_lines():
-                found = sent_event(line) or {}
-                if found.get("type") == "group":
-                    responses += found["responses"]
-                elif found.get("type") == "round":
-                    summary, seconds = found, time.monotonic() - began
-                elif found.get("type") == "error":
-                    raise RuntimeError(found["message"])
+        outputs, summary = asyncio.run(self._play(version))
         self.rounds.append(
             {
-                "seconds": seconds, "kind": summary["kind"], "thrown": summary["thrown"],
-                "waiting": len(summary["ages"]), "switches": self.server.status()["num_switches"] - before,
-                "lengths": [len(r["token_ids"]) for r in responses],
-                "ended": [r["finish_reason"] == "stop" for r in responses],
-                "logprobs": [mean(r["logprobs"]) for r in responses],
+                "seconds": time.monotonic() - began, "kind": summary.kind, "thrown": summary.thrown,
+                "switches": self.server.status()["num_switches"] - before,
+                "lengths": [output.tokens for output in outputs],
+                "ended": [output.finish_reason == "stop" for output in outputs],
+                "logprobs": [mean(output.logprobs) for output in outputs],
             }
         )  # fmt: skip
 
-    def _prompts(self) -> list[dict[str, Any]]:
-        count = round(self.eta[0] * NUM_PROMPTS)
-        mine = range(self.given, self.given + count)
-        self.given += count
-        texts = {i: CHAT.format(PROMPTS[i % len(PROMPTS)]) for i in mine}
-        return [{"key": [0, i], "text": text} for i, text in texts.items()]
+    def _feed(self) -> None:
+        indices = range(self._fed, self._fed + self._admitter.wanted)
+        self._admitter.feed([((0, i), {"text": CHAT.format(PROMPTS[i % len(PROMPTS)])}) for i in indices])
+        self._fed = indices.stop
+
+    async def _play(self, version: int) -> tuple[list[Output], Summary]:
+        params = {"temperature": 1.0, "max_new_tokens": self.work.limit}
+        shape = self.work.shape
+        lengths = None if self.work.natural else partial(shape.of_sample, SEED, correlation=RHO)
+        outputs: list[Output] = []
+        async with self.server.session() as session:
+            round_ = RolloutRound(self._admitter, Client(self.server, session, lengths), version, params)
+            async with aclosing(aiter(round_)) as events:
+                async for event in events:
+                    if isinstance(event, Group):
+                        outputs += [sample.output for sample in event.kept()]
+                    elif isinstance(event, Summary):
+                        return outputs, event
+        raise AssertionError("a round ends with its summary, or raises")
 
 
-def run(console: Console, quick: bool) -> dict:
-    """All contenders, round by round in turn."""
-    case, budget, rounds = (QUICK["quick"], "20s", 2) if quick else (rollout.REGIMES["smollm2"], "5m", 10)
-    model = MAKERS[case.model]()
-    profile = rollout.sweep(case, model, budget, Display(console))
+def run(console: Console, works: dict[str, Work], budget: str) -> dict:
+    """All contenders on each model, round by round in turn; the first round does not count."""
+    about, found = machine(), {}
+    for name, work in works.items():
+        found[name] = _model(console, work, budget)
+        show(console, name, work, found[name])
+    return {"machine": about, "models": found}
+
+
+def _model(console: Console, work: Work, budget: str) -> dict[str, list[dict]]:
+    model = MAKERS[work.case.model]()
+    profile = rollout.sweep(work.case, model, budget, Display(console))
     with ExitStack() as stack:
         servers: list[Server] = []
-        for flags in (["--pat-policy", "off"], ["--pat-policy", "survival", "--pat-profile", str(profile)]):
+        for flags in (["--pat-policy", "off"], ["--pat-policy", POLICY, "--pat-profile", str(profile)]):
             with stopped(*servers):
                 made = Server(model, *RANKS, "--adaptive-tp", *flags, max_total_tokens=KV_TOKENS)
                 servers.append(stack.enter_context(made))
         contenders = [
-            Contender("without", servers[0], (1.0, 1.0)),
-            Contender("tail batching", servers[0], (1.25, 1.25)),
-            Contender("tail batching, adaptive", servers[1], (1.25, 1.25)),
-            Contender("prompts only", servers[0], (1.25, 1.0)),
+            Contender("without", servers[0], work, 1.0),
+            Contender("tail batching", servers[0], work, 1.25),
+            Contender("tail batching, adaptive", servers[1], work, 1.25),
         ]
-        for number in range(1 + rounds):  # the first one does not count
+        for number in range(1 + work.rounds):
             for contender in contenders:
                 with stopped(*(server for server in servers if server is not contender.server)):
                     contender.round(number)
             shown = ", ".join(f"{c.name} {c.rounds[-1]['seconds']:.1f} s ({c.rounds[-1]['kind']})" for c in contenders)
-            console.print(f"  round {number}: {shown}")
-    about = machine()
-    result = {
-        "machine": about, "num_prompts": NUM_PROMPTS, "num_responses": NUM_RESPONSES, "limit": LIMIT,
-        "contenders": {c.name: c.rounds[1:] for c in contenders},
-    }  # fmt: skip
-    show(console, result)
-    return result
+            console.print(f"  {work.case.model}, round {number}: {shown}")
+    if not work.natural:
+        for contender in contenders:
+            predict(contender, profile, adaptive=contender.server is servers[1])
+    return {contender.name: contender.rounds[1:] for contender in contenders}
 
 
-def show(console: Console, result: dict) -> None:
-    table = Table(title="real rounds; lengths in tokens", title_justify="left")
+def predict(contender: Contender, path: Path, adaptive: bool) -> None:
+    """How long the simulator says that the same rounds take, on the profile: same prompts, same lengths."""
+    profile = load(path, complete=True)
+    predictor, costs = fitted(profile)
+    engines = Engines(
+        predictor=predictor, costs=costs, fingerprint=profile.fingerprint, nodes=1, tp=LOW.tp,
+        policy=make_policy(POLICY, predictor=predictor, costs=costs) if adaptive else None,
+    )  # fmt: skip
+    simulation = Simulation(engines, contender.rules, contender.work.shape, RHO, SEED, PROMPT_TOKENS)
+    for number, found in enumerate(contender.rounds):
+        found["predicted"] = simulation.round(number).seconds
+
+
+def show(console: Console, name: str, work: Work, contenders: dict[str, list[dict]]) -> None:
+    """``longest``: tokens of the longest response that a round returns, about its decode steps."""
+    lengths = "natural lengths" if work.natural else f"given lengths, rho {RHO}"
+    title = f"real rounds of {name}, P0 = {work.num_prompts}, R0 = {work.num_responses}, {lengths}; in tokens"
+    table = Table(title=title, title_justify="left")
     for column in (
-        "", "seconds a round", "short", "long", "tokens thrown away", "switches", "length, mean",
-        "length, short rounds", "length, long rounds", "ended by themselves", "log-prob of a token",
+        "", "seconds a round", "predicted", "short", "long", "short, s", "long, s", "longest: short", "long",
+        "ms a token of it", "thrown", "switches", "length, mean", "short", "long", "ended by themselves", "log-prob",
     ):  # fmt: skip
         table.add_column(column, justify="right")
-    for name, rounds in result["contenders"].items():
-        by_kind = {kind: [r for r in rounds if r["kind"] == kind] for kind in ("short", "long")}
-        kept = sum(sum(r["lengths"]) for r in rounds)
-        thrown = sum(r["thrown"] for r in rounds)
-        every = {key: [x for r in rounds for x in r[key]] for key in ("lengths", "ended", "logprobs")}
-        table.add_row(
-            name, f"{mean(r['seconds'] for r in rounds):.1f} ({median(r['seconds'] for r in rounds):.1f})",
-            *(f"{len(found)}" for found in by_kind.values()), f"{thrown / (thrown + kept):.0%}",
-            f"{sum(r['switches'] for r in rounds)}", f"{mean(every['lengths']):.0f}",
-            *(f"{mean([x for r in found for x in r['lengths']] or [float('nan')]):.0f}" for found in by_kind.values()),
-            f"{mean(every['ended']):.0%}", f"{mean(every['logprobs']):.3f}",
-        )  # fmt: skip
+    for contender, rounds in contenders.items():
+        table.add_row(contender, *_cells(rounds))
     console.print(table)
+
+
+def _cells(rounds: list[dict]) -> list[str]:
+    kinds = [[one for one in rounds if one["kind"] == kind] for kind in ("short", "long")]
+    every = {key: [value for one in rounds for value in one[key]] for key in ("lengths", "ended", "logprobs")}
+    thrown, kept = sum(one["thrown"] for one in rounds), sum(every["lengths"])
+    seconds = [one["seconds"] for one in rounds]
+    per_token = sum(seconds) / sum(max(one["lengths"]) for one in rounds)
+    return [
+        f"{mean(seconds):.1f} ({median(seconds):.1f})",
+        _mean([one["predicted"] for one in rounds if "predicted" in one], ".1f"), *(f"{len(of)}" for of in kinds),
+        *(_mean([one["seconds"] for one in of], ".1f") for of in kinds),
+        *(_mean([max(one["lengths"]) for one in of]) for of in kinds), f"{1e3 * per_token:.0f}",
+        f"{thrown / (thrown + kept):.0%}", f"{sum(one['switches'] for one in rounds)}", _mean(every["lengths"]),
+        *(_mean([length for one in of for length in one["lengths"]]) for of in kinds),
+        f"{mean(every['ended']):.0%}", f"{mean(every['logprobs']):.3f}",
+    ]  # fmt: skip
+
+
+def _mean(values: list[float], form: str = ".0f") -> str:
+    return format(mean(values), form) if values else "–"

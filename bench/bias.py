@@ -72,7 +72,7 @@ def simulate(job: Job) -> dict[str, dict[str, float]]:
         predictor=predictor, costs=costs, fingerprint=profile.fingerprint, tp=SETTING.tp,
         nodes=SETTING.gpus // profile.fingerprint.num_ranks,
     )  # fmt: skip
-    rules = Rules(num_prompts=SIZE, num_responses=RESPONSES, max_deferrals=64, **WAYS[job.way])
+    rules = Rules(num_prompts=SIZE, num_responses=RESPONSES, **WAYS[job.way])
     shape = parse_shape(SETTING.lengths)
     simulation = Simulation(engines, rules, shape, job.rho, job.seed, prompts=job.prompts)
     with patch.object(redraws, "at_once", SCHEDULES.get(job.way, redraws.at_once)):

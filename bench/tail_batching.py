@@ -1,11 +1,11 @@
 """Tail batching: simulated in RollPacker's settings, and real on this machine.
 
-    python bench/tail_batching.py [--quick] [--only replay|real] [--json FILE] [--png FILE]
+    python bench/tail_batching.py [--quick] [--only replay|real] [--models MODEL ...] [--json FILE] [--png FILE]
 
 Replay: the admitter itself on an engine whose step times come from a profile (``sglang_pat.replay.rounds``); response
 lengths are drawn, those to one prompt with correlation ρ.  No machine matters; the same seeds give the same figures.
-Real: ten rounds of SmolLM2 over ``/pat/rollout`` with natural lengths, without tail batching, with it, and with it and
-adaptive TP, in turn.
+Real: rounds of two models on this machine, without tail batching, with it, and with it and adaptive TP, in turn.
+SmolLM2 with natural lengths; ``wide``, whose weights are random, with lengths given in advance that have a tail.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ CORRELATIONS = (0.0, 0.5, 0.8)
 ETAS = (1.0, 1.125, 1.25, 1.375, 1.5)
 ROLLOUT_SHARE = 0.71
 """Of a training step without tail batching (RollPacker Table 1: 72, 66 and 71%)."""
+
+BOUND = 8
+"""Of deferrals, where there is one (the default of a job's rules)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class Job:
     num_prompts: int = 128
     nodes: int | None = None
     adaptive: bool = False
-    base: int | None = None
+    max_deferrals: int = 64
+    """So many that nothing is ever forced; the paper has no bound."""
 
 
 class Slower:
@@ -104,11 +108,11 @@ def simulate(job: Job) -> dict:
     nodes = job.nodes or setting.gpus // profile.fingerprint.num_ranks
     engines = Engines(
         predictor=Slower(predictor, setting.slower) if setting.slower != 1 else predictor, costs=costs,
-        fingerprint=profile.fingerprint, nodes=nodes, tp=job.base or setting.tp, policy=policy,
+        fingerprint=profile.fingerprint, nodes=nodes, tp=setting.tp, policy=policy,
     )  # fmt: skip
     rules = Rules(
         mode=job.mode, num_prompts=job.num_prompts, num_responses=8, eta_prompts=job.eta_prompts,
-        eta_responses=job.eta_responses, max_deferrals=64,
+        eta_responses=job.eta_responses, max_deferrals=job.max_deferrals,
     )  # fmt: skip
     simulation = Simulation(engines, rules, parse_shape(setting.lengths), job.rho, seed=1)
     warm = min(8, job.rounds // 4)
@@ -131,15 +135,16 @@ def step_speedup(rollout: float) -> float:
     return 1 / (1 - ROLLOUT_SHARE + ROLLOUT_SHARE / rollout)
 
 
-def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
+def planned(rounds: int, settings: tuple[Setting, ...], middle: Setting) -> dict[tuple, Job]:
     """All simulations, by what they are for."""
     plan: dict[tuple, Job] = {}
     for setting in settings:
         for rho in CORRELATIONS:
             plan["base", setting.name, rho] = Job(setting, rho, "strict", 1.0, 1.0, rounds)
-            for mode in ("strict", "reorder"):
-                eta_r = 1.25 if mode == "strict" else 1.0
-                plan[mode, setting.name, rho] = Job(setting, rho, mode, 1.25, eta_r, rounds)
+            plan["strict", setting.name, rho] = Job(setting, rho, "strict", 1.25, 1.25, rounds)
+            for name, bound in (("reorder", BOUND), ("reorder, unforced", Job.max_deferrals)):
+                job = Job(setting, rho, "reorder", 1.25, 1.0, rounds, max_deferrals=bound)
+                plan[name, setting.name, rho] = job
             # Adaptive TP works on one node: a node's share of the batch.
             share = dict(num_prompts=8 * 128 // setting.gpus, nodes=1)
             for name, eta in (("base", 1.0), ("strict", 1.25)):
@@ -147,12 +152,22 @@ def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
                     key = f"{name} on a node{', adaptive' if adaptive else ''}"
                     job = Job(setting, rho, "strict", eta, eta, rounds, **share, adaptive=adaptive)
                     plan[key, setting.name, rho] = job
-    middle = settings[min(1, len(settings) - 1)]
     for rho in CORRELATIONS:
         for eta in ETAS[1:]:
             plan["prompts", eta, rho] = Job(middle, rho, "strict", eta, 1.0, rounds)
             plan["responses", eta, rho] = Job(middle, rho, "strict", 1.0, eta, rounds)
             plan["both", eta, rho] = Job(middle, rho, "strict", eta, eta, rounds)
+        bounded = dict(num_prompts=64, nodes=4, max_deferrals=BOUND)
+        for mode, eta_p, eta_r in (("base", 1.0, 1.0), ("strict", 1.25, 1.25), ("reorder", 1.25, 1.0)):
+            job = Job(middle, rho, "strict" if mode == "base" else mode, eta_p, eta_r, rounds, **bounded)
+            plan[f"{mode}, bounded", middle.name, rho] = job
+    return plan
+
+
+def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
+    """What comes of all that is planned."""
+    middle = settings[min(1, len(settings) - 1)]
+    plan = planned(rounds, settings, middle)
     with ProcessPoolExecutor(jobs) as pool:
         found = dict(zip(plan, track(pool.map(simulate, plan.values()), "replay", len(plan)), strict=True))
     return {"settings": settings, "middle": middle, "found": found}
@@ -163,7 +178,7 @@ def show_replay(console: Console, result: dict) -> None:
     table = Table(title="RollPacker's settings, P0 = 128, R0 = 8, eta = 1.25 (simulated)", title_justify="left")
     for column in (
         "setting", "rho", "base, s", "tail batching, s", "rollout", "a step", "reported", "short : long",
-        "short, s", "long, s", "thrown", "reorder",
+        "short, s", "long, s", "thrown", "reorder", "bound 64",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for setting in result["settings"]:
@@ -175,7 +190,8 @@ def show_replay(console: Console, result: dict) -> None:
                 f"{step_speedup(gain):.2f}", f"{setting.reported:.2f}",
                 f"{tail['short'] / max(tail['long'], 1):.1f}", f"{tail['short_seconds']:.0f}",
                 f"{tail['long_seconds']:.0f}", f"{tail['thrown']:.0%}",
-                f"{base['seconds'] / found['reorder', setting.name, rho]['seconds']:.2f}",
+                *(f"{base['seconds'] / found[name, setting.name, rho]['seconds']:.2f}"
+                  for name in ("reorder", "reorder, unforced")),
             )  # fmt: skip
     console.print(table)
     table = Table(title=f"over-provisioning, {middle.name}: base over it, rollout (simulated)", title_justify="left")
@@ -185,6 +201,17 @@ def show_replay(console: Console, result: dict) -> None:
         base = {rho: found["base", middle.name, rho]["seconds"] for rho in CORRELATIONS}
         cells = [f"{base[rho] / found[of, eta, rho]['seconds']:.2f}" for eta in ETAS[1:] for rho in CORRELATIONS]
         table.add_row(of, *cells)
+    console.print(table)
+    table = Table(title=f"at most {BOUND} deferrals, {middle.name}, P0 = 64, R0 = 8 (simulated)", title_justify="left")
+    for column in ("mode", "rho", "base, s", "a round, s", "rollout", "short, long", "thrown"):
+        table.add_column(column, justify="right")
+    for mode in ("strict", "reorder"):
+        for rho in CORRELATIONS:
+            base, one = found["base, bounded", middle.name, rho], found[f"{mode}, bounded", middle.name, rho]
+            table.add_row(
+                mode, f"{rho}", f"{base['seconds']:.1f}", f"{one['seconds']:.1f}",
+                f"{base['seconds'] / one['seconds']:.2f}", f"{one['short']}, {one['long']}", f"{one['thrown']:.0%}",
+            )  # fmt: skip
     console.print(table)
     table = Table(title="a node's share, and adaptive TP on top (simulated): seconds a round", title_justify="left")
     for column in ("setting", "rho", "base", "base, adaptive", "tail batching", "both", "gain of both", "switches"):
@@ -212,6 +239,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds and settings, a tiny model")
     parser.add_argument("--only", choices=("replay", "real"), help="one of the two parts")
+    parser.add_argument("--models", nargs="+", choices=real.WORKS, default=list(real.WORKS), help="of the real part")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes of the replay")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here")
@@ -222,7 +250,8 @@ def main() -> int:
         show_replay(console, result)
         written["replay"] = {" / ".join(map(str, key)): value for key, value in result["found"].items()}
     if args.only != "replay":
-        written["real"] = real.run(console, quick=args.quick)
+        works = real.QUICK_WORKS if args.quick else {name: real.WORKS[name] for name in args.models}
+        written["real"] = real.run(console, works, "20s" if args.quick else "4m")
     if args.json:
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     if args.png:

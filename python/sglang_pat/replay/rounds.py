@@ -222,9 +222,8 @@ class Simulation:
         attempt = 0 if self.rules.mode == "partial" else sample.attempt
         key = sample.index, sample.number, attempt
         if key not in self._lengths:
-            own = np.random.default_rng((self._seed, 1, *key)).normal()
-            common = np.random.default_rng((self._seed, 2, sample.index)).normal()
-            self._lengths[key] = int(self._shape.correlated(np.asarray(common), np.asarray(own), self._correlation))
+            drawn = sample._replace(attempt=attempt)
+            self._lengths[key] = self._shape.of_sample(self._seed, drawn, self._correlation)
         return self._lengths[key]
 
     def _output(self, tokens: int, reason: str) -> Output:

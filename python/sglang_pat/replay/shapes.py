@@ -10,6 +10,7 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 
 from sglang_pat import files
+from sglang_pat.admission.records import SampleId
 
 NAMED = {
     "deepscaler": "lognormal:7.919,0.885,24576",
@@ -66,6 +67,12 @@ class Shape:
     def correlated(self, common: np.ndarray, own: np.ndarray, correlation: float) -> np.ndarray:
         """Lengths for normal scores: those of the prompts, ``common``, and those of the responses, ``own``."""
         return self.quantile(ndtr(np.sqrt(correlation) * common + np.sqrt(1 - correlation) * own))
+
+    def of_sample(self, seed: int, sample: SampleId, correlation: float) -> int:
+        """Length of a response: the same for the same seed; another attempt is another draw for the same prompt."""
+        own = np.random.default_rng((seed, 1, sample.index, sample.number, sample.attempt)).normal()
+        common = np.random.default_rng((seed, 2, sample.index)).normal()
+        return int(self.correlated(np.asarray(common), np.asarray(own), correlation))
 
 
 def parse_shape(text: str, limit: int | None = None) -> Shape:
