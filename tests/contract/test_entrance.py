@@ -31,6 +31,9 @@ VOCAB = 512
         ({"sampling_params": [{}, 5]}, "must be an object"),
         ({"input_ids": []}, "no prompt"),
         ({"input_ids": None, "text": ["a"] * 70_000}, "70000 samples"),
+        ({"input_ids": None, "text": "a\ud800"}, "text: character 1 is half of a surrogate pair"),
+        ({"input_ids": None, "text": ["a", "\ud800"]}, r"text\[1\]: character 0 is half of a surrogate pair"),
+        ({"input_ids": None, "text": ["a", 5]}, r"text\[1\] is '5', must be a string"),
     ],
     ids=str,
 )

@@ -42,6 +42,7 @@ def admit(obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -> None:
         obj.http_worker_ipc = None  # an address that outputs would be sent to; ours are not from workers
         if obj.positional_embed_overrides is not None:
             raise ValueError("positional_embed_overrides: not over HTTP; leave it out")
+    check_text(obj.text)
     given = obj.sampling_params
     if isinstance(given, list):
         if not given:
@@ -64,6 +65,18 @@ def admit(obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -> None:
         raise ValueError("there is no prompt; give text or input_ids")
     if batch * n > MAX_SAMPLES:
         raise ValueError(f"{batch} prompts, n is {n}: {batch * n} samples, at most {MAX_SAMPLES} are allowed")
+
+
+def check_text(text: Any) -> None:
+    """Of several prompts some would be on their way when SGLang's tokenizer stumbles over another one."""
+    for i, one in enumerate(text if isinstance(text, list) else [] if text is None else [text]):
+        where = f"text[{i}]" if isinstance(text, list) else "text"
+        if not isinstance(one, str):
+            raise ValueError(f"{where} is {str(one)[:40]!r}, must be a string")
+        try:
+            one.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: character {error.start} is half of a surrogate pair; send it whole") from None
 
 
 def route(request: Request) -> str:
