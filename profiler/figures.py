@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sglang_pat.predict.predictor import Predictor
@@ -75,10 +76,8 @@ def latency_by_layout(view: View) -> Figure:
             measured.append(most)
         one.set_xscale("log", base=2)
         pictures.plain_log(one.xaxis, sorted(batches | {1}))
-        one.set_ylim(bottom=0)
-        pictures.labels(one, "requests in the engine", "ms a token")
-        pictures.title(one, f"{context} tokens of context: {fastest(view, context, min(measured))}", 62)
-        one.legend(fontsize=8.5, frameon=False)
+        title = f"{context} tokens of context: {fastest(view, context, min(measured))}"
+        _explain(one, "requests in the engine", "ms a token", title, 62, small=8.5)
     pictures.footer(figure, view.label)
     return figure
 
@@ -95,10 +94,8 @@ def latency_over_tokens(view: View) -> Figure:
             one.plot(line, 1e3 * view.predictor.step_seconds(tp, batch, line), color=shade, linewidth=1.2)
             _measured(one, tokens, found, shade, f"batch {batch}" if _shown(batch, batches) else None)
         one.set_xscale("log", base=2)
-        one.set_ylim(bottom=0)
-        pictures.labels(one, "tokens of the batch (one replica)", "ms a step")
-        pictures.title(one, f"{view.name(tp)}: {growth_by_tokens(view, tp)}", 50)
-        one.legend(fontsize=7.5, frameon=False)
+        title = f"{view.name(tp)}: {growth_by_tokens(view, tp)}"
+        _explain(one, "tokens of the batch (one replica)", "ms a step", title, 50)
     pictures.footer(figure, view.label)
     return figure
 
@@ -118,12 +115,18 @@ def latency_over_batch(view: View) -> Figure:
             line = np.linspace(batches.min(), batches.max(), 120)
             one.plot(line, 1e3 * view.predictor.step_seconds(tp, line, line * context), color=shade, linewidth=1.2)
             _measured(one, batches, mine, shade, f"{context} tokens each")
-        one.set_ylim(bottom=0)
-        pictures.labels(one, "batch (one replica)", "ms a step")
-        pictures.title(one, f"{view.name(tp)}: {growth_by_batch(view, tp, contexts)}", 50)
-        one.legend(fontsize=7.5, frameon=False)
+        title = f"{view.name(tp)}: {growth_by_batch(view, tp, contexts)}"
+        _explain(one, "batch (one replica)", "ms a step", title, 50)
     pictures.footer(figure, view.label)
     return figure
+
+
+def _explain(axes: Axes, x: str, y: str, title: str, columns: int, small: float = 7.5) -> None:
+    """What a panel shows: labels, title and legend; times begin at 0."""
+    axes.set_ylim(bottom=0)
+    pictures.labels(axes, x, y)
+    pictures.title(axes, title, columns)
+    axes.legend(fontsize=small, frameon=False)
 
 
 def fastest(view: View, context: int, most: int) -> str:

@@ -57,17 +57,19 @@ def decoded(trace: list[Step], predictor: Predictor, tp: int) -> list[Decoded]:
             middle = step["at"] - step["seconds"] / 2
             beside = [found for theirs in others if (found := _covering(*theirs, middle)) is not None]
             active = 1 + len(beside)
+            requests: int = step["requests"]
+            tokens: int = step["tokens"]
             steps.append(
                 Decoded(
                     rank=rank,
                     at=step["at"],
-                    requests=step["requests"],
-                    tokens=step["tokens"],
-                    remaining=step["requests"] + sum(other["requests"] for other in beside),
+                    requests=requests,
+                    tokens=tokens,
+                    remaining=requests + sum(other["requests"] for other in beside),
                     active=active,
                     measured=step["seconds"],
-                    predicted=predictor.step_seconds(tp, step["requests"], step["tokens"], active),
-                    covered=predictor.covers(tp, step["requests"], step["tokens"]),
+                    predicted=predictor.step_seconds(tp, requests, tokens, active),
+                    covered=predictor.covers(tp, requests, tokens),
                 )
             )
     return steps

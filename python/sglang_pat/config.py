@@ -37,6 +37,8 @@ class AdaptiveConfig:
     given steps), ``manual`` (only /pat/reconfigure) or ``off``."""
     profile: str | None = None
     """File that ``python -m profiler.sweep`` wrote for this deployment."""
+    profile_as_is: bool = False
+    """Whether its step times are believed; else those of this run correct them (``sglang_pat.predict.correction``)."""
     log: str | None = None
     """File to which each decision is appended with its inputs (JSON lines)."""
     schedule: str | None = None

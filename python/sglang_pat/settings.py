@@ -77,6 +77,10 @@ SETTINGS = (
     ),
     Setting("profile", None, "Profile of this deployment; python -m profiler.sweep makes it.", "FILE"),
     Setting(
+        "profile_as_is", False,
+        "Believe the profile: do not correct its step times by those of this run.",
+    ),
+    Setting(
         "policy", None, "Who decides. manual: only /pat/reconfigure. off: nobody.", choices=POLICIES,
         otherwise="survival with a profile, else threshold",
     ),

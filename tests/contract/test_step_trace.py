@@ -23,7 +23,8 @@ def batch(mode: ForwardMode, requests: int, **sums: int) -> ScheduleBatch:
 @pytest.fixture
 def scheduler():
     sent = []
-    return SimpleNamespace(rank=0, is_leader=True, tp_size=2, channel=SimpleNamespace(send=sent.append), sent=sent)
+    load, channel = SimpleNamespace(decoded=lambda step: None), SimpleNamespace(send=sent.append)
+    return SimpleNamespace(rank=0, is_leader=True, tp_size=2, channel=channel, load=load, sent=sent)
 
 
 def test_steps_in_the_order_of_their_launch(scheduler):

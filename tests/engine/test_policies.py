@@ -86,8 +86,9 @@ def same(outputs: list[list[int]], expected: list[list[int]]) -> None:
 def drained(request, servers, llama, expected, profile, tmp_path_factory):
     """(policy, its server, its log) after two batches with a tail."""
     policy, log = request.param, tmp_path_factory.mktemp("log") / "decisions.jsonl"
-    flags = f"--tp 1 --dp 2 --adaptive-tp --pat-profile {profile} --pat-policy {policy} --pat-log {log}".split()
-    server = servers.get(llama, *flags)
+    believed = f"--pat-profile {profile} --pat-profile-as-is"
+    flags = f"--tp 1 --dp 2 --adaptive-tp {believed} --pat-policy {policy} --pat-log {log}"
+    server = servers.get(llama, *flags.split())
 
     async def merged() -> None:
         # It stays so while the tail is alive.
@@ -148,7 +149,8 @@ def test_a_round_of_a_known_size_starts_in_the_better_layout(servers, llama, dep
     profiles.save(made_up(deployment, tp2_with_16=0.012), path)
     short = [body(seed, 60, None) for seed in range(6)]
     wanted = [answer["output_ids"] for answer in servers.stock(llama, max_total_tokens=65536).generate(short)]
-    server = servers.get(llama, *f"--tp 1 --dp 2 --adaptive-tp --pat-profile {path} --pat-policy survival".split())
+    flags = f"--tp 1 --dp 2 --adaptive-tp --pat-profile {path} --pat-profile-as-is --pat-policy survival"
+    server = servers.get(llama, *flags.split())
     for _ in range(5):
         assert [answer["output_ids"] for answer in server.generate(short)] == wanted
         back_in_base(server)  # a round that finds the better layout already has nothing to switch

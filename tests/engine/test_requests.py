@@ -31,7 +31,7 @@ def test_parallel_sampling(server, stock):
     async def run():
         async with server.session() as session:
             # The prompt goes first, by itself, and ends with its prefill; then its four copies.
-            await server.arm(session, *up_and_down(arrived=5))
+            await server.arm(session, {"arrived": 1, "batch": 1}, *up_and_down(arrived=5))
             work = asyncio.ensure_future(server.one(session, request))
             switches = (await server.reached(session))["switches"]
             assert [record["requests"] for record in switches] == [4] * 4
@@ -52,7 +52,7 @@ def test_one_batch_of_many_requests(server, stock):
 
     async def run():
         async with server.session() as session:
-            await server.arm(session, *up_and_down(arrived=5))
+            await server.arm(session, {"arrived": 1, "batch": 1}, *up_and_down(arrived=5))
             work = asyncio.ensure_future(server.one(session, request))
             switches = (await server.reached(session))["switches"]
             assert [record["requests"] for record in switches] == [5] * 4

@@ -30,7 +30,7 @@ def planned(servers, llama, deployment, tmp_path_factory) -> Server:
     path = tmp_path_factory.getbasetemp() / "planned.json"
     if not path.exists():
         profiles.save(made_up(deployment), path)
-    flags = ("--schedule-conservativeness", "0.05", "--pat-profile", str(path))
+    flags = ("--schedule-conservativeness", "0.05", "--pat-profile", str(path), "--pat-profile-as-is")
     return servers.adaptive(llama, 2, *flags, max_total_tokens=700)
 
 

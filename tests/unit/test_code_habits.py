@@ -1,4 +1,7 @@
-"""Habits of the code that a reader counts on: files are short or say why not, no class defines a method twice."""
+"""Habits of the code that a reader counts on.
+
+Files are short or say why not, no class defines a method twice, and files are written whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -60,3 +63,19 @@ def test_methods_are_defined_once():
                 where = f"{path.relative_to(ROOT)}: {getattr(node, 'name', path.stem)}"
                 twice += [f"{where} defines {name} {count} times" for name, count in names.items() if count > 1]
     assert not twice, twice
+
+
+def test_files_are_written_by_one_function():
+    """``files.write``: whole or not at all.  ``testing/`` makes models, whole folders at once."""
+    ways = {"write_text", "write_bytes", "rename", "replace"}
+    found = []
+    for path in sources(".py"):
+        ours = path.relative_to(ROOT).parts
+        if ours[0] not in ("python", "profiler") or "testing" in ours or path.name == "files.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            # Strings and dataclasses have a ``replace``, too.
+            if isinstance(node, ast.Attribute) and node.attr in ways:
+                if node.attr != "replace" or (isinstance(node.value, ast.Name) and node.value.id == "os"):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found, f"call sglang_pat.files.write instead: {', '.join(found)}"

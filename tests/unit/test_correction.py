@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from sglang_pat.predict.correction import BETWEEN_SPREAD, StepFactors
-from sglang_pat.predict.predictor import Corrected
+from sglang_pat.predict.correction import BETWEEN_SPREAD, Corrected, StepFactors
 
 from .policy_world import crossing, machine
 

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from sglang_pat import files
+
 Verdict = Literal["passed", "failed", "measured"]
 
 
@@ -48,9 +50,7 @@ class Report(msgspec.Struct, kw_only=True):
         """Write both files; called after each step, so that an ended run leaves what it has."""
         data = msgspec.json.format(msgspec.json.encode(self), indent=1)
         for name, content in (("acceptance.json", data), ("acceptance.md", self.page().encode())):
-            fresh = folder / f".{name}"
-            fresh.write_bytes(content + b"\n")
-            fresh.rename(folder / name)
+            files.write(content + b"\n", folder / name)
 
     def page(self) -> str:
         """The report as Markdown."""

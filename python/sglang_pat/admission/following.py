@@ -69,7 +69,8 @@ class Following:
 
     def go_on(self) -> list[Action]:
         """Return what is complete, start what may be started, or stop what runs."""
-        round_, actions = self.round, []
+        round_ = self.round
+        actions: list[Action] = []
         if not round_.stopping and not round_.cancelled:
             actions += self._take()
             if len(round_.taken) < round_.target:
@@ -81,7 +82,8 @@ class Following:
 
     def _take(self) -> list[Action]:
         """Return groups in the order in which they were completed, as far as older ones do not need the place."""
-        round_, actions = self.round, []
+        round_ = self.round
+        actions: list[Action] = []
         while len(round_.taken) < round_.target and (order := self._ready.pop(self._may_take)) is not None:
             group = round_.complete[order]
             self._leave(group, round_.taken)

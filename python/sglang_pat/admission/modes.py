@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_pat.admission.rules import Rules
 from sglang_pat.admission.starting import AnyStarting, Starting, StartingShortest, StartingWhereLeft
 from sglang_pat.admission.state import LONG, SHORT, Round, State
+
+if TYPE_CHECKING:
+    from sglang_pat.admission.rules import Rules
 
 
 class RoundShape(NamedTuple):
@@ -110,4 +112,5 @@ class Partial:
 
 
 Mode = Strict | Reorder | Partial
-MODES = {"strict": Strict, "reorder": Reorder, "partial": Partial}
+MODES: dict[str, type[Mode]] = {"strict": Strict, "reorder": Reorder, "partial": Partial}
+"""By the name that a job gives (``Rules.mode``)."""

@@ -16,14 +16,14 @@ class Key(NamedTuple):
     """A prompt: the same one comes again in another epoch."""
 
     epoch: int
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]  (a tuple's method of that name is not called)
 
 
 class SampleId(NamedTuple):
     """A response: ``number`` within its group, ``attempt`` counts how often it was started or taken up again."""
 
     epoch: int
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
     number: int
     attempt: int
 

@@ -93,7 +93,7 @@ class RolloutRound:
         self._backend = backend
         self._requests = Requests(backend, self.name, version, params, turns)
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
-        self._tasks: dict[SampleId, asyncio.Task] = {}
+        self._tasks: dict[SampleId, asyncio.Task[None]] = {}
         self._stopping: set[SampleId] = set()
         self._queue: deque[Launch | Abort] = deque()
         self._slice: asyncio.Handle | None = None
@@ -106,7 +106,7 @@ class RolloutRound:
         self._updates = backend.updates()
         self._error: Exception | None = None
         self._over = asyncio.Event()
-        self._again: asyncio.Task | None = None
+        self._again: asyncio.Task[None] | None = None
         actions = admitter.begin(version, most=SLICE)
         over = [action.summary.kind for action in actions if isinstance(action, RoundOver)]
         begun = admitter.state.round
@@ -231,7 +231,7 @@ class RolloutRound:
             return
         if not self._queue and self.admitter.more:
             self._do(self.admitter.go_on())
-        unstarted = []
+        unstarted: list[SampleId] = []
         for _ in range(min(SLICE, len(self._queue))):
             match self._queue.popleft():
                 case Launch(sample, prompt, prefix):

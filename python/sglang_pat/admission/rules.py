@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-MODES = ("strict", "reorder", "partial")
+from sglang_pat.admission.modes import MODES
+
 LARGEST = 1 << 20
 
 

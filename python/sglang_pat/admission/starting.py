@@ -135,7 +135,7 @@ class StartingWhereLeft:
         self._forced = set(round_.forced)
         self._stamps: dict[int, int] = {}
         """Of each group with samples to start, which of its entries counts: its priority changes as samples end."""
-        self._heap: list[tuple] = []
+        self._heap: list[tuple[bool, float, float, int, int, int]] = []
         self._counter = itertools.count()
         for group in round_.open.values():
             self.waits(group)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -71,8 +71,8 @@ class Turns:
             raise ValueError(f"environment_seconds is {seconds}, must be more than 0 and at most {MAX_SECONDS}")
         self._environment = environment or self._by_event
         self._seconds = seconds
-        self._awaited: dict[SampleId, asyncio.Future] = {}
-        self._stops: dict[SampleId, asyncio.Future] = {}
+        self._awaited: dict[SampleId, asyncio.Future[Sequence[int] | None]] = {}
+        self._stops: dict[SampleId, asyncio.Future[None]] = {}
         self._failures = Dropped(False)
 
     async def answer(self, turn: Turn) -> Output:
@@ -140,11 +140,17 @@ def turn_of(sample: SampleId, prompt: Any, output: Output, text: Callable[[list[
     return Turn(sample=sample, number=number, prompt=prompt, token_ids=ids, said=last, text=text(last))
 
 
-def given(answer: Sequence[int] | None) -> Output:
-    """An environment's answer as part of a response.  Raises as :meth:`Turns.answer`."""
+def given(answer: object) -> Output:
+    """An environment's answer, whatever it is, as part of a response.  Raises as :meth:`Turns.answer`."""
     if answer is None:
         return Output(finish_reason="stop")
-    ids = list(answer) if isinstance(answer, Sequence) else []
-    if not ids or not all(isinstance(token, int) for token in ids):
+    said = _items(answer)
+    ids = [token for token in said if isinstance(token, int)]
+    if not ids or len(ids) < len(said):
         raise ValueError(f"the environment answered {str(answer)[:80]!r}, must be token ids, at least one, or None")
     return Output(token_ids=ids, logprobs=[0.0] * len(ids), spans=[Span(None, len(ids))])
+
+
+def _items(answer: object) -> list[object]:
+    """Of a sequence; of anything else nothing."""
+    return list(cast(Sequence[object], answer)) if isinstance(answer, Sequence) else []

@@ -41,7 +41,7 @@ class Deciding:
     Attributes:
         history: lengths of the responses that ended.
         round: requests as they come in.
-        factors: by what the profile is off in each layout; None without a profile.
+        factors: by what the profile is off in each layout; None without a profile, or if it is to be believed.
         floor: lowest degree of a round, see ``messages.Floor``.
         expected_seconds: until all requests are done, as the policy saw it when it was last asked; None if it does not
             predict.
@@ -63,7 +63,8 @@ class Deciding:
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._degrees, self._num_ranks = tuple(layout.tp for layout in config.layouts), config.num_ranks
         self._predictor = predictor
-        self.factors = StepFactors(self._degrees) if predictor is not None else None
+        corrects = predictor is not None and not config.profile_as_is
+        self.factors = StepFactors(self._degrees) if corrects else None
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
         self._opened = False
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_pat import files
 from sglang_pat.demo.records import Result
 
 
@@ -45,7 +46,7 @@ def write(report: Report, path: Path) -> None:
             "different_texts": result.different(),
         }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n")
+    files.write(msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n", path)
 
 
 def read(path: Path) -> Report:

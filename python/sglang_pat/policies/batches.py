@@ -40,11 +40,11 @@ def _pays_up_to(profile: Profile, config: AdaptiveConfig, tp: int) -> int:
     requests = batches * config.base.with_tp(tp).dp
     best = 1
     for context in sorted({point.context for point in profile.decode}):
-        seconds = {}
+        seconds: dict[int, np.ndarray] = {}
         for layout in config.layouts:
             if layout.tp <= tp:
                 batch = -(-requests // layout.dp)
-                seconds[layout.tp] = predictor.step_seconds(layout.tp, batch, batch * context)
+                seconds[layout.tp] = np.asarray(predictor.step_seconds(layout.tp, batch, batch * context))
         pays = seconds[tp] <= np.minimum.reduce(list(seconds.values()))
         best = max(best, int(batches[pays].max(initial=1)))
     return best

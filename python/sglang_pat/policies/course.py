@@ -8,7 +8,9 @@ import numpy as np
 
 from sglang_pat.policies.outlook import Outlook
 from sglang_pat.policies.snapshot import Load, Snapshot
-from sglang_pat.predict.predictor import Corrected
+from sglang_pat.predict.correction import Corrected
+from sglang_pat.predict.predictor import Number
+from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class LayoutPlanner:
         max_running: requests that one replica decodes at once, or None for no bound; the rest waits for them.
     """
 
-    def __init__(self, predictor, costs, max_running: int | None = None) -> None:
+    def __init__(self, predictor: StepPredictor, costs: SwitchPredictor, max_running: int | None = None) -> None:
         self.predictor, self.costs, self.max_running = predictor, costs, max_running
         self._typical: dict[tuple[int, int], tuple[float, float]] = {}
 
@@ -48,10 +50,9 @@ class LayoutPlanner:
         predictor = Corrected(self.predictor, snapshot.factors)
         running = np.stack([self._seconds(predictor, snapshot, outlook, tp, share) for tp, share in shares.items()])
         switching, now, below = self._switching(snapshot, outlook)
-        best = np.zeros(len(degrees))
+        totals = np.zeros((len(degrees), len(degrees)))  # [from, to]
         for step in range(len(outlook.width) - 1, -1, -1):
-            totals = switching[step] + running[:, step] + best  # [from, to]
-            best = totals.min(axis=1)
+            totals = switching[step] + running[:, step] + totals.min(axis=1)
         return LayoutPlan(
             by_degree=dict(zip(degrees, totals[here].tolist(), strict=True)),
             never=float(running[here].sum()),
@@ -67,7 +68,7 @@ class LayoutPlanner:
             return 0.0
         replicas = min(snapshot.num_ranks // tp, len(load))
         rms = float(np.sqrt(np.mean(np.square(load.prompt, dtype=float))))
-        return float(predictor.prefill_uniform(tp, -(-len(load) // replicas), rms, replicas))
+        return predictor.prefill_uniform(tp, -(-len(load) // replicas), rms, replicas)
 
     def _seconds(self, predictor: Corrected, snapshot: Snapshot, outlook: Outlook, tp: int, share: float) -> np.ndarray:
         """Expected seconds of each interval in a layout, ``[intervals]``.
@@ -77,14 +78,14 @@ class LayoutPlanner:
         batch = 1 + (outlook.number - 1) * share
         replicas = snapshot.num_ranks // tp
         active = replicas * -np.expm1(outlook.number * np.log1p(-1 / replicas)) if replicas > 1 else 1.0
-        factor = 1.0
+        factor: Number = 1.0
         if self.max_running is not None:
             factor = np.maximum(batch / self.max_running, 1.0)
             batch = batch / factor
         step = predictor.step_seconds(tp, batch, batch * outlook.context, active)
         return outlook.width * outlook.any_alive * factor * step
 
-    def _switching(self, snapshot: Snapshot, outlook: Outlook) -> tuple[np.ndarray, dict, dict]:
+    def _switching(self, snapshot: Snapshot, outlook: Outlook) -> tuple[np.ndarray, dict[int, float], dict[int, int]]:
         """Expected seconds of a switch at the start of each interval, ``[intervals, from, to]``; of one now; and its
         ``recompute_below``."""
         degrees, lengths = snapshot.degrees, snapshot.load.prompt + snapshot.load.output
@@ -93,7 +94,8 @@ class LayoutPlanner:
         held = float(lengths.sum())
         tokens = np.concatenate([[held], (outlook.number * outlook.context)[:-1]])
         result = np.zeros((len(alive), len(degrees), len(degrees)))
-        now, below = {}, {}
+        now: dict[int, float] = {}
+        below: dict[int, int] = {}
         for i, source in enumerate(degrees):
             for j, target in enumerate(degrees):
                 if source == target:

@@ -80,7 +80,9 @@ def look_ahead(load: Load, history: LengthHistory) -> Outlook | None:
     )
 
 
-def _classes(output, left, mean, spread, prompt) -> tuple[np.ndarray, list[np.ndarray]]:
+def _classes(
+    output: np.ndarray, left: np.ndarray, mean: np.ndarray, spread: np.ndarray, prompt: np.ndarray
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """Requests counted together: members of each class, and each quantity's mean in it, float64 ``[classes]``."""
     quantities = [np.asarray(q, dtype=float) for q in (output, left, mean, spread, prompt)]
     keys = [np.log(quantities[0] + 16), np.log(np.maximum(quantities[1], 1)), *quantities[2:4]]

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.rules import forced, may_raise, patience
-from sglang_pat.policies.snapshot import Decision, Load, Snapshot
-from sglang_pat.predict.predictor import Corrected
+from sglang_pat.policies.snapshot import Decision, Load, Policy, Snapshot
+from sglang_pat.predict.correction import Corrected
+from sglang_pat.predict.cost import SwitchCost
+from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
 
 
-def pat(predictor, costs):
+def pat(predictor: StepPredictor, costs: SwitchPredictor) -> Policy:
     """Algorithm 1 with the step times of ``predictor`` and the switch costs of ``costs``."""
 
     def decide(snapshot: Snapshot, history: LengthHistory) -> Decision:
@@ -42,14 +44,17 @@ def pat(predictor, costs):
     return decide
 
 
-def algorithm_1(snapshot: Snapshot, predictor, costs) -> tuple[dict[int, float], dict]:
+def algorithm_1(
+    snapshot: Snapshot, predictor: StepPredictor, costs: SwitchPredictor
+) -> tuple[dict[int, float], dict[int, SwitchCost]]:
     """Lines 4 to 14: total predicted seconds by degree, and the switch to each degree other than the present."""
     load: Load = snapshot.load
     lengths = load.prompt + load.output
     mean = float(lengths.mean())
     predictor = Corrected(predictor, snapshot.factors)
     remaining = max(int((load.limit - load.output).max()), 0)
-    totals, switch = {}, {}
+    totals: dict[int, float] = {}
+    switch: dict[int, SwitchCost] = {}
     for tp in snapshot.degrees:
         replicas = min(len(load), snapshot.num_ranks // tp)
         batch = -(-len(load) // replicas)  # of the fullest replica, for which the others wait

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sglang_pat.config import PREDICTING
+from sglang_pat.config import POLICIES, PREDICTING
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.pat import pat
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
@@ -47,13 +47,14 @@ def make_policy(
             "or choose threshold"
         )
     makers: dict[str, Callable[[], Policy]] = {
-        "survival": lambda: survival(predictor, costs, max_running),
-        "pat": lambda: pat(predictor, costs),
         "threshold": lambda: threshold(switch_at, max_running),
         "schedule": lambda: stay,
         "manual": lambda: stay,
         "off": lambda: base_only,
     }
+    if predictor is not None and costs is not None:
+        makers["survival"] = lambda: survival(predictor, costs, max_running)
+        makers["pat"] = lambda: pat(predictor, costs)
     if name not in makers:
-        raise ValueError(f"policy {name!r}: choose one of {', '.join(makers)}")
+        raise ValueError(f"policy {name!r}: choose one of {', '.join(POLICIES)}")
     return makers[name]()

@@ -73,8 +73,8 @@ class Snapshot:
     load: Load = NO_LOAD
     coming: Load = NO_LOAD
     switches: int = 0
-    factors: Mapping[int, float] = field(default_factory=dict)
-    doubts: Mapping[int, float] = field(default_factory=dict)
+    factors: Mapping[int, float] = field(default_factory=dict[int, float])
+    doubts: Mapping[int, float] = field(default_factory=dict[int, float])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,9 +91,9 @@ def _degree(field: str, tp: int, mark: Fingerprint) -> None:
         raise wrong(field, tp, f"expected one of the degrees {', '.join(map(str, mark.degrees))}")
 
 
-def _once(name: str, keys: Iterable[tuple]) -> None:
+def _once(name: str, keys: Iterable[tuple[int, ...]]) -> None:
     """Each key is there once."""
-    first: dict[tuple, int] = {}
+    first: dict[tuple[int, ...], int] = {}
     for place, key in enumerate(keys):
         if (other := first.setdefault(key, place)) != place:
             raise wrong(f"{name}[{place}]", (), f"the same point as {name}[{other}], expected each once")

@@ -14,8 +14,13 @@ visited has the common factor.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import overload
 
 import numpy as np
+
+from sglang_pat.predict.predictor import Number
+from sglang_pat.predict.protocols import StepPredictor
 
 COMMON_SPREAD, COMMON_SECONDS = 0.3, 600.0
 """Prior standard deviation of the common log-factor, and the time in which it goes back: other programs come and go."""
@@ -71,3 +76,33 @@ class StepFactors:
         own, place = self._covariance[1:, 1:], self.degrees.index(tp)
         variance = np.diag(own) + own[place, place] - 2 * own[place]  # what they have in common is not in it
         return dict(zip(self.degrees, np.sqrt(np.maximum(variance, 0.0)).tolist(), strict=True))
+
+
+class Corrected:
+    """A predictor whose times are multiplied by one factor for each degree; 1 for degrees that have none."""
+
+    def __init__(self, predictor: StepPredictor, factors: Mapping[int, float]) -> None:
+        self._predictor, self._factors = predictor, factors
+
+    def has_prefill(self, tp: int) -> bool:
+        return self._predictor.has_prefill(tp)
+
+    @overload
+    def step_seconds(self, tp: int, batch: float, tokens: float, replicas: float | None = None) -> float: ...
+
+    @overload
+    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number: ...
+
+    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number:
+        """As :meth:`Predictor.step_seconds`."""
+        return self._factors.get(tp, 1.0) * self._predictor.step_seconds(tp, batch, tokens, replicas)
+
+    @overload
+    def prefill_uniform(self, tp: int, batch: float, length: float, replicas: float | None = None) -> float: ...
+
+    @overload
+    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number: ...
+
+    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number:
+        """As :meth:`Predictor.prefill_uniform`."""
+        return self._factors.get(tp, 1.0) * self._predictor.prefill_uniform(tp, batch, length, replicas)

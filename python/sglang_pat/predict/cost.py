@@ -140,7 +140,7 @@ class SwitchCosts:
         if replicas < 2:
             return 0.0
         batch = -(-lengths.size // replicas)
-        return DRAIN_STEPS * self.predictor.step_seconds(tp, batch, batch * lengths.mean(), replicas)
+        return DRAIN_STEPS * self.predictor.step_seconds(tp, batch, batch * float(lengths.mean()), replicas)
 
     def _state(self, fit: PairFit, to_tp: int, lengths: np.ndarray) -> tuple[float, int]:
         """Seconds of the best split, and the length below which requests are recomputed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import overload
 
 import numpy as np
@@ -51,9 +51,9 @@ class Predictor:
 
     def __init__(self, profile: Profile) -> None:
         self.num_ranks = profile.fingerprint.num_ranks
-        self._decode = _by_degree(profile.decode, lambda point: point.batch * point.context)
+        self._decode = _by_degree((point, point.batch * point.context) for point in profile.decode)
         # At equal length, prefill work is linear in the batch; at equal aggregate tokens it would not be.
-        self._prefill = _by_degree(profile.prefill, lambda point: point.length)
+        self._prefill = _by_degree((point, point.length) for point in profile.prefill)
         if not self._decode:
             raise ProfileError("the profile has no decode times; make one with python -m profiler.sweep")
 
@@ -66,7 +66,7 @@ class Predictor:
     def step_seconds(self, tp: int, batch: float, tokens: float, replicas: float | None = None) -> float: ...
 
     @overload
-    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> np.ndarray: ...
+    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number: ...
 
     def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number:
         """Seconds of a decode step of ONE replica.
@@ -86,7 +86,7 @@ class Predictor:
     def covers(self, tp: int, batch: float, tokens: float) -> bool: ...
 
     @overload
-    def covers(self, tp: int, batch: Number, tokens: Number) -> np.ndarray: ...
+    def covers(self, tp: int, batch: Number, tokens: Number) -> bool | np.ndarray: ...
 
     def covers(self, tp: int, batch: Number, tokens: Number) -> bool | np.ndarray:
         """Whether the query lies inside the profiled grid of degree ``tp`` (widest measured number of replicas)."""
@@ -111,42 +111,26 @@ class Predictor:
     def prefill_uniform(self, tp: int, batch: float, length: float, replicas: float | None = None) -> float: ...
 
     @overload
-    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> np.ndarray: ...
+    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number: ...
 
     def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number:
         """Seconds to prefill ``batch`` requests of ``length`` tokens each on one replica; broadcasts."""
         return self._evaluate(self._prefill, "prefill", tp, batch, length, replicas)
 
-    def _evaluate(self, table: dict[int, _Degree], what: str, tp: int, batch, x, replicas) -> Number:
+    def _evaluate(
+        self, table: dict[int, _Degree], what: str, tp: int, batch: Number, x: Number, replicas: Number | None
+    ) -> Number:
         degree = _of(table, what, tp)
         replicas = self.num_ranks // tp if replicas is None else replicas
         seconds = degree.at(replicas, np.asarray(batch, dtype=float), np.asarray(x, dtype=float))
         return float(seconds) if np.ndim(seconds) == 0 else seconds
 
 
-class Corrected:
-    """A predictor whose times are multiplied by one factor for each degree (``sglang_pat.predict.correction``); 1 for
-    degrees that have none."""
-
-    def __init__(self, predictor: Predictor, factors: Mapping[int, float]) -> None:
-        self._predictor, self._factors = predictor, factors
-
-    def has_prefill(self, tp: int) -> bool:
-        return self._predictor.has_prefill(tp)
-
-    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number:
-        """As :meth:`Predictor.step_seconds`."""
-        return self._factors.get(tp, 1.0) * self._predictor.step_seconds(tp, batch, tokens, replicas)
-
-    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number:
-        """As :meth:`Predictor.prefill_uniform`."""
-        return self._factors.get(tp, 1.0) * self._predictor.prefill_uniform(tp, batch, length, replicas)
-
-
-def _by_degree(points: Iterable[DecodePoint | PrefillPoint], x_of) -> dict[int, _Degree]:
-    grouped: dict[int, list] = {}
-    for point in points:
-        grouped.setdefault(point.tp, []).append((point.replicas, point.batch, x_of(point), point.seconds))
+def _by_degree(points: Iterable[tuple[DecodePoint | PrefillPoint, float]]) -> dict[int, _Degree]:
+    """``points``: with the x of each."""
+    grouped: dict[int, list[tuple[int, float, float, float]]] = {}
+    for point, x in points:
+        grouped.setdefault(point.tp, []).append((point.replicas, point.batch, x, point.seconds))
     return {tp: _Degree(rows) for tp, rows in grouped.items()}
 
 

@@ -178,7 +178,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     setup: tuple[LayoutSetup, ...] = ()
 
 
-def load(path: str | os.PathLike, *, complete: bool = False) -> Profile:
+def load(path: str | os.PathLike[str], *, complete: bool = False) -> Profile:
     """Read and check a profile: what this returns, everything that takes a profile works with.
 
     Args:
@@ -204,18 +204,18 @@ def load(path: str | os.PathLike, *, complete: bool = False) -> Profile:
     return profile
 
 
-def check_complete(profile: Profile, path: str | os.PathLike) -> None:
+def check_complete(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Raise :class:`ProfileError` for one of an interrupted sweep."""
     if not profile.complete:
         raise ProfileError(f"profile {path} is of an interrupted sweep; run the same profiler.sweep again to finish it")
 
 
-def save(profile: Profile, path: str | os.PathLike) -> None:
+def save(profile: Profile, path: str | os.PathLike[str]) -> None:
     """Write a profile, whole or not at all."""
     files.write(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n", path)
 
 
-def check_fits(profile: Profile, deployment: Fingerprint, path: str | os.PathLike = "") -> None:
+def check_fits(profile: Profile, deployment: Fingerprint, path: str | os.PathLike[str] = "") -> None:
     """Raise :class:`ProfileError` naming the first field in which ``profile`` is for another deployment."""
     for name in sorted(set(Fingerprint.__struct_fields__) - set(INFORMATIVE), key=Fingerprint.__struct_fields__.index):
         theirs, ours = getattr(profile.fingerprint, name), getattr(deployment, name)

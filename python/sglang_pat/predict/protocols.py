@@ -11,13 +11,16 @@ from sglang_pat.predict.predictor import Number
 
 
 class StepPredictor(Protocol):
-    """Seconds of one replica; :class:`~sglang_pat.predict.predictor.Predictor` says what the arguments are."""
+    """Seconds of one replica; :class:`~sglang_pat.predict.predictor.Predictor` says what the arguments are.
+
+    Scalars give a float; if any argument is an array, so is the answer.
+    """
 
     @overload
     def step_seconds(self, tp: int, batch: float, tokens: float, replicas: float | None = None) -> float: ...
 
     @overload
-    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> np.ndarray: ...
+    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number: ...
 
     def has_prefill(self, tp: int) -> bool: ...
 
@@ -25,7 +28,7 @@ class StepPredictor(Protocol):
     def prefill_uniform(self, tp: int, batch: float, length: float, replicas: float | None = None) -> float: ...
 
     @overload
-    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> np.ndarray: ...
+    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number: ...
 
 
 class SwitchPredictor(Protocol):

@@ -40,7 +40,8 @@ class Surface:
         # On the union of all knots every curve is still piecewise linear: one search serves them all.
         self._knots = np.unique(np.concatenate([x for x, _ in ordered]))
         anchors = np.concatenate([self._knots[:1], self._knots])
-        values, slopes = [], []
+        values: list[np.ndarray] = []
+        slopes: list[np.ndarray] = []
         for index, (x, y) in enumerate(ordered):
             below, above = _end_slopes(index, ordered, self.batches)
             value = np.interp(self._knots, x, y)
@@ -97,7 +98,8 @@ def _end_slopes(index: int, curves: list[Curve], batches: np.ndarray) -> tuple[f
     """Slopes with which curve ``index`` goes on below its first and above its last knot, seconds a unit of x."""
     x, y = curves[index]
     distance = np.abs(batches - batches[index])
-    donors = [curves[other] for other in np.argsort(distance, kind="stable") if len(curves[other][0]) > 1]
+    nearest = (curves[int(other)] for other in np.argsort(distance, kind="stable"))
+    donors = [curve for curve in nearest if len(curve[0]) > 1]
     if not donors:
         return 0.0, 0.0
     near_x, near_y = donors[0]  # itself, if it has two knots

@@ -38,7 +38,7 @@ class Replayed:
     switches: int = 0
     different: list[tuple[int, Decision, Decision]] = field(default_factory=list)
     found: list[Decision] = field(default_factory=list)
-    factors: Mapping[int, float] = field(default_factory=dict)
+    factors: Mapping[int, float] = field(default_factory=dict[int, float])
 
 
 class _Player:

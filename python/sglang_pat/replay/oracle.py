@@ -34,7 +34,7 @@ def oracle(drain: Drain) -> Run:
                 seconds = drain.switch_seconds(point, tp, to) + best[point, other]
                 if seconds < onward[point, t]:
                     onward[point, t], target[point, t] = seconds, other
-    schedule = []
+    schedule: list[tuple[int, int]] = []
     point, t = 0, 0
     if last and onward[0, 0] < best[0, 0]:
         t = int(target[0, 0])

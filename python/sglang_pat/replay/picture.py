@@ -1,5 +1,8 @@
 """``replay.png``: what each policy takes, and which layout it is in when."""
 
+# The types of matplotlib's own functions are incomplete.
+# pyright: basic
+
 from __future__ import annotations
 
 from collections.abc import Sequence

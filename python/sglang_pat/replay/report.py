@@ -11,7 +11,7 @@ from sglang_pat.replay.simulate import Run
 
 def summary(runs: dict[str, list[Run]]) -> dict[str, dict[str, float]]:
     """Figures by policy; what ``survival`` knew nothing in (its first round) also apart."""
-    result = {}
+    result: dict[str, dict[str, float]] = {}
     for name, found in runs.items():
         regret = regrets(runs, name)
         result[name] = _figures(found, regret)

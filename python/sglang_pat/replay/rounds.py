@@ -20,6 +20,7 @@ from sglang_pat.admission.records import (
     Group,
     Judge,
     Launch,
+    More,
     Output,
     Return,
     RoundOver,
@@ -65,8 +66,8 @@ class Replica:
         self._seconds, self._most = seconds, most
         self.clock = clock
         self.ids: list[SampleId] = []
-        self.context = np.zeros(0, dtype=np.int64)
-        self.left = np.zeros(0, dtype=np.int64)
+        self.context: np.ndarray = np.zeros(0, dtype=np.int64)
+        self.left: np.ndarray = np.zeros(0, dtype=np.int64)
         self.waiting: deque[tuple[SampleId, int, int]] = deque()
         self._next: float | None = None
 
@@ -246,6 +247,8 @@ class Simulation:
                     self._do(self.admitter.judged(group.key, True))
                 case Return(group):
                     self._returned.append(group)
+                case More():
+                    pass  # prompts come between rounds only
                 case RoundOver():
                     self._over = action
         self._peak = max(self._peak, len(self._where))

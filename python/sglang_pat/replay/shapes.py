@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from scipy.special import ndtr, ndtri
@@ -128,7 +128,7 @@ def read_lengths(path: Path) -> np.ndarray:
 def _length(entry: Any, where: str) -> int:
     try:
         value: Any = files.decode(entry, object) if isinstance(entry, bytes) else entry
-        value = value["length"] if isinstance(value, dict) else value
+        value = cast(dict[str, Any], value)["length"] if isinstance(value, dict) else value
         if isinstance(value, bool) or int(value) != value or not 1 <= value <= LONGEST:
             raise ValueError
     except (ValueError, TypeError, KeyError, OverflowError):

@@ -21,6 +21,7 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
 from sglang_pat.predict.correction import StepFactors
 from sglang_pat.predict.profile import Fingerprint
+from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
 
 CHECK_EVERY = ((8, 128), (32, 1024), (256, None))
 """Token steps after which policies are asked though nothing ended, up to a token index.  An engine asks every 0.1 s;
@@ -56,7 +57,9 @@ class Reports:
         clock: seconds of all rounds so far.
     """
 
-    def __init__(self, believed, degrees: tuple[int, ...], noise: float, random: np.random.Generator) -> None:
+    def __init__(
+        self, believed: StepPredictor, degrees: tuple[int, ...], noise: float, random: np.random.Generator
+    ) -> None:
         self.factors, self.clock = StepFactors(degrees), 0.0
         self._believed, self._noise, self._random = believed, noise, random
 
@@ -87,8 +90,8 @@ class Run:
     each span between questions, for pictures."""
 
     seconds: float
-    switches: list[tuple[int, int, int, float]] = field(default_factory=list)
-    timeline: list[tuple[float, int, int]] = field(default_factory=list)
+    switches: list[tuple[int, int, int, float]] = field(default_factory=list[tuple[int, int, int, float]])
+    timeline: list[tuple[float, int, int]] = field(default_factory=list[tuple[float, int, int]])
 
 
 class Drain:
@@ -98,25 +101,33 @@ class Drain:
         points: token indices at which a layout may change, ``[points]``; the last one is the longest response.
     """
 
-    def __init__(self, predictor, costs, fingerprint: Fingerprint, batch: Batch, spacing: int = SPACING) -> None:
+    def __init__(
+        self,
+        predictor: StepPredictor,
+        costs: SwitchPredictor,
+        fingerprint: Fingerprint,
+        batch: Batch,
+        spacing: int = SPACING,
+    ) -> None:
         self.fingerprint, self.batch, self.costs = fingerprint, batch, costs
         self.degrees = tuple(fingerprint.degrees)
         longest = int(batch.length.max())
-        starts = [0, *(end for _, end in CHECK_EVERY)]
-        grid = np.concatenate(
-            [np.arange(start, end or longest, every) for start, (every, end) in zip(starts, CHECK_EVERY, strict=False)]
-        )
+        start, spans = 0, list[np.ndarray]()
+        for every, end in CHECK_EVERY:
+            spans.append(np.arange(start, end or longest, every))
+            start = end or longest
+        grid = np.concatenate(spans)
         ends = np.unique(np.concatenate([grid[grid < longest], batch.length]))
         self.points = _thin(ends, spacing, grid)
         self._ends, self._inside = ends, np.searchsorted(ends, self.points)
         self._elapsed = self.elapsed(predictor)
         self._costs: dict[tuple[int, int, int], float] = {}
 
-    def elapsed(self, predictor) -> dict[int, np.ndarray]:
+    def elapsed(self, predictor: StepPredictor) -> dict[int, np.ndarray]:
         """Seconds of each replica from the start to each point, by degree, ``[replicas, points]``."""
         return {tp: self._elapsed_in(predictor, tp, self._ends)[:, self._inside] for tp in self.degrees}
 
-    def _elapsed_in(self, predictor, tp: int, ends: np.ndarray) -> np.ndarray:
+    def _elapsed_in(self, predictor: StepPredictor, tp: int, ends: np.ndarray) -> np.ndarray:
         """Seconds of each replica from the start to each of ``ends``, ``[replicas, ends]``."""
         replicas = self.fingerprint.num_ranks // tp
         replica = np.arange(len(self.batch.length)) % replicas
@@ -160,7 +171,11 @@ class Drain:
     def scheduled(self, schedule: list[tuple[int, int]]) -> Run:
         """Time with given switches: (point, tp) in order, from the base layout."""
         changes = dict(schedule)
-        return self._drive(lambda point, now, tp, last: changes.get(point, tp))
+
+        def decide(point: int, now: float, tp: int, last_switch: float) -> int:
+            return changes.get(point, tp)
+
+        return self._drive(decide)
 
     def follow(
         self, policy: Policy, history: LengthHistory, complete: bool = False, reports: Reports | None = None
@@ -226,7 +241,8 @@ class Drain:
             ),
         )
 
-    def _drive(self, decide) -> Run:
+    def _drive(self, decide: Callable[[int, float, int, float], int]) -> Run:
+        """``decide``: the degree to be in, for (point, now, degree in force, end of the last switch)."""
         tp, begun, since, last_switch = self.degrees[0], 0.0, 0, float("-inf")
         elapsed = self.seconds(tp, 0)
         run = Run(seconds=0.0)

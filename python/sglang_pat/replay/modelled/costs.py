@@ -27,7 +27,7 @@ def pat(model: ModelSize, read_rate: float, link_rate: float, degrees: tuple[int
     With ``top`` the larger degree, a rank receives the KV of ``top - 1`` of the ``ranks`` ranks, and of the weights
     the 1 - 1/from_tp that it has not.
     """
-    samples = []
+    samples: list[SwitchSample] = []
     for from_tp, to_tp in permutations(degrees, 2):
         wire = PAT_LINK / link_rate
         weights = PAT_WEIGHTS * wire * (model.weight_bytes * (1 - 1 / from_tp)) / (PAT_WEIGHT_BYTES / 2)
@@ -53,7 +53,7 @@ def ours(model: ModelSize, read_rate: float, link_rate: float, degrees: tuple[in
 
     The busiest rank decides: at the lower degree its replica has ceil(requests / replicas) of them.
     """
-    samples = []
+    samples: list[SwitchSample] = []
     for from_tp, to_tp in permutations(degrees, 2):
         low, share = min(from_tp, to_tp), 1 - min(from_tp, to_tp) / max(from_tp, to_tp)
         for requests, length in CASES:
@@ -70,8 +70,10 @@ def ours(model: ModelSize, read_rate: float, link_rate: float, degrees: tuple[in
     )
 
 
-def _sample(from_tp, to_tp, requests, tokens, moved, phases) -> SwitchSample:
-    phases = {name: round(float(seconds), 9) for name, seconds in phases.items()}
+def _sample(
+    from_tp: int, to_tp: int, requests: int, tokens: int, moved: float, phases: dict[str, float]
+) -> SwitchSample:
+    phases = {name: round(seconds, 9) for name, seconds in phases.items()}
     return SwitchSample(
         from_tp=from_tp,
         to_tp=to_tp,

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from sglang_pat.predict.predictor import Number
@@ -94,17 +95,21 @@ def deepscaler_lengths(cap: int, count: int = 128) -> np.ndarray:
 @cache
 def a40_llama() -> Roofline:
     """Four published step times, linear in four unknowns: memory, all-reduce, hop and fixed time."""
-    rows = [
+    rows = np.array(
         [
-            (LLAMA.read_bytes + LLAMA.kv_bytes * batch * FIG4_CONTEXT) / tp,
-            reduced_bytes(LLAMA, tp, batch),
-            LLAMA.layers * 4 * (tp - 1),
-            LLAMA.layers,
-        ]
-        for tp, batch, _ in FIG4
-    ]
-    scale = np.max(rows, axis=0)
-    memory, link, hop, layer = np.linalg.solve(rows / scale, [seconds for *_, seconds in FIG4]) / scale
+            [
+                (LLAMA.read_bytes + LLAMA.kv_bytes * batch * FIG4_CONTEXT) / tp,
+                reduced_bytes(LLAMA, tp, batch),
+                LLAMA.layers * 4 * (tp - 1),
+                LLAMA.layers,
+            ]
+            for tp, batch, _ in FIG4
+        ],
+        dtype=float,
+    )
+    scale: NDArray[np.float64] = np.max(rows, axis=0)
+    solved = np.linalg.solve(rows / scale, [seconds for *_, seconds in FIG4]) / scale
+    memory, link, hop, layer = (float(value) for value in solved)
     tp, batch, length, seconds = A40_PREFILL
     computing = seconds - reduced_bytes(LLAMA, tp, batch * length) * link - LLAMA.layers * (layer + 4 * (tp - 1) * hop)
     return Roofline(

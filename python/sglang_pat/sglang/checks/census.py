@@ -21,6 +21,8 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers import dp_attention
 
+from sglang_pat import files
+
 CENSUS_ENV = "SGLANG_PAT_CENSUS"
 """Test builds: a folder; every rank writes its census there at start and after every switch."""
 
@@ -69,8 +71,7 @@ def record(scheduler: Any, rank: int, epoch: int) -> None:
     values, identities = census(scheduler)
     about = dict(rank=rank, epoch=epoch, tp=scheduler.tp_size, tp_rank=scheduler.tp_rank)
     path = Path(folder) / f"census-{rank}-{epoch}.json"
-    path.with_suffix(".part").write_text(json.dumps(about | dict(values=values, identities=identities)))
-    path.with_suffix(".part").rename(path)
+    files.write(json.dumps(about | dict(values=values, identities=identities)).encode(), path)
 
 
 def _is_sglang_object(found: Any) -> bool:

@@ -46,6 +46,7 @@ class AdaptiveServerArgs(ServerArgs):
     pat_kv: str = _DEFAULT["pat_kv"]
     pat_kv_exchange: str = _DEFAULT["pat_kv_exchange"]
     pat_profile: str | None = _DEFAULT["pat_profile"]
+    pat_profile_as_is: bool = _DEFAULT["pat_profile_as_is"]
     pat_log: str | None = _DEFAULT["pat_log"]
     pat_rollout_dir: str | None = _DEFAULT["pat_rollout_dir"]
     pat_cpu_overlap: bool = _DEFAULT["pat_cpu_overlap"]
@@ -102,6 +103,7 @@ class AdaptiveServerArgs(ServerArgs):
             degrees=parse_degrees(self.pat_candidates),
             policy=self.pat_policy or ("survival" if self.pat_profile else "threshold"),
             profile=self.pat_profile,
+            profile_as_is=self.pat_profile_as_is,
             log=self.pat_log,
             max_running=self.max_running_requests,
             schedule=self.pat_schedule,
