@@ -181,6 +181,33 @@ def test_a_state_that_cannot_be_written_is_refused_before_and_told_after(make, m
     asyncio.run(run())
 
 
+def test_a_client_that_is_gone_before_its_round_is_saved(make, monkeypatch):
+    """Its job is not busy for ever, and its prompts are there."""
+
+    async def run():
+        rollouts = make()
+        await read(rollouts, call(0, 6))
+        fresh, queue = waiting(rollouts)
+        begun, never = asyncio.Event(), asyncio.Event()
+
+        async def save(name, ended=None):
+            begun.set()
+            await never.wait()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rollouts._jobs, "save", save)
+            first = asyncio.ensure_future(anext(rollouts.events(call(6, 2))))
+            await begun.wait()
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+        again = await read(rollouts, call(8, 0))
+        assert again[0]["number"] == 1 and len(keys(again)) == 2
+        assert set(keys(again)) <= {*fresh, *queue, 6, 7}
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_prompts_that_a_round_asks_for(make):
     """All of the first ones are useless: it asks, gets others, and the batch is full."""
     from sglang_pat.sglang.server.intake import MorePrompts, Prompt, Verdict

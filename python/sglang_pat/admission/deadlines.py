@@ -107,9 +107,11 @@ class Deadlines:
 
         There are such tokens only where weights are updated more often between two rounds than before.
         """
+        if not self._keeps:
+            return waiting, 0
         slacks = [self.slack(group, version, jump) for group in waiting]
         size, thrown = self._rules.num_prompts, 0
-        if not self._keeps or (min(slacks, default=0) >= 0 and max(self.owed(slacks)) <= size):
+        if min(slacks, default=0) >= 0 and max(self.owed(slacks)) <= size:
             return waiting, 0
         most = self._rules.max_deferrals
         found = {group.order: group for group in waiting}

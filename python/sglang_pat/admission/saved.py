@@ -56,10 +56,7 @@ def loads(data: bytes, rules: Rules | None = None, source: str = "saved admitter
     Raises:
         ValueError: one line: as :func:`decode` and :func:`check_rules`.
     """
-    saved = decode(data, source)
-    if rules is not None:
-        check_rules(saved.rules, rules, saved.state, source)
-    return Admitter(rules or saved.rules, saved.state)
+    return _admitter(decode(data, source), rules, source)
 
 
 def restored(saved: Saved, rules: Rules | None = None, source: str = "saved admitter") -> Admitter:
@@ -68,11 +65,15 @@ def restored(saved: Saved, rules: Rules | None = None, source: str = "saved admi
     Raises:
         ValueError: as :func:`check_rules`.
     """
-    if rules is not None:
-        check_rules(saved.rules, rules, saved.state, source)
-    admitter = Admitter(rules or saved.rules, saved.state)
+    admitter = _admitter(saved, rules, source)
     admitter.engine_lost()
     return admitter
+
+
+def _admitter(saved: Saved, rules: Rules | None, source: str) -> Admitter:
+    if rules is not None:
+        check_rules(saved.rules, rules, saved.state, source)
+    return Admitter(rules or saved.rules, saved.state)
 
 
 def check_rules(old: Rules, new: Rules, state: State, source: str) -> None:

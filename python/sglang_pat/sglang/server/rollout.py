@@ -71,7 +71,13 @@ class Rollouts:
         await self._over(body.job)
         job, start = self._begin(body)
         round_ = job.round
-        if problem := await self._jobs.save(body.job):
+        try:
+            problem = await self._jobs.save(body.job)
+        except asyncio.CancelledError:  # whoever asked is gone, and the next call must not find the job busy
+            round_.cancel()
+            self._settled(body, job, None)
+            raise
+        if problem:
             await self._jobs.undo(body.job)
             raise NotSaved(problem)
         if body.after is not None:
