@@ -13,6 +13,7 @@ from profiler.worker import Worker, search_path
 from sglang_pat import preflight
 from sglang_pat.acceptance import commands, kernels
 from sglang_pat.acceptance.bench import Bench, free_on_gpus
+from sglang_pat.acceptance.linears import views
 from sglang_pat.acceptance.results import Result
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory import estimate
@@ -278,7 +279,7 @@ def adaptive(bench: Bench) -> Result:
 
 
 STEPS: tuple[Callable[[Bench], Result], ...] = (
-    check_machine, move_kv, start, step_times, long_tail, endurance, pause, same_tokens, steady, likelihood, sweep,
-    adaptive,
+    check_machine, move_kv, views, start, step_times, long_tail, endurance, pause, same_tokens, steady, likelihood,
+    sweep, adaptive,
 )  # fmt: skip
 """In an order in which engines are started seldom."""

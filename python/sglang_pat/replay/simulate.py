@@ -262,9 +262,8 @@ class Drain:
 
 def crowded(fingerprint: Fingerprint, batch: Batch) -> str | None:
     """A line to say if the batch would not fit: then requests would queue, which is not modelled."""
-    most = max(
-        (np.sort(batch.length)[i] + batch.prompt.mean()) * (len(batch.length) - i) for i in range(len(batch.length))
-    )
+    # While the i-th longest runs, i requests have as many tokens as it.
+    most = float(((np.sort(batch.length)[::-1] + batch.prompt.mean()) * np.arange(1, len(batch.length) + 1)).max())
     holds = fingerprint.kv_tokens * fingerprint.num_ranks // fingerprint.base_tp
     if most > holds:
         return f"needs up to {most:,.0f} KV tokens, the profile holds {holds:,}: requests would queue (not modelled)"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import sys
-from collections.abc import Awaitable
-from typing import NoReturn
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -109,13 +110,35 @@ def _manager():
     return http_server.get_global_state().tokenizer_manager
 
 
+def _or_refused(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """What the handler returns; what it refuses has a status code and one line: 400 bad input, 409 not now, 507 no
+    room to save.  A plain ``dict`` becomes JSON."""
+
+    @functools.wraps(handler)
+    async def answer(*args: Any, **kwargs: Any) -> Response:
+        try:
+            found = await handler(*args, **kwargs)
+        except ValueError as error:
+            return _error(400, str(error))
+        except Busy as error:
+            return _error(409, str(error))
+        except NotSaved as error:
+            return _error(507, str(error))
+        except ReconfigureError as error:
+            return _error(error.code, str(error))
+        return found if isinstance(found, Response) else JSONResponse(found)
+
+    return answer
+
+
 async def status() -> dict:
     """Layout, candidates, load of each group, switches so far with phase times, weight version."""
     return await _manager().pat_status()
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def reconfigure(request: Request) -> JSONResponse:
+@_or_refused
+async def reconfigure(request: Request) -> dict:
     """``{"tp": 2}``: switch to degree 2 now; 200 with the switch record when it is over.
 
     With ``"dry_run": true`` it only says what that would do to the requests that are alive: how many go over, with how
@@ -124,110 +147,78 @@ async def reconfigure(request: Request) -> JSONResponse:
     400: not a body like that, or not a candidate; 409: a switch is under way; 500: aborted, the old
     layout goes on.
     """
-    try:
-        tp, dry_run = _degree(await _body(request, MAX_SMALL_BYTES))
-    except ValueError as error:
-        return _error(400, str(error))
-    try:
-        return JSONResponse(await _manager().pat_reconfigure(tp, dry_run))
-    except ReconfigureError as error:
-        return _error(error.code, str(error))
+    tp, dry_run = _degree(await _body(request, MAX_SMALL_BYTES))
+    return await _manager().pat_reconfigure(tp, dry_run)
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def set_schedule(request: Request) -> JSONResponse:
+@_or_refused
+async def set_schedule(request: Request) -> dict:
     """``[{"tp": 2, "step": 40}]``: the switches from now on (``sglang_pat.coordinator.schedule``); ``[]`` for none.
 
     400: not such a list; 409: the policy is another one.
     """
-    try:
-        entries = schedules.parse(await _body(request, MAX_SMALL_BYTES) or b"[]")
-        schedules.check_degrees(entries, _manager().server_args.adaptive_config().layouts)
-    except ValueError as error:
-        return _error(400, str(error))
-    return await _schedule_state(_manager().pat_set_schedule(entries))
+    entries = schedules.parse(await _body(request, MAX_SMALL_BYTES) or b"[]")
+    schedules.check_degrees(entries, _manager().server_args.adaptive_config().layouts)
+    return await _manager().pat_set_schedule(entries)
 
 
-async def schedule(wait: bool = True) -> JSONResponse:
+@_or_refused
+async def schedule(wait: bool = True) -> dict:
     """How far the schedule is; answered when it is over or replaced, with ``?wait=false`` at once.  409: see above."""
-    return await _schedule_state(_manager().pat_schedule(wait))
+    return await _manager().pat_schedule(wait)
 
 
-async def _schedule_state(asked: Awaitable[dict]) -> JSONResponse:
-    try:
-        return JSONResponse(await asked)
-    except ReconfigureError as error:
-        return _error(error.code, str(error))
-
-
+@_or_refused
 async def rollout(request: Request) -> Response:
     """A round in (:class:`~sglang_pat.sglang.server.intake.RolloutBody`), its groups out as server-sent events.
 
     400: a body that is not like that, or too few prompts; 409: the job has a round under way; 507: its state cannot be
     written.
     """
-    try:
-        body = parse(await _body(request, MAX_BODY_BYTES))
-        events = _manager().pat_rollouts.events(body)
-        first = await anext(events)
-    except ValueError as error:
-        return _error(400, str(error))
-    except Busy as error:
-        return _error(409, str(error))
-    except NotSaved as error:
-        return _error(507, str(error))
+    body = parse(await _body(request, MAX_BODY_BYTES))
+    events = _manager().pat_rollouts.events(body)
+    first = await anext(events)
     return StreamingResponse(server_sent(first, events), media_type="text/event-stream")
 
 
-async def verdict(request: Request) -> JSONResponse:
+@_or_refused
+async def verdict(request: Request) -> dict:
     """``{"key": [0, 17], "keep": false}``: whether a group of a ``judge`` event is of use; ``job`` as in the round.
 
     The answer says whether it ``counted``: not if the batch was complete without this group.
     """
-    try:
-        given = parse_verdict(await _body(request, MAX_SMALL_BYTES))
-        counted = _manager().pat_rollouts.judge(given)
-    except ValueError as error:
-        return _error(400, str(error))
-    return JSONResponse({"counted": counted})
+    given = parse_verdict(await _body(request, MAX_SMALL_BYTES))
+    return {"counted": _manager().pat_rollouts.judge(given)}
 
 
-async def turn(request: Request) -> JSONResponse:
+@_or_refused
+async def turn(request: Request) -> dict:
     """``{"sample": [0, 17, 2, 1], "text": "…"}``: what follows a ``turn`` event, as ``text`` or ``input_ids``; without
     them the conversation is over; ``job`` as in the round."""
-    try:
-        given = parse_answer(await _body(request, MAX_BODY_BYTES))
-        _manager().pat_rollouts.answer(given)
-    except ValueError as error:
-        return _error(400, str(error))
-    return JSONResponse({})
+    given = parse_answer(await _body(request, MAX_BODY_BYTES))
+    _manager().pat_rollouts.answer(given)
+    return {}
 
 
-async def more_prompts(request: Request) -> JSONResponse:
+@_or_refused
+async def more_prompts(request: Request) -> dict:
     """Prompts for the round that is under way (:class:`~sglang_pat.sglang.server.intake.MorePrompts`).
 
     The answer says whether they were ``taken``: not if the round is over; then they are for the next one.
 
     400: a body that is not like that, a key that came before, or a job without a round; then none is taken.
     """
-    try:
-        given = parse_more(await _body(request, MAX_BODY_BYTES))
-        taken = _manager().pat_rollouts.feed(given)
-    except ValueError as error:
-        return _error(400, str(error))
-    return JSONResponse({"taken": taken})
+    given = parse_more(await _body(request, MAX_BODY_BYTES))
+    return {"taken": _manager().pat_rollouts.feed(given)}
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def forget(job: str) -> JSONResponse:
+@_or_refused
+async def forget(job: str) -> dict:
     """Drop a job and the prompts that wait in it, for an administrator; 409 while it has a round under way."""
-    try:
-        await _manager().pat_rollouts.forget(job)
-    except ValueError as error:
-        return _error(400, str(error))
-    except Busy as error:
-        return _error(409, str(error))
-    return JSONResponse({})
+    await _manager().pat_rollouts.forget(job)
+    return {}
 
 
 async def _body(request: Request, most: int) -> bytes:

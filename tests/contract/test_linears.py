@@ -1,0 +1,46 @@
+"""What the acceptance compares: the linear layers of a layout on views and on copies are the same function."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from sglang_pat.memory.shapes import ModelShape
+
+SHAPE = ModelShape(
+    layers=3, hidden=32, heads=8, kv_heads=2, head_dim=4, intermediate=48, vocab=64, context=64, item=4
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_views_and_copies_multiply_alike(tp):
+    from sglang_pat.acceptance import linears
+
+    shape = dataclasses.replace(SHAPE)
+    products = linears.layer(shape, tp, 3, "cpu", torch.float32)
+    kv = max(1, shape.kv_heads // tp) * shape.head_dim
+    widths = [shape.heads // tp * shape.head_dim + 2 * kv, shape.hidden, 2 * shape.intermediate // tp, shape.hidden]
+    for product, width in zip(products, widths, strict=True):
+        assert product.on_views().shape == (3, width)
+        torch.testing.assert_close(product.on_views(), product.on_copy())
+        base = product.parts[0].untyped_storage().data_ptr()
+        assert all(part.untyped_storage().data_ptr() == base for part in product.parts), "a copy, not views"
+        assert product.copy.is_contiguous() and product.copy.untyped_storage().data_ptr() != base
+
+
+def test_times_are_those_of_all_layers(monkeypatch):
+    from sglang_pat.acceptance import linears
+
+    counted = []
+
+    def seconds(device, *calls, repeats):
+        counted.extend(len(call()) for call in calls)
+        return [4.0, 2.0]
+
+    monkeypatch.setattr(linears.kernels, "seconds", seconds)
+    shape = dataclasses.replace(SHAPE, layers=10)
+    found = linears.measure(shape, 2, 1, "cpu", torch.float32, repeats=3)
+    assert counted == [4 * linears.LAYERS] * 2, "four products a layer"
+    assert found == {"tp": 2, "batch": 1, "views_seconds": 10.0, "copies_seconds": 5.0}
