@@ -62,7 +62,7 @@ def test_steps_are_chosen_by_name(made_up, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "nonsense"], "--only nonsense: choose from check-machine, move-kv, start"),
+        (["--only", "nonsense"], "--only nonsense: choose from check-machine, move-kv"),
         (["--ranks", "3"], "--ranks 3: give a power of two from 2 on"),
         (["--ranks", "1"], "--ranks 1: give a power of two from 2 on"),
         (["--device", "cuda"], "--device cuda: there is no GPU here"),
