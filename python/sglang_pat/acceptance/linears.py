@@ -12,7 +12,7 @@ from sglang_pat.acceptance import kernels
 from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.results import Result
 from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.sglang.rank.weights import PiecewiseLinear
+from sglang_pat.sglang import cpu_shim
 
 LAYERS = 4
 """That are measured: so many that their weights do not stay in a cache."""
@@ -23,6 +23,8 @@ DEGREES, BATCHES = (2, 4, 8), (1, 8, 64)
 def views(bench: Bench) -> Result:
     """What the linear layers of a decode step take on views of the base weights, beside copies of them."""
     torch.set_num_threads(1)
+    if cpu_shim.needed():
+        cpu_shim.install()
     shape, dtype = bench.model, torch.bfloat16 if bench.device == "cuda" else torch.float32
     degrees = [tp for tp in DEGREES if shape.heads % tp == 0 and shape.intermediate % tp == 0]
     found = [measure(shape, tp, batch, bench.device, dtype, repeats=20) for tp in degrees for batch in BATCHES]
@@ -53,6 +55,8 @@ class Linear:
     def on_views(self) -> torch.Tensor:
         if len(self.parts) == 1:
             return linear(self.given, self.parts[0])
+        from sglang_pat.sglang.rank.weights import PiecewiseLinear  # with it comes SGLang
+
         method = PiecewiseLinear()
         method.weights, method.biases = [part.t() for part in self.parts], None
         return method.apply(torch.nn.Module(), self.given)
