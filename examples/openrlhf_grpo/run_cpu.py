@@ -1,7 +1,8 @@
 """GRPO with OpenRLHF on this machine's CPU, with the adaptive engine; nothing of OpenRLHF is changed.
 
-    python examples/openrlhf_grpo/run_cpu.py --model DIR [--steps 3] [--mode collocated|async] [OpenRLHF's arguments]
+    python examples/openrlhf_grpo/run_cpu.py [--model DIR] [--steps 3] [--mode collocated|async] [OpenRLHF's arguments]
 
+SmolLM2-135M, if no other model is given.  One trainer rank and one rank of the engine a "GPU".
 ``--out`` gets OpenRLHF's metrics (``metrics.jsonl``), each engine's decisions and a picture of the run (``run.png``).
 On GPUs you need none of this: see ``run_gpu.sh``.
 """
@@ -30,6 +31,7 @@ def arguments(args: argparse.Namespace, out: Path) -> list[str]:
     """Of OpenRLHF's command, ours among them."""
     named = {
         "actor.model_name_or_path": args.model,
+        "actor.adam.lr": 1e-5,
         "actor.num_nodes": 1,
         "actor.num_gpus_per_node": args.gpus,
         "ref.num_nodes": 1,
@@ -37,7 +39,7 @@ def arguments(args: argparse.Namespace, out: Path) -> list[str]:
         "reward.remote_url": HERE / "reward.py",
         "vllm.num_engines": 1,
         "vllm.tensor_parallel_size": args.gpus,
-        "vllm.gpu_memory_utilization": 0.05,
+        "vllm.gpu_memory_utilization": 0.3,
         "algo.kl.init_coef": 0,
         "algo.advantage.estimator": "group_norm",
         "algo.advantage.is_correction_level": "token",
@@ -50,7 +52,7 @@ def arguments(args: argparse.Namespace, out: Path) -> list[str]:
         "train.num_episodes": 1,
         "train.max_epochs": 1,
         "data.max_samples": args.batch * args.steps,
-        "data.max_len": args.response + 64,
+        "data.max_len": args.response + 128,
         "data.prompt_dataset": out / "prompts.jsonl",
         "data.input_key": "input",
         "data.label_key": "label",
@@ -78,28 +80,30 @@ def arguments(args: argparse.Namespace, out: Path) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face folder")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face folder (default: SmolLM2-135M)")
     parser.add_argument("--out", type=Path, default=Path("out/openrlhf"), metavar="DIR")
     parser.add_argument("--mode", choices=MODES, default="collocated")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=2, help="ranks of the trainer, and of the engine")
     parser.add_argument("--batch", type=int, default=4, help="prompts a step")
     parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
-    parser.add_argument("--response", type=int, default=192, help="tokens of a response at most")
+    parser.add_argument("--response", type=int, default=256, help="tokens of a response at most")
     parser.add_argument("--switch-at", type=int, default=6, help="requests left when the engine merges")
     args, extra = parser.parse_known_args(argv)
 
     args.out.mkdir(parents=True, exist_ok=True)
-    out, args.model = args.out.resolve(), args.model.resolve()
+    chat = args.model is None
+    out, args.model = args.out.resolve(), cpu_jobs.model(args.model)
     for old in out.glob("decisions.*.jsonl"):
         old.unlink()
-    rows = [{"input": cpu_jobs.prompt(i), "label": ""} for i in range(64)]
+    rows = [{"input": text, "label": ""} for text in cpu_jobs.prompts(64, chat)]
     (out / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # Apart from the engine the trainer needs GPUs of its own where the two run at once.
     gpus = args.gpus if args.mode == "collocated" else 2 * args.gpus
     with cpu_jobs.ray_folder() as folder:
         command = [sys.executable, "-m", "sglang_pat.testing.openrlhf_cpu", str(gpus), str(folder)]
-        code, found = run([*command, *arguments(args, out), *extra], deepspeed_ops.copied(folder))
+        given = [*arguments(args, out), *(["--data.apply_chat_template"] if chat else []), *extra]
+        code, found = run([*command, *given], deepspeed_ops.copied(folder))
     (out / "metrics.jsonl").write_text("".join(json.dumps({"data": data}) + "\n" for data in found))
     if code == 0:
         print(picture.draw(out / "run.png", steps(found), sorted(out.glob("decisions.*.jsonl"))))

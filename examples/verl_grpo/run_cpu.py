@@ -1,9 +1,10 @@
 """GRPO with verl on this machine's CPU, with the adaptive engine or with stock SGLang; nothing of verl is changed.
 
-    python examples/verl_grpo/run_cpu.py [--rollout sglang_pat|sglang] [--steps 3] [--out out/verl] [verl's overrides]
+    python examples/verl_grpo/run_cpu.py [--model DIR] [--rollout sglang_pat|sglang] [--steps 3] [verl's overrides]
 
-One trainer rank and one rank of the engine a "GPU".  ``--out`` gets verl's metrics (``metrics.jsonl``), the engines'
-decisions and a picture of the run (``run.png``).  On GPUs you need none of this: see ``run_gpu.sh``.
+SmolLM2-135M, if no other model is given.  One trainer rank and one rank of the engine a "GPU".  ``--out`` gets verl's
+metrics (``metrics.jsonl``), the engines' decisions and a picture of the run (``run.png``).  On GPUs you need none of
+this: see ``run_gpu.sh``.
 """
 
 from __future__ import annotations
@@ -41,18 +42,28 @@ def environment(metrics: Path, tp: int) -> dict[str, str]:
     )
 
 
-def prompts(count: int) -> list[dict]:
-    """Rows as verl reads them."""
+def rows(texts: list[str]) -> list[dict]:
+    """Prompts as verl reads them."""
     return [
         {
             "data_source": "example",
-            "prompt": [{"role": "user", "content": cpu_jobs.prompt(i)}],
+            "prompt": [{"role": "user", "content": text}],
             "ability": "none",
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"split": "train", "index": i},
         }
-        for i in range(count)
+        for i, text in enumerate(texts)
     ]
+
+
+def with_chat_template(model: Path, copy: Path) -> Path:
+    """The model's folder; a copy with a template of ours if it has none, as a made-up model."""
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    if "chat_template" in config or (model / "chat_template.jinja").exists():
+        return model
+    shutil.copytree(model, copy, dirs_exist_ok=True)
+    (copy / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": CHAT_TEMPLATE}))
+    return copy
 
 
 def overrides(args: argparse.Namespace, data: Path, ray_folder: Path) -> list[str]:
@@ -76,7 +87,7 @@ def overrides(args: argparse.Namespace, data: Path, ray_folder: Path) -> list[st
         "max_num_seqs": 64,
         "calculate_log_probs": True,
         "log_prob_micro_batch_size_per_gpu": 4,
-        "gpu_memory_utilization": 0.05,
+        "gpu_memory_utilization": 0.3,
         "agent.num_workers": 1,
     }
     settings = {
@@ -85,11 +96,11 @@ def overrides(args: argparse.Namespace, data: Path, ray_folder: Path) -> list[st
         "data.train_files": data / "train.parquet",
         "data.val_files": data / "val.parquet",
         "data.train_batch_size": args.batch,
-        "data.max_prompt_length": 64,
+        "data.max_prompt_length": 128,
         "data.max_response_length": args.response,
         "data.dataloader_num_workers": 0,
         "data.filter_overlong_prompts": False,
-        "actor_rollout_ref.model.path": data / "model",
+        "actor_rollout_ref.model.path": args.model,
         "actor_rollout_ref.model.use_remove_padding": False,
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
         "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
@@ -145,16 +156,16 @@ def steps(metrics: Path) -> list[picture.Step]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rollout", choices=["sglang_pat", "sglang"], default="sglang_pat")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face folder")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face folder (default: SmolLM2-135M)")
     parser.add_argument("--out", type=Path, default=Path("out/verl"), metavar="DIR")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=2, help="ranks of the trainer, and of the engine")
     parser.add_argument("--tp", type=int, help="GPUs of an engine (default: all)")
     parser.add_argument("--batch", type=int, default=4, help="prompts a step")
     parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
-    parser.add_argument("--response", type=int, default=192, help="tokens of a response at most")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--settings", default="{base_tp:1,policy:threshold,switch_at:4}", help="of the adaptive engine")
+    parser.add_argument("--response", type=int, default=256, help="tokens of a response at most")
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--settings", default="{base_tp:1,policy:threshold,switch_at:6}", help="of the adaptive engine")
     args, extra = parser.parse_known_args(argv)
 
     import pandas
@@ -164,12 +175,11 @@ def main(argv: list[str] | None = None) -> int:
     metrics = out / "metrics.jsonl"
     for old in (metrics, *out.glob("decisions.*.jsonl")):
         old.unlink(missing_ok=True)
-    shutil.copytree(args.model, out / "model", dirs_exist_ok=True)
-    tokenizer = out / "model" / "tokenizer_config.json"
-    config = json.loads(tokenizer.read_text())
-    tokenizer.write_text(json.dumps({"chat_template": CHAT_TEMPLATE} | config))
-    pandas.DataFrame(prompts(args.batch * args.steps)).to_parquet(out / "train.parquet")
-    pandas.DataFrame(prompts(args.batch)).to_parquet(out / "val.parquet")
+    chat = args.model is None
+    args.model = with_chat_template(cpu_jobs.model(args.model), out / "model")
+    texts = cpu_jobs.prompts(args.batch * args.steps, chat)
+    pandas.DataFrame(rows(texts)).to_parquet(out / "train.parquet")
+    pandas.DataFrame(rows(texts[: args.batch])).to_parquet(out / "val.parquet")
     with cpu_jobs.ray_folder() as folder:
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(args, out, folder), *extra]
         code = subprocess.call(command, env=environment(metrics, args.tp or args.gpus))

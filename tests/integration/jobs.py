@@ -31,12 +31,14 @@ class Job:
     """
 
     example: str
+    always: tuple[str, ...] = ()
+    """Arguments of each job of this kind."""
 
     def __init__(self, model: Path, out: Path, args: tuple[str, ...]) -> None:
         self.out = out
         given = [text.format(out=out) for text in args]
         run = EXAMPLES / self.example / "run_cpu.py"
-        command = [sys.executable, str(run), "--model", str(model), "--out", str(out), *given]
+        command = [sys.executable, str(run), "--model", str(model), "--out", str(out), *self.always, *given]
         with (out / "printed.txt").open("w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
             try:
@@ -71,10 +73,13 @@ class Job:
 
 class VerlJob(Job):
     example = "verl_grpo"
+    # A model of random weights: with a lower rate, an update would hardly be seen.
+    always = ("--lr", "1e-3", "--response", "192")
 
 
 class OpenRlhfJob(Job):
     example = "openrlhf_grpo"
+    always = ("--response", "192")
 
 
 def _end(process: subprocess.Popen) -> None:

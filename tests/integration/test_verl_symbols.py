@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from verl.trainer.ppo.v1 import trainer_base
+from verl.experimental.agent_loop import tool_agent_loop
+from verl.trainer.ppo.v1 import agent_loop_tq, replay_buffer, trainer_base
 from verl.workers.rollout import base, llm_server, replica, router
 
 pytestmark = pytest.mark.integration
@@ -57,6 +58,39 @@ def test_clients_and_trainers():
     assert parameters(trainer_base.PPOTrainer.__init__) == ["config"]
     assert parameters(trainer_base.PPOTrainer._compute_old_log_prob) == ["batch", "metrics"]
     assert isinstance(inspect.getattr_static(trainer_base.PPOTrainer, "get_llm_client"), type(lambda: 0))
+
+
+def test_turns_of_a_response():
+    """A sample's extra fields are those of its first turn, in the objects that the client gave; later turns add."""
+    source = inspect.getsource(tool_agent_loop.ToolAgentLoop)
+    assert "agent_data.extra_fields.update(output.extra_fields)" in source
+    assert "request_id=agent_data.request_id" in source, "the same in all turns"
+    for client in (llm_server.LLMServerClient, llm_server.FullyAsyncLLMServerClient):
+        assert parameters(client.generate)[:2] == ["request_id", "prompt_ids"]
+
+
+def test_what_the_queue_says_of_responses():
+    """Tail batching reads from verl's tags which responses are there, and how long each is."""
+    source = inspect.getsource(agent_loop_tq)
+    for needed in (
+        'keys.append(f"{uid}_{session_id}_{i}")',
+        '"response_len": response_len',
+        "for i in range(n):",
+        "session_errors = await _settle_session_tasks(tasks)",  # a prompt is noted as ended after its last response
+    ):
+        assert needed in source, needed
+    assert '"status"' in inspect.getsource(replay_buffer.ReplayBuffer._sync_metadata_from_transfer_queue)
+
+
+def test_partial_rollout_is_verls_own_in_colocate_async_only():
+    """Why tail_batching=partial is refused: docs/integrate.md."""
+    keeps = inspect.getsource(llm_server.FullyAsyncLLMServerClient.generate)
+    assert "prompt_ids=prompt_ids + final_output.token_ids" in keeps, "goes on with what was generated"
+    assert "token_ids" not in inspect.getsource(llm_server.LLMServerClient.generate)
+    of_sync = trainer_base.get_trainer_cls("sync")
+    assert of_sync.get_llm_client is trainer_base.PPOTrainer.get_llm_client, "the plain client"
+    starts = inspect.signature(agent_loop_tq.AgentLoopManagerTQ.generate_sequences)
+    assert list(starts.parameters) == ["self", "prompts"], "prompts, and nothing to go on from"
 
 
 def test_checkpoints():

@@ -1,4 +1,4 @@
-"""The replay buffer of tail batching, without engines: prompts end when a drawn number of polls is over."""
+"""The replay buffer of tail batching, without engines: responses have drawn lengths, and grow at the same pace."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from verl.utils import tensordict_utils
 
 from sglang_pat.integrations.verl import tail_batching
@@ -15,99 +16,194 @@ from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer
 
 pytestmark = pytest.mark.integration
 
+BATCH, RESPONSES, LIMIT = 8, 2, 4000
+STRICT = {"tail_batching": "strict", "eta_prompts": 1.5, "max_deferrals": 4}
+MODES = {"strict": {}, "reorder": {"tail_batching": "reorder"}, "unbiased": {"unbiased": True}}
+
+
+class Response:
+    """``tokens`` of the ``length`` that it is going to have."""
+
+    def __init__(self, length: int) -> None:
+        self.tokens, self.length = 0, length
+
+    @property
+    def there(self) -> bool:
+        return self.tokens == self.length
+
 
 class World(TailBatchingBuffer):
-    """verl's workers and its queue: a prompt is under way for ``polls[uid]`` polls, or until all are stopped."""
+    """verl's workers and its queue: between two looks as many tokens are generated as something takes to end.
 
-    def __init__(self, num_prompts: int, seed: int, lingering: int = 0) -> None:
+    A prompt is noted as ended a look after its last response is there.
+
+    Args:
+        look: tokens between two looks, if not so many.
+
+    Attributes:
+        lengths: of the responses of each prompt that was trained on, by its text.
+        tokens: that were generated, in all.
+    """
+
+    def __init__(self, seed: int, lingering: int = 0, look: int = 0, **options) -> None:
         super().__init__(
-            tail_batching.rules({"tail_batching": "strict", "eta_prompts": 1.5, "max_deferrals": 4}, num_prompts),
+            tail_batching.rules(STRICT | options, BATCH, RESPONSES), LIMIT,
             self.submitted, self.stopped, trainer_mode="sync", trainer_config={}, max_off_policy_threshold=None,
             max_off_policy_strategy="drop", sampler_kwargs={},
         )  # fmt: skip
-        self.rng, self.lingering = random.Random(seed), lingering
-        self.left: dict[str, int] = {}
+        self.rng, self.lingering, self.look = random.Random(seed), lingering, look
+        self.texts: dict[str, int] = {}
+        self.responses: dict[str, list[Response]] = {}
         self.ended: set[str] = set()
-        self.started: list[list[str]] = []
-        self.fetched = self.stops = 0
+        self.started: list[list[int]] = []
+        self.lengths: dict[int, list[int]] = {}
+        self.fetched = self.stops = self.tokens = 0
 
     def fetch(self):
-        uids = [f"u{self.fetched + i}" for i in range(4)]
+        texts = list(range(self.fetched, self.fetched + 4))
         self.fetched += 4
-        return tensordict_utils.get_tensordict({"uid": np.array(uids, dtype=object), "raw_prompt": list("abcd")})
+        uids = np.array([f"u{text}" for text in texts], dtype=object)
+        return tensordict_utils.get_tensordict({"uid": uids, "raw_prompt": texts})
 
     def submitted(self, rows) -> None:
-        uids = [tail_batching._uid(row) for row in rows]
-        assert not set(uids) & (self.left.keys() | self.ended), "it is out of the queue before it starts again"
-        self.started.append(uids)
-        for uid in uids:
-            self.left[uid] = 40 if self.rng.random() < 0.2 else self.rng.randint(1, 6)
+        self.started.append([row["raw_prompt"][0] for row in rows])
+        for row, text in zip(rows, self.started[-1], strict=True):
+            uid = tail_batching._uid(row)
+            assert uid not in self.responses, "it is out of the queue before it starts again"
+            lengths = [LIMIT if self.rng.random() < 0.1 else self.rng.randint(100, 600) for _ in range(RESPONSES)]
+            self.texts[uid], self.responses[uid] = text, [Response(length) for length in lengths]
 
     def stopped(self) -> None:
         self.stops += 1
         if self.stops > self.lingering:  # agents may begin another turn
-            self.ended |= self.left.keys()
-            self.left.clear()
+            for response in self.under_way:
+                response.length = response.tokens
+            self.ended |= self.responses.keys()
+
+    @property
+    def under_way(self) -> list[Response]:
+        return [response for found in self.responses.values() for response in found if not response.there]
 
     def _sync_metadata_from_transfer_queue(self) -> None:
         self.finished_keys["train"] = set(self.ended)
-        self.partitions["train"] = {f"{uid}_0_0": {"status": "success"} for uid in self.ended}
+        self.partitions["train"] = {
+            f"{uid}_{session}_0": {"status": "success", "response_len": response.tokens}
+            for uid, found in self.responses.items()
+            for session, response in enumerate(found)
+            if response.there
+        }
 
     def _wait_for_next_poll(self, partition_id, last):
-        self.left = {uid: polls - 1 for uid, polls in self.left.items()}
-        done = {uid for uid, polls in self.left.items() if polls <= 0}
-        self.ended |= done
-        self.left = {uid: polls for uid, polls in self.left.items() if uid not in done}
+        noted = {uid for uid, found in self.responses.items() if all(response.there for response in found)} - self.ended
+        self.ended |= noted
+        under_way = [] if noted else self.under_way
+        tokens = self.look or min((response.length - response.tokens for response in under_way), default=0)
+        for response in under_way:
+            before, response.tokens = response.tokens, min(response.tokens + tokens, response.length)
+            self.tokens += response.tokens - before
         return last
 
     def _clear_groups(self, partition_id, uids) -> None:
         self.ended -= uids
+        for uid in uids:
+            del self.responses[uid]
 
     def _materialize_batch(self, partition_id, selected_prompt_uids, partition_snapshot):
-        assert set(selected_prompt_uids) == self.ended, "what is left in the queue is the batch"
+        assert set(selected_prompt_uids) == self.ended == self.responses.keys(), (
+            "what is left in the queue is the batch"
+        )
         self.ended.clear()
-        return SimpleNamespace(uids=list(selected_prompt_uids))
+        texts = [self.texts[uid] for uid in selected_prompt_uids]
+        self.lengths |= {
+            self.texts[uid]: [response.length for response in found] for uid, found in self.responses.items()
+        }
+        self.responses.clear()
+        return SimpleNamespace(texts=texts)
+
+    def step(self, number: int) -> tuple[list[int], dict[str, float]]:
+        """Texts of its batch, and metrics."""
+        self.stops = 0
+        self.begin(number, self.fetch)
+        batch, metrics = self.sample(number, "train", BATCH)
+        assert not self.under_way and not self._under_way, "nothing of the step goes on"
+        return batch.texts, {name.removeprefix("training/tail_batching/"): value for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("lingering", [0, 3])
-def test_each_prompt_is_trained_on_once_and_none_waits_for_ever(seed, lingering):
-    world, trained, long_rounds = World(8, seed, lingering), [], 0
-    for step in range(1, 41):
-        world.stops = 0
-        world.begin(step, world.fetch)
-        batch, metrics = world.sample(step, "train", 8)
-        assert len(batch.uids) == len(set(batch.uids)) == 8
-        trained += batch.uids
-        long_rounds += metrics["training/tail_batching/long_round"]
-        assert metrics["training/tail_batching/oldest_waiting"] <= 4
-        assert not world.left and not world._under_way, "nothing of the step goes on"
-    assert len(trained) == len(set(trained)) == 320
-    begun = {uid for uids in world.started for uid in uids}
-    assert len(begun - set(trained)) == metrics["training/tail_batching/waiting_prompts"] <= 4 * 8
-    assert long_rounds >= 2
+@pytest.mark.parametrize("mode", MODES)
+def test_each_prompt_is_trained_on_once_and_none_waits_for_ever(seed, lingering, mode):
+    world, trained, long_rounds, stopped, redraws = World(seed, lingering, **MODES[mode]), [], 0, 0, 0
+    for number in range(1, 41):
+        texts, metrics = world.step(number)
+        assert len(texts) == len(set(texts)) == BATCH
+        trained += texts
+        long_rounds += metrics["long_round"]
+        stopped += metrics["stopped_prompts"]
+        redraws += metrics["redraws"]
+        assert metrics["oldest_waiting"] <= 4
+    assert len(trained) == len(set(trained)) == 40 * BATCH
+    begun = {text for texts in world.started for text in texts}
+    assert len(begun - set(trained)) == metrics["waiting_prompts"] <= 4 * BATCH
+    assert long_rounds >= 1 and stopped >= 10
+    assert (redraws > 0) == (mode == "unbiased")
 
 
-def test_a_checkpoint_keeps_the_prompts_that_wait(tmp_path):
+def test_reorder_starts_what_looks_short_first():
+    """Prompts that were passed over compete again in the next step; in strict they wait for a step of their own."""
+    again = {}
+    for mode in ("strict", "reorder"):
+        world = World(seed=1, **MODES[mode])
+        world.step(1)
+        waiting = set(world.started[0]) - world.lengths.keys()
+        world.step(2)
+        again[mode] = waiting & set(world.started[1])
+    assert len(again["reorder"]) == 4 and not again["strict"]
+
+
+def at_limit(**options) -> float:
+    """The share of responses at the limit, of prompts that must have been trained on by the end; the truth is 0.1."""
+    found: list[int] = []
+    for seed in range(3):
+        world, old = World(seed, **options), 0
+        for number in range(1, 151):
+            world.step(number)
+            old = world.fetched if number == 140 else old
+        found += [length for text, lengths in world.lengths.items() if text < old - 24 for length in lengths]
+    return found.count(LIMIT) / len(found)
+
+
+def test_lengths_are_those_of_the_model_if_unbiased():
+    assert at_limit() < 0.05 and at_limit(tail_batching="reorder") < 0.05
+    assert at_limit(unbiased=True) == pytest.approx(0.1, abs=0.012)
+    # A short step lasts some 50 looks of 10 tokens: long responses come a little too often.
+    assert at_limit(unbiased=True, look=10) == pytest.approx(0.106, abs=0.012)
+
+
+def test_the_metrics_say_how_much_shorter_responses_are():
+    world = World(seed=5)
+    for number in range(1, 101):
+        _, metrics = world.step(number)
+    lengths = [length for found in world.lengths.values() for length in found]
+    assert metrics["mean_returned"] == pytest.approx(sum(lengths) / len(lengths), rel=0.15)
+    assert metrics["mean_undropped"] == pytest.approx(0.1 * LIMIT + 0.9 * 350, rel=0.15)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_keeps_the_prompts_that_wait(tmp_path, mode):
     """The future after step 7 is the same for the process that goes on and for one that begins there."""
-    world = World(8, seed=3)
-    for step in range(1, 8):
-        world.begin(step, world.fetch)
-        world.sample(step, "train", 8)
+    world = World(seed=3, **MODES[mode])
+    for number in range(1, 8):
+        world.step(number)
     torch.save(world.state(), tmp_path / "state.pt")
-    other = World(8, seed=3)
+    other = World(seed=3, **MODES[mode])
     other.rng.setstate(world.rng.getstate())
     other.fetched = world.fetched
     other.restore(torch.load(tmp_path / "state.pt", weights_only=False), "state.pt")
     assert other._rows.keys() == world._rows.keys() != set()
 
-    def future(one: World) -> list[list[str]]:
-        found = []
-        for step in range(8, 20):
-            one.stops = 0
-            one.begin(step, one.fetch)
-            found.append(one.sample(step, "train", 8)[0].uids)
-        return found
+    def future(one: World) -> list[list[int]]:
+        return [one.step(number)[0] for number in range(8, 20)]
 
     assert future(other) == future(world)
 
@@ -116,15 +212,37 @@ def test_a_checkpoint_keeps_the_prompts_that_wait(tmp_path):
     ("options", "line"),
     [
         ({"tail_baching": "strict"}, "trainer.v1.sglang_pat_sync has no option 'tail_baching'; choose from"),
-        ({"tail_batching": "partial"}, "trainer.v1.sglang_pat_sync.tail_batching is 'partial', must be strict or off"),
+        ({"tail_batching": "all"}, "trainer.v1.sglang_pat_sync.tail_batching is 'all', must be strict, reorder or off"),
+        (
+            {"tail_batching": "partial"},
+            "trainer.v1.sglang_pat_sync.tail_batching is 'partial', must be strict, reorder or off: verl's sync "
+            "trainer starts each response from its prompt; for partial rollout set "
+            "trainer.v1.trainer_mode=sglang_pat_colocate_async",
+        ),
         ({"tail_batching": "strict", "eta_prompts": 0.5}, "trainer.v1.sglang_pat_sync.eta_prompts is 0.5, must be"),
+        (
+            {"tail_batching": "reorder", "unbiased": True},
+            "trainer.v1.sglang_pat_sync.unbiased is for mode strict, not reorder",
+        ),
     ],
 )
 def test_refused_in_one_line(options, line):
     with pytest.raises(ValueError) as refused:
-        tail_batching.rules(options, 8)
+        tail_batching.rules(options, BATCH, RESPONSES)
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+def test_other_trainer_modes_have_no_tail_batching(mode):
+    from sglang_pat.integrations.verl import trainers
+
+    kind = {"colocate_async": trainers.AdaptiveColocateAsync, "separate_async": trainers.AdaptiveSeparateAsync}[mode]
+    name = f"sglang_pat_{mode}"
+    config = OmegaConf.create({"trainer": {"v1": {"trainer_mode": name, name: {"tail_batching": "partial"}}}})
+    with pytest.raises(ValueError) as refused:
+        kind(config)
+    assert str(refused.value).startswith(f"trainer.v1.{name} has no option 'tail_batching', must be left out")
+
+
 def test_off_by_default():
-    assert tail_batching.rules({}, 8) is None and tail_batching.rules({"tail_batching": "off"}, 8) is None
+    assert tail_batching.rules({}, 8, 2) is None and tail_batching.rules({"tail_batching": "off"}, 8, 2) is None

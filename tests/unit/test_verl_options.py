@@ -71,3 +71,18 @@ def test_runs_of_a_response_in_parts():
     assert fields.spread(runs, 17) == [1] * 4 + [2] * 9 + [1] * 4
     assert fields.spread(runs, 5) == [1] * 4 + [2], "cut by verl"
     assert fields.joined([]) == () and fields.spread((), 0) == []
+
+
+def test_runs_of_a_response_in_turns():
+    turns = fields.Turns(prompt=20)
+    turns.add(0, 5, [(0, 1), (3, 2)])
+    turns.add(8, 4, [(0, 2)])
+    turns.add(12, 2, [(0, 2), (1, 4)])
+    assert turns == [(0, 1), (3, 2), (5, None), (8, 2), (13, 4)]
+    assert fields.spread(turns, 14) == [1] * 3 + [2] * 2 + [None] * 3 + [2] * 5 + [4]
+    turns.add(13, 3, [(0, 1)])
+    assert turns[-2:] == [(8, 2), (13, 1)], "the last token of the turn before was cut off"
+    empty = fields.Turns()
+    empty.add(0, 0, [(0, 1)])
+    empty.add(3, 1, [(0, 1)])
+    assert empty == [(0, None), (3, 1)]

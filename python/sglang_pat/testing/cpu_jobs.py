@@ -10,7 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sglang_pat.sglang.cpu_shim import CHILD_SITE_DIR
+from sglang_pat.testing import models
 from sglang_pat.testing.prefork import ENVIRONMENT
+from sglang_pat.tools.prompts import PROMPTS
+
+SMOLLM2 = Path(".cache") / "models" / "smollm2"
 
 WORDS = "license software free copy modify program source terms conditions work warranty".split()
 
@@ -33,9 +37,16 @@ def environment(**own: str) -> dict[str, str]:
     )
 
 
-def prompt(number: int) -> str:
-    """A short text, another one for each number."""
-    return f"the {WORDS[number % 11]} {WORDS[(number * 3 + 1) % 11]} is {number}"
+def model(folder: Path | None) -> Path:
+    """The given Hugging Face folder, or SmolLM2-135M, which is made if it is not there yet."""
+    return (folder or models.make_smollm2(SMOLLM2)).resolve()
+
+
+def prompts(count: int, chat: bool) -> list[str]:
+    """Short texts.  ``chat``: for a model that answers, which ends some of its answers early and others late."""
+    if chat:
+        return [PROMPTS[i % len(PROMPTS)] for i in range(count)]
+    return [f"the {WORDS[i % 11]} {WORDS[(i * 3 + 1) % 11]} is {i}" for i in range(count)]
 
 
 @contextmanager

@@ -1,16 +1,41 @@
-"""A client of verl's for responses that are generated in parts: they keep what each part says of its tokens."""
+"""Clients of verl's whose responses say of all their tokens who generated them: in parts, and in several turns."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakValueDictionary
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from sglang_pat.integrations.verl.fields import DEGREES, STEPS, joined
+from sglang_pat.integrations.verl.fields import DEGREES, STEPS, Turns, joined
 
 _parts: ContextVar[list[TokenOutput]] = ContextVar("parts")
+
+_sessions: WeakValueDictionary[tuple[str, str], Turns] = WeakValueDictionary()
+"""By request, which is the same in all turns of a response, and name of the field; for as long as it is in use."""
+
+
+class AdaptiveClient(LLMServerClient):
+    """verl's client: the extra fields of a response's first turn, which are those of the sample, grow by each turn."""
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **named: Any) -> TokenOutput:
+        output = await super().generate(request_id, prompt_ids=prompt_ids, **named)
+        for name in (DEGREES, STEPS):
+            if name in output.extra_fields:
+                turns = _turns(request_id, name, len(prompt_ids))
+                turns.add(len(prompt_ids) - turns.prompt, len(output.token_ids), output.extra_fields[name])
+                output.extra_fields[name] = turns
+        return output
+
+
+def _turns(request_id: str, name: str, prompt: int) -> Turns:
+    """What there is of a response whose next turn comes after ``prompt`` tokens."""
+    found = _sessions.get((request_id, name))
+    if found is None or prompt <= found.prompt:  # another response
+        found = _sessions[request_id, name] = Turns(prompt)
+    return found
 
 
 class _PartClient(LLMServerClient):
@@ -22,7 +47,7 @@ class _PartClient(LLMServerClient):
         return part
 
 
-class AdaptiveClient(FullyAsyncLLMServerClient, _PartClient):
+class _JoiningClient(FullyAsyncLLMServerClient, _PartClient):
     """verl's client that goes on after an abort."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
@@ -34,3 +59,7 @@ class AdaptiveClient(FullyAsyncLLMServerClient, _PartClient):
                 (len(part.token_ids), part.extra_fields[name]) for part in parts if name in part.extra_fields
             )
         return output
+
+
+class AdaptiveAsyncClient(AdaptiveClient, _JoiningClient):
+    """Both."""

@@ -1,14 +1,15 @@
 """What a sample says of the tokens in it, in its extra fields.
 
-Both are runs: pairs of a token of the response and what holds from it on.  ``((0, 1), (37, 2))``: the first 37 tokens
-come from a replica of TP degree 1, the others from one of degree 2.  Of a response in several turns: of its first turn.
+Both are runs: pairs of a token of the response and what holds from it on.  ``[(0, 1), (37, 2)]``: the first 37 tokens
+come from a replica of TP degree 1, the others from one of degree 2.  None: tokens that no replica generated, as a
+tool's answer between two turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-Runs = Sequence[Sequence[int]]
+Runs = Sequence[tuple[int, int | None]]
 
 DEGREES = "tp_from_token"
 """TP degree."""
@@ -16,19 +17,41 @@ STEPS = "global_steps_from_token"
 """verl's version of the weights: the step after which they were sent."""
 
 
+class Turns(list[tuple[int, int | None]]):
+    """The runs of a response so far.
+
+    verl takes a sample's extra fields from its first turn.  So later turns are added to the list that is there.
+
+    Args:
+        prompt: tokens before the response.
+    """
+
+    def __init__(self, prompt: int = 0) -> None:
+        super().__init__()
+        self.prompt = prompt
+        self.end = 0
+
+    def add(self, start: int, tokens: int, runs: Runs) -> None:
+        """``tokens`` more, the first of which is token ``start`` of the response; ``runs`` count from it."""
+        while self and self[-1][0] >= start:  # the end of a turn may be cut off before its tool's answer
+            self.pop()
+        if start > self.end:
+            self.append((self.end, None))
+        for offset, value in runs:
+            if offset < tokens and (not self or self[-1][1] != value):
+                self.append((start + offset, value))
+        self.end = start + tokens
+
+
 def joined(parts: Iterable[tuple[int, Runs]]) -> Runs:
-    """The runs of a response that was generated in parts: ``(tokens, runs)`` of each part."""
-    found: list[tuple[int, int]] = []
-    begin = 0
+    """The runs of what was generated in parts: ``(tokens, runs)`` of each part."""
+    found = Turns()
     for tokens, runs in parts:
-        for start, value in runs:
-            if start < tokens and (not found or found[-1][1] != value):
-                found.append((begin + start, value))
-        begin += tokens
+        found.add(found.end, tokens, runs)
     return tuple(found)
 
 
-def spread(runs: Runs, tokens: int) -> list[int]:
+def spread(runs: Runs, tokens: int) -> list[int | None]:
     """The value of each of ``tokens`` tokens."""
     ends = [start for start, _ in runs][1:] + [tokens]
     return [value for (start, value), end in zip(runs, ends, strict=False) for _ in range(start, min(end, tokens))]

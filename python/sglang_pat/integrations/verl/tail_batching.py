@@ -3,21 +3,29 @@ a step of their own.
 
 A step starts more prompts than it trains on, takes those whose responses are all there first, and stops the rest.  They
 start anew in a later step: every response that is trained on was generated whole by the weights of its step, as without
-tail batching.  When enough prompts wait, a step takes only them.  Which prompts run in which step is the decision of
-:class:`~sglang_pat.admission.admitter.Admitter`, which also bounds how often a prompt can be passed over.
+tail batching.  Which prompts run in which step is the decision of :class:`~sglang_pat.admission.admitter.Admitter`,
+which also bounds how often a prompt can be passed over.
 
-A prompt is started and stopped with all its responses: verl's agent loops run them together.
+verl's loop sets three limits:
+
+- A prompt is started and stopped with all its responses: verl's agent loops run them together.
+- Only everything can be stopped, not one prompt.  A redraw that is not needed any more runs on until the step's batch
+  is complete.
+- A response is started from its prompt: one that was stopped cannot go on (mode ``partial``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.utils import tensordict_utils
 
 from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter
@@ -25,53 +33,79 @@ from sglang_pat.admission.records import Abort, Action, Launch, Output, Return, 
 from sglang_pat.admission.rules import Rules
 from sglang_pat.admission.state import LONG
 
-OPTIONS = {"tail_batching", "eta_prompts", "max_deferrals"}
-"""Of ``trainer.v1.sglang_pat_sync``."""
+WHERE = "trainer.v1.sglang_pat_sync"
+OPTIONS = {"tail_batching", "eta_prompts", "max_deferrals", "unbiased"}
+"""Of :data:`WHERE`."""
+MODES = ("strict", "reorder")
 
 POLL_SECONDS = 0.5
 """Between two looks at what is complete; verl's two seconds are the length of a small step."""
 
 
-def rules(options: dict[str, Any], num_prompts: int) -> Rules | None:
-    """What ``trainer.v1.sglang_pat_sync`` asks for; None: no tail batching.
+def rules(options: Mapping[str, Any], num_prompts: int, num_responses: int) -> Rules | None:
+    """What :data:`WHERE` asks for; None: no tail batching.
 
     Raises:
         ValueError: an unknown option, or a value that cannot be; one line.
     """
-    where = "trainer.v1.sglang_pat_sync"
     unknown = sorted(set(options) - OPTIONS - {"parameter_sync_step"})
     if unknown:
-        raise ValueError(f"{where} has no option {unknown[0]!r}; choose from {', '.join(sorted(OPTIONS))}")
+        raise ValueError(f"{WHERE} has no option {unknown[0]!r}; choose from {', '.join(sorted(OPTIONS))}")
     mode = options.get("tail_batching")
     if mode in (None, False, "off"):
         return None
-    if mode != "strict":
-        raise ValueError(f"{where}.tail_batching is {mode!r}, must be strict or off")
-    given = {name: options[name] for name in ("eta_prompts", "max_deferrals") if name in options}
+    if mode == "partial":
+        raise ValueError(
+            f"{WHERE}.tail_batching is 'partial', must be {', '.join(MODES)} or off: verl's sync trainer starts each "
+            "response from its prompt; for partial rollout set trainer.v1.trainer_mode=sglang_pat_colocate_async"
+        )
+    if mode not in MODES:
+        raise ValueError(f"{WHERE}.tail_batching is {mode!r}, must be {', '.join(MODES)} or off")
+    given = {name: options[name] for name in ("eta_prompts", "max_deferrals", "unbiased") if name in options}
     try:
-        return Rules(num_prompts=num_prompts, num_responses=1, eta_responses=1.0, **given)
+        return Rules(num_prompts=num_prompts, num_responses=num_responses, mode=mode, eta_responses=1.0, **given)
     except ValueError as error:
-        raise ValueError(f"{where}.{error}") from None
+        raise ValueError(f"{WHERE}.{error}") from None
+
+
+def refuse_elsewhere(mode: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError, one line, for options of a trainer mode that has none."""
+    if options:
+        raise ValueError(
+            f"trainer.v1.{mode} has no option {min(options)!r}, must be left out: verl's own loop carries unfinished "
+            f"responses over there; tail batching is an option of {WHERE}"
+        )
 
 
 class TailBatchingBuffer(ReplayBuffer):
     """verl's replay buffer of synchronous training, which waits for the prompts that the admitter takes.
+
+    Args:
+        limit: tokens of a response at most.
 
     Attributes:
         summary: of the last round.
     """
 
     def __init__(
-        self, rules: Rules, submit: Callable[[list[TensorDict]], None], stop: Callable[[], None], **named: Any
+        self,
+        rules: Rules,
+        limit: int,
+        submit: Callable[[list[TensorDict]], None],
+        stop: Callable[[], None],
+        **named: Any,
     ) -> None:
         super().__init__(poll_interval=POLL_SECONDS, **named)
         self._admitter = Admitter(rules)
+        self._limit = limit
         self._submit, self._stop = submit, stop
         self._rows: dict[int, TensorDict] = {}
         """Prompts that were not trained on yet, by their index."""
         self._fed = 0
-        self._under_way: dict[str, SampleId] = {}
-        """By uid, what verl's workers have."""
+        self._under_way: dict[str, dict[int, SampleId]] = {}
+        """By uid and session, what verl's workers have."""
+        self._uids: dict[tuple[int, int], str] = {}
+        """Of this round, by index and number of the draw (``admission/redraws.py``)."""
         self._taken: list[str] = []
         self._over = True
         self.summary: Summary | None = None
@@ -98,66 +132,116 @@ class TailBatchingBuffer(ReplayBuffer):
                 self._admitter.feed([((0, self._fed), None)])
                 self._fed += 1
         self._taken, self._over = [], False
+        self._uids.clear()
         self._do(self._admitter.begin(version))
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         """The step's batch, once nothing of it is under way any more."""
         if partition_id == "val":
             return super().sample(global_steps, partition_id, batch_size)
-        last, aborted = time.time(), False
+        last, stopped = time.time(), False
         while True:
             self._sync_metadata_from_transfer_queue()
             ended = self.finished_keys[partition_id] | self.failure_keys[partition_id]
-            for uid in [uid for uid in self._under_way if uid in ended]:  # in the order in which they were started
-                self._ended(uid, aborted)
+            self._hear(self.partitions[partition_id], ended, stopped)
             if self._over:
                 break
             if len(self._taken) >= self._admitter.rules.num_prompts:
                 # An agent that goes on after its aborted turn is stopped again.
                 self._stop()
-                aborted = True
+                stopped = True
             last = self._wait_for_next_poll(partition_id, last)
         taken = set(self._taken)
         snapshot = dict(self.partitions[partition_id])
         self._clear_groups(partition_id, ({key.split("_")[0] for key in snapshot} | ended) - taken)
         return self._materialize_batch(partition_id, self._taken, snapshot), self._metrics()
 
-    def _ended(self, uid: str, aborted: bool) -> None:
-        sample = self._under_way.pop(uid)
-        if aborted:
-            return self._do(self._admitter.stopped(sample, Output()))
+    def _hear(self, trajectories: Mapping[str, Mapping[str, Any]], ended: set[str], stopped: bool) -> None:
+        """Tell the admitter which responses are there, in the order in which they were started.
+
+        Args:
+            trajectories: verl's tags, by key.
+            ended: uids of the prompts with which verl's workers are done.
+            stopped: since the last look all were.
+        """
+        lengths = _lengths(trajectories)
+        for uid, left in list(self._under_way.items()):
+            there = lengths[uid]
+            now = [session for session in left if uid in ended or session in there]
+            if uid not in ended:
+                now = now[: len(left) - 1]  # verl will still note that the prompt has ended
+            for session in now:
+                self._ended(left.pop(session), there.get(session, 0), stopped)
+            if not left:
+                del self._under_way[uid]
+
+    def _ended(self, sample: SampleId, tokens: int, stopped: bool) -> None:
         under_way = self._admitter.state.round
         assert under_way is not None, "a sample ends in its round"
-        spans = [Span(under_way.version, 1)]
-        return self._do(self._admitter.finished(sample, Output(spans=spans, finish_reason="stop")))
+        spans = [Span(under_way.version, tokens)]
+        if stopped:
+            return self._do(self._admitter.stopped(sample, Output(spans=spans)))
+        reason = "length" if tokens >= self._limit else "stop"
+        return self._do(self._admitter.finished(sample, Output(spans=spans, finish_reason=reason)))
 
     def _do(self, actions: Iterable[Action]) -> None:
-        launches = []
+        draws: dict[tuple[int, int], dict[int, SampleId]] = defaultdict(dict)
+        responses = self._admitter.rules.num_responses
         for action in actions:
             match action:
                 case Launch(sample=sample):
-                    launches.append(sample)
+                    draw, session = divmod(sample.number, responses)
+                    draws[sample.index, draw][session] = sample
                 case Return(group=group):
-                    self._taken.append(_uid(self._rows.pop(group.index)))
+                    del self._rows[group.index]
+                    self._taken.append(self._uids[group.index, group.rejected])
                 case RoundOver(summary=summary):
                     self._over, self.summary = True, summary
                 case Abort():
                     pass  # all that are left, together: see sample
-        if launches:
-            rows = [self._rows[sample.index] for sample in launches]
-            self._under_way |= {_uid(row): sample for row, sample in zip(rows, launches, strict=True)}
-            self._submit(rows)
+        if draws:
+            self._start(draws)
+
+    def _start(self, draws: Mapping[tuple[int, int], dict[int, SampleId]]) -> None:
+        """Each draw with all its responses; draws of one prompt are prompts of their own to verl."""
+        rows = []
+        for (index, draw), samples in draws.items():
+            row = _renamed(self._rows[index]) if draw else self._rows[index]
+            uid = self._uids[index, draw] = _uid(row)
+            self._under_way[uid] = samples
+            rows.append(row)
+        self._submit(rows)
 
     def _metrics(self) -> dict[str, float]:
         summary = self.summary
         assert summary is not None, "asked after a round"
-        return {
-            "training/tail_batching/long_round": float(summary.kind == LONG),
-            "training/tail_batching/stopped_prompts": len(summary.aborted_lengths),
-            "training/tail_batching/waiting_prompts": len(summary.ages),
-            "training/tail_batching/oldest_waiting": max(summary.ages, default=0),
+        found = {
+            "long_round": float(summary.kind == LONG),
+            "stopped_prompts": summary.deferred,
+            "waiting_prompts": len(summary.ages),
+            "oldest_waiting": max(summary.ages, default=0),
+            "redraws": summary.redraws,
+            "mean_returned": summary.mean_returned,
+            "mean_undropped": summary.mean_undropped,
         }
+        return {f"training/tail_batching/{name}": value for name, value in found.items()}
+
+
+def _lengths(trajectories: Mapping[str, Mapping[str, Any]]) -> defaultdict[str, dict[int, int]]:
+    """Tokens of each response that is there, by uid and session; keys are ``uid_session_index``."""
+    found: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    for key, tag in trajectories.items():
+        uid, session, _ = key.rsplit("_", 2)
+        found[uid][int(session)] = found[uid].get(int(session), 0) + tag["response_len"]
+    return found
 
 
 def _uid(row: TensorDict) -> str:
     return row["uid"][0]
+
+
+def _renamed(row: TensorDict) -> TensorDict:
+    """The same prompt with a uid of its own."""
+    other = row.clone(recurse=False)
+    tensordict_utils.assign_non_tensor_stack(other, "uid", [str(uuid.uuid4())])
+    return other

@@ -23,9 +23,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from sglang_pat.integrations.verl.client import AdaptiveClient
+from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, spread
-from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer, rules
+from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer, refuse_elsewhere, rules
 
 logger = logging.getLogger(__name__)
 
@@ -39,48 +39,53 @@ class _Adaptive(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         config = deepcopy(config)
+        if (mode := config.trainer.v1.trainer_mode) != f"{PREFIX}sync":
+            refuse_elsewhere(mode, dict(config.trainer.v1.get(mode, {})))
         with open_dict(config.trainer.v1):
             # verl asks for this name in several places.
-            config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix(PREFIX)
+            config.trainer.v1.trainer_mode = mode.removeprefix(PREFIX)
         super().__init__(config)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         found = super()._compute_old_log_prob(batch, metrics)
         if self.config.actor_rollout_ref.rollout.calculate_log_probs:
-            fields = ["old_log_probs", "rollout_log_probs", "response_mask", "num_turns", "extra_fields"]
+            fields = ["old_log_probs", "rollout_log_probs", "response_mask", "extra_fields"]
             data = tq.kv_batch_get(keys=found.keys, partition_id=found.partition_id, select_fields=fields)
             metrics.update(_by_degree(data))
         return found
 
 
 def _by_degree(data: Any) -> dict[str, float]:
-    """``training/rollout_probs_diff_max/tp2`` and so on, of single-turn responses."""
+    """``training/rollout_probs_diff_max/tp2`` and so on, of all generated tokens."""
     differences: dict[int, list[torch.Tensor]] = {}
-    turns, extra = data.get("num_turns").tolist(), data.get("extra_fields").tolist()
     columns = (data[name].unbind() for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
-    for ours, theirs, mask, count, fields in zip(*columns, turns, extra, strict=True):
-        if count != 2 or not fields.get(DEGREES):
+    for ours, theirs, mask, fields in zip(*columns, data.get("extra_fields").tolist(), strict=True):
+        if not fields.get(DEGREES):
             continue
-        degrees = torch.tensor(spread(fields[DEGREES], len(mask)))
+        degrees = torch.tensor([tp or 0 for tp in spread(fields[DEGREES], len(mask))]) * mask.bool()
         difference = (ours.exp() - theirs.exp()).abs()
-        for tp in degrees.unique().tolist():
-            differences.setdefault(tp, []).append(difference[(degrees == tp) & mask.bool()])
+        for tp in degrees[degrees > 0].unique().tolist():
+            differences.setdefault(tp, []).append(difference[degrees == tp])
     found = {}
     for tp, parts in sorted(differences.items()):
         values = torch.cat(parts)
-        if len(values):
-            found[f"training/rollout_probs_diff_max/tp{tp}"] = values.max().item()
-            found[f"training/rollout_probs_diff_mean/tp{tp}"] = values.mean().item()
+        found[f"training/rollout_probs_diff_max/tp{tp}"] = values.max().item()
+        found[f"training/rollout_probs_diff_mean/tp{tp}"] = values.mean().item()
         found[f"rollout/tokens/tp{tp}"] = len(values)
     return found
 
 
 @register_trainer(f"{PREFIX}sync")
 class AdaptiveSync(_Adaptive, PPOTrainerSync):
-    """Also with tail batching: ``+trainer.v1.sglang_pat_sync.tail_batching=strict`` (``tail_batching.py``)."""
+    """Also with tail batching: ``+trainer.v1.sglang_pat_sync.tail_batching=strict`` or ``reorder``."""
+
+    def get_llm_client(self) -> LLMServerClient:
+        return self.llm_server_manager.get_client(client_cls=AdaptiveClient)
 
     def _build_replay_buffer(self) -> ReplayBuffer:
-        wanted = rules(dict(self.config.trainer.v1.get(f"{PREFIX}sync", {})), self.config.data.train_batch_size)
+        rollout = self.config.actor_rollout_ref.rollout
+        options = dict(self.config.trainer.v1.get(f"{PREFIX}sync", {}))
+        wanted = rules(options, self.config.data.train_batch_size, rollout.n)
         if wanted is None:
             return super()._build_replay_buffer()
         sampler = self.config.trainer.v1.sampler
@@ -90,7 +95,7 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
                 "algorithm.filter_groups and trainer.v1.sampler.custom_sampler out"
             )
         return TailBatchingBuffer(
-            wanted, self._submit_rows, self._stop_all, trainer_mode=self.trainer_mode,
+            wanted, rollout.response_length, self._submit_rows, self._stop_all, trainer_mode=self.trainer_mode,
             trainer_config=self.config.trainer.v1.get(self.trainer_mode, {}),
             max_off_policy_threshold=sampler.max_off_policy_threshold,
             max_off_policy_strategy=sampler.max_off_policy_strategy, sampler_kwargs=sampler.sampler_kwargs,
@@ -138,10 +143,10 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
 @register_trainer(f"{PREFIX}colocate_async")
 class AdaptiveColocateAsync(_Adaptive, PPOTrainerColocateAsync):
     def get_llm_client(self) -> LLMServerClient:
-        return self.llm_server_manager.get_client(client_cls=AdaptiveClient)
+        return self.llm_server_manager.get_client(client_cls=AdaptiveAsyncClient)
 
 
 @register_trainer(f"{PREFIX}separate_async")
 class AdaptiveSeparateAsync(_Adaptive, PPOTrainerSeparateAsync):
     def get_llm_client(self) -> LLMServerClient:
-        return self.standalone_server_manager.get_client(client_cls=AdaptiveClient)
+        return self.standalone_server_manager.get_client(client_cls=AdaptiveAsyncClient)

@@ -11,7 +11,11 @@ import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput, UpdateWeightsFromTensorReqInput
+from sglang.srt.managers.io_struct import (
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import LocalSerializedTensor, ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -183,3 +187,14 @@ class AdaptiveTpModelWorker(TpModelWorker):
         if success or loaded:
             return success, message
         return False, problem or updates.not_received(message)
+
+    def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> tuple[bool, str]:
+        """SGLang's; nothing is loaded from the first bucket on that does not fit."""
+        runner = self.model_runner
+        model = runner.model
+        buckets = runner.model = updates.Buckets(model, self.expected)
+        try:
+            success, message = super().update_weights_from_ipc(recv_req)
+        finally:
+            runner.model = model
+        return success, message if success else buckets.problem or message

@@ -2,7 +2,8 @@
 
 SGLang writes tensor after tensor, and finds a wrong one when half of the weights are new; of a name that it does not
 know it says so in its log and goes on.  Here a whole request is looked at first, by all ranks: either each of them
-takes all of its tensors, or none takes any.
+takes all of its tensors, or none takes any.  Over IPC (checkpoint-engine) that holds for each bucket: what will be in
+the next ones nobody knows.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sglang_pat.weights.shards import ShardSpec
 T = TypeVar("T")
 
 REFUSED = "weight update refused, all weights are as they were"
+BROKEN_OFF = "weight update broken off, some of the weights are new: send all of them again"
 
 LATE, ATTEMPTS = "Shared memory manager connection has timed out", 30
 """What torch says when its helper for shared memory takes more than a second to answer, as on a busy machine, and how
@@ -183,3 +185,32 @@ class Receiver:
             raise ValueError(self._problem)
         self.loaded = True
         self._model.load_weights(weights)
+
+
+class Buckets:
+    """Stands in for ``model`` while an update comes in buckets: each is looked at before any of it is loaded.
+
+    All ranks get the same buckets in the same order, so all of them stop before the same one.
+
+    Attributes:
+        problem: what was wrong with a bucket, in one line.
+    """
+
+    def __init__(self, model: torch.nn.Module, expected: Expected) -> None:
+        self._model, self._expected = model, expected
+        self._loaded = False
+        self.problem: str | None = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises ValueError: the bucket does not fit; whoever sends them is told, and sends no more."""
+        bucket = list(weights)
+        problem = self._expected.problem((name, tensor.shape) for name, tensor in bucket)
+        if problem is not None:
+            self.problem = problem.replace(REFUSED, BROKEN_OFF) if self._loaded else problem
+            raise ValueError(self.problem)
+        self._loaded = True
+        cast("Loader", self._model).load_weights(bucket)
+
+    def __getattr__(self, name: str) -> Any:
+        # SGLang goes through the model's modules when all has come.
+        return getattr(self._model, name)

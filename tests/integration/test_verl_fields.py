@@ -1,0 +1,163 @@
+"""What samples say of their tokens, through verl's own agent loops and clients; engines and tokenizer are made up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.tools.function_tool import FunctionTool
+from verl.tools.schemas import OpenAIFunctionToolSchema
+from verl.workers.rollout import llm_server
+from verl.workers.rollout.replica import TokenOutput
+
+from sglang_pat.integrations.verl import client, trainers
+from sglang_pat.integrations.verl.fields import DEGREES, STEPS, spread
+
+pytestmark = pytest.mark.integration
+
+CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+
+
+class Letters:
+    """A tokenizer: a letter is a token, and each message is in brackets."""
+
+    pad_token_id = 0
+
+    def apply_chat_template(self, messages, add_generation_prompt=False, **_) -> list[int]:
+        text = "".join(f"[{message['content']}]" for message in messages)
+        return self.encode(text + ("[" if add_generation_prompt else ""))
+
+    def encode(self, text: str, **_) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens, **_) -> str:
+        return "".join(map(chr, tokens))
+
+
+def remote(function):
+    """A method of a Ray actor."""
+
+    async def called(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return SimpleNamespace(remote=called)
+
+
+class Engine:
+    """Answers one text after the other.  The degree is the number of the text, and 8 from its middle on."""
+
+    def __init__(self, *parts: str) -> None:
+        self.parts = list(parts)
+        self.generate = remote(self._generate)
+        self.asked = 0
+
+    def _generate(self, prompt_ids, **_) -> TokenOutput:
+        text = self.parts[self.asked]
+        self.asked += 1
+        degrees = ((0, self.asked), (len(text) // 2, 8)) if text else ()
+        return TokenOutput(
+            token_ids=Letters().encode(text.removesuffix("…")),
+            stop_reason="abort" if text.endswith("…") else "completed",
+            extra_fields={"global_steps": 10 + self.asked, DEGREES: degrees, STEPS: ((0, 10 + self.asked),)},
+        )
+
+
+def run(kind, client_class, engine: Engine):
+    """verl's output of one agent loop of ``kind``."""
+    balancer = SimpleNamespace(
+        acquire_server=remote(lambda **_: ("engine", engine)),
+        release_server=remote(lambda **_: None),
+        require_acquire_fields=remote(list),
+        require_release_fields=remote(list),
+    )
+    turns = {"max_user_turns": None, "max_assistant_turns": 5, "max_parallel_calls": 1, "format": "hermes"}
+    turns |= {"max_tool_response_length": 256, "tool_response_truncate_side": "left"}
+    rollout = {"prompt_length": 64, "response_length": 512, "full_determinism": False, "multi_turn": turns}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout | {"name": "sglang_pat"}}})
+
+    schema = {"type": "function", "function": {"name": "clock", "description": "the time", "parameters": {}}}
+    schema["function"]["parameters"] = {"type": "object", "properties": {}, "required": []}
+    clock = FunctionTool("clock", lambda: "noon", OpenAIFunctionToolSchema.model_validate(schema))
+
+    async def main():
+        server = client_class(config=config, load_balancer_handle=balancer)
+        loop = kind(
+            trainer_config=DictConfigWrap(config), server_manager=server, tokenizer=Letters(), processor=None,
+            dataset_cls=None, data_config=DictConfigWrap(OmegaConf.create({})), tools=ToolListWrap([clock]),
+        )  # fmt: skip
+        return await loop.run({}, raw_prompt=[{"role": "user", "content": "what time is it?"}])
+
+    return asyncio.run(main())
+
+
+CLIENTS = [client.AdaptiveClient, client.AdaptiveAsyncClient]
+
+
+@pytest.mark.parametrize("client_class", CLIENTS)
+def test_all_turns_of_a_response_say_who_generated_them(client_class):
+    output = run(ToolAgentLoop, client_class, Engine(CALL, "wait"))
+    said = output.as_dict()
+    text = Letters().decode(said["responses"].tolist())
+    mask = said["response_mask"].tolist()
+    assert text.count(CALL) == 1 and "noon" in text[len(CALL) :], "a call, and an answer of the tool"
+    degrees = spread(said["extra_fields"][DEGREES], len(text))
+    steps = spread(said["extra_fields"][STEPS], len(text))
+    assert [degree is not None for degree in degrees] == [bool(one) for one in mask]
+    assert [step is not None for step in steps] == [bool(one) for one in mask]
+    first, second = CALL, "wait"
+    assert degrees[: len(first)] == [1] * (len(first) // 2) + [8] * (len(first) - len(first) // 2)
+    assert degrees[-len(second) :] == [2, 2, 8, 8] and steps[-len(second) :] == [12] * 4
+    assert type(said["extra_fields"][DEGREES]) is list, "as verl stores it"
+
+
+def test_a_turn_in_parts():
+    llm_server_sleep = llm_server.asyncio.sleep
+    try:
+        llm_server.asyncio.sleep = lambda seconds: llm_server_sleep(0)
+        output = run(ToolAgentLoop, client.AdaptiveAsyncClient, Engine(CALL[:20] + "…", CALL[20:], "no…", "on"))
+    finally:
+        llm_server.asyncio.sleep = llm_server_sleep
+    length = len(output.response_ids)
+    steps = spread(output.extra_fields[STEPS], length)
+    assert steps[: len(CALL)] == [11] * 20 + [12] * (len(CALL) - 20)
+    assert steps[-4:] == [13, 13, 14, 14]
+    assert [step is not None for step in steps] == [bool(one) for one in output.response_mask]
+
+
+@pytest.mark.parametrize("client_class", CLIENTS)
+def test_a_single_turn(client_class):
+    output = run(SingleTurnAgentLoop, client_class, Engine("it is noon"))
+    assert output.extra_fields[DEGREES] == [(0, 1), (5, 8)] and output.extra_fields[STEPS] == [(0, 11)]
+
+
+def test_nothing_is_kept_of_a_response_that_is_over():
+    output = run(ToolAgentLoop, client.AdaptiveClient, Engine(CALL, "wait"))
+    assert len(client._sessions) == 2
+    del output
+    gc.collect()
+    assert not client._sessions
+
+
+def test_differences_by_degree_count_generated_tokens_of_all_turns():
+    def nested(*rows):
+        return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+    extra = [{DEGREES: [(0, 1), (2, None), (4, 2)]}, {DEGREES: [(0, 2)]}, {}]
+    data = {
+        "old_log_probs": nested([0.0] * 5, [0.0] * 2, [0.0]),
+        "rollout_log_probs": nested([0.0, -1.0, -9.0, -9.0, -2.0], [0.0, -0.5], [-9.0]),
+        "response_mask": nested([1, 1, 0, 0, 1], [1, 1], [1]),
+        "extra_fields": SimpleNamespace(tolist=lambda: extra),
+    }
+    found = trainers._by_degree(data)
+    assert found["rollout/tokens/tp1"] == 2 and found["rollout/tokens/tp2"] == 3
+    assert found["training/rollout_probs_diff_max/tp1"] == pytest.approx(1 - torch.tensor(-1.0).exp().item())
+    assert found["training/rollout_probs_diff_max/tp2"] == pytest.approx(1 - torch.tensor(-2.0).exp().item())
+    assert len(found) == 6, "two degrees: tokens, largest difference, mean"
