@@ -15,6 +15,7 @@ import asyncio
 import gc
 import heapq
 import json
+import math
 import random
 import statistics
 import sys
@@ -235,31 +236,65 @@ def now_of(collector: Collector) -> float:
     return thread_time() - collector.seconds
 
 
-async def loop_slices(mode: str, prompts: int, responses: int, rounds: int = 2) -> dict[str, float]:
-    """Milliseconds of the longest turn of the event loop, without the collector's, and of the collector's longest."""
-    collector = Collector()
-    made, engine = admitter(mode, prompts, responses, rounds), Scripted()
-    longest, gave_up = 0.0, thread_time() + PATIENCE_SECONDS
-    for number in range(rounds):
+async def read(round_: RolloutRound) -> None:
+    """As a client does."""
+    async for _ in round_:
+        pass
+
+
+async def turns_of(round_: RolloutRound, engine: Scripted, collector: Collector, begun: float, cancel: bool) -> list:
+    """Seconds of each turn of the event loop, without the collector's, until the round is over and freed.
+
+    Args:
+        begun: when the round was about to begin, by :func:`now_of`.
+        cancel: give it up when a third of its groups have been returned.
+    """
+    reader, found, last = asyncio.ensure_future(read(round_)), [], begun
+    third, left, gave_up = round_.admitter.state.round.target // 3, 0, thread_time() + PATIENCE_SECONDS
+    while (not reader.done() or left > 0) and thread_time() < gave_up:
+        await asyncio.sleep(0)
+        found.append(now_of(collector) - last)
+        left = round_.admitter.rules.num_prompts if round_.summary is None else left - 1
+        engine.step()
         last = now_of(collector)
+        state = round_.admitter.state.round
+        if cancel and state is not None and not state.cancelled and len(state.taken) > third:
+            round_.cancel()
+    reader.cancel()
+    round_.confirm()
+    return found
+
+
+async def loop_slices(mode: str, prompts: int, responses: int, rounds: int = 3) -> dict[str, Any]:
+    """Milliseconds of the longest turns of the event loop, without the collector's, and of the collector's longest.
+
+    Rounds as the server has them, each on a copy of the job's state; one more is cancelled in the middle.
+    """
+    collector = Collector()
+    made, engine = admitter(mode, prompts, responses, rounds + 1), Scripted()
+    begins, others, cancelled = [], [], []
+    for number in range(rounds + 1):
+        begun = now_of(collector)
+        made = Admitter(made.rules, made.snapshot())
         round_ = RolloutRound(made, engine, number, {})
-        while round_.summary is None and thread_time() < gave_up:
-            await asyncio.sleep(0)
-            now = now_of(collector)
-            longest = max(longest, now - last)
-            engine.step()
-            last = now_of(collector)
+        found = await turns_of(round_, engine, collector, begun, cancel=number == rounds)
+        begins.append(found[0])
+        (cancelled if number == rounds else others).append(max(found[1:]))
         if round_.summary is None:
             break
     gc.callbacks.clear()
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
-    return {"slice_ms": 1e3 * longest, "collector_ms": 1e3 * collector.longest}
+    return {
+        "begin_turn_ms": 1e3 * max(begins), "slice_ms": 1e3 * max(others),
+        "cancelled_ms": 1e3 * max(cancelled, default=math.nan), "collector_ms": 1e3 * collector.longest,
+    }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="up to 4,096 requests and 256 prompts; half a minute")
+    parser.add_argument("--mode", action="append", choices=MODES, help="only rounds of this mode; again for others")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     args = parser.parse_args()
     about = machine()
@@ -275,16 +310,17 @@ def main() -> int:
         }  # fmt: skip
         results["requests"].append(row)
         print(f"{requests:>8}  {row['routing_us']:>10.1f}  {row['held_back_us']:>13.1f}  {row['report_us']:>12.0f}")
-    titles = "mode prompts rounds events begin,ms event,us median longest,ms loop,ms gc,ms".split()
+    titles = "mode prompts rounds events begin,ms event,us median longest,ms first,ms turn,ms cancelled gc,ms".split()
     print("\n" + "  ".join(f"{title:>11}" for title in titles))
     for prompts in (64, 256) if args.quick else (64, 256, 1024):
-        for mode in MODES:
+        for mode in args.mode or MODES:
             row = admission(mode, prompts, 16) | asyncio.run(loop_slices(mode, prompts, 16))
             results["rounds"].append(row)
             print(
                 f"{mode:>11}  {prompts:>11}  {row['rounds']:>11}  {row['events']:>11}  {row['begin_ms']:>11.1f}  "
                 f"{row['event_us']:>11.1f}  {row['event_median_us']:>11.1f}  {row['longest_ms']:>11.1f}  "
-                f"{row['slice_ms']:>11.1f}  {row['collector_ms']:>11.1f}",
+                f"{row['begin_turn_ms']:>11.1f}  {row['slice_ms']:>11.1f}  {row['cancelled_ms']:>11.1f}  "
+                f"{row['collector_ms']:>11.1f}",
                 flush=True,
             )
     if args.json:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.deadlines import Deadlines
@@ -19,12 +20,13 @@ def slack(rules: Rules, group: Group, version: int, jump: int) -> int:
     if not group.begun:
         return rules.max_deferrals + 1
     left = rules.max_deferrals - group.deferrals
-    if rules.mode == "partial" and group.oldest is not None and group.oldest < version:
+    oldest = group.oldest_token()
+    if rules.mode == "partial" and oldest is not None and oldest < version:
         # The first round that would be too late, by looking at one after the other.
         rounds = -1
-        while version + (rounds + 1) * jump - group.oldest <= rules.max_staleness and rounds < left:
+        while version + (rounds + 1) * jump - oldest <= rules.max_staleness and rounds < left:
             rounds += 1
-        return min(left, rounds) if version - group.oldest <= rules.max_staleness else -1
+        return min(left, rounds) if version - oldest <= rules.max_staleness else -1
     return left
 
 
@@ -37,6 +39,9 @@ class ScanningReady:
     def completed(self, group: Group) -> None: ...
     def add(self, group: Group, least: int) -> None: ...
     def look_again(self) -> None: ...
+
+    def has(self, may_take: Callable[[int], bool]) -> bool:
+        return self.pop(may_take) is not None
 
     def pop(self, may_take: Callable[[int], bool]) -> int | None:
         round_ = self._admitter.state.round
@@ -67,7 +72,7 @@ class ScanningStarting:
             if self._alive() >= self._capacity:
                 return None
             if open_:
-                return min(open_, key=lambda g: (g.key not in round_.forced, *priority(g, g.oldest), g.order))
+                return min(open_, key=lambda g: (g.key not in round_.forced, *priority(g), g.order))
             return FRESH if fresh else None
         under_way = len(round_.groups) + len(round_.taken)
         if open_ or self.places(alive) <= 0:
@@ -117,11 +122,11 @@ class ScanningDeadlines(Deadlines):
 class ScanningAdmitter(Admitter):
     """Nothing is kept beside the state."""
 
-    def _watch(self, groups: Iterable[Group]) -> Deadlines:
-        return ScanningDeadlines(self.rules, self._mode.keeps, groups)
+    def _watch(self) -> Deadlines:
+        return ScanningDeadlines(self.rules, self._mode.keeps)
 
-    def _take_up(self, round_: Round, alive: int, most: int | None = None) -> RoundUnderWay:
-        under_way = super()._take_up(round_, alive, most)
+    def _take_up(self, round_: Round, alive: int, **about: Any) -> RoundUnderWay:
+        under_way = super()._take_up(round_, alive, **about)
         under_way._ready = ScanningReady(self)
         under_way._starting = ScanningStarting(self.rules, round_, self.state)
         return under_way

@@ -81,9 +81,14 @@ class World:
         self.asked = 0
         self._do(self.admitter.no_more())
 
-    def begin(self) -> None:
+    def begin(self, most: int | None = None) -> None:
+        """``most``: the world then has to :meth:`go_on`."""
         self.version += 1
-        self._do(self.admitter.begin(self.version))
+        self._do(self.admitter.begin(self.version, most))
+
+    def go_on(self) -> None:
+        """The next slice of what is to be done."""
+        self._do(self.admitter.go_on())
 
     def finish(self, sample: SampleId) -> None:
         """It ends, perhaps while its abort is on the way."""

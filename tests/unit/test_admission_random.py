@@ -95,15 +95,20 @@ class Anything(RuleBasedStateMachine):
         self.next = [epoch + 1, 0] if end else [epoch, index + count]
 
     @precondition(_idle)
-    @rule(jump=st.integers(0, 2))
-    def begin(self, jump):
+    @rule(jump=st.integers(0, 2), most=st.sampled_from([None, 1, 3]))
+    def begin(self, jump, most):
         self.world.version += jump * (jump > 1)
         before = saved.dumps(self.world.admitter)
         try:
-            self.world.begin()
+            self.world.begin(most)
         except ValueError:
             assert saved.dumps(self.world.admitter) == before
             assert self.world.admitter.wanted > 0 or self.world.admitter.epoch is None
+
+    @precondition(lambda self: hasattr(self, "world") and self.world.admitter.more)
+    @rule()
+    def go_on(self):
+        self.world.go_on()
 
     @rule(picks=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=6))
     def finish(self, picks):
@@ -152,6 +157,8 @@ class Anything(RuleBasedStateMachine):
                 if not (world.admitter.state.fresh or world.admitter.state.waiting):
                     break
                 world.begin()
+            elif world.admitter.more:
+                world.go_on()
             elif world.judging:
                 world.judge(world.judging[0], True)
             elif world.running:

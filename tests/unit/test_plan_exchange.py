@@ -177,6 +177,40 @@ def test_what_does_not_fit_comes_as_tokens(case):
     check_exchange(case)
 
 
+def again(case: Case, new: ParallelLayout, max_requests: int, capacity: int) -> Case:
+    """The switch after ``case``: those that it has parked offer their KV as those do that decode, after them."""
+    tokens, slots = [], []
+    for dest, group_plan in case.plans.items():
+        kept = [
+            (not decodes, case.tokens[group][i], row)
+            for group, rows in group_plan.rows.items()
+            for i, (row, decodes) in enumerate(zip(rows, group_plan.decodes[group], strict=True))
+            if row is not None and case.dests[group][i] == dest
+        ]
+        kept.sort(key=lambda found: found[0])
+        # What two groups have of one prefix they have for themselves from now on.
+        tokens.append([[token * case.new.dp + dest for token in own] for _, own, _ in kept])
+        slots.append([row for _, _, row in kept])
+    return Case(case.new, new, case.kv_heads, tokens, slots, case.num_slots, max_requests, capacity)
+
+
+@examples(300)
+@given(cases(roomy=False), st.booleans())
+def test_what_is_parked_keeps_its_kv_at_the_next_switch(case, crowded):
+    """All of it where there is room, and as much as fits where there is not; whoever finds a decode slot goes on."""
+    parked = sum(not one for plan_ in case.plans.values() for each in plan_.decodes.values() for one in each)
+    following = again(case, case.old, *(case.max_requests, case.capacity) if crowded else (10_000, 10_000))
+    check_exchange(following)
+    if not crowded:
+        assert all(
+            (row is not None) == decodes == (following.dests[group][i] == dest)
+            for dest, group_plan in following.plans.items()
+            for group, rows in group_plan.rows.items()
+            for i, (row, decodes) in enumerate(zip(rows, group_plan.decodes[group], strict=True))
+        )
+    event("some parked" if parked else "none parked")
+
+
 @examples(200)
 @given(st.one_of(cases(), cases(roomy=False)))
 def test_pats_way_ends_with_the_same_kv(case):

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from sglang_pat.admission import rounds
-from sglang_pat.admission.records import Output
+from sglang_pat.admission.records import Group, Output
 from sglang_pat.admission.rounds import RolloutRound
 
-from .rounds_world import Played, admitter
+from .rounds_world import Played, admitter, all_of
 
 pytestmark = pytest.mark.unit
 
@@ -72,3 +72,58 @@ def test_what_was_not_yet_started_is_not_started_for_a_client_that_is_gone():
         assert len(mine.state.fresh) == 30 and not mine.state.waiting
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+class AtOnce(Played):
+    """Answers in the next turn of the event loop."""
+
+    async def generate(self, rid, prompt, params) -> Output:
+        await asyncio.sleep(0)
+        return Output(token_ids=[7], logprobs=[-1.0], finish_reason="stop")
+
+
+def test_a_round_leaves_no_timer_behind_for_each_of_its_groups():
+    """The event loop would drop them all at once, in a turn that takes long."""
+
+    async def run():
+        loop, timers = asyncio.get_running_loop(), 0
+        call_at = loop.call_at
+
+        def counted(*args, **kwargs):
+            nonlocal timers
+            timers += 1
+            return call_at(*args, **kwargs)
+
+        loop.call_at = counted
+        round_ = RolloutRound(admitter(lengths=(3,) * 40, num_prompts=30, eta_prompts=1.0), AtOnce(), 0, {})
+        assert len(await all_of(round_)) == 31
+        assert timers <= 3
+
+    asyncio.run(run())
+
+
+def test_what_is_let_go_is_let_go_in_slices():
+    async def run():
+        groups = [Group(epoch=0, index=index) for index in range(5 * rounds.SLICE)]
+        rounds.let_go(groups)
+        for left in (4, 3, 2, 1, 0):
+            assert len(groups) == left * rounds.SLICE
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", ["strict", "partial"])
+def test_a_round_that_is_confirmed_keeps_nothing_of_before(mode):
+    async def run():
+        mine = admitter(mode, lengths=(3,) * 40, num_prompts=4, eta_prompts=2.0)
+        for version in range(3):
+            waited = [group.key for group in mine.state.waiting]
+            round_ = RolloutRound(mine, AtOnce(), version, {})
+            await all_of(round_)
+            assert [group.key for group in round_._before.waiting] == waited
+            round_.confirm()
+            await asyncio.sleep(0.01)
+            assert not round_._before.waiting and not round_._taken
+
+    asyncio.run(run())

@@ -19,7 +19,7 @@ from sglang_pat.admission.deadlines import Deadlines
 from sglang_pat.admission.ending import end_round
 from sglang_pat.admission.modes import MODES, Mode
 from sglang_pat.admission.opening import open_round
-from sglang_pat.admission.records import Action, Group, Output, RoundOver, SampleId
+from sglang_pat.admission.records import Action, Output, RoundOver, SampleId
 from sglang_pat.admission.rules import Rules
 from sglang_pat.admission.state import Round, State
 from sglang_pat.admission.under_way import RoundUnderWay, StaleOutput
@@ -39,19 +39,19 @@ class Admitter:
         self.rules = rules
         self.state = state or State()
         self._mode: Mode = MODES[rules.mode](rules)
-        everyone = self.state.round.everyone if self.state.round else []
-        self._deadlines = self._watch((*everyone, *self.state.waiting))
+        self._deadlines = self._watch()
         self._under_way: RoundUnderWay | None = None
         """The round; None between two."""
         if self.state.round is not None:
-            alive = sum(sample.alive for group in everyone for sample in group.samples)
+            alive = sum(sample.alive for group in self.state.round.everyone for sample in group.samples)
             self._under_way = self._take_up(self.state.round, alive)
 
-    def _watch(self, groups: Iterable[Group]) -> Deadlines:
-        return Deadlines(self.rules, self._mode.keeps, groups)
+    def _watch(self) -> Deadlines:
+        return Deadlines(self.rules, self._mode.keeps)
 
-    def _take_up(self, round_: Round, alive: int, most: int | None = None) -> RoundUnderWay:
-        return RoundUnderWay(self.rules, self.state, round_, self._mode, self._deadlines, alive, most)
+    def _take_up(self, round_: Round, alive: int, **about: Any) -> RoundUnderWay:
+        """``about``: see :class:`.following.Following`."""
+        return RoundUnderWay(self.rules, self.state, round_, self._mode, self._deadlines, alive, **about)
 
     # -- prompts ---------------------------------------------------------------------------------------
 
@@ -83,7 +83,6 @@ class Admitter:
         """Go on from a :meth:`snapshot`; only between two rounds."""
         assert self._under_way is None, "a round is under way"
         self.state = state.copy()
-        self._deadlines = self._watch(self.state.waiting)
 
     @property
     def epoch(self) -> int | None:
@@ -105,26 +104,27 @@ class Admitter:
 
     @property
     def more(self) -> bool:
-        """Whether samples wait to be started by :meth:`go_on`, see ``most`` of :meth:`begin`."""
+        """Whether there is more to do for :meth:`go_on`, see ``most`` of :meth:`begin`."""
         return self._under_way is not None and self._under_way.more
 
     def begin(self, version: int, most: int | None = None) -> list[Action]:
         """Start a round with the weights ``version``.
 
         Args:
-            most: samples to start in one call, of this or any other method, until the round is over; None: all.  If
-                there are :attr:`more`, :meth:`go_on` starts the next.
+            most: samples to return, to start or to stop in one call, of this or any other method, until the round is
+                over, or a group more; None: all.  If there is :attr:`more` to do, :meth:`go_on` goes on with it.
 
         Raises:
             ValueError: there are no prompts, or too few of an epoch that has not ended; nothing changes.
             RuntimeError: a round is under way.
         """
         round_, actions = open_round(self.rules, self.state, self._mode, self._deadlines, version)
-        self._under_way = self._take_up(round_, 0, most)
+        borrowed = [group.order for group in round_.groups if not group.judging]
+        self._under_way = self._take_up(round_, 0, most=most, borrowed=borrowed)
         return actions + self.go_on()
 
     def go_on(self) -> list[Action]:
-        """Start :attr:`more` samples."""
+        """Do :attr:`more` of what is to be done."""
         return self._after(self._under_way.go_on()) if self._under_way else []
 
     def finished(self, sample: SampleId, output: Output) -> list[Action]:
@@ -167,5 +167,5 @@ class Admitter:
         if ended is None or not ended.over:
             return actions
         self._under_way = None
-        summary = end_round(self.state, ended.round, self._deadlines, self._mode.keeps, ended.kept)
+        summary = end_round(self.state, ended.round, self._mode.keeps, ended.kept)
         return [*actions, RoundOver(summary)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from sglang_pat.admission.records import Group, Output
 from sglang_pat.admission.rules import Rules
@@ -18,30 +18,16 @@ class Deadlines:
 
     Args:
         keeps: whether tokens outlive their round.
-        groups: all that were ever started and have not left.
-
-    Attributes:
-        oldest: of these groups, by order: weight version of the oldest token, None without tokens.  Kept up to date
-            event by event, so that no group's tokens have to be gone through.
     """
 
-    def __init__(self, rules: Rules, keeps: bool, groups: Iterable[Group]) -> None:
+    def __init__(self, rules: Rules, keeps: bool) -> None:
         self._rules, self._keeps = rules, keeps
-        self.oldest = {group.order: group.oldest for group in groups}
-
-    def joined(self, group: Group) -> None:
-        """It is started, or started again, without tokens."""
-        self.oldest[group.order] = None
 
     def heard(self, group: Group, output: Output) -> None:
         """One of its samples has generated this."""
-        if self._keeps and output.oldest is not None:
-            oldest = self.oldest[group.order]
-            self.oldest[group.order] = output.oldest if oldest is None else min(oldest, output.oldest)
-
-    def left(self, group: Group) -> None:
-        """It was returned or filtered, for good."""
-        del self.oldest[group.order]
+        oldest = output.oldest
+        if self._keeps and oldest is not None:
+            group.oldest = oldest if group.oldest is None else min(group.oldest, oldest)
 
     def bound(self, jump: int) -> int:
         """Rounds that a fresh prompt may have to wait; ``jump``: see :class:`~.state.Round`."""
@@ -56,7 +42,7 @@ class Deadlines:
         most = self._rules.max_deferrals
         if not group.begun:
             return most + 1
-        return min(most - group.deferrals, self._until_stale(self.oldest[group.order], version, jump))
+        return min(most - group.deferrals, self._until_stale(group.oldest, version, jump))
 
     def _until_stale(self, oldest: int | None, version: int, jump: int) -> int:
         """Rounds until tokens from weights ``oldest`` are too old; negative if they are.
@@ -132,7 +118,7 @@ class Deadlines:
                 thrown += sample.reset()
                 group.chosen = [number for number in group.chosen if number != sample.number]
                 group.complete = group.useful = False
-        self.oldest[group.order] = group.oldest
+        group.oldest = group.oldest_token()
         return group, thrown
 
 

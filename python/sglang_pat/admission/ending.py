@@ -5,7 +5,6 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from sglang_pat.admission import epochs, redraws
-from sglang_pat.admission.deadlines import Deadlines
 from sglang_pat.admission.records import NEW, Group, Summary
 from sglang_pat.admission.state import Round, State
 
@@ -13,8 +12,10 @@ REMEMBERED = 0.75
 """Weight of a round's verdicts in the round after it: what is useless changes as the policy learns."""
 
 
-def end_round(state: State, round_: Round, deadlines: Deadlines, keeps: bool, kept: list[int]) -> Summary:
-    """Nothing of the round is in the engine; ``state.round`` is None from now on.
+def end_round(state: State, round_: Round, keeps: bool, kept: list[int]) -> Summary:
+    """Nothing of the round is in the engine, and all of it is taken back if it was cancelled.
+
+    ``state.round`` is None from now on.
 
     Args:
         keeps: whether tokens outlive their round.
@@ -22,38 +23,44 @@ def end_round(state: State, round_: Round, deadlines: Deadlines, keeps: bool, ke
     """
     deferred = round_.groups
     if round_.cancelled:
-        _take_back(state, round_, keeps)
+        epochs.in_order(state.fresh)
+        state.waiting.sort(key=_by_arrival)
     else:
-        _settle(state, round_, deadlines, keeps, kept)
+        _settle(state, round_, keeps, kept)
     state.thrown += round_.thrown
     state.round = None
     epochs.close(state)
     return _summary(state, round_, len(deferred), kept)
 
 
-def _settle(state: State, round_: Round, deadlines: Deadlines, keeps: bool, kept: list[int]) -> None:
+def _settle(state: State, round_: Round, keeps: bool, kept: list[int]) -> None:
     """It has happened: what it returned or filtered is gone, it has passed the others over."""
     state.rounds[round_.kind] = state.rounds.get(round_.kind, 0) + 1
     state.lengths = [state.lengths[0] + len(kept), state.lengths[1] + sum(kept)]
     state.verdicts = [count * REMEMBERED for count in state.verdicts]
     useless = [sample.output.tokens for group in round_.filtered for sample in group.kept()]
     state.bias.settle(round_.drawn, kept + useless)
-    for group in (*round_.taken, *round_.filtered):
-        deadlines.left(group)
     for group in round_.groups:
         _put_back(state, round_, group, keeps)
     passed_over = [replace(group, deferrals=group.deferrals + 1) for group in state.waiting]
     state.waiting = sorted(passed_over, key=_by_arrival)
 
 
-def _take_back(state: State, round_: Round, keeps: bool) -> None:
-    """It has not happened: all its groups are where they were."""
-    state.returned -= len(round_.taken)
-    state.filtered -= len(round_.filtered)
-    for group in round_.everyone:
+def take_back(state: State, round_: Round, keeps: bool, most: int) -> bool:
+    """A cancelled round has not happened: ``most`` of its groups are where they were; whether it has others."""
+    for _ in range(most):
+        if round_.taken:
+            group = round_.taken.pop()
+            state.returned -= 1
+        elif round_.filtered:
+            group = round_.filtered.pop()
+            state.filtered -= 1
+        elif round_.complete or round_.open:
+            group = (round_.complete or round_.open).popitem()[1]
+        else:
+            break
         _put_back(state, round_, group, keeps)
-    epochs.in_order(state.fresh)
-    state.waiting.sort(key=_by_arrival)
+    return bool(round_.everyone)
 
 
 def _put_back(state: State, round_: Round, group: Group, keeps: bool) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
 
 from sglang_pat.admission.deadlines import Deadlines
-from sglang_pat.admission.modes import Mode
+from sglang_pat.admission.ending import take_back
+from sglang_pat.admission.modes import NO_LIMIT, Mode
 from sglang_pat.admission.ready import Ready
 from sglang_pat.admission.records import RUNNING, STOPPING, Abort, Action, Group, Launch, More, Return, Sample
 from sglang_pat.admission.rules import Rules
@@ -25,26 +28,32 @@ class Following:
     Args:
         deadlines: kept up to date.
         alive: samples that the engine has.
-        most: samples to start in one call; None: all.
+        most: samples to return, to start or to stop in one call, or a group more; None: all.
+        borrowed: orders of groups that copies of earlier states have as well: they may not be changed before they are
+            :meth:`_owned`.
 
     Attributes:
         round: its record, part of the state.
-        more: whether samples wait to be started by :meth:`go_on`, see ``most``.
+        more: whether there is more to do for :meth:`go_on`, see ``most``.
         kept: lengths of the responses returned.
     """
 
     def __init__(
-        self, rules: Rules, state: State, round_: Round, mode: Mode, deadlines: Deadlines, alive: int, most: int | None
-    ) -> None:
+        self, rules: Rules, state: State, round_: Round, mode: Mode, deadlines: Deadlines, alive: int,
+        most: int | None = None, borrowed: Iterable[int] = (),
+    ) -> None:  # fmt: skip
         self.round = round_
-        self.more = False
-        self._rules, self._state, self._mode, self._deadlines, self._most = rules, state, mode, deadlines, most
+        self._rules, self._state, self._mode, self._deadlines = rules, state, mode, deadlines
+        self._most = NO_LIMIT if most is None else most
+        self._borrowed = set(borrowed)
+        self._to_stop = deque(round_.groups if round_.stopping else ())
+        self.more = bool(self._to_stop)
         everyone = round_.everyone
         self.kept = [sample.output.tokens for group in round_.taken for sample in group.kept()]
         self._groups = {group.key: group for group in everyone}
         self._alive = alive
         self._ready = Ready()
-        self._starting = mode.starting(round_, state, deadlines.oldest)
+        self._starting = mode.starting(round_, state)
         for group in round_.complete.values():
             self._ready.completed(group)
             if not group.judging:
@@ -71,24 +80,37 @@ class Following:
         """Return what is complete, start what may be started, or stop what runs."""
         round_ = self.round
         actions: list[Action] = []
+        self.more = False
         if not round_.stopping and not round_.cancelled:
             actions += self._take()
-            if len(round_.taken) < round_.target:
+            if len(round_.taken) < round_.target and not self.more:
                 actions += self._start() + self._ask()
         if not round_.stopping and (round_.cancelled or len(round_.taken) >= round_.target):
-            round_.stopping, self.more = True, False
-            actions += [abort for group in round_.groups for abort in stop(group)]
+            round_.stopping = True
+            self._to_stop.extend(round_.groups)
+        if round_.stopping:
+            actions += self._stop()
+        if round_.cancelled and not self._alive and not self.more:
+            self.more = take_back(self._state, round_, self._mode.keeps, self._most)
         return actions
 
     def _take(self) -> list[Action]:
         """Return groups in the order in which they were completed, as far as older ones do not need the place."""
         round_ = self.round
         actions: list[Action] = []
-        while len(round_.taken) < round_.target and (order := self._ready.pop(self._may_take)) is not None:
-            group = round_.complete[order]
+        responses = 0
+        while len(round_.taken) < round_.target:
+            if responses >= self._most:
+                self.more = self._ready.has(self._may_take)
+                break
+            order = self._ready.pop(self._may_take)
+            if order is None:
+                break
+            group = self._owned(round_.complete[order])
             self._leave(group, round_.taken)
             self._state.returned += 1
             self.kept += [sample.output.tokens for sample in group.kept()]
+            responses += len(group.chosen)
             actions.append(Return(group))
         return actions
 
@@ -115,16 +137,22 @@ class Following:
         """As many samples as may be, :attr:`more` than ``most`` in a later call."""
         actions: list[Action] = []
         while True:
-            self.more = self._most is not None and len(actions) >= self._most
+            self.more = len(actions) >= self._most
             group = None if self.more else self._next()
             if group is None:
                 return actions
-            samples = self._starting.samples(group, self._alive)
-            if self._most is not None:
-                samples = samples[: self._most - len(actions)]
+            samples = self._starting.samples(group, self._alive)[: self._most - len(actions)]
             actions += [self._launch(group, sample) for sample in samples]
             if to_start(self.round, group):
                 self._starting.waits(group)
+
+    def _stop(self) -> list[Action]:
+        """Abort what runs, :attr:`more` than ``most`` samples in a later call."""
+        actions: list[Action] = []
+        while self._to_stop and len(actions) < self._most:
+            actions += stop(self._to_stop.popleft())
+        self.more = bool(self._to_stop)
+        return actions
 
     def _ask(self) -> list[Action]:
         """For prompts, where some could be started that are not there: so many were useless."""
@@ -156,6 +184,16 @@ class Following:
             # In the order of arrival: found without looking at all of them.
             del state.waiting[bisect_left(state.waiting, group.order, key=lambda other: other.order)]
             return self._join(group)
+        return group if group is None else self._owned(group)
+
+    def _owned(self, group: Group) -> Group:
+        """A group of the round that may be changed."""
+        if group.order not in self._borrowed:
+            return group
+        self._borrowed.remove(group.order)
+        group = group.own()
+        (self.round.complete if group.complete else self.round.open)[group.order] = group
+        self._groups[group.key] = group
         return group
 
     def _join(self, group: Group) -> Group:
@@ -163,7 +201,6 @@ class Following:
         group = group.own()
         self.round.open[group.order] = group
         self._groups[group.key] = group
-        self._deadlines.joined(group)
         group.fill(self.round.responses)
         self._starting.joined(group)
         return group

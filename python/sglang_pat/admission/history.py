@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang_pat.admission.records import Group
 from sglang_pat.admission.state import State
 
 KEPT = 8
@@ -14,11 +15,11 @@ class History:
     def __init__(self) -> None:
         self._states: dict[int, State] = {}
 
-    def add(self, state: State) -> None:
-        """A round is over, or the job is new."""
+    def add(self, state: State) -> list[Group]:
+        """A round is over, or the job is new; the groups that waited in states that are not kept any more."""
         self._states[state.last] = state.copy()
-        for number in [number for number in self._states if number < state.last - KEPT]:
-            del self._states[number]
+        old = [number for number in self._states if number < state.last - KEPT]
+        return [group for number in old for group in self._states.pop(number).waiting]
 
     def at(self, number: int) -> State | None:
         """A copy; None if it is not there."""

@@ -53,8 +53,8 @@ class Strict:
         waiting = 0 if plan.kind == SHORT else len(state.waiting)
         return math.ceil(plan.prompts / state.keep_rate) - waiting
 
-    def starting(self, round_: Round, state: State, oldest: dict[int, int | None]) -> AnyStarting:
-        """What is to be started in a round, from now on; ``oldest``: of each group, as it is at any time."""
+    def starting(self, round_: Round, state: State) -> AnyStarting:
+        """What is to be started in a round, from now on."""
         return Starting(round_, state, self.rules.filter_groups)
 
 
@@ -80,7 +80,7 @@ class Reorder(Strict):
         plan = self.plan(state, owed, self.rules.num_prompts)
         return math.ceil(plan.prompts / state.keep_rate) - len(state.waiting)
 
-    def starting(self, round_: Round, state: State, oldest: dict[int, int | None]) -> AnyStarting:
+    def starting(self, round_: Round, state: State) -> AnyStarting:
         return StartingShortest(round_, state, self.rules.filter_groups)
 
 
@@ -107,8 +107,8 @@ class Partial:
         # Samples that end early are supplemented: some prompts more than fit at once.
         return math.ceil(2 * self.rules.started_prompts / state.keep_rate) - len(state.waiting)
 
-    def starting(self, round_: Round, state: State, oldest: dict[int, int | None]) -> AnyStarting:
-        return StartingWhereLeft(round_, oldest, self.capacity)
+    def starting(self, round_: Round, state: State) -> AnyStarting:
+        return StartingWhereLeft(round_, self.capacity)
 
 
 Mode = Strict | Reorder | Partial

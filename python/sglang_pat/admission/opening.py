@@ -56,14 +56,14 @@ def _may_begin(rules: Rules, state: State, version: int) -> tuple[int, int]:
 
 
 def _take_over(rules: Rules, state: State, round_: Round) -> list[Action]:
-    """What is complete or half done is part of the round from the start."""
-    waiting, state.waiting = [group.own() for group in state.waiting], []
+    """What is complete or half done is part of the round from the start, and not copied but to be judged."""
+    waiting, state.waiting = state.waiting, []
     actions: list[Action] = []
     for group in waiting:
-        (round_.complete if group.complete else round_.open)[group.order] = group
-        group.fill(round_.responses)
-        if group.complete:
+        if group.complete and rules.filter_groups and not group.useful:
+            group = group.own()
             actions += ask(rules, round_, group)
+        (round_.complete if group.complete else round_.open)[group.order] = group
     return actions
 
 

@@ -29,13 +29,18 @@ class Ready:
         """What may be returned has changed."""
         self._look = True
 
+    def has(self, may_take: Callable[[int], bool]) -> bool:
+        """Whether there is one for :meth:`pop`."""
+        return self._class(may_take) is not None
+
     def pop(self, may_take: Callable[[int], bool]) -> int | None:
         """The order of the first completed of those whose class may be taken now; None if there is none."""
+        least = self._class(may_take)
+        return None if least is None else heapq.heappop(self._classes[least])[1]
+
+    def _class(self, may_take: Callable[[int], bool]) -> int | None:
         if not self._look:
             return None
         found = [(heap[0], least) for least, heap in self._classes.items() if heap and may_take(least)]
-        if not found:
-            self._look = False
-            return None
-        _, least = min(found)
-        return heapq.heappop(self._classes[least])[1]
+        self._look = bool(found)
+        return min(found)[1] if found else None

@@ -136,6 +136,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         judging: complete, and waits for a verdict; ``useful``: it had one, and it was good.
         chosen: numbers of the samples that are kept, in the order in which they ended.
         reward: as given with the verdict.
+        oldest: weight version of its oldest token, where tokens outlive their round; None without tokens.  Kept event
+            by event (``deadlines.py``): to go through all tokens of all groups when a round begins takes long.
         level: how long its short responses were, see ``bias.py``; None: not known yet.
         floors: tokens that each response had had when the group was last passed over; empty before.
         rejected: draws that were rejected in this round, see ``redraws.py``; those up to ``draws`` may run.
@@ -153,6 +155,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
     useful: bool = False
     chosen: list[int] = []
     reward: float | None = None
+    oldest: int | None = None
     level: int | None = None
     floors: list[int] = []
     rejected: int = 0
@@ -163,17 +166,10 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
     def key(self) -> Key:
         return Key(self.epoch, self.index)
 
-    @property
-    def oldest(self) -> int | None:
-        """Weight version of its oldest token; None without tokens."""
-        # A loop: this is looked at for every group that waits, whenever a round begins.
-        oldest = None
-        for sample in self.samples:
-            for span in sample.output.spans:
-                version = span.version
-                if span.tokens and version is not None and (oldest is None or version < oldest):
-                    oldest = version
-        return oldest
+    def oldest_token(self) -> int | None:
+        """What :attr:`oldest` is to be, by going through its tokens."""
+        found = [sample.output.oldest for sample in self.samples]
+        return min((version for version in found if version is not None), default=None)
 
     @property
     def tokens(self) -> int:

@@ -37,7 +37,7 @@ ABORT_AGAIN_SECONDS = 0.5
 """An abort that overtakes its request is dropped by SGLang; it is sent again until the request is out."""
 
 SLICE = 16
-"""Samples that are started or aborted in one turn of the event loop: each takes the server some 0.2 to 0.5 ms."""
+"""Samples that are started, aborted or returned in one turn of the event loop: each takes the server 0.2 to 0.5 ms."""
 
 WAITING_SECONDS = 30.0
 """After so long without another event a round says what it waits for."""
@@ -54,6 +54,13 @@ class WeightsChanged(RuntimeError):
     """Weights were updated while a round was under way: it was cancelled, its prompts are where they were."""
 
 
+def let_go(groups: list[Group]) -> None:
+    """Empty this list, a few groups in each turn of the event loop: to free tens of thousands of samples takes long."""
+    del groups[-SLICE:]
+    if groups:
+        asyncio.get_running_loop().call_soon(let_go, groups)
+
+
 class RolloutRound:
     """One round; iterate over it to get its groups as they are completed, then its summary.
 
@@ -61,7 +68,7 @@ class RolloutRound:
     prompts: answer with :meth:`feed` or :meth:`no_more`.  ``Waiting`` comes when nothing else has for a while.
 
     Left before its end (``aclose``), it is cancelled: what it had started is aborted in the background, see
-    :meth:`wait`.  Who knows that nobody has read its end calls :meth:`take_back`.
+    :meth:`wait`.  Who knows that nobody has read its end calls :meth:`take_back`, who knows of one :meth:`confirm`.
     """
 
     def __init__(
@@ -106,6 +113,8 @@ class RolloutRound:
         self._updates = backend.updates()
         self._error: Exception | None = None
         self._over = asyncio.Event()
+        self._idle_since: float | None = None
+        """When whoever iterates began to wait, by the event loop's clock; None if nobody waits."""
         self._again: asyncio.Task[None] | None = None
         actions = admitter.begin(version, most=SLICE)
         over = [action.summary.kind for action in actions if isinstance(action, RoundOver)]
@@ -155,6 +164,10 @@ class RolloutRound:
         if not self.summary.cancelled:
             self.admitter.restore(self._before)
 
+    def confirm(self) -> None:
+        """Its end has been read: it is not taken back any more."""
+        let_go(self._before.waiting)
+
     def weights_changed(self) -> None:
         """Weights were updated: the round is cancelled, whoever iterates gets :class:`WeightsChanged`."""
         if self.summary is None:
@@ -177,12 +190,13 @@ class RolloutRound:
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         idle = 0
+        watch = asyncio.ensure_future(self._watch())
         try:
             while True:
-                try:
-                    event = await asyncio.wait_for(self._events.get(), WAITING_SECONDS)
-                except TimeoutError:
-                    event = self.waiting()
+                self._idle_since = asyncio.get_running_loop().time()
+                event = await self._events.get()
+                self._idle_since = None
+                if isinstance(event, Waiting):
                     idle = idle + 1 if event.prompts and not (event.running or event.judging) else 0
                     if idle >= PROMPTS_PATIENCE:
                         self.no_more()
@@ -192,7 +206,21 @@ class RolloutRound:
                 if isinstance(event, Summary):
                     return
         finally:
+            watch.cancel()
             self.cancel()
+
+    async def _watch(self) -> None:
+        """Say what the round waits for, whenever whoever iterates has waited for long.
+
+        One timer: an event loop that has to drop one for each event does so for thousands of them at once.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            due = WAITING_SECONDS + (loop.time() if self._idle_since is None else self._idle_since)
+            if loop.time() >= due and self._events.empty():
+                self._idle_since = None
+                self._events.put_nowait(self.waiting())
+            await asyncio.sleep(max(0.0, due - loop.time()))
 
     # -- inside ----------------------------------------------------------------------------------------
 
@@ -220,7 +248,7 @@ class RolloutRound:
                     self._over.set()
                     if self._callbacks is not None:
                         self._callbacks.stop()
-                    asyncio.get_running_loop().call_soon(self._let_go)
+                    asyncio.get_running_loop().call_soon(let_go, self._taken)
         if self.summary is None and self._slice is None and (self._queue or self.admitter.more):
             self._slice = asyncio.get_running_loop().call_soon(self._next_slice)
 
@@ -247,12 +275,6 @@ class RolloutRound:
             self._stopping.discard(sample)
             self._do(self.admitter.stopped(sample, Output()))
         self._do([])
-
-    def _let_go(self) -> None:
-        """Drop the returned groups, a few at a time: to free tens of thousands of samples takes a while."""
-        del self._taken[-SLICE:]
-        if self._taken:
-            asyncio.get_running_loop().call_soon(self._let_go)
 
     async def _sample(self, sample: SampleId, prompt: Any, prefix: Output | None) -> None:
         output = Output()

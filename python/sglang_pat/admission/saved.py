@@ -43,9 +43,13 @@ def decode(data: bytes, source: str = "saved admitter") -> Saved:
         version = msgspec.json.decode(data, type=Header).version
         if version != VERSION:
             raise ValueError(f"{source}: version {version}, this is version {VERSION}; finish its epoch there")
-        return msgspec.json.decode(data, type=Saved)
+        saved = msgspec.json.decode(data, type=Saved)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{source}: not the state of an admitter ({error})") from None
+    if saved.rules.mode == "partial":
+        for group in (*saved.state.waiting, *(saved.state.round.everyone if saved.state.round else ())):
+            group.oldest = group.oldest_token()  # older files do not have it
+    return saved
 
 
 def loads(data: bytes, rules: Rules | None = None, source: str = "saved admitter") -> Admitter:

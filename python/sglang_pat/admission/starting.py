@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Mapping
 
 from sglang_pat.admission.records import DONE, NEW, Group, Sample
 from sglang_pat.admission.state import SHORT, Round, State
@@ -124,13 +123,11 @@ class StartingWhereLeft:
     """``partial``: half done groups in the order of :func:`priority`, then fresh ones, while there is room.
 
     Args:
-        oldest: by group, weight version of its oldest token; None without tokens.
         capacity: samples under way at most.
     """
 
-    def __init__(self, round_: Round, oldest: Mapping[int, int | None], capacity: int) -> None:
+    def __init__(self, round_: Round, capacity: int) -> None:
         self._round = round_
-        self._oldest = oldest
         self._capacity = capacity
         self._forced = set(round_.forced)
         self._stamps: dict[int, int] = {}
@@ -146,7 +143,7 @@ class StartingWhereLeft:
     def waits(self, group: Group) -> None:
         """It may have samples to start."""
         stamp = self._stamps[group.order] = next(self._counter)
-        entry = (group.key not in self._forced, *priority(group, self._oldest[group.order]), group.order, stamp)
+        entry = (group.key not in self._forced, *priority(group), group.order, stamp)
         heapq.heappush(self._heap, entry)
 
     def changed(self, group: Group) -> None:
@@ -188,7 +185,7 @@ def to_start(round_: Round, group: Group) -> list[Sample]:
     return [sample for sample in group.samples[first:end] if sample.state == NEW]
 
 
-def priority(group: Group, oldest: int | None) -> tuple[int, float, int]:
+def priority(group: Group) -> tuple[int, float, int]:
     """Of resuming a group in ``partial``, smallest first (after the recipe's ``get_scheduling_priority``).
 
     Few unfinished samples, short finished ones (unknown: last), old tokens first.  The recipe has new tokens
@@ -196,4 +193,4 @@ def priority(group: Group, oldest: int | None) -> tuple[int, float, int]:
     """
     done = [sample.output.tokens for sample in group.samples if sample.state == DONE]
     mean = sum(done) / len(done) if done else 1e9
-    return len(group.samples) - len(done), mean, oldest if oldest is not None else 1 << 62
+    return len(group.samples) - len(done), mean, group.oldest if group.oldest is not None else 1 << 62

@@ -33,6 +33,8 @@ class RoundUnderWay(Following):
         if found is None:
             return []
         group, mine = found
+        if self.round.stopping:
+            mine.state = STOPPING  # if not yet, then in one of the next slices
         late = mine.state == STOPPING and not self._mode.keeps
         if not self._mode.keeps and not late:
             self._check_version(sample, output)

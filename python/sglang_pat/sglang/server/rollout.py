@@ -16,7 +16,7 @@ import msgspec
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.planner import Planner, profiled_degree
 from sglang_pat.admission.records import Summary
-from sglang_pat.admission.rounds import RolloutRound
+from sglang_pat.admission.rounds import RolloutRound, let_go
 from sglang_pat.admission.state import State
 from sglang_pat.admission.turns import Turns
 from sglang_pat.metrics import RolloutMetrics
@@ -197,7 +197,7 @@ class Rollouts:
                 job.planner.observe(summary.kind, after["retracted"], tokens)
             asyncio.get_running_loop().call_later(FLOOR_SECONDS, self._lift_floor, job, round_)
         if not summary.cancelled:
-            job.history.add(job.admitter.state)
+            let_go(job.history.add(job.admitter.state))
         problem = await self._jobs.save(body.job, None if summary.cancelled else summary.number)
         job.settled, job.used = True, time.monotonic()
         told = {"engine": after, "wanted": job.admitter.wanted, "saved": not problem}

@@ -70,8 +70,7 @@ class RolloutCalls:
             finally:
                 round_.cancel()
                 await round_.wait()
-                if not told:
-                    round_.take_back()
+                (round_.confirm if told else round_.take_back)()
 
     def rollout(self, *args: Any, **kwargs: Any) -> Iterator[Group | Summary]:
         """:meth:`async_rollout` for those without an event loop: the engine's runs in a thread until the round is over.

@@ -159,8 +159,7 @@ class SwitchExecutor:
             self._enter(SwitchState.QUIESCE, command.epoch)
             live.drain(self.scheduler)
             self._mark("drain")
-            reqs = live.requests_of(self.scheduler)
-            rows = live.kv_rows(self.scheduler, reqs[0])
+            *reqs, rows = live.with_kv(self.scheduler)
             offer, capsules = handover.make_offer(self.scheduler, new, *reqs, rows, command.recompute_below)
             self._mark("capsules")
         except Exception as exc:
@@ -246,7 +245,7 @@ class SwitchExecutor:
                 **report,
                 phases=self._phases,
                 moved_bytes=moved,
-                requests_in=len(mine.decoding) + len(mine.waiting) if mine else 0,
+                requests_in=len(mine.live) + len(mine.waiting) if mine else 0,
                 requests_out=len(incoming.decoding) + len(incoming.waiting) if leads else 0,
                 migrated=len(incoming.decoding) if leads else 0,
                 parked=len(incoming.parked) if leads else 0,

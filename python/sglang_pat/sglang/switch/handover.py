@@ -26,18 +26,19 @@ class Offer:
     """What one old group puts on the table, from its leader.
 
     Attributes:
-        decoding: the plan's view of the decoding requests, in batch order.
+        live: the plan's view of the requests that have their KV: those that decode in batch order, then those that wait
+            for a decode slot.
         waiting: destination group of each request that waits for a prefill.
-        capsules: destination group -> bytes of its requests' capsules, pickled together, decoding ones first; only of
+        capsules: destination group -> bytes of its requests' capsules, pickled together, live ones first; only of
             groups with ranks that do not hold these requests already, which get them from this leader.
         sent: outputs this leader has sent so far (``sglang_pat.switch.order``).
         fence: what its next output would have carried as a fence.
         weight_version: number of weight updates this rank has applied.
-        entered: when each request came into the queue, by the leader's clock; decoding ones first.
+        entered: when each request came into the queue, by the leader's clock; live ones first.
         taken: what ranks of a new group hold from their leader (``agreement.TAKEN``).
     """
 
-    decoding: list[plan.LiveRequest] = field(default_factory=list)
+    live: list[plan.LiveRequest] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     capsules: dict[int, int] = field(default_factory=dict)
     sent: int = 0
@@ -96,7 +97,7 @@ def seal(scheduler: AdaptiveScheduler, new: ParallelLayout) -> list[Grammar]:
 def make_offer(
     scheduler: AdaptiveScheduler,
     new: ParallelLayout,
-    decoding: list[Req],
+    live: list[Req],
     waiting: list[Req],
     rows: list[np.ndarray],
     recompute_below: int,
@@ -104,35 +105,33 @@ def make_offer(
     """This group's offer, and the leader's capsules; else every rank of a group computes the same.
 
     Args:
-        rows: KV slots of the decoding requests, int64 ``[tokens]`` each.
+        rows: KV slots of the live requests, int64 ``[tokens]`` each.
         recompute_below: with ``--pat-kv auto``, requests with fewer KV tokens go over as tokens.
     """
     layouts = scheduler.layouts
     old = layouts.current.layout
     least = {"migrate": 0, "auto": recompute_below, "recompute": sys.maxsize}[scheduler.adaptive.kv]
+    lengths = [len(row) for row in rows] + [req.seqlen for req in waiting]
     rows = [row if len(row) >= least else row[:0] for row in rows]
-    lengths = [req.kv_committed_len for req in decoding] + [req.seqlen for req in waiting]
     dests = plan.destinations(old, new, old.group_of(scheduler.rank), lengths)
-    decoding_dest = dests[: len(decoding)]
-    shared = plan.shared_prefixes(rows, decoding_dest, layouts.current.kv_pool.size + 1)
-    live = [
-        plan.LiveRequest(len(row), *pair, dest) for row, pair, dest in zip(rows, shared, decoding_dest, strict=True)
-    ]
+    live_dest = dests[: len(live)]
+    shared = plan.shared_prefixes(rows, live_dest, layouts.current.kv_pool.size + 1)
+    planned = [plan.LiveRequest(len(row), *pair, dest) for row, pair, dest in zip(rows, shared, live_dest, strict=True)]
     capsules: dict[int, bytes] = {}
     if scheduler.is_leader and new.tp > old.tp:
         bound: dict[int, list[requests.Capsule]] = {}
-        for req, dest in zip(decoding + waiting, dests, strict=True):
+        for req, dest in zip(live + waiting, dests, strict=True):
             bound.setdefault(dest, []).append(requests.capture(req))
         capsules = {dest: pickle.dumps(found, pickle.HIGHEST_PROTOCOL) for dest, found in bound.items()}
     output = scheduler.output
     offer = Offer(
-        live,
-        dests[len(decoding) :],
+        planned,
+        dests[len(live) :],
         {dest: len(data) for dest, data in capsules.items()},
         output.sent,
         output.fence,
         layouts.weight_version,
-        [req.time_stats.wait_queue_entry_time for req in decoding + waiting],
+        [req.time_stats.wait_queue_entry_time for req in live + waiting],
         agreement.taken(scheduler),
     )
     return offer, capsules
@@ -167,7 +166,7 @@ def plan_groups(
     layouts = scheduler.layouts
     _, members = layouts.runner.groups.exchange(layouts.current.layout, new)
     max_requests = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
-    sources = {group: offer.decoding for group, offer in offers.items()}
+    sources = {group: offer.live for group, offer in offers.items()}
     tree, capacity = scheduler.tree_cache, layouts[new].allocator.size
     keep = not (tree.is_chunk_cache() or tree.disable)
     return {g: plan.plan_group(g, sources, max_requests, capacity, keep) for g in {new.group_of(m) for m in members}}
@@ -184,9 +183,9 @@ def rebuild(
 ) -> IncomingRequests:
     """The requests that come to this rank's new group, decoding ones in plan order.
 
-    Those whose KV comes along and that this rank ``held`` (decoding ones first, as in its own group's offer) go on as
-    they are: all ranks of a group keep the same account of a request.  The others are rebuilt.  Nothing of what is held
-    is changed here, so that an aborted switch goes on with it.
+    Those that decode before and after, and that this rank ``held`` (live ones first, as in its own group's offer), go
+    on as they are: all ranks of a group keep the same account of a request.  The others are rebuilt.  Nothing of what
+    is held is changed here, so that an aborted switch goes on with it.
     """
     mine = new.group_of(scheduler.rank)
     own = scheduler.layouts.current.layout.group_of(scheduler.rank)
@@ -195,17 +194,18 @@ def rebuild(
     queued: list[Req] = []
     for group, offer in offers.items():
         if group == own:
-            dests = [live.dest for live in offer.decoding] + offer.waiting
+            dests = [live.dest for live in offer.live] + offer.waiting
             coming = iter([req for req, dest in zip(held, dests, strict=True) if dest == mine])
             incoming.entered = {req.rid: at for req, at in zip(held, offer.entered, strict=True)}
         else:
             coming = iter(pickle.loads(capsules[group]) if group in capsules else ())
-        planned = zip(offer.decoding, group_plan.rows[group], group_plan.decodes[group], strict=True)
+        planned = zip(offer.live, group_plan.rows[group], group_plan.decodes[group], strict=True)
         for live, row, decodes in planned:
             if live.dest != mine:
                 continue
             req = next(coming)
-            if not decodes or not isinstance(req, Req):
+            goes_on = decodes and isinstance(req, Req) and req.req_pool_idx is not None
+            if not goes_on:
                 req = _rebuild_one(scheduler, req)
             if not decodes:
                 recompute.append(req)

@@ -12,6 +12,7 @@ from sglang_pat.comm.exchange import AllToAll, Direct
 from sglang_pat.kernels import kv as kernels
 from sglang_pat.kernels.transfer import synchronize, upload
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.sglang.switch import live
 from sglang_pat.sglang.switch.handover import Offer
 from sglang_pat.sglang.switch.kv_gather import KvGather
 from sglang_pat.switch import plan
@@ -33,6 +34,7 @@ def reserve(scheduler: AdaptiveScheduler, new: ParallelLayout) -> None:
     """
     layouts, pool = scheduler.layouts, scheduler.layouts.current.kv_pool
     tokens = sum(req.kv_committed_len + GROWTH for req in scheduler.running_batch.reqs)
+    tokens += sum(req.seqlen for req in live.have_decoded(scheduler))
     held = tokens * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes)
     old = layouts.current.layout
     # When tp is raised what a rank keeps stays where it is; else some of it goes through the window as well.
@@ -53,7 +55,7 @@ def prepare(
     """This rank's part, or None if no KV moves in its exchange group.
 
     Args:
-        rows: KV slots of this rank's decoding requests, int64 ``[tokens]`` each.
+        rows: KV slots of this rank's live requests, int64 ``[tokens]`` each.
 
     Raises:
         OSError, RuntimeError: there is no memory to put KV through.
@@ -74,7 +76,7 @@ def prepare(
         rank=scheduler.rank,
         plans=plans,
         rows=rows,
-        requests=offers[old.group_of(scheduler.rank)].decoding,
+        requests=offers[old.group_of(scheduler.rank)].live,
     )
     if gathering:
         return KvGather(scheduler, new, build_gather(move))

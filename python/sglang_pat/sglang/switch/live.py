@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_pat.kernels.transfer import download, upload
 
@@ -51,14 +53,52 @@ def requests_of(scheduler: AdaptiveScheduler) -> tuple[list[Req], list[Req]]:
     return list(scheduler.running_batch.reqs), waiting
 
 
-def kv_rows(scheduler: AdaptiveScheduler, reqs: list[Req]) -> list[np.ndarray]:
-    """KV slots of the tokens of each of ``reqs``, int64 ``[tokens]``; one read of the device."""
-    if not reqs:
+def with_kv(scheduler: AdaptiveScheduler) -> tuple[list[Req], list[Req], list[np.ndarray]]:
+    """``(live, waiting, rows)`` after :func:`drain`: requests that have their KV, those that decode first; the others.
+
+    ``rows``: KV slots of the tokens of each live one, int64 ``[tokens]``; the last token has none yet.
+    """
+    decoding, waiting = requests_of(scheduler)
+    parked = _parked(scheduler)
+    there = {id(req) for req, _ in parked}
+    rows = kv_rows(scheduler, decoding, [slots for _, slots in parked])
+    return decoding + [req for req, _ in parked], [req for req in waiting if id(req) not in there], rows
+
+
+def have_decoded(scheduler: AdaptiveScheduler) -> list[Req]:
+    """Those that decoded and wait now: parked by a switch, or retracted."""
+    return [req for req in scheduler.waiting_queue if req.output_ids]
+
+
+def _parked(scheduler: AdaptiveScheduler) -> list[tuple[Req, torch.Tensor]]:
+    """Requests that wait and need no more than a decode slot, with their KV slots: the radix tree has all their tokens.
+
+    An earlier switch has left them there (``adopt``).  Whoever has lost some to others that decode is not among them.
+    """
+    tree = scheduler.tree_cache
+    if tree.is_chunk_cache() or tree.disable:
         return []
-    lengths = [req.kv_committed_len for req in reqs]
-    places = upload([req.req_pool_idx for req in reqs], torch.int64, scheduler.device)
-    table = download(scheduler.req_to_token_pool.req_to_token[places, : max(lengths)])
-    return [row[:length].astype(np.int64) for row, length in zip(table, lengths, strict=True)]
+    found: list[tuple[Req, torch.Tensor]] = []
+    for req in have_decoded(scheduler):
+        key = RadixKey((req.origin_input_ids + req.output_ids)[:-1], req.extra_key)
+        slots = tree.match_prefix(MatchPrefixParams(key=key)).device_indices
+        if len(slots) == len(key):
+            found.append((req, slots))
+    return found
+
+
+def kv_rows(scheduler: AdaptiveScheduler, decoding: list[Req], parked: list[torch.Tensor]) -> list[np.ndarray]:
+    """KV slots of the tokens of each, int64 ``[tokens]``; one read of the device for each of the two."""
+    rows: list[np.ndarray] = []
+    if decoding:
+        lengths = [req.kv_committed_len for req in decoding]
+        places = upload([req.req_pool_idx for req in decoding], torch.int64, scheduler.device)
+        table = download(scheduler.req_to_token_pool.req_to_token[places, : max(lengths)])
+        rows += [row[:length].astype(np.int64) for row, length in zip(table, lengths, strict=True)]
+    if parked:
+        ends = np.cumsum([len(slots) for slots in parked])
+        rows += np.split(download(torch.cat(parked)).astype(np.int64), ends[:-1])
+    return rows
 
 
 def recompute(scheduler: AdaptiveScheduler) -> None:

@@ -1,0 +1,74 @@
+"""Requests that an earlier switch has parked: found in SGLang's radix tree, with the slots of their KV."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+from sglang_pat.sglang.switch import live
+
+pytestmark = pytest.mark.contract
+
+PROMPT = [5, 6, 7, 8]
+
+
+def request(rid: str, output: list[int], place: int | None = None) -> SimpleNamespace:
+    """``place``: its line in the request table; None for one that waits."""
+    held = len(PROMPT) + len(output) - 1
+    return SimpleNamespace(
+        rid=rid, origin_input_ids=PROMPT, output_ids=output, extra_key=None, req_pool_idx=place, kv_committed_len=held
+    )
+
+
+def scheduler(decoding: list, waiting: list, tree: RadixCache) -> SimpleNamespace:
+    table = torch.zeros((4, 16), dtype=torch.int32)
+    for req in decoding:
+        table[req.req_pool_idx] = torch.arange(16) + 100 * (1 + req.req_pool_idx)
+    return SimpleNamespace(
+        tree_cache=tree, running_batch=SimpleNamespace(reqs=decoding), waiting_queue=waiting, chunked_req=None,
+        grammar_manager=SimpleNamespace(grammar_queue=[]), req_to_token_pool=SimpleNamespace(req_to_token=table),
+        device="cpu",
+    )  # fmt: skip
+
+
+def leave(tree: RadixCache, req: SimpleNamespace, slots: list[int]) -> None:
+    """As a switch does with one that it parks."""
+    key = RadixKey((req.origin_input_ids + req.output_ids)[:-1], None)
+    tree.insert(InsertParams(key=key, value=torch.tensor(slots)))
+
+
+def test_those_that_are_parked_offer_their_kv_after_those_that_decode():
+    tree = RadixCache.create_simulated()
+    decodes, fresh = request("decodes", [1, 2, 3], place=2), request("fresh", [])
+    parked = [request("one", [11, 12, 13]), request("two", [11, 21])]
+    leave(tree, parked[0], [31, 32, 33, 34, 35, 36])
+    leave(tree, parked[1], [31, 32, 33, 34, 35])
+    found, waiting, rows = live.with_kv(scheduler([decodes], [parked[0], fresh, parked[1]], tree))
+    assert found == [decodes, *parked] and waiting == [fresh]
+    assert [row.tolist() for row in rows] == [
+        [300, 301, 302, 303, 304, 305],
+        [31, 32, 33, 34, 35, 36],
+        [31, 32, 33, 34, 35],
+    ]
+    assert all(row.dtype == np.int64 for row in rows)
+
+
+def test_who_has_lost_some_of_its_kv_waits_as_tokens():
+    tree = RadixCache.create_simulated(mock_allocator=SimpleNamespace(device="cpu", free=lambda slots: None))
+    parked, other = request("one", [11, 12, 13]), request("two", [21, 22])
+    leave(tree, parked, [31, 32, 33, 34, 35, 36])
+    leave(tree, other, [31, 32, 33, 34, 41])
+    tree.evict(EvictParams(num_tokens=2))
+    found, waiting, rows = live.with_kv(scheduler([], [parked, other], tree))
+    assert (found, waiting) == ([other], [parked]) and [row.tolist() for row in rows] == [[31, 32, 33, 34, 41]]
+
+
+def test_without_a_tree_nothing_is_parked():
+    tree = RadixCache.create_simulated(disable=True)
+    found, waiting, rows = live.with_kv(scheduler([], [request("one", [11])], tree))
+    assert (found, rows) == ([], []) and len(waiting) == 1
