@@ -24,6 +24,8 @@ STEADY = {"SGLANG_PAT_CHECK_STEADY": "1", "SGLANG_PAT_CHECK_AGREEMENT": "1"}
 """A switch that makes a group, a pool or a graph fails; ranks of a group are compared after every switch."""
 LARGE = (("Llama-3.1-8B", 40 * GIB), ("Qwen3-4B", 16 * GIB), ("Qwen3-0.6B", 0))
 """Shapes with the free memory of a GPU that they are for, bytes."""
+FEW_GRAPHS = ("--cuda-graph-max-bs", "16")
+"""Of engines on a GPU whose batches are small: to capture all of SGLang's sizes takes each layout long."""
 
 
 @dataclass
@@ -58,6 +60,10 @@ class Bench:
     @property
     def layout(self) -> tuple[str, ...]:
         return ("--tp", "1", "--dp", str(self.ranks))
+
+    @property
+    def few_graphs(self) -> tuple[str, ...]:
+        return FEW_GRAPHS if self.device == "cuda" else ()
 
     @property
     def env(self) -> dict[str, str]:
@@ -95,7 +101,7 @@ class Bench:
     def exact(self) -> Worker:
         """The engine whose tokens must be equal."""
         attention = ("--attention-backend", "triton") if self.device == "cuda" else ()  # the others have no float32
-        return self.engine(self.small, "--dtype", "float32", *attention)
+        return self.engine(self.small, "--dtype", "float32", *attention, *self.few_graphs)
 
     def usual(self) -> Worker:
         """The engine with default flags."""
