@@ -13,11 +13,14 @@ from sglang.srt import server_args as sglang_arguments
 
 from profiler import launch
 from profiler import sweep as sweeping
+from sglang_pat import preflight
 from sglang_pat.acceptance import answers, bench, steps
 from sglang_pat.memory.demand import GIB
 from sglang_pat.predict import profile as profiles
+from sglang_pat.sglang import jit
 from sglang_pat.sglang.launch import args as arguments
-from sglang_pat.sglang.launch import cuda, deployment, memory
+from sglang_pat.sglang.launch import cuda as gpus
+from sglang_pat.sglang.launch import deployment, memory
 
 pytestmark = pytest.mark.contract
 
@@ -103,7 +106,7 @@ def test_every_engine_of_the_acceptance_has_arguments_that_are_taken(h100s, mode
         assert args.attention_backend == ("triton" if args.dtype == "float32" else "fa3")
         assert args.disable_cuda_graph == (args.pat_weights == "reshard") and args.disable_piecewise_cuda_graph
         assert args.disable_custom_all_reduce == sharing
-        sizes = cuda.settled(args, None).pat_graph_sizes
+        sizes = gpus.settled(args, None).pat_graph_sizes
         assert max(sizes[1]) == (256 if folder == stand_in.large else 16) and bool(sizes[2]) != sharing
     options = sweeping.parse(swept)
     assert launch.server_args(options.model, options.flags).device == "cuda"
@@ -114,7 +117,7 @@ def test_memory_is_planned_for_the_gpu_that_has_least(h100s, model, monkeypatch,
     args = made(model)
     supply = memory.supply_of(args)
     assert (supply.kind, supply.free, supply.total) == ("cuda", 72 * GIB, 79 * GIB)
-    planned = memory.planned(cuda.settled(args, None))
+    planned = memory.planned(gpus.settled(args, None))
     assert 0 < planned.mem_fraction_static < 72 / 79 and planned.max_total_tokens > 100_000
     monkeypatch.setenv("SGLANG_PAT_SHARE_GPU", "1")
     assert memory.supply_of(args).free == 76 * GIB // 2, "both ranks run on the first one"
@@ -140,3 +143,35 @@ def test_a_profile_is_of_one_kind_of_gpu(h100s, model, monkeypatch):
         profiles.ProfileError, match="device='NVIDIA H100 80GB HBM3', this deployment has 'NVIDIA H200'"
     ):
         profiles.check_fits(profile, deployment.deployment(made(model)), "p.json")
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ("", None),
+        (
+            "ninja exited with status 1\na.cuh(146): warning\na.cuh:95:52: error: type/value mismatch",
+            "a.cuh:95:52: error: ",
+        ),
+        ("no kernel image is available for execution on the device", "no kernel image is available"),
+    ],
+    ids=["compiles", "does not compile", "does not run"],
+)
+def test_a_kernel_that_sglang_cannot_compile_is_found_before_an_engine_starts(monkeypatch, said, line):
+    """As ``activation.cuh`` with g++ 12 (SGLang's issue 25487): every engine would end in its first step."""
+
+    def silu_and_mul(tensor):
+        if said:
+            raise RuntimeError(said)
+
+    stand_in = SimpleNamespace(
+        zeros=lambda *_, **__: None, bfloat16=None, cuda=SimpleNamespace(synchronize=lambda: None)
+    )
+    monkeypatch.setattr(jit, "torch", stand_in)
+    monkeypatch.setattr("sglang.jit_kernel.activation.silu_and_mul", silu_and_mul)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "NVIDIA H100")
+    *_, (fine, what, finding) = preflight._devices()
+    assert (fine, what) == (line is None, "SGLang's kernels")
+    assert line is None or (f"cannot be compiled or run: {line}" in finding and "\n" not in finding)

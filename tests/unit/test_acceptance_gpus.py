@@ -38,15 +38,18 @@ def test_free_memory_is_that_of_the_gpu_that_has_least(gpus, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sharing", "model"), [(2, False, "Llama-3.1-8B"), (2, True, "Qwen3-4B"), (8, True, "Qwen3-0.6B")]
+    ("sharing", "used", "model"),
+    [(False, 5, "Llama-3.1-8B"), (False, 60, "Qwen3-4B"), (False, 70, "Qwen3-0.6B"), (True, 5, "Qwen3-0.6B")],
 )
-def test_the_large_model_is_chosen_by_a_ranks_memory(gpus, tmp_path, ranks, sharing, model):
-    made = bench.prepare("cuda", ranks, tmp_path, sharing, ("--attention-backend", "triton"))
+def test_the_large_model_is_chosen_by_memory(gpus, tmp_path, monkeypatch, sharing, used, model):
+    """Where ranks share a GPU it is the smallest one: what moves between them moves slowly."""
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda gpu: used * GIB)
+    made = bench.prepare("cuda", 2, tmp_path, sharing, ("--attention-backend", "triton"))
     assert made.large.name == model and made.large_flags == ("--load-format", "dummy")
     assert made.prefork is None, "the driver does not survive a fork"
     assert made.env == ({"SGLANG_PAT_SHARE_GPU": "1"} if sharing else {})
-    assert len(made.tail) == 16 * ranks and max(made.tail) == 1024
-    assert [used // GIB for used in made.memory(None)] == ([5 // ranks, 0] if sharing else [5, 1])
+    assert len(made.tail) == 32 and max(made.tail) == (128 if sharing else 1024)
+    assert made.memory(None) == [used * GIB // (2 if sharing else 1)] * 2
 
 
 def test_the_plan_is_made_for_what_is_free(gpus, tmp_path):
