@@ -7,7 +7,8 @@
 # For a machine with Python 3.12, torch 2.11 (CUDA 13), a C++ compiler and one kind of GPU: Hopper (sm90). A load has
 # SGLang, its kernel library without FlashAttention 3 and without other chips, this project, and what they import.
 # Versions are those of requirements/, unless one is named here. Left out, as too large: grammar back ends (run with
-# --grammar-backend none) and FA3 (--attention-backend triton or flashinfer).
+# --grammar-backend none), FA3 (--attention-backend triton or flashinfer) and SmolLM2 (the acceptance leaves its step
+# out and says so).
 set -euo pipefail
 [ $# = 2 ] || { echo "usage: gpu/bundle.sh OUT_A OUT_B"; exit 2; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -211,7 +211,10 @@ class Session:
         await self._rig.reconfigure(point.tp)
         if point.kind == "prefill":
             return await self._prefill(point)
-        return await self._decode(point, now.steps[point.key])
+        found = await self._decode(point, now.steps[point.key])
+        if not self._store.is_of(found, point):  # it would count for another one, and this one be measured for ever
+            raise NotMeasured(f"{point}: its requests had {found.context} tokens, as the engine counts them")
+        return found
 
 
 def describe(machine: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,10 @@ class Store:
         found = {self._key(measured): measured for measured in self.profile.decode}
         return {point: found[point.key] for point in points if point.key in found}
 
+    def is_of(self, measured: DecodePoint, point: Point) -> bool:
+        """Whether a profile with ``measured`` has ``point``."""
+        return measured.context > 0 and self._key(measured) == point.key
+
     def _key(self, measured: DecodePoint) -> tuple:
         context = nearest(tuple(self.profile.grid["context"]), measured.context)
         return ("decode", measured.tp, 0, measured.replicas, measured.batch, context)

@@ -20,7 +20,7 @@ from sglang_pat.memory import estimate
 from sglang_pat.memory.demand import GIB
 from sglang_pat.memory.plan import MemoryPlan, advice, make_plan
 from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.sglang import contract, cpu_shim
+from sglang_pat.sglang import contract, cpu_shim, jit
 from sglang_pat.version import SGLANG_VERSIONS, __version__
 
 Line = tuple[bool, str, str]
@@ -66,6 +66,8 @@ def _devices() -> Iterator[Line]:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         yield True, "devices", f"{len(names)} CUDA devices: {', '.join(sorted(set(names)))}; one rank each"
+        wrong = jit.problem()
+        yield wrong is None, "SGLang's kernels", wrong or "the first one compiles, and runs"
     else:
         yield True, "devices", f"CPU, {cores} cores; ranks may outnumber cores, slowly"
 

@@ -48,6 +48,26 @@ def test_steps_in_the_order_of_their_launch(scheduler):
     assert all(step.seconds >= 0 for step in answer.steps)
 
 
+def test_after_a_rest_a_step_counts_from_its_launch(scheduler, monkeypatch):
+    """With overlap the loop finds nothing to run before the last step's results are in: that step took the time since
+    the one before it, of which its launch knows nothing; the next one follows nobody."""
+    now = iter([1.0, 1.5, 2.0, 3.0, 9.0, 9.5])
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    counted, trace = [], StepTrace()
+    scheduler.load.decoded = lambda step: counted.append(step.at)
+    for _ in range(2):
+        trace.begin(batch(ForwardMode.DECODE, 1, seq_lens_sum=7))  # at 1.0 and 1.5
+    trace.end(scheduler)  # at 2.0
+    trace.idle()
+    trace.end(scheduler)  # at 3.0
+    trace.idle()
+    trace.begin(batch(ForwardMode.DECODE, 1, seq_lens_sum=7))  # at 9.0
+    trace.end(scheduler)
+    trace.answer(scheduler, TraceQuery(query_id=1))
+    assert [step.seconds for step in scheduler.sent[0].steps] == [1.0, 1.0, 0.5]
+    assert counted == [3.0]
+
+
 def test_the_copy_that_comes_with_the_results_knows_less():
     """Why the sums are taken at the launch; if this fails, they could be taken with the results."""
     copy = batch(ForwardMode.DECODE, 2, seq_lens_sum=70, extend_num_tokens=5).copy()

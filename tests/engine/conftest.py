@@ -156,9 +156,13 @@ class Servers:
         Args:
             mistake: that the engine is to make (``gpu_rehearsal.MISTAKES``).
         """
-        env = {"PYTHONPATH": str(REHEARSAL), "GPU_REHEARSAL": str(self.rehearsed)}
-        env |= {"GPU_REHEARSAL_MISTAKE": mistake} if mistake else {}
-        return self.adaptive(model, dp, *AS_ON_CUDA, *flags, env=env)
+        env = {"GPU_REHEARSAL_MISTAKE": mistake} if mistake else {}
+        return self.adaptive(model, dp, *AS_ON_CUDA, *flags, env=self.rehearsal | env)
+
+    @property
+    def rehearsal(self) -> dict[str, str]:
+        """Environment of an engine as on CUDA; its flags are :data:`AS_ON_CUDA`."""
+        return {"PYTHONPATH": str(REHEARSAL), "GPU_REHEARSAL": str(self.rehearsed)}
 
     @staticmethod
     def _at_base(server: Server) -> None:

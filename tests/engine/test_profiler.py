@@ -18,13 +18,17 @@ from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.testing.prefork import popen
 
-from .conftest import count_start
+from .conftest import AS_ON_CUDA, count_start
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = "30m"
 """More than any machine needs for this grid: a sweep ends when it is done."""
 GRID = "batch=1,4;context=64,160;lone=1;prefill_batch=1;prefill_length=64;switch_requests=4;switch_context=128"
 SECONDS = 1000
+
+CONTEXTS, LENGTHS = (64, 160), (64, 200)
+ON_CUDA = "batch=1,4;context=64,160;lone=1;prefill_batch=1;prefill_length=64,200;switch_requests=4;switch_context=128"
+"""For an engine as on CUDA, which prefills 128 tokens a step: the longer prompts take two."""
 
 REFUSED = """
 import importlib, json, sys
@@ -144,3 +148,46 @@ def test_validation_of_a_real_batch(swept, servers, llama, tmp_path):
     assert [row["layout"] for row in rows] == ["tp1×dp2", "tp2×dp1"]
     # A loaded machine may be far off; what must hold is that steps were found and compared.
     assert all(row["steps"] > 40 and 0 <= row["error a step"] < 20 for row in rows)
+
+
+@pytest.fixture(scope="module")
+def rehearsed(llama, servers, tmp_path_factory):
+    """(profile of an engine as on CUDA, what its ranks captured and replayed)."""
+    path = tmp_path_factory.mktemp("rehearsed") / "profile.json"
+    before = set(servers.rehearsed.iterdir())
+    asked = command("profiler.sweep", llama, "--out", path, "--grid", ON_CUDA, "--budget", BUDGET, *AS_ON_CUDA)
+    done = servers.run(*asked, env=servers.rehearsal)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = set(servers.rehearsed.iterdir()) - before
+    return path, [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_a_sweep_as_on_cuda(rehearsed):
+    """With overlap scheduling and graphs: every point is measured, and is what was asked for."""
+    profile, events = profiles.load(rehearsed[0]), rehearsed[1]
+    assert {(event["tp"], event["batch"]) for event in events if event["event"] == "replay"} >= {(1, 4), (2, 4)}
+    decode = {(p.tp, p.replicas, p.batch, min(CONTEXTS, key=lambda c: abs(c - p.context))) for p in profile.decode}
+    shapes = {(1, 2, 1), (1, 2, 4), (1, 1, 1), (2, 1, 1), (2, 1, 4)}
+    assert decode == {(*shape, context) for shape in shapes for context in CONTEXTS}
+    off = {(p.tp, p.replicas, p.batch, p.context): min(abs(p.context - c) for c in CONTEXTS) for p in profile.decode}
+    assert max(off.values()) <= 16, off
+    assert {(p.tp, p.batch, p.length) for p in profile.prefill} == {(tp, 1, n) for tp in (1, 2) for n in LENGTHS}
+    assert profile.complete and profile.machine["failed"] == profile.machine["left_out"] == 0
+    moved = [s for s in profile.switches if s.requests]
+    assert {(s.from_tp, s.to_tp) for s in moved} == {(1, 2), (2, 1)}
+    assert all(s.tokens >= 4 * 120 and s.moved_bytes > 0 for s in moved)
+    predictor = Predictor(profile)
+    for point in profile.decode:
+        seconds = predictor.step_seconds(point.tp, point.batch, point.batch * point.context, point.replicas)
+        assert seconds == pytest.approx(point.seconds)
+    assert 0 < SwitchCosts(profile, predictor).estimate(1, 2, [100, 200]).seconds < 10
+
+
+def test_a_validation_as_on_cuda(rehearsed, servers, llama, tmp_path):
+    extra = ["--requests", 4, "--max-new-tokens", 48, "--out", tmp_path]  # within the grid
+    asked = command("profiler.validate", llama, rehearsed[0], *extra, *AS_ON_CUDA)
+    done = servers.run(*asked, env=servers.rehearsal)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "validation.json").read_text())["figures"]
+    assert [row["layout"] for row in rows] == ["tp1×dp2", "tp2×dp1"]
+    assert all(row["steps"] > 40 and row["beyond the grid"] < 1 for row in rows)

@@ -46,6 +46,18 @@ def test_a_step_that_fails_stops_nothing_and_its_traceback_is_kept(made_up, tmp_
     assert "broken: Nothing is." in printed and "failed: below: 39% (bar 80%)" in printed
 
 
+def test_what_cannot_be_run_is_left_out_and_fails_nothing(monkeypatch, tmp_path, capsys):
+    def absent(bench) -> Result:
+        """Something is not there."""
+        return Result(verdict="left out", line="install it")
+
+    monkeypatch.setattr(steps, "STEPS", (fine, absent))
+    assert cli.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith("1 passed, 1 left out\nleft out: absent: install it\n")
+    assert "| absent | left out | install it |" in (tmp_path / "acceptance.md").read_text()
+
+
 def test_without_matplotlib_there_is_a_report_all_the_same(made_up, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang_pat.acceptance.picture", None)
     assert cli.main(["--device", "cpu", "--out", str(tmp_path), "--only", "fine"]) == 0

@@ -23,7 +23,9 @@ from sglang_pat.testing.shapes import write_shape
 STEADY = {"SGLANG_PAT_CHECK_STEADY": "1", "SGLANG_PAT_CHECK_AGREEMENT": "1"}
 """A switch that makes a group, a pool or a graph fails; ranks of a group are compared after every switch."""
 LARGE = (("Llama-3.1-8B", 40 * GIB), ("Qwen3-4B", 16 * GIB), ("Qwen3-0.6B", 0))
-"""Shapes with the free memory of a GPU that they are for, bytes."""
+"""Shapes with the free memory of a rank's GPU that they are for, bytes."""
+FEW_GRAPHS = ("--cuda-graph-max-bs", "16")
+"""Of engines on a GPU whose batches are small: to capture all of SGLang's sizes takes each layout long."""
 
 
 @dataclass
@@ -60,6 +62,10 @@ class Bench:
         return ("--tp", "1", "--dp", str(self.ranks))
 
     @property
+    def few_graphs(self) -> tuple[str, ...]:
+        return FEW_GRAPHS if self.device == "cuda" else ()
+
+    @property
     def env(self) -> dict[str, str]:
         """Of every engine."""
         return {SHARE_ENV: "1"} if self.sharing else {}
@@ -76,8 +82,10 @@ class Bench:
     @property
     def tail(self) -> list[int]:
         """How long the answers of one long-tail batch are, tokens."""
-        short, long, count = (64, 1024, 16 * self.ranks - 2) if self.device == "cuda" else (16, 120, 6)
-        return [short] * count + [long, long * 3 // 4]
+        if self.device == "cpu":
+            return [16] * 6 + [120, 90]
+        short, long = (16, 128) if self.sharing else (64, 1024)  # a step of ranks that share a GPU takes long
+        return [short] * (16 * self.ranks - 2) + [long, long * 3 // 4]
 
     def engine(self, model: Path, *flags: str, policy: tuple[str, ...] = MANUAL) -> Worker:
         """An engine with these flags; the last one stays for the steps that ask for the same."""
@@ -95,7 +103,7 @@ class Bench:
     def exact(self) -> Worker:
         """The engine whose tokens must be equal."""
         attention = ("--attention-backend", "triton") if self.device == "cuda" else ()  # the others have no float32
-        return self.engine(self.small, "--dtype", "float32", *attention)
+        return self.engine(self.small, "--dtype", "float32", *attention, *self.few_graphs)
 
     def usual(self) -> Worker:
         """The engine with default flags."""
@@ -131,8 +139,8 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
     small = models.make_random("llama", cache / "small", heads=8, kv_heads=8, **size)
     large, large_flags = small, ("--dtype", "float32")
     if device == "cuda":
-        share = free_on_gpus() / (ranks if sharing else 1)
-        large = write_shape(cache, next(name for name, least in LARGE if share >= least))
+        free = 0 if sharing else free_on_gpus()  # what moves between ranks that share a GPU moves slowly
+        large = write_shape(cache, next(name for name, least in LARGE if free >= least))
         large_flags = ("--load-format", "dummy")
     return Bench(
         device=device,

@@ -33,8 +33,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print("\n" + "  ".join(str(path) for path in sorted(args.out.glob("acceptance.*"))))
-    for result in report.failed:
-        print(f"failed: {result.name}: {result.line}")
+    print(report.counted)
+    for result in report.by_verdict("left out") + report.failed:
+        print(f"{result.verdict}: {result.name}: {result.line}")
     return 1 if report.failed else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from profiler import measure
 from profiler.points import Point
 from profiler.rig import Rig
+from profiler.validate import chat_prompts
 
 STEPS = 3
 """Decode steps of the whole batch between two switches."""
@@ -43,6 +45,18 @@ async def greedy(rig: Rig, prompts: list[list[int]], answer: int, visits: list[i
         records.append(await rig.reconfigure(tp))
     answers = await rig.finish(tasks)
     return {"outputs": [a["output_ids"] for a in answers], "switches": records}
+
+
+async def chats(rig: Rig, count: int) -> list[list[int]]:
+    """Token ids of ``count`` questions, by the model's chat template."""
+    return chat_prompts(rig.engine.tokenizer_manager.tokenizer, count)
+
+
+async def texts(rig: Rig, outputs: list[list[int]]) -> list[str]:
+    """What each output says until the model ends its turn."""
+    tokenizer = rig.engine.tokenizer_manager.tokenizer
+    ends = tokenizer.eos_token_id
+    return [tokenizer.decode(list(takewhile(lambda token: token != ends, output))) for output in outputs]
 
 
 async def judged(rig: Rig, prompts: list[list[int]], outputs: list[list[int]], tp: int) -> list[float]:

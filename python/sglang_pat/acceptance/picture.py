@@ -20,7 +20,7 @@ def draw(report: Report, path: Path) -> Path | None:
     figure, axes = pictures.panels(len(drawn), width=5.6)
     for one, (part, found) in zip(axes, drawn, strict=True):
         part(one, found)
-    pictures.footer(figure, f"{report.options['device']}, {report.options['ranks']} ranks")
+    pictures.footer(figure, f"{report.options['device']}, {report.options['ranks']} ranks; steps: {report.counted}")
     return pictures.save(figure, path)
 
 

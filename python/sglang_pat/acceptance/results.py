@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from sglang_pat import files
 
-Verdict = Literal["passed", "failed", "measured"]
+Verdict = Literal["passed", "failed", "measured", "left out"]
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -17,7 +18,8 @@ class Result(msgspec.Struct, kw_only=True):
 
     Attributes:
         name: of the step; set by the command.
-        verdict: ``passed`` and ``failed`` by a bar; ``measured`` where there is none.
+        verdict: ``passed`` and ``failed`` by a bar; ``measured`` where there is none; ``left out`` where something
+            that the step needs is not there.
         line: the finding in one line.
         rows: a table, as lists; the first one is its head.
         figures: everything that was measured.
@@ -44,7 +46,16 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def failed(self) -> list[Result]:
-        return [result for result in self.results if result.verdict == "failed"]
+        return self.by_verdict("failed")
+
+    def by_verdict(self, verdict: Verdict) -> list[Result]:
+        return [result for result in self.results if result.verdict == verdict]
+
+    @property
+    def counted(self) -> str:
+        """How many steps had which verdict, as in "9 passed, 1 left out"."""
+        counts = Counter(result.verdict for result in self.results)
+        return ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
 
     def save(self, folder: Path) -> None:
         """Write both files; called after each step, so that an ended run leaves what it has."""
@@ -66,10 +77,11 @@ class Report(msgspec.Struct, kw_only=True):
         return "\n".join(lines)
 
     def _overview(self) -> list[list[str]]:
-        rows = [[r.name, r.verdict, r.line.replace("|", "/"), f"{r.seconds:.0f}"] for r in self.results]
+        rows = [[r.name, r.verdict, r.line, f"{r.seconds:.0f}"] for r in self.results]
         return [["step", "verdict", "finding", "seconds"], *rows]
 
 
 def _table(rows: list[list[str]]) -> list[str]:
-    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    """A cell is one line, whatever a model says."""
+    head, *body = [f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in row)} |" for row in rows]
     return [head, f"|{' --- |' * len(rows[0])}", *body]

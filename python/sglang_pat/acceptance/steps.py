@@ -1,4 +1,7 @@
-"""The steps of the acceptance, in order.  Each is a function of the :class:`Bench`; :data:`STEPS` lists them."""
+"""The steps of the acceptance.  Each is a function of the :class:`Bench`; :data:`STEPS` lists them in order.
+
+Those that compare answers are in ``answers.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from typing import Any
 
 import torch
 
-from profiler.worker import Worker, search_path
+from profiler.worker import search_path
 from sglang_pat import preflight
 from sglang_pat.acceptance import commands, kernels
+from sglang_pat.acceptance.answers import degrees_of, likelihood, real_model, same_tokens, steady
 from sglang_pat.acceptance.bench import Bench, free_on_gpus
 from sglang_pat.acceptance.linears import views
 from sglang_pat.acceptance.results import Result
@@ -19,7 +23,6 @@ from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory import estimate
 from sglang_pat.memory.demand import GIB
 from sglang_pat.memory.plan import make_plan
-from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.testing.prefork import run
 
 COPY_SHARE = 0.8
@@ -32,7 +35,6 @@ CPU_GRID = "batch=1,4;context=96;lone=1;prefill_batch=1;prefill_length=64;switch
 GPU_GRID = (
     "batch=1,8,64;context=256,4096;lone=1;prefill_batch=1;prefill_length=256,2048;switch_requests=8;switch_context=1024"
 )
-SWITCHES, UPDATES = 20, 2
 ENDURANCE = 50
 GROWTH = 64 << 20
 """Bytes that an engine may have grown by after so many switches: allocators round."""
@@ -91,78 +93,6 @@ def start(bench: Bench) -> Result:
     return Result(verdict="passed", line=line, figures=figures)
 
 
-def _degrees(worker: Worker) -> list[int]:
-    return worker.do(commands.describe)["degrees"]
-
-
-def _up_and_down(degrees: list[int]) -> list[int]:
-    """From the lowest degree through all to the highest, and back."""
-    return degrees[1:] + degrees[-2::-1]
-
-
-def same_tokens(bench: Bench) -> Result:
-    """float32: greedy tokens are equal in every layout, and with switches on the way."""
-    worker, prompts = bench.exact(), bench.prompts(6, 40)
-    degrees = _degrees(worker)
-    wanted = worker.do(commands.greedy, prompts=prompts, answer=60, visits=[], start=1)["outputs"]
-    ways = {f"tp{tp}": (tp, []) for tp in degrees[1:]}
-    ways |= {"up": (1, degrees[1:]), "up and down": (1, _up_and_down(degrees))}
-    different, moved = [], 0
-    for name, (first, visits) in ways.items():
-        found = worker.do(commands.greedy, prompts=prompts, answer=60, visits=visits, start=first)
-        moved += sum(record["migrated"] for record in found["switches"])
-        different += [
-            f"{name}, request {i}"
-            for i, pair in enumerate(zip(found["outputs"], wanted, strict=True))
-            if pair[0] != pair[1]
-        ]
-    line = f"{len(wanted)} requests of 60 tokens in {len(ways)} ways, {moved} moved with their KV: "
-    line += f"different: {', '.join(different)}" if different else "all equal"
-    return Result(verdict="failed" if different or not moved else "passed", line=line)
-
-
-def likelihood(bench: Bench) -> Result:
-    """bfloat16: what is generated across switches is as likely as what is generated without."""
-    worker, prompts = bench.engine(bench.small, "--dtype", "bfloat16"), bench.prompts(6, 40)
-    degrees = _degrees(worker)
-    ways = {f"tp{tp}": (tp, []) for tp in (degrees[0], degrees[-1])} | {"switched": (1, _up_and_down(degrees))}
-    found: dict[str, float] = {}
-    for name, (first, visits) in ways.items():
-        outputs = worker.do(commands.greedy, prompts=prompts, answer=60, visits=visits, start=first)["outputs"]
-        found[name] = statistics.mean(worker.do(commands.judged, prompts=prompts, outputs=outputs, tp=1))
-    *static, switched = found.values()
-    spread = max(static) - min(static)
-    fine = switched <= max(static) + 3 * spread + 0.02
-    line = ", ".join(f"{name} {value:.4f}" for name, value in found.items()) + " nats a token, judged by tp1"
-    return Result(verdict="passed" if fine else "failed", line=line, figures={"nats": found})
-
-
-def steady(bench: Bench) -> Result:
-    """Nothing is captured or made anew over switches and weight updates, and the new weights are in every layout."""
-    worker, prompts = bench.exact(), bench.prompts(4, 20)
-    degrees = _degrees(worker)
-    shape = ModelShape.from_config(estimate.read_config(str(bench.small)))
-    changed = {
-        "model.layers.0.mlp.down_proj.weight": [shape.hidden, shape.intermediate],
-        "model.layers.0.self_attn.q_proj.weight": [shape.heads * shape.head_dim, shape.hidden],
-    }
-    before, made = None, 0
-    for number in range(UPDATES + 1):
-        if number:
-            worker.do(commands.update, names_and_shapes=changed, seed=number, dtype="float32")
-        visits = _up_and_down(degrees) * (SWITCHES // (UPDATES + 1) // (2 * len(degrees) - 2) + 1)
-        switched = worker.do(commands.greedy, prompts=prompts, answer=8 * len(visits) + 20, visits=visits, start=1)
-        static = worker.do(commands.greedy, prompts=prompts, answer=8 * len(visits) + 20, visits=[], start=degrees[-1])
-        made += len(switched["switches"])
-        if switched["outputs"] != static["outputs"]:
-            return Result(verdict="failed", line=f"tokens differ after {number} updates")
-        if before == static["outputs"]:
-            return Result(verdict="failed", line="an update changed nothing")
-        before = static["outputs"]
-    line = f"{made} switches and {UPDATES} weight updates: tokens equal, nothing captured or allocated anew"
-    return Result(verdict="passed", line=line)
-
-
 def pause(bench: Bench) -> Result:
     """What a switch costs by tokens and requests, beside PAT's way and a restart."""
     ways = {"ours": bench.large_flags, "PAT's": (*bench.large_flags, *PATS_WAY)}
@@ -197,7 +127,7 @@ def pause(bench: Bench) -> Result:
 def step_times(bench: Bench) -> Result:
     """Decode steps by layout and batch, with as many requests in all."""
     worker = bench.usual()
-    degrees = _degrees(worker)
+    degrees = degrees_of(worker)
     totals = [bench.ranks * n for n in ((1, 4, 16, 64) if bench.device == "cuda" else (1, 4))]
     rows, found = [["requests", *(f"tp{tp}, ms" for tp in degrees)]], {}
     for total in totals:
@@ -216,7 +146,7 @@ def step_times(bench: Bench) -> Result:
 def long_tail(bench: Bench) -> Result:
     """One batch of which most answers are short: each static layout, and a merge when two are left."""
     worker = bench.usual()
-    degrees = _degrees(worker)
+    degrees = degrees_of(worker)
     lengths = bench.tail
     ways: dict[str, dict[str, Any]] = {f"static tp{tp}": {"start": tp} for tp in degrees}
     ways["merge at 2"] = {"start": 1, "merge_at": 2, "high": bench.ranks}
@@ -280,6 +210,6 @@ def adaptive(bench: Bench) -> Result:
 
 STEPS: tuple[Callable[[Bench], Result], ...] = (
     check_machine, move_kv, views, start, step_times, long_tail, endurance, pause, same_tokens, steady, likelihood,
-    sweep, adaptive,
+    real_model, sweep, adaptive,
 )  # fmt: skip
 """In an order in which engines are started seldom."""

