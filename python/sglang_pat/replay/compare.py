@@ -104,6 +104,7 @@ def compare(
     *,
     believed: Machine | None = None,
     noise: float | None = None,
+    calibration: float | None = None,
 ) -> dict[str, list[Run]]:
     """Runs of every policy, by round; ``oracle`` is always among them.
 
@@ -111,6 +112,7 @@ def compare(
         believed: what policies have for the machine's profile; None for the right one.
         noise: policies correct it by the steps of the run, reported with this standard deviation of their logarithm;
             None: they do not.
+        calibration: before the first round the layouts are measured with this standard deviation; None: they are not.
 
     What a policy has learnt of lengths it keeps from round to round.  After two rounds of one size it knows, as in an
     engine, that no more requests come.
@@ -128,6 +130,9 @@ def compare(
         for name in deciding
         if noise is not None
     }
+    if calibration is not None:
+        for found in reports.values():
+            found.calibrate(machine.predictor, machine.profile.fingerprint.num_ranks, calibration)
     runs: dict[str, list[Run]] = {name: [] for name in [*policies, "oracle"]}
     tracker = RoundTracker()
     for batch in work.batches():
