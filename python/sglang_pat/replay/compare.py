@@ -95,6 +95,9 @@ KNOWN = ", complete batch"
 """Ending of a policy's name: it is told that the batch is complete, and does not wait for more requests in the first
 round either."""
 
+AS_IS = ", profile as is"
+"""Ending of a policy's name: it believes its profile to the end."""
+
 
 def compare(
     machine: Machine,
@@ -121,14 +124,14 @@ def compare(
     believed = believed or machine
     degrees = tuple(machine.profile.fingerprint.degrees)
     deciding = {
-        name: believed.policy(name.removesuffix(KNOWN))
+        name: believed.policy(name.removesuffix(KNOWN).removesuffix(AS_IS))
         for name in policies
         if not name.startswith(("static", "oracle"))
     }
     reports = {
         name: Reports(believed.predictor, degrees, noise, np.random.default_rng(work.seed))
         for name in deciding
-        if noise is not None
+        if noise is not None and not name.endswith(AS_IS)
     }
     if calibration is not None:
         for found in reports.values():
