@@ -114,6 +114,11 @@ def test_a_run_still_corrects_what_a_calibration_confirmed():
     assert between(factors, 4) == pytest.approx(1.2, rel=0.05)
 
 
+def test_a_calibration_is_believed_however_wrong_the_profile_is():
+    """What its turns agree upon is no pause of the machine."""
+    assert between(calibrated({1: 1.0, 2: 0.02, 4: 1.0}, 0.01), 2) < 0.05
+
+
 def test_turns_that_were_broken_off_do_not_count():
     factors = StepFactors(DEGREES)
     factors.calibrate([], 0)

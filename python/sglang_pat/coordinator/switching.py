@@ -13,7 +13,6 @@ from sglang_pat import messages as m
 from sglang_pat.coordinator.outbox import Outbox
 from sglang_pat.layout import ParallelLayout
 
-
 CALIBRATION = "calibration"
 """Reason of switches that no status, record or metric counts."""
 

@@ -62,7 +62,8 @@ class StepFactors:
     def observe(self, tp: int, measured: float, predicted: float, steps: int, now: float) -> None:
         """A replica of degree ``tp`` made ``steps`` steps in ``measured`` seconds; by its profile ``predicted``."""
         if min(measured, predicted, steps) > 0:
-            self._observe(tp, math.log(measured / predicted), STEP_NOISE**2 / steps + REPORT_NOISE**2, now)
+            noise = STEP_NOISE**2 / steps + REPORT_NOISE**2
+            self._observe(tp, math.log(measured / predicted), noise, now, most=OUTLIER)
 
     def calibrate(self, turns: Sequence[Mapping[int, float]], now: float) -> None:
         """Before a run: all layouts were measured in turns, one shortly after the other.
@@ -88,14 +89,15 @@ class StepFactors:
         for tp, mean in zip(self.degrees, means.tolist(), strict=True):
             self._observe(tp, mean, noise + ELSEWHERE_SPREAD**2, now)
 
-    def _observe(self, tp: int, log: float, noise: float, now: float) -> None:
-        """``log``: of measured over predicted time; ``noise``: its variance."""
+    def _observe(self, tp: int, log: float, noise: float, now: float, most: float = math.inf) -> None:
+        """``log``: of measured over predicted time; ``noise``: its variance; ``most``: standard deviations that it may
+        be off."""
         self._forget(now)
         sees = np.zeros(len(self._mean))
         sees[[0, 1 + self.degrees.index(tp)]] = 1.0
         gains = self._covariance @ sees
         variance = float(sees @ gains) + noise
-        off, most = log - float(sees @ self._mean), OUTLIER * math.sqrt(variance)
+        off, most = log - float(sees @ self._mean), most * math.sqrt(variance)
         self._mean += gains * (min(max(off, -most), most) / variance)
         self._covariance -= np.outer(gains, gains) / variance
 
