@@ -1,7 +1,8 @@
 """Decisions on a profile that is wrong: each layout's step times off by the same share, up or down, drawn cell by cell.
 
 The policy decides on the wrong profile; steps take what the right one says, and are reported with noise, as leaders do.
-Errors of one sign in all layouts are left out: they change no decision.
+Before its first round it is calibrated, as an engine is, with other noise.  Errors of one sign in all layouts are left
+out: they change no decision.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ import numpy as np
 from rich.table import Table
 
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.compare import Machine, Work, compare, regrets
+from sglang_pat.replay.compare import AS_IS, Machine, Work, compare, regrets
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.replay.simulate import crowded
 
 NOISE = 0.1
 """Of the logarithm of each report's time: its standard deviation."""
 
+CALIBRATION_NOISE = 0.03
+"""The same of a layout in one turn of the calibration, unless asked otherwise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A cell: ``wrong`` is the share by which step times are off, 0 for the right profile."""
+    """A cell: ``wrong`` is the share by which step times are off, 0 for the right profile; ``calibration``: its noise,
+    None: there is none."""
 
     path: str
     shape: str
@@ -37,6 +42,7 @@ class Task:
     rounds: int
     seed: int
     wrong: float
+    calibration: float | None
     spacing: int
 
 
@@ -74,8 +80,8 @@ def study(task: Task) -> Cell | None:
         return None
     factors = _factors(task, len(right.profile.fingerprint.degrees))
     wrong = _machine(task.path, factors)
-    learnt = compare(right, work, ["survival"], task.spacing, believed=wrong, noise=NOISE)
-    kept = compare(right, work, ["survival"], task.spacing, believed=wrong)
+    names = ["survival", "survival" + AS_IS]
+    runs = compare(right, work, names, task.spacing, believed=wrong, noise=NOISE, calibration=task.calibration)
     return Cell(
         profile=Path(task.path).stem,
         shape=task.shape,
@@ -83,9 +89,9 @@ def study(task: Task) -> Cell | None:
         batch=task.batch,
         seed=task.seed,
         factors=factors,
-        regret=tuple(regrets(learnt, "survival").tolist()),
-        kept=tuple(regrets(kept, "survival").tolist()),
-        most_switches=max(len(run.switches) for run in learnt["survival"]),
+        regret=tuple(regrets(runs, "survival").tolist()),
+        kept=tuple(regrets(runs, "survival" + AS_IS).tolist()),
+        most_switches=max(len(run.switches) for run in runs["survival"]),
     )
 
 

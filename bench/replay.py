@@ -85,7 +85,8 @@ def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
         return None
     statics = [f"static:{tp}" for tp in on.profile.fingerprint.degrees]
     names = ["pat", "survival", "pat" + KNOWN, "survival" + KNOWN, *statics]
-    runs = compare(on, work, names, SPACING, noise=_replay_wrong.NOISE)
+    noise = {"noise": _replay_wrong.NOISE, "calibration": _replay_wrong.CALIBRATION_NOISE}
+    runs = compare(on, work, names, SPACING, **noise)
     mean = {name: np.mean([run.seconds for run in found]) for name, found in runs.items()}
     best = min(mean[name] for name in statics)
     regret = {name: regrets(runs, name) for name in ("pat", "survival", "pat" + KNOWN, "survival" + KNOWN)}
@@ -172,6 +173,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
     parser.add_argument("--wrong", type=float, metavar="SHARE", help="by which each layout's step times are off")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="with --wrong: so many, from --seed on")
+    default = _replay_wrong.CALIBRATION_NOISE
+    about = f"with --wrong: of a turn of the calibration (default {default})"
+    parser.add_argument("--calibration", type=float, default=default, metavar="NOISE", help=about)
+    parser.add_argument("--uncalibrated", action="store_true", help="with --wrong: there is no calibration")
     parser.add_argument("--profiles", nargs="+", type=Path, metavar="FILE", help="default: profiles/*.json")
     args = parser.parse_args(argv)
     args.profiles = args.profiles or sorted((ROOT / "profiles").glob("*.json"))
@@ -196,7 +201,7 @@ def wrong(args: argparse.Namespace, console: Console, cells: list[tuple[str, flo
     tasks = [
         _replay_wrong.Task(
             path=str(path), shape=shape, rho=rho, batch=batch, rounds=rounds, seed=args.seed + number,
-            wrong=args.wrong, spacing=SPACING,
+            wrong=args.wrong, calibration=None if args.uncalibrated else args.calibration, spacing=SPACING,
         )
         for path in args.profiles for shape, rho, batch in cells for number in range(args.seeds)
     ]  # fmt: skip

@@ -13,6 +13,8 @@ WEIGHT_MODES = ("resident", "reshard")
 KV_EXCHANGES = ("direct", "alltoall", "allgather")
 KV_MODES = ("auto", "migrate", "recompute")
 GPU_ORDERS = ("rank", "neighbours")
+MOST_STEPS = 1000
+"""Of a turn of the calibration."""
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -39,6 +41,8 @@ class AdaptiveConfig:
     """File that ``python -m profiler.sweep`` wrote for this deployment."""
     profile_as_is: bool = False
     """Whether its step times are believed; else those of this run correct them (``sglang_pat.predict.correction``)."""
+    calibrate: int = 16
+    """Steps that each layout decodes in a turn of the calibration (``sglang_pat.sglang.server.calibration``)."""
     log: str | None = None
     """File to which each decision is appended with its inputs (JSON lines)."""
     schedule: str | None = None
@@ -74,6 +78,8 @@ class AdaptiveConfig:
             )
         if self.schedule is not None and self.policy != "schedule":
             raise ValueError(f"--pat-schedule {self.schedule} needs --pat-policy schedule, not {self.policy}")
+        if not 0 <= self.calibrate <= MOST_STEPS:
+            raise ValueError(f"--pat-calibrate {self.calibrate}: must be 0 to {MOST_STEPS}")
         if self.switch_at < 1:
             raise ValueError(f"--pat-switch-at {self.switch_at}: must be at least 1")
         degrees = None if self.degrees is None else list(self.degrees)
@@ -86,6 +92,11 @@ class AdaptiveConfig:
     @property
     def predicts(self) -> bool:
         return self.policy in PREDICTING
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the layouts are measured before the first request."""
+        return self.predicts and not self.profile_as_is and self.calibrate > 0 and len(self.layouts) > 1
 
     def place(self, rank: int) -> int:
         """Number of the GPU of ``rank`` among the engine's, from 0."""

@@ -156,6 +156,15 @@ class Floor(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     tp: int
 
 
+class CalibrationTurn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """From now on requests are made up and the server says when to switch, to measure all layouts once more.
+
+    ``over``: that was the last turn; of all turns the layouts' factors stay, and nothing else.
+    """
+
+    over: bool = False
+
+
 class Go(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """To a replica that works by a schedule: go on, hold at the first of these points, and say so with ``Held``.
 
@@ -366,7 +375,7 @@ class ScheduleReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state: ScheduleState | None
 
 
-FromServer = StatusQuery | Reconfigure | Floor | TraceQuery | ScheduleQuery | SetSchedule
+FromServer = StatusQuery | Reconfigure | Floor | CalibrationTurn | TraceQuery | ScheduleQuery | SetSchedule
 """Everything of ours that the server sends to the coordinator for itself."""
 
 FromRank = Prepared | RankSwitched | LoadReport | RankTrace | Held

@@ -81,6 +81,11 @@ SETTINGS = (
         "Believe the profile: do not correct its step times by those of this run.",
     ),
     Setting(
+        "calibrate", 16,
+        "Before the first request decode N steps in each layout, up to four times, and correct the profile by what "
+        "they take. 0: do not.",
+    ),
+    Setting(
         "policy", None, "Who decides. manual: only /pat/reconfigure. off: nobody.", choices=POLICIES,
         otherwise="survival with a profile, else threshold",
     ),

@@ -48,7 +48,7 @@ SIDES = {
     "llama": (
         "agreement attributes smoke control sglang_routes threshold python_api features commands requests cramped "
         "features_otherwise same_tokens rollout rollout_bodies rollout_planner rollout_python rollout_left "
-        "rollout_thread rehearsal hostile policies flags attach faults"
+        "rollout_thread rehearsal hostile policies calibration flags attach faults"
     ).split(),
     "others": (
         "profiler sampling same_numbers same_tokens weights weights_refused weights_alive acceptance start"

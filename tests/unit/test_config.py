@@ -42,6 +42,21 @@ def test_degrees():
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (dict(), True),
+        (dict(policy="threshold"), False),
+        (dict(profile_as_is=True), False),
+        (dict(calibrate=0), False),
+        (dict(degrees=(1,)), False),
+    ],
+)
+def test_who_calibrates(given, expected):
+    """Who corrects a profile, and has something to choose from."""
+    assert AdaptiveConfig(**dict(base=BASE, policy="survival", profile="-") | given).calibrates == expected
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         (dict(policy="best"), "--pat-policy 'best': choose one of survival, pat, threshold, schedule, manual, off"),
@@ -50,6 +65,8 @@ def test_degrees():
         (dict(kv=""), "--pat-kv '': choose one of auto, migrate, recompute"),
         (dict(switch_at=0), "--pat-switch-at 0: must be at least 1"),
         (dict(switch_at=-5), "--pat-switch-at -5: must be at least 1"),
+        (dict(calibrate=-1), "--pat-calibrate -1: must be 0 to 1000"),
+        (dict(calibrate=1001), "--pat-calibrate 1001: must be 0 to 1000"),
         (dict(degrees=(3,)), "candidate tp=3 does not divide the 4 ranks"),
         (dict(degrees=(0,)), "candidate tp=0"),
         (dict(base=ParallelLayout(2, 2), degrees=(1, 2)), "candidate tp=1 is below the base tp=2"),

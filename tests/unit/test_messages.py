@@ -71,6 +71,7 @@ EXAMPLES = [
     LOAD,
     m.RankTrace(rank=1, query_id=2, steps=[m.Step(1.5, 0.25, 2, "decode", 3, 4)]),
     m.Floor(tp=2),
+    m.CalibrationTurn(over=True),
     m.InjectPrefixes(prompts=[[1, 2, 3], []]),
     m.TraceQuery(query_id=1),
     m.TraceReply(query_id=1, steps=[{"rank": 0, "at": 1.5}]),

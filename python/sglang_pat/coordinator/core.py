@@ -25,7 +25,7 @@ from sglang_pat.coordinator.forecast import forecast
 from sglang_pat.coordinator.leader import Leader, Work
 from sglang_pat.coordinator.outbox import Outbox
 from sglang_pat.coordinator.replies import Control, Replies
-from sglang_pat.coordinator.switching import Ended, Switching, Wanted
+from sglang_pat.coordinator.switching import CALIBRATION, Ended, Switching, Wanted
 from sglang_pat.coordinator.traces import Traces
 from sglang_pat.policies.snapshot import Policy
 from sglang_pat.predict.predictor import Predictor
@@ -93,7 +93,7 @@ class Coordinator:
         if self._released:
             what = ", ".join(sorted(self._released))
             return self._answer(query.query_id, 409, f"memory is released ({what}); resume it first")
-        self._wanted = Wanted(target, "request", query.query_id)
+        self._wanted = Wanted(target, CALIBRATION if self._deciding.calibrating else "request", query.query_id)
         self._proceed(now)
 
     def floor(self, message: m.Floor, now: float) -> None:
@@ -101,10 +101,14 @@ class Coordinator:
         self._deciding.floor = max(message.tp, self.config.base.tp)
         target = self.config.layout(self._deciding.floor)
         switching = self._switching.under_way or self._wanted
-        busy = self._requests() or self._backlog or switching or self._released
+        busy = self._in_engine or self._backlog or switching or self._released
         if target != self.layout and not busy:
             self._wanted = Wanted(target, "planner", ahead=True)
         self._proceed(now)
+
+    def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
+        """Before the first request of an engine whose policy predicts."""
+        self._deciding.calibrate(turn, now)
 
     def schedule(self, query: m.ScheduleQuery) -> None:
         """``GET /pat/schedule``."""
@@ -121,8 +125,8 @@ class Coordinator:
             "policy": self.config.policy,
             "switching": self._switching.under_way is not None,
             "target": asdict(self._switching.under_way.target) if self._switching.under_way else None,
-            "requests": self._requests(),
-            "expected_seconds": self._deciding.expected_seconds if self._requests() else 0.0,
+            "requests": self._in_engine,
+            "expected_seconds": self._deciding.expected_seconds if self._in_engine else 0.0,
             "controls": len(self._replies),
             "groups": groups,
             "step_factors": self._deciding.factors.factors() if self._deciding.factors else {},
@@ -168,7 +172,7 @@ class Coordinator:
 
     def _load_report(self, report: m.LoadReport, now: float) -> None:
         self._retracted += report.retracted
-        for response in report.finished:
+        for response in () if self._deciding.calibrating else report.finished:
             self._follower.ended(response.length)
             self.history.observe(response.length, response.family, not response.cut, response.since)
             self._outbox.finished(response)
@@ -182,9 +186,6 @@ class Coordinator:
     def _count_requests(self) -> None:
         self._in_engine = sum(self._leaders[rank].requests for rank in self.layout.leaders)
 
-    def _requests(self) -> int:
-        return self._in_engine
-
     # -- getting on -----------------------------------------------------------------------------------
 
     @property
@@ -197,7 +198,7 @@ class Coordinator:
         """Handle what can be handled, then see whether a switch is due."""
         # Here, and not where a policy looks: the engine may run empty during a control request, or a switch.
         arrivals = self._deciding.round
-        arrivals.in_engine(self._requests())
+        arrivals.in_engine(self._in_engine)
         complete = arrivals.complete
         if self._backlog and isinstance(self._backlog[0], Work) and self._deciding.opens(now):
             self._decide(now, ahead=True)
@@ -211,7 +212,7 @@ class Coordinator:
             event = self._backlog.popleft()
             self._held_work -= isinstance(event, Work)
             self._dispatch(event, now)
-        arrivals.in_engine(self._requests())
+        arrivals.in_engine(self._in_engine)
         if arrivals.complete > complete:
             self._deciding.hurry()  # the last request is what policies wait for
         self._decide(now)
@@ -230,7 +231,7 @@ class Coordinator:
         if self._paused or self._released or self._switching.under_way or self._wanted or self._replies:
             return
         if self._deciding.due(now) and all(self._leaders[rank].known for rank in self.layout.leaders):
-            self._wanted = self._deciding.decide(self.layout, self._requests(), self._held_work, now, ahead)
+            self._wanted = self._deciding.decide(self.layout, self._in_engine, self._held_work, now, ahead)
 
     def _dispatch(self, event: Work | Control | m.SetSchedule, now: float) -> None:
         if isinstance(event, m.SetSchedule):
@@ -265,11 +266,10 @@ class Coordinator:
 
     def _ended(self, ended: Ended, now: float) -> None:
         switch, record = ended.switch, ended.record
-        if not record.error:
-            self._take_over(ended)
-        self._records.append(record)
         self._outbox.switched(record)
-        self._switches += not record.error
+        if record.reason != CALIBRATION:
+            self._records.append(record)
+            self._switches += not record.error
         if record.error:
             self._deciding.aborted(now)
             if record.reason == "control":
@@ -277,6 +277,7 @@ class Coordinator:
                 if self._base_attempts == BASE_ATTEMPTS:
                     raise RuntimeError(f"cannot return to the base layout for a control request: {record.error}")
         else:
+            self._take_over(ended)
             self._follower.schedule.switched(switch.source, switch.target)
             self._deciding.switched(now)
             self._base_attempts = 0

@@ -42,6 +42,7 @@ class Deciding:
         history: lengths of the responses that ended.
         round: requests as they come in.
         factors: by what the profile is off in each layout; None without a profile, or if it is to be believed.
+        calibrating: requests are made up, to measure the layouts; the policy is not asked.
         floor: lowest degree of a round, see ``messages.Floor``.
         expected_seconds: until all requests are done, as the policy saw it when it was last asked; None if it does not
             predict.
@@ -65,6 +66,9 @@ class Deciding:
         self._predictor = predictor
         corrects = predictor is not None and not config.profile_as_is
         self.factors = StepFactors(self._degrees) if corrects else None
+        self._turns: list[dict[int, tuple[float, float]]] = []
+        """Of a calibration: seconds that steps took, and should have taken, by degree."""
+        self.calibrating = False
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
         self._opened = False
 
@@ -72,10 +76,23 @@ class Deciding:
 
     def arrived(self, now: float) -> None:
         """A request goes into the engine."""
+        if self.calibrating:
+            return
         self.round.arrived(now)
         self._opened = False
 
+    def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
+        """A turn of a calibration begins, or all are over."""
+        self.calibrating = not turn.over
+        if self.calibrating:
+            return self._turns.append({})
+        if self.factors is not None:
+            self.factors.calibrate([{tp: took / ought for tp, (took, ought) in t.items()} for t in self._turns], now)
+        self._turns = []
+
     def switched(self, now: float) -> None:
+        if self.calibrating:
+            return
         self._last_switch = now
         self.round.switches += 1
 
@@ -87,7 +104,11 @@ class Deciding:
         others = sum(self._leaders[rank].decoding for rank in layout.leaders if rank != report.rank)
         batch, tokens = report.decoded.requests / steps, report.decoded.tokens / steps
         predicted = steps * self._predictor.step_seconds(report.tp, batch, tokens, 1 + others)
-        self.factors.observe(report.tp, report.decoded.seconds, predicted, steps, now)
+        if self.calibrating:
+            took, ought = self._turns[-1].get(report.tp, (0.0, 0.0))
+            self._turns[-1][report.tp] = took + report.decoded.seconds, ought + predicted
+        else:
+            self.factors.observe(report.tp, report.decoded.seconds, predicted, steps, now)
 
     def aborted(self, now: float) -> None:
         """A switch was."""
@@ -111,6 +132,8 @@ class Deciding:
 
     def due(self, now: float) -> bool:
         """Whether the policy may be asked again: always if it does not predict."""
+        if self.calibrating:
+            return False
         return not self._config.predicts or now >= self._last_decision + self._interval(now)
 
     def _interval(self, now: float) -> float:

@@ -13,13 +13,17 @@ from sglang_pat import messages as m
 from sglang_pat.coordinator.outbox import Outbox
 from sglang_pat.layout import ParallelLayout
 
+CALIBRATION = "calibration"
+"""Reason of switches that no status, record or metric counts."""
+
 
 @dataclass(frozen=True)
 class Wanted:
     """A switch that is to start as soon as nothing stands in its way.
 
     Attributes:
-        reason: who wants it: a policy's name, ``request``, ``control``, ``planner`` or ``schedule``.
+        reason: who wants it: a policy's name, ``request``, ``control``, ``planner``, ``schedule`` or
+            :data:`CALIBRATION`.
         query_id: of the client who waits for an answer.
         recompute_below: requests with fewer KV tokens are recomputed.
         ahead: of a round, whose requests wait for it.

@@ -14,7 +14,7 @@ visited has the common factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import overload
 
 import numpy as np
@@ -36,6 +36,18 @@ OUTLIER = 3.0
 machine is no property of a layout."""
 
 
+TURNS = (1, 4, 1, 4)
+"""Requests of a calibration's turns, for each replica of the lowest degree: what a profile gets wrong may depend on the
+batch."""
+
+PROMPT = 64
+"""Tokens of each of them: the shortest context that profiles have."""
+
+CONFIRMED_SPREAD, ELSEWHERE_SPREAD = 0.03, 0.02
+"""Standard deviations of the logarithm: of each layout's own part where a calibration has found nothing wrong; of what
+a calibration says for other batches than its own."""
+
+
 class StepFactors:
     """Estimates for ``degrees``; time is an argument, seconds of one clock."""
 
@@ -49,14 +61,43 @@ class StepFactors:
 
     def observe(self, tp: int, measured: float, predicted: float, steps: int, now: float) -> None:
         """A replica of degree ``tp`` made ``steps`` steps in ``measured`` seconds; by its profile ``predicted``."""
-        if min(measured, predicted, steps) <= 0:
+        if min(measured, predicted, steps) > 0:
+            noise = STEP_NOISE**2 / steps + REPORT_NOISE**2
+            self._observe(tp, math.log(measured / predicted), noise, now, most=OUTLIER)
+
+    def calibrate(self, turns: Sequence[Mapping[int, float]], now: float) -> None:
+        """Before a run: all layouts were measured in turns, one shortly after the other.
+
+        How far the turns agree says how much they are worth: what is common to all layouts of a turn is taken out, and
+        what is left is noise.  How far the layouts differ beyond that noise says how wrong the profile is: a right one
+        is hardly moved, neither now nor later (empirical Bayes).
+
+        Args:
+            turns: of each, measured over predicted time of a step by degree; turns without a degree do not count.
+        """
+        logs = np.log([[turn[tp] for tp in self.degrees] for turn in turns if set(turn) >= set(self.degrees)])
+        if not logs.size or len(self.degrees) == 1:
             return
+        means = logs.mean(axis=0)
+        left = logs - means - logs.mean(axis=1, keepdims=True) + logs.mean()
+        free = (len(logs) - 1) * (len(self.degrees) - 1)
+        noise = (float((left**2).sum()) + REPORT_NOISE**2) / (free + 1)  # as if one more had the noise of a report
+        noise /= len(logs)  # of a mean
+        spread = min(max(float(means.var(ddof=1)) - noise, CONFIRMED_SPREAD**2), BETWEEN_SPREAD**2)
+        np.fill_diagonal(self._prior[1:, 1:], spread)
+        self._covariance = self._prior.copy()
+        for tp, mean in zip(self.degrees, means.tolist(), strict=True):
+            self._observe(tp, mean, noise + ELSEWHERE_SPREAD**2, now)
+
+    def _observe(self, tp: int, log: float, noise: float, now: float, most: float = math.inf) -> None:
+        """``log``: of measured over predicted time; ``noise``: its variance; ``most``: standard deviations that it may
+        be off."""
         self._forget(now)
         sees = np.zeros(len(self._mean))
         sees[[0, 1 + self.degrees.index(tp)]] = 1.0
         gains = self._covariance @ sees
-        variance = float(sees @ gains) + STEP_NOISE**2 / steps + REPORT_NOISE**2
-        off, most = math.log(measured / predicted) - float(sees @ self._mean), OUTLIER * math.sqrt(variance)
+        variance = float(sees @ gains) + noise
+        off, most = log - float(sees @ self._mean), most * math.sqrt(variance)
         self._mean += gains * (min(max(off, -most), most) / variance)
         self._covariance -= np.outer(gains, gains) / variance
 

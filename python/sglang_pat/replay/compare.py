@@ -95,6 +95,9 @@ KNOWN = ", complete batch"
 """Ending of a policy's name: it is told that the batch is complete, and does not wait for more requests in the first
 round either."""
 
+AS_IS = ", profile as is"
+"""Ending of a policy's name: it believes its profile to the end."""
+
 
 def compare(
     machine: Machine,
@@ -104,6 +107,7 @@ def compare(
     *,
     believed: Machine | None = None,
     noise: float | None = None,
+    calibration: float | None = None,
 ) -> dict[str, list[Run]]:
     """Runs of every policy, by round; ``oracle`` is always among them.
 
@@ -111,6 +115,7 @@ def compare(
         believed: what policies have for the machine's profile; None for the right one.
         noise: policies correct it by the steps of the run, reported with this standard deviation of their logarithm;
             None: they do not.
+        calibration: before the first round the layouts are measured with this standard deviation; None: they are not.
 
     What a policy has learnt of lengths it keeps from round to round.  After two rounds of one size it knows, as in an
     engine, that no more requests come.
@@ -119,15 +124,18 @@ def compare(
     believed = believed or machine
     degrees = tuple(machine.profile.fingerprint.degrees)
     deciding = {
-        name: believed.policy(name.removesuffix(KNOWN))
+        name: believed.policy(name.removesuffix(KNOWN).removesuffix(AS_IS))
         for name in policies
         if not name.startswith(("static", "oracle"))
     }
     reports = {
         name: Reports(believed.predictor, degrees, noise, np.random.default_rng(work.seed))
         for name in deciding
-        if noise is not None
+        if noise is not None and not name.endswith(AS_IS)
     }
+    if calibration is not None:
+        for found in reports.values():
+            found.calibrate(machine.predictor, machine.profile.fingerprint.num_ranks, calibration)
     runs: dict[str, list[Run]] = {name: [] for name in [*policies, "oracle"]}
     tracker = RoundTracker()
     for batch in work.batches():

@@ -19,7 +19,7 @@ import numpy as np
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
-from sglang_pat.predict.correction import StepFactors
+from sglang_pat.predict.correction import PROMPT, TURNS, StepFactors
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
 
@@ -62,6 +62,19 @@ class Reports:
     ) -> None:
         self.factors, self.clock = StepFactors(degrees), 0.0
         self._believed, self._noise, self._random = believed, noise, random
+
+    def calibrate(self, right: StepPredictor, num_ranks: int, noise: float) -> None:
+        """As an engine does before its first request; ``noise``: as above, of a layout in one turn."""
+        degrees, turns = self.factors.degrees, list[dict[int, float]]()
+        for each in TURNS:
+            turn: dict[int, float] = {}
+            for tp in degrees:
+                batch = each * tp / degrees[0]
+                load = tp, batch, batch * PROMPT, num_ranks / tp
+                ratio = right.step_seconds(*load) / self._believed.step_seconds(*load)
+                turn[tp] = ratio * float(np.exp(noise * self._random.normal()))
+            turns.append(turn)
+        self.factors.calibrate(turns, self.clock)
 
     def begin(self, drain: Drain) -> Callable[[int, float, int], None]:
         """A round: a function of (point, seconds, degree since the point before) to be called at each point."""

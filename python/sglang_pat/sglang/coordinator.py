@@ -30,6 +30,7 @@ from sglang_pat import messages  # noqa: E402
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
 from sglang_pat.coordinator import decision_log  # noqa: E402
 from sglang_pat.coordinator.core import Coordinator  # noqa: E402
+from sglang_pat.coordinator.switching import CALIBRATION  # noqa: E402
 from sglang_pat.dropped import Dropped  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
 from sglang_pat.policies.registry import make_policy  # noqa: E402
@@ -106,7 +107,7 @@ class Sockets:
             record.epoch, record.from_tp, record.to_tp, what, record.pause_seconds * 1e3, record.requests,
             record.tokens, record.reason, f" ({record.error})" if record.error else "",
         )  # fmt: skip
-        if self._metrics:
+        if self._metrics and record.reason != CALIBRATION:
             self._metrics.observe(record)
 
 
@@ -165,6 +166,8 @@ def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, drop
             coordinator.reconfigure(obj, now)
         elif isinstance(obj, messages.Floor):
             coordinator.floor(obj, now)
+        elif isinstance(obj, messages.CalibrationTurn):
+            coordinator.calibrate(obj, now)
         elif isinstance(obj, messages.TraceQuery):
             coordinator.trace(obj, now)
         elif isinstance(obj, messages.ScheduleQuery):

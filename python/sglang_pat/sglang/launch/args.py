@@ -47,6 +47,7 @@ class AdaptiveServerArgs(ServerArgs):
     pat_kv_exchange: str = _DEFAULT["pat_kv_exchange"]
     pat_profile: str | None = _DEFAULT["pat_profile"]
     pat_profile_as_is: bool = _DEFAULT["pat_profile_as_is"]
+    pat_calibrate: int = _DEFAULT["pat_calibrate"]
     pat_log: str | None = _DEFAULT["pat_log"]
     pat_rollout_dir: str | None = _DEFAULT["pat_rollout_dir"]
     pat_cpu_overlap: bool = _DEFAULT["pat_cpu_overlap"]
@@ -104,6 +105,7 @@ class AdaptiveServerArgs(ServerArgs):
             policy=self.pat_policy or ("survival" if self.pat_profile else "threshold"),
             profile=self.pat_profile,
             profile_as_is=self.pat_profile_as_is,
+            calibrate=self.pat_calibrate,
             log=self.pat_log,
             max_running=self.max_running_requests,
             schedule=self.pat_schedule,

@@ -20,6 +20,7 @@ from sglang_pat import messages
 from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.sglang.channels import AsyncOrderedReceiver
 from sglang_pat.sglang.launch.deployment import first_schedule
+from sglang_pat.sglang.server.calibration import calibrate
 from sglang_pat.sglang.server.ending import Ending, EndingHandler, handlers
 from sglang_pat.sglang.server.entrance import Entrance, route
 from sglang_pat.sglang.server.rollout import Rollouts
@@ -52,6 +53,8 @@ class AdaptiveTokenizerManager(TokenizerManager):
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self.pat_weight_updates = 0
         self.pat_first_schedule = first_schedule(server_args)
+        self._pat_calibrates = server_args.adaptive_config().calibrates
+        self._pat_calibration: asyncio.Task | None = None
         folder = server_args.pat_rollout_dir
         metrics = RolloutMetrics() if server_args.enable_metrics else None
         self.pat_rollouts = Rollouts(self, Path(folder) if folder else None, metrics)
@@ -85,6 +88,8 @@ class AdaptiveTokenizerManager(TokenizerManager):
         """
         try:
             self._pat_entrance.admit(obj, None if request is None else route(request))
+            if self._pat_calibrates:
+                await self._pat_calibrated()
             async with aclosing(super().generate_request(obj, request)) as answers:
                 async for answer in answers:
                     yield answer
@@ -99,6 +104,24 @@ class AdaptiveTokenizerManager(TokenizerManager):
             for state in list(self._pat_states(obj)):
                 if not state.pat_sent:
                     del self.rid_to_state[state.pat_rid]
+
+    async def _pat_calibrated(self) -> None:
+        """The first requests wait for it; it goes on without those that do not."""
+        self.auto_create_handle_loop()
+        if self._pat_calibration is None:
+            self._pat_calibration = asyncio.ensure_future(calibrate(self))
+        await asyncio.shield(self._pat_calibration)
+        self._pat_calibrates = False
+
+    async def pat_made_up(self, obj: GenerateReqInput) -> None:
+        """Generate for a measurement: nobody sees the answer."""
+        async with aclosing(super().generate_request(obj)) as answers:
+            async for _ in answers:
+                pass
+
+    def pat_calibration_turn(self, over: bool = False) -> None:
+        """See :class:`~sglang_pat.messages.CalibrationTurn`."""
+        self.send_to_scheduler.send_pyobj(messages.CalibrationTurn(over=over))
 
     def _pat_states(self, obj: GenerateReqInput | EmbeddingReqInput) -> Iterator[Any]:
         """SGLang's states of ``obj``'s requests, under the ids that came with them."""

@@ -1,0 +1,106 @@
+"""The server's part of a calibration: what it sends, in which order, and that nothing stops the first request."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.predict.correction import PROMPT, TURNS
+from sglang_pat.sglang.server import calibration
+from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+
+CONFIG = AdaptiveConfig(base=ParallelLayout(1, 4), policy="survival", profile="-", calibrate=8)
+
+
+class Manager:
+    """Notes what it is asked for; ``fails``: the number of the switch that does."""
+
+    def __init__(self, context_len: int = 4096, fails: int | None = None) -> None:
+        self.context_len, self._fails = context_len, fails
+        self.server_args = SimpleNamespace(adaptive_config=lambda: CONFIG)
+        self.model_config = SimpleNamespace(vocab_size=500)
+        self.did, self.made_up = [], []
+        self.busy = 0
+
+    def pat_calibration_turn(self, over: bool = False) -> None:
+        self.did.append("over" if over else "turn")
+
+    async def pat_reconfigure(self, tp: int) -> None:
+        if self._fails == sum(isinstance(done, int) for done in self.did):
+            raise RuntimeError("no memory")
+        self.did.append(tp)
+
+    async def pat_made_up(self, request) -> None:
+        assert not self.busy, "the one before is not known to be over"
+        self.made_up.append(request)
+        self.busy = 2
+
+    async def pat_status(self) -> dict:
+        self.busy = max(self.busy - 1, 0)
+        return {"requests": self.busy, "step_factors": {1: 1.0, 2: 1.0, 4: 1.0}}
+
+    async def flush_cache(self, timeout_s: float) -> None:
+        assert not self.busy
+        self.did.append("flush")
+
+
+def test_layouts_take_turns_there_and_back():
+    manager = Manager()
+    asyncio.run(calibration.calibrate(manager))
+    assert manager.did == [*["turn", 1, 2, 4, "turn", 4, 2, 1] * 2, 1, "flush", "over"]
+    sizes = [len(request.input_ids) for request in manager.made_up]
+    assert sizes == [4 * each for each in TURNS for _ in range(3)], "for each replica of the base layout"
+    ids = manager.made_up[0].input_ids
+    assert {len(prompt) for prompt in ids} == {PROMPT} and max(map(max, ids)) < 500
+    # The first token is prefill's, and the step after it does not count.
+    assert manager.made_up[0].sampling_params["max_new_tokens"] == 8 + 2
+
+
+def test_a_slow_machine_takes_fewer_turns(monkeypatch):
+    monkeypatch.setattr(calibration, "ENOUGH_SECONDS", -1.0)
+    manager = Manager()
+    asyncio.run(calibration.calibrate(manager))
+    assert manager.did == ["turn", 1, 2, 4, "turn", 4, 2, 1, 1, "flush", "over"]
+
+
+def test_a_short_context_takes_shorter_requests():
+    manager = Manager(context_len=40)
+    asyncio.run(calibration.calibrate(manager))
+    for request in manager.made_up:
+        assert len(request.input_ids[0]) + request.sampling_params["max_new_tokens"] <= 40
+
+
+@pytest.mark.parametrize("switch", [0, 4])
+def test_a_switch_that_fails_ends_it_and_is_logged(switch, caplog):
+    manager = Manager(fails=switch)
+    asyncio.run(calibration.calibrate(manager))
+    assert manager.did[-1] == "over"
+    assert "the profile is not calibrated: no memory" in caplog.text
+
+
+def test_first_requests_wait_for_it_and_it_does_not_wait_for_them(monkeypatch):
+    """Three come at once, one of them leaves."""
+    did = []
+
+    async def calibrate(manager) -> None:
+        did.append("begun")
+        await asyncio.sleep(0.05)
+        did.append("calibrated")
+
+    async def first_requests() -> None:
+        manager = SimpleNamespace(_pat_calibration=None, _pat_calibrates=True, auto_create_handle_loop=lambda: None)
+        wait = AdaptiveTokenizerManager._pat_calibrated
+        tasks = [asyncio.ensure_future(wait(manager)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        did.append("request")
+        assert not manager._pat_calibrates
+
+    monkeypatch.setattr("sglang_pat.sglang.server.tokenizer.calibrate", calibrate)
+    asyncio.run(first_requests())
+    assert did == ["begun", "calibrated", "request"]

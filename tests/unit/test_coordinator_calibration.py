@@ -1,0 +1,90 @@
+"""A calibration as the coordinator sees it: switches and requests that leave nothing behind but the factors."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_pat import messages as m
+from sglang_pat.policies.registry import stay
+from sglang_pat.policies.snapshot import Decision
+
+from .coordinator_rig import Rig
+
+pytestmark = pytest.mark.unit
+
+TOOK = {1: 0.012, 2: 0.02}
+"""Seconds of a step, by degree; the profile says 0.01 of both."""
+
+
+class Predictor:
+    def step_seconds(self, *query):
+        return 0.01
+
+
+def calibrate(rig: Rig, turns: int = 4) -> None:
+    """As ``sglang/server/calibration.py`` has it done."""
+    for turn in range(turns):
+        rig.coordinator.calibrate(m.CalibrationTurn(), 0.0)
+        for tp in (1, 2) if turn % 2 == 0 else (2, 1):
+            if tp != rig.world.known.tp:
+                rig.reconfigure(tp)
+                rig.settle()
+            rig.work(2)
+            rig.settle()
+            for rank in rig.world.known.leaders:
+                rig.world.decoded = m.Decoded(steps=16, seconds=16 * TOOK[tp], requests=32, tokens=2000)
+                rig.world.report(rank)
+                rig.deliver()
+            rig.world.decoded = m.Decoded()
+            rig.coordinator.tick(10.0 * turn)
+            rig.finish_all()
+    rig.coordinator.calibrate(m.CalibrationTurn(over=True), 100.0)
+
+
+def status(rig: Rig) -> dict:
+    rig.coordinator.status(m.StatusQuery(query_id=1))
+    return rig.world.server[-1].status
+
+
+def test_a_calibration_leaves_the_factors_and_nothing_else():
+    def merged(snapshot, history):
+        return Decision(tp=2 if snapshot.requests else 1)
+
+    rig, untouched = (Rig(1, 2, merged, Predictor(), policy="survival", profile="-") for _ in range(2))
+    calibrate(rig)
+    assert not rig.world.decisions and not rig.world.responses, "the policy was not asked, and no length was learnt"
+    assert {record.reason for record in rig.world.records} == {"calibration"}
+    before, after = status(untouched), status(rig)
+    del before["groups"], after["groups"]  # of which the ranks tell
+    factors = after.pop("step_factors")
+    assert before.pop("step_factors") == {1: 1.0, 2: 1.0}
+    assert before == after
+    assert factors[2] / factors[1] == pytest.approx(0.02 / 0.012, rel=0.1)
+
+
+def test_the_first_round_is_the_first_round():
+    """Made-up requests are no round of a size that would be expected again, and their switches no switches."""
+    rig = Rig(1, 2, stay, Predictor(), policy="survival", profile="-")
+    calibrate(rig)
+    rig.work(2, now=101.0)
+    rig.settle()
+    rig.coordinator.tick(102.0)
+    snapshot = rig.world.decisions[-1][0]
+    assert not snapshot.complete and snapshot.switches == 0 and snapshot.peak == 2
+    assert snapshot.last_switch == float("-inf") and snapshot.last_arrival == 101.0
+    assert 0 < snapshot.doubts[2] < 0.06
+
+
+def test_switches_after_it_are_counted():
+    rig = Rig(1, 2, stay, Predictor(), policy="survival", profile="-")
+    calibrate(rig)
+    rig.reconfigure(2)
+    rig.settle()
+    after = status(rig)
+    assert after["num_switches"] == 1 and [record["reason"] for record in after["switches"]] == ["request"]
+
+
+def test_an_engine_that_believes_its_profile_is_not_corrected():
+    rig = Rig(1, 2, stay, Predictor(), policy="survival", profile="-", profile_as_is=True)
+    calibrate(rig)
+    assert status(rig)["step_factors"] == {}
