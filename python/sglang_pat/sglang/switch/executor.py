@@ -154,13 +154,14 @@ class SwitchExecutor:
 
         Nothing is changed that an aborted switch would miss.
         """
-        error, offer, reqs, rows, capsules = None, Offer(), ([], []), [], {}
+        error, offer, held, rows, capsules = None, Offer(), [], [], {}
         try:
             self._enter(SwitchState.QUIESCE, command.epoch)
             live.drain(self.scheduler)
             self._mark("drain")
-            *reqs, rows = live.with_kv(self.scheduler)
-            offer, capsules = handover.make_offer(self.scheduler, new, *reqs, rows, command.recompute_below)
+            has_kv, waiting, rows = live.with_kv(self.scheduler)
+            held = has_kv + waiting
+            offer, capsules = handover.make_offer(self.scheduler, new, has_kv, waiting, rows, command.recompute_below)
             self._mark("capsules")
         except Exception as exc:
             error = exc
@@ -179,7 +180,7 @@ class SwitchExecutor:
             exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, rows)
             place = exchange.place if exchange else np.zeros(1, dtype=np.int64)
             incoming = handover.rebuild(
-                self.scheduler, new, plans[new.group_of(self.rank)], offers, capsules, reqs[0] + reqs[1], place
+                self.scheduler, new, plans[new.group_of(self.rank)], offers, capsules, held, place
             )
         except Exception as exc:
             error = exc
