@@ -38,7 +38,9 @@ class Engine:
         return [[7, number] for number in range(count)]
 
     def greedy(self, prompts, answer, visits, start):
-        assert len(prompts) == answers.QUESTIONS and answer == answers.ANSWER
+        assert len(prompts) == answers.QUESTIONS and answer in (72, 296), (
+            "room for four switches, on a CPU and on a GPU"
+        )
         self.visits += visits
         way = "switched" if visits else f"tp{start}"
         return {"outputs": self._other.get(way, SAID), "switches": [{"migrated": 4} for _ in visits]}
@@ -67,7 +69,7 @@ def test_the_real_model_on_a_cpu(monkeypatch):
     assert result.verdict == "passed" and flags == (Path("smollm2"), "--dtype", "float32")
     assert engine.visits == [2, 4, 2, 1]
     assert result.line == (
-        "SmolLM2-135M, float32: up in 21 s, a rank takes 3.00 GiB; 4 answers of 48 tokens in 4 ways, 16 moved with "
+        "SmolLM2-135M, float32: up in 21 s, a rank takes 3.00 GiB; 4 answers of 72 tokens in 4 ways, 16 moved with "
         "their KV: all equal"
     )
     page = Report(machine={}, options={}, results=[result]).page()

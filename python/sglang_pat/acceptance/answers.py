@@ -21,8 +21,8 @@ Outputs = dict[str, list[list[int]]]
 """By way: the token ids of each answer."""
 
 SWITCHES, UPDATES = 20, 2
-QUESTIONS, ANSWER = 4, 48
-"""That the real model is asked (the first ones of ``tools.prompts``), and the tokens of each answer."""
+QUESTIONS = 4
+"""That the real model is asked: the first ones of ``tools.prompts``."""
 QUESTION, WORD = "What is the capital of France?", "Paris"
 """One of them, and what its answer must have in it: else the model does not work, however equal the answers are."""
 
@@ -74,11 +74,12 @@ def same_tokens(bench: Bench) -> Result:
     """float32: greedy tokens are equal in every layout, and with switches on the way."""
     worker, prompts = bench.exact(), bench.prompts(6, 40)
     degrees = degrees_of(worker)
-    ways: Ways = {f"tp{tp}": (tp, []) for tp in degrees}
-    ways |= {"up": (1, degrees[1:]), "up and down": (1, up_and_down(degrees))}
-    outputs, moved = answers(worker, prompts, 60, ways)
+    visits = up_and_down(degrees)
+    tokens = bench.answer(len(visits))
+    ways: Ways = {f"tp{tp}": (tp, []) for tp in degrees} | {"up": (1, degrees[1:]), "up and down": (1, visits)}
+    outputs, moved = answers(worker, prompts, tokens, ways)
     fine, said = equal(outputs)
-    line = f"{len(prompts)} requests of 60 tokens in {len(ways)} ways, {moved} moved with their KV: {said}"
+    line = f"{len(prompts)} requests of {tokens} tokens in {len(ways)} ways, {moved} moved with their KV: {said}"
     return Result(verdict="passed" if fine and moved else "failed", line=line)
 
 
@@ -86,8 +87,9 @@ def likelihood(bench: Bench) -> Result:
     """bfloat16: what is generated across switches is as likely as what is generated without."""
     worker, prompts = bench.engine(bench.small, "--dtype", "bfloat16", *bench.few_graphs), bench.prompts(6, 40)
     degrees = degrees_of(worker)
-    ways: Ways = {f"tp{tp}": (tp, []) for tp in (degrees[0], degrees[-1])} | {"switched": (1, up_and_down(degrees))}
-    outputs, _ = answers(worker, prompts, 60, ways)
+    visits = up_and_down(degrees)
+    ways: Ways = {f"tp{tp}": (tp, []) for tp in (degrees[0], degrees[-1])} | {"switched": (1, visits)}
+    outputs, _ = answers(worker, prompts, bench.answer(len(visits)), ways)
     fine, line, nats = as_likely(worker, prompts, outputs)
     return Result(verdict="passed" if fine else "failed", line=line, figures={"nats": nats})
 
@@ -106,8 +108,9 @@ def steady(bench: Bench) -> Result:
         if number:
             worker.do(commands.update, names_and_shapes=changed, seed=number, dtype="float32")
         visits = up_and_down(degrees) * (SWITCHES // (UPDATES + 1) // (2 * len(degrees) - 2) + 1)
-        switched = worker.do(commands.greedy, prompts=prompts, answer=8 * len(visits) + 20, visits=visits, start=1)
-        static = worker.do(commands.greedy, prompts=prompts, answer=8 * len(visits) + 20, visits=[], start=degrees[-1])
+        tokens = bench.answer(len(visits))
+        switched = worker.do(commands.greedy, prompts=prompts, answer=tokens, visits=visits, start=1)
+        static = worker.do(commands.greedy, prompts=prompts, answer=tokens, visits=[], start=degrees[-1])
         made += len(switched["switches"])
         if switched["outputs"] != static["outputs"]:
             return Result(verdict="failed", line=f"tokens differ after {number} updates")
@@ -128,8 +131,10 @@ def real_model(bench: Bench) -> Result:
     worker = bench.engine(model, "--dtype", dtype, *bench.few_graphs)
     taken = max(bench.memory(worker))
     degrees, prompts = degrees_of(worker), worker.do(commands.chats, count=QUESTIONS)
-    ways: Ways = {f"tp{tp}": (tp, []) for tp in degrees} | {"switched": (degrees[0], up_and_down(degrees))}
-    outputs, moved = answers(worker, prompts, ANSWER, ways)
+    visits = up_and_down(degrees)
+    tokens = bench.answer(len(visits))
+    ways: Ways = {f"tp{tp}": (tp, []) for tp in degrees} | {"switched": (degrees[0], visits)}
+    outputs, moved = answers(worker, prompts, tokens, ways)
     if dtype == "float32":
         fine, said = equal(outputs)
     else:
@@ -138,7 +143,7 @@ def real_model(bench: Bench) -> Result:
     senseless = [name for name, found in texts.items() if WORD not in found[PROMPTS.index(QUESTION)]]
     line = (
         f"{SMOLLM2}, {dtype}: up in {worker.started_seconds:.0f} s, a rank takes {taken / GIB:.2f} GiB; "
-        f"{QUESTIONS} answers of {ANSWER} tokens in {len(ways)} ways, {moved} moved with their KV: {said}"
+        f"{QUESTIONS} answers of {tokens} tokens in {len(ways)} ways, {moved} moved with their KV: {said}"
     )
     line += f"; no {WORD} in the answer to {QUESTION!r}: {', '.join(senseless)}" if senseless else ""
     figures = {"seconds": worker.started_seconds, "measured": taken, "texts": texts}

@@ -87,6 +87,10 @@ class Bench:
         short, long = (16, 128) if self.sharing else (64, 1024)  # a step of ranks that share a GPU takes long
         return [short] * (16 * self.ranks - 2) + [long, long * 3 // 4]
 
+    def answer(self, switches: int) -> int:
+        """Tokens of an answer with room for so many switches; on a GPU more steps are made between two of them."""
+        return 40 + (8 if self.device == "cpu" else 64) * switches
+
     def engine(self, model: Path, *flags: str, policy: tuple[str, ...] = MANUAL) -> Worker:
         """An engine with these flags; the last one stays for the steps that ask for the same."""
         key = (model, flags, policy)
