@@ -25,14 +25,14 @@ def request(rid: str, output: list[int], place: int | None = None) -> SimpleName
     )
 
 
-def scheduler(decoding: list, waiting: list, tree: RadixCache) -> SimpleNamespace:
+def scheduler(decoding: list, waiting: list, tree: RadixCache, paused: bool = False) -> SimpleNamespace:
     table = torch.zeros((4, 16), dtype=torch.int32)
     for req in decoding:
         table[req.req_pool_idx] = torch.arange(16) + 100 * (1 + req.req_pool_idx)
     return SimpleNamespace(
         tree_cache=tree, running_batch=SimpleNamespace(reqs=decoding), waiting_queue=waiting, chunked_req=None,
         grammar_manager=SimpleNamespace(grammar_queue=[]), req_to_token_pool=SimpleNamespace(req_to_token=table),
-        device="cpu",
+        device="cpu", _engine_paused=paused,
     )  # fmt: skip
 
 
@@ -72,3 +72,11 @@ def test_without_a_tree_nothing_is_parked():
     tree = RadixCache.create_simulated(disable=True)
     found, waiting, rows = live.with_kv(scheduler([], [request("one", [11])], tree))
     assert (found, rows) == ([], []) and len(waiting) == 1
+
+
+def test_in_a_pause_nobody_goes_on():
+    tree = RadixCache.create_simulated()
+    retracted = request("one", [11, 12, 13])
+    leave(tree, retracted, [31, 32, 33, 34, 35, 36])
+    found, waiting, rows = live.with_kv(scheduler([], [retracted], tree, paused=True))
+    assert (found, rows) == ([], []) and waiting == [retracted]
