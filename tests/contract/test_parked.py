@@ -32,7 +32,7 @@ def scheduler(decoding: list, waiting: list, tree: RadixCache, paused: bool = Fa
     return SimpleNamespace(
         tree_cache=tree, running_batch=SimpleNamespace(reqs=decoding), waiting_queue=waiting, chunked_req=None,
         grammar_manager=SimpleNamespace(grammar_queue=[]), req_to_token_pool=SimpleNamespace(req_to_token=table),
-        device="cpu", _engine_paused=paused,
+        device="cpu", _paused_by_client=paused,
     )  # fmt: skip
 
 

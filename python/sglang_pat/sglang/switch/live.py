@@ -74,11 +74,11 @@ def _parked(scheduler: AdaptiveScheduler) -> list[tuple[Req, torch.Tensor]]:
     """Requests that wait and need no more than a decode slot, with their KV slots: the radix tree has all their tokens.
 
     An earlier switch has left them there (``adopt``).  Whoever has lost some to others that decode is not among them.
-    Nobody is in a pause of generation: one that has retracted all requests promises that no KV is in use, so that
+    Nobody is in a pause by a client: one that has retracted all requests promises that no KV is in use, so that
     weights can be updated and the tree emptied.
     """
     tree = scheduler.tree_cache
-    if tree.is_chunk_cache() or tree.disable or scheduler._engine_paused:
+    if tree.is_chunk_cache() or tree.disable or scheduler._paused_by_client:
         return []
     found: list[tuple[Req, torch.Tensor]] = []
     for req in have_decoded(scheduler):
