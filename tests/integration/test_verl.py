@@ -102,6 +102,27 @@ def test_tail_batching(verl_job, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "long_rounds", "waiting"),
+    [({"tail_batching": "reorder"}, [0, 0, 0], [2, 2, 2]), ({"unbiased": "true"}, [0, 0, 1], [2, 4, 0])],
+    ids=["reorder", "unbiased"],
+)
+def test_tail_batching_in_other_ways(verl_job, options, long_rounds, waiting):
+    where = "+trainer.v1.sglang_pat_sync"
+    given = {"tail_batching": "strict", "eta_prompts": "1.5"} | options
+    job = verl_job(
+        *SWITCHING, "--response", "512", "--steps", "5", "trainer.v1.trainer_mode=sglang_pat_sync",
+        "trainer.total_training_steps=3", "data.gen_batch_size=1",
+        *(f"{where}.{name}={value}" for name, value in given.items()),
+    )  # fmt: skip
+    name = "training/tail_batching/"
+    assert job.series(f"{name}long_round") == long_rounds and job.series(f"{name}waiting_prompts") == waiting
+    assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
+    assert max(job.series("training/off_policy/trajectory_spans/max")) == 1
+    assert job.series(f"{name}mean_returned")[0] == pytest.approx(job.series("response_length/mean")[0])
+
+
+@pytest.mark.long
 def test_two_engines_share_the_work(verl_job, tmp_path):
     router = tmp_path / "router.yaml"
     router.write_text("router_class: sglang_pat.integrations.verl.balancer.AdaptiveBalancer\n")

@@ -87,10 +87,11 @@ class World(TailBatchingBuffer):
     def _sync_metadata_from_transfer_queue(self) -> None:
         self.finished_keys["train"] = set(self.ended)
         self.partitions["train"] = {
-            f"{uid}_{session}_0": {"status": "success", "response_len": response.tokens}
+            # A key comes before its tag.
+            f"{uid}_{session}_0": {"status": "success", "response_len": response.tokens} if response.there else {}
             for uid, found in self.responses.items()
             for session, response in enumerate(found)
-            if response.there
+            if response.there or response.tokens
         }
 
     def _wait_for_next_poll(self, partition_id, last):

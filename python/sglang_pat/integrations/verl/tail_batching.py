@@ -228,11 +228,15 @@ class TailBatchingBuffer(ReplayBuffer):
 
 
 def _lengths(trajectories: Mapping[str, Mapping[str, Any]]) -> defaultdict[str, dict[int, int]]:
-    """Tokens of each response that is there, by uid and session; keys are ``uid_session_index``."""
+    """Tokens of each response that is there, by uid and session; keys are ``uid_session_index``.
+
+    A key without a tag: verl is about to write the response.
+    """
     found: defaultdict[str, dict[int, int]] = defaultdict(dict)
     for key, tag in trajectories.items():
         uid, session, _ = key.rsplit("_", 2)
-        found[uid][int(session)] = found[uid].get(int(session), 0) + tag["response_len"]
+        if "response_len" in tag:
+            found[uid][int(session)] = found[uid].get(int(session), 0) + tag["response_len"]
     return found
 
 
