@@ -121,9 +121,9 @@ def test_a_round_that_is_confirmed_keeps_nothing_of_before(mode):
             waited = [group.key for group in mine.state.waiting]
             round_ = RolloutRound(mine, AtOnce(), version, {})
             await all_of(round_)
-            assert [group.key for group in round_._before.waiting] == waited
+            assert [group.key for group in round_.before.waiting] == waited
             round_.confirm()
             await asyncio.sleep(0.01)
-            assert not round_._before.waiting and not round_._taken
+            assert not round_.before.waiting and not round_._taken
 
     asyncio.run(run())

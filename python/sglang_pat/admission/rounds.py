@@ -109,7 +109,8 @@ class RolloutRound:
             turns.tell = self._events.put_nowait
         self._judging: set[Key] = set()
         self._late: set[Key] = set()
-        self._before = admitter.snapshot()
+        self.before = admitter.snapshot()
+        """The admitter's state before this round: what it goes back to if the round has not happened."""
         self._updates = backend.updates()
         self._error: Exception | None = None
         self._over = asyncio.Event()
@@ -162,11 +163,11 @@ class RolloutRound:
         """The round is over, and nobody has read it: it has not happened, its prompts are where they were."""
         assert self.summary is not None, "it is under way: cancel it"
         if not self.summary.cancelled:
-            self.admitter.restore(self._before)
+            self.admitter.restore(self.before)
 
     def confirm(self) -> None:
         """Its end has been read: it is not taken back any more."""
-        let_go(self._before.waiting)
+        let_go(self.before.waiting)
 
     def weights_changed(self) -> None:
         """Weights were updated: the round is cancelled, whoever iterates gets :class:`WeightsChanged`."""
