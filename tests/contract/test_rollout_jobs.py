@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from sglang_pat.admission import events as round_events
 from sglang_pat.admission import rounds
 
 pytestmark = pytest.mark.contract
@@ -254,7 +255,7 @@ def test_a_round_says_what_it_waits_for(make, monkeypatch):
     """No verdict, and no prompts: it says so; without prompts it ends at last with what it has."""
     from sglang_pat.sglang.server.intake import Verdict
 
-    monkeypatch.setattr(rounds, "WAITING_SECONDS", 0.05)
+    monkeypatch.setattr(round_events, "WAITING_SECONDS", 0.05)
 
     async def run():
         rollouts, judged, found = make(), [], []

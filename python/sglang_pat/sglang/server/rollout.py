@@ -14,9 +14,10 @@ from weakref import WeakSet
 import msgspec
 
 from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.events import let_go
 from sglang_pat.admission.planner import Planner, profiled_degree
 from sglang_pat.admission.records import Summary
-from sglang_pat.admission.rounds import RolloutRound, let_go
+from sglang_pat.admission.rounds import RolloutRound
 from sglang_pat.admission.state import State
 from sglang_pat.admission.turns import Turns
 from sglang_pat.metrics import RolloutMetrics
