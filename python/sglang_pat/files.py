@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,8 +110,11 @@ def _at(value: Any, path: str) -> Any:
     return value if end == len(path) else []
 
 
-def write(data: bytes, path: str | os.PathLike[str]) -> None:
+def write(data: bytes | Iterable[bytes], path: str | os.PathLike[str]) -> None:
     """Write a file, whole or not at all.
+
+    Args:
+        data: of the file, or pieces of it that are made as they are written.
 
     Raises:
         OSError: it cannot be written; what was there is still there.
@@ -120,7 +123,7 @@ def write(data: bytes, path: str | os.PathLike[str]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from sglang_pat.admission import events as round_events
 from sglang_pat.admission import rounds
 
 pytestmark = pytest.mark.contract
@@ -181,6 +183,22 @@ def test_a_state_that_cannot_be_written_is_refused_before_and_told_after(make, m
     asyncio.run(run())
 
 
+def test_a_state_is_encoded_and_written_outside_the_event_loop(make, monkeypatch):
+    """A piece for each group: tokens of thousands of responses take seconds, and the loop is to go on meanwhile."""
+    from sglang_pat import files
+
+    write, found = files.write, []
+
+    def watched(data, path):
+        pieces = list(data)
+        found.append((threading.current_thread() is threading.main_thread(), len(pieces)))
+        write(pieces, path)
+
+    monkeypatch.setattr(files, "write", watched)
+    asyncio.run(read(make(), call(0, 9)))
+    assert found == [(False, 3 + 9), (False, 3 + 7)], "before the round with all prompts, and after it without its two"
+
+
 def test_a_client_that_is_gone_before_its_round_is_saved(make, monkeypatch):
     """Its job is not busy for ever, and its prompts are there."""
 
@@ -190,7 +208,7 @@ def test_a_client_that_is_gone_before_its_round_is_saved(make, monkeypatch):
         fresh, queue = waiting(rollouts)
         begun, never = asyncio.Event(), asyncio.Event()
 
-        async def save(name, ended=None):
+        async def save(name, state, ended=None):
             begun.set()
             await never.wait()
 
@@ -237,7 +255,7 @@ def test_a_round_says_what_it_waits_for(make, monkeypatch):
     """No verdict, and no prompts: it says so; without prompts it ends at last with what it has."""
     from sglang_pat.sglang.server.intake import Verdict
 
-    monkeypatch.setattr(rounds, "WAITING_SECONDS", 0.05)
+    monkeypatch.setattr(round_events, "WAITING_SECONDS", 0.05)
 
     async def run():
         rollouts, judged, found = make(), [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from sglang_pat import files
@@ -70,6 +71,17 @@ def test_a_round_of_a_process_that_is_gone_has_not_happened(mode):
     assert len(state.fresh) + len(state.waiting) + 2 == 12
     assert sum(group.tokens for group in state.waiting) >= kept
     assert all(sample.state in ("new", "done") for group in state.waiting for sample in group.samples)
+
+
+@pytest.mark.parametrize("mode", ["strict", "partial"])
+def test_pieces_are_those_of_the_groups_and_together_the_whole(mode):
+    world = World(Rules(mode=mode, num_prompts=2, num_responses=2, eta_prompts=2.0, max_staleness=3))
+    world.feed(0, range(12))
+    Clock(world).round()
+    rules, state = world.admitter.rules, world.admitter.state
+    made = list(saved.pieces(rules, state))
+    assert b"".join(made) == msgspec.json.encode(saved.Saved(version=saved.VERSION, rules=rules, state=state))
+    assert len(state.waiting) and len(made) == len(state.fresh) + len(state.waiting) + 3
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from sglang_pat import files
@@ -33,10 +34,11 @@ class JobFiles:
         """Jobs that are kept."""
         return sum(1 for _ in self._folder.glob("*.json"))
 
-    def write(self, job: str, data: bytes, ended: int | None = None) -> None:
+    def write(self, job: str, data: bytes | Iterable[bytes], ended: int | None = None) -> None:
         """The state now.
 
         Args:
+            data: see ``files.write``.
             ended: number of the round that has just ended; None: it is not the end of one.
         """
         file = self.path(job)

@@ -15,10 +15,10 @@ from typing import Any
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.backend import Backend
 from sglang_pat.admission.callbacks import Callbacks
+from sglang_pat.admission.events import SLICE, Event, Events, let_go
 from sglang_pat.admission.records import (  # fmt: skip
     Abort,
     Action,
-    Group,
     Judge,
     Key,
     Launch,
@@ -31,34 +31,19 @@ from sglang_pat.admission.records import (  # fmt: skip
     Waiting,
 )
 from sglang_pat.admission.requests import RID_PREFIX, Requests
-from sglang_pat.admission.turns import Turn, Turns
+from sglang_pat.admission.turns import Turns
 
 ABORT_AGAIN_SECONDS = 0.5
 """An abort that overtakes its request is dropped by SGLang; it is sent again until the request is out."""
 
-SLICE = 16
-"""Samples that are started, aborted or returned in one turn of the event loop: each takes the server 0.2 to 0.5 ms."""
-
-WAITING_SECONDS = 30.0
-"""After so long without another event a round says what it waits for."""
-
 PROMPTS_PATIENCE = 2
 """A round that has said so many times that it waits for prompts, and for nothing else, ends without them."""
-
-Event = Group | Judge | More | Summary | Turn | Waiting
 
 _serial = itertools.count()
 
 
 class WeightsChanged(RuntimeError):
     """Weights were updated while a round was under way: it was cancelled, its prompts are where they were."""
-
-
-def let_go(groups: list[Group]) -> None:
-    """Empty this list, a few groups in each turn of the event loop: to free tens of thousands of samples takes long."""
-    del groups[-SLICE:]
-    if groups:
-        asyncio.get_running_loop().call_soon(let_go, groups)
 
 
 class RolloutRound:
@@ -99,22 +84,21 @@ class RolloutRound:
         """What request ids of this round begin with."""
         self._backend = backend
         self._requests = Requests(backend, self.name, version, params, turns)
-        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._events = Events(self.waiting)
         self._tasks: dict[SampleId, asyncio.Task[None]] = {}
         self._stopping: set[SampleId] = set()
         self._queue: deque[Launch | Abort] = deque()
         self._slice: asyncio.Handle | None = None
         self._callbacks, self._turns = callbacks, turns
         if turns is not None:
-            turns.tell = self._events.put_nowait
+            turns.tell = self._events.put
         self._judging: set[Key] = set()
         self._late: set[Key] = set()
-        self._before = admitter.snapshot()
+        self.before = admitter.snapshot()
+        """The admitter's state before this round: what it goes back to if the round has not happened."""
         self._updates = backend.updates()
         self._error: Exception | None = None
         self._over = asyncio.Event()
-        self._idle_since: float | None = None
-        """When whoever iterates began to wait, by the event loop's clock; None if nobody waits."""
         self._again: asyncio.Task[None] | None = None
         actions = admitter.begin(version, most=SLICE)
         over = [action.summary.kind for action in actions if isinstance(action, RoundOver)]
@@ -162,11 +146,11 @@ class RolloutRound:
         """The round is over, and nobody has read it: it has not happened, its prompts are where they were."""
         assert self.summary is not None, "it is under way: cancel it"
         if not self.summary.cancelled:
-            self.admitter.restore(self._before)
+            self.admitter.restore(self.before)
 
     def confirm(self) -> None:
         """Its end has been read: it is not taken back any more."""
-        let_go(self._before.waiting)
+        let_go(self.before.waiting)
 
     def weights_changed(self) -> None:
         """Weights were updated: the round is cancelled, whoever iterates gets :class:`WeightsChanged`."""
@@ -190,12 +174,10 @@ class RolloutRound:
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         idle = 0
-        watch = asyncio.ensure_future(self._watch())
+        watch = asyncio.ensure_future(self._events.watch())
         try:
             while True:
-                self._idle_since = asyncio.get_running_loop().time()
                 event = await self._events.get()
-                self._idle_since = None
                 if isinstance(event, Waiting):
                     idle = idle + 1 if event.prompts and not (event.running or event.judging) else 0
                     if idle >= PROMPTS_PATIENCE:
@@ -208,19 +190,6 @@ class RolloutRound:
         finally:
             watch.cancel()
             self.cancel()
-
-    async def _watch(self) -> None:
-        """Say what the round waits for, whenever whoever iterates has waited for long.
-
-        One timer: an event loop that has to drop one for each event does so for thousands of them at once.
-        """
-        loop = asyncio.get_running_loop()
-        while True:
-            due = WAITING_SECONDS + (loop.time() if self._idle_since is None else self._idle_since)
-            if loop.time() >= due and self._events.empty():
-                self._idle_since = None
-                self._events.put_nowait(self.waiting())
-            await asyncio.sleep(max(0.0, due - loop.time()))
 
     # -- inside ----------------------------------------------------------------------------------------
 
@@ -240,11 +209,11 @@ class RolloutRound:
                         if len(sample.output.spans) > 1:
                             # Joined pieces may have cut a character in two.
                             sample.output.text = self._backend.text(sample.output.token_ids)
-                    self._events.put_nowait(group)
+                    self._events.put(group)
                 case RoundOver(summary):
                     self.summary = summary
                     self._late, self._judging = self._judging, set()
-                    self._events.put_nowait(self._error or summary)
+                    self._events.put(self._error or summary)
                     self._over.set()
                     if self._callbacks is not None:
                         self._callbacks.stop()
@@ -303,7 +272,7 @@ class RolloutRound:
         if self._callbacks is not None:
             self._callbacks.answer(self, event)
         else:
-            self._events.put_nowait(event)
+            self._events.put(event)
 
     def fail(self, error: Exception) -> None:
         """Cancel the round; whoever iterates gets the first such error."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.planner import StartDegree
+from sglang_pat.admission.records import Group
 from sglang_pat.admission.rules import Rules
 from sglang_pat.admission.state import State
 
@@ -27,10 +30,31 @@ class Saved(msgspec.Struct, kw_only=True):
     courses: dict[str, StartDegree] = {}
 
 
-def dumps(admitter: Admitter, courses: dict[str, StartDegree] | None = None) -> bytes:
+EMPTY = b'"fresh":[],"waiting":[]'
+"""How the groups of a state without any are encoded."""
+
+
+def dumps(admitter: Admitter) -> bytes:
     """JSON of all that the admitter knows, a round under way included."""
-    saved = Saved(version=VERSION, rules=admitter.rules, state=admitter.state, courses=courses or {})
-    return msgspec.json.encode(saved)
+    return b"".join(pieces(admitter.rules, admitter.state))
+
+
+def pieces(rules: Rules, state: State, courses: dict[str, StartDegree] | None = None) -> Iterator[bytes]:
+    """The same in pieces, one for each group that waits: to encode all tokens at once would hold up other threads."""
+    without = msgspec.structs.replace(state, fresh=[], waiting=[])
+    saved = Saved(version=VERSION, rules=rules, state=without, courses=courses or {})
+    # What comes before it are numbers, and names that are known.
+    before, after = msgspec.json.encode(saved).split(EMPTY, 1)
+    yield before + b'"fresh":['
+    yield from _listed(state.fresh)
+    yield b'],"waiting":['
+    yield from _listed(state.waiting)
+    yield b"]" + after
+
+
+def _listed(groups: list[Group]) -> Iterator[bytes]:
+    for place, group in enumerate(groups):
+        yield b"," * bool(place) + msgspec.json.encode(group)
 
 
 def decode(data: bytes, source: str = "saved admitter") -> Saved:

@@ -15,6 +15,7 @@ from sglang_pat.admission.job_files import JobFiles
 from sglang_pat.admission.planner import Planner, StartDegree
 from sglang_pat.admission.rounds import RolloutRound
 from sglang_pat.admission.rules import Rules
+from sglang_pat.admission.state import State
 
 logger = logging.getLogger(__name__)
 
@@ -158,12 +159,17 @@ class Jobs:
         numbers = ", ".join(map(str, sorted(kept)[-SHOWN:])) or "none"
         raise ValueError(f"after is {after}, of job {name!r} the states after these rounds are kept: {numbers}")
 
-    async def save(self, name: str, ended: int | None = None) -> str:
-        """Write its state; ``ended``: the round that has just ended.  What went wrong, in one line, or nothing."""
+    async def save(self, name: str, state: State, ended: int | None = None) -> str:
+        """Write its state between two rounds; ``ended``: the round that has just ended.
+
+        What went wrong, in one line, or nothing.
+        """
         if self._files is None:
             return ""
         job = self._jobs[name]
-        data = saved.dumps(job.admitter, job.planner.courses if job.planner is not None else job.courses)
+        courses = job.planner.courses if job.planner is not None else job.courses
+        # A copy, which nothing changes while it is encoded in another thread.
+        data = saved.pieces(job.admitter.rules, state.copy(), dict(courses))
         try:
             await asyncio.to_thread(self._files.write, name, data, ended)
         except OSError as error:

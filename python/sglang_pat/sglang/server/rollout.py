@@ -14,9 +14,10 @@ from weakref import WeakSet
 import msgspec
 
 from sglang_pat.admission.admitter import Admitter
+from sglang_pat.admission.events import let_go
 from sglang_pat.admission.planner import Planner, profiled_degree
 from sglang_pat.admission.records import Summary
-from sglang_pat.admission.rounds import RolloutRound, let_go
+from sglang_pat.admission.rounds import RolloutRound
 from sglang_pat.admission.state import State
 from sglang_pat.admission.turns import Turns
 from sglang_pat.metrics import RolloutMetrics
@@ -72,7 +73,7 @@ class Rollouts:
         job, start = self._begin(body)
         round_ = job.round
         try:
-            problem = await self._jobs.save(body.job)
+            problem = await self._jobs.save(body.job, round_.before)
         except asyncio.CancelledError:  # whoever asked is gone, and the next call must not find the job busy
             round_.cancel()
             self._settled(body, job, None)
@@ -198,7 +199,7 @@ class Rollouts:
             asyncio.get_running_loop().call_later(FLOOR_SECONDS, self._lift_floor, job, round_)
         if not summary.cancelled:
             let_go(job.history.add(job.admitter.state))
-        problem = await self._jobs.save(body.job, None if summary.cancelled else summary.number)
+        problem = await self._jobs.save(body.job, job.admitter.state, None if summary.cancelled else summary.number)
         job.settled, job.used = True, time.monotonic()
         told = {"engine": after, "wanted": job.admitter.wanted, "saved": not problem}
         return told | ({"problem": problem} if problem else {})
@@ -211,7 +212,7 @@ class Rollouts:
             self._metrics.taken_back(name, job.round.summary)
         job.round.take_back()
         job.history.back_to(job.admitter.state.last)
-        await self._jobs.save(name)
+        await self._jobs.save(name, job.admitter.state)
         job.settled = True
 
     async def forget(self, name: str) -> None:

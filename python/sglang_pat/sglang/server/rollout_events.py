@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from sglang_pat.admission.events import Event
 from sglang_pat.admission.records import Group, Judge, More, Output, Waiting
-from sglang_pat.admission.rounds import Event
 from sglang_pat.admission.turns import Turn
 
 
