@@ -7,6 +7,7 @@ For every cell (profile × shape × ρ × batch) some rounds are drawn and gener
 ``survival`` and the oracle (``python -m sglang_pat.replay`` does one cell). Simulated, so that the machine does not
 matter; the same seeds give the same figures.  Cells whose KV would not fit the profile's pool are left out and counted.
 With ``--wrong`` the policies' profiles are off by this share, see ``_replay_wrong.py``; 0 for the right ones.
+Policies are calibrated, as an engine is before its first request.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def arrivals_account_for_every_request(self):
         if hasattr(self, "world"):
             arrivals = self.coordinator._deciding.round
-            assert self.coordinator._requests() <= arrivals.peak <= arrivals.came
+            assert self.coordinator._in_engine <= arrivals.peak <= arrivals.came
 
     def teardown(self):
         if hasattr(self, "world"):
@@ -214,7 +214,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert not self.world.outstanding and self.world.preparing is None
         assert not self.coordinator._backlog and not len(self.coordinator._replies)
         assert sorted(r.serial for r in self.world.finished) == self.work
-        assert self.coordinator._requests() == 0, "the load is known, though reported on changes only"
+        assert self.coordinator._in_engine == 0, "the load is known, though reported on changes only"
         assert self.coordinator.layout == self.world.layout == self.world.known
         if self.config.policy != "manual":
             assert self.world.layout == self.config.base

@@ -184,7 +184,7 @@ def test_and_in_the_old_one_if_that_fails(fate):
     rig = known_rounds()
     rig.work(2, now=50.0)
     rig.settle(fate)
-    assert rig.world.records[0].error and rig.coordinator._requests() == 2
+    assert rig.world.records[0].error and rig.coordinator._in_engine == 2
 
 
 def test_it_is_asked_once_before_a_round_and_not_held_without_a_switch():

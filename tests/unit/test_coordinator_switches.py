@@ -27,7 +27,7 @@ def test_reconfigure_and_its_record():
     assert (record.from_tp, record.to_tp, record.requests, record.reason) == (1, 2, 5, "request")
     assert record.phases == pytest.approx({"prepare": 1.5, "kv": 0.2, "check": 0.01})
     assert record.pause_seconds == pytest.approx(0.21)
-    assert rig.coordinator._requests() == 5
+    assert rig.coordinator._in_engine == 5
 
 
 @pytest.mark.parametrize("tp", [0, 3, 4, -1])
@@ -184,7 +184,7 @@ def test_the_first_report_of_a_fast_leader_is_not_lost():
     assert rig.coordinator.layout.tp == 1
     rig.deliver(1)
     assert rig.coordinator.layout.tp == 2
-    assert rig.coordinator._requests() == 0
+    assert rig.coordinator._in_engine == 0
 
 
 def test_messages_of_another_switch_are_ignored():

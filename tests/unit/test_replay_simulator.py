@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Decision
-from sglang_pat.replay.compare import KNOWN, Machine, Work, compare, regrets
+from sglang_pat.replay.compare import AS_IS, KNOWN, Machine, Work, compare, regrets
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.replay.simulate import Batch, Drain, crowded
 
@@ -137,14 +137,17 @@ def test_a_complete_batch_is_not_waited_for():
 
 
 def test_a_policy_learns_that_its_profile_is_wrong():
-    """tp=4 is believed to be twice as fast as it is, tp=1 half as fast: the first round pays for it, not the rest."""
+    """tp=4 is believed to be twice as fast as it is, tp=1 half as fast: the first round pays for it, not the rest.
+    Calibrated, not even the first one does."""
     right = crossing(control=0.02)
     off = {1: 2.0, 2: 1.0, 4: 0.5}
     points = tuple(msgspec.structs.replace(p, seconds=p.seconds * off[p.tp]) for p in right.decode)
     wrong = Machine(msgspec.structs.replace(right, decode=points))
     work = Work(shape=parse_shape("lognormal:6,0.8,2048"), batch=64, rounds=4)
-    kept = compare(Machine(right), work, ["survival"], believed=wrong)
-    learnt = compare(Machine(right), work, ["survival"], believed=wrong, noise=0.1)
-    assert regrets(kept, "survival")[1:].mean() > 0.15
+    names = ["survival", "survival" + AS_IS]
+    learnt = compare(Machine(right), work, names, believed=wrong, noise=0.1)
+    calibrated = compare(Machine(right), work, names, believed=wrong, noise=0.1, calibration=0.03)
+    assert regrets(learnt, "survival" + AS_IS)[1:].mean() > 0.15
     assert regrets(learnt, "survival")[1:].mean() < 0.05
     assert max(len(run.switches) for run in learnt["survival"]) <= 4
+    assert regrets(calibrated, "survival")[0] < 0.05 < regrets(learnt, "survival")[0]

@@ -87,7 +87,7 @@ def test_requests_go_where_the_recomputed_load_is_least(leaders: int, events: li
             reference[rank].report = report(rank, received, running, waiting, tokens)
             core.rank_message(reference[rank].report, 0.0)
         assert [core._leaders[rank].cost for rank in range(leaders)] == [one.cost for one in reference]
-        assert core._requests() == chosen.requests == sum(one.cost[0] for one in reference)
+        assert core._in_engine == chosen.requests == sum(one.cost[0] for one in reference)
 
 
 def test_a_request_costs_the_same_however_many_are_on_their_way():
@@ -112,7 +112,7 @@ def test_a_request_that_is_held_back_costs_the_same_however_many_are():
     assert core._switching.commanded
 
     def snapshot():
-        requests = core._requests() + core._held_work
+        requests = core._in_engine + core._held_work
         assert core._deciding.snapshot(core.layout, requests, 0.0).requests == 1 + len(core._backlog)
 
     first, _ = lines_run(snapshot)
