@@ -90,7 +90,7 @@ def reason(result: Result) -> str:
     elif len(set(layouts)) == 1:
         why = f"{layouts[0]} is the faster layout for any number of requests here, so a change wins nothing"
     elif not result.switched:
-        why = "the policy expected no gain from a switch, and made none"
+        why = "the policy expected no gain from a switch while the batch drains, and made none then"
     else:
         first = result.steps[0].requests
         many = next(step.requests for step in reversed(result.steps) if faster(step) == layouts[-1])
