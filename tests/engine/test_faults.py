@@ -13,6 +13,7 @@ import psutil
 import pytest
 import requests
 
+from sglang_pat.sglang.launch.processes import wait_until_ended
 from sglang_pat.testing.server import Server
 
 from .conftest import fault
@@ -65,7 +66,7 @@ def test_failure_before_commit_leaves_the_old_layout(servers, llama, marker, wei
 
 def gone(server: Server, children: list[psutil.Process]) -> None:
     """No process and no segment of the engine is left, and the exit code says that it failed."""
-    _, alive = psutil.wait_procs(children, timeout=500)
+    alive = wait_until_ended(children, 500)
     assert not alive, [process.cmdline() for process in alive]
     assert server.process.wait(timeout=500) != 0
     with pytest.raises(requests.ConnectionError):

@@ -15,6 +15,7 @@ import pytest
 
 from sglang_pat.memory.room import CPU_TOKENS
 from sglang_pat.sglang.launch import folder
+from sglang_pat.sglang.launch.processes import wait_until_ended
 
 PLAIN = ("--tp", "1", "--dp", "2", "--adaptive-tp")
 
@@ -101,13 +102,13 @@ def test_a_signal_ends_it_in_order(server, place, number):
     assert "abort" in ends
     assert server.process.returncode == 128 + number, server.log_text()[-3000:]
     assert "Traceback" not in server.log_text()
-    assert not psutil.wait_procs(children, timeout=120)[1]
+    assert not wait_until_ended(children, 120)
     assert not sockets(place) and not list(place.glob(folder.PREFIX + "*"))
 
 
 def test_what_a_killed_server_leaves_the_next_one_removes(server, place):
     children = server.children()
     server.process.kill()
-    assert not psutil.wait_procs(children, timeout=500)[1]
+    assert not wait_until_ended(children, 500)
     (left,) = place.glob(folder.PREFIX + "*")
     assert folder.sweep(place) == [left] and not sockets(place)

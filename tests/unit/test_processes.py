@@ -10,6 +10,8 @@ import sys
 import psutil
 import pytest
 
+from sglang_pat.sglang.launch.processes import wait_until_ended
+
 pytestmark = pytest.mark.unit
 
 SCRIPT = """
@@ -29,6 +31,16 @@ if __name__ == "__main__":
     sys.stdin.readline()
     processes.end_children()
 """
+
+
+NEVER_WAITS = """
+import ctypes, subprocess, sys
+
+PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+sys.exit(subprocess.call(sys.argv[1:]))
+"""
+"""Runs a command, adopts what it leaves and never takes an exit code, as process 1 of many a container."""
 
 
 @pytest.fixture(params=["warm", "fork_here"])
@@ -52,7 +64,7 @@ def test_children_end_with_a_killed_parent(engine):
     children = psutil.Process(engine.pid).children(recursive=True)
     assert len(children) >= 2
     engine.kill()
-    assert not psutil.wait_procs(children, timeout=500)[1]
+    assert not wait_until_ended(children, 500)
 
 
 def test_the_end_waits_for_all(engine):
@@ -60,4 +72,13 @@ def test_the_end_waits_for_all(engine):
     engine.stdin.write("\n")
     engine.stdin.flush()
     assert engine.wait(timeout=500) == 0
-    assert not psutil.wait_procs(children, timeout=500)[1]
+    assert not wait_until_ended(children, 500)
+
+
+def test_a_zombie_has_ended(tmp_path):
+    """Else an engine's end would take END_SECONDS wherever process 1 takes no exit codes."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-c", NEVER_WAITS, sys.executable, str(script), str(tmp_path), "fork_here"]
+    run = subprocess.run(command, input="\n", capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0 and not run.stderr, run.stderr

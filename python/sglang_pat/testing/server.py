@@ -26,7 +26,7 @@ import aiohttp
 import psutil
 import requests
 
-from sglang_pat.sglang.launch.processes import RANK_TITLE, is_resource_tracker
+from sglang_pat.sglang.launch.processes import RANK_TITLE, is_resource_tracker, wait_until_ended
 from sglang_pat.testing.ports import free_port
 from sglang_pat.testing.prefork import ENVIRONMENT, SERVER, Fork, Prefork, popen
 
@@ -231,9 +231,9 @@ class Server:
                 process.kill()
             except psutil.NoSuchProcess:
                 pass
-        psutil.wait_procs(processes, timeout=10)
+        wait_until_ended(processes, 10)
         self.process.wait()
-        for process in psutil.wait_procs(trackers, timeout=10)[1]:
+        for process in wait_until_ended(trackers, 10):
             process.kill()
 
     def __enter__(self) -> Server:

@@ -11,13 +11,16 @@ driver, which does not survive a fork.
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing as mp
 import os
+import select
 import signal
 import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, util
 from multiprocessing.context import BaseContext
@@ -30,6 +33,8 @@ from sglang_pat.plugin import VARIABLE
 from sglang_pat.sglang import cpu_shim
 from sglang_pat.sglang.launch import noise
 from sglang_pat.sglang.launch.folder import private_folder
+
+logger = logging.getLogger(__name__)
 
 PRELOAD = ["sglang_pat.sglang.launch.preload"]
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -198,8 +203,32 @@ def is_resource_tracker(process: psutil.Process) -> bool:
     return False
 
 
+def wait_until_ended(waited_for: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait until all have ended; returns those that have not after ``seconds``.
+
+    A zombie has ended: its memory is free.  It stays one until somebody takes its exit code.  For an orphan that is
+    process 1, which in a container may do so late or never.
+    """
+    deadline = time.monotonic() + seconds
+    still_there = []
+    for process in waited_for:
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            continue
+        try:
+            ended = select.poll()
+            ended.register(descriptor, select.POLLIN)  # readable when its last thread has ended
+            # It may have ended before, and its number be another's by now.
+            if process.is_running() and not ended.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                still_there.append(process)
+        finally:
+            os.close(descriptor)
+    return still_there
+
+
 def end_children(seconds: float = END_SECONDS) -> None:
-    """Kill all processes below this one and wait until they are gone.
+    """Kill all processes below this one and wait until they have ended; a warning names those that have not.
 
     Python's resource trackers are spared (:func:`is_resource_tracker`).
     """
@@ -210,4 +239,6 @@ def end_children(seconds: float = END_SECONDS) -> None:
                 continue
             child.kill()
             children.append(child)
-    psutil.wait_procs(children, timeout=seconds)
+    if left := wait_until_ended(children, seconds):
+        numbers = ", ".join(str(child.pid) for child in left)
+        logger.warning("processes killed %g s ago have not ended: %s; their memory is still taken", seconds, numbers)
