@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from profiler.windows import Step
 from sglang_pat.layout import ParallelLayout
 
 POLL_SECONDS = 0.005
-IDLE_SECONDS = 60.0
-"""Longest wait for an engine whose requests are all answered to say that it is empty."""
+FLUSH_SECONDS = 60.0
+"""Longest wait for an engine whose requests are all answered to empty its cache."""
 
 
 class Rig:
@@ -84,15 +83,11 @@ class Rig:
 
     async def until_idle(self) -> None:
         """Until no request is known to the engine: then the next batch is spread evenly."""
-        begin = time.monotonic()
-        while (await self.engine.async_status())["requests"]:
-            if time.monotonic() - begin > IDLE_SECONDS:
-                raise RuntimeError(f"the engine still has requests {IDLE_SECONDS:.0f} s after all were answered")
-            await asyncio.sleep(POLL_SECONDS)
+        await self._manager.pat_until_idle()
 
     async def flush(self) -> None:
         """Empty the radix cache; the engine is idle, or in the step that follows its last answer."""
-        answer = await self._manager.flush_cache(timeout_s=IDLE_SECONDS)
+        answer = await self._manager.flush_cache(timeout_s=FLUSH_SECONDS)
         if not answer.success:
             raise RuntimeError(f"the cache cannot be emptied: {answer.message or 'requests are alive'}")
 

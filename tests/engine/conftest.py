@@ -271,11 +271,11 @@ def deployment(llama) -> Fingerprint:
 
 @pytest.fixture(scope="session")
 def jobs(tmp_path_factory) -> Path:
-    """Where :func:`serving` keeps its rollout jobs."""
+    """Where :func:`server` keeps its rollout jobs."""
     return tmp_path_factory.mktemp("jobs")
 
 
 @pytest.fixture
-def serving(servers, llama, jobs) -> Server:
+def server(servers, llama, jobs) -> Server:
     """Two ranks, with metrics and kept jobs."""
     return servers.adaptive(llama, 2, "--pat-rollout-dir", str(jobs), "--enable-metrics")

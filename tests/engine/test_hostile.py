@@ -25,11 +25,6 @@ GROWTH_BYTES = 96 << 20
 
 
 @pytest.fixture
-def server(serving) -> Server:
-    return serving
-
-
-@pytest.fixture
 def known(server) -> list[int]:
     """Tokens of the plain request, before anything else was asked (other tests compare with stock SGLang's)."""
     return KNOWN.setdefault(server.url, server.generate([PLAIN])[0]["output_ids"])

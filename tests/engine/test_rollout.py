@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 import requests
@@ -15,17 +14,7 @@ from sglang_pat.testing.tokenizer import EOS_ID, STOP_ID
 from .rollout_calls import STOPS, body, events, idle, one_round, post, prompt, reached, schedule
 
 
-@pytest.fixture
-def folder(jobs) -> Path:
-    return jobs
-
-
-@pytest.fixture
-def server(serving) -> Server:
-    return serving
-
-
-def test_a_round_of_groups(server, folder):
+def test_a_round_of_groups(server, jobs):
     prompts = [prompt(0, index) for index in range(6)]
     groups, summary = one_round(server, body(prompts, job="groups", version=41))
     assert summary["returned"] == len(groups) == 3
@@ -37,7 +26,7 @@ def test_a_round_of_groups(server, folder):
             assert response["versions"] == [[41, len(response["token_ids"])]]
             assert len(response["logprobs"]) == len(response["token_ids"])
             assert response["finish_reason"] == "length" or response["token_ids"][-1] in {*STOPS, EOS_ID, STOP_ID}
-    waiting = json.loads((folder / "groups.json").read_text())["state"]["waiting"]
+    waiting = json.loads((jobs / "groups.json").read_text())["state"]["waiting"]
     assert len(waiting) == 2
     assert not {group["index"] for group in waiting} & {group["key"][1] for group in groups}
 
@@ -191,22 +180,22 @@ def test_verdicts(server):
     assert len(kept) == event["returned"] == judged // 2 == 3
 
 
-def test_a_job_can_be_dropped(server, folder):
+def test_a_job_can_be_dropped(server, jobs):
     one_round(server, body([prompt(0, index) for index in range(5)], job="dropped"))
-    assert (folder / "dropped.json").exists()
+    assert (jobs / "dropped.json").exists()
     assert requests.delete(f"{server.url}/pat/rollout/dropped").status_code == 200
-    assert not (folder / "dropped.json").exists()
+    assert not (jobs / "dropped.json").exists()
     assert requests.delete(f"{server.url}/pat/rollout/dropped").status_code == 400
     groups, _ = one_round(server, body([prompt(0, index) for index in range(5)], job="dropped"))
     assert len(groups) == 3, "the same keys again: it is another job"
 
 
-def test_rounds_one_right_after_the_other(server, folder):
+def test_rounds_one_right_after_the_other(server, jobs):
     """The next is asked for as soon as the last event is there; its state is on the disk by then."""
     for number in range(8):
         prompts = [prompt(0, 5 * number + index) for index in range(5)]
         _, summary = one_round(server, body(prompts, job="quick"))
-        state = json.loads((folder / "quick.json").read_text())["state"]
+        state = json.loads((jobs / "quick.json").read_text())["state"]
         assert state["round"] is None and len(state["waiting"]) == len(summary["ages"])
 
 

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import requests
 
-from sglang_pat.testing.server import Server
-
 from .rollout_calls import body, idle, one_round, post, prompt
-
-
-@pytest.fixture
-def folder(jobs) -> Path:
-    return jobs
-
-
-@pytest.fixture
-def server(serving) -> Server:
-    return serving
 
 
 @pytest.mark.parametrize(

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-import pytest
 import requests
 
-from sglang_pat.testing.server import Server
-
 from .rollout_calls import body, events, idle, one_round, prompt
-
-
-@pytest.fixture
-def folder(jobs) -> Path:
-    return jobs
-
-
-@pytest.fixture
-def server(serving) -> Server:
-    return serving
-
 
 GREEDY = {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}
 
@@ -55,7 +40,7 @@ def test_a_client_that_died_before_it_had_read_the_end(server):
     idle(server)
 
 
-def test_a_trainer_that_goes_back_two_steps(server, folder):
+def test_a_trainer_that_goes_back_two_steps(server, jobs):
     """The same prompts and, greedily, the same tokens; what the later rounds had is as if it had never been."""
     course = [one_round(server, call(3 * step, 3, job="back", version=step)) for step in range(4)]
     again = [
@@ -65,7 +50,7 @@ def test_a_trainer_that_goes_back_two_steps(server, folder):
     for (groups, summary), (groups_before, summary_before) in zip(again, course[2:], strict=True):
         assert tokens(groups) == tokens(groups_before)
         assert summary["number"] == summary_before["number"]
-    assert sorted(int(file.stem) for file in (folder / "back.past").iterdir()) == [0, 1, 2, 3]
+    assert sorted(int(file.stem) for file in (jobs / "back.past").iterdir()) == [0, 1, 2, 3]
     refused = requests.post(f"{server.url}/pat/rollout", json=call(12, 3, job="back", after=9))
     assert refused.status_code == 400 and "are kept: -1, 0, 1, 2, 3" in refused.json()["error"]["message"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import requests
 
@@ -12,16 +10,6 @@ from sglang_pat.testing.server import Server
 
 from .made_up import made_up
 from .rollout_calls import body, one_round, prompt, schedule
-
-
-@pytest.fixture
-def folder(jobs) -> Path:
-    return jobs
-
-
-@pytest.fixture
-def server(serving) -> Server:
-    return serving
 
 
 @pytest.fixture

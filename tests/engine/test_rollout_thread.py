@@ -158,9 +158,9 @@ def body() -> dict[str, Any]:
     return rules | {"sampling_params": sampling, "turns": True, "version": 7}
 
 
-def test_turns_over_http(serving, body):
+def test_turns_over_http(server, body):
     groups, turns = [], []
-    with post(serving, "", body | {"prompts": prompts(0, 1)}, stream=True) as response:
+    with post(server, "", body | {"prompts": prompts(0, 1)}, stream=True) as response:
         for event in filter(None, map(sent_event, response.iter_lines())):
             if event["type"] == "turn":
                 turns.append(event)
@@ -168,9 +168,9 @@ def test_turns_over_http(serving, body):
                 answer = {"job": "turns", "sample": event["sample"]} | (
                     {"input_ids": [300, 301]} if len(turns) < 3 else {}
                 )
-                assert post(serving, "/turn", answer | {"input_ids": [99999]}).status_code == 400
-                assert post(serving, "/turn", answer).status_code == 200
-                assert "awaits no answer" in post(serving, "/turn", answer).text
+                assert post(server, "/turn", answer | {"input_ids": [99999]}).status_code == 400
+                assert post(server, "/turn", answer).status_code == 200
+                assert "awaits no answer" in post(server, "/turn", answer).text
             elif event["type"] == "group":
                 groups.append(event)
     assert event["type"] == "round" and event["returned"] == len(groups) == 2
@@ -182,13 +182,13 @@ def test_turns_over_http(serving, body):
     assert sorted(event["kept_lengths"]) == sorted(lengths)
 
 
-def test_a_turn_that_nobody_answers_ends_its_sample(serving, body):
+def test_a_turn_that_nobody_answers_ends_its_sample(server, body):
     late = body | {"prompts": prompts(2, 3), "environment_seconds": 0.05}
-    with post(serving, "", late, stream=True) as response:
+    with post(server, "", late, stream=True) as response:
         found = list(filter(None, map(sent_event, response.iter_lines())))
     assert found[-1]["type"] == "round"
     reasons = [r["finish_reason"] for event in found if event["type"] == "group" for r in event["responses"]]
     assert len(reasons) == 2 and set(reasons) <= {"environment_timeout", "length"}
-    assert "environment_seconds" in post(serving, "", body | {"environment_seconds": 0}).text
-    assert "samples of this round" not in post(serving, "/turn", {"job": "turns", "sample": [0, 2, 0, 1]}).text
-    assert "has no round" in post(serving, "/turn", {"job": "none", "sample": [0, 2, 0, 1]}).text
+    assert "environment_seconds" in post(server, "", body | {"environment_seconds": 0}).text
+    assert "samples of this round" not in post(server, "/turn", {"job": "turns", "sample": [0, 2, 0, 1]}).text
+    assert "has no round" in post(server, "/turn", {"job": "none", "sample": [0, 2, 0, 1]}).text

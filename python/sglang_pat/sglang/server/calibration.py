@@ -6,7 +6,6 @@ took comes to the coordinator with the leaders' load reports, as ever (``message
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import time
@@ -23,9 +22,7 @@ logger = logging.getLogger(__name__)
 
 ENOUGH_TURNS, ENOUGH_SECONDS = 2, 5.0
 """On a slow machine so many turns do, once they have taken so long."""
-
-POLL_SECONDS, IDLE_SECONDS = 0.005, 60.0
-"""Between two looks whether the engine is empty, and the longest wait for it."""
+FLUSH_SECONDS = 60.0
 
 
 async def calibrate(manager: AdaptiveTokenizerManager) -> None:
@@ -52,10 +49,10 @@ async def _turns(manager: AdaptiveTokenizerManager, begun: float) -> None:
             for tp in degrees[:: -1 if turn % 2 else 1]:  # there and back, which takes the fewest switches
                 await manager.pat_reconfigure(tp)
                 await _decode(manager, each * config.base.dp, config.calibrate)
-                await _until_idle(manager)
+                await manager.pat_until_idle()
         await manager.pat_reconfigure(degrees[0])
-        await manager.flush_cache(timeout_s=IDLE_SECONDS)
-        await _until_idle(manager)
+        await manager.flush_cache(timeout_s=FLUSH_SECONDS)
+        await manager.pat_until_idle()
     finally:
         manager.pat_calibration_turn(over=True)
 
@@ -68,12 +65,3 @@ async def _decode(manager: AdaptiveTokenizerManager, requests: int, steps: int) 
     ids = [random.choices(range(manager.model_config.vocab_size), k=prompt) for _ in range(requests)]
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
     await manager.pat_made_up(GenerateReqInput(input_ids=ids, sampling_params=sampling))
-
-
-async def _until_idle(manager: AdaptiveTokenizerManager) -> None:
-    """Until the coordinator has heard that all have ended: then it has heard of their steps, too."""
-    begun = time.monotonic()
-    while (await manager.pat_status())["requests"]:
-        if time.monotonic() - begun > IDLE_SECONDS:
-            raise RuntimeError(f"the engine still has requests {IDLE_SECONDS:.0f} s after all were answered")
-        await asyncio.sleep(POLL_SECONDS)

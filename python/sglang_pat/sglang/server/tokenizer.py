@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -27,6 +28,9 @@ from sglang_pat.sglang.server.rollout import Rollouts
 
 logger = logging.getLogger(__name__)
 
+POLL_SECONDS, IDLE_SECONDS = 0.005, 60.0
+"""Between two looks whether the engine is empty, and the longest wait for it once all requests are answered."""
+
 
 class ReconfigureError(RuntimeError):
     """A reconfiguration that did not happen; ``code`` is 400, 409 or 500 as over HTTP."""
@@ -37,7 +41,7 @@ class ReconfigureError(RuntimeError):
 
 
 class AdaptiveTokenizerManager(TokenizerManager):
-    """Adds :meth:`pat_status`, :meth:`pat_reconfigure`, :meth:`pat_trace` and :meth:`pat_inject_prefixes`.
+    """Adds what clients ask of the coordinator: the ``pat_`` methods.
 
     Attributes:
         pat_weight_updates: number of weight updates so far.
@@ -206,6 +210,19 @@ class AdaptiveTokenizerManager(TokenizerManager):
         """Layout, candidates, load of each group, switches so far, weight version."""
         reply = await self._pat_ask(messages.StatusQuery)
         return reply.status | {"weight_version": self.server_args.weight_version}
+
+    async def pat_until_idle(self) -> None:
+        """Until the coordinator has heard that all requests have ended: then it has heard of their steps, too, and the
+        next batch is spread evenly.  All requests are answered.
+
+        Raises:
+            RuntimeError: it still knows some after a minute.
+        """
+        begun = time.monotonic()
+        while left := (await self.pat_status())["requests"]:
+            if time.monotonic() - begun > IDLE_SECONDS:
+                raise RuntimeError(f"the engine still has {left} requests {IDLE_SECONDS:.0f} s after all were answered")
+            await asyncio.sleep(POLL_SECONDS)
 
     async def pat_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         """Switch to degree ``tp``; returns the switch record (empty if already there).
