@@ -14,7 +14,6 @@ import importlib
 import logging
 import multiprocessing as mp
 import os
-import select
 import signal
 import tempfile
 import threading
@@ -41,6 +40,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 """Signals that end the engine: the main process acts on them, its children ignore them."""
 END_SECONDS = 30
 """Longest that killed processes are waited for: the driver takes back a GPU's memory meanwhile."""
+POLL_SECONDS = 0.01
 RANK_TITLE = "sglang_pat::rank"
 """Before a rank's number: the title of its process."""
 
@@ -204,27 +204,24 @@ def is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def wait_until_ended(waited_for: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Wait until all have ended; returns those that have not after ``seconds``.
+    """Wait until all have ended; returns those that have not after ``seconds``."""
+    left, begun = list(waited_for), time.monotonic()
+    while (left := [process for process in left if not _has_ended(process)]) and time.monotonic() - begun < seconds:
+        time.sleep(POLL_SECONDS)
+    return left
 
-    A zombie has ended: its memory is free.  It stays one until somebody takes its exit code.  For an orphan that is
-    process 1, which in a container may do so late or never.
+
+def _has_ended(process: psutil.Process) -> bool:
+    """A zombie has, once its last thread has ended: its memory is free.
+
+    It stays a zombie until somebody takes its exit code.  For an orphan that is process 1, which in a container may
+    do so late or never.
     """
-    deadline = time.monotonic() + seconds
-    still_there = []
-    for process in waited_for:
-        try:
-            descriptor = os.pidfd_open(process.pid)
-        except ProcessLookupError:
-            continue
-        try:
-            ended = select.poll()
-            ended.register(descriptor, select.POLLIN)  # readable when its last thread has ended
-            # It may have ended before, and its number be another's by now.
-            if process.is_running() and not ended.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                still_there.append(process)
-        finally:
-            os.close(descriptor)
-    return still_there
+    if not process.is_running():
+        return True
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1
+    return True
 
 
 def end_children(seconds: float = END_SECONDS) -> None:
