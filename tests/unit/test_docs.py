@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, anchors exist, and prose is not wider than a page."""
+"""The pages: links lead somewhere, in the repository and on the site, and prose is not wider than a page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 COLUMNS = 100
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -19,8 +20,7 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 def pages() -> list[Path]:
     """Those of the repository; without git all in docs/."""
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True)
-    names = [name for name in listed.stdout.split() if not name.startswith(".")]  # templates of issues
-    return [ROOT / name for name in names] or sorted((ROOT / "docs").rglob("*.md"))
+    return [ROOT / name for name in listed.stdout.split()] or sorted(DOCS.rglob("*.md"))
 
 
 def anchors(page: Path) -> set[str]:
@@ -40,6 +40,20 @@ def test_links_lead_somewhere(page):
         assert place.exists(), f"{target}: no such file"
         if anchor:
             assert anchor in anchors(place), f"{target}: no such heading; there are {sorted(anchors(place))}"
+
+
+def test_the_site_has_all_pages_and_begins_with_index():
+    nav = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2])
+    assert nav[0] == "index.md"
+    assert sorted(nav) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
+def test_links_of_the_site_stay_in_it(page):
+    links = [target.partition("#")[0] for target in LINK.findall(FENCE.sub("", page.read_text()))]
+    places = [(page.parent / target).resolve() for target in links if not target.startswith(("http://", "https://"))]
+    outside = [str(place.relative_to(ROOT)) for place in places if not place.is_relative_to(DOCS)]
+    assert not outside, f"the site has no {outside}: name the file, as code"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
