@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, anchors exist, and prose is not wider than a page."""
+"""The pages: links lead somewhere, in the repository and on the site, and prose is not wider than a page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 COLUMNS = 100
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -19,8 +20,7 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 def pages() -> list[Path]:
     """Those of the repository; without git all in docs/."""
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True)
-    names = [name for name in listed.stdout.split() if not name.startswith(".")]  # templates of issues
-    return [ROOT / name for name in names] or sorted((ROOT / "docs").rglob("*.md"))
+    return [ROOT / name for name in listed.stdout.split()] or sorted(DOCS.rglob("*.md"))
 
 
 def anchors(page: Path) -> set[str]:
@@ -42,8 +42,42 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(place), f"{target}: no such heading; there are {sorted(anchors(place))}"
 
 
+def test_the_site_has_all_pages_and_begins_with_index():
+    nav = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2])
+    assert nav[0] == "index.md"
+    assert sorted(nav) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
+def test_links_of_the_site_stay_in_it(page):
+    links = [target.partition("#")[0] for target in LINK.findall(FENCE.sub("", page.read_text()))]
+    places = [(page.parent / target).resolve() for target in links if not target.startswith(("http://", "https://"))]
+    outside = [str(place.relative_to(ROOT)) for place in places if not place.is_relative_to(DOCS)]
+    assert not outside, f"the site has no {outside}: name the file, as code"
+
+
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_prose_is_no_wider_than_a_page(page):
     text = FENCE.sub("", page.read_text())
     prose = [line for line in text.splitlines() if not line.startswith(("|", "![", "<", "    "))]
     assert not [line for line in prose if len(line) > COLUMNS]
+
+
+def test_the_ways_through_the_code_have_as_many_files_as_they_say():
+    page = (DOCS / "architecture.md").read_text()
+    ways = re.findall(r"^### From [^\n]*: (\d+) files$(.*?)(?=^#)", page, re.MULTILINE | re.DOTALL)
+    assert len(ways) == 2
+    for count, way in ways:
+        files = re.findall(r"^\d+\. `([\w/]+\.py)`", way, re.MULTILINE)
+        assert len(files) == len(set(files)) == int(count)
+        assert all((ROOT / "python/sglang_pat" / name).exists() for name in files)
+
+
+def test_the_register_has_every_route():
+    source = (ROOT / "python/sglang_pat/sglang/server/http.py").read_text()
+    routes = {
+        (method, path) for path, method in re.findall(r'add_api_route\("(\S+)", \w+, methods=\["(\w+)"\]', source)
+    }
+    rows = re.findall(r"^\| `(\w+) (/pat/\S+)` \|", (DOCS / "sglang.md").read_text(), re.MULTILINE)
+    assert routes
+    assert set(rows) == routes

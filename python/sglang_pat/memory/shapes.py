@@ -16,7 +16,9 @@ VOCAB_PADDING = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a Llama, Qwen2 or Qwen3 model (dense, grouped-query attention)."""
+    """Sizes of a dense decoder with grouped-query attention: Llama, Mistral, Qwen2, Qwen3, Phi-3, OLMo-2, GLM-4,
+    Granite, and what is built like them.  Norms that Llama and Qwen3 do not have are left out: they weigh next to
+    nothing."""
 
     layers: int
     hidden: int

@@ -1,1 +1,2 @@
-"""Test equipment: checkpoints made on the spot (see :mod:`sglang_pat.testing.models`)."""
+"""Checkpoints made on the spot (:mod:`~sglang_pat.testing.models`), and servers that start quickly
+(:mod:`~sglang_pat.testing.prefork`): for tests and benches, and also for the demo, the acceptance and the profiler."""
