@@ -24,8 +24,7 @@ from rich.table import Table
 
 from sglang_pat.sglang import cpu_shim
 
-if cpu_shim.needed():
-    cpu_shim.install()
+cpu_shim.ensure()
 
 import torch  # noqa: E402
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402

@@ -51,8 +51,7 @@ def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) ->
     set_environment(quiet)
     from sglang_pat.sglang import cpu_shim
 
-    if cpu_shim.needed():
-        cpu_shim.install()
+    cpu_shim.ensure()
     from sglang_pat.sglang.contract import SGLangMismatch, check_sglang
     from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 

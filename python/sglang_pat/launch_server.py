@@ -17,9 +17,7 @@ from sglang_pat.sglang.launch import noise, processes
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    if cpu_shim.needed():
-        cpu_shim.install()
-        cpu_shim.install_for_children()
+    cpu_shim.ensure(children=True)
     if "--adaptive-tp" in argv:
         _adaptive(argv)
         return

@@ -34,8 +34,7 @@ def checks() -> Iterator[Line]:
     if installed is None:
         return
     shim = cpu_shim.needed()
-    if shim:
-        cpu_shim.install()
+    cpu_shim.ensure()
     yield True, "CPU shim", "in place: no sgl_kernel here" if shim else "not needed: sgl_kernel is installed"
     yield from _sglang_symbols()
     yield from _backend()

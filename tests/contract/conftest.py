@@ -10,8 +10,7 @@ import pytest
 from sglang_pat.sglang import cpu_shim
 from sglang_pat.testing import models
 
-if cpu_shim.needed():  # before any test file imports SGLang
-    cpu_shim.install()
+cpu_shim.ensure()  # before any test file imports SGLang
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from sglang_pat.sglang import cpu_shim
 
 pytestmark = pytest.mark.contract
 
-cpu_shim.install()
+cpu_shim.ensure()
 from sglang_pat.sglang.rank import updates  # noqa: E402
 
 

@@ -184,13 +184,21 @@ class BatchStub:
 
 
 def _imports(path: Path) -> set[str]:
+    """What a file imports, and all packages around it: ``a.b`` and ``a``."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found.add(node.module.split(".")[0])
-    return found
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.rsplit(".", up)[0] for name in found for up in range(name.count(".") + 1)}
+
+
+def _files(name: str) -> list[Path]:
+    target = PACKAGE / f"{name}.py"
+    files = [target] if target.exists() else sorted((PACKAGE / name).rglob("*.py"))
+    assert files
+    return files
 
 
 def test_only_one_package_imports_sglang():
@@ -203,12 +211,23 @@ def test_only_one_package_imports_sglang():
     assert offenders == []
 
 
-@pytest.mark.parametrize(
-    "name", ["layout", "config", "messages", "coordinator", "weights", "switch", "predict", "replay"]
-)
+DECIDING = (
+    "layout config settings messages coordinator policies admission predict replay memory weights switch"
+).split()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECIDING)
 def test_decisions_import_neither_sglang_nor_torch(name):
-    target = PACKAGE / f"{name}.py"
-    files = [target] if target.exists() else sorted((PACKAGE / name).rglob("*.py"))
-    assert files
-    for path in files:
-        assert not _imports(path) & {"sglang", "torch"}, path
+    for path in _files(name):
+        if path.name != "importance.py":  # a loss for trainers; no decision
+            assert not _imports(path) & {"sglang", "torch"}, path
+
+
+def test_the_profiler_imports_nothing_of_the_demo():
+    assert not [path.name for path in PROFILER.rglob("*.py") if "sglang_pat.demo" in _imports(path)]
+
+
+def test_tools_of_commands_import_no_command_and_nothing_of_the_engine():
+    wrong = {f"sglang_pat.{name}" for name in ("sglang", "coordinator", "switch", "demo", "acceptance", "replay")}
+    for path in _files("tools"):
+        assert not _imports(path) & (wrong | {"profiler", "sglang"}), path

@@ -13,7 +13,7 @@ from sglang_pat.sglang import cpu_shim
 
 pytestmark = pytest.mark.contract
 
-cpu_shim.install()
+cpu_shim.ensure()
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 
 from sglang_pat.sglang.rank import updates  # noqa: E402

@@ -13,7 +13,7 @@ from sglang_pat.predict.profile import DecodePoint, Fingerprint, PrefillPoint, P
 DEPLOYMENT = """
 import sys, msgspec
 from sglang_pat.sglang import cpu_shim
-cpu_shim.install() if cpu_shim.needed() else None
+cpu_shim.ensure()
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 from sglang_pat.sglang.launch.deployment import deployment
 args = AdaptiveServerArgs(model_path=sys.argv[1], tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")

@@ -8,9 +8,7 @@ import sys
 
 from sglang_pat.sglang import cpu_shim
 
-if cpu_shim.needed():
-    cpu_shim.install()
-    cpu_shim.install_for_children()
+cpu_shim.ensure(children=True)
 
 from sglang.srt.entrypoints.engine import Engine  # noqa: E402
 from sglang.srt.managers import scheduler as stock  # noqa: E402

@@ -59,7 +59,7 @@ def serialized(named: Any) -> str:
     """As an RL framework in another process tree sends it."""
     from sglang_pat.sglang import cpu_shim
 
-    cpu_shim.install()
+    cpu_shim.ensure()
     import torch.multiprocessing
     from sglang.srt.utils import MultiprocessingSerializer
 
@@ -83,7 +83,7 @@ class Trainer:
     def __init__(self, server: Server, ranks: int) -> None:
         from sglang_pat.sglang import cpu_shim
 
-        cpu_shim.install()
+        cpu_shim.ensure()
         from sglang.srt.utils import init_custom_process_group
 
         self.server, port = server, free_port()

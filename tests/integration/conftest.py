@@ -13,9 +13,7 @@ from sglang_pat.testing import models
 
 from .jobs import Job, OpenRlhfJob, VerlJob
 
-if cpu_shim.needed():
-    cpu_shim.install()
-    cpu_shim.install_for_children()
+cpu_shim.ensure(children=True)
 
 collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
 

@@ -11,6 +11,12 @@ from sglang_pat.sglang.server.loop import EngineLoop
 from .engine_loop_world import threads
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Slow files first, but after engines: a worker that begins one when the others are done keeps them waiting."""
+    items.sort(key=lambda item: (item.get_closest_marker("engine") is None, item.get_closest_marker("slow") is None))
+
+
 @pytest.fixture
 def loop() -> Iterator[EngineLoop]:
     made = EngineLoop()

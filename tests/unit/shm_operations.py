@@ -132,7 +132,7 @@ def check_random_sequence(rank, n, group, length=300, seed=0):
                 "barrier",
             ]
         )
-        numel = same_for_all.choice([0, 1, 63, 2000, 2000, 40_000, 300_000])
+        numel = same_for_all.choice([0, 1, 63, 2000, 2000, 40_000, 150_000])
         root = same_for_all.randrange(n)
         if own.random() < 0.05:
             time.sleep(own.choice([0, 1e-5, 1e-3, 4e-3]))

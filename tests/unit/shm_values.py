@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8]
-BIG = 5_000_000  # bytes; several pieces
+BIG = 1_700_000  # bytes; more than three pieces
 Op = dist.ReduceOp
 
 

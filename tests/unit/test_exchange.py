@@ -18,6 +18,7 @@ from .ranks import emulated_link, run_ranks
 
 pytestmark = [
     pytest.mark.unit,
+    pytest.mark.slow,
     pytest.mark.skipif(not shm.is_available(), reason="the extension sglang_pat._C is not built"),
 ]
 

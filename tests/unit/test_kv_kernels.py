@@ -16,7 +16,7 @@ from sglang_pat.kernels import kv
 
 from .drawn import examples
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.float8_e4m3fn]
 

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_pat.sglang.launch.processes import wait_until_ended
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
 SCRIPT = """
 import json, signal, sys, tempfile, threading

@@ -34,7 +34,7 @@ from .mutations import wrong_json
 from .policy_world import crossing, snapshot
 from .profiles_for_tests import decode_points, profile
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
 
 def _good(**parts) -> Profile:

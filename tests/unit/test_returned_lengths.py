@@ -13,7 +13,7 @@ from sglang_pat.predict.profile import load
 from sglang_pat.replay.rounds import Engines, Round, Simulation
 from sglang_pat.replay.shapes import parse_shape
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
 PROFILE = Path(__file__).resolve().parents[2] / "profiles" / "8xH100-qwen3-14b.json"
 SHAPE = parse_shape("body-atom:6.363,0.70,16384,0.01")

@@ -23,8 +23,7 @@ DEGREES, BATCHES = (2, 4, 8), (1, 8, 64)
 def views(bench: Bench) -> Result:
     """What the linear layers of a decode step take on views of the base weights, beside copies of them."""
     torch.set_num_threads(1)
-    if cpu_shim.needed():
-        cpu_shim.install()
+    cpu_shim.ensure()
     shape, dtype = bench.model, torch.bfloat16 if bench.device == "cuda" else torch.float32
     degrees = [tp for tp in DEGREES if shape.heads % tp == 0 and shape.intermediate % tp == 0]
     found = [measure(shape, tp, batch, bench.device, dtype, repeats=20) for tp in degrees for batch in BATCHES]

@@ -17,8 +17,7 @@ import zmq
 
 from sglang_pat.sglang import cpu_shim
 
-if cpu_shim.needed():
-    cpu_shim.install()
+cpu_shim.ensure()
 
 from sglang.srt.managers.io_struct import RpcReqOutput  # noqa: E402
 from sglang.srt.managers.scheduler import configure_logger  # noqa: E402

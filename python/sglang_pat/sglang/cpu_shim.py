@@ -37,6 +37,14 @@ def installed() -> bool:
     return any(getattr(finder, _MARK, False) for finder in sys.meta_path)
 
 
+def ensure(children: bool = False) -> None:
+    """:func:`install` where it is :func:`needed`; ``children``: in what this process starts, too."""
+    if needed():
+        install()
+        if children:
+            install_for_children()
+
+
 def install() -> None:
     """Put the shim in place in this process; call it before the first ``import sglang``. Idempotent.
 

@@ -273,7 +273,7 @@ def _import_all() -> None:
     from sglang_pat.sglang import cpu_shim
     from sglang_pat.sglang.launch import noise, processes
 
-    cpu_shim.install()
+    cpu_shim.ensure()
     warm, processes.warm = processes.warm, lambda: None  # each program forks its own fork server
     with noise.quiet_imports():
         import sglang_pat.sglang.launch.preload  # noqa: F401

@@ -108,8 +108,8 @@ def _transformers():
     """transformers, quiet. It imports torchvision, so it may need the CPU shim as SGLang does."""
     from sglang_pat.sglang import cpu_shim
 
-    if cpu_shim.needed() and "torchvision" not in sys.modules:
-        cpu_shim.install()
+    if "torchvision" not in sys.modules:
+        cpu_shim.ensure()
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -10,8 +10,7 @@ import sys
 
 from sglang_pat.sglang import cpu_shim
 
-if cpu_shim.needed():
-    cpu_shim.install()
+cpu_shim.ensure()
 
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -112,12 +111,3 @@ class GroupPool:
             setattr(parallel_state, name, self._tp[layout.tp])
         for name in SINGLE_GLOBALS:
             setattr(parallel_state, name, self._single)
-
-    @contextmanager
-    def installed(self, layout: ParallelLayout, restore: ParallelLayout):
-        """Have ``layout`` installed inside the block and ``restore`` after it."""
-        self.install(layout)
-        try:
-            yield
-        finally:
-            self.install(restore)

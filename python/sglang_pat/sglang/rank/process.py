@@ -9,8 +9,7 @@ import torch
 
 from sglang_pat.sglang import cpu_shim
 
-if cpu_shim.needed():
-    cpu_shim.install()
+cpu_shim.ensure()
 
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager, run_detokenizer_process  # noqa: E402
 from sglang.srt.managers.scheduler import configure_logger, configure_scheduler_process  # noqa: E402

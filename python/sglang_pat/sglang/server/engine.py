@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_pat.sglang import cpu_shim
 from sglang_pat.sglang.launch import processes
 
-if cpu_shim.needed():
-    cpu_shim.install()
-    cpu_shim.install_for_children()
+cpu_shim.ensure(children=True)
 if mp.parent_process() is None:  # not in a child that only looks something up here
     processes.warm()
 
