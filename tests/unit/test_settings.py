@@ -1,8 +1,13 @@
 """The settings of the adaptive engine by name, as frameworks and ``SGLANG_PAT`` give them."""
 
+import dataclasses
+import inspect
+
 import pytest
 
 from sglang_pat import settings
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.policies.registry import make_policy
 
 
 @pytest.mark.parametrize(
@@ -64,3 +69,12 @@ def test_a_base_degree_that_does_not_divide_the_gpus(base_tp):
 def test_each_name_is_defined_once():
     names = [setting.name for setting in (settings.BASE_TP, *settings.SETTINGS)]
     assert len(names) == len(set(names))
+
+
+def test_the_configuration_has_the_defaults_of_the_flags():
+    """It is made without flags, too: by the replay and in tests."""
+    own = {field.name: field.default for field in dataclasses.fields(AdaptiveConfig)}
+    shared = {setting.name: setting.default for setting in settings.SETTINGS if setting.name in own}
+    assert shared.pop("policy") is None and len(shared) > 8  # which policy it is depends on the profile there
+    assert shared == {name: own[name] for name in shared}
+    assert inspect.signature(make_policy).parameters["switch_at"].default == own["switch_at"]
