@@ -72,6 +72,16 @@ def test_tokens_count_from_where_the_schedule_takes_hold(seed):
     assert 100 <= second.generated - first.generated < 200 and second.alive == 8
 
 
+def test_replicas_work_on_until_so_many_have_come():
+    world = started([{"tp": 2, "came": 3}, {"tp": 4, "came": 3, "left": 0}])
+    world.send(*requests(2, 10))
+    world.run()
+    assert not world.fired and not any(rank.requests for rank in world.ranks), "they are not held"
+    world.send(*requests(1, 10))
+    world.run()
+    assert [(fired.alive, fired.generated) for fired in world.fired] == [(1, 21), (0, 31)]
+
+
 def test_batches_count_prefills():
     world = started([{"tp": 2, "arrived": 4, "batch": 2}])
     world.send(*requests(4, prefills=3))
