@@ -76,7 +76,8 @@ async def drain(server, name: str, merged: Callable[[], Awaitable[None]]) -> lis
 
 
 async def in_layout(server, tp: int) -> None:
-    """Wait until the engine is in degree ``tp``, where its load keeps it until the test goes on."""
+    """Wait until the engine is in degree ``tp``, where its load keeps it until the test goes on.  The limit is
+    pytest's."""
     while (status := await asyncio.to_thread(server.status))["layout"]["tp"] != tp or status["switching"]:
         await asyncio.sleep(0.05)
 

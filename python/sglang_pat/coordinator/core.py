@@ -124,7 +124,7 @@ class Coordinator:
             "policy": self.config.policy,
             "switching": self._switching.under_way is not None,
             "target": asdict(self._switching.under_way.target) if self._switching.under_way else None,
-            "requests": self._in_engine,
+            "requests": self._in_engine + self._held_work,
             "expected_seconds": self._deciding.expected_seconds if self._in_engine else 0.0,
             "controls": len(self._replies),
             "groups": groups,
