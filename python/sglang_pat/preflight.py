@@ -79,18 +79,21 @@ def plan_of(args: argparse.Namespace) -> MemoryPlan:
     """
     shape = ModelShape.from_config(estimate.read_config(args.model_path), args.dtype)
     base = ParallelLayout(args.tp, args.dp)
-    supply = estimate.supply_of_machine(args.gpus or _gpus_here(), base.num_ranks)
+    gpus, free = (args.gpus, None) if args.gpus else _gpus_here(base.num_ranks)
+    supply = estimate.supply_of_machine(gpus, base.num_ranks, free)
     return make_plan(estimate.demand_of(shape, base, supply, args.max_total_tokens), supply)
 
 
-def _gpus_here() -> str | None:
-    """What this machine has free, as ``--gpus`` describes it; None without CUDA."""
+def _gpus_here(ranks: int) -> tuple[str | None, int | None]:
+    """This machine's GPUs as ``--gpus`` describes them, and the bytes that are free on the one of the ranks' that has
+    least; None without CUDA."""
     import torch
 
     if not torch.cuda.is_available():
-        return None
-    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
-    return f"{len(free)}x{min(free) / GIB:.2f}GB"
+        return None, None
+    count = torch.cuda.device_count()
+    free, total = min(torch.cuda.mem_get_info(index) for index in range(min(ranks, count)))
+    return f"{count}x{total / GIB:.2f}GB", free
 
 
 def report() -> int:

@@ -138,3 +138,14 @@ def test_control_requests_reach_ranks_without_what_a_client_put_into_them():
         assert isinstance(abort.obj.rid, str)
     (abort,) = classify(io.AbortReq(rid="a"))
     assert abort.obj.rid == "a"
+
+
+def test_a_decision_log_on_a_full_disk_ends_and_the_coordinator_goes_on(caplog):
+    from sglang_pat.sglang.coordinator import EventLog
+
+    log = EventLog("/dev/full")
+    for _ in range(3):
+        log.write({"event": "length"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "--pat-log /dev/full: No space left on device; nothing more is written to it"
+    ]

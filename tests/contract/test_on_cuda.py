@@ -133,6 +133,20 @@ def test_memory_is_planned_for_the_gpu_that_has_least(h100s, model, monkeypatch,
         memory.supply_of(made(model, "--dp", "4"))
 
 
+def test_preflight_plans_what_the_start_will(h100s, model, monkeypatch):
+    """Also on GPUs of which a quarter is in use, for ranks on some of them."""
+    free = {0: 59 * GIB, 1: 61 * GIB, 2: 10 * GIB}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 79 * GIB))
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda gpu: 79 * GIB - free[gpu])
+    asked = SimpleNamespace(model_path=str(model), dtype="auto", tp=1, dp=2, gpus=None, max_total_tokens=None)
+    found, args = preflight.plan_of(asked), made(model, policy=())
+    started = memory.make_plan(memory.demand_of(gpus.settled(args, None)), memory.supply_of(args))
+    assert (found.supply.free, found.supply.total) == (59 * GIB, 79 * GIB)
+    assert found.supply == started.supply and found.tokens == started.tokens
+
+
 def test_a_profile_is_of_one_kind_of_gpu(h100s, model, monkeypatch):
     mark = deployment.deployment(made(model), kv_tokens=4096, max_running=8)
     assert (mark.device, mark.attention, mark.kv_exchange) == ("NVIDIA H100 80GB HBM3", "fa3", "direct")

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
+
+from sglang_pat.messages import ScheduleEntry, ScheduleState
+
+from .requests_made import tokenized
 
 pytestmark = pytest.mark.contract
 
@@ -194,8 +200,6 @@ def test_labels_are_bounded():
 
 def test_the_warm_up_does_not_count_in_a_schedule(monkeypatch):
     """A first schedule is away while SGLang sends its own requests, and there again afterwards."""
-    from types import SimpleNamespace
-
     from sglang_pat.sglang.server import http
 
     manager, seen = SimpleNamespace(pat_first_schedule=["given"]), []
@@ -205,3 +209,43 @@ def test_the_warm_up_does_not_count_in_a_schedule(monkeypatch):
     )
     assert http._warm_up(None) is True
     assert seen == [None] and manager.pat_first_schedule == ["given"]
+
+
+class Manager:
+    """The part of the TokenizerManager that sets schedules."""
+
+    def __init__(self, first) -> None:
+        self.pat_first_schedule, self.sent, self._pat_ids = first, [], count()
+        self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
+
+    def auto_create_handle_loop(self) -> None: ...
+
+    async def _pat_ask(self, kind, **fields):
+        self.sent.append(kind(query_id=next(self._pat_ids), **fields))
+        return SimpleNamespace(state=ScheduleState(entries=0, done=0, holding=False, switches=[]))
+
+
+def test_the_first_schedule_goes_out_once_and_not_after_another():
+    """With ``--pat-log`` alone an empty one does: requests count from then on."""
+    from sglang_pat.sglang.launch.deployment import first_schedule
+    from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager as Ours
+
+    given = SimpleNamespace(pat_schedule=None, pat_log=None)
+    assert first_schedule(given) is None
+    given.pat_log = "decisions.jsonl"
+    assert first_schedule(given) == []
+    for first, entries in ((None, []), ([], [[]])):
+        manager = Manager(first)
+        for _ in range(2):
+            Ours._begin_schedule(manager)
+        assert [message.entries for message in manager.sent] == entries
+    manager, mine = Manager([ScheduleEntry(tp=4)]), [ScheduleEntry(tp=2)]
+    asyncio.run(Ours.pat_set_schedule(manager, mine))
+    Ours._begin_schedule(manager)
+    assert [message.entries for message in manager.sent] == [mine]
+
+
+def test_health_probes_do_not_count_in_a_schedule():
+    from sglang_pat.sglang.controls import classify
+
+    assert [work.counts for rid in ("r", "HEALTH_CHECK_17") for work in classify(tokenized(rid=rid))] == [True, False]

@@ -3,6 +3,7 @@ SGLang already.  Tests of the start itself start theirs as a user does."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import zlib
@@ -205,6 +206,12 @@ def fault(server: Server, spec: str) -> Iterator[None]:
         yield
     finally:
         server.fault_file.unlink(missing_ok=True)
+
+
+async def held(server: Server) -> None:
+    """Wait until a rank is held by a ``hold`` fault: so it stays until the block of :func:`fault` is left."""
+    while not faults.held(server.fault_file).exists():
+        await asyncio.sleep(0.02)
 
 
 @pytest.fixture(scope="session")

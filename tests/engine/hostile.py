@@ -139,6 +139,7 @@ def send(server: Server, calls: Sequence[Call], after: Callable[[Counter], None]
 
 
 async def _batch(server: Server, calls: Sequence[Call]) -> Counter:
+    """Times say how much of the batch is done before it is aborted, or given up.  Any of that is fine."""
     timeout = aiohttp.ClientTimeout(total=600)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:

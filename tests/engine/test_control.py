@@ -135,7 +135,7 @@ def test_second_reconfiguration_gets_409(server):
     """A switch waits for a control request under way: a flush that waits for a request to end."""
 
     async def until(condition) -> dict[str, Any]:
-        """What is waited for stays as it is until this test goes on."""
+        """What is waited for stays as it is until this test goes on; the limit is pytest's."""
         while not condition(status := await asyncio.to_thread(server.status)):
             await asyncio.sleep(0.02)
         return status

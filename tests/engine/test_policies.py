@@ -6,9 +6,9 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -75,6 +75,13 @@ async def drain(server, name: str, merged: Callable[[], Awaitable[None]]) -> lis
         return [(await answer)["output_ids"] for answer in work]
 
 
+async def in_layout(server, tp: int) -> None:
+    """Wait until the engine is in degree ``tp``, where its load keeps it until the test goes on.  The limit is
+    pytest's."""
+    while (status := await asyncio.to_thread(server.status))["layout"]["tp"] != tp or status["switching"]:
+        await asyncio.sleep(0.05)
+
+
 def same(outputs: list[list[int]], expected: list[list[int]]) -> None:
     assert outputs[: len(LENGTHS)] == expected[: len(LENGTHS)]
     for mine, theirs in zip(outputs[len(LENGTHS) :], expected[len(LENGTHS) :], strict=True):
@@ -91,9 +98,7 @@ def drained(request, servers, llama, expected, profile, tmp_path_factory):
     server = servers.get(llama, *flags.split())
 
     async def merged() -> None:
-        # It stays so while the tail is alive.
-        while (status := await asyncio.to_thread(server.status))["layout"]["tp"] != 2 or status["switching"]:
-            await asyncio.sleep(0.05)
+        await in_layout(server, 2)
 
     for number in range(2):
         same(asyncio.run(drain(server, f"{policy}{number}", merged)), expected)
@@ -138,22 +143,73 @@ def test_its_decisions_can_be_repeated_on_another_engine(drained, servers, llama
 
 
 def back_in_base(server) -> None:
-    """Wait until the engine has gone back to the base layout, as it does when nothing is alive, and stays there."""
-    while (status := server.status())["layout"]["tp"] != 1 or status["switching"]:
-        time.sleep(0.05)
+    """Wait until the engine has gone back to the base layout, as it does when nothing is alive."""
+    asyncio.run(in_layout(server, 1))
 
 
 def test_a_round_of_a_known_size_starts_in_the_better_layout(servers, llama, deployment, tmp_path):
     """Before its first request: nothing is alive at that switch."""
-    path = tmp_path / "merged.json"
+    path, log = tmp_path / "merged.json", tmp_path / "decisions.jsonl"
     profiles.save(made_up(deployment, tp2_with_16=0.012), path)
     short = [body(seed, 60, None) for seed in range(6)]
     wanted = [answer["output_ids"] for answer in servers.stock(llama, max_total_tokens=65536).generate(short)]
     flags = f"--tp 1 --dp 2 --adaptive-tp --pat-profile {path} --pat-profile-as-is --pat-policy survival"
-    server = servers.get(llama, *flags.split())
-    for _ in range(5):
-        assert [answer["output_ids"] for answer in server.generate(short)] == wanted
-        back_in_base(server)  # a round that finds the better layout already has nothing to switch
+    server = servers.get(llama, *flags.split(), "--pat-log", str(log))
+
+    def rounds(server) -> None:
+        for _ in range(5):
+            assert [answer["output_ids"] for answer in server.generate(short)] == wanted
+            back_in_base(server)  # a round that finds the better layout already has nothing to switch
+
+    rounds(server)
     switches = server.status()["switches"]
     assert [s for s in switches if s["to_tp"] == 2 and s["requests"] == 0 and s["reason"] == "survival"], switches
     assert not any(s["error"] for s in switches) and len(switches) <= 10
+    again = repeated(servers.adaptive(llama), log, rounds)
+    # A merge in the middle of a round is repeated by tokens.
+    ahead = [
+        s["tokens"] for s, entry in zip(again, parse(log.read_text()), strict=True) if s["to_tp"] == 2 and entry.came
+    ]
+    assert ahead and not any(ahead), "before the first token of a round"
+
+
+def repeated(server, log: Path, work: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """``work`` once more on a server that follows the decisions in ``log``; the records of all of them."""
+    entries = parse(log.read_text())
+    response = server.post("/pat/schedule", [msgspec.to_builtins(entry) for entry in entries])
+    assert response.status_code == 200, response.text
+    work(server)
+    state = server.get("/pat/schedule").json()
+    assert [s["to_tp"] for s in state["switches"]] == [entry.tp for entry in entries] and entries
+    assert not any(s["error"] for s in state["switches"])
+    return state["switches"]
+
+
+def test_a_log_of_threshold_is_repeated_on_another_engine(servers, llama, tmp_path):
+    """Two of six are left: it merges.  Four more come: it splits, and merges once more when these have ended."""
+    log = tmp_path / "decisions.jsonl"
+    flags = f"--tp 1 --dp 2 --adaptive-tp --pat-policy threshold --pat-switch-at 2 --pat-log {log}"
+    first, (_, tail) = servers.get(llama, *flags.split()), bodies("few")
+    outputs = []
+
+    async def filled_again(server) -> None:
+        async with server.session() as session:
+            left = [asyncio.ensure_future(server.one(session, request)) for request in tail[:2]]
+            for part in range(2):
+                more = [body(40 + 4 * part + i, 60, f"more-{part}-{i}") for i in range(4)]
+                answers = await asyncio.gather(*(server.one(session, request) for request in more))
+                outputs.append([answer["output_ids"] for answer in answers])
+                await in_layout(server, 2)
+            for request in tail[:2]:
+                async with session.post(server.url + "/abort_request", json={"rid": request["rid"]}) as response:
+                    assert response.status == 200
+            await asyncio.gather(*left)
+
+    def work(server) -> None:
+        asyncio.run(filled_again(server))
+        back_in_base(server)
+
+    work(first)
+    assert [s["to_tp"] for s in first.status()["switches"]] == [2, 1, 2, 1]
+    repeated(servers.adaptive(llama), log, work)
+    assert outputs[:2] == outputs[2:]

@@ -10,6 +10,7 @@ import pytest
 
 from sglang_pat.testing.server import Server, sent_event
 
+from .conftest import fault, held
 from .stock_answers import OPENAI, known
 from .streams import UP_AND_DOWN, body, endless, idle, open_session, post, switch, up_and_down
 
@@ -124,51 +125,63 @@ ARRIVING = known(*(body(111 + i, tokens=120) for i in range(8)))
 
 
 def test_requests_that_arrive_during_a_switch(server, stock):
+    """In the pause: a rank is held in it until the coordinator has them all."""
+
+    async def during(session: aiohttp.ClientSession, tp: int) -> list[dict[str, Any]]:
+        with fault(server, "QUIESCE:1:hold"):
+            switching = asyncio.ensure_future(server.reconfigure_async(session, tp))
+            await held(server)
+            work = [asyncio.ensure_future(server.one(session, request)) for request in ARRIVING]
+            # None of them goes on before the end of this block.
+            while (status := await asyncio.to_thread(server.status))["requests"] < len(ARRIVING):
+                await asyncio.sleep(0.02)
+            assert status["switching"] and not switching.done()
+        code, record = await switching
+        assert code == 200 and record["requests"] == 0, record
+        return await asyncio.gather(*work)
+
     async def run():
         async with server.session() as session:
-            work = []
-            for tp in (*UP_AND_DOWN, *UP_AND_DOWN):
-                switching = asyncio.ensure_future(server.reconfigure_async(session, tp))
-                for i, request in enumerate(ARRIVING):
-                    work.append((i, asyncio.ensure_future(server.one(session, request))))
-                    await asyncio.sleep(0)
-                code, record = await switching
-                assert code == 200, record
-            for i, answer in work:
-                stock.check([await answer], [ARRIVING[i]])
+            answers = [await during(session, tp) for tp in UP_AND_DOWN]
             await idle(server, session)
+            return answers
 
-    asyncio.run(run())
+    for answers in asyncio.run(run()):
+        stock.check(answers, ARRIVING)
 
 
 GRAMMATICAL = known(*(body(161 + i, tokens=60, regex=f"([a-f]{{{3 + i}}}-)+", ignore_eos=False) for i in range(4)))
 
 
 def test_grammars_that_do_not_compile(server, stock):
-    """Requests whose grammar is still compiling when the switch comes: good ones go on, bad ones get their error."""
+    """Requests whose grammar is not compiled yet when the switch comes: good ones go on, bad ones get their error.
+
+    Replicas that hold take requests, and do not look whether their grammars are compiled.
+    """
 
     async def bad(session: aiohttp.ClientSession, i: int) -> str:
         async with session.post(server.url + "/generate", json=body(171, tokens=5, regex=f"([a-z]{{{i}}}")) as response:
             assert response.status == 400
             return (await response.json())["error"]["message"]
 
+    async def during(session: aiohttp.ClientSession, number: int, tp: int) -> tuple[list[str], list[dict[str, Any]]]:
+        count = 10 + len(GRAMMATICAL)
+        await server.arm(session, {"arrived": count, "hold": True})
+        errors = [asyncio.ensure_future(bad(session, 10 * number + i // 2)) for i in range(10)]
+        answers = [asyncio.ensure_future(server.one(session, request)) for request in GRAMMATICAL]
+        await server.reached(session)
+        record = await switch(server, session, tp)
+        assert record["requests"] == count, "all of them were alive: no error had been found yet"
+        await server.arm(session)
+        return await asyncio.gather(*errors), await asyncio.gather(*answers)
+
     async def run():
         async with server.session() as session:
-            errors, answers = [], []
-            tp = 1
-            for i in range(40):
-                errors.append(asyncio.ensure_future(bad(session, i // 2)))
-                if i % 10 == 0:
-                    answers += [asyncio.ensure_future(server.one(session, b)) for b in GRAMMATICAL]
-                for _ in range(i % 5):
-                    await asyncio.sleep(0)
-                tp = 3 - tp
-                await switch(server, session, tp)
-            return await asyncio.gather(*errors), await asyncio.gather(*answers)
+            return [await during(session, number, tp) for number, tp in enumerate(UP_AND_DOWN)]
 
-    errors, answers = asyncio.run(run())
-    assert all("Failed to compile regex grammar" in error for error in errors)
-    stock.check(answers, GRAMMATICAL * 4)
+    for errors, answers in asyncio.run(run()):
+        assert all("Failed to compile regex grammar" in error for error in errors)
+        stock.check(answers, GRAMMATICAL)
 
 
 NEIGHBOURS = known(body(181, tokens=60), body(182, tokens=300, regex=r"([a-f]{3}-)+"), body(183, tokens=300))

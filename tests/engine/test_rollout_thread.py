@@ -22,7 +22,8 @@ from sglang_pat.admission.records import Group
 from sglang_pat.admission.rounds import WeightsChanged
 from sglang_pat.admission.rules import Rules
 
-SECONDS = 120
+SECONDS = 400
+# For an engine that hangs: what is waited for comes, and stays until the script goes on.
 FOREVER = {{"temperature": 1.0, "max_new_tokens": 3000, "ignore_eos": True}}
 
 

@@ -70,7 +70,7 @@ LENGTHS = (40, 55, 70, 85, 100, 115)
 
 
 def until(client: Client, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Wait until the status is so; what is waited for here lasts until the test goes on."""
+    """Wait until the status is so; what is waited for here lasts until the test goes on.  The limit is pytest's."""
     while not condition(status := client.status()):
         time.sleep(0.02)
     return status

@@ -9,9 +9,11 @@ from typing import Any
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator import decision_log
 from sglang_pat.coordinator.core import Coordinator
 from sglang_pat.coordinator.leader import Work
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.snapshot import Policy
 from sglang_pat.switch.gate import StepGate
 
 BASE = ParallelLayout(1, 4)
@@ -51,10 +53,19 @@ class Fired:
 
 
 class World:
-    """It is the coordinator's outbox.  Whose turn it is, is drawn at random."""
+    """It is the coordinator's outbox.  Whose turn it is, is drawn at random; a turn takes a second.
 
-    def __init__(self, base: ParallelLayout, seed: int, policy: str = "schedule") -> None:
-        self.config = AdaptiveConfig(base=base, policy=policy)
+    Args:
+        decide: in place of the policy that the options name.
+
+    Attributes:
+        log: events of its decision log.
+    """
+
+    def __init__(
+        self, base: ParallelLayout, seed: int, policy: str = "schedule", decide: Policy | None = None, **options: Any
+    ) -> None:
+        self.config = AdaptiveConfig(base=base, policy=policy, **options)
         self.layout = base
         self.ranks = [Rank() for _ in range(base.num_ranks)]
         self.answers: dict[int, m.ScheduleReply] = {}
@@ -62,7 +73,9 @@ class World:
         self.commands: dict[int, Any] = {}
         self.rng = random.Random(seed)
         self.wire: deque[Any] = deque()
-        self.coordinator = Coordinator(self.config, self)
+        self.log: list[dict[str, Any]] = []
+        self.now = 0.0
+        self.coordinator = Coordinator(self.config, self, decide)
         self._queries = 0
 
     # -- the outbox -----------------------------------------------------------------------------------
@@ -75,23 +88,27 @@ class World:
         self.answers[obj.query_id] = obj
 
     def switched(self, record: m.SwitchRecord) -> None: ...
-    def decided(self, snapshot, decision) -> None: ...
-    def finished(self, response) -> None: ...
+
+    def decided(self, snapshot, decision) -> None:
+        self.log.append(decision_log.dump_decision(snapshot, decision))
+
+    def finished(self, response: m.Finished) -> None:
+        self.log.append(decision_log.dump_length(response.length, response.family, not response.cut))
 
     # -- the server -----------------------------------------------------------------------------------
 
     def set(self, entries: list[dict]) -> None:
         checked = [m.ScheduleEntry(**entry) for entry in entries]
-        self.coordinator.receive(m.SetSchedule(query_id=self._query(), entries=checked), 0.0)
+        self.coordinator.receive(m.SetSchedule(query_id=self._query(), entries=checked), self.now)
 
     def wait(self) -> int:
         """Asks to be answered when the schedule is over; the query's number."""
         self.coordinator.schedule(m.ScheduleQuery(query_id=self._query(), wait=True))
         return self._queries
 
-    def send(self, *requests: Request) -> None:
+    def send(self, *requests: Request, counts: bool = True) -> None:
         for request in requests:
-            self.coordinator.receive(Work(obj=request, tokens=1), 0.0)
+            self.coordinator.receive(Work(obj=request, tokens=1, counts=counts), self.now)
 
     def _query(self) -> int:
         self._queries += 1
@@ -104,11 +121,12 @@ class World:
         for _ in range(turns):
             if until(self):
                 return
+            self.now += 1.0
             able = [rank for rank in self.layout.leaders if self._able(rank)]
             if not able and not self.wire:
                 return
             if self.wire and (not able or self.rng.random() < 0.3):
-                self.coordinator.rank_message(self.wire.popleft(), 0.0)
+                self.coordinator.rank_message(self.wire.popleft(), self.now)
             else:
                 self._iterate(self.rng.choice(able))
         raise AssertionError("it goes on for ever")

@@ -53,8 +53,11 @@ def test_the_large_model_is_chosen_by_memory(gpus, tmp_path, monkeypatch, sharin
 
 
 def test_the_plan_is_made_for_what_is_free(gpus, tmp_path):
-    both, shared = (steps._plan(bench.prepare("cuda", 2, tmp_path, sharing)).rank_bytes for sharing in (False, True))
-    assert 60 * GIB < both <= 75 * GIB and 25 * GIB < shared <= 37.5 * GIB
+    both, shared = (steps._plan(bench.prepare("cuda", 2, tmp_path, sharing)) for sharing in (False, True))
+    assert 60 * GIB < both.rank_bytes <= 75 * GIB and 25 * GIB < shared.rank_bytes <= 37.5 * GIB
+    # As the start does: reserves go by what a GPU has, not by what is free on it.
+    assert (both.supply.free, both.supply.total) == (75 * GIB, 80 * GIB)
+    assert (shared.supply.free, shared.supply.total) == (37.5 * GIB, 40 * GIB)
 
 
 def test_engines_on_a_gpu(gpus, tmp_path, monkeypatch):

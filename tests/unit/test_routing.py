@@ -52,6 +52,9 @@ class Chosen:
     def to_leader(self, rank: int, obj) -> None:
         self.ranks.append(rank)
 
+    def to_server(self, obj) -> None:
+        self.answer = obj
+
     def decided(self, snapshot, decision) -> None:
         self.requests = snapshot.requests
 
@@ -104,7 +107,8 @@ def test_a_request_costs_the_same_however_many_are_on_their_way():
 
 
 def test_a_request_that_is_held_back_costs_the_same_however_many_are():
-    core = Coordinator(AdaptiveConfig(base=ParallelLayout(1, 2), policy="manual"), Chosen())
+    chosen = Chosen()
+    core = Coordinator(AdaptiveConfig(base=ParallelLayout(1, 2), policy="manual"), chosen)
     core.receive(Work(obj=None, tokens=7), 0.0)
     core.reconfigure(m.Reconfigure(query_id=1, tp=2), 0.0)
     for rank in range(2):
@@ -119,6 +123,8 @@ def test_a_request_that_is_held_back_costs_the_same_however_many_are():
     for _ in range(500):
         core.receive(Work(obj=None, tokens=7), 0.0)
     assert lines_run(snapshot)[0] <= first + 10
+    core.status(m.StatusQuery(query_id=2))
+    assert chosen.answer.status["requests"] == 501, "held back ones count"
 
 
 def test_a_leader_knows_its_requests_one_by_one():

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_pat.coordinator.schedule import parse
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Reconfigure
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.snapshot import Decision, Snapshot
 
 from .drawn import examples
 from .schedule_world import BASE, Request, World
@@ -64,6 +70,16 @@ def test_tokens_count_from_where_the_schedule_takes_hold(seed):
     first, second = world.fired
     # What the replicas do before they hold again does not count.
     assert 100 <= second.generated - first.generated < 200 and second.alive == 8
+
+
+def test_replicas_work_on_until_so_many_have_come():
+    world = started([{"tp": 2, "came": 3}, {"tp": 4, "came": 3, "left": 0}])
+    world.send(*requests(2, 10))
+    world.run()
+    assert not world.fired and not any(rank.requests for rank in world.ranks), "they are not held"
+    world.send(*requests(1, 10))
+    world.run()
+    assert [(fired.alive, fired.generated) for fired in world.fired] == [(1, 21), (0, 31)]
 
 
 def test_batches_count_prefills():
@@ -142,11 +158,72 @@ def test_another_policy_says_so():
     assert answer.state is None
 
 
+def repeated(log: list[dict], seed: int) -> World:
+    """An engine that follows what the log of another one says."""
+    return started([msgspec.structs.asdict(entry) for entry in parse("\n".join(map(json.dumps, log)))], seed)
+
+
+def drained_and_filled(world: World) -> World:
+    """Four of eight end, and five more come."""
+    world.send(*requests(4, 10), *requests(4, 400))
+    world.run(until=lambda world: world.layout.tp == 4)
+    world.send(*requests(5, 100))
+    world.run()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_log_of_threshold_is_repeated(seed):
+    """It merges at 4, splits when 9 are there, merges again, and goes back when none is left."""
+    first = drained_and_filled(World(BASE, seed, policy="threshold", switch_at=4))
+    assert [fired.alive for fired in first.fired] == [4, 9, 4, 0]
+    again = drained_and_filled(repeated(first.log, seed + 100))
+    assert [record.to_tp for record in again.coordinator._records] == [4, 1, 4, 1]
+    for fired, wanted in zip(again.fired, (4, 9, 4, 0), strict=True):
+        assert abs(wanted - fired.alive) < 4, "the requests of a group may end together"
+    assert again.coordinator._follower.schedule.over
+
+
+def ahead(snapshot: Snapshot, history: LengthHistory) -> Decision:
+    """As ``survival``: a round of a known size is merged before its first request."""
+    return Decision(tp=4 if len(snapshot.coming) else 1 if not snapshot.requests else snapshot.tp)
+
+
+def rounds(world: World) -> World:
+    for _ in range(4):
+        world.send(*requests(3, 20))
+        world.run()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_switch_ahead_of_a_round_is_repeated_before_its_first_token(seed):
+    first = rounds(World(BASE, seed, policy="survival", decide=ahead, profile="-"))
+    assert [record.to_tp for record in first.coordinator._records] == [4, 1, 4, 1]
+    before = [fired.generated for fired in first.fired]
+    again = rounds(repeated(first.log, seed + 100))
+    assert [record.to_tp for record in again.coordinator._records] == [4, 1, 4, 1]
+    assert [fired.generated for fired in again.fired] == before
+
+
+def test_what_does_not_count_in_a_schedule_does_not_in_a_log():
+    """The server says when its warm-up is over; health probes come at any time."""
+    world = World(BASE, 0, policy="threshold", switch_at=4)
+    world.send(*requests(1, 8))
+    world.run()
+    world.set([])
+    world.send(*requests(1, 8), counts=False)
+    world.run()
+    drained_and_filled(world)
+    assert [entry.came for entry in parse("\n".join(map(json.dumps, world.log)))][-3] == 13
+
+
 ENTRIES = st.lists(
     st.one_of(
         st.fixed_dictionaries({"tp": st.sampled_from((1, 2, 4)), point: st.integers(0, 60)})
-        for point in ("step", "batch", "tokens", "left")
-    ),
+        for point in ("step", "batch", "tokens", "left", "came")
+    )
+    | st.fixed_dictionaries({"tp": st.sampled_from((1, 2, 4)), "came": st.integers(0, 12), "left": st.integers(0, 12)}),
     max_size=6,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ def test_a_list_and_lines_are_the_same():
 
 BAD = {
     "two points": ('[{"tp": 2, "step": 1, "left": 2}]', "step and left in one entry: give one of step, batch"),
+    "two counts": ('[{"tp": 2, "step": 1, "came": 2}]', "came and step in one entry: give came alone or with left"),
     "negative": ('[{"tp": 2, "step": -1}]', "entry 1: step is -1, must be at least 0"),
     "tp 0": ('[{"step": 1}, {"tp": 0}]', "entry 2: tp is 0, must be at least 1"),
     "float": ('[{"tp": 2.5}]', "entry 1: Expected `int | null`, got `float`"),
@@ -64,13 +66,14 @@ def test_a_missing_file_and_an_impossible_degree_get_one_line():
 
 
 def test_a_decision_log_is_a_schedule():
-    def decision(tp, to, outputs, requests=None):
+    def decision(tp, to, outputs, requests=None, peak=9, arrived=9):
         load = Load(**dict.fromkeys(("prompt", "output", "limit", "family"), outputs), replica=0 * outputs)
         requests = len(outputs) if requests is None else requests
-        snapshot = Snapshot(now=1.0, tp=tp, degrees=(1, 2), num_ranks=2, requests=requests, peak=9, last_arrival=0.0)
-        snapshot = type(snapshot)(**{**snapshot.__dict__, "load": load})
+        snapshot = Snapshot(now=1.0, tp=tp, degrees=(1, 2), num_ranks=2, requests=requests, peak=peak, last_arrival=0.0)
+        snapshot = replace(snapshot, load=load, arrived=arrived)
         return decision_log.dump_decision(snapshot, Decision(tp=to))
 
+    none = np.array([], dtype=np.int64)
     events = [
         decision_log.dump_start("survival", switch_at=8, history=LengthHistory()),
         decision(1, 1, np.array([5, 6])),
@@ -78,12 +81,19 @@ def test_a_decision_log_is_a_schedule():
         decision(1, 2, np.array([50, 60])),
         decision(1, 2, np.array([51, 61])),  # taken again, as the first switch was aborted
         decision_log.dump_length(70, 1, True),
-        decision(2, 1, np.array([], dtype=np.int64)),
-        decision(1, 2, np.array([], dtype=np.int64), requests=3),
+        decision(2, 1, none),
+        decision(1, 2, none, requests=9, arrived=12),
+        decision(2, 1, none, requests=1, arrived=12),
+        decision(1, 2, np.array([0, 0]), requests=2, peak=0, arrived=12),  # ahead of a round
     ]
     text = "\n".join(json.dumps(event) for event in events)
     assert parse(text) == [
         ScheduleEntry(tp=2, tokens=40 + 110),
-        ScheduleEntry(tp=1, left=0),
-        ScheduleEntry(tp=2, left=3),
+        ScheduleEntry(tp=1, came=9, left=0),
+        ScheduleEntry(tp=2, came=12),
+        ScheduleEntry(tp=1, came=12, left=1),
+        ScheduleEntry(tp=2, came=13),
     ]
+    del events[-3]["snapshot"]["arrived"]  # as older versions wrote it
+    with pytest.raises(ValueError, match="how many requests had arrived, as in old logs"):
+        parse("\n".join(json.dumps(event) for event in events))

@@ -92,3 +92,21 @@ def test_a_fault_from_a_file_comes_and_goes(monkeypatch, tmp_path):
     faults.check(S.EXCHANGE, 0, 2)
     path.unlink()
     faults.check(S.EXCHANGE, 1, 3)
+
+
+def test_a_rank_is_held_until_its_file_says_something_else(monkeypatch, tmp_path):
+    path = tmp_path / "fault"
+    path.write_text("QUIESCE:1:hold")
+    monkeypatch.setenv(faults.ENV, f"@{path}")
+    turns = []
+
+    def turn(seconds):
+        turns.append(faults.held(path).exists())
+        if len(turns) == 3:
+            path.unlink()
+
+    monkeypatch.setattr(faults.time, "sleep", turn)
+    faults.check(S.QUIESCE, 0, 1)
+    assert not turns
+    faults.check(S.QUIESCE, 1, 1)
+    assert turns == [True] * 3 and not faults.held(path).exists()

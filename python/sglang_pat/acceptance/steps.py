@@ -52,11 +52,12 @@ def check_machine(bench: Bench) -> Result:
 
 
 def _plan(bench: Bench):
-    gpus = None
+    gpus = free = None
     if bench.device == "cuda":
-        smallest = free_on_gpus()
-        gpus = f"{bench.ranks}x{smallest / (bench.ranks if bench.sharing else 1) / GIB:.1f}GB"
-    supply = estimate.supply_of_machine(gpus, bench.ranks)
+        share = bench.ranks if bench.sharing else 1
+        total = torch.cuda.get_device_properties(0).total_memory
+        gpus, free = f"{bench.ranks}x{total / share / GIB:.2f}GB", free_on_gpus() // share
+    supply = estimate.supply_of_machine(gpus, bench.ranks, free)
     return make_plan(estimate.demand_of(bench.model, ParallelLayout(1, bench.ranks), supply), supply)
 
 

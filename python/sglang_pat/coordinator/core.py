@@ -1,12 +1,11 @@
 """The coordinator as a state machine.
 
-It stands between the server and the ranks: requests go to the least loaded leader, control
-requests go to all of them and their replies are merged into one, and switches are decided on,
-commanded and accounted for.  It owns no socket and no clock: every event is a method call with
-the time, every effect goes through the :class:`Outbox`.  What the policy sees and wants is in ``deciding.py``.
+It stands between the server and the ranks: requests go to the least loaded leader, control requests to all of them and
+their replies are merged, and switches are decided on (``deciding.py``), commanded and accounted for.  It owns no socket
+and no clock: every event is a method call with the time, every effect goes through the :class:`Outbox`.
 
-A switch and a control request never overlap.  What arrives while ranks are switching waits in
-``_backlog``, in order, and goes to the new leaders.
+A switch and a control request never overlap.  What arrives while ranks are switching waits in ``_backlog``, in order,
+and goes to the new leaders.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ class Coordinator:
             "policy": self.config.policy,
             "switching": self._switching.under_way is not None,
             "target": asdict(self._switching.under_way.target) if self._switching.under_way else None,
-            "requests": self._in_engine,
+            "requests": self._in_engine + self._held_work,
             "expected_seconds": self._deciding.expected_seconds if self._in_engine else 0.0,
             "controls": len(self._replies),
             "groups": groups,
@@ -235,10 +234,11 @@ class Coordinator:
 
     def _dispatch(self, event: Work | Control | m.SetSchedule, now: float) -> None:
         if isinstance(event, m.SetSchedule):
+            self._deciding.counts()
             return self._follower.set(event, self.layout)
         if isinstance(event, Work):
-            self._follower.schedule.arrived()
-            self._deciding.arrived(now)
+            self._follower.schedule.arrived(event)
+            self._deciding.arrived(event, now)
             rank = min(self.layout.leaders, key=lambda rank: self._leaders[rank].cost)
             self._leaders[rank].send(event)
             self._in_engine += 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.leader import Leader, load_of
+from sglang_pat.coordinator.leader import Leader, Work, load_of
 from sglang_pat.coordinator.outbox import Outbox
 from sglang_pat.coordinator.round_tracker import RoundTracker
 from sglang_pat.coordinator.switching import Wanted
@@ -69,15 +69,21 @@ class Deciding:
         self._turns: list[dict[int, tuple[float, float]]] = []
         """Of a calibration: seconds that steps took, and should have taken, by degree."""
         self.calibrating = False
+        self._arrived = 0
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
         self._opened = False
 
     # -- what has happened ------------------------------------------------------------------------
 
-    def arrived(self, now: float) -> None:
+    def counts(self) -> None:
+        """Requests count from now on, as in a schedule: the server's warm-up is over."""
+        self._arrived = 0
+
+    def arrived(self, work: Work, now: float) -> None:
         """A request goes into the engine."""
         if self.calibrating:
             return
+        self._arrived += work.counts
         self.round.arrived(now)
         self._opened = False
 
@@ -184,6 +190,7 @@ class Deciding:
             load=load_of(self._leaders, layout.leaders) if predicts else NO_LOAD,
             coming=self.round.coming(now) if predicts and requests else NO_LOAD,
             switches=self.round.switches,
+            arrived=self._arrived,
             factors=self.factors.factors() if self.factors else {},
             doubts=self.factors.doubts(layout.tp) if self.factors else {},
         )

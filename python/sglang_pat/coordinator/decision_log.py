@@ -173,9 +173,9 @@ def _check(snapshot: Snapshot) -> None:
         for degree, number in getattr(snapshot, name).items():
             if degree not in degrees or not 0 <= number <= MOST_FACTOR:
                 raise files.wrong(f"snapshot.{name}", number, f"expected numbers from 0 to {MOST_FACTOR}, by degree")
-    for name in ("requests", "peak"):
-        if not 0 <= getattr(snapshot, name) <= MOST:
-            raise files.wrong(f"snapshot.{name}", getattr(snapshot, name), f"expected 0 to {MOST}")
+    for name, most in (("requests", MOST), ("peak", MOST), ("arrived", 1 << 62)):
+        if not 0 <= (getattr(snapshot, name) or 0) <= most:
+            raise files.wrong(f"snapshot.{name}", getattr(snapshot, name), f"expected 0 to {most}")
     for name in _LOADS:
         load: Load = getattr(snapshot, name)
         columns = {field.name: getattr(load, field.name) for field in fields(Load)}

@@ -21,12 +21,14 @@ class Work:
     Attributes:
         tokens: its prompt length; ``generated``: those of them that are the beginning of its response.
         limit: the longest response that policies reckon with, until its leader reports it.
+        counts: schedules and decision logs count it; not a health probe, which comes at any time.
     """
 
     obj: Any
     tokens: int
     limit: int = 4096
     generated: int = 0
+    counts: bool = True
 
 
 @dataclass(slots=True)

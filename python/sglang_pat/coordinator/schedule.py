@@ -16,8 +16,10 @@ from typing import Any, cast
 import msgspec
 
 from sglang_pat.coordinator.decision_log import load_decision
+from sglang_pat.coordinator.leader import Work
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Go, Held, ScheduleEntry, ScheduleState, SwitchRecord
+from sglang_pat.policies.snapshot import Snapshot
 
 EXAMPLE = '{"tp": 2, "step": 40}'
 
@@ -81,7 +83,11 @@ def check_degrees(entries: Iterable[ScheduleEntry], layouts: Iterable[ParallelLa
 def from_log(events: Iterable[Mapping[str, Any]]) -> list[ScheduleEntry]:
     """The decisions to switch in a decision log, as a schedule.
 
-    By generated tokens where the log has the requests one by one (policies that predict), else by requests left.
+    By generated tokens where the log has those of each request (policies that predict), else by requests: those that
+    have come, and those that are left if there have been more.
+
+    Raises:
+        ValueError: the log does not say how many have come.
     """
     entries: list[ScheduleEntry] = []
     ended = 0
@@ -93,11 +99,20 @@ def from_log(events: Iterable[Mapping[str, Any]]) -> list[ScheduleEntry]:
         snapshot, decision = load_decision(event)
         if decision.tp == (entries[-1].tp if entries else snapshot.tp):
             continue
-        if len(snapshot.load):
-            entries.append(ScheduleEntry(tp=decision.tp, tokens=ended + int(snapshot.load.output.sum())))
+        if generated := int(snapshot.load.output.sum()):
+            entries.append(ScheduleEntry(tp=decision.tp, tokens=ended + generated))
         else:
-            entries.append(ScheduleEntry(tp=decision.tp, left=snapshot.requests))
+            entries.append(_by_requests(snapshot, decision.tp))
     return entries
+
+
+def _by_requests(snapshot: Snapshot, tp: int) -> ScheduleEntry:
+    came, alive = snapshot.arrived, snapshot.requests
+    if came is None:
+        raise ValueError("a decision in it does not say how many requests had arrived, as in old logs: record it anew")
+    if alive and not snapshot.peak:
+        return ScheduleEntry(tp=tp, came=came + 1)  # ahead of a round: its first request comes now
+    return ScheduleEntry(tp=tp, came=came, left=alive if alive < snapshot.peak or not alive else None)
 
 
 @dataclass
@@ -153,9 +168,9 @@ class Schedule:
         steps = 0 if self._entries else None
         return {rank: self._go(rank, steps=steps) for rank in self._replicas}
 
-    def arrived(self) -> None:
+    def arrived(self, work: Work) -> None:
         """A request was passed on to a replica."""
-        self._arrived += 1
+        self._arrived += work.counts
 
     def held(self, message: Held) -> None:
         """A leader has come to the point that its last ``Go`` set."""
@@ -227,6 +242,8 @@ class Schedule:
 
     def _due(self, entry: ScheduleEntry, busy: list[int], ready: bool, alive: int, left: int | None) -> bool:
         """``left``: tokens to be generated yet, where the entry counts tokens."""
+        if entry.came is not None:
+            return self._arrived >= entry.came and (entry.left is None or alive <= entry.left)
         if entry.left is not None:
             return self._peak > entry.left >= alive
         if not ready:
@@ -243,7 +260,7 @@ class Schedule:
         """How far a replica that holds may go on towards ``entry``, in fields of ``Go``; None if it has to wait for
         the others."""
         replica = self._replicas[rank]
-        if entry.left is not None:
+        if entry.left is not None or entry.came is not None:
             return {"finish": True}
         if left is not None:
             # Never far beyond it, as a step gives each request a token: nearer with every stop.

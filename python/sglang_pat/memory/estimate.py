@@ -74,8 +74,11 @@ def parse_gpus(text: str) -> tuple[int, int]:
     return int(match[1]), int(float(match[2]) * GIB)
 
 
-def supply_of_machine(gpus: str | None, ranks: int) -> Supply:
+def supply_of_machine(gpus: str | None, ranks: int, free: int | None = None) -> Supply:
     """GPUs as described, or this machine's memory for ranks on its CPU.
+
+    Args:
+        free: bytes that can be taken of a GPU; None for an empty one.
 
     Raises:
         ValueError: fewer GPUs than ranks.
@@ -85,7 +88,7 @@ def supply_of_machine(gpus: str | None, ranks: int) -> Supply:
     count, size = parse_gpus(gpus)
     if count < ranks:
         raise ValueError(f"{ranks} ranks need {ranks} GPUs, --gpus {gpus} has {count}: choose other --tp/--dp")
-    return Supply(kind="cuda", free=size, total=size)
+    return Supply(kind="cuda", free=size if free is None else free, total=size)
 
 
 def demand_of(shape: ModelShape, base: ParallelLayout, supply: Supply, tokens: int | None = None) -> Demand:

@@ -56,6 +56,7 @@ class Snapshot:
         coming: while a round comes in, all requests it is expected to have, those that are here already included
             (``replica`` means nothing); empty if nothing is known of it or all have come.
         switches: made since the engine was last empty.
+        arrived: requests passed on to replicas so far, the server's warm-up left out: for the log; None if not known.
         factors: measured over predicted time of a step by degree, as far as this run has told; 1 where there is none.
         doubts: standard deviation of the logarithm of each factor over that of ``tp``; 0 where there is none.
     """
@@ -73,6 +74,7 @@ class Snapshot:
     load: Load = NO_LOAD
     coming: Load = NO_LOAD
     switches: int = 0
+    arrived: int | None = None
     factors: Mapping[int, float] = field(default_factory=dict[int, float])
     doubts: Mapping[int, float] = field(default_factory=dict[int, float])
 

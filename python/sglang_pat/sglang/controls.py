@@ -6,7 +6,7 @@ import dataclasses
 from http import HTTPStatus
 from typing import Any, get_origin, get_type_hints
 
-from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -123,11 +123,11 @@ def classify(obj: Any) -> list[Work | Control]:
 
 
 def _work(obj: Any) -> Work:
-    tokens = len(obj.input_ids or ())
+    tokens, counts = len(obj.input_ids or ()), HEALTH_CHECK_RID_PREFIX not in (obj.rid or "")
     if not obj.sampling_params:
-        return Work(obj=obj, tokens=tokens)
+        return Work(obj=obj, tokens=tokens, counts=counts)
     limit, generated = length_limit(obj.sampling_params), min(generated_before(obj.sampling_params), tokens)
-    return Work(obj=obj, tokens=tokens, generated=generated, **({"limit": limit} if limit else {}))
+    return Work(obj=obj, tokens=tokens, generated=generated, counts=counts, **({"limit": limit} if limit else {}))
 
 
 def _forget_sender(obj: io.BaseReq) -> None:

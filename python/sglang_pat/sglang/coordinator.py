@@ -6,6 +6,7 @@ It stands where SGLang's data-parallel controller stands, and blocks on its sock
 from __future__ import annotations
 
 import faulthandler
+import io
 import logging
 import pickle
 import time
@@ -49,14 +50,25 @@ TICK_MILLISECONDS = 100
 
 
 class EventLog:
-    """``--pat-log``: appends what the coordinator saw and decided (``sglang_pat.coordinator.decision_log``)."""
+    """``--pat-log``: appends what the coordinator saw and decided (``sglang_pat.coordinator.decision_log``).
+
+    It ends where it cannot be written any more; the engine goes on.
+    """
 
     def __init__(self, path: str) -> None:
-        self._file = open(path, "ab", buffering=0)
+        self._path = path
+        self._file: io.FileIO | None = open(path, "ab", buffering=0)
         self._quiet = False
 
     def write(self, event: dict[str, Any]) -> None:
-        self._file.write(msgspec.json.encode(event) + b"\n")
+        if self._file is None:
+            return
+        try:
+            self._file.write(msgspec.json.encode(event) + b"\n")
+        except OSError as error:
+            logger.error("--pat-log %s: %s; nothing more is written to it", self._path, error.strerror)
+            self._file.close()
+            self._file = None
 
     def decided(self, snapshot: Snapshot, decision: Decision) -> None:
         # An idle engine decides to stay idle ten times a second.

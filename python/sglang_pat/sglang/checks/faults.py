@@ -4,17 +4,24 @@
 ``"QUIESCE:0:kill"`` kills rank 0 there.  A fourth field gives the switch (epoch) it applies
 to; without it every switch is hit.  ``"@FILE"``: the fault is what the file says at that moment, none if it
 is empty or missing, so that one engine can be put through several.  Unset, the check costs nothing.
+
+``"QUIESCE:1:hold"``, in a file: rank 1 waits there until the file says something else.  Meanwhile there is a file
+``FILE.held``.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from sglang_pat.switch.state import SwitchState
 
 ENV = "SGLANG_PAT_FAULT"
+
+
+HOLD_POLL_SECONDS = 0.01
 
 
 class InjectedFault(RuntimeError):
@@ -28,14 +35,34 @@ def check(state: SwitchState, rank: int, epoch: int) -> None:
         InjectedFault: the fault is a ``raise`` and this is its place.
     """
     spec = os.environ.get(ENV)
-    if spec and spec.startswith("@"):
-        path = Path(spec[1:])
-        spec = path.read_text().strip() if path.exists() else None
+    path = Path(spec[1:]) if spec and spec.startswith("@") else None
+    spec = _said(path) if path else spec
     if not spec:
         return
     where, who, action, *when = spec.split(":")
     if where != state.name or int(who) != rank or (when and int(when[0]) != epoch):
         return
+    if action == "hold" and path:
+        return _hold(path, spec)
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise InjectedFault(f"injected fault in {state.name} on rank {rank}")
+
+
+def held(path: Path) -> Path:
+    """The file that is there while a rank waits for ``path`` to say something else."""
+    return path.with_name(path.name + ".held")
+
+
+def _said(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _hold(path: Path, spec: str) -> None:
+    held(path).touch()
+    while _said(path) == spec:
+        time.sleep(HOLD_POLL_SECONDS)
+    held(path).unlink()

@@ -49,9 +49,13 @@ def deployment(args: AdaptiveServerArgs, kv_tokens: int = 0, max_running: int = 
 
 
 def first_schedule(args: AdaptiveServerArgs) -> list[ScheduleEntry] | None:
-    """The entries of ``--pat-schedule``; raises ``ValueError`` with one line if there are none to be had from it."""
+    """The entries of ``--pat-schedule``, or none with ``--pat-log``, which counts requests as a schedule does.
+
+    Raises:
+        ValueError: one line; there are none to be had from the file.
+    """
     if args.pat_schedule is None:
-        return None
+        return None if args.pat_log is None else []
     entries = schedule.read(args.pat_schedule)
     try:
         schedule.check_degrees(entries, args.adaptive_config().layouts)

@@ -46,7 +46,8 @@ class AdaptiveTokenizerManager(TokenizerManager):
     Attributes:
         pat_weight_updates: number of weight updates so far.
         pat_rollouts: rounds of training jobs.
-        pat_first_schedule: is set before the next request goes out, or is asked after (``--pat-schedule``).
+        pat_first_schedule: is set before the next request goes out, or is asked after (``--pat-schedule``); requests
+            count from then on.
     """
 
     def __init__(self, server_args, port_args) -> None:
@@ -247,6 +248,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
         Raises:
             ReconfigureError: the policy is another one (409).
         """
+        self.pat_first_schedule = None
         return _schedule_state(await self._pat_ask(messages.SetSchedule, entries=entries))
 
     async def pat_schedule(self, wait: bool = True) -> dict[str, Any]:
@@ -259,7 +261,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
 
     def _begin_schedule(self) -> None:
         entries, self.pat_first_schedule = self.pat_first_schedule, None
-        if entries:
+        if entries is not None:
             self.auto_create_handle_loop()
             self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=entries))
 

@@ -1,0 +1,44 @@
+"""The table of ``docs/results/engine.md``: what views of the weights leave to KV, and what arenas did."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.memory import estimate
+from sglang_pat.memory.demand import GIB
+from sglang_pat.memory.room import by_fraction, chosen_tokens, needed
+
+from .test_memory_plan import shape
+
+pytestmark = pytest.mark.unit
+ENGINE = Path(__file__).parents[2] / "docs/results/engine.md"
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "row"),
+    [
+        ("llama-3.1-8b", 1, "15.0 GiB | 11.4 GiB | 427,776: needs 90.7 GiB | 262,656 | **347,648**"),
+        ("qwen2.5-32b", 1, "61.0 GiB | 50.9 GiB | 25,088: needs 126.4 GiB | does not fit | **2,560**"),
+        ("qwen2.5-32b", 2, "30.5 GiB | 21.8 GiB | 300,288: needs 97.2 GiB | 77,056 | **247,808**"),
+    ],
+)
+def test_the_table_of_views_against_arenas(name, tp, row):
+    base, supply = ParallelLayout(tp, 8 // tp), estimate.supply_of_machine("8x80GB", 8)
+    views = estimate.demand_of(shape(name), base, supply)
+    weights = views.shape.weight_bytes(tp)
+    linear = weights - 2 * views.shape.padded_vocab * views.shape.hidden * views.shape.item // tp
+    arenas = dataclasses.replace(views, tail_weights=int(linear * sum(tp / degree for degree in views.degrees[1:])))
+    before = dataclasses.replace(arenas, fraction=0.84)
+    figures = [
+        f"{weights / GIB:.1f} GiB",
+        f"{arenas.tail_weights / GIB:.1f} GiB",
+        f"{by_fraction(before, supply):,}: needs {needed(before, supply) / GIB:.1f} GiB",
+        f"{tokens:,}" if (tokens := chosen_tokens(arenas, supply)) else "does not fit",
+        f"**{chosen_tokens(views, supply):,}**",
+    ]
+    assert needed(before, supply) > supply.free and " | ".join(figures) == row
+    assert row in ENGINE.read_text()
