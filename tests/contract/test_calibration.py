@@ -43,6 +43,8 @@ class Manager:
         self.busy = max(self.busy - 1, 0)
         return {"requests": self.busy, "step_factors": {1: 1.0, 2: 1.0, 4: 1.0}}
 
+    pat_until_idle = AdaptiveTokenizerManager.pat_until_idle
+
     async def flush_cache(self, timeout_s: float) -> None:
         assert not self.busy
         self.did.append("flush")
