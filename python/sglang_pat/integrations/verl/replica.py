@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
@@ -12,6 +13,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS
+from sglang_pat.plugin import VARIABLE
 from sglang_pat.sglang.attach import attach
 
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
@@ -48,6 +50,14 @@ class AdaptiveServer(SGLangHttpServer):
             "expected_seconds": status["expected_seconds"],
             **{name: sum(group[name] for group in groups) for name in ("running", "waiting", "tokens")},
         }
+
+
+class PlainServer(SGLangHttpServer):
+    """The actor of a reward model or a teacher: verl's own, also where the variable ``SGLANG_PAT`` is set."""
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        os.environ.pop(VARIABLE, None)  # SGLang's plug-in would read it, in this process and in the engine's
+        await super().launch_server(*args, **kwargs)
 
 
 def _noting(generate_request: Any) -> Any:
