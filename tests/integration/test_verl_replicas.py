@@ -111,3 +111,29 @@ def test_the_client_of_a_server_is_verls_own(monkeypatch):
     apart = config(settings={}, disaggregation={"enabled": True})
     with pytest.raises(ValueError, match="rollout.disaggregation.enabled is true, must be false"):
         get_rollout_class("sglang")(config=apart, device_mesh=None)
+
+
+def test_answers_of_several_responses_pass_through():
+    """A client over HTTP may ask for several (n=2, several prompts, a list to /generate): their answer is a list."""
+    replica(config())
+    from sglang_pat.integrations.verl.replica import _meta, _noting
+
+    batch = [{"meta_info": {"id": "a"}}, {"meta_info": {"id": "b"}}]
+    single = {"meta_info": {"tp_from_token": [(0, 1)]}}
+
+    async def generate(*answers):
+        for answer in answers:
+            yield answer
+
+    async def got(*answers):
+        return [answer async for answer in _noting(generate)(*answers)]
+
+    async def asked():
+        """As ``AdaptiveServer.generate``."""
+        meta = {}
+        _meta.set(meta)
+        await got(single)
+        return meta
+
+    assert asyncio.run(got(batch, single)) == [batch, single]
+    assert asyncio.run(asked()) == single["meta_info"]

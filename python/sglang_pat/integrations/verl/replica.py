@@ -17,6 +17,7 @@ from sglang_pat.plugin import VARIABLE
 from sglang_pat.sglang.attach import attach
 
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
+"""Of the answer to a request of :meth:`AdaptiveServer.generate`."""
 
 
 class AdaptiveServer(SGLangHttpServer):
@@ -61,11 +62,15 @@ class PlainServer(SGLangHttpServer):
 
 
 def _noting(generate_request: Any) -> Any:
-    """verl drops an answer's ``meta_info`` after it took what it knows; this keeps it for the one who asked."""
+    """verl drops an answer's ``meta_info`` after it took what it knows; this keeps it for the one who asked.
 
-    async def noted(*args: Any, **kwargs: Any) -> AsyncIterator[dict[str, Any]]:
+    verl's ``generate`` asks for one response.  A client over HTTP may ask for several: their answer is a list.
+    """
+
+    async def noted(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async for answer in generate_request(*args, **kwargs):
-            _meta.get({}).update(answer["meta_info"])
+            if (meta := _meta.get(None)) is not None:
+                meta.update(answer["meta_info"])
             yield answer
 
     return noted
