@@ -1,16 +1,21 @@
-"""SGLang's own launcher with ``SGLANG_PAT`` set: the engine switches, and its clients see one of all ranks."""
+"""SGLang's own launchers with ``SGLANG_PAT`` set: the engine switches, and its clients see one of all ranks."""
 
 from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from sglang_pat.testing.prefork import SERVER
+
 GREEDY = {"temperature": 0, "max_new_tokens": 120, "ignore_eos": True}
 BODIES = [{"input_ids": [5 + i, 7, 9], "sampling_params": GREEDY} for i in range(4)]
 
 
-def test_a_stock_launcher_switches(servers, llama):
-    # launch_server without --adaptive-tp is SGLang's launcher, with its own arguments.
-    server = servers.get(llama, "--tp", "2", env={"SGLANG_PAT": "base_tp=1,policy=schedule"})
+# launch_server without --adaptive-tp is SGLang's launcher, with its own arguments.
+@pytest.mark.parametrize("module", [SERVER, "tests.engine.spawned"], ids=["command", "spawned function"])
+def test_a_stock_launcher_switches(module, servers, llama):
+    server = servers.get(llama, "--tp", "2", env={"SGLANG_PAT": "base_tp=1,policy=schedule"}, module=module)
     before = server.get("/server_info").json()
     assert (before["tp_size"], before["dp_size"]) == (2, 1)
     assert server.status()["layout"] == {"tp": 1, "dp": 2}

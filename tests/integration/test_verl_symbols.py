@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from verl.experimental.agent_loop import tool_agent_loop
@@ -13,6 +14,8 @@ from verl.trainer.ppo.v1 import agent_loop_tq, replay_buffer, trainer_base
 from verl.workers.rollout import base, llm_server, replica, router
 
 pytestmark = pytest.mark.integration
+
+VERL = Path(inspect.getfile(replica)).parents[2]
 
 
 def sglang_modules():
@@ -23,13 +26,16 @@ def sglang_modules():
 
 
 def parameters(function) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name != "self"]
+    # Ray adds a parameter to the methods of what was made an actor.
+    return [name for name in inspect.signature(function).parameters if name not in ("self", "_ray_trace_ctx")]
 
 
 def test_registries():
     assert parameters(replica.RolloutReplicaRegistry.register) == ["name", "loader"]
     assert callable(replica.RolloutReplicaRegistry._registry["sglang"])
-    assert base._ROLLOUT_REGISTRY["sglang", "async"].rpartition(".")[2] == "ServerAdapter"
+    assert '("sglang", "async"): "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter"' in (
+        inspect.getsource(base)
+    )
     assert parameters(trainer_base.register_trainer) == ["name"]
     assert {"sync", "colocate_async", "separate_async"} <= set(trainer_base.TRAINER_REGISTRY)
 
@@ -116,28 +122,43 @@ def test_balancer_has_what_verl_asks_of_one():
 
 
 def test_names_are_registered_by_installing():
-    from sglang_pat.integrations.verl import adapter  # noqa: F401 - after sglang's stand-ins
-
-    sglang_modules()
-    assert replica.RolloutReplicaRegistry.get("sglang_pat").__name__ == "AdaptiveReplica"
-    assert base.get_rollout_class("sglang_pat").__name__ == "AdaptiveAdapter"
+    """What replicas of them are: test_verl_replicas.py."""
+    assert replica.RolloutReplicaRegistry._registry["sglang_pat"].__module__.startswith("sglang_pat.")
+    assert base._ROLLOUT_REGISTRY["sglang_pat", "async"].startswith("sglang_pat.")
     assert trainer_base.get_trainer_cls("sglang_pat_colocate_async").__name__ == "AdaptiveColocateAsync"
-    assert replica.RolloutReplicaRegistry.get("sglang").__name__ == "SGLangReplica", "verl's own stays"
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=300)
+def test_where_verl_asks_for_the_name_sglang():
+    """docs/integrate.md says what of this matters for the adaptive engine."""
+    asks = re.compile(r"""^[^#\n]*(==|\bcase|\bin) [({]?("\w+", )*"sglang\"""", re.MULTILINE)
+    found = {str(path.relative_to(VERL)) for path in VERL.rglob("*.py") if asks.search(path.read_text())}
+    assert found == {
+        "checkpoint_engine/base.py",  # checkpoint_engine.backend=delta_sharded
+        "experimental/reward_loop/reward_loop.py",  # a discriminative reward model
+        "workers/config/distillation.py",  # a teacher whose loss takes its top tokens
+        "workers/config/rollout.py",  # pipeline parallelism, disaggregation
+        "workers/engine_workers.py",  # LoRA: what a sleeping engine has kept
+        "workers/rollout/llm_server.py",  # videos
+        "workers/rollout/replica.py",  # disaggregation
+    }
 
 
-def test_with_the_variable_the_name_sglang_means_this_engine():
-    code = "import verl; from verl.workers.rollout.base import _ROLLOUT_REGISTRY as r; print(r['sglang', 'async'])"
-    done = run(code, SGLANG_PAT="base_tp=1")
-    assert done.stdout.strip() == "sglang_pat.integrations.verl.adapter.AdaptiveAdapter", done.stderr
+def test_what_a_replica_is_for():
+    """verl says whether it is a reward model's or a teacher's; the configuration does not."""
+    makers = {
+        "reward_loop/reward_model.py": "is_reward_model=True",
+        "teacher_loop/teacher_model.py": "is_teacher_model=True",
+    }
+    for path, said in makers.items():
+        assert said in (VERL / "experimental" / path).read_text()
+    source = inspect.getsource(replica.RolloutReplica.__init__)
+    assert "self.is_reward_model = is_reward_model" in source and "self.is_teacher_model = is_teacher_model" in source
+    defaults = (VERL / "trainer" / "config" / "distillation" / "distillation.yaml").read_text()
+    assert "name: ${oc.select:actor_rollout_ref.rollout.name}" in defaults, "a teacher's, if none is given"
 
 
 def test_a_registration_that_fails_is_told():
     code = "import sys; sys.modules['transfer_queue'] = None; import verl"
-    done = run(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     lines = [line for line in done.stderr.splitlines() if "rollout.name=sglang_pat is not there for this job" in line]
     assert len(lines) == 1 and "transfer_queue" in lines[0], done.stderr

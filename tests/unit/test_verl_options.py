@@ -11,6 +11,7 @@ from sglang_pat.integrations.verl import fields, options
 
 def config(tp: int = 8, settings: object = None, **changed) -> SimpleNamespace:
     made = SimpleNamespace(
+        name="sglang",
         engine_kwargs={"sglang_pat": settings} if settings is not None else {},
         tensor_model_parallel_size=tp,
         data_parallel_size=1,
@@ -50,6 +51,29 @@ def test_refused_in_one_line(made, line):
     with pytest.raises(ValueError) as refused:
         options.check(made, gpus_per_node=8)
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("made", "variable", "policy"),
+    [
+        (config(), None, False),
+        (config(settings={}), None, True),
+        (config(settings={"base_tp": 2}), None, True),
+        (config(), "", True),
+        (config(name="sglang_pat"), None, True),
+    ],
+)
+def test_which_replicas_are_adaptive(made, variable, policy, monkeypatch):
+    """Those of the policy that are asked for in one of three ways; of a reward model and a teacher none."""
+    if variable is not None:
+        monkeypatch.setenv("SGLANG_PAT", variable)
+    assert options.adaptive(made, helper=False) == policy
+    if options.own(made) is None:
+        assert not options.adaptive(made, helper=True)
+    else:
+        line = "rollout.engine_kwargs.sglang_pat is given for a reward model or a teacher, must be left out there"
+        with pytest.raises(ValueError, match=line):
+            options.adaptive(made, helper=True)
 
 
 def test_the_configuration_goes_before_the_variable(monkeypatch):

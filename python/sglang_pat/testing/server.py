@@ -4,8 +4,8 @@
         outputs = server.generate([{"input_ids": [1, 2, 3], "sampling_params": {...}}])
         server.reconfigure(tp=2)
 
-The same command line as a user's (``python -m sglang_pat.launch_server``): adaptive with
-``--adaptive-tp``, stock SGLang without.
+The same command line as a user's (``python -m sglang_pat.launch_server``, or another ``module`` with these arguments):
+adaptive with ``--adaptive-tp``, stock SGLang without.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Server:
         env: dict[str, str] | None = None,
         wait: bool = True,
         prefork: Prefork | None = None,
+        module: str = SERVER,
     ) -> None:
         self.process: subprocess.Popen | Fork
         self.port = free_port()
@@ -109,7 +110,7 @@ class Server:
         # In our session: Linux schedules sessions against each other, and one whose ranks compute without end keeps its
         # clients waiting for seconds.  In a process group of its own: an interrupt is for us.
         with self.log.open("ab") as log:
-            self.process = popen(prefork, SERVER, argv, environment, stdout=log, stderr=log)
+            self.process = popen(prefork, module, argv, environment, stdout=log, stderr=log)
         self.started_seconds = 0.0
         if wait:
             self.wait_ready()

@@ -9,9 +9,13 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from sglang_pat.integrations.verl import options
 
 
-class AdaptiveAdapter(ServerAdapter):
-    """verl's client of a server of SGLang's, as it is: the engine takes whole tensors, and IPC handles by GPU."""
+def checked(config: Any, *args: Any, **kwargs: Any) -> ServerAdapter:
+    """verl's client of a server of SGLang's, as it is: the engine takes whole tensors, and IPC handles by GPU.
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        options.check(self.config)
+    Settings of ours in the configuration are checked here, too: with ``disaggregation`` verl makes replicas of another
+    class, which know nothing of them.
+    """
+    adapter = ServerAdapter(config, *args, **kwargs)
+    if options.own(adapter.config) is not None:
+        options.check(adapter.config)
+    return adapter

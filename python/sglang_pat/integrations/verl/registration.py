@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import ray
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from sglang_pat.integrations.verl import options
 from sglang_pat.plugin import VARIABLE
 
 if TYPE_CHECKING:
-    from sglang_pat.integrations.verl.replica import AdaptiveReplica
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
 
-NAME = "sglang_pat"
-"""Value of ``rollout.name``."""
 STOCK_NAME = "sglang"
-"""verl's own name of SGLang: a few of its features ask for exactly this one.
-
-With ``SGLANG_PAT`` set in the job's environment it means this engine, too.
-"""
+"""verl's own name of SGLang: a few of its features ask for exactly this one."""
 
 _load_stock = RolloutReplicaRegistry._registry[STOCK_NAME]
 
 
 def register() -> None:
-    """Make ``sglang_pat`` a rollout of verl's; and ``sglang`` this one, if the variable ``SGLANG_PAT`` is set."""
-    for name in (NAME, STOCK_NAME) if VARIABLE in os.environ else (NAME,):
-        RolloutReplicaRegistry.register(name, _load_replica)
-        _ROLLOUT_REGISTRY[name, "async"] = f"{__package__}.adapter.AdaptiveAdapter"
+    """Make ``sglang_pat`` a rollout of verl's; and ``sglang`` this one, where the configuration or the variable
+    ``SGLANG_PAT`` asks for it."""
+    for name in (options.NAME, STOCK_NAME):
+        RolloutReplicaRegistry.register(name, _load)
+        _ROLLOUT_REGISTRY[name, "async"] = f"{__package__}.adapter.checked"
 
 
-def _load_replica() -> type[AdaptiveReplica]:
-    _load_stock()  # it puts the stand-ins of vLLM's modules in place that verl's SGLang modules import
-    from sglang_pat.integrations.verl.replica import AdaptiveReplica
+def _load() -> Callable[..., SGLangReplica]:
+    """verl looks a replica's class up by its name alone.  What else is asked for is known when one is made."""
+    stock = _load_stock()  # it puts the stand-ins of vLLM's modules in place that verl's SGLang modules import
 
-    return AdaptiveReplica
+    def make(*args: Any, **named: Any) -> SGLangReplica:
+        replica = stock(*args, **named)  # starts nothing yet
+        helper = replica.is_reward_model or replica.is_teacher_model
+        if options.adaptive(replica.config, helper):
+            from sglang_pat.integrations.verl.replica import AdaptiveReplica
+
+            return AdaptiveReplica(*args, **named)
+        if VARIABLE in os.environ:  # and it is not about this one
+            from sglang_pat.integrations.verl.replica import PlainServer
+
+            replica.server_class = ray.remote(PlainServer)
+        return replica
+
+    return make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
@@ -12,9 +13,11 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS
+from sglang_pat.plugin import VARIABLE
 from sglang_pat.sglang.attach import attach
 
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
+"""Of the answer to a request of :meth:`AdaptiveServer.generate`."""
 
 
 class AdaptiveServer(SGLangHttpServer):
@@ -50,12 +53,24 @@ class AdaptiveServer(SGLangHttpServer):
         }
 
 
-def _noting(generate_request: Any) -> Any:
-    """verl drops an answer's ``meta_info`` after it took what it knows; this keeps it for the one who asked."""
+class PlainServer(SGLangHttpServer):
+    """The actor of a reward model or a teacher: verl's own, also where the variable ``SGLANG_PAT`` is set."""
 
-    async def noted(*args: Any, **kwargs: Any) -> AsyncIterator[dict[str, Any]]:
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        os.environ.pop(VARIABLE, None)  # SGLang's plug-in would read it, in this process and in the engine's
+        await super().launch_server(*args, **kwargs)
+
+
+def _noting(generate_request: Any) -> Any:
+    """verl drops an answer's ``meta_info`` after it took what it knows; this keeps it for the one who asked.
+
+    verl's ``generate`` asks for one response.  A client over HTTP may ask for several: their answer is a list.
+    """
+
+    async def noted(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async for answer in generate_request(*args, **kwargs):
-            _meta.get({}).update(answer["meta_info"])
+            if (meta := _meta.get(None)) is not None:
+                meta.update(answer["meta_info"])
             yield answer
 
     return noted

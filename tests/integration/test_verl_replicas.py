@@ -1,0 +1,139 @@
+"""Which of verl's replicas are adaptive engines, and what their servers do beside verl's; nothing is started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import SimpleNamespace
+
+import pytest
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import get_rollout_replica_class
+
+from sglang_pat import plugin
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch):
+    monkeypatch.delenv("SGLANG_PAT", raising=False)
+
+
+def config(name: str = "sglang", settings: object = None, **given) -> RolloutConfig:
+    engine_kwargs = {} if settings is None else {"sglang_pat": settings}
+    return RolloutConfig(name=name, tensor_model_parallel_size=2, engine_kwargs=engine_kwargs, **given)
+
+
+def replica(rollout: RolloutConfig, **named):
+    """As verl makes one: the class by its name, then the replica with its configuration."""
+    kind = get_rollout_replica_class(rollout.name)
+    return kind(replica_rank=0, config=rollout, model_config=None, gpus_per_node=2, **named)
+
+
+def classes(made) -> tuple[str, str]:
+    """Of the replica, and of its server's actor."""
+    return type(made).__name__, made.server_class.__ray_metadata__.class_name.rpartition(".")[2]
+
+
+VERLS = ("SGLangReplica", "SGLangHttpServer")
+OURS = ("AdaptiveReplica", "AdaptiveServer")
+HELPERS = ["is_reward_model", "is_teacher_model"]
+
+
+def test_the_name_sglang_is_verls_own():
+    assert classes(replica(config())) == VERLS
+    for helper in HELPERS:
+        assert classes(replica(config(), **{helper: True})) == VERLS
+
+
+@pytest.mark.parametrize("settings", [{}, {"base_tp": 1, "policy": "threshold"}])
+def test_settings_in_the_configuration_make_it_this_engine(settings):
+    """The variable does not reach the workers of a Ray cluster that runs already; the configuration does."""
+    assert classes(replica(config(settings=settings))) == OURS
+
+
+def test_so_does_the_variable(monkeypatch):
+    monkeypatch.setenv("SGLANG_PAT", "base_tp=1")
+    assert classes(replica(config())) == OURS
+
+
+def test_and_the_name():
+    assert classes(replica(config("sglang_pat"))) == OURS
+    with pytest.raises(ValueError, match="rollout.engine_kwargs.sglang_pat has no setting 'polcy'"):
+        replica(config("sglang_pat", {"polcy": "pat"}))
+
+
+@pytest.mark.parametrize("helper", HELPERS)
+@pytest.mark.parametrize("name", ["sglang", "sglang_pat"])
+def test_reward_models_and_teachers_stay_verls_own(helper, name, monkeypatch):
+    """Where a teacher has no name of its own, it has that of the policy's rollout."""
+    monkeypatch.setenv("SGLANG_PAT", "base_tp=1")
+    assert classes(replica(config(name), **{helper: True})) == ("SGLangReplica", "PlainServer")
+    with pytest.raises(ValueError, match="must be left out there: only the policy's engines are adaptive"):
+        replica(config(name, {}), **{helper: True})
+
+
+def test_their_servers_keep_sglangs_plugin_out(monkeypatch):
+    replica(config())  # before the next imports: stand-ins of vLLM's modules
+    from sglang_pat.integrations.verl.replica import PlainServer, SGLangHttpServer
+    from sglang_pat.sglang import attach
+
+    async def launch(self, **address):
+        plugin.plugin()  # as SGLang calls it when it launches an engine
+        return address, os.environ.get("SGLANG_PAT"), attach.attached()
+
+    seen = []
+
+    async def launch_server(self, **address):
+        seen.append(await launch(self, **address))
+
+    monkeypatch.setattr(SGLangHttpServer, "launch_server", launch_server)
+    monkeypatch.setenv("SGLANG_PAT", "base_tp=1")
+    asyncio.run(PlainServer.__new__(PlainServer).launch_server(master_port=1))
+    assert seen == [({"master_port": 1}, None, False)]
+
+
+def test_the_client_of_a_server_is_verls_own(monkeypatch):
+    """It says what is wrong with our settings; those of the variable are not about a reward model's client."""
+    replica(config())
+    from sglang_pat.integrations.verl import adapter
+
+    monkeypatch.setattr(adapter, "ServerAdapter", lambda config, device_mesh: SimpleNamespace(config=config))
+    monkeypatch.setenv("SGLANG_PAT", "base_tp=3")
+    for name in ("sglang", "sglang_pat"):
+        kind, plain = get_rollout_class(name), config(name, data_parallel_size=2)
+        assert kind(config=plain, device_mesh=None).config is plain
+        with pytest.raises(ValueError, match="base_tp is 3, must divide the engine's 2 GPUs"):
+            kind(config=config(name, {}), device_mesh=None)
+    monkeypatch.delenv("SGLANG_PAT")
+    apart = config(settings={}, disaggregation={"enabled": True})
+    with pytest.raises(ValueError, match="rollout.disaggregation.enabled is true, must be false"):
+        get_rollout_class("sglang")(config=apart, device_mesh=None)
+
+
+def test_answers_of_several_responses_pass_through():
+    """A client over HTTP may ask for several (n=2, several prompts, a list to /generate): their answer is a list."""
+    replica(config())
+    from sglang_pat.integrations.verl.replica import _meta, _noting
+
+    batch = [{"meta_info": {"id": "a"}}, {"meta_info": {"id": "b"}}]
+    single = {"meta_info": {"tp_from_token": [(0, 1)]}}
+
+    async def generate(*answers):
+        for answer in answers:
+            yield answer
+
+    async def got(*answers):
+        return [answer async for answer in _noting(generate)(*answers)]
+
+    async def asked():
+        """As ``AdaptiveServer.generate``."""
+        meta = {}
+        _meta.set(meta)
+        await got(single)
+        return meta
+
+    assert asyncio.run(got(batch, single)) == [batch, single]
+    assert asyncio.run(asked()) == single["meta_info"]
