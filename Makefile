@@ -51,11 +51,10 @@ test: setup
 unit: setup
 	$(PYTEST) -p no:schemathesis tests/unit $(PYTEST_ARGS)
 
-# The real RL frameworks, in an environment on top of the other one.  SHORT=1: what CI runs; ALL=1: failures too, and all
-# that takes more than 25 minutes on two cores together.
+# The real RL frameworks, in an environment on top of the other one: 25 minutes on two cores.  SHORT=1: what CI runs.
 test-integration: $(INTEGRATION)/.sglang_pat_setup
 	$(INTEGRATION)/bin/python -m pytest tests/integration \
-		$(if $(SHORT),-m "not long and not soak") $(if $(ALL),-m "") $(PYTEST_ARGS)
+		$(if $(SHORT),-m "not long and not soak") $(PYTEST_ARGS)
 
 $(INTEGRATION)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integration.txt requirements/other_sglang.txt
 	$(PYTHON) -m venv $(INTEGRATION)
@@ -65,9 +64,11 @@ $(INTEGRATION)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integra
 	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps --upgrade --target $(INTEGRATION)/other_sglang -r requirements/other_sglang.txt
 	touch $@
 
-soak: setup
+# Hours: inputs that are drawn anew, and all that is marked soak, in both environments.
+soak: setup $(INTEGRATION)/.sglang_pat_setup
 	HYPOTHESIS_PROFILE=search $(PYTEST) tests/unit
 	HYPOTHESIS_PROFILE=search $(PYTEST) -m soak $(PYTEST_ARGS)
+	$(INTEGRATION)/bin/python -m pytest tests/integration -m soak $(PYTEST_ARGS)
 
 demo: setup
 	$(PY) -m sglang_pat.demo $(DEMO_ARGS)

@@ -6,6 +6,8 @@ import math
 
 import pytest
 
+from . import verl_routers
+
 pytestmark = pytest.mark.integration
 
 SWITCHING = ("--settings", "{{base_tp:1,policy:threshold,switch_at:12}}")
@@ -121,16 +123,19 @@ def test_tail_batching_in_other_ways(verl_job, options, long_rounds, waiting):
 
 
 @pytest.mark.long
-def test_two_engines_share_the_work(verl_job, tmp_path):
-    router = tmp_path / "router.yaml"
-    router.write_text("router_class: sglang_pat.integrations.verl.balancer.AdaptiveBalancer\n")
-    job = verl_job(
-        "--gpus", "4", "--tp", "2", *SWITCHING, f"actor_rollout_ref.rollout.router_config_path={router}",
-        "trainer.v1.trainer_mode=sglang_pat_sync",
-    )  # fmt: skip
+def test_two_engines_share_the_work(verl_job, tmp_path, monkeypatch):
+    two = verl_routers.arguments(verl_routers.Noting, tmp_path, monkeypatch)
+    job = verl_job(*two, *SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync")
     assert len(job.steps) == 3
     assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
     assert all(job.switches(f"decisions.{engine}.jsonl") >= 1 for engine in range(2))
+    statuses = verl_routers.statuses(job)
+    assert "load of engine" not in job.log
+    assert not any(status["lost"] for status in statuses if status["total_inflight"]), "only when the job ends"
+    reports = [report for status in statuses[1:] for report in status["reports"].values()]
+    assert {report["gpus"] for report in reports} == {2}, "of each engine, at each look"
+    assert {(report["replicas"], report["slots"]) for report in reports} <= {(2, 128), (1, 64)}, "64 a replica"
+    assert max(report["running"] for report in reports) > 0
 
 
 def test_a_wrong_setting_ends_the_job_with_one_line(verl_job):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from sglang_pat.sglang.checks import faults
 
+from . import verl_routers
 from .jobs import ROOT, VerlJob
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
@@ -41,7 +44,7 @@ def _of(process: psutil.Process, place: str) -> bool:
 @pytest.fixture
 def faulty(verl_job, monkeypatch):
     """Runs a job with a trainer of :mod:`tests.integration.verl_faults`."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "tests.integration.verl_faults")
 
     def run(fault: str) -> VerlJob:
@@ -61,6 +64,23 @@ def test_update_with_an_unknown_name(faulty):
     job = faulty("name:2")
     assert "weight update refused, all weights are as they were: the model has no tensor" in job.log, job.tail
     assert "model.layers.0.nonsense.weight" in job.log and len(job.steps) <= 2
+    assert nothing_left(job)
+
+
+def test_update_with_a_wrong_shape(faulty):
+    job = faulty("shape:2")
+    found = re.search(r"weight update refused, all weights are as they were: \S+ has the shape \[(\d+)", job.log)
+    assert found and f", must be [{int(found[1]) + 1}" in job.log and len(job.steps) <= 2, job.tail
+    assert nothing_left(job)
+
+
+def test_one_of_two_engines_dies(verl_job, tmp_path, monkeypatch):
+    """Requests go to the other one; verl ends the job when it next asks something of all engines."""
+    two = verl_routers.arguments(verl_routers.Killing, tmp_path, monkeypatch)
+    job = verl_job(*two, *SWITCHING, fails=True)
+    assert len(job.steps) == 1 and "ActorDiedError" in job.log, job.tail
+    last = verl_routers.statuses(job)[-1]
+    assert last["lost"] == last["registered_handles"][:1]
     assert nothing_left(job)
 
 

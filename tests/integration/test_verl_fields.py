@@ -138,6 +138,7 @@ def test_a_single_turn(client_class):
 
 
 def test_nothing_is_kept_of_a_response_that_is_over():
+    gc.collect()  # responses of other tests
     output = run(ToolAgentLoop, client.AdaptiveClient, Engine(CALL, "wait"))
     assert len(client._sessions) == 2
     del output
@@ -145,10 +146,11 @@ def test_nothing_is_kept_of_a_response_that_is_over():
     assert not client._sessions
 
 
-def test_differences_by_degree_count_generated_tokens_of_all_turns():
-    def nested(*rows):
-        return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+def nested(*rows):
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
 
+
+def test_differences_by_degree_count_generated_tokens_of_all_turns():
     extra = [{DEGREES: [(0, 1), (2, None), (4, 2)]}, {DEGREES: [(0, 2)]}, {}]
     data = {
         "old_log_probs": nested([0.0] * 5, [0.0] * 2, [0.0]),
@@ -161,3 +163,25 @@ def test_differences_by_degree_count_generated_tokens_of_all_turns():
     assert found["training/rollout_probs_diff_max/tp1"] == pytest.approx(1 - torch.tensor(-1.0).exp().item())
     assert found["training/rollout_probs_diff_max/tp2"] == pytest.approx(1 - torch.tensor(-2.0).exp().item())
     assert len(found) == 6, "two degrees: tokens, largest difference, mean"
+
+
+def test_without_log_probs_of_the_trainer_no_difference_is_told(monkeypatch):
+    """verl's bypass mode: it takes the engine's."""
+    stored = {
+        "rollout_log_probs": nested([-0.5] * 3, [-1.0] * 2),
+        "response_mask": nested([1] * 3, [1] * 2),
+        "extra_fields": SimpleNamespace(tolist=lambda: [{DEGREES: [(0, 1), (2, 8)]}, {DEGREES: [(0, 1)]}]),
+    }
+    monkeypatch.setattr(trainers.tq, "kv_batch_get", lambda select_fields, **_: {n: stored[n] for n in select_fields})
+    monkeypatch.setattr(trainers.tq, "kv_batch_put", lambda fields, **_: stored.update(fields))
+    trainer = object.__new__(trainers.AdaptiveSync)
+    trainer.config = OmegaConf.create(
+        {
+            "algorithm": {"rollout_correction": {"bypass_mode": True}},
+            "actor_rollout_ref": {"rollout": {"calculate_log_probs": True}},
+        }
+    )
+    metrics = {}
+    trainer._compute_old_log_prob(SimpleNamespace(keys=["a", "b"], partition_id="train"), metrics)
+    assert stored["old_log_probs"] is stored["rollout_log_probs"]
+    assert metrics == {"rollout/tokens/tp1": 4, "rollout/tokens/tp8": 1}

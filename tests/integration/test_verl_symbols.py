@@ -1,4 +1,4 @@
-"""What of verl's the adapter leans on: another verl fails here first, by name."""
+"""What the adapter leans on in verl beside its symbols, which are in ``verl_contract.txt``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.integration
 VERL = Path(inspect.getfile(replica)).parents[2]
 
 
-def sglang_modules():
+def sglang_server():
     replica.RolloutReplicaRegistry.get("sglang")  # puts stand-ins for vLLM's modules in place
-    from verl.workers.rollout.sglang_rollout import async_sglang_server, sglang_rollout
+    from verl.workers.rollout.sglang_rollout import async_sglang_server
 
-    return async_sglang_server, sglang_rollout
+    return async_sglang_server
 
 
 def parameters(function) -> list[str]:
@@ -31,24 +31,15 @@ def parameters(function) -> list[str]:
 
 
 def test_registries():
-    assert parameters(replica.RolloutReplicaRegistry.register) == ["name", "loader"]
     assert callable(replica.RolloutReplicaRegistry._registry["sglang"])
     assert '("sglang", "async"): "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter"' in (
         inspect.getsource(base)
     )
-    assert parameters(trainer_base.register_trainer) == ["name"]
     assert {"sync", "colocate_async", "separate_async"} <= set(trainer_base.TRAINER_REGISTRY)
 
 
-def test_replica_server_and_adapter():
-    server_module, adapter_module = sglang_modules()
-    named = ["is_reward_model", "is_teacher_model", "name_suffix"]
-    wanted = ["replica_rank", "config", "model_config", "gpus_per_node", *named]
-    assert parameters(server_module.SGLangReplica.__init__) == wanted
-    assert parameters(server_module.SGLangHttpServer.launch_server) == ["master_address", "master_port"]
-    generate = parameters(server_module.SGLangHttpServer.generate)
-    assert generate[:3] == ["prompt_ids", "sampling_params", "request_id"]
-    assert parameters(adapter_module.ServerAdapter.__init__)[0] == "config"
+def test_replica_and_server():
+    server_module = sglang_server()
     source = inspect.getsource(server_module.SGLangReplica)
     assert "self.server_class" in source, "the actor's class can be chosen"
     source = inspect.getsource(server_module.SGLangHttpServer)
@@ -57,13 +48,9 @@ def test_replica_server_and_adapter():
     assert {"token_ids", "extra_fields", "stop_reason"} <= set(replica.TokenOutput.model_fields)
 
 
-def test_clients_and_trainers():
+def test_clients():
     assert issubclass(llm_server.FullyAsyncLLMServerClient, llm_server.LLMServerClient)
     assert "super().generate(" in inspect.getsource(llm_server.FullyAsyncLLMServerClient.generate), "once for each part"
-    assert parameters(llm_server.LLMServerManager.get_client)[0] == "client_cls"
-    assert parameters(trainer_base.PPOTrainer.__init__) == ["config"]
-    assert parameters(trainer_base.PPOTrainer._compute_old_log_prob) == ["batch", "metrics"]
-    assert isinstance(inspect.getattr_static(trainer_base.PPOTrainer, "get_llm_client"), type(lambda: 0))
 
 
 def test_turns_of_a_response():
@@ -71,8 +58,6 @@ def test_turns_of_a_response():
     source = inspect.getsource(tool_agent_loop.ToolAgentLoop)
     assert "agent_data.extra_fields.update(output.extra_fields)" in source
     assert "request_id=agent_data.request_id" in source, "the same in all turns"
-    for client in (llm_server.LLMServerClient, llm_server.FullyAsyncLLMServerClient):
-        assert parameters(client.generate)[:2] == ["request_id", "prompt_ids"]
 
 
 def test_what_the_queue_says_of_responses():
@@ -102,7 +87,6 @@ def test_partial_rollout_is_verls_own_in_colocate_async_only():
 def test_checkpoints():
     """Prompts that wait are kept beside verl's files, before it notes that the checkpoint is complete."""
     saving, loading = (getattr(trainer_base.PPOTrainer, f"_{verb}_checkpoint") for verb in ("save", "load"))
-    assert parameters(saving) == parameters(loading) == []
     assert 'f"global_step_{self.global_steps}"' in inspect.getsource(saving)
     assert "self.global_steps = 0" in inspect.getsource(loading), "0: nothing was loaded"
     assert 'resume_mode == "resume_path"' in inspect.getsource(loading)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.integration
 
 BATCH, RESPONSES, LIMIT = 8, 2, 4000
 STRICT = {"tail_batching": "strict", "eta_prompts": 1.5, "max_deferrals": 4}
+SAMPLER = {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop", "sampler_kwargs": {}}
 MODES = {"strict": {}, "reorder": {"tail_batching": "reorder"}, "unbiased": {"unbiased": True}}
 
 
@@ -48,8 +49,7 @@ class World(TailBatchingBuffer):
     def __init__(self, seed: int, lingering: int = 0, look: int = 0, **options) -> None:
         super().__init__(
             tail_batching.rules(STRICT | options, BATCH, RESPONSES), LIMIT,
-            self.submitted, self.stopped, trainer_mode="sync", trainer_config={}, max_off_policy_threshold=None,
-            max_off_policy_strategy="drop", sampler_kwargs={},
+            self.submitted, self.stopped, trainer_mode="sync", trainer_config={}, **SAMPLER,
         )  # fmt: skip
         self.rng, self.lingering, self.look = random.Random(seed), lingering, look
         self.texts: dict[str, int] = {}
@@ -243,6 +243,38 @@ def test_other_trainer_modes_have_no_tail_batching(mode):
     with pytest.raises(ValueError) as refused:
         kind(config)
     assert str(refused.value).startswith(f"trainer.v1.{name} has no option 'tail_batching', must be left out")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "algorithm.filter_groups={enable: true, metric: reward}",
+        "trainer.v1.sampler.custom_sampler={path: mine.py, name: Mine}",
+        "trainer.v1.sampler.sync_refill_failed_groups=true",
+    ],
+)
+def test_refused_beside_what_also_chooses_prompts(other):
+    from sglang_pat.integrations.verl import trainers
+
+    trainer = object.__new__(trainers.AdaptiveSync)
+    trainer.trainer_mode = "sync"
+    trainer.config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {"rollout": {"n": RESPONSES, "response_length": LIMIT}},
+            "algorithm": {},
+            "data": {"train_batch_size": BATCH},
+            "reward": {"reward_model": {"enable": False}},
+            "trainer": {"v1": {"sampler": SAMPLER, "sglang_pat_sync": STRICT}},
+        }
+    )
+    assert isinstance(trainer._build_replay_buffer(), TailBatchingBuffer)
+    trainer.config.merge_with_dotlist([other])
+    with pytest.raises(ValueError) as refused:
+        trainer._build_replay_buffer()
+    assert str(refused.value) == (
+        "trainer.v1.sglang_pat_sync.tail_batching chooses the prompts of a step: leave algorithm.filter_groups, "
+        "trainer.v1.sampler.custom_sampler and trainer.v1.sampler.sync_refill_failed_groups out"
+    )
 
 
 def test_off_by_default():

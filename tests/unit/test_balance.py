@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_pat import messages as m
 from sglang_pat.integrations.balance import SESSIONS, Balancer, EngineReport
+
+from .coordinator_rig import Rig
 
 
 def balancer(*reports: EngineReport, margin: float = 2) -> Balancer:
@@ -67,6 +70,73 @@ def test_where_it_decodes_at_once_goes_before_where_it_waits():
 def test_when_all_are_full_the_one_that_is_done_first():
     made = balancer(*(EngineReport(waiting=3, expected_seconds=seconds) for seconds in (9.0, 4.0, None)))
     assert made.acquire("new") == "e1"
+
+
+def full(*expected: float) -> Balancer:
+    """Engines of 1,024 slots, all taken, that expect to be done after so many seconds."""
+    made = balancer(*(EngineReport() for _ in expected))
+    for number, seconds in enumerate(expected):
+        made.engines[f"e{number}"].in_flight = 1024
+        made.report(f"e{number}", EngineReport(gpus=8, replicas=8, slots=1024, expected_seconds=seconds))
+    return made
+
+
+def test_full_engines_share_what_comes_between_two_looks():
+    made = full(120.0, 120.1)
+    counts = Counter(made.acquire(f"s{i}") for i in range(600))
+    assert abs(counts["e0"] - counts["e1"]) <= 4
+
+
+def test_a_session_does_not_leave_a_full_engine_for_one_that_is_done_a_moment_earlier():
+    made = full(120.0, 120.1, 150.0)
+    made.sessions |= {"near": "e1", "far": "e2"}
+    assert made.acquire("near") == "e1" and made.moved == 0
+    assert made.acquire("far") == "e0" and made.moved == 1
+
+
+def test_a_prefill_at_the_moment_of_a_look_drives_no_session_away():
+    made = balancer(EngineReport(), EngineReport())
+    made.engines["e0"].in_flight, made.engines["e1"].in_flight = 100, 110
+    for name, waiting in (("e0", 1), ("e1", 0)):
+        made.report(name, EngineReport(gpus=8, replicas=8, slots=1024, waiting=waiting, expected_seconds=30.0))
+    made.sessions["at home"] = "e0"
+    assert made.acquire("at home") == "e0" and made.acquire("new") == "e0"
+    made.report("e0", EngineReport(gpus=8, replicas=8, slots=1024, waiting=40, expected_seconds=30.0))
+    assert made.acquire("at home") == "e1", "40 are more than a prefill"
+
+
+def status_of(rig: Rig) -> dict:
+    rig.coordinator.status(m.StatusQuery(query_id=1))
+    return rig.world.server[-1].status
+
+
+def test_what_an_engine_reports_is_its_status():
+    rig = Rig(1, 4)
+    rig.work(8)  # each leader has two: one runs, one waits
+    rig.settle()
+    status = status_of(rig)
+    for group in status["groups"]:
+        group |= {"kv_total": 1000, "tokens": 100}
+    found = EngineReport.of_status(status | {"expected_seconds": 9.0}, max_running=7)
+    assert found == EngineReport(4, 4, 28, waiting=4, kv_free=3600, tokens=400, running=4, expected_seconds=9.0)
+    rig.reconfigure(2)
+    rig.settle()
+    found = EngineReport.of_status(status_of(rig), max_running=7)
+    assert (found.gpus, found.replicas, found.slots, found.running) == (4, 2, 14, 4)
+    assert EngineReport.of_status(status, max_running=None).slots == EngineReport.slots
+
+
+def test_an_engine_that_has_just_switched_is_not_full():
+    """Its leaders have requests, but have not said yet how much KV there is."""
+    rig = Rig(1, 2)
+    rig.work(2)
+    rig.settle()
+    rig.reconfigure(2)
+    rig.settle()
+    status = status_of(rig)
+    status["groups"][0] |= {"kv_total": 0, "tokens": 400}
+    made = balancer(EngineReport.of_status(status, max_running=7))
+    assert not made.engines["e0"].full
 
 
 def test_no_room_for_another_context():

@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 MARGIN = 2
 """Requests that the engine of a session may have more, for each of its replicas, than the least busy one."""
+TOLERANCE = 0.1
+"""Share by which the wait at the engine of a session may be longer than at the best one."""
+PREFILLS = 0.1
+"""Share of an engine's requests that may wait, for their prefill, without it being full; one a replica in any case."""
 SESSIONS = 10_000
 """Sessions that are remembered."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EngineReport:
     """What an engine last said of itself.
 
@@ -26,7 +32,7 @@ class EngineReport:
         gpus: it owns.
         replicas: in its layout.
         slots: requests that it decodes at once, in this layout.
-        waiting: requests that wait for a slot or for KV.
+        waiting: requests that wait for a slot, for KV or for their prefill.
         kv_free: KV tokens that are not in use.
         tokens: KV tokens of the running requests.
         running: requests that decode.
@@ -42,27 +48,56 @@ class EngineReport:
     running: int = 0
     expected_seconds: float | None = None
 
+    @classmethod
+    def of_status(cls, status: Mapping[str, Any], max_running: int | None) -> EngineReport:
+        """What ``/pat/status`` says.
+
+        Args:
+            max_running: requests that a replica decodes at once, in any layout; None if memory is the only bound.
+        """
+        groups, layout = status["groups"], status["layout"]
+        # Right after a switch a replica has not yet said how much KV it has.
+        kv_known = all(group["kv_total"] for group in groups)
+        return cls(
+            gpus=layout["tp"] * layout["dp"],
+            replicas=layout["dp"],
+            slots=cls.slots if max_running is None else layout["dp"] * max_running,
+            kv_free=sum(group["kv_total"] - group["tokens"] for group in groups) if kv_known else cls.kv_free,
+            expected_seconds=status["expected_seconds"],
+            **{name: sum(group[name] for group in groups) for name in ("running", "waiting", "tokens")},
+        )
+
 
 @dataclass
 class EngineState:
-    """An engine: how many requests are there by our own count, and its last report; ``lost``: it does not answer."""
+    """An engine, as far as it is known.
+
+    Attributes:
+        in_flight: requests that are there, by our own count; ``reported``: that were when it last reported.
+        report: the last one.
+        lost: it does not answer.
+    """
 
     in_flight: int = 0
+    reported: int = 0
     report: EngineReport = field(default_factory=EngineReport)
     lost: bool = False
 
     @property
     def full(self) -> bool:
-        """Whether one more request would have to wait."""
+        """Whether one more request would have to wait for others to end."""
         mean = self.report.tokens / self.report.running if self.report.running else 0
-        return self.in_flight >= self.report.slots or self.report.waiting > 0 or self.report.kv_free < mean
+        queued = self.report.waiting > max(self.report.replicas, PREFILLS * self.in_flight)
+        return self.in_flight >= self.report.slots or queued or self.report.kv_free < mean
 
     @property
     def wait(self) -> float:
-        """Seconds that one more request would wait, as far as anybody knows."""
+        """Seconds that one more request would wait, as far as anybody knows; grows with what was sent since."""
         if not self.full:
             return 0.0
-        return float("inf") if self.report.expected_seconds is None else self.report.expected_seconds
+        if self.report.expected_seconds is None:
+            return float("inf")
+        return self.report.expected_seconds * self.in_flight / max(self.reported, 1)
 
     @property
     def load(self) -> float:
@@ -116,7 +151,7 @@ class Balancer:
         return chosen
 
     def _stays(self, home: EngineState, best: EngineState) -> bool:
-        if home.wait > best.wait:
+        if home.wait > best.wait * (1 + TOLERANCE):
             return False
         margin = self._margin * home.report.replicas
         return home.in_flight <= best.load * home.report.gpus + margin
@@ -131,4 +166,5 @@ class Balancer:
         engine = self.engines.get(name)
         if engine is not None:
             engine.lost = report is None
-            engine.report = report or engine.report
+            if report is not None:
+                engine.report, engine.reported = report, engine.in_flight

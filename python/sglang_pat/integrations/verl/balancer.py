@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from typing import Any
 
-from sglang_pat.integrations.balance import MARGIN, Balancer, EngineReport
+from ray.exceptions import RayError, RayTaskError
+
+from sglang_pat.errors import one_line
+from sglang_pat.integrations.balance import MARGIN, Balancer
+
+logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 0.5
 """Between two looks at the engines: a step of a rollout takes minutes, and our own count is exact in between."""
@@ -36,6 +42,8 @@ class AdaptiveBalancer:
         self._balancer = Balancer(margin)
         self._interval = interval
         self._handles: dict[str, Any] = {}
+        self._told: set[str] = set()
+        """Engines whose load could not be read, which was said."""
         self._watch: asyncio.Task | None = None
         self._add(servers)
 
@@ -105,7 +113,16 @@ class AdaptiveBalancer:
 
     async def _ask(self, name: str, handle: Any) -> None:
         try:
-            report = EngineReport(**await asyncio.wait_for(handle.load.remote(), ANSWER_SECONDS))
-        except Exception:  # Ray has a dozen ways to say that an actor is gone
+            report = await asyncio.wait_for(handle.load.remote(), ANSWER_SECONDS)
+        except Exception as error:
+            # Ray has a dozen ways to say that an actor is gone.  An error inside the actor is none of them.
+            if isinstance(error, RayTaskError) or not isinstance(error, (RayError, TimeoutError)):
+                return self._tell(name, error)
             report = None
         self._balancer.report(name, report)
+
+    def _tell(self, name: str, error: Exception) -> None:
+        """Once for each engine, which stays in use with what was last known of it."""
+        if name not in self._told:
+            self._told.add(name)
+            logger.error("load of engine %s not known, %s: %s", name, type(error).__name__, one_line(error))

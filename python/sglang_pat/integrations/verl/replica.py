@@ -11,6 +11,7 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
+from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS
 from sglang_pat.plugin import VARIABLE
@@ -38,19 +39,10 @@ class AdaptiveServer(SGLangHttpServer):
         output.extra_fields[STEPS] = ((0, output.extra_fields["global_steps"]),)
         return output
 
-    async def load(self) -> dict[str, Any]:
-        """What a balancer of requests wants to know: the fields of :class:`~sglang_pat.integrations.balance.Report`."""
-        status = await self.tokenizer_manager.pat_status()
-        groups, layout = status["groups"], status["layout"]
-        most = self.config.max_num_seqs // status["base"]["dp"]  # of a replica: SGLang divides it by the base layout's
-        return {
-            "gpus": layout["tp"] * layout["dp"],
-            "replicas": layout["dp"],
-            "slots": layout["dp"] * most,
-            "kv_free": sum(group["kv_total"] - group["tokens"] for group in groups),
-            "expected_seconds": status["expected_seconds"],
-            **{name: sum(group[name] for group in groups) for name in ("running", "waiting", "tokens")},
-        }
+    async def load(self) -> EngineReport:
+        """What a balancer of requests wants to know."""
+        manager = self.tokenizer_manager
+        return EngineReport.of_status(await manager.pat_status(), manager.server_args.max_running_requests)
 
 
 class PlainServer(SGLangHttpServer):

@@ -51,13 +51,16 @@ class _Adaptive(PPOTrainer):
         if self.config.actor_rollout_ref.rollout.calculate_log_probs:
             fields = ["old_log_probs", "rollout_log_probs", "response_mask", "extra_fields"]
             data = tq.kv_batch_get(keys=found.keys, partition_id=found.partition_id, select_fields=fields)
-            metrics.update(_by_degree(data))
+            correction = self.config.algorithm.get("rollout_correction") or {}
+            # In bypass mode verl takes the engine's log-probs for the trainer's: a difference of 0 would say nothing.
+            metrics.update(_by_degree(data, differences=not correction.get("bypass_mode")))
         return found
 
 
-def _by_degree(data: Any) -> dict[str, float]:
-    """``training/rollout_probs_diff_max/tp2`` and so on, of all generated tokens."""
-    differences: dict[int, list[torch.Tensor]] = {}
+def _by_degree(data: Any, differences: bool = True) -> dict[str, float]:
+    """``rollout/tokens/tp2`` and so on, of all generated tokens; with ``differences`` also
+    ``training/rollout_probs_diff_max/tp2``."""
+    parts: dict[int, list[torch.Tensor]] = {}
     columns = (data[name].unbind() for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
     for ours, theirs, mask, fields in zip(*columns, data.get("extra_fields").tolist(), strict=True):
         if not fields.get(DEGREES):
@@ -65,12 +68,13 @@ def _by_degree(data: Any) -> dict[str, float]:
         degrees = torch.tensor([tp or 0 for tp in spread(fields[DEGREES], len(mask))]) * mask.bool()
         difference = (ours.exp() - theirs.exp()).abs()
         for tp in degrees[degrees > 0].unique().tolist():
-            differences.setdefault(tp, []).append(difference[degrees == tp])
-    found = {}
-    for tp, parts in sorted(differences.items()):
-        values = torch.cat(parts)
-        found[f"training/rollout_probs_diff_max/tp{tp}"] = values.max().item()
-        found[f"training/rollout_probs_diff_mean/tp{tp}"] = values.mean().item()
+            parts.setdefault(tp, []).append(difference[degrees == tp])
+    found: dict[str, float] = {}
+    for tp in sorted(parts):
+        values = torch.cat(parts[tp])
+        if differences:
+            found[f"training/rollout_probs_diff_max/tp{tp}"] = values.max().item()
+            found[f"training/rollout_probs_diff_mean/tp{tp}"] = values.mean().item()
         found[f"rollout/tokens/tp{tp}"] = len(values)
     return found
 
@@ -89,10 +93,12 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
         if wanted is None:
             return super()._build_replay_buffer()
         sampler = self.config.trainer.v1.sampler
-        if self._resolve_filter_groups_metric() or (sampler.get("custom_sampler") or {}).get("path"):
+        custom = (sampler.get("custom_sampler") or {}).get("path")
+        if self._resolve_filter_groups_metric() or custom or sampler.get("sync_refill_failed_groups"):
             raise ValueError(
                 "trainer.v1.sglang_pat_sync.tail_batching chooses the prompts of a step: leave "
-                "algorithm.filter_groups and trainer.v1.sampler.custom_sampler out"
+                "algorithm.filter_groups, trainer.v1.sampler.custom_sampler and "
+                "trainer.v1.sampler.sync_refill_failed_groups out"
             )
         return TailBatchingBuffer(
             wanted, rollout.response_length, self._submit_rows, self._stop_all, trainer_mode=self.trainer_mode,
