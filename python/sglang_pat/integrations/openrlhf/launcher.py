@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_pat import settings
+from sglang_pat import job_settings, settings
 
 WHERE = "--sglang_pat"
 
 
 @dataclass
 class Given:
-    """What a job says of its engines: SGLang's arguments by name, and our settings by name."""
+    """What a job says of its engines: SGLang's arguments by name, and our settings by name.
+
+    The settings are those of the variable ``SGLANG_PAT`` of the driver, then those of its arguments.
+    """
 
     sglang: dict[str, Any] = field(default_factory=dict)
     pat: dict[str, Any] = field(default_factory=dict)
 
-    def check(self, gpus: int | None = None) -> None:
-        """Raise ``ValueError``, of one line, for an unknown setting, a wrong value or degrees that do not fit."""
-        found = settings.fields(self.pat, WHERE)
-        if gpus is not None:
-            settings.base_layout(found.get(settings.BASE_TP.name, settings.BASE_TP.default), gpus, WHERE)
+    def of_engine(self, number: int) -> Given:
+        """With a decision log of its own (:func:`sglang_pat.settings.of_engine`)."""
+        return replace(self, pat=settings.of_engine(self.pat, number))
+
+    def check(self, gpus: int) -> None:
+        """Raise ``ValueError``, of one line, for what engines of so many GPUs would refuse."""
+        job_settings.check(self.of_engine(0).pat, gpus, WHERE)
 
 
 class Launcher:
     """Stands for ``openrlhf.trainer.ray.vllm_engine.RolloutRayActor``."""
 
     def __init__(self, given: Given) -> None:
-        self._given = given
+        self._given, self._numbers = given, itertools.count()
 
     def options(self, **options: Any) -> SimpleNamespace:
         def remote(**kwargs: Any) -> Any:
             from sglang_pat.integrations.openrlhf.actor import RolloutActor
 
-            self._given.check(kwargs["tensor_parallel_size"])
             actor: Any = RolloutActor  # what ray made of the class
-            return actor.options(**options).remote(given=self._given, **kwargs)
+            return actor.options(**options).remote(given=self._given.of_engine(next(self._numbers)), **kwargs)
 
         return SimpleNamespace(remote=remote)
 
