@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from sglang_pat.sglang.checks import faults
 
+from . import jobs
 from .jobs import ROOT, VerlJob
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 SWITCHING = ("--settings", "{{base_tp:1,policy:threshold,switch_at:12}}")
-LEFT_SECONDS = 60
-"""Ray's daemons notice the driver's end by and by."""
 
 
 def nothing_left(job: VerlJob) -> bool:
-    """Whether no process of the job is alive after a while; each has the place of its metrics in its environment."""
-    end, place = time.monotonic() + LEFT_SECONDS, str(job.out / "metrics.jsonl")
-    while alive := [process for process in psutil.process_iter(["name", "cmdline"]) if _of(process, place)]:
-        if time.monotonic() > end:
-            print([(process.pid, process.info) for process in alive])
-            return False
-        time.sleep(0.5)
-    return True
-
-
-def _of(process: psutil.Process, place: str) -> bool:
-    try:
-        return process.environ().get("VERL_FILE_LOGGER_PATH") == place
-    except psutil.Error:
-        return False
+    """Each process of a job has the place of its metrics in its environment."""
+    return jobs.nothing_left("VERL_FILE_LOGGER_PATH", str(job.out / "metrics.jsonl"))
 
 
 @pytest.fixture
 def faulty(verl_job, monkeypatch):
     """Runs a job with a trainer of :mod:`tests.integration.verl_faults`."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "tests.integration.verl_faults")
 
     def run(fault: str) -> VerlJob:
