@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from sglang_pat.sglang.checks import faults
 
@@ -59,13 +57,7 @@ def test_engine_dies_in_a_switch(failed, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_refused_model(failed, flat, tmp_path, mode):
-    shutil.copytree(flat, tmp_path / "gemma2", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    config = Gemma2Config(
-        vocab_size=503, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16,
-    )  # fmt: skip
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma2")
-    job = failed("--mode", mode, model=tmp_path / "gemma2")
+def test_refused_model(failed, refused_model, mode):
+    job = failed("--mode", mode, model=refused_model)
     assert "--adaptive-tp does not support Gemma2ForCausalLM: its attention logits are soft-capped" in job.log, job.tail
     assert not job.steps

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 
@@ -57,17 +55,8 @@ def test_engine_dies_in_a_switch(verl_job, monkeypatch):
     assert nothing_left(job)
 
 
-def test_refused_model(flat, tmp_path):
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    shutil.copytree(flat, tmp_path / "gemma2", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    config = Gemma2Config(
-        vocab_size=503, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16,
-    )  # fmt: skip
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma2")
-    (out := Path(tmp_path) / "out").mkdir()
-    job = VerlJob(tmp_path / "gemma2", out, SWITCHING)
+def test_refused_model(refused_model, tmp_path):
+    job = VerlJob(refused_model, tmp_path, SWITCHING)
     assert job.code != 0 and not job.steps
     assert "--adaptive-tp does not support Gemma2ForCausalLM: its attention logits are soft-capped" in job.log, job.tail
     assert nothing_left(job)
