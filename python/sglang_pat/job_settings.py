@@ -33,7 +33,7 @@ def check(given: Mapping[str, Any], ranks: int, where: str) -> None:
     base = found.pop(settings.BASE_TP.name, settings.BASE_TP.default)
     layout = ParallelLayout(*settings.base_layout(base, ranks, where))
     try:
-        read_files(settings.config(found, layout))
+        read_files(settings.configuration(found, layout))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

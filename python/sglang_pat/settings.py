@@ -206,7 +206,7 @@ def fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-def config(found: Mapping[str, Any], base: ParallelLayout, max_running: int | None = None) -> AdaptiveConfig:
+def configuration(found: Mapping[str, Any], base: ParallelLayout, max_running: int | None = None) -> AdaptiveConfig:
     """The configuration of an engine with these fields of ``AdaptiveServerArgs``; those that lack have their default.
 
     Args:

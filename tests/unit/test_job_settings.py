@@ -38,7 +38,7 @@ def test_the_command_says_the_same(given, said):
         f"pat_{name}": int(value) if name in ("switch_at", "calibrate") else value for name, value in given.items()
     }
     with pytest.raises(ValueError) as refused:
-        job_settings.read_files(settings.config(found, ParallelLayout(1, 8)))
+        job_settings.read_files(settings.configuration(found, ParallelLayout(1, 8)))
     assert str(refused.value).startswith(said)
 
 

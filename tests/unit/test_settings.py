@@ -62,9 +62,9 @@ def test_the_variable_is_named_for_what_is_wrong_in_it(monkeypatch):
 
 def test_settings_and_configuration_have_the_same_defaults():
     base = ParallelLayout(1, 4)
-    assert settings.config({}, base) == AdaptiveConfig(base=base)
+    assert settings.configuration({}, base) == AdaptiveConfig(base=base)
     found = settings.fields({"candidates": [1, 4], "switch_at": "3", "kv": "migrate", "cpu_overlap": "1"}, "here")
-    assert settings.config(found, base, 7) == AdaptiveConfig(
+    assert settings.configuration(found, base, 7) == AdaptiveConfig(
         base=base, degrees=(1, 4), switch_at=3, kv="migrate", max_running=7
     )
 

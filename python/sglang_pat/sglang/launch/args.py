@@ -22,7 +22,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.errors import one_line
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.settings import SETTINGS, config
+from sglang_pat.settings import SETTINGS, configuration
 from sglang_pat.sglang.launch import cuda
 from sglang_pat.sglang.launch.early import check_model_path, check_second_port
 from sglang_pat.sglang.launch.flags import refuse_flags
@@ -100,7 +100,7 @@ class AdaptiveServerArgs(ServerArgs):
         """Raises ``ValueError`` for an impossible layout, candidate or mode."""
         given = ParallelLayout(self.tp_size, self.dp_size)
         base = given.with_tp(self.pat_base_tp) if self.pat_base_tp else given
-        return config(vars(self), base, self.max_running_requests)
+        return configuration(vars(self), base, self.max_running_requests)
 
     def gpu_of_rank(self, rank: int) -> int:
         """Number of the GPU on this machine that ``rank`` runs on."""
