@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat import job_settings, settings
+from sglang_pat.plugin import VARIABLE
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
 
-WHERE = "rollout.engine_kwargs.sglang_pat"
+NAME = "sglang_pat"
+"""Value of ``rollout.name``."""
+WHERE = f"rollout.engine_kwargs.{NAME}"
 """Where our settings are; SGLang's own flags stay under ``rollout.engine_kwargs.sglang``."""
+
+
+def own(config: RolloutConfig) -> Mapping[str, Any] | None:
+    """Our settings in the rollout's configuration; ``None``: it has none, ``{}`` are some.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    found = (config.engine_kwargs or {}).get(NAME)
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(f"{WHERE} is {found!r}, must be settings by name, e.g. {{base_tp: 1, policy: pat}}")
+    return found
+
+
+def adaptive(config: RolloutConfig, helper: bool) -> bool:
+    """Whether a replica is an adaptive engine: its name says so, its settings, or the variable ``SGLANG_PAT``.
+
+    Args:
+        config: of the replica's rollout.
+        helper: it is a reward model or a teacher.  Such a one is always verl's own: the variable and the name, which a
+            teacher takes over from the policy, are about the policy's engines.
+
+    Raises:
+        ValueError: settings for a helper; one line.
+    """
+    settings_given = own(config) is not None
+    if helper and settings_given:
+        raise ValueError(
+            f"{WHERE} is given for a reward model or a teacher, must be left out there: only the policy's engines are "
+            "adaptive"
+        )
+    return not helper and (settings_given or config.name == NAME or VARIABLE in os.environ)
 
 
 def given(config: RolloutConfig, replica: int | None = None) -> dict[str, Any]:
@@ -19,10 +55,7 @@ def given(config: RolloutConfig, replica: int | None = None) -> dict[str, Any]:
 
     ``replica``: those of the engine of this number (:func:`sglang_pat.settings.of_engine`).
     """
-    own = (config.engine_kwargs or {}).get("sglang_pat") or {}
-    if not isinstance(own, Mapping):
-        raise ValueError(f"{WHERE} is {own!r}, must be settings by name, e.g. {{base_tp: 1, policy: pat}}")
-    found = settings.of_environment() | dict(own)
+    found = settings.of_environment() | dict(own(config) or {})
     return found if replica is None else settings.of_engine(found, replica)
 
 

@@ -24,14 +24,9 @@ With ``SGLANG_PAT`` set in the job's environment it means this engine, too.
 _load_stock = RolloutReplicaRegistry._registry[STOCK_NAME]
 
 
-def names() -> tuple[str, ...]:
-    """Values of ``rollout.name`` that mean this engine in this process."""
-    return (NAME, STOCK_NAME) if VARIABLE in os.environ else (NAME,)
-
-
 def register() -> None:
     """Make ``sglang_pat`` a rollout of verl's; and ``sglang`` this one, if the variable ``SGLANG_PAT`` is set."""
-    for name in names():
+    for name in (NAME, STOCK_NAME) if VARIABLE in os.environ else (NAME,):
         RolloutReplicaRegistry.register(name, _load_replica)
         _ROLLOUT_REGISTRY[name, "async"] = f"{__package__}.adapter.AdaptiveAdapter"
 

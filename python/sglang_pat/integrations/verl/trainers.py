@@ -24,7 +24,7 @@ from verl.utils import tensordict_utils
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from sglang_pat.integrations.verl import options, registration
+from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, spread
 from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer, refuse_elsewhere, rules
@@ -44,7 +44,7 @@ class _Adaptive(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        if rollout.name in registration.names():
+        if options.adaptive(rollout, helper=False):
             options.check(rollout, rollout.n_gpus_per_node)
         config = deepcopy(config)
         if (mode := config.trainer.v1.trainer_mode) != f"{PREFIX}sync":
