@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import fields
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +68,26 @@ def fits(call: ast.Call, ours: Callable) -> None:
         inspect.signature(ours).bind(*call.args, **dict.fromkeys(named))
     except TypeError as error:
         raise AssertionError(f"{ast.unparse(call)}: {error}") from None
+
+
+def test_engines_are_waited_for_before_models_are_loaded(engine, monkeypatch):
+    """In the driver; one that is refused ends the job there."""
+    import openrlhf.trainer.ray as where_it_looks
+    import ray
+    from openrlhf.cli import train_ppo_ray
+
+    from sglang_pat.integrations.openrlhf.launcher import Given, install
+
+    source = inspect.getsource(train_ppo_ray)
+    assert "\nfrom openrlhf.trainer.ray import create_vllm_engines\n" in source
+    assert source.index("create_vllm_engines(") < source.index("init_model_from_pretrained(")
+    up = [SimpleNamespace(status=SimpleNamespace(remote=lambda: "up")) for _ in range(2)]
+    asked: list[Any] = []
+    monkeypatch.setattr(engine, "RolloutRayActor", engine.RolloutRayActor)
+    monkeypatch.setattr(where_it_looks, "create_vllm_engines", lambda number: up[:number])
+    monkeypatch.setattr(ray, "get", asked.append)
+    install(Given())
+    assert where_it_looks.create_vllm_engines(2) == up and asked == [["up", "up"]]
 
 
 def test_names_of_vllm(engine):

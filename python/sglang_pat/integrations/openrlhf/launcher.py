@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +50,25 @@ class Launcher:
 
 
 def install(given: Given) -> None:
-    """From now on OpenRLHF's ``create_vllm_engines`` makes adaptive engines."""
+    """From now on OpenRLHF's ``create_vllm_engines`` makes adaptive engines, and waits until all of them are up.
+
+    Otherwise one that is refused would be waited for by the trainer, which has loaded its model by then and joins the
+    group of weight updates with it: half an hour.
+    """
+    from openrlhf.trainer import ray as where_it_looks
     from openrlhf.trainer.ray import vllm_engine
 
     vllm_engine.RolloutRayActor = Launcher(given)
+    where_it_looks.create_vllm_engines = _until_up(where_it_looks.create_vllm_engines)
+
+
+def _until_up(create: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    @functools.wraps(create)
+    def created(*args: Any, **named: Any) -> list[Any]:
+        import ray
+
+        engines = create(*args, **named)
+        ray.get([engine.status.remote() for engine in engines])
+        return engines
+
+    return created
