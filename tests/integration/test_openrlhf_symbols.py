@@ -81,13 +81,13 @@ def test_engines_are_waited_for_before_models_are_loaded(engine, monkeypatch):
     source = inspect.getsource(train_ppo_ray)
     assert "\nfrom openrlhf.trainer.ray import create_vllm_engines\n" in source
     assert source.index("create_vllm_engines(") < source.index("init_model_from_pretrained(")
-    up = [SimpleNamespace(status=SimpleNamespace(remote=lambda: "up")) for _ in range(2)]
+    up = [SimpleNamespace(get_num_unfinished_requests=SimpleNamespace(remote=lambda: 0)) for _ in range(2)]
     asked: list[Any] = []
     monkeypatch.setattr(engine, "RolloutRayActor", engine.RolloutRayActor)
     monkeypatch.setattr(where_it_looks, "create_vllm_engines", lambda number: up[:number])
     monkeypatch.setattr(ray, "get", asked.append)
     install(Given())
-    assert where_it_looks.create_vllm_engines(2) == up and asked == [["up", "up"]]
+    assert where_it_looks.create_vllm_engines(2) == up and asked == [[0, 0]]
 
 
 def test_names_of_vllm(engine):

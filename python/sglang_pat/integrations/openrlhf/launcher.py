@@ -68,7 +68,7 @@ def _until_up(create: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         import ray
 
         engines = create(*args, **named)
-        ray.get([engine.status.remote() for engine in engines])
+        ray.get([engine.get_num_unfinished_requests.remote() for engine in engines])
         return engines
 
     return created
