@@ -36,7 +36,8 @@ def _faulty(stock: Any, place: int) -> Any:
         if next(_tensors) == int(_when):
             if _what == "die":
                 _trainer().kill()
-            args = (*args[:place], "model.layers.0.nonsense.weight", *args[place + 1 :])
+            else:
+                args = (*args[:place], "model.layers.0.nonsense.weight", *args[place + 1 :])
         await stock(self, *args)
 
     return method
