@@ -13,7 +13,6 @@ import argparse
 import ast
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -103,25 +102,18 @@ def main(argv: list[str] | None = None) -> int:
     with cpu_jobs.ray_folder() as folder:
         command = [sys.executable, "-m", "sglang_pat.testing.openrlhf_cpu", str(gpus), str(folder)]
         given = [*arguments(args, out), *(["--data.apply_chat_template"] if chat else []), *extra]
-        code, found = run([*command, *given], deepspeed_ops.copied(folder))
+        environment = cpu_jobs.environment(DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(deepspeed_ops.copied(folder)))
+        code, lines = cpu_jobs.run([*command, *given], environment)
+    found = metrics(lines)
     (out / "metrics.jsonl").write_text("".join(json.dumps({"data": data}) + "\n" for data in found))
     if code == 0:
         print(picture.draw(out / "run.png", steps(found), sorted(out.glob("decisions.*.jsonl"))))
     return code
 
 
-def run(command: list[str], operators: Path) -> tuple[int, list[dict[str, float]]]:
-    """Its exit code, and OpenRLHF's metrics of each step, which it only prints."""
-    environment = cpu_jobs.environment(DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(operators))
-    found = []
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    for line in process.stdout:
-        sys.stdout.write(line)
-        if step := re.search(r"Global step \d+: (\{.*\})", line):
-            found.append(ast.literal_eval(step[1]))
-    return process.wait(), found
+def metrics(lines: list[str]) -> list[dict[str, float]]:
+    """OpenRLHF's of each step, which it only prints."""
+    return [ast.literal_eval(step[1]) for line in lines if (step := re.search(r"Global step \d+: (\{.*\})", line))]
 
 
 def steps(found: list[dict[str, float]]) -> list[picture.Step]:

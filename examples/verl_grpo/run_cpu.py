@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -182,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     pandas.DataFrame(rows(texts[: args.batch])).to_parquet(out / "val.parquet")
     with cpu_jobs.ray_folder() as folder:
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(args, out, folder), *extra]
-        code = subprocess.call(command, env=environment(metrics, args.tp or args.gpus))
+        code, _ = cpu_jobs.run(command, environment(metrics, args.tp or args.gpus))
     if code == 0:
         print(picture.draw(out / "run.png", steps(metrics), sorted(out.glob("decisions.*.jsonl"))))
     return code

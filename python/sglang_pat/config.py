@@ -17,7 +17,8 @@ MOST_STEPS = 1000
 """Of a turn of the calibration."""
 
 
-def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+def one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ``ValueError`` unless ``value``, given with ``flag``, is allowed."""
     if value not in allowed:
         raise ValueError(f"{flag} {value!r}: choose one of {', '.join(allowed)}")
 
@@ -66,11 +67,11 @@ class AdaptiveConfig:
     """All layouts, lowest degree (the base) first."""
 
     def __post_init__(self) -> None:
-        _one_of("--pat-policy", self.policy, POLICIES)
-        _one_of("--pat-weights", self.weights, WEIGHT_MODES)
-        _one_of("--pat-kv", self.kv, KV_MODES)
-        _one_of("--pat-kv-exchange", self.kv_exchange, KV_EXCHANGES)
-        _one_of("--pat-gpu-order", self.gpu_order, GPU_ORDERS)
+        one_of("--pat-policy", self.policy, POLICIES)
+        one_of("--pat-weights", self.weights, WEIGHT_MODES)
+        one_of("--pat-kv", self.kv, KV_MODES)
+        one_of("--pat-kv-exchange", self.kv_exchange, KV_EXCHANGES)
+        one_of("--pat-gpu-order", self.gpu_order, GPU_ORDERS)
         if self.predicts and self.profile is None:
             raise ValueError(
                 f"--pat-policy {self.policy} needs a profile: give --pat-profile FILE "

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from sglang_pat.config import GPU_ORDERS, KV_EXCHANGES, KV_MODES, POLICIES, WEIGHT_MODES
+from sglang_pat.config import (
+    GPU_ORDERS,
+    KV_EXCHANGES,
+    KV_MODES,
+    POLICIES,
+    WEIGHT_MODES,
+    AdaptiveConfig,
+    one_of,
+    parse_degrees,
+)
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.plugin import VARIABLE
 
@@ -58,16 +67,20 @@ class Setting:
         if isinstance(self.default, bool):
             words = {"true": True, "1": True, "false": False, "0": False}
             if str(value).lower() not in words:
-                raise ValueError("true or false")
+                raise ValueError(f"{self.name} is {value!r}, must be true or false")
             return words[str(value).lower()]
         if isinstance(self.default, int):
             try:
                 return int(str(value))
             except ValueError:
-                raise ValueError("a whole number") from None
+                raise ValueError(f"{self.name} is {value!r}, must be a whole number") from None
         if isinstance(value, list | tuple):  # degrees, as YAML has them
             return ",".join(map(str, cast("list[Any] | tuple[Any, ...]", value)))
-        return None if value is None else str(value)
+        if value is None:
+            return None
+        if self.choices:
+            one_of(self.flag, str(value), self.choices)
+        return str(value)
 
 
 SETTINGS = (
@@ -129,6 +142,7 @@ SETTINGS = (
 BASE_TP = Setting("base_tp", 1, "TP degree of the base layout")
 """Only where somebody else says how many GPUs the engine has, and calls that number its TP degree."""
 
+_NOT_OF_THE_CONFIGURATION = ("rollout_dir", "cpu_overlap")
 _NAMED = {setting.name: setting for setting in (BASE_TP, *SETTINGS)}
 
 
@@ -166,8 +180,10 @@ def parse(text: str, where: str) -> dict[str, str]:
 
 
 def of_environment() -> dict[str, str]:
-    """The settings of the variable ``SGLANG_PAT``; raises as :func:`parse`."""
-    return parse(os.environ.get(VARIABLE, ""), VARIABLE)
+    """The settings of the variable ``SGLANG_PAT``; raises as :func:`parse` and :func:`fields`."""
+    given = parse(os.environ.get(VARIABLE, ""), VARIABLE)
+    fields(given, VARIABLE)  # whoever puts them together with others cannot say any more where they were given
+    return given
 
 
 def fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -176,7 +192,7 @@ def fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     ``base_tp`` comes back under its own name.
 
     Raises:
-        ValueError: an unknown setting, or a value of the wrong type; one line.
+        ValueError: an unknown setting, a value of the wrong type or none of the choices; one line.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -186,8 +202,26 @@ def fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         try:
             found[name if setting is BASE_TP else setting.field] = setting.read(value)
         except ValueError as error:
-            raise ValueError(f"{where}: {name} is {value!r}, must be {error}") from None
+            raise ValueError(f"{where}: {error}") from None
     return found
+
+
+def configuration(found: Mapping[str, Any], base: ParallelLayout, max_running: int | None = None) -> AdaptiveConfig:
+    """The configuration of an engine with these fields of ``AdaptiveServerArgs``; those that lack have their default.
+
+    Args:
+        base: layout that it starts in.
+        max_running: most requests that one replica decodes at once.
+
+    Raises:
+        ValueError: as ``AdaptiveConfig``, and for candidates that are no numbers.
+    """
+    values = {setting.name: found.get(setting.field, setting.default) for setting in SETTINGS}
+    degrees, policy = values.pop("candidates"), values.pop("policy")
+    for name in _NOT_OF_THE_CONFIGURATION:
+        del values[name]
+    policy = policy or ("survival" if values["profile"] else "threshold")
+    return AdaptiveConfig(base=base, degrees=parse_degrees(degrees), policy=policy, max_running=max_running, **values)
 
 
 def base_layout(base_tp: int, ranks: int, where: str) -> tuple[int, int]:

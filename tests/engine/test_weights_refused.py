@@ -1,4 +1,4 @@
-"""Updates in other forms; an update that does not fit is refused as a whole, and a trainer may die.  On two ranks."""
+"""Updates in other forms; a request that does not fit is refused as a whole, and a trainer may die.  On two ranks."""
 
 from __future__ import annotations
 
@@ -98,10 +98,13 @@ WRONG = {
 """What the answer says."""
 
 
+REFUSED = "weight update refused, no tensor of this request was written; send the whole update again"
+
+
 def refused(response: Any, said: str) -> None:
     assert response.status_code == 400, response.text
     message = response.json()["message"]
-    assert message.startswith("weight update refused, all weights are as they were: ") and said in message
+    assert message.startswith(f"{REFUSED}: ") and said in message
     assert "\n" not in message
 
 
@@ -119,6 +122,26 @@ def test_update_that_does_not_fit_is_refused_as_a_whole(two, what):
         body = {"serialized_named_tensors": [serialized(tensors)] * two.ranks} | more
         refused(server.post("/update_weights_from_tensor", body), WRONG[what])
     all_layouts_say(server, A)
+
+
+def test_what_came_before_a_request_that_is_refused_stays(two):
+    """The engine has neither the old weights nor the new ones then, until the whole update comes again."""
+    server = two.start_in(2)
+    state = list(models.marker_state_dict(B).items())
+    first, second = state[: len(state) // 2], state[len(state) // 2 :]
+    second += list(wrong(dict(second), "name").items())[-1:]
+
+    def send(named: list[tuple[str, Any]]) -> Any:
+        items = [serialized(named)] * two.ranks
+        return server.post("/update_weights_from_tensor", {"serialized_named_tensors": items})
+
+    succeeded(send(first))
+    half = say(server)
+    assert not {A, B} & set.union(*half)
+    refused(send(second), WRONG["name"])
+    assert say(server) == half, "none of the second request was written"
+    succeeded(from_tensor(server, B, two.ranks))
+    all_layouts_say(server, B)
 
 
 def test_update_that_one_rank_cannot_take_is_refused_by_all(two):

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SECONDS = 900
 """Longest that a job may take: a loaded machine takes three times as long as a quiet one."""
+LEFT_SECONDS = 60
+"""Ray's daemons notice the driver's end by and by."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -80,6 +83,24 @@ class VerlJob(Job):
 class OpenRlhfJob(Job):
     example = "openrlhf_grpo"
     always = ("--response", "192")
+
+
+def nothing_left(variable: str, value: str) -> bool:
+    """Whether no process with this variable in its environment is alive after a while."""
+    end = time.monotonic() + LEFT_SECONDS
+    while alive := [process for process in psutil.process_iter(["name", "cmdline"]) if _has(process, variable, value)]:
+        if time.monotonic() > end:
+            print([(process.pid, process.info) for process in alive])
+            return False
+        time.sleep(0.5)
+    return True
+
+
+def _has(process: psutil.Process, variable: str, value: str) -> bool:
+    try:
+        return process.environ().get(variable) == value
+    except psutil.Error:
+        return False
 
 
 def _end(process: subprocess.Popen) -> None:

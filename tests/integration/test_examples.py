@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
+import os
+import sys
 from types import ModuleType
 
 import pytest
@@ -49,6 +52,22 @@ def test_a_model_without_a_chat_template_gets_one_in_a_copy(tmp_path, place):
     else:
         assert found == copy and "assistant" in (copy / "tokenizer_config.json").read_text()
         assert json.loads((model / "tokenizer_config.json").read_text()) == {}
+
+
+def test_a_machine_that_is_too_busy_for_ray_is_told_in_one_line(capfd):
+    """Nothing else fails with these words; any other end is told as it is."""
+    from ray._private import node
+
+    assert cpu_jobs.RAY_TOO_LATE in inspect.getsource(node)
+    for said, code, told in (
+        (f"Exception: The current node {cpu_jobs.RAY_TOO_LATE}. This could", 1, True),
+        (f"INFO: The current node {cpu_jobs.RAY_TOO_LATE}. This could", 0, False),
+        ("Exception: something else", 2, False),
+    ):
+        command = [sys.executable, "-c", f"print({said!r}); exit({code})"]
+        assert cpu_jobs.run(command, os.environ) == (code, [f"{said}\n"])
+        first, *more = capfd.readouterr().out.splitlines()
+        assert first == said and [line.startswith("error: this machine is too busy") for line in more] == [True] * told
 
 
 @pytest.mark.parametrize("name", ["verl_grpo", "openrlhf_grpo"])

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_module
 from verl.experimental.agent_loop import tool_agent_loop
+from verl.trainer import main_ppo
 from verl.trainer.ppo.v1 import agent_loop_tq, replay_buffer, trainer_base
 from verl.workers.rollout import base, llm_server, replica, router
 
@@ -51,6 +53,43 @@ def test_replica_and_server():
 def test_clients():
     assert issubclass(llm_server.FullyAsyncLLMServerClient, llm_server.LLMServerClient)
     assert "super().generate(" in inspect.getsource(llm_server.FullyAsyncLLMServerClient.generate), "once for each part"
+
+
+def trainer(mode: str, setting: str):
+    """verl's trainer of our mode, as ``TaskRunner`` makes it."""
+    rollout = "actor_rollout_ref.rollout."
+    words = [f"trainer.v1.trainer_mode=sglang_pat_{mode}", f"{rollout}name=sglang_pat"]
+    words += [f"{rollout}tensor_model_parallel_size=8", f"+{rollout}engine_kwargs.sglang_pat={{{setting}}}"]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", words)
+    return trainer_base.get_trainer_cls(config.trainer.v1.trainer_mode)(config=config)
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+@pytest.mark.parametrize(
+    "setting, line",
+    [
+        ("candidates: [1, 3]", "candidate tp=3"),
+        ("profile: /nowhere", "profile /nowhere: No such file or directory"),
+        ("policy: survivl", "--pat-policy 'survivl': choose one of"),
+    ],
+)
+def test_a_wrong_setting_ends_the_job_before_anything_is_loaded(mode, setting, line):
+    with pytest.raises(ValueError) as refused:
+        trainer(mode, setting)
+    assert str(refused.value).startswith(f"rollout.engine_kwargs.sglang_pat: {line}")
+    assert "\n" not in str(refused.value)
+
+
+def test_right_settings_are_accepted():
+    assert trainer("sync", "candidates: [1, 8]").trainer_mode == "sync"
+
+
+def test_a_trainer_is_made_before_models_are_loaded():
+    run = inspect.getsource(main_ppo.TaskRunnerV1.__ray_metadata__.modified_class.run)
+    assert run.index("trainer_cls(config=config)") < run.index("self.trainer.init()")
+    assert "init_model()" in inspect.getsource(trainer_base.PPOTrainer)
+    assert "init_model()" not in inspect.getsource(trainer_base.PPOTrainer.__init__)
 
 
 def test_turns_of_a_response():

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from sglang_pat.integrations.openrlhf.__main__ import main, split
+from sglang_pat.integrations.openrlhf.launcher import Given, Launcher
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch):
+    monkeypatch.delenv("SGLANG_PAT", raising=False)
 
 
 def test_ours_are_taken_out():
@@ -25,12 +34,60 @@ def test_a_value_that_lacks(argv):
         split(argv)
 
 
-def test_a_wrong_setting_ends_it_before_anything_starts():
-    with pytest.raises(SystemExit, match="^error: --sglang_pat has no setting 'polcy'; choose from"):
-        main(["--sglang_pat.polcy", "pat"])
+TP8 = ["--vllm.tensor_parallel_size", "8"]
 
 
-def test_degrees_that_do_not_fit_the_gpus():
-    given, _ = split(["--sglang_pat.base_tp", "3"])
-    with pytest.raises(ValueError, match="^--sglang_pat: base_tp is 3, must divide the engine's 8 GPUs: 1, 2, 4, 8$"):
-        given.check(gpus=8)
+@pytest.mark.parametrize(
+    "argv, line",
+    [
+        (["--sglang_pat.polcy", "pat"], "--sglang_pat has no setting 'polcy'; choose from"),
+        (["--sglang_pat.policy", "survivl"], "--sglang_pat: --pat-policy 'survivl': choose one of survival, pat"),
+        (["--sglang_pat.profile", "/nowhere"], "--sglang_pat: profile /nowhere: No such file or directory"),
+        (["--sglang_pat.candidates", "many"], "--sglang_pat: --pat-candidates 'many': give TP degrees"),
+        (["--sglang_pat.log=/nowhere/log.jsonl"], "--sglang_pat: --pat-log /nowhere/log.0.jsonl: No such file"),
+        (
+            ["--sglang_pat.base_tp", "3", *TP8],
+            "--sglang_pat: base_tp is 3, must divide the engine's 8 GPUs: 1, 2, 4, 8",
+        ),
+        (["--sglang_pat.base_tp", "3", "=".join(TP8)], "--sglang_pat: base_tp is 3, must divide the engine's 8 GPUs"),
+        (["--sglang_pat.base_tp", "2"], "--sglang_pat: base_tp is 2, must divide the engine's 1 GPUs: 1"),
+    ],
+)
+def test_a_wrong_setting_ends_it_before_anything_starts(argv, line):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert str(ended.value).startswith(f"error: {line}") and "\n" not in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    "variable, line",
+    [
+        ("yes", "SGLANG_PAT='yes': write settings as name=value"),
+        ("polcy=pat", "SGLANG_PAT has no setting 'polcy'; choose from"),
+        ("policy=survivl", "SGLANG_PAT: --pat-policy 'survivl': choose one of"),
+        ("policy=survival", "--sglang_pat: --pat-policy survival needs a profile"),
+    ],
+)
+def test_so_does_one_of_the_variable(variable, line, monkeypatch):
+    monkeypatch.setenv("SGLANG_PAT", variable)
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert str(ended.value).startswith(f"error: {line}") and "\n" not in str(ended.value)
+
+
+def test_arguments_go_before_the_variable(monkeypatch):
+    monkeypatch.setenv("SGLANG_PAT", "base_tp=2,policy=pat")
+    given, _ = split(["--sglang_pat.policy", "threshold"])
+    assert given.pat == {"base_tp": "2", "policy": "threshold"}
+
+
+def test_each_engine_writes_its_own_log(monkeypatch):
+    """Engines of one GPU have no list of bundles, and those of several may have interleaved ones."""
+    made = []
+    actor = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda **given: made.append(given)))
+    name = "sglang_pat.integrations.openrlhf.actor"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(RolloutActor=actor))
+    launcher = Launcher(Given(pat={"log": "/tmp/decisions.jsonl", "kv": "auto"}))
+    for bundles in (None, None, [0, 2, 4, 6], [1, 3, 5, 7]):
+        launcher.options(num_gpus=1).remote(tensor_parallel_size=len(bundles or [0]), bundle_indices=bundles)
+    assert [one["given"].pat["log"] for one in made] == [f"/tmp/decisions.{number}.jsonl" for number in range(4)]

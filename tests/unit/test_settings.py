@@ -7,6 +7,7 @@ import pytest
 
 from sglang_pat import settings
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.registry import make_policy
 
 
@@ -46,6 +47,8 @@ def test_values_have_the_types_of_the_fields():
         ({"switch_at": "soon"}, "here: switch_at is 'soon', must be a whole number"),
         ({"switch_at": 2.5}, "here: switch_at is 2.5, must be a whole number"),
         ({"cpu_overlap": "perhaps"}, "here: cpu_overlap is 'perhaps', must be true or false"),
+        ({"policy": "survivl"}, "here: --pat-policy 'survivl': choose one of survival, pat, threshold, "),
+        ({"kv": "x"}, "here: --pat-kv 'x': choose one of auto, migrate, recompute"),
     ],
 )
 def test_what_is_no_setting_is_refused_in_one_line(given, message):
@@ -53,6 +56,21 @@ def test_what_is_no_setting_is_refused_in_one_line(given, message):
         settings.fields(given, "here")
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+def test_the_variable_is_named_for_what_is_wrong_in_it(monkeypatch):
+    monkeypatch.setenv("SGLANG_PAT", "base_tp=1,policy=survivl")
+    with pytest.raises(ValueError, match="^SGLANG_PAT: --pat-policy 'survivl': choose one of survival, "):
+        settings.of_environment()
+
+
+def test_settings_and_configuration_have_the_same_defaults():
+    base = ParallelLayout(1, 4)
+    assert settings.configuration({}, base) == AdaptiveConfig(base=base)
+    found = settings.fields({"candidates": [1, 4], "switch_at": "3", "kv": "migrate", "cpu_overlap": "1"}, "here")
+    assert settings.configuration(found, base, 7) == AdaptiveConfig(
+        base=base, degrees=(1, 4), switch_at=3, kv="migrate", max_running=7
+    )
 
 
 @pytest.mark.parametrize("base_tp, ranks, layout", [(1, 8, (1, 8)), (2, 8, (2, 4)), (8, 8, (8, 1))])

@@ -38,6 +38,13 @@ def test_accepted(made):
     [
         (config(8, {"polcy": "pat"}), "rollout.engine_kwargs.sglang_pat has no setting 'polcy'; choose from"),
         (config(8, {"switch_at": "soon"}), "rollout.engine_kwargs.sglang_pat: switch_at is 'soon', must be"),
+        (config(8, {"policy": "survivl"}), "rollout.engine_kwargs.sglang_pat: --pat-policy 'survivl': choose one of"),
+        (config(8, {"profile": "/nowhere"}), "rollout.engine_kwargs.sglang_pat: profile /nowhere: No such file"),
+        (config(8, {"candidates": "3"}), "rollout.engine_kwargs.sglang_pat: candidate tp=3"),
+        (
+            config(8, {"log": "/nowhere/log"}),
+            "rollout.engine_kwargs.sglang_pat: --pat-log /nowhere/log.0: No such file",
+        ),
         (config(8, {"base_tp": 3}), "rollout.engine_kwargs.sglang_pat: base_tp is 3, must divide the engine's 8 GPUs"),
         (config(8, "base_tp=1"), "rollout.engine_kwargs.sglang_pat is 'base_tp=1', must be settings by name"),
         (config(16), "rollout.tensor_model_parallel_size is 16, must divide the node's 8 GPUs: 1, 2, 4, 8"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from sglang_pat.testing.prefork import ENVIRONMENT
 from sglang_pat.tools.prompts import PROMPTS
 
 SMOLLM2 = Path(".cache") / "models" / "smollm2"
+
+RAY_TOO_LATE = "timed out during startup"
+"""What Ray says when its node is not up after the 30 s that it gives it."""
 
 WORDS = "license software free copy modify program source terms conditions work warranty".split()
 
@@ -47,6 +52,24 @@ def prompts(count: int, chat: bool) -> list[str]:
     if chat:
         return [PROMPTS[i % len(PROMPTS)] for i in range(count)]
     return [f"the {WORDS[i % 11]} {WORDS[(i * 3 + 1) % 11]} is {i}" for i in range(count)]
+
+
+def run(command: list[str], environment: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Run a job; its exit code, and the lines that it printed, which are printed here, too."""
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        sys.stdout.write(line)
+        lines.append(line)
+    code = process.wait()
+    if code and any(RAY_TOO_LATE in line for line in lines):
+        print(
+            "error: this machine is too busy, Ray did not start within its 30 s: run it again when less runs beside it"
+        )
+    return code, lines
 
 
 @contextmanager

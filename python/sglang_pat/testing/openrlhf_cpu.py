@@ -10,6 +10,7 @@ import importlib.machinery
 import os
 import sys
 import types
+from typing import Any
 
 _CHANGED = {
     'f"cuda:{torch.cuda.current_device()}"': '"cpu"',
@@ -61,7 +62,7 @@ def install() -> None:
 
 
 def setup() -> None:
-    """For Ray's ``worker_process_setup_hook``: this, then the product's own."""
+    """This, then the product's own, in this process."""
     install()
     from sglang_pat.integrations.openrlhf import facade
 
@@ -69,17 +70,27 @@ def setup() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """``python -m sglang_pat.testing.openrlhf_cpu GPUS RAY_FOLDER …``: the product's command without GPUs."""
+    """``python -m sglang_pat.testing.openrlhf_cpu GPUS RAY_FOLDER …``: the product's command without GPUs.
+
+    OpenRLHF starts Ray, as on GPUs; Ray is told here that the machine has some, and calls :func:`install` first.
+    """
     setup()
     import ray
 
+    from sglang_pat.integrations.openrlhf import facade
     from sglang_pat.integrations.openrlhf.__main__ import main as command
 
+    init = ray.init
     gpus, folder, *rest = argv
-    ray.init(
-        num_cpus=32, num_gpus=int(gpus), include_dashboard=False, object_store_memory=500_000_000, _temp_dir=folder,
-        runtime_env={"worker_process_setup_hook": f"{NAME}.setup"},
-    )  # fmt: skip
+
+    def init_without_gpus(*, runtime_env: dict[str, Any]) -> Any:
+        hook = facade.both(f"{NAME}.install", runtime_env[facade.HOOK])
+        return init(
+            num_cpus=32, num_gpus=int(gpus), include_dashboard=False, object_store_memory=500_000_000, _temp_dir=folder,
+            runtime_env={**runtime_env, facade.HOOK: hook},
+        )  # fmt: skip
+
+    ray.init = init_without_gpus
     command(rest)
 
 

@@ -9,22 +9,26 @@ server arguments by name; all others are OpenRLHF's.
 
 from __future__ import annotations
 
+import argparse
 import json
 import runpy
 import sys
 from typing import Any
 
+from sglang_pat import settings
 from sglang_pat.integrations.openrlhf import facade
 from sglang_pat.integrations.openrlhf.launcher import Given, install
 
+GPUS = "--vllm.tensor_parallel_size"
+
 
 def split(argv: list[str]) -> tuple[Given, list[str]]:
-    """Our arguments and OpenRLHF's.
+    """What is ours, and OpenRLHF's arguments.
 
     Raises:
-        ValueError: one of ours lacks its value.
+        ValueError: one of our arguments lacks its value, or ``SGLANG_PAT`` has none of our settings.
     """
-    given, rest, words = Given(), [], iter(argv)
+    given, rest, words = Given(pat=settings.of_environment()), [], iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
         prefix, dot, name = name.partition(".")
@@ -47,17 +51,21 @@ def _read(text: str) -> Any:
         return {"True": True, "False": False, "None": None}.get(text, text)
 
 
+def _gpus(argv: list[str]) -> int:
+    """Of an engine, as OpenRLHF reads it from its arguments."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(GPUS, type=int, default=1)
+    return vars(parser.parse_known_args(argv)[0])[GPUS.removeprefix("--")]
+
+
 def main(argv: list[str] | None = None) -> None:
     try:
         given, rest = split(sys.argv[1:] if argv is None else argv)
-        given.check()
+        given.check(_gpus(rest))
     except ValueError as error:
         sys.exit(f"error: {error}")
     facade.install()
-    import ray
-
-    if not ray.is_initialized():
-        ray.init(runtime_env={"worker_process_setup_hook": f"{facade.__name__}.install"})
+    facade.install_in_workers()
     install(given)
     sys.argv = ["train_ppo_ray", *rest]
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")

@@ -13,7 +13,6 @@ from openrlhf.trainer.ray.vllm_engine import _load_agent_executor
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from sglang_pat import settings
 from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
 from sglang_pat.integrations.openrlhf.launcher import WHERE, Given
 from sglang_pat.sglang.attach import attach
@@ -81,8 +80,7 @@ class RolloutActor:
         own = _load_agent_executor(agent_func_path) if agent_func_path else None
         self.executor = own or SingleTurnAgentExecutor(remote_rm_url)
         self._gpus = _gpus(tensor_parallel_size, bundle_indices, num_gpus)
-        number = bundle_indices[0] // tensor_parallel_size if bundle_indices else 0
-        attach(settings.of_engine(settings.of_environment() | given.pat, number), WHERE)
+        attach(given.pat, WHERE)
         arguments: dict[str, Any] = {
             "model_path": model,
             "tp_size": tensor_parallel_size,

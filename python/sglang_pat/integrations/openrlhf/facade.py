@@ -5,10 +5,13 @@ Installed also where the real one is: its weight-update group cannot be joined b
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
+import pkgutil
 import sys
 import types
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +102,7 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Make ``import vllm`` find the names above; also Ray's ``worker_process_setup_hook`` of a job."""
+    """Make ``import vllm`` find the names above."""
     for name, content in _MODULES.items():
         module = types.ModuleType(name, __doc__)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
@@ -110,3 +113,35 @@ def install() -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, sys.modules[name])
+
+
+HOOK = "worker_process_setup_hook"
+"""In a runtime environment of Ray's: what each process of the job calls first, a function or the name of one."""
+
+
+def install_in_workers() -> None:
+    """Have :func:`install` called in each process of the job, once Ray is started from this one.
+
+    OpenRLHF starts it, with an environment of its own.
+    """
+    import ray
+
+    init = ray.init
+
+    @functools.wraps(init)
+    def init_with_hook(*args: Any, runtime_env: dict[str, Any] | None = None, **named: Any) -> Any:
+        theirs, ours = (runtime_env or {}).get(HOOK), f"{__name__}.install"
+        hook = both(ours, theirs) if theirs else ours
+        return init(*args, runtime_env={**(runtime_env or {}), HOOK: hook}, **named)
+
+    ray.init = init_with_hook
+
+
+def both(first: Callable[[], None] | str, second: Callable[[], None] | str) -> Callable[[], None]:
+    """Two hooks as one."""
+
+    def call_both() -> None:
+        for hook in (first, second):
+            (pkgutil.resolve_name(hook) if isinstance(hook, str) else hook)()
+
+    return call_both

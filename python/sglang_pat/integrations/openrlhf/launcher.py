@@ -2,48 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_pat import settings
+from sglang_pat import job_settings, settings
 
 WHERE = "--sglang_pat"
 
 
 @dataclass
 class Given:
-    """What a job says of its engines: SGLang's arguments by name, and our settings by name."""
+    """What a job says of its engines: SGLang's arguments by name, and our settings by name.
+
+    The settings are those of the variable ``SGLANG_PAT`` of the driver, then those of its arguments.
+    """
 
     sglang: dict[str, Any] = field(default_factory=dict)
     pat: dict[str, Any] = field(default_factory=dict)
 
-    def check(self, gpus: int | None = None) -> None:
-        """Raise ``ValueError``, of one line, for an unknown setting, a wrong value or degrees that do not fit."""
-        found = settings.fields(self.pat, WHERE)
-        if gpus is not None:
-            settings.base_layout(found.get(settings.BASE_TP.name, settings.BASE_TP.default), gpus, WHERE)
+    def of_engine(self, number: int) -> Given:
+        """With a decision log of its own (:func:`sglang_pat.settings.of_engine`)."""
+        return replace(self, pat=settings.of_engine(self.pat, number))
+
+    def check(self, gpus: int) -> None:
+        """Raise ``ValueError``, of one line, for what engines of so many GPUs would refuse."""
+        job_settings.check(self.of_engine(0).pat, gpus, WHERE)
 
 
 class Launcher:
     """Stands for ``openrlhf.trainer.ray.vllm_engine.RolloutRayActor``."""
 
     def __init__(self, given: Given) -> None:
-        self._given = given
+        self._given, self._numbers = given, itertools.count()
 
     def options(self, **options: Any) -> SimpleNamespace:
         def remote(**kwargs: Any) -> Any:
             from sglang_pat.integrations.openrlhf.actor import RolloutActor
 
-            self._given.check(kwargs["tensor_parallel_size"])
             actor: Any = RolloutActor  # what ray made of the class
-            return actor.options(**options).remote(given=self._given, **kwargs)
+            return actor.options(**options).remote(given=self._given.of_engine(next(self._numbers)), **kwargs)
 
         return SimpleNamespace(remote=remote)
 
 
 def install(given: Given) -> None:
-    """From now on OpenRLHF's ``create_vllm_engines`` makes adaptive engines."""
+    """From now on OpenRLHF's ``create_vllm_engines`` makes adaptive engines, and waits until all of them are up.
+
+    Otherwise one that is refused would be waited for by the trainer, which has loaded its model by then and joins the
+    group of weight updates with it: half an hour.
+    """
+    from openrlhf.trainer import ray as where_it_looks
     from openrlhf.trainer.ray import vllm_engine
 
     vllm_engine.RolloutRayActor = Launcher(given)
+    where_it_looks.create_vllm_engines = _until_up(where_it_looks.create_vllm_engines)
+
+
+def _until_up(create: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    @functools.wraps(create)
+    def created(*args: Any, **named: Any) -> list[Any]:
+        import ray
+
+        engines = create(*args, **named)
+        ray.get([engine.get_num_unfinished_requests.remote() for engine in engines])
+        return engines
+
+    return created

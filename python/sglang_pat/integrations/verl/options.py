@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sglang_pat import settings
+from sglang_pat import job_settings, settings
 from sglang_pat.plugin import VARIABLE
 
 if TYPE_CHECKING:
@@ -67,10 +67,9 @@ def check(config: RolloutConfig, gpus_per_node: int | None = None) -> None:
         gpus_per_node: of the job, where it is known.
 
     Raises:
-        ValueError: an unknown setting, a wrong value, degrees that do not fit the GPUs.
+        ValueError: an unknown setting, a wrong value, degrees that do not fit the GPUs, a file that cannot be used.
     """
     tp = config.tensor_model_parallel_size
-    base = settings.fields(given(config), WHERE).get(settings.BASE_TP.name, settings.BASE_TP.default)
     for name in ("data_parallel_size", "pipeline_model_parallel_size"):
         if (value := getattr(config, name)) != 1:
             raise ValueError(
@@ -82,6 +81,6 @@ def check(config: RolloutConfig, gpus_per_node: int | None = None) -> None:
             f"rollout.tensor_model_parallel_size is {tp}, must divide the node's {gpus_per_node} GPUs: "
             f"{settings.divisors(gpus_per_node)}; an adaptive engine of {gpus_per_node} owns them all"
         )
-    settings.base_layout(base, tp, WHERE)
+    job_settings.check(given(config, 0), tp, WHERE)
     if getattr(config.disaggregation, "enabled", False):
         raise ValueError("rollout.disaggregation.enabled is true, must be false: an adaptive engine does both itself")

@@ -21,8 +21,10 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils
+from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 
+from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, spread
 from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer, refuse_elsewhere, rules
@@ -35,9 +37,15 @@ WAITING_FILE = "tail_batching.pt"
 
 
 class _Adaptive(PPOTrainer):
-    """Says how far trainer and engine disagree about a token, by the TP degree that generated it."""
+    """Says how far trainer and engine disagree about a token, by the TP degree that generated it.
+
+    Refuses the engine's settings before anything is loaded.
+    """
 
     def __init__(self, config: DictConfig) -> None:
+        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        if options.adaptive(rollout, helper=False):
+            options.check(rollout, rollout.n_gpus_per_node)
         config = deepcopy(config)
         if (mode := config.trainer.v1.trainer_mode) != f"{PREFIX}sync":
             refuse_elsewhere(mode, dict(config.trainer.v1.get(mode, {})))
@@ -88,8 +96,8 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         rollout = self.config.actor_rollout_ref.rollout
-        options = dict(self.config.trainer.v1.get(f"{PREFIX}sync", {}))
-        wanted = rules(options, self.config.data.train_batch_size, rollout.n)
+        given = dict(self.config.trainer.v1.get(f"{PREFIX}sync", {}))
+        wanted = rules(given, self.config.data.train_batch_size, rollout.n)
         if wanted is None:
             return super()._build_replay_buffer()
         sampler = self.config.trainer.v1.sampler

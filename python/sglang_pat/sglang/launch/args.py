@@ -18,11 +18,11 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
-from sglang_pat.config import AdaptiveConfig, parse_degrees
+from sglang_pat.config import AdaptiveConfig
 from sglang_pat.errors import one_line
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.settings import SETTINGS
+from sglang_pat.settings import SETTINGS, configuration
 from sglang_pat.sglang.launch import cuda
 from sglang_pat.sglang.launch.early import check_model_path, check_second_port
 from sglang_pat.sglang.launch.flags import refuse_flags
@@ -99,22 +99,8 @@ class AdaptiveServerArgs(ServerArgs):
     def adaptive_config(self) -> AdaptiveConfig:
         """Raises ``ValueError`` for an impossible layout, candidate or mode."""
         given = ParallelLayout(self.tp_size, self.dp_size)
-        return AdaptiveConfig(
-            base=given.with_tp(self.pat_base_tp) if self.pat_base_tp else given,
-            degrees=parse_degrees(self.pat_candidates),
-            policy=self.pat_policy or ("survival" if self.pat_profile else "threshold"),
-            profile=self.pat_profile,
-            profile_as_is=self.pat_profile_as_is,
-            calibrate=self.pat_calibrate,
-            log=self.pat_log,
-            max_running=self.max_running_requests,
-            schedule=self.pat_schedule,
-            switch_at=self.pat_switch_at,
-            weights=self.pat_weights,
-            kv=self.pat_kv,
-            kv_exchange=self.pat_kv_exchange,
-            gpu_order=self.pat_gpu_order,
-        )
+        base = given.with_tp(self.pat_base_tp) if self.pat_base_tp else given
+        return configuration(vars(self), base, self.max_running_requests)
 
     def gpu_of_rank(self, rank: int) -> int:
         """Number of the GPU on this machine that ``rank`` runs on."""

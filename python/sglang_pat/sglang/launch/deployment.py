@@ -8,8 +8,7 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_pat.comm import shm
-from sglang_pat.coordinator import schedule
-from sglang_pat.messages import ScheduleEntry
+from sglang_pat.job_settings import read_files
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import Fingerprint, Profile
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs
@@ -48,37 +47,13 @@ def deployment(args: AdaptiveServerArgs, kv_tokens: int = 0, max_running: int = 
     )
 
 
-def first_schedule(args: AdaptiveServerArgs) -> list[ScheduleEntry] | None:
-    """The entries of ``--pat-schedule``, or none with ``--pat-log``, which counts requests as a schedule does.
-
-    Raises:
-        ValueError: one line; there are none to be had from the file.
-    """
-    if args.pat_schedule is None:
-        return None if args.pat_log is None else []
-    entries = schedule.read(args.pat_schedule)
-    try:
-        schedule.check_degrees(entries, args.adaptive_config().layouts)
-    except ValueError as error:
-        raise ValueError(f"--pat-schedule {args.pat_schedule}: {error}") from None
-    return entries
-
-
 def check_files(args: AdaptiveServerArgs) -> Profile | None:
     """The profile of ``--pat-profile``.
 
     Raises:
-        ValueError: it is not of this deployment, ``--pat-schedule`` not a schedule for it, or ``--pat-log`` cannot be
-            written.
+        ValueError: it is not of this deployment; as :func:`~sglang_pat.job_settings.read_files`.
     """
-    first_schedule(args)
-    profile = None
-    if args.pat_profile is not None:
-        profile = profiles.load(args.pat_profile)
+    profile = read_files(args.adaptive_config())
+    if profile is not None:
         profiles.check_fits(profile, deployment(args), args.pat_profile)
-    if args.pat_log is not None:
-        try:
-            open(args.pat_log, "ab").close()
-        except OSError as error:
-            raise ValueError(f"--pat-log {args.pat_log}: {error.strerror}; give a file that can be written") from None
     return profile

@@ -1,9 +1,9 @@
-"""Weight updates that do not fit are refused before anything is written.
+"""Requests with new weights that do not fit are refused before anything of them is written.
 
 SGLang writes tensor after tensor, and finds a wrong one when half of the weights are new; of a name that it does not
 know it says so in its log and goes on.  Here a whole request is looked at first, by all ranks: either each of them
-takes all of its tensors, or none takes any.  Over IPC (checkpoint-engine) that holds for each bucket: what will be in
-the next ones nobody knows.
+takes all of its tensors, or none takes any.  An update may be many requests, and over IPC (checkpoint-engine) a request
+many buckets: what will be in the next ones nobody knows, and what earlier ones brought stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_pat.weights.shards import ShardSpec
 
 T = TypeVar("T")
 
-REFUSED = "weight update refused, all weights are as they were"
+REFUSED = "weight update refused, no tensor of this request was written; send the whole update again"
 BROKEN_OFF = "weight update broken off, some of the weights are new: send all of them again"
 
 LATE, ATTEMPTS = "Shared memory manager connection has timed out", 30

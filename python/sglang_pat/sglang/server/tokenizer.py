@@ -18,9 +18,9 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
+from sglang_pat.job_settings import first_schedule
 from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.sglang.channels import AsyncOrderedReceiver
-from sglang_pat.sglang.launch.deployment import first_schedule
 from sglang_pat.sglang.server.calibration import calibrate
 from sglang_pat.sglang.server.ending import Ending, EndingHandler, handlers
 from sglang_pat.sglang.server.entrance import Entrance, route
@@ -57,8 +57,9 @@ class AdaptiveTokenizerManager(TokenizerManager):
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self.pat_weight_updates = 0
-        self.pat_first_schedule = first_schedule(server_args)
-        self._pat_calibrates = server_args.adaptive_config().calibrates
+        config = server_args.adaptive_config()
+        self.pat_first_schedule = first_schedule(config)
+        self._pat_calibrates = config.calibrates
         self._pat_calibration: asyncio.Task | None = None
         folder = server_args.pat_rollout_dir
         metrics = RolloutMetrics() if server_args.enable_metrics else None

@@ -1,0 +1,63 @@
+"""What goes wrong in an OpenRLHF job ends it: with a line that says why, without a hang."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sglang_pat.sglang.checks import faults
+
+from .jobs import ROOT, OpenRlhfJob, nothing_left
+
+pytestmark = [pytest.mark.integration, pytest.mark.soak]
+
+MODES = ["collocated", "async"]
+FAULTY = ("--reward.remote_url", str(ROOT / "tests" / "integration" / "openrlhf_faults.py"))
+TENSORS = 30
+"""Of the model: one call each."""
+
+
+@pytest.fixture
+def failed(flat, tmp_path, monkeypatch):
+    """Runs a job that fails; nothing of it stays."""
+    monkeypatch.setenv("PAT_TEST_JOB", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+
+    def run(*args: str, model: Path = flat) -> OpenRlhfJob:
+        (out := tmp_path / "out").mkdir()
+        job = OpenRlhfJob(model, out, args)
+        assert job.code != 0
+        assert nothing_left("PAT_TEST_JOB", str(tmp_path))
+        return job
+
+    return run
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_update_with_an_unknown_name(failed, monkeypatch, mode):
+    monkeypatch.setenv("PAT_TEST_FAULT", f"name:{TENSORS + 5}")
+    job = failed("--mode", mode, *FAULTY)
+    line = "weight update refused, no tensor of this request was written; send the whole update again: the model has no"
+    assert line in job.log and len(job.steps) <= 2, job.tail
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trainer_dies_in_an_update(failed, monkeypatch, mode):
+    monkeypatch.setenv("PAT_TEST_FAULT", f"die:{TENSORS + 5}")
+    job = failed("--mode", mode, *FAULTY)
+    assert "ActorDiedError" in job.log and len(job.steps) <= 2, job.tail
+
+
+def test_engine_dies_in_a_switch(failed, monkeypatch):
+    monkeypatch.setenv(faults.ENV, "EXCHANGE:1:kill")
+    job = failed("--mode", "async")
+    assert "is gone (killed or exited) during" in job.log and not job.steps, job.tail
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_refused_model(failed, refused_model, mode):
+    job = failed("--mode", mode, model=refused_model)
+    assert "--adaptive-tp does not support Gemma2ForCausalLM: its attention logits are soft-capped" in job.log, job.tail
+    assert not job.steps
