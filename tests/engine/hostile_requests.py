@@ -36,8 +36,18 @@ junk = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(words, inner, max_size=3)),
     max_leaves=8,
 )
+counts = st.sampled_from([0, 1, 3, 1000, 4096, 4097, 5000, 10**6, 2**32 - 2, 2**32])
 patterns = st.one_of(
-    words, st.sampled_from(["a", "[ab]+", "(a+)+$", ".*.*.*x", "(?=a)b", r"(a)\1", "a{3}", "(a{1000}){1000}", "\\d*"])
+    words,
+    st.sampled_from(["a", "[ab]+", "(a+)+$", ".*.*.*x", "(?=a)b", r"(a)\1", "a{3}", "(a{1000}){1000}", "\\d*"]),
+    st.builds(
+        "{}{}{{{},}}{}".format,
+        st.sampled_from(["", "(.+)+", ".*", "a?"]),
+        st.sampled_from(["a", ".", "(?=a)", "(?:a|.)", "()"]),
+        counts,
+        st.sampled_from(["", r"\x00", "+", "?"]),
+    ),
+    st.builds("(?!a{{{},}}){}".format, counts, st.sampled_from(["a", "(.+)+", ".*"])),
 )
 schemas = st.one_of(
     words,

@@ -60,6 +60,8 @@ CRASHES = {
     "no tokens between two chunks": {"stream_interval": 0},
     "a seed of 70 bits": {"sampling_seed": 2**70},
     "a pattern that takes for ever": {"stop_regex": "(a+)+$"},
+    "a pattern that takes for ever, and wants more than there is": {"stop_regex": r"(.+)+\x00(?!a{5000,})"},
+    "patterns that take for ever together": {"stop_regex": [r".*.{0,2}\x00"] * 1024},
 }
 
 
