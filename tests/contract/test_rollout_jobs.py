@@ -292,3 +292,44 @@ def test_a_verdict_that_is_late(make):
             rollouts.judge(Verdict(key=(0, 77), keep=False))
 
     asyncio.run(run())
+
+
+def test_tokens_of_all_jobs_are_bounded(make, monkeypatch):
+    """Each body is small enough; all that is kept of them is counted, and what has gone is not."""
+    from sglang_pat.sglang.server import intake
+
+    monkeypatch.setattr(intake, "MAX_PROMPT_TOKENS", 24)
+    refused = pytest.raises(ValueError, match="at most 24 together; give fewer, or drop a job")
+
+    async def run():
+        rollouts = make()
+        a, b = (call(0, 6, job=name) for name in "ab")  # 12 tokens each, of which a round returns 4
+        await read(rollouts, a)
+        assert rollouts._jobs.get("a").tokens == 8
+        await read(rollouts, b)
+        with refused as caught:
+            await read(rollouts, call(6, 5, job="b"))
+        assert "10 tokens, and 16 are there" in str(caught.value) and "\n" not in str(caught.value)
+        with refused:
+            await read(rollouts, call(0, 5, job="new"))
+        assert rollouts._jobs.get("b").tokens == 8 and rollouts._jobs.get("new") is None
+
+        # In a round, which waits for verdicts: what comes with the call, and what is fed.
+        events = rollouts.events(call(6, 2, job="a", filter_groups=True))
+        await anext(events)
+        more = intake.parse_more(b'{"job": "a", "prompts": [{"key": [0, 8], "input_ids": [3, 1, 1, 1, 1]}]}')
+        with refused:
+            rollouts.feed(more)
+        more.prompts[0].input_ids.pop()
+        assert rollouts.feed(more)
+        assert rollouts._jobs.tokens_beside("b") == 16
+        await events.aclose()
+        await rollouts._over("a")
+        assert rollouts._jobs.tokens_beside("b") == 16, "the round was taken back"
+
+        with refused:
+            await read(rollouts, call(6, 1, job="b"))
+        await rollouts.forget("a")
+        await read(rollouts, call(6, 1, job="b"))
+
+    asyncio.run(run())

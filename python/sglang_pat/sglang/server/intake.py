@@ -15,7 +15,7 @@ from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.rules import Rules
 from sglang_pat.admission.turns import ENVIRONMENT_SECONDS, MAX_SECONDS
 from sglang_pat.sglang.sampling import Sampling, checked
-from sglang_pat.sglang.server.jobs import check_job
+from sglang_pat.sglang.server.jobs import check_job, held
 
 MAX_BODY_BYTES = 64 << 20
 """Of ``POST /pat/rollout``."""
@@ -25,6 +25,9 @@ MAX_ROUND_SAMPLES = 32_768
 
 MAX_PROMPTS = 65_536
 """Prompts that a job may have waiting, those of the call included."""
+
+MAX_PROMPT_TOKENS = 1 << 25
+"""Of the prompts of all jobs that wait or are in a round: each takes 8 to 40 bytes."""
 
 Number = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 """Whole, and the same in every JSON reader."""
@@ -182,12 +185,21 @@ class Intake:
         """(key, prompt as token ids) of each."""
         return [(p.key, {"input_ids": self._ids(p, f"prompts[{i}]", new_tokens)}) for i, p in enumerate(prompts)]
 
-    def fits(self, admitter: Admitter, new_prompts: int, new_tokens: int) -> None:
-        """Prompts that wait from earlier calls must leave room for so many more, and for so many tokens."""
+    def fits(self, admitter: Admitter, prompts: list[tuple[Any, dict[str, Any]]], new_tokens: int, others: int) -> None:
+        """What waits from earlier calls must leave room for ``prompts``, and for ``new_tokens`` after each of its own.
+
+        ``others``: tokens of the prompts of all other jobs.
+        """
         groups = (*admitter.state.waiting, *admitter.state.fresh)
-        if len(groups) + new_prompts > MAX_PROMPTS:
+        if len(groups) + len(prompts) > MAX_PROMPTS:
             raise ValueError(
-                f"prompts: {new_prompts}, and {len(groups)} wait from earlier calls; at most {MAX_PROMPTS} together"
+                f"prompts: {len(prompts)}, and {len(groups)} wait from earlier calls; at most {MAX_PROMPTS} together"
+            )
+        given, before = sum(len(prompt["input_ids"]) for _, prompt in prompts), held(admitter.state) + others
+        if given + before > MAX_PROMPT_TOKENS:
+            raise ValueError(
+                f"prompts: {given} tokens, and {before} are there from earlier calls in all jobs; at most "
+                f"{MAX_PROMPT_TOKENS} together; give fewer, or drop a job (DELETE /pat/rollout/JOB)"
             )
         for group in groups:
             length = len(group.prompt["input_ids"])
