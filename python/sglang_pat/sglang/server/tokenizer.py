@@ -18,8 +18,10 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
+from sglang_pat.dropped import Dropped
 from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.sglang.channels import AsyncOrderedReceiver
+from sglang_pat.sglang.isolation import IsolatingDispatcher
 from sglang_pat.sglang.launch.deployment import first_schedule
 from sglang_pat.sglang.server.calibration import calibrate
 from sglang_pat.sglang.server.ending import Ending, EndingHandler, handlers
@@ -70,6 +72,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
                 (messages.ScheduleReply, self._pat_reply),
             ]
         )
+        self._result_dispatcher = IsolatingDispatcher(self._result_dispatcher, self._pat_dropped, fatal=())
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -192,7 +195,8 @@ class AdaptiveTokenizerManager(TokenizerManager):
 
     def init_ipc_channels(self, port_args) -> None:
         super().init_ipc_channels(port_args)
-        self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer)
+        self._pat_dropped = Dropped(self.server_args.enable_metrics)
+        self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer, self._pat_dropped)
 
     def _pat_reply(self, reply: Any) -> None:
         future = self._pat_waiting.pop(reply.query_id, None)
