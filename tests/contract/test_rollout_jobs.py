@@ -55,7 +55,7 @@ def make(tmp_path):
 
 def call(first: int, count: int, lengths=(3, 4, 5, 30), **fields):
     """The body of a round of two prompts with one response each; prompts with these indices come with it."""
-    from sglang_pat.sglang.server.intake import parse
+    from sglang_pat.sglang.server.bodies import parse
 
     prompts = [{"key": [0, i], "input_ids": [lengths[i % len(lengths)], i]} for i in range(first, first + count)]
     given = {
@@ -228,7 +228,7 @@ def test_a_client_that_is_gone_before_its_round_is_saved(make, monkeypatch):
 
 def test_prompts_that_a_round_asks_for(make):
     """All of the first ones are useless: it asks, gets others, and the batch is full."""
-    from sglang_pat.sglang.server.intake import MorePrompts, Prompt, Verdict
+    from sglang_pat.sglang.server.bodies import MorePrompts, Prompt, Verdict
 
     async def run():
         rollouts, given, found = make(), 6, []
@@ -253,7 +253,7 @@ def test_prompts_that_a_round_asks_for(make):
 
 def test_a_round_says_what_it_waits_for(make, monkeypatch):
     """No verdict, and no prompts: it says so; without prompts it ends at last with what it has."""
-    from sglang_pat.sglang.server.intake import Verdict
+    from sglang_pat.sglang.server.bodies import Verdict
 
     monkeypatch.setattr(round_events, "WAITING_SECONDS", 0.05)
 
@@ -276,7 +276,7 @@ def test_a_round_says_what_it_waits_for(make, monkeypatch):
 
 
 def test_a_verdict_that_is_late(make):
-    from sglang_pat.sglang.server.intake import Verdict
+    from sglang_pat.sglang.server.bodies import Verdict
 
     async def run():
         rollouts, judged = make(), []
@@ -290,46 +290,5 @@ def test_a_verdict_that_is_late(make):
         assert waiting(rollouts)[1] == [judged[2][1]]
         with pytest.raises(ValueError, match="key is"):
             rollouts.judge(Verdict(key=(0, 77), keep=False))
-
-    asyncio.run(run())
-
-
-def test_tokens_of_all_jobs_are_bounded(make, monkeypatch):
-    """Each body is small enough; all that is kept of them is counted, and what has gone is not."""
-    from sglang_pat.sglang.server import intake
-
-    monkeypatch.setattr(intake, "MAX_PROMPT_TOKENS", 24)
-    refused = pytest.raises(ValueError, match="at most 24 together; give fewer, or drop a job")
-
-    async def run():
-        rollouts = make()
-        a, b = (call(0, 6, job=name) for name in "ab")  # 12 tokens each, of which a round returns 4
-        await read(rollouts, a)
-        assert rollouts._jobs.get("a").tokens == 8
-        await read(rollouts, b)
-        with refused as caught:
-            await read(rollouts, call(6, 5, job="b"))
-        assert "10 tokens, and 16 are there" in str(caught.value) and "\n" not in str(caught.value)
-        with refused:
-            await read(rollouts, call(0, 5, job="new"))
-        assert rollouts._jobs.get("b").tokens == 8 and rollouts._jobs.get("new") is None
-
-        # In a round, which waits for verdicts: what comes with the call, and what is fed.
-        events = rollouts.events(call(6, 2, job="a", filter_groups=True))
-        await anext(events)
-        more = intake.parse_more(b'{"job": "a", "prompts": [{"key": [0, 8], "input_ids": [3, 1, 1, 1, 1]}]}')
-        with refused:
-            rollouts.feed(more)
-        more.prompts[0].input_ids.pop()
-        assert rollouts.feed(more)
-        assert rollouts._jobs.tokens_beside("b") == 16
-        await events.aclose()
-        await rollouts._over("a")
-        assert rollouts._jobs.tokens_beside("b") == 16, "the round was taken back"
-
-        with refused:
-            await read(rollouts, call(6, 1, job="b"))
-        await rollouts.forget("a")
-        await read(rollouts, call(6, 1, job="b"))
 
     asyncio.run(run())

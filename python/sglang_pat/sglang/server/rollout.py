@@ -23,7 +23,8 @@ from sglang_pat.admission.turns import Turns
 from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.sglang.server.intake import Answer, Intake, MorePrompts, RolloutBody, Verdict
+from sglang_pat.sglang.server.bodies import Answer, MorePrompts, RolloutBody, Verdict
+from sglang_pat.sglang.server.intake import Intake
 from sglang_pat.sglang.server.jobs import Busy, Job, Jobs, NotSaved, check_job, held
 from sglang_pat.sglang.server.rollout_backend import ManagerBackend
 from sglang_pat.sglang.server.rollout_events import described
