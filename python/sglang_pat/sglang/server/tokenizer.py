@@ -64,7 +64,8 @@ class AdaptiveTokenizerManager(TokenizerManager):
         folder = server_args.pat_rollout_dir
         metrics = RolloutMetrics() if server_args.enable_metrics else None
         self.pat_rollouts = Rollouts(self, Path(folder) if folder else None, metrics)
-        self._result_dispatcher += TypeBasedDispatcher(
+        dispatcher: Any = self._result_dispatcher
+        dispatcher += TypeBasedDispatcher(
             [
                 (messages.StatusReply, self._pat_reply),
                 (messages.ReconfigureReply, self._pat_reply),
@@ -72,7 +73,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
                 (messages.ScheduleReply, self._pat_reply),
             ]
         )
-        self._result_dispatcher = IsolatingDispatcher(self._result_dispatcher, self._pat_dropped, fatal=())
+        self._result_dispatcher = IsolatingDispatcher(dispatcher, self._pat_dropped, fatal=())
 
     # -- the end ----------------------------------------------------------------------------------
 
