@@ -114,6 +114,18 @@ def test_patterns_that_take_for_ever(package, pattern):
         package.sampling.checked({"stop_regex": pattern})
 
 
+def test_patterns_of_many_samples_are_bounded_together(package):
+    """They are parsed in the server's event loop."""
+    same = [{"stop_regex": "a" * 1000}] * 1000
+    assert package.sampling.checked_all(same) == same
+    other = [{"stop_regex": [f"{i:04}" * 250]} for i in range(16)]
+    assert package.sampling.checked_all(other) == other
+    with pytest.raises(ValueError, match="more than 16384 characters for all samples together"):
+        package.sampling.checked_all(other + same)
+    with pytest.raises(ValueError, match="must be an object"):
+        package.sampling.checked_all([{}, 5])
+
+
 @pytest.mark.parametrize("value", [True, 16.0, 10**30, 2**63, "x", [1], -5, None])
 def test_length_limits_are_small_whole_numbers_whatever_was_given(package, value):
     params = SimpleNamespace(custom_params={"pat_limit": value}, max_new_tokens=7)

@@ -9,6 +9,7 @@ import math
 import re
 import re._parser as sre_parse  # pyright: ignore[reportMissingImports]  # there is no public one; SGLang has it from here too
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 LONGEST_TEXT = 4096
@@ -16,6 +17,9 @@ LONGEST_TEXT = 4096
 
 MAX_CHARACTERS = 1024
 """Of the patterns of a request together: parsing them holds everybody up, and so does compiling them on the ranks."""
+
+MAX_OTHERS = 16 * MAX_CHARACTERS
+"""Characters of the patterns of a request for many samples, equal ones counted once: they are parsed in one go."""
 
 MAX_STEPS = 32 * LONGEST_TEXT
 """Of the patterns of a request together, from one place of the text: what an open-ended repetition may come to with
@@ -56,6 +60,7 @@ def check(patterns: Sequence[str]) -> None:
             )
 
 
+@lru_cache(maxsize=MAX_OTHERS)
 def steps(pattern: str) -> float:
     """Steps to look for ``pattern`` from one place of the text, at most.
 

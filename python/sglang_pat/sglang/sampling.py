@@ -105,6 +105,26 @@ def checked(given: Any) -> dict[str, Any]:
     return params
 
 
+def checked_all(given: list[Any]) -> list[dict[str, Any]]:
+    """:func:`checked`, of each sample of a request."""
+    found: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    left = patterns.MAX_OTHERS
+    for one in given:
+        params = checked(one)
+        texts = params.get("stop_regex") or ()
+        new = {texts} - seen if isinstance(texts, str) else set(texts) - seen
+        seen |= new
+        left -= sum(map(len, new))
+        if left < 0:
+            raise ValueError(
+                f"sampling_params.stop_regex: more than {patterns.MAX_OTHERS} characters for all samples together; "
+                "send several requests"
+            )
+        found.append(params)
+    return found
+
+
 def _plain(name: str, value: Any) -> Any:
     """``value`` as SGLang's arithmetic takes it."""
     if name in _WHOLE:
