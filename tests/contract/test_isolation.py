@@ -1,12 +1,15 @@
-"""A message that cannot be read is dropped by the coordinator; one of a switch ends it."""
+"""A message that cannot be read is dropped by whoever gets it; one of a switch ends the engine."""
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections import deque
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import zmq
 
 from sglang_pat import messages
 from sglang_pat.dropped import Dropped
@@ -19,7 +22,7 @@ REPORT = messages.LoadReport(
 
 
 class Socket:
-    """What the coordinator reads from: frames, or a pickle."""
+    """What a process reads from: frames, or a pickle."""
 
     def __init__(self, *content) -> None:
         self._content = deque(content)
@@ -30,12 +33,19 @@ class Socket:
     def recv_multipart(self) -> list[bytes]:
         return self._content.popleft()
 
-    def recv_pyobj(self):
-        return pickle.loads(self._content.popleft())
+    def recv(self, flags: int = 0) -> bytes:
+        if not self._content:
+            raise zmq.Again()
+        return self._content.popleft()
+
+    def recv_pyobj(self, flags: int = 0):
+        return pickle.loads(self.recv(flags))
 
 
 class Heard:
     """Stands for the coordinator: notes what reaches it."""
+
+    config = SimpleNamespace(num_ranks=2)
 
     def __init__(self) -> None:
         self.events: list = []
@@ -58,6 +68,8 @@ BAD = {
     "no frames": (b"p",),
     "too many frames": (b"p", b"1", b"", b""),
     "no rank": (b"p", b"x", messages.encode(REPORT)),
+    "of a rank that is not there": (b"h", b"7", pickle.dumps("a reply")),
+    "of another rank than it says": (b"p", b"0", messages.encode(REPORT)),
     "not a report": (b"p", b"1", msgspec.msgpack.encode({"type": "LoadReport", "rank": "one"})),
     "a limit that is no number": (
         b"p", b"1", msgspec.msgpack.encode(msgspec.to_builtins(REPORT) | {"requests": [[1, 2, 16.0, 4]]}),
@@ -99,10 +111,125 @@ def test_what_the_server_sends_is_dropped_if_it_cannot_be_read():
     assert [name for name, _ in heard.events] == ["status"] and dropped.total == 1
 
 
+JUNK = (b"", b"\x80\x05junk", pickle.dumps(messages.StatusQuery)[:-9], b"cnowhere\nnobody\n.")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_outputs_that_cannot_be_read_are_dropped(asynchronous):
+    """In the detokenizer, and in the server."""
+    from sglang_pat.sglang.channels import AsyncOrderedReceiver, OrderedReceiver
+    from sglang_pat.switch.order import Stamped
+
+    class AsyncSocket(Socket):
+        async def recv(self, flags: int = 0) -> bytes:
+            return super().recv(flags)
+
+    frames = (JUNK[0], pickle.dumps(Stamped(0, 1, None, "first")), *JUNK[1:], pickle.dumps("second"))
+    dropped = Dropped()
+    if asynchronous:
+        receiver = AsyncOrderedReceiver(AsyncSocket(*frames), dropped)
+
+        async def both() -> list:
+            return [await receiver.recv_pyobj(), await receiver.recv_pyobj()]
+
+        found = asyncio.run(both())
+    else:
+        receiver = OrderedReceiver(Socket(*frames), dropped)
+        found = [receiver.recv_pyobj(), receiver.recv_pyobj()]
+    assert found == ["first", "second"] and dropped.total == len(JUNK)
+
+
+def test_a_leader_drops_what_it_cannot_read():
+    """SGLang reads until the socket is empty, and that is the one error that it expects."""
+    from sglang_pat.sglang.isolation import ReadableSocket
+
+    dropped = Dropped()
+    socket = ReadableSocket(Socket(*JUNK[:2], pickle.dumps("first"), *JUNK[2:]), dropped)
+    assert socket.recv_pyobj(zmq.NOBLOCK) == "first"
+    with pytest.raises(zmq.Again):
+        socket.recv_pyobj(zmq.NOBLOCK)
+    assert dropped.total == len(JUNK) and not socket.poll(0), "everything else is the socket's"
+
+
+def test_all_receivers_are_behind_that(monkeypatch):
+    """What SGLang reads from, in each process, after it has made its sockets."""
+    from sglang.srt.managers.detokenizer_manager import DetokenizerManager
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    from sglang_pat.sglang import channels, isolation
+    from sglang_pat.sglang.rank import scheduler
+    from sglang_pat.sglang.rank.process import AdaptiveDetokenizerManager
+    from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+
+    def made(kind: type, base: type, name: str, *args) -> object:
+        monkeypatch.setattr(base, "init_ipc_channels", lambda self, *_: setattr(self, name, Socket()))
+        manager = kind.__new__(kind)
+        manager.dropped, manager.rank, manager._channel_address = Dropped(), 0, ""
+        manager.server_args = SimpleNamespace(enable_metrics=False)
+        manager.send_to_detokenizer = manager.idle_sleeper = None
+        manager.init_ipc_channels(*args)
+        return getattr(manager, name)
+
+    monkeypatch.setattr(scheduler, "RankChannel", lambda *args: None)
+    args = SimpleNamespace(enable_metrics=False)
+    leader = made(scheduler.AdaptiveScheduler, Scheduler, "recv_from_tokenizer", None)
+    assert isinstance(leader, isolation.ReadableSocket)
+    detokenizer = made(AdaptiveDetokenizerManager, DetokenizerManager, "recv_from_scheduler", None, args)
+    assert type(detokenizer) is channels.OrderedReceiver
+    server = made(AdaptiveTokenizerManager, TokenizerManager, "recv_from_detokenizer", None)
+    assert type(server) is channels.AsyncOrderedReceiver
+
+
+def test_the_detokenizer_drops_what_it_does_not_know_but_no_batch():
+    """The requests of a batch that is lost would wait for ever."""
+    from sglang.srt.managers import io_struct as io
+    from sglang.srt.managers.detokenizer_manager import DetokenizerManager
+
+    from sglang_pat.sglang.rank.process import AdaptiveDetokenizerManager
+
+    manager = AdaptiveDetokenizerManager.__new__(AdaptiveDetokenizerManager)
+    manager.dropped = Dropped()
+    manager.init_request_dispatcher()
+    assert isinstance(manager, DetokenizerManager)
+    assert manager._request_dispatcher({"what": "is this"}) is None and manager.dropped.total == 1
+    with pytest.raises((AttributeError, TypeError)):
+        manager._request_dispatcher(io.BatchTokenIDOutput.__new__(io.BatchTokenIDOutput))
+
+
+def test_the_server_drops_what_it_cannot_handle(monkeypatch):
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.utils import TypeBasedDispatcher
+
+    from sglang_pat.sglang.server import tokenizer
+
+    def made(self, server_args, port_args) -> None:
+        self.server_args, self._pat_dropped = server_args, Dropped()
+        self._result_dispatcher = TypeBasedDispatcher([])
+
+    monkeypatch.setattr(TokenizerManager, "__init__", made)
+    monkeypatch.setattr(tokenizer, "first_schedule", lambda args: None)
+    args = SimpleNamespace(
+        pat_rollout_dir=None, enable_metrics=False, adaptive_config=lambda: SimpleNamespace(calibrates=False)
+    )
+    manager = tokenizer.AdaptiveTokenizerManager(args, None)
+    manager._result_dispatcher(("what", "is this"))
+    answers: list = []
+    manager._pat_waiting[3] = SimpleNamespace(done=lambda: False, set_result=answers.append)
+    manager._result_dispatcher(messages.StatusReply(query_id=[], status={}))
+    assert manager._pat_dropped.total == 2
+    manager._result_dispatcher(messages.StatusReply(query_id=3, status={}))
+    assert len(answers) == 1
+
+
+def test_a_trace_that_nobody_asked_for_is_left():
+    from sglang_pat.coordinator.traces import Traces
+
+    Traces(2, None).heard(messages.RankTrace(rank=0, query_id=5, steps=[]))
+
+
 def test_a_report_that_cannot_be_made_is_replaced_by_a_shorter_one():
     """The coordinator routes by the numbers; what it knows of each request comes with the next report."""
-    from types import SimpleNamespace
-
     from sglang_pat.sglang.rank.load_reports import LoadReporter
 
     sent = []

@@ -11,6 +11,7 @@ import pytest
 from sglang_pat.messages import ScheduleEntry, ScheduleState
 
 from .requests_made import tokenized
+from .test_rollout_jobs import Manager, call, read
 
 pytestmark = pytest.mark.contract
 
@@ -87,7 +88,7 @@ def test_bodies_are_bounded(app, path, monkeypatch):
 
 
 def test_a_round_is_bounded():
-    from sglang_pat.sglang.server.intake import MAX_ROUND_SAMPLES, parse
+    from sglang_pat.sglang.server.bodies import MAX_ROUND_SAMPLES, parse
 
     assert parse(b'{"num_prompts": 512, "num_responses": 16}').started_prompts == 640
     for body in (b'{"num_prompts": 1, "num_responses": 262144}', b'{"num_prompts": 8192, "num_responses": 8}'):
@@ -99,7 +100,7 @@ def test_a_round_is_bounded():
 @pytest.mark.parametrize("number", [2**53 + 1, -(2**53) - 1, 2**64 - 1, 10**30])
 def test_numbers_are_those_of_json(number):
     """Beyond 64 bits the state of a job could not be written, and one more than the last version is computed."""
-    from sglang_pat.sglang.server.intake import parse, parse_verdict
+    from sglang_pat.sglang.server.bodies import parse, parse_verdict
 
     for field in ("version", "end_of_epoch"):
         with pytest.raises(ValueError, match=field):
@@ -211,7 +212,7 @@ def test_the_warm_up_does_not_count_in_a_schedule(monkeypatch):
     assert seen == [None] and manager.pat_first_schedule == ["given"]
 
 
-class Manager:
+class Scheduling:
     """The part of the TokenizerManager that sets schedules."""
 
     def __init__(self, first) -> None:
@@ -227,19 +228,19 @@ class Manager:
 
 def test_the_first_schedule_goes_out_once_and_not_after_another():
     """With ``--pat-log`` alone an empty one does: requests count from then on."""
-    from sglang_pat.sglang.launch.deployment import first_schedule
+    from sglang_pat.job_settings import first_schedule
     from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager as Ours
 
-    given = SimpleNamespace(pat_schedule=None, pat_log=None)
+    given = SimpleNamespace(schedule=None, log=None)
     assert first_schedule(given) is None
-    given.pat_log = "decisions.jsonl"
+    given.log = "decisions.jsonl"
     assert first_schedule(given) == []
     for first, entries in ((None, []), ([], [[]])):
-        manager = Manager(first)
+        manager = Scheduling(first)
         for _ in range(2):
             Ours._begin_schedule(manager)
         assert [message.entries for message in manager.sent] == entries
-    manager, mine = Manager([ScheduleEntry(tp=4)]), [ScheduleEntry(tp=2)]
+    manager, mine = Scheduling([ScheduleEntry(tp=4)]), [ScheduleEntry(tp=2)]
     asyncio.run(Ours.pat_set_schedule(manager, mine))
     Ours._begin_schedule(manager)
     assert [message.entries for message in manager.sent] == [mine]
@@ -249,3 +250,45 @@ def test_health_probes_do_not_count_in_a_schedule():
     from sglang_pat.sglang.controls import classify
 
     assert [work.counts for rid in ("r", "HEALTH_CHECK_17") for work in classify(tokenized(rid=rid))] == [True, False]
+
+
+def test_tokens_of_all_jobs_are_bounded(tmp_path, monkeypatch):
+    """Each body is small enough; all that is kept of them is counted, and what has gone is not."""
+    from sglang_pat.sglang.server import bodies, intake
+    from sglang_pat.sglang.server.rollout import Rollouts
+
+    monkeypatch.setattr(intake, "MAX_PROMPT_TOKENS", 24)
+    refused = pytest.raises(ValueError, match="at most 24 together; give fewer, or drop a job")
+
+    async def run():
+        rollouts = Rollouts(Manager(), tmp_path, None)
+        a, b = (call(0, 6, job=name) for name in "ab")  # 12 tokens each, of which a round returns 4
+        await read(rollouts, a)
+        assert rollouts._jobs.get("a").tokens == 8
+        await read(rollouts, b)
+        with refused as caught:
+            await read(rollouts, call(6, 5, job="b"))
+        assert "10 tokens, and 16 are there" in str(caught.value) and "\n" not in str(caught.value)
+        with refused:
+            await read(rollouts, call(0, 5, job="new"))
+        assert rollouts._jobs.get("b").tokens == 8 and rollouts._jobs.get("new") is None
+
+        # In a round, which waits for verdicts: what comes with the call, and what is fed.
+        events = rollouts.events(call(6, 2, job="a", filter_groups=True))
+        await anext(events)
+        more = bodies.parse_more(b'{"job": "a", "prompts": [{"key": [0, 8], "input_ids": [3, 1, 1, 1, 1]}]}')
+        with refused:
+            rollouts.feed(more)
+        more.prompts[0].input_ids.pop()
+        assert rollouts.feed(more)
+        assert rollouts._jobs.tokens_beside("b") == 16
+        await events.aclose()
+        await rollouts._over("a")
+        assert rollouts._jobs.tokens_beside("b") == 16, "the round was taken back"
+
+        with refused:
+            await read(rollouts, call(6, 1, job="b"))
+        await rollouts.forget("a")
+        await read(rollouts, call(6, 1, job="b"))
+
+    asyncio.run(run())

@@ -45,7 +45,7 @@ def test_a_request_that_cannot_be_handled_is_answered_and_ends_nothing():
     from sglang.srt.managers import io_struct as io
 
     from sglang_pat.dropped import Dropped
-    from sglang_pat.sglang.rank.isolation import IsolatingDispatcher
+    from sglang_pat.sglang.isolation import IsolatingDispatcher
 
     def broken(obj):
         raise KeyError("boom")
@@ -63,7 +63,7 @@ def test_a_request_that_cannot_be_handled_is_answered_and_ends_nothing():
 def test_a_step_of_a_switch_that_fails_is_fatal():
     from sglang_pat import messages
     from sglang_pat.dropped import Dropped
-    from sglang_pat.sglang.rank.isolation import IsolatingDispatcher
+    from sglang_pat.sglang.isolation import IsolatingDispatcher
 
     def broken(obj):
         raise RuntimeError("requests were lost")

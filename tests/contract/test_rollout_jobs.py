@@ -55,7 +55,7 @@ def make(tmp_path):
 
 def call(first: int, count: int, lengths=(3, 4, 5, 30), **fields):
     """The body of a round of two prompts with one response each; prompts with these indices come with it."""
-    from sglang_pat.sglang.server.intake import parse
+    from sglang_pat.sglang.server.bodies import parse
 
     prompts = [{"key": [0, i], "input_ids": [lengths[i % len(lengths)], i]} for i in range(first, first + count)]
     given = {
@@ -228,7 +228,7 @@ def test_a_client_that_is_gone_before_its_round_is_saved(make, monkeypatch):
 
 def test_prompts_that_a_round_asks_for(make):
     """All of the first ones are useless: it asks, gets others, and the batch is full."""
-    from sglang_pat.sglang.server.intake import MorePrompts, Prompt, Verdict
+    from sglang_pat.sglang.server.bodies import MorePrompts, Prompt, Verdict
 
     async def run():
         rollouts, given, found = make(), 6, []
@@ -253,7 +253,7 @@ def test_prompts_that_a_round_asks_for(make):
 
 def test_a_round_says_what_it_waits_for(make, monkeypatch):
     """No verdict, and no prompts: it says so; without prompts it ends at last with what it has."""
-    from sglang_pat.sglang.server.intake import Verdict
+    from sglang_pat.sglang.server.bodies import Verdict
 
     monkeypatch.setattr(round_events, "WAITING_SECONDS", 0.05)
 
@@ -276,7 +276,7 @@ def test_a_round_says_what_it_waits_for(make, monkeypatch):
 
 
 def test_a_verdict_that_is_late(make):
-    from sglang_pat.sglang.server.intake import Verdict
+    from sglang_pat.sglang.server.bodies import Verdict
 
     async def run():
         rollouts, judged = make(), []

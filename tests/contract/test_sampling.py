@@ -64,6 +64,9 @@ REFUSED = [
     ({"stop": 5}, "stop"),
     ({"stop": [None]}, "stop"),
     ({"stop": ["a"] * 5000}, "stop: 5000"),
+    ({"stop": ["a" * 1500, "b" * 1500]}, "stop: 3000 characters"),
+    ({"stop_regex": ["." + r"*.{0,2}\x00"] * 1024}, "stop_regex"),
+    ({"stop_regex": ["a" * 2**18] * 8}, "stop_regex: 2097152 characters"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids"),
     ({"stop_token_ids": 5}, "stop_token_ids"),
     ({"json_schema": {"type": "object"}}, "json_schema"),
@@ -100,11 +103,27 @@ def test_deep_parameters_are_refused(package):
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"(a+)+$", r"(a|a)*b", ".*x.*y", "a?" * 30 + "a" * 30, "(a|aa){30}b", r"(a)\1", "(", r"(\w+ )*x"]
-)
+    "pattern",
+    [
+        r"(a+)+$", r"(a|a)*b", ".*x.*y", "a?" * 30 + "a" * 30, "(a|aa){30}b", r"(a)\1", "(", r"(\w+ )*x",
+        r"(.+)+\x00(?!a{5000,})", r".*.{0,2}\x00",
+    ],
+)  # fmt: skip
 def test_patterns_that_take_for_ever(package, pattern):
     with pytest.raises(ValueError, match="stop_regex"):
         package.sampling.checked({"stop_regex": pattern})
+
+
+def test_patterns_of_many_samples_are_bounded_together(package):
+    """They are parsed in the server's event loop."""
+    same = [{"stop_regex": "a" * 1000}] * 1000
+    assert package.sampling.checked_all(same) == same
+    other = [{"stop_regex": [f"{i:04}" * 250]} for i in range(16)]
+    assert package.sampling.checked_all(other) == other
+    with pytest.raises(ValueError, match="more than 16384 characters for all samples together"):
+        package.sampling.checked_all(other + same)
+    with pytest.raises(ValueError, match="must be an object"):
+        package.sampling.checked_all([{}, 5])
 
 
 @pytest.mark.parametrize("value", [True, 16.0, 10**30, 2**63, "x", [1], -5, None])

@@ -1,5 +1,4 @@
-"""Requests that nobody should send, to what this project adds or passes on to the ranks: hypothesis's strategies; no
-test of its own."""
+"""Requests to ``/generate`` that nobody should send: hypothesis's strategies, also for others; no test of its own."""
 
 from __future__ import annotations
 
@@ -36,8 +35,18 @@ junk = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(words, inner, max_size=3)),
     max_leaves=8,
 )
+counts = st.sampled_from([0, 1, 3, 1000, 4096, 4097, 5000, 10**6, 2**32 - 2, 2**32])
 patterns = st.one_of(
-    words, st.sampled_from(["a", "[ab]+", "(a+)+$", ".*.*.*x", "(?=a)b", r"(a)\1", "a{3}", "(a{1000}){1000}", "\\d*"])
+    words,
+    st.sampled_from(["a", "[ab]+", "(a+)+$", ".*.*.*x", "(?=a)b", r"(a)\1", "a{3}", "(a{1000}){1000}", "\\d*"]),
+    st.builds(
+        "{}{}{{{},}}{}".format,
+        st.sampled_from(["", "(.+)+", ".*", "a?"]),
+        st.sampled_from(["a", ".", "(?=a)", "(?:a|.)", "()"]),
+        counts,
+        st.sampled_from(["", r"\x00", "+", "?"]),
+    ),
+    st.builds("(?!a{{{},}}){}".format, counts, st.sampled_from(["a", "(.+)+", ".*"])),
 )
 schemas = st.one_of(
     words,
@@ -128,58 +137,12 @@ generate = st.builds(
     prompts, may(st.one_of(parameters, st.lists(parameters, max_size=3))), fields,
 )  # fmt: skip
 
-keys = may(st.tuples(st.integers(0, 1), st.integers(0, 5)).map(list))
-some_prompts = st.lists(st.fixed_dictionaries({"key": keys, "input_ids": may(token_ids)}), max_size=4)
-rollout = st.fixed_dictionaries(
-    {"num_prompts": may(st.integers(1, 3)), "num_responses": may(st.integers(1, 2))},
-    optional={
-        "mode": may(st.sampled_from(["strict", "reorder", "partial"])),
-        "eta_prompts": may(st.floats(1, 2)),
-        "eta_responses": may(st.floats(1, 2)),
-        "max_deferrals": junk,
-        "max_staleness": junk,
-        "filter_groups": may(st.booleans()),
-        "prompts": may(some_prompts),
-        "sampling_params": may(parameters),
-        "version": junk,
-        "after": junk,
-        "end_of_epoch": junk,
-        "job": may(st.sampled_from(["a", "b", "c"])),
-        "planner": may(st.booleans()),
-        "unknown": junk,
-    },
-)
-more = {"dp": junk, "dry_run": may(st.booleans())}
-reconfigure = may(st.fixed_dictionaries({"tp": may(st.sampled_from([1, 2]))}, optional=more))
-kept = {"key": keys, "keep": may(st.booleans())}
-verdict = may(st.fixed_dictionaries(kept, optional={"reward": numbers, "job": words}))
-answer = may(
-    st.fixed_dictionaries({"sample": junk}, optional={"text": words, "input_ids": may(token_ids), "job": words})
-)
-more_prompts = may(
-    st.fixed_dictionaries(
-        {}, optional={"prompts": may(some_prompts), "end_of_epoch": junk, "no_more": junk, "job": words}
-    )
-)
-schedule = may(st.lists(st.dictionaries(st.sampled_from(["tp", "at_step", "at_tokens", "hold"]), junk), max_size=3))
-
 
 def posted(path: str, bodies: st.SearchStrategy) -> st.SearchStrategy[Call]:
     return bodies.map(lambda body: Call("POST", path, json.dumps(body).encode()))
 
 
-others = st.one_of(
-    posted("/pat/rollout", rollout),
-    posted("/pat/reconfigure", reconfigure),
-    posted("/pat/rollout/verdict", verdict),
-    posted("/pat/rollout/turn", answer),
-    posted("/pat/rollout/prompts", more_prompts),
-    posted("/pat/schedule", schedule),
-    st.sampled_from(["a", "b", "..", "%2e%2e", "%00", "x" * 500]).map(lambda j: Call("DELETE", f"/pat/rollout/{j}")),
-    st.builds(
-        lambda path, body: Call("POST", path, body),
-        st.sampled_from(["/generate", "/pat/rollout", "/pat/reconfigure", "/pat/rollout/verdict", "/pat/schedule"]),
-        st.one_of(st.binary(max_size=20), st.sampled_from([b"[" * 100_000, b"{", b"null", b'{"a":' * 900])),
-    ),
-)
-calls = st.integers(0, 3).flatmap(lambda dice: others if dice == 3 else posted("/generate", generate))
+def unreadable(path: str) -> st.SearchStrategy[Call]:
+    """Bodies that are no JSON, or none that anybody would write."""
+    bodies = st.one_of(st.binary(max_size=20), st.sampled_from([b"[" * 100_000, b"{", b"null", b'{"a":' * 900]))
+    return bodies.map(lambda body: Call("POST", path, body))

@@ -26,7 +26,9 @@ class Traces:
 
     def heard(self, trace: m.RankTrace) -> None:
         """The answer of a rank; the server gets all of them as one with the last."""
-        traces = self._heard[trace.query_id]
+        traces = self._heard.get(trace.query_id)
+        if traces is None:
+            return  # nobody waits for it
         traces.append(trace)
         if len(traces) < self._num_ranks:
             return

@@ -13,6 +13,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_pat import messages
+from sglang_pat.dropped import Dropped
+from sglang_pat.sglang.isolation import read
 from sglang_pat.sglang.rank import degrees
 from sglang_pat.switch.order import OutputOrder, Stamped
 
@@ -79,23 +81,25 @@ class OutputSender:
 
 
 class OrderedReceiver:
-    """A PULL socket behind which outputs of all leaders come out in order; ``recv_pyobj`` as SGLang calls it."""
+    """A PULL socket behind which outputs of all leaders come out in order; ``recv_pyobj`` as SGLang calls it.
 
-    def __init__(self, socket: Any) -> None:
+    A frame that cannot be read is dropped.
+    """
+
+    def __init__(self, socket: Any, dropped: Dropped) -> None:
         self._socket = socket
+        self._dropped = dropped
         self._order = OutputOrder()
         self._ready: deque[Any] = deque()
 
     def recv_pyobj(self) -> Any:
         while not self._ready:
-            self._take(self._socket.recv_pyobj())
+            self._take(self._socket.recv())
         return self._ready.popleft()
 
-    def _take(self, message: Any) -> None:
-        if isinstance(message, Stamped):
-            self._ready.extend(self._order.push(message))
-        else:
-            self._ready.append(message)
+    def _take(self, frame: bytes) -> None:
+        for message in read(frame, self._dropped):
+            self._ready.extend(self._order.push(message) if isinstance(message, Stamped) else [message])
 
 
 class AsyncOrderedReceiver(OrderedReceiver):
@@ -103,5 +107,5 @@ class AsyncOrderedReceiver(OrderedReceiver):
 
     async def recv_pyobj(self) -> Any:
         while not self._ready:
-            self._take(await self._socket.recv_pyobj())
+            self._take(await self._socket.recv())
         return self._ready.popleft()

@@ -144,7 +144,7 @@ def _drain_ranks(coordinator: Coordinator, socket: zmq.Socket, now: float, dropp
     while socket.poll(0):
         frames = socket.recv_multipart()
         try:
-            rank, message = _from_rank(frames)
+            rank, message = _from_rank(frames, coordinator.config.num_ranks)
         except Exception as error:
             kind = messages.kind_of(frames[-1])
             if kind in messages.PROTOCOL:
@@ -157,10 +157,14 @@ def _drain_ranks(coordinator: Coordinator, socket: zmq.Socket, now: float, dropp
             coordinator.reply(rank, message, now)
 
 
-def _from_rank(frames: list[bytes]) -> tuple[int, Any]:
+def _from_rank(frames: list[bytes], num_ranks: int) -> tuple[int, Any]:
     """Who sent it, and what: one of our messages, or an object of SGLang's."""
-    kind, rank, payload = frames
-    return int(rank), pickle.loads(payload) if kind == SGLANG else messages.decode_from_rank(payload)
+    kind, sender, payload = frames
+    rank = int(sender)
+    message = pickle.loads(payload) if kind == SGLANG else messages.decode_from_rank(payload)
+    if not 0 <= rank < num_ranks or (kind != SGLANG and message.rank != rank):
+        raise ValueError(f"from rank {rank} of {num_ranks}, which is not its sender")
+    return rank, message
 
 
 def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, dropped: Dropped) -> None:

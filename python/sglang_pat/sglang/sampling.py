@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-import re._parser as sre_parse  # pyright: ignore[reportMissingImports]  # there is no public one; SGLang has it from here too
 from typing import Annotated, Any
 
 import msgspec
 
 from sglang_pat.messages import GENERATED_PARAM
+from sglang_pat.sglang import patterns
 
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
@@ -32,16 +32,13 @@ MAX_STOPS = 1024
 """Stop strings and patterns of a request: each is looked for after every token."""
 
 MAX_TEXT = 1 << 20
-"""Characters of a grammar, a pattern or a stop string."""
+"""Characters of a grammar."""
+
+MAX_STOP_TEXT = patterns.LONGEST_TEXT // 2
+"""Characters of the stop strings of a request together: SGLang compares every beginning of each with the response."""
 
 MAX_DEPTH = 100
 """Nesting of ``custom_params`` and of brackets in a grammar: what walks them is recursive, and so is pickle."""
-
-LONGEST_TEXT = 4096
-"""What an open-ended repetition counts as, in repetitions."""
-
-MAX_WAYS = 4 * LONGEST_TEXT
-"""In which a ``stop_regex`` may be tried from one place of the text."""
 
 LIMIT_PARAM = "pat_limit"
 """In ``custom_params``: the longest response that policies are to reckon with, where ``max_new_tokens`` would give a
@@ -108,6 +105,26 @@ def checked(given: Any) -> dict[str, Any]:
     return params
 
 
+def checked_all(given: list[Any]) -> list[dict[str, Any]]:
+    """:func:`checked`, of each sample of a request."""
+    found: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    left = patterns.MAX_OTHERS
+    for one in given:
+        params = checked(one)
+        texts = params.get("stop_regex") or ()
+        new = {texts} - seen if isinstance(texts, str) else set(texts) - seen
+        seen |= new
+        left -= sum(map(len, new))
+        if left < 0:
+            raise ValueError(
+                f"sampling_params.stop_regex: more than {patterns.MAX_OTHERS} characters for all samples together; "
+                "send several requests"
+            )
+        found.append(params)
+    return found
+
+
 def _plain(name: str, value: Any) -> Any:
     """``value`` as SGLang's arithmetic takes it."""
     if name in _WHOLE:
@@ -139,13 +156,14 @@ def _check_texts(params: dict[str, Any]) -> None:
         texts = [texts] if isinstance(texts, str) else texts
         if len(texts) > MAX_STOPS:
             raise ValueError(f"sampling_params.{name}: {len(texts)} of them, at most {MAX_STOPS} are allowed")
-        if (longest := max(map(len, texts), default=0)) > MAX_TEXT:
-            raise ValueError(f"sampling_params.{name}: {longest} characters, at most {MAX_TEXT} are allowed")
-        for text in texts:
-            if name in _GRAMMARS and (depth := _brackets(text)) > MAX_DEPTH:
+        most = MAX_STOP_TEXT if name == "stop" else MAX_TEXT
+        if (given := sum(map(len, texts))) > most:
+            raise ValueError(f"sampling_params.{name}: {given} characters, at most {most} are allowed")
+        if name == "stop_regex":
+            patterns.check(texts)
+        for text in texts if name in _GRAMMARS else ():
+            if (depth := _brackets(text)) > MAX_DEPTH:
                 raise ValueError(f"sampling_params.{name}: brackets {depth} deep, at most {MAX_DEPTH} are allowed")
-            if name == "stop_regex":
-                check_pattern(text)
 
 
 def _brackets(text: str) -> int:
@@ -176,46 +194,6 @@ def _check_custom(value: Any) -> None:
             raise ValueError(
                 f"sampling_params.custom_params.{name} is {_short(given)}, must be a whole number from {least} on"
             )
-
-
-def check_pattern(pattern: str) -> None:
-    """Refuse a ``stop_regex`` that Python's engine may search for hours: it runs after every token, on every rank.
-
-    Raises:
-        ValueError: no pattern, or one that may be tried in more than :data:`MAX_WAYS` ways.
-    """
-    try:
-        ways = _ways(sre_parse.parse(pattern))
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"sampling_params.stop_regex {_short(pattern)}: {error}") from None
-    if ways > MAX_WAYS:
-        raise ValueError(
-            f"sampling_params.stop_regex {_short(pattern)}: may take for ever; write it with one open-ended "
-            "repetition at most, and with no repetition or choice inside another"
-        )
-
-
-def _ways(parsed: Any) -> float:
-    """In how many ways a parsed pattern may be tried from one place of the text, at most."""
-    ways = 1.0
-    for token, value in parsed:
-        if token == sre_parse.BRANCH:
-            ways *= sum(map(_ways, value[1]))
-        elif token in (sre_parse.SUBPATTERN, sre_parse.ASSERT, sre_parse.ASSERT_NOT):
-            ways *= _ways(value[-1])
-        elif token == sre_parse.ATOMIC_GROUP:
-            ways *= _ways(value)
-        elif token in (sre_parse.MAX_REPEAT, sre_parse.MIN_REPEAT, sre_parse.POSSESSIVE_REPEAT):
-            least, most, inner = value
-            once, most = _ways(inner), min(most, LONGEST_TEXT)
-            ways *= most - least + 1 if once == 1 else _power(once, most)
-        elif token in (sre_parse.GROUPREF, sre_parse.GROUPREF_EXISTS):
-            raise re.error("references to groups are not supported")
-    return ways
-
-
-def _power(base: float, exponent: int) -> float:
-    return base**exponent if exponent * math.log(base) < 100 else math.inf
 
 
 def length_limit(params: Any) -> int | None:

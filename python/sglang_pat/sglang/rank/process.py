@@ -12,12 +12,15 @@ from sglang_pat.sglang import cpu_shim
 cpu_shim.ensure()
 
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager, run_detokenizer_process  # noqa: E402
+from sglang.srt.managers.io_struct import BatchEmbeddingOutput, BatchTokenIDOutput  # noqa: E402
 from sglang.srt.managers.scheduler import configure_logger, configure_scheduler_process  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
 
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
+from sglang_pat.dropped import Dropped  # noqa: E402
 from sglang_pat.sglang.channels import OrderedReceiver  # noqa: E402
+from sglang_pat.sglang.isolation import IsolatingDispatcher  # noqa: E402
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs, rank_view  # noqa: E402
 from sglang_pat.sglang.launch.processes import RANK_TITLE, end_engine  # noqa: E402
 from sglang_pat.sglang.rank.sharding import Unsupported  # noqa: E402
@@ -79,11 +82,20 @@ def run_rank(
 
 
 class AdaptiveDetokenizerManager(DetokenizerManager):
-    """SGLang's detokenizer behind an :class:`OrderedReceiver`."""
+    """SGLang's detokenizer behind an :class:`OrderedReceiver`.
+
+    A batch of tokens that it cannot handle ends the engine: its requests would never end.  Whatever else is dropped.
+    """
 
     def init_ipc_channels(self, port_args: PortArgs, server_args: AdaptiveServerArgs) -> None:
         super().init_ipc_channels(port_args, server_args)
-        self.recv_from_scheduler = OrderedReceiver(self.recv_from_scheduler)
+        self.dropped = Dropped(server_args.enable_metrics)
+        self.recv_from_scheduler = OrderedReceiver(self.recv_from_scheduler, self.dropped)
+
+    def init_request_dispatcher(self) -> None:
+        super().init_request_dispatcher()
+        batches = (BatchTokenIDOutput, BatchEmbeddingOutput)
+        self._request_dispatcher = IsolatingDispatcher(self._request_dispatcher, self.dropped, fatal=batches)
 
 
 def run_detokenizer(server_args: AdaptiveServerArgs, port_args: PortArgs, parent_pid: int, pipe_writer) -> None:

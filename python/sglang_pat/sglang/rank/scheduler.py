@@ -46,8 +46,8 @@ from sglang_pat.dropped import Dropped
 from sglang_pat.messages import Cancel, Compile, Go, InjectPrefixes, Prepare, Switch, TraceQuery
 from sglang_pat.sglang.channels import ControlSender, OutputSender, RankChannel, RpcRelay
 from sglang_pat.sglang.checks import census, tokens
-from sglang_pat.sglang.rank import degrees, grammars, penalties, prefixes
-from sglang_pat.sglang.rank.isolation import IsolatingDispatcher
+from sglang_pat.sglang.isolation import IsolatingDispatcher, ReadableSocket
+from sglang_pat.sglang.rank import degrees, grammars, penalties, prefixes, stops
 from sglang_pat.sglang.rank.layouts import LayoutRuntime, Layouts
 from sglang_pat.sglang.rank.load_reports import LoadReporter, StepTrace, register
 from sglang_pat.sglang.rank.runner import AdaptiveTpModelWorker
@@ -96,6 +96,7 @@ class AdaptiveScheduler(Scheduler):
         self.gate = StepGate()
         self._paused_turns = 0
         penalties.fix_order()
+        stops.bound_text()
         super().__init__(**kwargs)
         self.base_capacity = self.max_total_num_tokens
         self.layouts = Layouts(self.tp_worker)
@@ -116,6 +117,7 @@ class AdaptiveScheduler(Scheduler):
         self._silent = SenderWrapper(None)
         self._idle_sleeper = self.idle_sleeper
         if self._can_lead:
+            self.recv_from_tokenizer = ReadableSocket(self.recv_from_tokenizer, self.dropped)
             self.recv_from_rpc = RpcRelay(self.channel)
 
     def init_tp_model_worker(self) -> None:

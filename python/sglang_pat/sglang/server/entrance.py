@@ -19,7 +19,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.admission.requests import RID_PREFIX
-from sglang_pat.sglang.sampling import INT64, checked
+from sglang_pat.sglang.sampling import INT64, checked, checked_all
 
 MAX_SAMPLES = 65_536
 """Samples that one request may ask for: prompts times ``n``."""
@@ -47,7 +47,7 @@ def admit(obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -> None:
     if isinstance(given, list):
         if not given:
             raise ValueError("sampling_params is an empty list; give one object for each prompt, or a single one")
-        obj.sampling_params = [checked(params) for params in given]
+        obj.sampling_params = checked_all(given)
         n = obj.sampling_params[0].get("n") or 1
     elif given is not None:
         obj.sampling_params = checked(given)

@@ -22,8 +22,8 @@ from sglang_pat.sglang.contract import SGLangMismatch
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 from sglang_pat.sglang.launch.early import check_port
 from sglang_pat.sglang.launch.start import ready, warn_if_open
+from sglang_pat.sglang.server.bodies import MAX_BODY_BYTES, parse, parse_answer, parse_more, parse_verdict
 from sglang_pat.sglang.server.engine import AdaptiveEngine
-from sglang_pat.sglang.server.intake import MAX_BODY_BYTES, parse, parse_answer, parse_more, parse_verdict
 from sglang_pat.sglang.server.rollout import Busy, NotSaved
 from sglang_pat.sglang.server.rollout_events import server_sent
 from sglang_pat.sglang.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
@@ -171,7 +171,7 @@ async def schedule(wait: bool = True) -> dict:
 
 @_or_refused
 async def rollout(request: Request) -> Response:
-    """A round in (:class:`~sglang_pat.sglang.server.intake.RolloutBody`), its groups out as server-sent events.
+    """A round in (:class:`~sglang_pat.sglang.server.bodies.RolloutBody`), its groups out as server-sent events.
 
     400: a body that is not like that, or too few prompts; 409: the job has a round under way; 507: its state cannot be
     written.
@@ -203,7 +203,7 @@ async def turn(request: Request) -> dict:
 
 @_or_refused
 async def more_prompts(request: Request) -> dict:
-    """Prompts for the round that is under way (:class:`~sglang_pat.sglang.server.intake.MorePrompts`).
+    """Prompts for the round that is under way (:class:`~sglang_pat.sglang.server.bodies.MorePrompts`).
 
     The answer says whether they were ``taken``: not if the round is over; then they are for the next one.
 

@@ -1,4 +1,4 @@
-"""What comes in with a round, checked and made into what the engine takes.
+"""What comes in with a round (``bodies.py``), checked against the engine and made into what it takes.
 
 Everything here raises ValueError with one line that names the field, what was given and what is allowed.
 """
@@ -6,139 +6,20 @@ Everything here raises ValueError with one line that names the field, what was g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.rules import Rules
-from sglang_pat.admission.turns import ENVIRONMENT_SECONDS, MAX_SECONDS
 from sglang_pat.sglang.sampling import Sampling, checked
-from sglang_pat.sglang.server.jobs import check_job
-
-MAX_BODY_BYTES = 64 << 20
-"""Of ``POST /pat/rollout``."""
-
-MAX_ROUND_SAMPLES = 32_768
-"""Samples that a round may start: the server's event loop does something for each of them."""
+from sglang_pat.sglang.server.bodies import Answer, Prompt
+from sglang_pat.sglang.server.jobs import held
 
 MAX_PROMPTS = 65_536
 """Prompts that a job may have waiting, those of the call included."""
 
-Number = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-"""Whole, and the same in every JSON reader."""
-
-
-class Prompt(msgspec.Struct, forbid_unknown_fields=True):
-    """``key``: (epoch, index); one of ``text`` and ``input_ids``."""
-
-    key: tuple[Number, Number]
-    text: str | None = None
-    input_ids: list[int] | None = None
-
-
-class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``POST /pat/rollout``: the rules, and
-
-    Attributes:
-        prompts: new ones, besides those that wait from earlier rounds.
-        sampling_params: SGLang's, of every sample.
-        version: of the weights, as the training job counts them; None: as the last round's, one more if
-            weights were updated since.
-        end_of_epoch: no more prompts of this epoch come.
-        after: number of the last round that counts (-1: none): the job goes on as it was at its end.
-        job: whose prompts wait; rounds of different jobs have nothing to do with each other.
-        turns: samples go on after the model's turn: a ``turn`` event waits for an :class:`Answer`.
-        environment_seconds: longest that it waits.
-        planner: retractions of earlier rounds of a kind decide on the lowest tp of the next (RollPacker section 4.2).
-    """
-
-    prompts: list[Prompt] = []
-    sampling_params: dict[str, Any] = {}
-    version: Number | None = None
-    end_of_epoch: Number | None = None
-    after: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] | None = None
-    job: str = "default"
-    turns: bool = False
-    environment_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = ENVIRONMENT_SECONDS
-    planner: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_job(self.job)
-        samples = self.started_prompts * self.started_responses
-        if samples > MAX_ROUND_SAMPLES:
-            raise ValueError(
-                f"num_prompts {self.num_prompts} and num_responses {self.num_responses} start {samples} samples, "
-                f"at most {MAX_ROUND_SAMPLES} are allowed; make rounds smaller"
-            )
-
-    @property
-    def rules(self) -> Rules:
-        return Rules(**{name: getattr(self, name) for name in Rules.__struct_fields__})
-
-
-class Verdict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``POST /pat/rollout/verdict``."""
-
-    key: tuple[Number, Number]
-    keep: bool
-    reward: float | None = None
-    job: str = "default"
-
-
-class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``POST /pat/rollout/turn``: what the environment answers to a turn; without tokens: it is over."""
-
-    sample: tuple[Number, Number, Number, Number]
-    text: str | None = None
-    input_ids: list[int] | None = None
-    job: str = "default"
-
-
-class MorePrompts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``POST /pat/rollout/prompts``: for the round that is under way.
-
-    Attributes:
-        prompts, end_of_epoch, job: as in the round's call.
-        no_more: there are no others for this round: it ends with what it has.
-    """
-
-    prompts: list[Prompt] = []
-    end_of_epoch: Number | None = None
-    no_more: bool = False
-    job: str = "default"
-
-
-def parse(data: bytes) -> RolloutBody:
-    """Raises ValueError: one line that names the field."""
-    return _decoded(data, RolloutBody)
-
-
-def parse_verdict(data: bytes) -> Verdict:
-    """Raises ValueError: one line that names the field."""
-    return _decoded(data, Verdict)
-
-
-def parse_answer(data: bytes) -> Answer:
-    """Raises ValueError: one line that names the field."""
-    return _decoded(data, Answer)
-
-
-def parse_more(data: bytes) -> MorePrompts:
-    """Raises ValueError: one line that names the field."""
-    return _decoded(data, MorePrompts)
-
-
-def _decoded(data: bytes, kind: type) -> Any:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"the body is not JSON: {error}") from None
-
+MAX_PROMPT_TOKENS = 1 << 25
+"""Of the prompts of all jobs that wait or are in a round: each takes 8 to 40 bytes."""
 
 WHOLE_ONLY = (
     "stop", "stop_regex", "regex", "json_schema", "ebnf", "structural_tag", "frequency_penalty", "presence_penalty",
@@ -182,12 +63,21 @@ class Intake:
         """(key, prompt as token ids) of each."""
         return [(p.key, {"input_ids": self._ids(p, f"prompts[{i}]", new_tokens)}) for i, p in enumerate(prompts)]
 
-    def fits(self, admitter: Admitter, new_prompts: int, new_tokens: int) -> None:
-        """Prompts that wait from earlier calls must leave room for so many more, and for so many tokens."""
+    def fits(self, admitter: Admitter, prompts: list[tuple[Any, dict[str, Any]]], new_tokens: int, others: int) -> None:
+        """What waits from earlier calls must leave room for ``prompts``, and for ``new_tokens`` after each of its own.
+
+        ``others``: tokens of the prompts of all other jobs.
+        """
         groups = (*admitter.state.waiting, *admitter.state.fresh)
-        if len(groups) + new_prompts > MAX_PROMPTS:
+        if len(groups) + len(prompts) > MAX_PROMPTS:
             raise ValueError(
-                f"prompts: {new_prompts}, and {len(groups)} wait from earlier calls; at most {MAX_PROMPTS} together"
+                f"prompts: {len(prompts)}, and {len(groups)} wait from earlier calls; at most {MAX_PROMPTS} together"
+            )
+        given, before = sum(len(prompt["input_ids"]) for _, prompt in prompts), held(admitter.state) + others
+        if given + before > MAX_PROMPT_TOKENS:
+            raise ValueError(
+                f"prompts: {given} tokens, and {before} are there from earlier calls in all jobs; at most "
+                f"{MAX_PROMPT_TOKENS} together; give fewer, or drop a job (DELETE /pat/rollout/JOB)"
             )
         for group in groups:
             length = len(group.prompt["input_ids"])

@@ -52,6 +52,7 @@ class Job:
         history: its states at the ends of the last rounds.
         round: the last one; ``settled``: it is over, and all that had to be written is.
         updates: weight updates before it.
+        tokens: of its prompts (:func:`held`), when it was last saved or fed.
         used: when its last round began or ended, seconds of the machine's monotonic clock.
         settling: what is done when it is over, once.
         planner: of start degrees, once it was asked for; ``courses``: what a planner that was saved has learnt.
@@ -69,6 +70,7 @@ class Job:
         self.planner: Planner | None = None
         self.courses: dict[str, StartDegree] = {}
         self.floor = 0
+        self.tokens = 0
         self.used = time.monotonic()
 
 
@@ -90,6 +92,10 @@ class Jobs:
     @property
     def all(self) -> list[Job]:
         return list(self._jobs.values())
+
+    def tokens_beside(self, name: str) -> int:
+        """Of the prompts of all other jobs."""
+        return sum(job.tokens for other, job in self._jobs.items() if other != name)
 
     def known(self) -> str:
         """Names for an error."""
@@ -164,9 +170,10 @@ class Jobs:
 
         What went wrong, in one line, or nothing.
         """
+        job = self._jobs[name]
+        job.tokens = held(state)
         if self._files is None:
             return ""
-        job = self._jobs[name]
         courses = job.planner.courses if job.planner is not None else job.courses
         # A copy, which nothing changes while it is encoded in another thread.
         data = saved.pieces(job.admitter.rules, state.copy(), dict(courses))
@@ -186,7 +193,7 @@ class Jobs:
         if job.previous is None:
             del self._jobs[name]
         else:
-            job.admitter, job.settled = job.previous, True
+            job.admitter, job.settled, job.tokens = job.previous, True, held(job.previous.state)
 
     def drop(self, name: str) -> Job | None:
         """Raises ValueError: there is none; Busy: it has a round under way."""
@@ -197,6 +204,12 @@ class Jobs:
         if self._files is not None:
             self._files.remove(name)
         return self._jobs.pop(name, None)
+
+
+def held(state: State) -> int:
+    """Tokens of the prompts that wait or are in a round."""
+    groups = (*state.fresh, *state.waiting, *(state.round.everyone if state.round else ()))
+    return sum(len(group.prompt["input_ids"]) for group in groups)
 
 
 def check_job(name: str) -> None:

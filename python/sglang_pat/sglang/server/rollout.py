@@ -23,8 +23,9 @@ from sglang_pat.admission.turns import Turns
 from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.sglang.server.intake import Answer, Intake, MorePrompts, RolloutBody, Verdict
-from sglang_pat.sglang.server.jobs import Busy, Job, Jobs, NotSaved, check_job
+from sglang_pat.sglang.server.bodies import Answer, MorePrompts, RolloutBody, Verdict
+from sglang_pat.sglang.server.intake import Intake
+from sglang_pat.sglang.server.jobs import Busy, Job, Jobs, NotSaved, check_job, held
 from sglang_pat.sglang.server.rollout_backend import ManagerBackend
 from sglang_pat.sglang.server.rollout_events import described
 
@@ -116,7 +117,7 @@ class Rollouts:
         self._jobs.make_room(body.job)
         # A copy: if anything is refused the job is what it was.
         job, admitter = self._jobs.resumed(body.job, body.rules, body.after)
-        self._intake.fits(admitter, len(prompts), params["max_new_tokens"])
+        self._intake.fits(admitter, prompts, params["max_new_tokens"], self._jobs.tokens_beside(body.job))
         version = self._version(body, admitter, known)
         start = admitter.snapshot()
         try:
@@ -158,8 +159,9 @@ class Rollouts:
         round_ = self._round(more.job)
         limit = round_.params["max_new_tokens"]
         prompts = self._intake.prompts(more.prompts, limit)
-        self._intake.fits(round_.admitter, len(prompts), limit)
+        self._intake.fits(round_.admitter, prompts, limit, self._jobs.tokens_beside(more.job))
         taken = round_.feed(prompts, end_of=more.end_of_epoch)
+        self._jobs.get(more.job).tokens = held(round_.admitter.state)
         if more.no_more:
             round_.no_more()
         return taken

@@ -18,9 +18,11 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
+from sglang_pat.dropped import Dropped
 from sglang_pat.job_settings import first_schedule
 from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.sglang.channels import AsyncOrderedReceiver
+from sglang_pat.sglang.isolation import IsolatingDispatcher
 from sglang_pat.sglang.server.calibration import calibrate
 from sglang_pat.sglang.server.ending import Ending, EndingHandler, handlers
 from sglang_pat.sglang.server.entrance import Entrance, route
@@ -64,7 +66,8 @@ class AdaptiveTokenizerManager(TokenizerManager):
         folder = server_args.pat_rollout_dir
         metrics = RolloutMetrics() if server_args.enable_metrics else None
         self.pat_rollouts = Rollouts(self, Path(folder) if folder else None, metrics)
-        self._result_dispatcher += TypeBasedDispatcher(
+        dispatcher: Any = self._result_dispatcher
+        dispatcher += TypeBasedDispatcher(
             [
                 (messages.StatusReply, self._pat_reply),
                 (messages.ReconfigureReply, self._pat_reply),
@@ -72,6 +75,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
                 (messages.ScheduleReply, self._pat_reply),
             ]
         )
+        self._result_dispatcher = IsolatingDispatcher(dispatcher, self._pat_dropped, fatal=())
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -194,7 +198,8 @@ class AdaptiveTokenizerManager(TokenizerManager):
 
     def init_ipc_channels(self, port_args) -> None:
         super().init_ipc_channels(port_args)
-        self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer)
+        self._pat_dropped = Dropped(self.server_args.enable_metrics)
+        self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer, self._pat_dropped)
 
     def _pat_reply(self, reply: Any) -> None:
         future = self._pat_waiting.pop(reply.query_id, None)
