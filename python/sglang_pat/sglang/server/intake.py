@@ -5,6 +5,7 @@ Everything here raises ValueError with one line that names the field, what was g
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -29,13 +30,17 @@ MAX_PROMPTS = 65_536
 Number = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 """Whole, and the same in every JSON reader."""
 
+NOTHING = msgspec.Raw(b"null")
+"""A field that was not given."""
+
 
 class Prompt(msgspec.Struct, forbid_unknown_fields=True):
-    """``key``: (epoch, index); one of ``text`` and ``input_ids``."""
+    """``key``: (epoch, index); one of ``text`` and ``input_ids``, a list of ints as JSON that is read later: reading
+    those of a whole round takes long, and can be done a prompt at a time."""
 
     key: tuple[Number, Number]
     text: str | None = None
-    input_ids: list[int] | None = None
+    input_ids: msgspec.Raw = NOTHING
 
 
 class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,7 +98,7 @@ class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     sample: tuple[Number, Number, Number, Number]
     text: str | None = None
-    input_ids: list[int] | None = None
+    input_ids: msgspec.Raw = NOTHING
     job: str = "default"
 
 
@@ -131,7 +136,7 @@ def parse_more(data: bytes) -> MorePrompts:
     return _decoded(data, MorePrompts)
 
 
-def _decoded(data: bytes, kind: type) -> Any:
+def _decoded(data: bytes | msgspec.Raw, kind: Any) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -178,9 +183,14 @@ class Intake:
             raise ValueError(f"{where}: {error}") from None
         return params
 
-    def prompts(self, prompts: Sequence[Prompt], new_tokens: int) -> list[tuple[tuple[int, int], dict[str, Any]]]:
-        """(key, prompt as token ids) of each."""
-        return [(p.key, {"input_ids": self._ids(p, f"prompts[{i}]", new_tokens)}) for i, p in enumerate(prompts)]
+    async def prompts(self, prompts: Sequence[Prompt], new_tokens: int) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+        """(key, prompt as token ids) of each; one in each turn of the event loop, since a text takes a millisecond."""
+        # Not in a thread: SGLang's tokenizer is for one thread at a time, and the event loop uses it, too.
+        found: list[tuple[tuple[int, int], dict[str, Any]]] = []
+        for i, prompt in enumerate(prompts):
+            found.append((prompt.key, {"input_ids": self._ids(prompt, f"prompts[{i}]", new_tokens)}))
+            await asyncio.sleep(0)
+        return found
 
     def fits(self, admitter: Admitter, new_prompts: int, new_tokens: int) -> None:
         """Prompts that wait from earlier calls must leave room for so many more, and for so many tokens."""
@@ -204,14 +214,19 @@ class Intake:
 
     def answer(self, given: Answer) -> list[int] | None:
         """Token ids to append to the conversation; None: it is over."""
-        return None if given.text is None and given.input_ids is None else self._ids(given, "turn", 0, special=False)
+        over = given.text is None and given.input_ids == NOTHING
+        return None if over else self._ids(given, "turn", 0, special=False)
 
     def _ids(self, prompt: Prompt | Answer, where: str, new_tokens: int, special: bool = True) -> list[int]:
         """``special``: text gets what the tokenizer puts at the start."""
-        if (prompt.text is None) == (prompt.input_ids is None):
+        try:
+            given: list[int] | None = _decoded(prompt.input_ids, list[int] | None)
+        except ValueError as error:
+            raise ValueError(f"{where}.input_ids: {error}") from None
+        if (prompt.text is None) == (given is None):
             raise ValueError(f"{where}: give one of text and input_ids")
-        if prompt.input_ids is not None:
-            ids, where = list(prompt.input_ids), f"{where}.input_ids"
+        if given is not None:
+            ids, where = given, f"{where}.input_ids"
         elif self._manager.tokenizer is None:
             raise ValueError(f"{where}.text: there is no tokenizer (--skip-tokenizer-init); give input_ids")
         else:
