@@ -5,7 +5,8 @@
 Routing: a burst of requests to 8 leaders that report nothing meanwhile, and one that arrives while ranks switch.  Load
 reports: decoding and taking in the report of a leader that has its part of the requests.  Admitter: whole rounds, each
 call timed; then a round on an engine that answers at once, where what counts is how long the event loop is kept from
-others.  Times are CPU time of the one thread: what else the machine does is not in them.
+others.  Intake (without ``--mode``): the prompts of a round on their way in, with SmolLM2's tokenizer.  Times are CPU
+time of the one thread: what else the machine does is not in them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
+from _intake_turns import intake_slices
 from _round_turns import PATIENCE_SECONDS, admitter, length, loop_slices
 
 from sglang_pat import messages as m
@@ -162,7 +164,7 @@ def main() -> int:
     args = parser.parse_args()
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    results: dict[str, list[dict[str, Any]]] = {"requests": [], "rounds": []}
+    results: dict[str, list[dict[str, Any]]] = {"requests": [], "rounds": [], "intake": []}
     gc.collect()
     gc.freeze()  # what imports have left is not gone through again and again
     print(f"\n{'requests':>8}  {'routed, us':>10}  {'held back, us':>13}  {'a report, us':>12}")
@@ -186,6 +188,13 @@ def main() -> int:
                 f"{row['collector_ms']:>11.1f}",
                 flush=True,
             )
+    if not args.mode:
+        titles = "prompts given tokens body,MB read,ms turn,ms all,ms".split()
+        print("\n" + "  ".join(f"{title:>11}" for title in titles))
+        results["intake"] = asyncio.run(intake_slices())
+        for row in results["intake"]:
+            shown = [f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()]
+            print("  ".join(f"{one:>11}" for one in shown), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"machine": about, "bars": BARS, "results": results}, indent=1) + "\n")
     return 0

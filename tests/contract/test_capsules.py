@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import pickle
+import pickletools
 import random
 from array import array
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.scheduler_output_processor_mixin import SchedulerOutputProcessorMixin
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
@@ -20,7 +23,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_pat.sglang.rank import degrees
 from sglang_pat.sglang.switch import requests
 from sglang_pat.sglang.switch.adopt import _Slots
-from sglang_pat.switch.packing import Packed
+
+from ..unit.lines_run import lines_run
 
 pytestmark = pytest.mark.contract
 
@@ -33,7 +37,7 @@ def request(rid: str = "r", prompt: tuple[int, ...] = (5, 6, 7), **options) -> R
     return made
 
 
-def test_logprobs_go_over_as_arrays_and_come_out_as_they_were():
+def test_logprobs_that_were_not_sent_go_over_as_they_are():
     req = request(top_logprobs_num=2)
     req.output_ids = [11, 12, 13]
     req.input_token_logprobs_val, req.input_token_logprobs_idx = [None, -0.25, -1e-40], [5, 6, 7]
@@ -41,17 +45,101 @@ def test_logprobs_go_over_as_arrays_and_come_out_as_they_were():
     req.output_token_logprobs_val, req.output_token_logprobs_idx = [-0.5, -math.inf, -0.1], [11, 12, 13]
     req.output_top_logprobs_val, req.output_top_logprobs_idx = [[-0.5, -1.5]] * 3, [[11, 3], [12, 4], [13, 5]]
     req.output_token_ids_logprobs_val, req.output_token_ids_logprobs_idx = [[-2.0]] * 3, [[9]] * 3
-    before = {name: pickle.dumps(getattr(req, name, None)) for name in requests.LOGPROBS}
-    capsule = pickle.loads(pickle.dumps(requests.capture(req)))
-    packed = {name for name, value in capsule.state.items() if isinstance(value, Packed)}
-    assert packed == {name for name in requests.LOGPROBS if getattr(req, name, None)}
+    before = {name: repr(getattr(req, name, None)) for name in requests.LOGPROBS}
     other = request(top_logprobs_num=2)
-    requests.restore(other, capsule)
+    requests.restore(other, pickle.loads(pickle.dumps(requests.capture(req))))
     for name in requests.LOGPROBS:
-        mine, theirs = getattr(req, name, None), getattr(other, name, None)
-        assert repr(mine) == repr(theirs), name
-        assert pickle.dumps(mine) == before[name], "the request itself is as it was"
+        assert repr(getattr(other, name, None)) == before[name], name
+        assert repr(getattr(req, name, None)) == before[name], "the request itself is as it was"
     assert other.output_ids == [11, 12, 13]
+
+
+def decode(req: Req, tokens: int) -> None:
+    """SGLang's account of so many more tokens, with all kinds of logprobs."""
+    for number in range(len(req.output_ids), len(req.output_ids) + tokens):
+        req.output_ids.append(number)
+        req.output_token_logprobs_val.append(-number / 7)
+        req.output_token_logprobs_idx.append(number)
+        req.output_top_logprobs_val.append([-number / 7, -number / 3])
+        req.output_top_logprobs_idx.append([number, number + 1])
+        req.output_token_ids_logprobs_val.append([-number / 5])
+        req.output_token_ids_logprobs_idx.append([9])
+
+
+def prefill(req: Req) -> None:
+    """Its prompt's logprobs, and the first token."""
+    req.input_token_logprobs_val, req.input_token_logprobs_idx = [None, -0.5, -0.25], [5, 6, 7]
+    req.input_top_logprobs_val, req.input_top_logprobs_idx = [None, [-1.0], [-2.0]], [None, [6], [7]]
+    req.input_token_ids_logprobs_val, req.input_token_ids_logprobs_idx = [None, [-3.0], [-4.0]], [None, [9], [9]]
+    decode(req, 1)
+
+
+def stream_output(req: Req) -> list[tuple]:
+    """What SGLang's own code sends about ``req`` now: tokens and all logprobs."""
+    sent: list = []
+    outlet = SimpleNamespace(send_output=sent.append)
+    played = SimpleNamespace(
+        stream_interval=1, disaggregation_mode=None, attn_tp_rank=0, dp_rank=None, get_loads=lambda _: None,
+        server_args=SimpleNamespace(enable_request_time_stats_logging=False), _get_cached_tokens_details=lambda _: None,
+        spec_algorithm=SimpleNamespace(is_none=lambda: True), send_to_detokenizer=outlet,
+    )  # fmt: skip
+    SchedulerOutputProcessorMixin.stream_output_generation(played, [req], return_logprob=True)
+    names = ["rids", "finished_reasons", "decode_ids", "output_ids", *requests.LOGPROBS]
+    return [(name, repr(getattr(output, name))) for output in sent for name in names]
+
+
+def moved(req: Req) -> Req:
+    """``req`` after a switch to other ranks."""
+    options = {"top_logprobs_num": req.top_logprobs_num, "token_ids_logprob": req.token_ids_logprob}
+    other = request(stream=req.stream, **options)
+    requests.restore(other, pickle.loads(pickle.dumps(requests.capture(req))))
+    return other
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("every", [1, 7, 49, 50, 51, 90])
+def test_a_client_gets_the_same_logprobs_whatever_switches_there_are(stream, every):
+    """``every``: tokens from switch to switch; what is not streamed SGLang sends fifty at a time."""
+    options = {"stream": stream, "top_logprobs_num": 2, "token_ids_logprob": [9]}
+    stays, goes = request(**options), request(**options)
+    for step in range(171):
+        if step % every == 0:
+            goes = moved(goes)
+        for req in (stays, goes):
+            prefill(req) if step == 0 else decode(req, 1)
+            req.finished_reason = FINISH_LENGTH(171) if step == 170 else None
+        assert stream_output(stays) == stream_output(goes), step
+    assert stays.finished_output and goes.input_logprob_sent
+
+
+def opcodes(capsule: requests.Capsule) -> int:
+    """Steps of reading it."""
+    return sum(1 for _ in pickletools.genops(pickle.dumps(capsule, pickle.HIGHEST_PROTOCOL)))
+
+
+def work_of_a_switch(tokens: int) -> tuple[int, int, int, int]:
+    """Lines of :func:`requests.capture` and :func:`requests.rebuild`, steps of reading the capsule, tokens with
+    logprobs in it: of a request with so many tokens that is on its way."""
+    req = request(stream=False, top_logprobs_num=2, token_ids_logprob=[9])
+    prefill(req)
+    while len(req.output_ids) < tokens:
+        decode(req, 1)
+        stream_output(req)
+    req.pat_sealed = pickle.dumps((SimpleNamespace(input_ids=None), req.pat_prompt))
+    ranks = SimpleNamespace(
+        grammars=SimpleNamespace(rebuilding=lambda *_: nullcontext()),
+        construct=lambda *_: request(stream=False, top_logprobs_num=2, token_ids_logprob=[9]),
+    )
+    captured, capsule = lines_run(lambda: requests.capture(req))
+    rebuilt, other = lines_run(lambda: requests.rebuild(ranks, capsule))
+    assert other.output_ids == req.output_ids
+    return captured, rebuilt, opcodes(capsule), len(capsule.state["output_top_logprobs_val"].entries)
+
+
+def test_a_request_costs_a_pause_the_same_with_any_number_of_tokens():
+    """Not of its prompt or of its response, whose logprobs the client has already."""
+    few, many = work_of_a_switch(110), work_of_a_switch(4010)
+    assert few == many and few[-1] == 10
 
 
 @pytest.mark.parametrize("seed", range(20))

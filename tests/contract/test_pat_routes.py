@@ -11,7 +11,7 @@ import pytest
 from sglang_pat.messages import ScheduleEntry, ScheduleState
 
 from .requests_made import tokenized
-from .test_rollout_jobs import Manager, call, read
+from .rollouts_world import Manager, call, read
 
 pytestmark = pytest.mark.contract
 
@@ -276,11 +276,10 @@ def test_tokens_of_all_jobs_are_bounded(tmp_path, monkeypatch):
         # In a round, which waits for verdicts: what comes with the call, and what is fed.
         events = rollouts.events(call(6, 2, job="a", filter_groups=True))
         await anext(events)
-        more = bodies.parse_more(b'{"job": "a", "prompts": [{"key": [0, 8], "input_ids": [3, 1, 1, 1, 1]}]}')
+        more = '{"job": "a", "prompts": [{"key": [0, 8], "input_ids": [%s]}]}'
         with refused:
-            rollouts.feed(more)
-        more.prompts[0].input_ids.pop()
-        assert rollouts.feed(more)
+            await rollouts.feed(bodies.parse_more((more % "3, 1, 1, 1, 1").encode()))
+        assert await rollouts.feed(bodies.parse_more((more % "3, 1, 1, 1").encode()))
         assert rollouts._jobs.tokens_beside("b") == 16
         await events.aclose()
         await rollouts._over("a")

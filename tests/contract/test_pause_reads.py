@@ -18,7 +18,7 @@ pytestmark = pytest.mark.contract
 PACKAGE = Path(sglang_pat.__file__).parent
 OTHERS = (
     "sglang/rank/penalties.py comm/exchange.py comm/windows.py kernels/kv.py kernels/kv_triton.py "
-    "switch/plan.py switch/heads.py switch/gather.py switch/packing.py switch/parcels.py"
+    "switch/plan.py switch/heads.py switch/gather.py switch/parcels.py"
 ).split()
 PAUSE = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("sglang/switch/*.py"))] + OTHERS
 """What runs between QUIESCE and RESUME, but for SGLang's own code and ``drain``, which waits for the step in flight."""
@@ -31,7 +31,6 @@ IN_HOST_MEMORY = {
     ("sglang/switch/kv_exchange.py", "_lists", "tolist"): "arrays of the plan",
     ("sglang/switch/requests.py", "restore", "tolist"): "arrays of a capsule",
     ("sglang/switch/requests.py", "unseal", "tolist"): "arrays of a capsule",
-    ("switch/packing.py", "unpack", "tolist"): "arrays of a capsule",
     ("sglang/switch/executor.py", "_vote", "item"): "votes go through shared memory",
     ("comm/exchange.py", "__init__", "tolist"): "arrays of the plan",
     ("comm/exchange.py", "incoming", "tolist"): "arrays of the plan",

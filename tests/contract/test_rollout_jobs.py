@@ -4,86 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
+from functools import partial
 
-import msgspec
 import pytest
 
 from sglang_pat.admission import events as round_events
 from sglang_pat.admission import rounds
 
+from .rollouts_world import call, keys, more, read, server, waiting
+
 pytestmark = pytest.mark.contract
-
-
-class Manager:
-    """As much of a TokenizerManager as rounds use.  A response to the prompt [n, …] has n tokens."""
-
-    tokenizer = None
-    context_len = max_req_input_len = 1000
-    pat_weight_updates = 0
-
-    def __init__(self) -> None:
-        self.model_config = SimpleNamespace(vocab_size=5000, hf_eos_token_id=None)
-        self.server_args = SimpleNamespace(pat_profile=None)
-        self.rid_to_state: dict[str, None] = {}
-        self.stopped: dict[str, asyncio.Event] = {}
-
-    async def generate_request(self, request, _):
-        stop = self.stopped.setdefault(request.rid, asyncio.Event())
-        tokens = []
-        while len(tokens) < request.input_ids[0] and not stop.is_set():
-            tokens.append(7)
-            await asyncio.sleep(0)
-        reason = "abort" if stop.is_set() else "length"
-        meta = {"finish_reason": {"type": reason}, "output_token_logprobs": [(-1.0, 7, None)] * len(tokens)}
-        yield {"meta_info": meta, "output_ids": tokens, "text": ""}
-
-    def abort_request(self, rid: str) -> None:
-        self.stopped.setdefault(rid, asyncio.Event()).set()
-
-    async def pat_status(self):
-        return {"groups": [{"running": 0, "waiting": 0, "tokens": 0}], "retracted": 0}
 
 
 @pytest.fixture
 def make(tmp_path):
-    """A server's rounds; a second one is the server after a restart."""
-    from sglang_pat.sglang.server.rollout import Rollouts
-
-    return lambda: Rollouts(Manager(), tmp_path, None)
-
-
-def call(first: int, count: int, lengths=(3, 4, 5, 30), **fields):
-    """The body of a round of two prompts with one response each; prompts with these indices come with it."""
-    from sglang_pat.sglang.server.bodies import parse
-
-    prompts = [{"key": [0, i], "input_ids": [lengths[i % len(lengths)], i]} for i in range(first, first + count)]
-    given = {
-        "num_prompts": 2, "num_responses": 1, "eta_prompts": 1.5, "eta_responses": 1.0, "prompts": prompts,
-        "sampling_params": {"max_new_tokens": 100, "ignore_eos": True},
-    }  # fmt: skip
-    return parse(msgspec.json.encode(given | fields))
-
-
-async def read(rollouts, body, stop_at: str = "") -> list[dict]:
-    """The events of a round; left at the first one of the type ``stop_at``."""
-    events, found = rollouts.events(body), []
-    async for event in events:
-        found.append(event)
-        if event["type"] == stop_at:
-            await events.aclose()
-            break
-    await rollouts._over(body.job)
-    return found
-
-
-def keys(events: list[dict]) -> list[int]:
-    return [event["key"][1] for event in events if event["type"] == "group"]
-
-
-def waiting(rollouts) -> tuple[list[int], list[int]]:
-    state = rollouts._jobs.get("default").admitter.state
-    return [group.index for group in state.fresh], [group.index for group in state.waiting]
+    return partial(server, tmp_path)
 
 
 @pytest.mark.parametrize("stop_at", ["begin", "group", "round"])
@@ -228,25 +163,24 @@ def test_a_client_that_is_gone_before_its_round_is_saved(make, monkeypatch):
 
 def test_prompts_that_a_round_asks_for(make):
     """All of the first ones are useless: it asks, gets others, and the batch is full."""
-    from sglang_pat.sglang.server.bodies import MorePrompts, Prompt, Verdict
+    from sglang_pat.sglang.server.bodies import Verdict
 
     async def run():
         rollouts, given, found = make(), 6, []
         with pytest.raises(ValueError, match="job is 'default', which has no round"):
-            rollouts.feed(MorePrompts())
+            await rollouts.feed(more())
         async for event in rollouts.events(call(0, 6, filter_groups=True)):
             found.append(event)
             if event["type"] == "judge":
                 rollouts.judge(Verdict(key=tuple(event["key"]), keep=event["key"][1] > 5))
             elif event["type"] == "more":
-                prompts = [Prompt(key=(0, given + i), input_ids=[3]) for i in range(event["prompts"])]
-                if rollouts.feed(MorePrompts(prompts=prompts)):
-                    given += len(prompts)
+                if given == 6:  # and the round cannot be over
                     with pytest.raises(ValueError, match="was given before"):
-                        rollouts.feed(MorePrompts(prompts=prompts[:1], end_of_epoch=0))
+                        await rollouts.feed(more(5, end_of_epoch=0))
+                given += event["prompts"] * await rollouts.feed(more(*range(given, given + event["prompts"])))
         assert given > 6
         assert found[-1]["returned"] == 2 and min(keys(found)) > 5
-        assert not rollouts.feed(MorePrompts(prompts=[Prompt(key=(0, 999), input_ids=[3])])), "the round is over"
+        assert not await rollouts.feed(more(999)), "the round is over"
 
     asyncio.run(run())
 

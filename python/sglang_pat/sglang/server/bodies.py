@@ -22,13 +22,17 @@ MAX_ROUND_SAMPLES = 32_768
 Number = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 """Whole, and the same in every JSON reader."""
 
+NOTHING = msgspec.Raw(b"null")
+"""A field that was not given."""
+
 
 class Prompt(msgspec.Struct, forbid_unknown_fields=True):
-    """``key``: (epoch, index); one of ``text`` and ``input_ids``."""
+    """``key``: (epoch, index); one of ``text`` and ``input_ids``, a list of ints as JSON that is read later: reading
+    those of a whole round takes long, and can be done a prompt at a time."""
 
     key: tuple[Number, Number]
     text: str | None = None
-    input_ids: list[int] | None = None
+    input_ids: msgspec.Raw = NOTHING
 
 
 class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,7 +90,7 @@ class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     sample: tuple[Number, Number, Number, Number]
     text: str | None = None
-    input_ids: list[int] | None = None
+    input_ids: msgspec.Raw = NOTHING
     job: str = "default"
 
 
@@ -106,25 +110,26 @@ class MorePrompts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def parse(data: bytes) -> RolloutBody:
     """Raises ValueError: one line that names the field."""
-    return _decoded(data, RolloutBody)
+    return decoded(data, RolloutBody)
 
 
 def parse_verdict(data: bytes) -> Verdict:
     """Raises ValueError: one line that names the field."""
-    return _decoded(data, Verdict)
+    return decoded(data, Verdict)
 
 
 def parse_answer(data: bytes) -> Answer:
     """Raises ValueError: one line that names the field."""
-    return _decoded(data, Answer)
+    return decoded(data, Answer)
 
 
 def parse_more(data: bytes) -> MorePrompts:
     """Raises ValueError: one line that names the field."""
-    return _decoded(data, MorePrompts)
+    return decoded(data, MorePrompts)
 
 
-def _decoded(data: bytes, kind: type) -> Any:
+def decoded(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    """Raises ValueError: one line that names the field."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:

@@ -210,7 +210,7 @@ async def more_prompts(request: Request) -> dict:
     400: a body that is not like that, a key that came before, or a job without a round; then none is taken.
     """
     given = parse_more(await _body(request, MAX_BODY_BYTES))
-    return {"taken": _manager().pat_rollouts.feed(given)}
+    return {"taken": await _manager().pat_rollouts.feed(given)}
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)

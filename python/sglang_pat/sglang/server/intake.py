@@ -5,6 +5,7 @@ Everything here raises ValueError with one line that names the field, what was g
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.sglang.sampling import Sampling, checked
-from sglang_pat.sglang.server.bodies import Answer, Prompt
+from sglang_pat.sglang.server.bodies import NOTHING, Answer, Prompt, decoded
 from sglang_pat.sglang.server.jobs import held
 
 MAX_PROMPTS = 65_536
@@ -59,9 +60,14 @@ class Intake:
             raise ValueError(f"{where}: {error}") from None
         return params
 
-    def prompts(self, prompts: Sequence[Prompt], new_tokens: int) -> list[tuple[tuple[int, int], dict[str, Any]]]:
-        """(key, prompt as token ids) of each."""
-        return [(p.key, {"input_ids": self._ids(p, f"prompts[{i}]", new_tokens)}) for i, p in enumerate(prompts)]
+    async def prompts(self, prompts: Sequence[Prompt], new_tokens: int) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+        """(key, prompt as token ids) of each; one in each turn of the event loop, since a text takes a millisecond."""
+        # Not in a thread: SGLang's tokenizer is for one thread at a time, and the event loop uses it, too.
+        found: list[tuple[tuple[int, int], dict[str, Any]]] = []
+        for i, prompt in enumerate(prompts):
+            found.append((prompt.key, {"input_ids": self._ids(prompt, f"prompts[{i}]", new_tokens)}))
+            await asyncio.sleep(0)
+        return found
 
     def fits(self, admitter: Admitter, prompts: list[tuple[Any, dict[str, Any]]], new_tokens: int, others: int) -> None:
         """What waits from earlier calls must leave room for ``prompts``, and for ``new_tokens`` after each of its own.
@@ -94,14 +100,19 @@ class Intake:
 
     def answer(self, given: Answer) -> list[int] | None:
         """Token ids to append to the conversation; None: it is over."""
-        return None if given.text is None and given.input_ids is None else self._ids(given, "turn", 0, special=False)
+        over = given.text is None and given.input_ids == NOTHING
+        return None if over else self._ids(given, "turn", 0, special=False)
 
     def _ids(self, prompt: Prompt | Answer, where: str, new_tokens: int, special: bool = True) -> list[int]:
         """``special``: text gets what the tokenizer puts at the start."""
-        if (prompt.text is None) == (prompt.input_ids is None):
+        try:
+            given: list[int] | None = decoded(prompt.input_ids, list[int] | None)
+        except ValueError as error:
+            raise ValueError(f"{where}.input_ids: {error}") from None
+        if (prompt.text is None) == (given is None):
             raise ValueError(f"{where}: give one of text and input_ids")
-        if prompt.input_ids is not None:
-            ids, where = list(prompt.input_ids), f"{where}.input_ids"
+        if given is not None:
+            ids, where = given, f"{where}.input_ids"
         elif self._manager.tokenizer is None:
             raise ValueError(f"{where}.text: there is no tokenizer (--skip-tokenizer-init); give input_ids")
         else:

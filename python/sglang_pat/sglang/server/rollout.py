@@ -70,8 +70,10 @@ class Rollouts:
         Raises:
             ValueError, Busy, NotSaved: at the first step; nothing was taken.
         """
+        params = self._intake.params(body.sampling_params, body.mode)
+        prompts = await self._intake.prompts(body.prompts, params["max_new_tokens"])
         await self._over(body.job)
-        job, start = self._begin(body)
+        job, start = self._begin(body, params, prompts)
         round_ = job.round
         try:
             problem = await self._jobs.save(body.job, round_.before)
@@ -107,10 +109,8 @@ class Rollouts:
             if not sent:
                 job.settling = asyncio.ensure_future(self._take_back(body.job, job, settled))
 
-    def _begin(self, body: RolloutBody) -> tuple[Job, State]:
+    def _begin(self, body: RolloutBody, params: dict[str, Any], prompts: list[Any]) -> tuple[Job, State]:
         """The job with its round, and its state before this call.  Raises ValueError or Busy: nothing was taken."""
-        params = self._intake.params(body.sampling_params, body.mode)
-        prompts = self._intake.prompts(body.prompts, params["max_new_tokens"])
         known = self._jobs.get(body.job)
         if known is not None and not known.settled:
             raise Busy(f"job {body.job!r} has a round under way; wait for its end, or give another job")
@@ -154,14 +154,15 @@ class Rollouts:
         """Raises ValueError: such a turn awaits no answer, or these are no tokens."""
         self._round(given.job).answer(given.sample, self._intake.answer(given))
 
-    def feed(self, more: MorePrompts) -> bool:
+    async def feed(self, more: MorePrompts) -> bool:
         """More prompts for a round under way; False if it is over.  Raises ValueError: all of them are refused."""
         round_ = self._round(more.job)
         limit = round_.params["max_new_tokens"]
-        prompts = self._intake.prompts(more.prompts, limit)
+        prompts = await self._intake.prompts(more.prompts, limit)
         self._intake.fits(round_.admitter, prompts, limit, self._jobs.tokens_beside(more.job))
         taken = round_.feed(prompts, end_of=more.end_of_epoch)
-        self._jobs.get(more.job).tokens = held(round_.admitter.state)
+        if taken and (job := self._jobs.get(more.job)) is not None:
+            job.tokens = held(round_.admitter.state)
         if more.no_more:
             round_.no_more()
         return taken

@@ -18,7 +18,6 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_pat.sglang.rank.degrees import Degrees
 from sglang_pat.sglang.switch import compiled
-from sglang_pat.switch.packing import pack, unpack
 
 if TYPE_CHECKING:
     from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
@@ -38,7 +37,8 @@ CARRIED = (
 """Attributes that go over as they are."""
 
 LOGPROBS = tuple(name for name in CARRIED if "logprobs_" in name and name.endswith(("_val", "_idx")))
-"""Those that grow with every token where logprobs are asked for: they travel as arrays."""
+"""Lists with an entry for each token where logprobs are asked for.  SGLang sends each entry to the client once, a
+stretch of some tokens at a time, and does not look at it again: what was sent does not go over."""
 
 LOCAL = (
     # given again by the tokenized request
@@ -66,6 +66,14 @@ LOCAL = (
 """Attributes that the receiving rank makes anew."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """One of :data:`LOGPROBS`: how many of its entries were sent, and the others."""
+
+    sent: int
+    entries: list[Any]
+
+
 @dataclass
 class Capsule:
     """One request on its way to new ranks.
@@ -73,7 +81,8 @@ class Capsule:
     Attributes:
         sealed: the tokenized request as the TokenizerManager sent it, and its prompt (:func:`seal`).
         output: token ids, unsigned 32 bit.  As an array: pickling a list takes a step for each token.
-        state: values of :data:`CARRIED`, but ``output_ids``; those of :data:`LOGPROBS` packed.
+        state: values of :data:`CARRIED`, but ``output_ids``; those of :data:`LOGPROBS` that are not empty as
+            :class:`Unsent`.
         times: numeric fields of SGLang's time stats (seconds of this machine's clock).
         compiling: it waits for its grammar.
         degrees: which TP degree generated which of its tokens.
@@ -111,9 +120,9 @@ def capture(req: Req) -> Capsule:
     # SGLang sets some attributes on first use only.
     state = {name: getattr(req, name) for name in CARRIED if hasattr(req, name)}
     output = array("I", state.pop("output_ids"))
-    for name in LOGPROBS if req.return_logprob else ():
-        if name in state:
-            state[name] = pack(state[name])
+    for name in LOGPROBS:
+        if entries := state.get(name):
+            state[name] = _unsent(req, name, entries)
     if req.origin_input_ids is req.pat_request.input_ids:
         del state["origin_input_ids"]
     times = {
@@ -124,11 +133,21 @@ def capture(req: Req) -> Capsule:
     return Capsule(seal(req), output, state, times, compiled.is_compiling(req), req.pat_degrees)
 
 
+def _unsent(req: Req, name: str, entries: list[Any]) -> Unsent:
+    if name.startswith("input_"):
+        sent = len(entries) if req.input_logprob_sent else 0
+    else:
+        # SGLang's count is at least one, also after an output without tokens.
+        sent = min(req.send_output_token_logprobs_offset, len(entries))
+    return Unsent(sent, entries[sent:])
+
+
 def restore(req: Req, capsule: Capsule) -> None:
     """Give a fresh ``Req`` (made from what ``capsule`` seals) the state it had before the switch."""
     req.output_ids = capsule.output.tolist()
     for name, value in capsule.state.items():
-        setattr(req, name, unpack(value))
+        # The others keep their places, by which SGLang finds them.
+        setattr(req, name, [None] * value.sent + value.entries if isinstance(value, Unsent) else value)
     for name, value in capsule.times.items():
         setattr(req.time_stats, name, value)
     req.pat_degrees = capsule.degrees
