@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.sglang.launch import folder
 
 pytestmark = pytest.mark.contract
 
 BASE = ["--tp", "1", "--dp", "2", "--adaptive-tp"]
 
 
-def last_line(*flags: str, before: str = "", code: int = 1) -> str:
-    """Start with ``flags``, after the statement ``before``; the last line of stderr."""
+def last_line(*flags: str, before: str = "", lines: int = 20, env: dict[str, str] | None = None) -> str:
+    """Start with ``flags``, after the statements ``before``; the last line of stderr, of fewer than ``lines``."""
     script = f"import sys\n{before}\nfrom sglang_pat.launch_server import main\nmain(sys.argv[1:])"
     command = [sys.executable, "-c", script, *BASE, *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code
-    assert len((done.stdout + done.stderr).splitlines()) < 20 and "Traceback" not in done.stderr, done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | (env or {}))
+    assert done.returncode == 1, done.stderr
+    assert len((done.stdout + done.stderr).splitlines()) < lines and "Traceback" not in done.stderr, done.stderr
     line = done.stderr.splitlines()[-1]
     assert line.startswith("error: ")
     return line
@@ -66,6 +71,47 @@ def test_no_temporary_folder(model):
 def test_a_refusal_of_sglang_and_of_ours_are_the_last_line(model):
     """After all imports: nothing that they print, here or in the fork server, comes later."""
     assert "--pp-size 2" in last_line("--model-path", model, "--port", 31_999, "--pp-size", 2)
+
+
+def test_a_refusal_of_a_rank_is_the_last_line_and_nothing_stays(tmp_path):
+    """Ranks that have loaded a model refuse it: one line, though both say it, and no socket.  The model is SGLang's
+    GPT-2, which runs at tp 1 only."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=64, n_layer=1, n_head=8, n_positions=64, vocab_size=503, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with tempfile.TemporaryDirectory(prefix="pat") as place:
+        flags = ("--model-path", tmp_path, "--port", 31_997, "--max-total-tokens", 512, "--skip-tokenizer-init")
+        line = last_line(*flags, lines=60, env={"TMPDIR": place})
+        why = "SGLang gives it 8 KV heads on each rank, must be 4: this model is not supported"
+        assert line == f"error: --adaptive-tp, transformer.h.0.attn.attn at tp=2: {why}"
+        assert not list(Path(place).glob(folder.PREFIX + "*"))
+
+
+def test_sglangs_handler_is_replaced_before_a_process_is_started(model, monkeypatch):
+    """It would kill this process, and leave its folder."""
+    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
+    from sglang_pat.sglang.server import ending, engine
+
+    args = AdaptiveServerArgs(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True)
+    ended: list = []
+    monkeypatch.setattr(ending.processes, "end_children", lambda seconds: ended.append("children"))
+    monkeypatch.setattr(ending.folder, "remove", lambda: ended.append("folder"))
+    monkeypatch.setattr(ending.os, "_exit", ended.append)
+    monkeypatch.setattr(engine, "start", lambda *_: signal.raise_signal(signal.SIGQUIT))
+    before = signal.signal(signal.SIGQUIT, lambda *_: ended.append("SGLang's"))
+    try:
+        with pytest.raises((TypeError, AttributeError)):  # nothing was started
+            engine.AdaptiveEngine._launch_scheduler_processes(args, engine.private_ports(args), None)
+        assert ended[:3] == ["children", "folder", 1]
+        ended.clear()
+        args.custom_sigquit_handler = ended.append
+        signal.signal(signal.SIGQUIT, lambda *_: ended.append("the user's"))
+        with pytest.raises((TypeError, AttributeError)):
+            engine.AdaptiveEngine._launch_scheduler_processes(args, engine.private_ports(args), None)
+        assert set(ended) == {"the user's"}
+    finally:
+        signal.signal(signal.SIGQUIT, before)
 
 
 def test_little_shared_memory(monkeypatch):
