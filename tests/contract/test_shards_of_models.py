@@ -74,7 +74,12 @@ def test_views_are_what_the_loader_loads(checkpoint, base_tp):
 
 @pytest.mark.parametrize("kind", ["opt", "gpt_bigcode", "gptj"])
 def test_views_of_models_whose_sizes_have_other_names(kind, tmp_path):
-    views_are_loaded(made_by_transformers(kind, tmp_path), 1)
+    from sglang_pat.sglang.rank.updates import Expected
+
+    checkpoint = made_by_transformers(kind, tmp_path)
+    views_are_loaded(checkpoint, 1)
+    shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    assert Expected(checkpoint.empty(BASE, 0)).problem(shapes.items()) is None, "an update has the checkpoint's"
 
 
 def views_are_loaded(checkpoint: Checkpoint, base_tp: int) -> None:
