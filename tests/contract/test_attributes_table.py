@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from sglang.srt.managers.scheduler_recv_skipper import SchedulerRecvSkipper
 
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.sglang.checks import agreement as check
 from sglang_pat.sglang.checks import attributes, census
 from sglang_pat.sglang.switch import agreement
 
@@ -63,6 +65,67 @@ def test_the_leaders_counters_become_everyones():
     agreement.take(other, agreement.taken(leader))
     assert (other.forward_ct, other.recv_skipper._counter) == (100, 1)
     assert other.profiler_target_forward_ct == 107 and other.profiler_start_forward_ct is None
+
+
+def request(rid: str, **other) -> SimpleNamespace:
+    kept = dict(priority=0, output_ids=[1, 2], kv_committed_len=5, cache_protected_len=3)
+    return SimpleNamespace(rid=rid, time_stats=SimpleNamespace(wait_queue_entry_time=7.5), **kept | other)
+
+
+def member(steps: int = 100, counter: int = 1, running=("a",), waiting=("b", "c"), **other) -> SimpleNamespace:
+    """A scheduler of a group of two."""
+    made = scheduler(steps, counter)
+    made.tp_size, made.tp_cpu_group = 2, None
+    made.running_batch = SimpleNamespace(reqs=[request(rid, **other) for rid in running])
+    made.waiting_queue = [request(rid) for rid in waiting]
+    return made
+
+
+def gathered(monkeypatch, *members: SimpleNamespace) -> None:
+    """The check of the first of ``members``, which hears what all hold."""
+
+    def gather(held: list, mine: dict, group: None) -> None:
+        assert mine == check._agreed(members[0])
+        held[:] = [check._agreed(one) for one in members]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    check.check(members[0])
+
+
+def test_ranks_that_agree_go_on(monkeypatch):
+    monkeypatch.setenv(check.CHECK_AGREEMENT_ENV, "1")
+    gathered(monkeypatch, member(), member())
+
+
+@pytest.mark.parametrize(
+    "other, named",
+    [
+        (dict(steps=101), "Scheduler.forward_ct: int 100, int 101"),
+        (dict(counter=2), "Scheduler.recv_skipper._counter: int 1, int 2"),
+        (dict(waiting=("c", "b")), "waiting_queue: "),
+        (dict(running=()), "running_batch: "),
+        (dict(priority=3), "running_batch: "),
+        (dict(output_ids=[1]), "running_batch: "),
+        (dict(kv_committed_len=4), "running_batch: "),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_ranks_that_differ_are_told_by_name(monkeypatch, other, named):
+    monkeypatch.setenv(check.CHECK_AGREEMENT_ENV, "1")
+    with pytest.raises(RuntimeError, match=f"ranks of a TP group do not agree on {named}"):
+        gathered(monkeypatch, member(), member(**other))
+    with pytest.raises(RuntimeError, match=f"do not agree on {named.partition(':')[0]}: "):
+        gathered(monkeypatch, member(**other), member())
+
+
+def test_nothing_is_gathered_outside_test_builds_and_in_a_group_of_one(monkeypatch):
+    monkeypatch.setattr(dist, "all_gather_object", lambda *_, **__: pytest.fail("gathered"))
+    monkeypatch.delenv(check.CHECK_AGREEMENT_ENV, raising=False)
+    check.check(member())
+    monkeypatch.setenv(check.CHECK_AGREEMENT_ENV, "1")
+    alone = member()
+    alone.tp_size = 1
+    check.check(alone)
 
 
 def test_what_is_taken_is_classified_as_equal():

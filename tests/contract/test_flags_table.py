@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,10 +38,29 @@ def test_a_flag_in_two_tables_is_found(monkeypatch):
 
 @pytest.mark.parametrize("test", flags.WORKING)
 def test_what_works_is_used_by_the_test_named(test):
+    """Among the words of its code, or of what starts its servers; comments and docstrings do not count."""
     shared = ("tests/engine/conftest.py", "python/sglang_pat/testing/server.py")
-    text = "".join((ROOT / name).read_text() for name in (test, *shared))
-    unused = [name for name in flags.WORKING[test].split() if _option(name) not in text]
+    words = {word for name in (test, *shared) for word in _words(ROOT / name)}
+    unused = [name for name in flags.WORKING[test].split() if not {_option(name), name} & words]
     assert not unused, f"{test} does not use {unused}"
+
+
+def _words(path: Path) -> Iterator[str]:
+    """Words of the strings in a file's code, names of arguments that it gives and of attributes that it sets."""
+    tree = ast.parse(path.read_text())
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            yield from node.value.split()
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def test_a_flag_in_a_comment_or_as_part_of_another_does_not_count(tmp_path):
+    (file := tmp_path / "test_x.py").write_text('"""--host"""\nRUN = "--log-level info"  # --port\nargs.device = 1\n')
+    assert set(_words(file)) == {"--log-level", "info", "device"}
 
 
 def _option(field: str) -> str:

@@ -64,6 +64,7 @@ REFUSED_MODELS = [
     ("MixtralForCausalLM", dict(model_type="mixtral"), "mixture of experts"),
     ("DeepseekV3ForCausalLM", dict(model_type="deepseek_v3"), "MLA"),
     ("FalconH1ForCausalLM", dict(model_type="falcon_h1"), "recurrent"),
+    ("DeciLMForCausalLM", dict(block_configs=[{}]), "layers differ in size"),
     ("Gemma3ForConditionalGeneration", dict(model_type="gemma3"), "multimodal"),
     ("Qwen2ForRewardModel", dict(model_type="qwen2"), "does not generate text"),
     (
@@ -87,6 +88,42 @@ def test_refused_models(model, tmp_path, architecture, fields, why):
 def test_dense_decoders_are_let_in(tmp_path, architecture):
     folder = models.make_random(architecture, tmp_path / "m", layers=1)
     assert len(arguments(folder, dp_size=4).adaptive_config().layouts) == 3
+
+
+OTHER_NAMES = {
+    "GPT2LMHeadModel": ("GPT2Config", 3072),
+    "GPTBigCodeForCausalLM": ("GPTBigCodeConfig", 3072),
+    "GPTJForCausalLM": ("GPTJConfig", 16384),
+    "OPTForCausalLM": ("OPTConfig", 3072),
+    "ExaoneForCausalLM": ("ExaoneConfig", 8192),
+    "ChatGLMModel": ("ChatGLMConfig", 13696),
+}
+"""Architecture -> class of its configuration, intermediate size by default."""
+
+
+@pytest.mark.parametrize("architecture", OTHER_NAMES)
+def test_sizes_may_have_other_names(tmp_path, architecture):
+    """As a shape, the model has the sizes that SGLang reads."""
+    import transformers
+    from sglang.srt import configs
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_pat.memory.estimate import read_config
+    from sglang_pat.memory.shapes import ModelShape
+    from sglang_pat.sglang.launch.args import model_shape
+
+    name, intermediate = OTHER_NAMES[architecture]
+    config = (getattr(transformers, name, None) or getattr(configs, name))()
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    model = ModelConfig.from_server_args(arguments(tmp_path, skip_tokenizer_init=True, dtype="float32"))
+    shape = model_shape(model)
+    assert (shape.layers, shape.hidden, shape.heads) == (
+        model.num_hidden_layers, model.hidden_size, model.num_attention_heads,
+    )  # fmt: skip
+    assert (shape.kv_heads, shape.head_dim) == (model.get_total_num_kv_heads(), model.head_dim)
+    assert (shape.vocab, shape.context, shape.intermediate) == (model.vocab_size, model.context_len, intermediate)
+    assert shape == ModelShape.from_config(read_config(str(tmp_path)), "float32"), "and so has it in preflight"
 
 
 def test_norms_over_all_kv_heads_need_as_many_heads_as_ranks(tmp_path):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.testing import models
 from sglang_pat.testing.weights import ARCHITECTURES
 from sglang_pat.weights.shards import Block, ShardSpec
+
+from .checkpoints import Checkpoint, made_by_transformers
 
 pytestmark = pytest.mark.contract
 
@@ -18,30 +20,6 @@ SHAPES = {
     "gqa": dict(heads=8, kv_heads=4),
     "shared-kv": dict(heads=8, kv_heads=2, tie=True),  # at tp 4 two ranks have the same KV head
 }
-
-
-class Checkpoint:
-    """A random model on disk, and what SGLang makes of it on one rank without peers."""
-
-    def __init__(self, folder) -> None:
-        from sglang.srt.server_args import ServerArgs
-
-        from sglang_pat.sglang.rank.lone import LoneRank
-
-        self.tensors = load_file(folder / "model.safetensors")
-        args = ServerArgs(model_path=str(folder), device="cpu", attention_backend="torch_native", dtype="float32")
-        self.rank = LoneRank(args)
-
-    def empty(self, layout: ParallelLayout, rank: int) -> torch.nn.Module:
-        return self.rank.model(layout.tp, layout.tp_rank(rank))
-
-    def loaded(self, layout: ParallelLayout, rank: int) -> torch.nn.Module:
-        """SGLang's model with weights that SGLang's loader has put there."""
-        model = self.empty(layout, rank)
-        for param in model.parameters():
-            param.data = torch.zeros(param.shape)
-        model.load_weights(iter(self.tensors.items()))
-        return model
 
 
 @pytest.fixture(scope="module", params=[(arch, shape) for arch in ARCHITECTURES for shape in SHAPES], ids="-".join)
@@ -91,9 +69,24 @@ def layouts(base_tp: int) -> list[ParallelLayout]:
 
 @pytest.mark.parametrize("base_tp", [1, 2])
 def test_views_are_what_the_loader_loads(checkpoint, base_tp):
-    from sglang_pat.sglang.rank.shard_check import check_shards
+    views_are_loaded(checkpoint, base_tp)
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt_bigcode", "gptj"])
+def test_views_of_models_whose_sizes_have_other_names(kind, tmp_path):
+    from sglang_pat.sglang.rank.updates import Expected
+
+    checkpoint = made_by_transformers(kind, tmp_path)
+    views_are_loaded(checkpoint, 1)
+    shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    assert Expected(checkpoint.empty(BASE, 0)).problem(shapes.items()) is None, "an update has the checkpoint's"
+
+
+def views_are_loaded(checkpoint: Checkpoint, base_tp: int) -> None:
+    from sglang_pat.sglang.rank.shard_check import check_heads, check_shards
     from sglang_pat.sglang.rank.weights import Views
 
+    kv_heads = checkpoint.rank.config.get_total_num_kv_heads()
     base = ParallelLayout(base_tp, RANKS // base_tp)
     for rank in range(RANKS):
         base_model = checkpoint.loaded(base, rank)
@@ -101,6 +94,7 @@ def test_views_are_what_the_loader_loads(checkpoint, base_tp):
         for layout in layouts(base_tp):
             model = checkpoint.empty(layout, rank)
             check_shards(model, layout.tp, layout.tp_rank(rank))
+            check_heads(model, layout.tp, kv_heads)
             Views(model, base_model, layout, base, rank)
             loaded, ours = weights(checkpoint.loaded(layout, rank)), weights(model)
             assert loaded.keys() == ours.keys()
@@ -233,6 +227,19 @@ def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
     with pytest.raises(sharding.ShardError, match=r"model\.layers\.0\.mlp\.gate_up_proj\.weight at tp=2") as caught:
         shard_check.check_shards(llama.rank.model(2, 1), 2, 1)
     assert "\n" not in str(caught.value)
+
+
+def test_attention_that_is_not_cut_is_found(tmp_path):
+    """SGLang's GPT-2 gives each rank's attention all heads, so it runs at tp 1 only."""
+    from sglang_pat.sglang.rank.shard_check import check_heads
+    from sglang_pat.sglang.rank.sharding import ShardError
+
+    gpt2 = made_by_transformers("gpt2", tmp_path)
+    check_heads(gpt2.rank.model(1, 0), 1, 8)
+    with pytest.raises(
+        ShardError, match=r"transformer\.h\.0\.attn\.attn at tp=2: .* 8 KV heads .* must be 4: this model"
+    ):
+        check_heads(gpt2.rank.model(2, 1), 2, 8)
 
 
 def test_a_loader_of_its_own_is_found(llama):

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.sglang.launch import folder
 
 pytestmark = pytest.mark.contract
 
 BASE = ["--tp", "1", "--dp", "2", "--adaptive-tp"]
 
 
-def last_line(*flags: str, before: str = "", code: int = 1) -> str:
-    """Start with ``flags``, after the statement ``before``; the last line of stderr."""
+def last_line(*flags: str, before: str = "", lines: int = 20, env: dict[str, str] | None = None) -> str:
+    """Start with ``flags``, after the statements ``before``; the last line of stderr, of fewer than ``lines``."""
     script = f"import sys\n{before}\nfrom sglang_pat.launch_server import main\nmain(sys.argv[1:])"
     command = [sys.executable, "-c", script, *BASE, *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code
-    assert len((done.stdout + done.stderr).splitlines()) < 20 and "Traceback" not in done.stderr, done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | (env or {}))
+    assert done.returncode == 1, done.stderr
+    assert len((done.stdout + done.stderr).splitlines()) < lines and "Traceback" not in done.stderr, done.stderr
     line = done.stderr.splitlines()[-1]
     assert line.startswith("error: ")
     return line
@@ -66,6 +71,110 @@ def test_no_temporary_folder(model):
 def test_a_refusal_of_sglang_and_of_ours_are_the_last_line(model):
     """After all imports: nothing that they print, here or in the fork server, comes later."""
     assert "--pp-size 2" in last_line("--model-path", model, "--port", 31_999, "--pp-size", 2)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory) -> Path:
+    """SGLang's runs at tp 1 only, which a rank finds out once it has loaded it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=64, n_layer=1, n_head=8, n_positions=64, vocab_size=503, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(path := tmp_path_factory.mktemp("gpt2"))
+    return path
+
+
+OF_A_RANK = (
+    "--adaptive-tp, transformer.h.0.attn.attn at tp=2: SGLang gives it 8 KV heads on each rank, must be 4: "
+    "this model is not supported"
+)
+
+
+def test_a_refusal_of_a_rank_is_the_last_line_and_nothing_stays(gpt2):
+    """One line, though both ranks say it, and no socket."""
+    with tempfile.TemporaryDirectory(prefix="pat") as place:
+        flags = ("--model-path", gpt2, "--port", 31_997, "--max-total-tokens", 512, "--skip-tokenizer-init")
+        assert last_line(*flags, lines=60, env={"TMPDIR": place}) == f"error: {OF_A_RANK}"
+        assert not list(Path(place).glob(folder.PREFIX + "*"))
+
+
+PROGRAM = """
+import gc, sys
+import sglang_pat
+
+if __name__ == "__main__":
+    try:
+        sglang_pat.Engine(
+            model_path=sys.argv[1], tp_size=1, dp_size=2, adaptive_tp=True, max_total_tokens=512,
+            skip_tokenizer_init=True,
+        )
+    except ValueError as error:
+        print(error)
+    gc.collect()
+    print("goes on")
+"""
+
+
+def test_a_program_goes_on_after_a_refusal_of_a_rank(gpt2, tmp_path):
+    """It has the same line as an exception."""
+    (script := tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run([sys.executable, str(script), str(gpt2)], capture_output=True, text=True, timeout=200)
+    assert done.stdout.splitlines()[-2:] == [OF_A_RANK, "goes on"], done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+LEFT = """
+import gc
+import zmq.asyncio
+from sglang_pat.sglang import cpu_shim
+cpu_shim.install()
+from sglang_pat.sglang.server import tokenizer
+
+def init(self, *_):
+    context = zmq.asyncio.Context(2)
+    self.recv_from_detokenizer = context.socket(zmq.PULL)
+    self.again = self
+
+tokenizer.TokenizerManager.__init__ = init
+tokenizer.Entrance = lambda _: 1 / 0
+try:
+    tokenizer.AdaptiveTokenizerManager(None, None)
+except ZeroDivisionError:
+    pass
+gc.collect()
+print("goes on")
+"""
+
+
+def test_the_manager_that_a_failed_start_leaves_is_no_garbage():
+    """As garbage its ZMQ context waits for ever."""
+    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=150)
+    assert done.stdout.endswith("goes on\n"), done.stderr
+
+
+def test_sglangs_handler_is_replaced_before_a_process_is_started(model, monkeypatch):
+    """It would kill this process, and leave its folder."""
+    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
+    from sglang_pat.sglang.server import ending, engine
+
+    args = AdaptiveServerArgs(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True)
+    ended: list = []
+    monkeypatch.setattr(ending.processes, "end_children", lambda seconds: ended.append("children"))
+    monkeypatch.setattr(ending.folder, "remove", lambda: ended.append("folder"))
+    monkeypatch.setattr(ending.os, "_exit", ended.append)
+    monkeypatch.setattr(engine, "start", lambda *_: signal.raise_signal(signal.SIGQUIT))
+    before = signal.signal(signal.SIGQUIT, lambda *_: ended.append("SGLang's"))
+    try:
+        with pytest.raises((TypeError, AttributeError)):  # nothing was started
+            engine.AdaptiveEngine._launch_scheduler_processes(args, engine.private_ports(args), None)
+        assert ended[:3] == ["children", "folder", 1]
+        ended.clear()
+        args.custom_sigquit_handler = ended.append
+        signal.signal(signal.SIGQUIT, lambda *_: ended.append("the user's"))
+        with pytest.raises((TypeError, AttributeError)):
+            engine.AdaptiveEngine._launch_scheduler_processes(args, engine.private_ports(args), None)
+        assert set(ended) == {"the user's"}
+    finally:
+        signal.signal(signal.SIGQUIT, before)
 
 
 def test_little_shared_memory(monkeypatch):

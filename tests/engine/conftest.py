@@ -254,20 +254,35 @@ def smollm2() -> Path:
     return models.make_smollm2(MODELS / "smollm2")
 
 
+SCHEDULERS = {"plain": (), "overlap": ("--pat-cpu-overlap",)}
+"""SGLang's two event loops; the second is CUDA's default."""
+
+
 @pytest.fixture(scope="session")
-def census_folder(tmp_path_factory) -> Path:
-    """Where the ranks of :func:`checked` write what SGLang keeps in them."""
-    return tmp_path_factory.mktemp("census")
+def census_folders(tmp_path_factory) -> dict[str, Path]:
+    """Where the ranks of :func:`checked_with` write what SGLang keeps in them."""
+    return {kind: tmp_path_factory.mktemp(f"census-{kind}") for kind in SCHEDULERS}
 
 
 @pytest.fixture
-def checked(servers, llama, census_folder) -> Server:
-    """Four ranks, so that some are followers before a merge; flags whose state every rank counts by itself."""
+def checked_with(servers, llama, census_folders) -> Callable[[str], Server]:
+    """With one of :data:`SCHEDULERS`: four ranks, so that some are followers before a merge; flags whose state every
+    rank counts by itself."""
     flags = (
         "--scheduler-recv-interval 3 --max-running-requests 4 --enable-priority-scheduling "
-        "--schedule-low-priority-values-first --priority-scheduling-preemption-threshold 4"
-    )
-    return servers.adaptive(llama, 4, *flags.split(), env={"SGLANG_PAT_CENSUS": str(census_folder)})
+        "--schedule-low-priority-values-first --priority-scheduling-preemption-threshold 4 --default-priority-value 2"
+    ).split()
+
+    def server(kind: str) -> Server:
+        environment = {"SGLANG_PAT_CENSUS": str(census_folders[kind])}
+        return servers.adaptive(llama, 4, *flags, *SCHEDULERS[kind], env=environment)
+
+    return server
+
+
+@pytest.fixture(params=SCHEDULERS)
+def checked(request, checked_with) -> Server:
+    return checked_with(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -11,14 +11,16 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from sglang_pat.sglang.checks import attributes
+from sglang_pat.testing.server import Server
 
-from .conftest import count_start
+from .conftest import SCHEDULERS, count_start
 
 RANKS = 4
 DEGREES = (2,)
@@ -28,6 +30,7 @@ STOCK = dict(
     sampling_backend="pytorch", grammar_backend="llguidance", disable_overlap_schedule=True, disable_cuda_graph=True,
     sleep_on_idle=True, max_running_requests=4, scheduler_recv_interval=3, enable_priority_scheduling=True,
     schedule_low_priority_values_first=True, priority_scheduling_preemption_threshold=4,
+    default_priority_value=2,
 )  # fmt: skip
 """The arguments of the adaptive server, for SGLang."""
 
@@ -67,22 +70,32 @@ def stock(llama, tmp_path_factory) -> dict[tuple[int, int], Census]:
 
 
 @pytest.fixture
-def visits(checked, census_folder) -> list[Census]:
-    """All censuses of the adaptive server: layouts up and down, idle and in the middle of requests."""
+def visited(checked_with, census_folders) -> Callable[[str], list[Census]]:
+    """All censuses of an adaptive server: layouts up and down, idle and in the middle of requests."""
 
-    async def busy() -> None:
-        async with checked.session() as session:
+    async def busy(server: Server) -> None:
+        async with server.session() as session:
             switches = [{"tp": tp, "arrived": len(WORK), "step": 8 + 8 * i} for i, tp in enumerate((2, 4, 1, 4))]
-            await checked.arm(session, *switches)
-            await asyncio.gather(*(checked.one(session, body) for body in WORK))
+            await server.arm(session, *switches)
+            await asyncio.gather(*(server.one(session, body) for body in WORK))
 
-    if len(read(census_folder)) < 10 * RANKS:
-        for tp in (2, 4, 2, 1):
-            checked.reconfigure(tp)
-        asyncio.run(busy())
-        for tp in (2, 1):
-            checked.reconfigure(tp)
-    return read(census_folder)
+    def censuses(kind: str) -> list[Census]:
+        folder = census_folders[kind]
+        if len(read(folder)) < 10 * RANKS:
+            server = checked_with(kind)
+            for tp in (2, 4, 2, 1):
+                server.reconfigure(tp)
+            asyncio.run(busy(server))
+            for tp in (2, 1):
+                server.reconfigure(tp)
+        return read(folder)
+
+    return censuses
+
+
+@pytest.fixture(params=SCHEDULERS)
+def visits(request, visited) -> list[Census]:
+    return visited(request.param)
 
 
 def kind(path: str) -> str:
@@ -100,8 +113,9 @@ def test_every_attribute_is_classified(visits, stock):
     assert not unknown, f"attributes that attributes.txt does not know: {sorted(unknown)}"
 
 
-def test_the_table_has_no_line_too_many(visits, stock):
-    used = {attributes.line_of(path) for census in (*visits, *stock.values()) for path in census.values}
+def test_the_table_has_no_line_too_many(visited, stock):
+    found = [census for kind in SCHEDULERS for census in visited(kind)]
+    used = {attributes.line_of(path) for census in (*found, *stock.values()) for path in census.values}
     assert not [line.pattern for line in attributes.table() if line not in used]
 
 

@@ -7,9 +7,13 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file
 
+from sglang_pat.testing.ports import free_port
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import SPECIAL_TOKENS, STOP_ID
+
+from .weight_updates import serialized, succeeded
 
 SCHEDULING = (
     "--schedule-policy lpm --schedule-conservativeness 0.7 --radix-eviction-policy lfu --max-prefill-tokens 512 "
@@ -18,12 +22,13 @@ SCHEDULING = (
     "--stream-response-default-include-usage --enable-return-hidden-states --enable-custom-logit-processor "
     "--enable-nan-detection --enable-fp32-lm-head --sampling-defaults openai --enable-cache-report "
     "--enable-tokenizer-batch-encode --constrained-json-disable-any-whitespace --sampling-backend pytorch "
-    "--attention-backend torch_native --grammar-backend llguidance --device cpu --disable-cuda-graph --sleep-on-idle"
+    "--attention-backend torch_native --grammar-backend llguidance --device cpu --disable-cuda-graph --sleep-on-idle "
+    "--abort-on-priority-when-disabled"
 )
 SERVING = (
     "--host 127.0.0.1 --served-model-name tiny --weight-version v7 --reasoning-parser qwen3 --tool-call-parser qwen25 "
     "--strip-thinking-cache --fastapi-root-path /api --load-format safetensors --trust-remote-code "
-    "--tokenizer-mode auto --tokenizer-backend huggingface --weight-loader-disable-mmap "
+    "--tokenizer-mode auto --tokenizer-backend huggingface --model-config-parser hf --weight-loader-disable-mmap "
     "--weight-loader-prefetch-checkpoints --weight-loader-prefetch-num-threads 2 "
     "--weight-loader-drop-cache-after-load --watchdog-timeout 200 --soft-watchdog-timeout 100 --dist-timeout 300"
 )
@@ -36,6 +41,8 @@ LOGS = (
     "--bucket-time-to-first-token 0.1 1 --bucket-inter-token-latency 0.01 0.1 --bucket-e2e-request-latency 1 10 "
     "--prompt-tokens-buckets default --generation-tokens-buckets default --export-metrics-to-file"
 )
+LOADER = "sglang.srt.model_executor.model_runner._model_load_weights_direct"
+"""Takes a model and named tensors, as a user's function would."""
 PROMPTS = [[5 + i, 7 + 3 * i, 9] + list(range(20, 20 + 11 * i)) for i in range(12)]
 GREEDY = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
 
@@ -65,8 +72,26 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("flags")
 
 
+@pytest.fixture(scope="module")
+def ports() -> list[int]:
+    """Where the ranks of the two servers meet."""
+    return [free_port(), free_port()]
+
+
+@pytest.fixture(scope="module")
+def checksums(folder, llama):
+    """Of the model's files."""
+    from sglang_pat.sglang import cpu_shim
+
+    cpu_shim.install()
+    from sglang.srt.utils.model_file_verifier import generate_checksums
+
+    generate_checksums(source=str(llama), output_path=str(folder / "checksums.json"))
+    return folder / "checksums.json"
+
+
 @pytest.fixture
-def bundle(servers, llama, folder) -> Server:
+def bundle(servers, llama, folder, ports, checksums) -> Server:
     """Everything that goes together."""
     (template := folder / "chat.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
     shutil.copytree(llama, tokenizer := folder / "tokenizer", dirs_exist_ok=True)
@@ -78,6 +103,9 @@ def bundle(servers, llama, folder) -> Server:
         "--download-dir": folder / "downloads",
         "--export-metrics-to-file-dir": folder / "metrics",
         "--crash-dump-folder": folder / "crashes",
+        "--model-checksum": checksums,
+        "--custom-weight-loader": LOADER,
+        "--nccl-port": ports[0],
         "--extra-metric-labels": json.dumps({"job": "flags"}),
         "--preferred-sampling-params": json.dumps({"top_k": 50}),
         "--json-model-override-args": json.dumps({"tie_word_embeddings": False}),
@@ -126,10 +154,46 @@ def test_bundle_answers_chats_and_counts(bundle, folder):
     assert list((folder / "metrics").iterdir())
 
 
-def test_without_a_radix_cache_and_with_dummy_weights(servers, llama):
+def reach(server: Server, tp: int) -> None:
+    if server.status()["layout"]["tp"] != tp:
+        server.reconfigure(tp=tp)
+
+
+def test_bundle_refuses_a_priority_in_each_layout(bundle):
+    for tp in (1, 2):
+        reach(bundle, tp)
+        answer = bundle.post("/generate", bodies(priority=3)[0])
+        assert answer.status_code == 503 and "Using priority is disabled" in answer.text
+    assert tokens(switched(bundle, bodies())) == tokens(bundle.generate(bodies()))
+
+
+def test_bundle_takes_weights_by_a_function_of_the_users(bundle, llama):
+    """Which writes into the base shards, so that every layout has them."""
+    name = "model.norm.weight"
+    norm = load_file(llama / "model.safetensors")[name]
+    want = tokens(bundle.generate(bodies()))
+
+    def send(tensor) -> None:
+        items = [serialized([(name, tensor)]) for _ in range(2)]
+        succeeded(bundle.post("/update_weights_from_tensor", dict(serialized_named_tensors=items, load_format=LOADER)))
+
+    send(-norm)
+    others = tokens(bundle.generate(bodies()))
+    assert all(other != one for other, one in zip(others, want, strict=True))
+    assert tokens(switched(bundle, bodies())) == others
+    send(norm)
+    assert tokens(bundle.generate(bodies())) == want
+
+
+def test_without_a_radix_cache_and_with_dummy_weights(servers, llama, ports):
     """Dummy weights are made at the base layout; the others slice them."""
-    flags = "--disable-radix-cache --load-format dummy --disable-tokenizer-batch-decode --schedule-policy fcfs"
+    flags = (
+        "--disable-radix-cache --load-format dummy --disable-tokenizer-batch-decode --schedule-policy fcfs "
+        "--enable-priority-scheduling --disable-priority-preemption --enable-dynamic-batch-tokenizer "
+        "--dynamic-batch-tokenizer-batch-size 4 --dynamic-batch-tokenizer-batch-timeout 0.01"
+    )
     pattern = ("--constrained-json-whitespace-pattern", "[ ]?", "--completion-template", "star_coder")
-    server = servers.adaptive(llama, 2, *flags.split(), *pattern)
-    want = tokens(server.generate(bodies()))
-    assert tokens(switched(server, bodies())) == want
+    server = servers.adaptive(llama, 2, *flags.split(), *pattern, "--dist-init-addr", f"127.0.0.1:{ports[1]}")
+    work = [{"text": "a b c " * (1 + i), "sampling_params": GREEDY, "priority": i % 3} for i in range(6)] + bodies()
+    want = tokens(server.generate(work[:6])) + tokens(server.generate(bodies()))
+    assert tokens(switched(server, work)) == want

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import psutil
 import pytest
 
+from sglang_pat.sglang.launch import processes
 from sglang_pat.sglang.launch.processes import wait_until_ended
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
@@ -29,6 +31,47 @@ if __name__ == "__main__":
     started = [processes.start(child) for _ in range(2)]
     print(json.dumps([reader.recv() for _, reader in started]), flush=True)
     sys.stdin.readline()
+    processes.end_children()
+"""
+
+
+START = """
+import json, os, signal, sys, tempfile, threading
+import psutil
+from sglang_pat.sglang.launch import processes
+
+def child(what, parent_pid, writer):
+    if what == "ready":
+        writer.send({"status": "ready"})
+        writer.close()
+    elif what == "quit":
+        writer.send({"status": "ready"})
+        writer.close()
+        processes.end_engine(parent_pid, writer, "failed later")
+    elif what == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "exit":
+        os._exit(3)
+    elif what != "hangs":
+        processes.end_engine(parent_pid, writer, what)
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    tempfile.tempdir = sys.argv[1]
+    processes.PRELOAD = []
+    quits = threading.Event()
+    signal.signal(signal.SIGQUIT, lambda *_: quits.set())
+    started = {f"rank {i}": processes.start(child, what) for i, what in enumerate(sys.argv[2:])}
+    try:
+        said = processes.wait_until_ready(started)
+        left = None
+    except processes.NotStarted as error:
+        said = str(error)
+        left = [one for one in psutil.Process().children(recursive=True) if not processes.is_resource_tracker(one)]
+        left = len(processes.wait_until_ended(left, 0))
+    if "quit" in sys.argv:
+        quits.wait(60)
+    print(json.dumps([said, left, quits.is_set()]), flush=True)
     processes.end_children()
 """
 
@@ -82,3 +125,43 @@ def test_a_zombie_has_ended(tmp_path):
     command = [sys.executable, "-c", NEVER_WAITS, sys.executable, str(script), str(tmp_path), "fork_here"]
     run = subprocess.run(command, input="\n", capture_output=True, text=True, timeout=500)
     assert run.returncode == 0 and not run.stderr, run.stderr
+
+
+@pytest.mark.parametrize(
+    "children,said",
+    [
+        (("ready", "ready"), [{"status": "ready"}] * 2),
+        (("hangs", "--x cannot be"), "--x cannot be"),
+        (("ready", "hangs", "killed"), "rank 2 was killed while it started: the kernel does that when memory runs out"),
+        (("exit", "hangs"), "rank 0 ended while it started, with exit code 3"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_child_that_cannot_start_ends_the_others_and_says_why(tmp_path_factory, children, said):
+    found, left, quits = started(tmp_path_factory, *children)
+    assert found[: len(said)] == said
+    assert not left and not quits
+
+
+def test_a_child_that_fails_later_says_so_by_a_signal(tmp_path_factory):
+    assert started(tmp_path_factory, "quit") == [[{"status": "ready"}], None, True]
+
+
+def started(tmp_path_factory, *children: str) -> list:
+    place = tmp_path_factory.mktemp("p")
+    (script := place / "script.py").write_text(START)
+    done = subprocess.run(
+        [sys.executable, str(script), str(place), *children], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_reason_is_that_of_the_first_to_fail(monkeypatch):
+    """The others fail because it is gone."""
+    monkeypatch.setattr(processes, "end_children", lambda: None)
+    pipes = {name: mp.Pipe(duplex=False) for name in ("rank 0", "rank 1", "rank 2")}
+    for (_, writer), at in zip(pipes.values(), (7.0, 5.0, 6.0), strict=True):
+        writer.send({"status": "refused", "why": f"failed at {at}", "at": at})
+    with pytest.raises(processes.NotStarted, match="failed at 5"):
+        processes.wait_until_ready({name: (None, reader) for name, (reader, _) in pipes.items()})

@@ -12,6 +12,16 @@ from sglang_pat.layout import ParallelLayout
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 VOCAB_PADDING = 64
 """SGLang pads the vocabulary to a multiple of this."""
+OTHER_NAMES = {
+    "num_hidden_layers": ("n_layer", "num_layers"),
+    "hidden_size": ("n_embd",),
+    "num_attention_heads": ("n_head",),
+    "num_key_value_heads": ("multi_query_group_num",),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+    "vocab_size": ("padded_vocab_size",),
+    "max_position_embeddings": ("n_positions", "seq_length"),
+}
+"""What GPT-2, GPT-BigCode, GPT-J, OPT, EXAONE and ChatGLM call a size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +70,9 @@ class ModelShape:
             layers=_size(config, "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
-            kv_heads=_size(config, "num_key_value_heads", heads),
+            kv_heads=_size(config, "num_key_value_heads", 1 if config.get("multi_query") else heads),
             head_dim=_size(config, "head_dim", hidden // heads or 1),
-            intermediate=_size(config, "intermediate_size"),
+            intermediate=_size(config, "intermediate_size", 4 * hidden if "n_embd" in config else None),
             vocab=_size(config, "vocab_size"),
             context=_size(config, "max_position_embeddings", 2048),
             item=_item(config, dtype),
@@ -120,11 +130,11 @@ class ModelShape:
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    value = default if value is None else value
+    given = (config.get(known) for known in (name, *OTHER_NAMES.get(name, ())))
+    value = next((size for size in given if size is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        given = "is missing" if value is None else f"is {value!r}"
-        raise ValueError(f"the model's config.json: {name} {given}, must be a positive integer")
+        found = "is missing" if value is None else f"is {value!r}"
+        raise ValueError(f"the model's config.json: {name} {found}, must be a positive integer")
     return value
 
 

@@ -32,6 +32,7 @@ from sglang_pat.coordinator import decision_log  # noqa: E402
 from sglang_pat.coordinator.core import Coordinator  # noqa: E402
 from sglang_pat.coordinator.switching import CALIBRATION  # noqa: E402
 from sglang_pat.dropped import Dropped  # noqa: E402
+from sglang_pat.errors import one_line  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
 from sglang_pat.policies.registry import make_policy  # noqa: E402
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
@@ -243,7 +244,8 @@ def run_coordinator(
                 )
             )
         pipe_writer.send({"status": "ready"})
+        pipe_writer.close()
         serve(coordinator, sockets, Dropped(server_args.enable_metrics))
-    except Exception:
+    except Exception as error:
         logger.exception("coordinator failed")
-        end_engine(parent_pid)
+        end_engine(parent_pid, pipe_writer, f"the coordinator failed: {type(error).__name__}: {one_line(error)}")

@@ -22,6 +22,8 @@ WORKING = {
         # what is scheduled, when and how much of it
         "schedule_policy schedule_conservativeness radix_eviction_policy max_prefill_tokens prefill_max_requests "
         "max_queued_requests allow_auto_truncate context_length disable_radix_cache chunked_prefill_size "
+        "disable_priority_preemption abort_on_priority_when_disabled enable_dynamic_batch_tokenizer "
+        "dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout "
         # what comes out, and in which pieces
         "stream_interval incremental_streaming_output stream_response_default_include_usage batch_notify_size "
         "enable_return_hidden_states enable_custom_logit_processor enable_nan_detection enable_fp32_lm_head "
@@ -35,6 +37,9 @@ WORKING = {
         "load_format trust_remote_code tokenizer_path tokenizer_mode tokenizer_backend json_model_override_args "
         "download_dir weight_loader_disable_mmap weight_loader_prefetch_checkpoints "
         "weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load model_loader_extra_config "
+        "model_checksum model_config_parser custom_weight_loader "
+        # where the ranks of the world meet
+        "nccl_port dist_init_addr "
         # logs and metrics
         "log_level log_level_http log_requests log_requests_level log_requests_format log_requests_target "
         "uvicorn_access_log_exclude_prefixes show_time_cost decode_log_interval enable_request_time_stats_logging "
@@ -46,28 +51,27 @@ WORKING = {
     ),
     "tests/engine/test_agreement.py": (
         "scheduler_recv_interval enable_priority_scheduling schedule_low_priority_values_first "
-        "priority_scheduling_preemption_threshold"
+        "priority_scheduling_preemption_threshold default_priority_value"
     ),
     "tests/engine/test_cramped.py": "max_running_requests",
     "tests/engine/test_threshold.py": "enable_metrics api_key admin_api_key",
     "tests/engine/test_python_api.py": "skip_tokenizer_init",
+    "tests/contract/test_start_refused.py": "custom_sigquit_handler",
 }
-"""Shown by a test that switches with it: test -> fields."""
+"""Shown by a test, which switches with it (the last: starts with it): test -> fields."""
 
 OUTSIDE = {
-    "the HTTP server or the tokenizer's process handles it, which stay SGLang's": (
-        "warmups ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh revision "
-        "checkpoint_engine_wait_weights_before_ready hf_chat_template_name file_storage_path tool_server "
-        "enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout "
-        "delete_ckpt_after_loading custom_sigquit_handler"
+    "TLS ends in uvicorn, and what is behind it is the same": (
+        "ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh"
     ),
-    "it acts while the base layout's weights are read": "custom_weight_loader model_checksum model_config_parser",
-    "where the ranks of the world meet": "nccl_port dist_init_addr",
-    "it acts on a request before it is queued, or picks the one to drop": (
-        "default_priority_value disable_priority_preemption abort_on_priority_when_disabled enable_strict_thinking"
+    "it names a version of a repository, and models of tests are folders": "revision",
+    "before the server is ready it waits for an update by the package checkpoint_engine, which is not installed": (
+        "checkpoint_engine_wait_weights_before_ready"
     ),
+    "the server picks one of several chat templates, and tokenizers of tests have one": "hf_chat_template_name",
+    "it deletes the model's folder when the server is ready, and tests share theirs": "delete_ckpt_after_loading",
 }
-"""Left as it is: the adaptive engine has no part in it.  No test here."""
+"""Left as it is: the adaptive engine has no part in it, and for this reason no test shows it: reason -> fields."""
 
 GPU = {
     "memory and kernels of a GPU": (
@@ -76,6 +80,7 @@ GPU = {
         "triton_attention_split_tile_size disable_custom_all_reduce enable_nccl_nvls disable_overlap_schedule"
     ),
     "memory and cores near a rank's GPU": "numa_node",
+    "it needs the grammar backend xgrammar, which has no kernels for a CPU": "enable_strict_thinking",
     "CUDA graphs, which each layout has": (
         "cuda_graph_max_bs cuda_graph_bs disable_cuda_graph_padding enable_cudagraph_gc enable_profile_cuda_graph "
         "debug_cuda_graph"
@@ -127,7 +132,7 @@ UNUSED = {
         "mm_attention_backend disable_fast_image_processor keep_mm_feature_on_device "
         "enable_broadcast_mm_inputs_process enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config "
         "limit_mm_data_per_request enable_mm_global_cache enable_precise_embedding_interpolation encoder_urls "
-        "encoder_transfer_backend enable_adaptive_dispatch_to_encoder"
+        "encoder_transfer_backend enable_adaptive_dispatch_to_encoder warmups"
     ),
     "the hierarchical cache is refused": (
         "hicache_ratio hicache_size hicache_write_policy hicache_io_backend hicache_mem_layout "
@@ -158,7 +163,8 @@ UNUSED = {
     "the coordinator routes requests": "load_balance_method",
     "one node is the engine": "node_rank",
     "every group's communicator is made at start": "pre_warm_nccl",
-    "read for decoding by nothing in this SGLang": "num_continuous_decode_steps disable_outlines_disk_cache",
+    "read by nothing in this SGLang": "num_continuous_decode_steps disable_outlines_disk_cache file_storage_path",
+    "its tools are for gpt-oss, which is refused": "tool_server",
     "prefill runs without CUDA graphs in every layout": (
         "disable_piecewise_cuda_graph piecewise_cuda_graph_max_tokens piecewise_cuda_graph_tokens "
         "piecewise_cuda_graph_compiler"

@@ -36,7 +36,7 @@ def page() -> str:
         "Every field of SGLang's `ServerArgs`, in its order.",
         "",
         "- **works**: the test that is named switches with it.",
-        "- **as in SGLang**: handled where the adaptive engine has no part; no test here.",
+        "- **as in SGLang**: the adaptive engine has no part in it; why no test here shows it.",
         "- **GPU, not run yet**: accepted; takes effect on GPUs, where it has not been run with switches.",
         "- **no effect**: accepted and ignored, for the reason given.",
         "- **refused**: at start, in one line that says what to change.",

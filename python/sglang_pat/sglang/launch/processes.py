@@ -19,11 +19,11 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, util
+from multiprocessing import connection, forkserver, util
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import setproctitle
@@ -177,10 +177,59 @@ def _no_semaphores() -> None:
     tqdm.set_lock(threading.RLock())
 
 
-def end_engine(parent_pid: int) -> None:
-    """End the whole engine from a child that cannot go on: SGLang's SIGQUIT to the main process."""
+class NotStarted(ValueError):
+    """A process of the engine could not start; one line with why."""
+
+
+def wait_until_ready(started: Mapping[str, tuple[mp.Process, connection.Connection]]) -> list[dict[str, Any]]:
+    """What each of ``started`` (name -> what :func:`start` returned) reports once it is ready.
+
+    Raises:
+        NotStarted: one of them cannot start; all children have ended.
+    """
+    names = {reader: name for name, (_, reader) in started.items()}
+    reports: dict[str, dict[str, Any]] = {}
+    while len(reports) < len(started):
+        waited_for = [reader for reader, name in names.items() if name not in reports]
+        now = {names[reader]: _report(reader) for reader in connection.wait(waited_for)}
+        if failed := [name for name, report in now.items() if report["status"] != "ready"]:
+            # The others may have failed only because it has.
+            first = min(failed, key=lambda name: now[name]["at"])
+            why = now[first]["why"] or _death(first, started[first][0])
+            end_children()
+            raise NotStarted(why)
+        reports |= now
+    return [reports[name] for name in started]
+
+
+def _report(reader: connection.Connection) -> dict[str, Any]:
     try:
-        os.kill(parent_pid, signal.SIGQUIT)
+        return reader.recv()
+    except EOFError:
+        return {"status": "dead", "why": "", "at": 0.0}
+
+
+def _death(name: str, process: mp.Process) -> str:
+    process.join(END_SECONDS)
+    if process.exitcode == -signal.SIGKILL:
+        return f"{name} was killed while it started: the kernel does that when memory runs out, see its log (dmesg)"
+    return f"{name} ended while it started, with exit code {process.exitcode}"
+
+
+def end_engine(parent_pid: int, writer: connection.Connection, why: str) -> NoReturn:
+    """End the whole engine from a child that cannot go on.
+
+    Before it is ready the main process waits for its report (:func:`wait_until_ready`).  Later, once it has closed
+    ``writer``, SGLang's SIGQUIT tells the main process.
+
+    Args:
+        why: one line.
+    """
+    try:
+        if writer.closed:
+            os.kill(parent_pid, signal.SIGQUIT)
+        else:
+            writer.send({"status": "refused", "why": why, "at": time.monotonic()})
     finally:
         # Threads of a failed collective may not let the interpreter exit.
         os._exit(1)

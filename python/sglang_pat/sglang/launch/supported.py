@@ -37,6 +37,8 @@ def _why_not(model: ModelConfig, config: Any) -> str | None:
         return "it is a mixture of experts"
     if kinds - {"full_attention", "sliding_attention"} or any(getattr(config, field, None) for field in RECURRENT):
         return "some of its layers are recurrent and keep a state instead of KV"
+    if getattr(config, "block_configs", None):
+        return "its layers differ in size from each other"
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention logits are soft-capped"
     if "sliding_attention" in kinds or model.is_hybrid_swa:

@@ -26,7 +26,7 @@ from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.profile import LayoutSetup
 from sglang_pat.sglang.rank.reshard import reshard
 from sglang_pat.sglang.rank.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
-from sglang_pat.sglang.rank.shard_check import check_shards
+from sglang_pat.sglang.rank.shard_check import check_heads, check_shards
 from sglang_pat.sglang.rank.sharding import Unsupported
 from sglang_pat.sglang.rank.weights import Views, build_model
 from sglang_pat.switch.plan import kv_head_range
@@ -105,7 +105,7 @@ class Layouts:
         self.kv_heads = self.runner.model_config.get_total_num_kv_heads()
         base = self.config.base
         self._refuse()
-        check_shards(self.runner.model, base.tp, base.tp_rank(self.rank))
+        self._check(self.runner.model, base)
         self._runtimes = {base.tp: self._base_runtime(base)}
         self.setup: list[LayoutSetup] = []
         """What building each layout above the base took."""
@@ -125,6 +125,10 @@ class Layouts:
             raise Unsupported(f"--adaptive-tp does not support this model: its KV pool is a {type(pool).__name__}")
         if self.runner.sliding_window_size is not None:
             raise Unsupported("--adaptive-tp does not support this model: its attention has a sliding window")
+
+    def _check(self, model: torch.nn.Module, layout: ParallelLayout) -> None:
+        check_heads(model, layout.tp, self.kv_heads)
+        check_shards(model, layout.tp, layout.tp_rank(self.rank))
 
     def __getitem__(self, layout: ParallelLayout) -> LayoutRuntime:
         return self._runtimes[layout.tp]
@@ -170,7 +174,7 @@ class Layouts:
         runner.groups.install(layout)
         self._set_ranks(layout)
         model = build_model(runner.model_config, runner.load_config, runner.device)
-        check_shards(model, layout.tp, layout.tp_rank(self.rank))
+        self._check(model, layout)
         views = None if self.resharding else Views(model, base.model, layout, self.config.base, self.rank)
         _compile_embedding(model, runner.device)
         _, base_heads = kv_head_range(self.kv_heads, self.config.base, self.rank)

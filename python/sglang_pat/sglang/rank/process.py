@@ -19,6 +19,7 @@ from sglang.srt.server_args import PortArgs  # noqa: E402
 
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
 from sglang_pat.dropped import Dropped  # noqa: E402
+from sglang_pat.errors import one_line  # noqa: E402
 from sglang_pat.sglang.channels import OrderedReceiver  # noqa: E402
 from sglang_pat.sglang.isolation import IsolatingDispatcher  # noqa: E402
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs, rank_view  # noqa: E402
@@ -72,13 +73,13 @@ def run_rank(
             dp_rank=None,
         )
         pipe_writer.send(scheduler.get_init_info())
+        pipe_writer.close()
         scheduler.run_event_loop()
     except Unsupported as error:
-        logger.error("%s", error)
-        end_engine(parent_pid)
-    except Exception:
+        end_engine(parent_pid, pipe_writer, str(error))
+    except Exception as error:
         logger.exception("rank %d failed", rank)
-        end_engine(parent_pid)
+        end_engine(parent_pid, pipe_writer, f"rank {rank} failed: {type(error).__name__}: {one_line(error)}")
 
 
 class AdaptiveDetokenizerManager(DetokenizerManager):

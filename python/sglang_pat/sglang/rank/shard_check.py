@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
@@ -19,6 +20,21 @@ from sglang_pat.weights.shards import ShardSpec
 
 PADDING = 0.0
 """What SGLang's loader writes where a shard reaches beyond the vocabulary; positions start at 1."""
+
+
+def check_heads(model: torch.nn.Module, tp: int, kv_heads: int) -> None:
+    """Each attention layer takes K and V as they are cut: SGLang's GPT-2 takes all heads at any degree.
+
+    Args:
+        kv_heads: of the whole model.
+
+    Raises:
+        ShardError: names the first layer that does not.
+    """
+    local = max(1, kv_heads // tp)
+    for name, module in model.named_modules():
+        if isinstance(module, RadixAttention) and module.tp_k_head_num != local:
+            raise ShardError(name, tp, f"SGLang gives it {module.tp_k_head_num} KV heads on each rank, must be {local}")
 
 
 def check_shards(model: torch.nn.Module, tp: int, tp_rank: int) -> None:

@@ -60,7 +60,8 @@ class Expected:
 
     def __init__(self, model: torch.nn.Module, names: Callable[[], Set[str]] = frozenset) -> None:
         self._model, self._names = cast("Loader", model), names
-        self._tied = bool(getattr(model.config, "tie_word_embeddings", False))
+        config = getattr(model, "config", None)  # SGLang's GPT-J keeps none
+        self._tied = bool(getattr(config, "tie_word_embeddings", False))
         self._own = {name: tuple(param.shape) for name, param in model.named_parameters()}
         self._fitting: set[tuple[str, tuple[int, ...]]] = set()
         self._calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = []

@@ -11,16 +11,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
 from sglang.srt.model_loader.utils import set_default_torch_dtype
+from torch.overrides import TorchFunctionMode
 
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.sglang.rank.sharding import ShardError, shard_specs
 from sglang_pat.weights.shards import Copy, copies, covered
+
+
+class _NoFirstValues(TorchFunctionMode):
+    """Layers of torch's own draw theirs (an embedding of positions): one element cannot take them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return (kwargs or {}).get("tensor", *args[:1])
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -35,7 +46,8 @@ def _without_memory() -> Iterator[None]:
 
     torch.nn.Module.register_parameter = register_empty
     try:
-        yield
+        with _NoFirstValues():
+            yield
     finally:
         torch.nn.Module.register_parameter = register
 

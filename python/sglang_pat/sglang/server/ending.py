@@ -40,14 +40,24 @@ class EndingHandler(SignalHandler):
     """SGLang's, but the end after a child's failure leaves nothing behind; SIGTERM is :class:`Ending`'s."""
 
     def running_phase_sigquit_handler(self, signum=None, frame=None) -> None:
-        logger.error("a process of the engine failed: all end")
         manager = self.tokenizer_manager
         if manager._subprocess_watchdog is not None:
             manager._subprocess_watchdog.stop()
         manager.dump_requests_before_crash()
-        processes.end_children(seconds=2)
-        folder.remove()
-        os._exit(1)
+        _end_all()
+
+
+def end_if_a_child_fails() -> None:
+    """In place of SGLang's handler of SIGQUIT while it launches, which kills this process and leaves its folder."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGQUIT, lambda number, frame: _end_all())
+
+
+def _end_all() -> None:
+    logger.error("a process of the engine failed: all end")
+    processes.end_children(seconds=2)
+    folder.remove()
+    os._exit(1)
 
 
 def handlers() -> Handlers:

@@ -36,6 +36,7 @@ from sglang_pat.sglang.launch.folder import engine_folder  # noqa: E402
 from sglang_pat.sglang.launch.processes import start  # noqa: E402
 from sglang_pat.sglang.launch.start import ready  # noqa: E402
 from sglang_pat.sglang.rank.process import run_detokenizer, run_rank  # noqa: E402
+from sglang_pat.sglang.server.ending import end_if_a_child_fails  # noqa: E402
 from sglang_pat.sglang.server.loop import EngineLoop  # noqa: E402
 from sglang_pat.sglang.server.rollout_calls import RolloutCalls  # noqa: E402
 from sglang_pat.sglang.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
@@ -64,12 +65,16 @@ class AdaptiveEngine(stock.Engine):
         cls, server_args: AdaptiveServerArgs, port_args: PortArgs, run_scheduler_process_func: Callable
     ):
         """Start the coordinator and the ranks; all are children of this process and watched by SGLang."""
+        if server_args.custom_sigquit_handler is None:
+            end_if_a_child_fails()
         config = server_args.adaptive_config()
         folder = engine_folder()
         leader_addresses = [f"ipc://{folder}/leader{rank}" for rank in config.base.leaders]
         channel_address = f"ipc://{folder}/channel"
         saver = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
-        started = [start(run_coordinator, server_args, port_args, config, leader_addresses, channel_address)]
+        started = {
+            "the coordinator": start(run_coordinator, server_args, port_args, config, leader_addresses, channel_address)
+        }
         for rank in range(config.num_ranks):
             rank_ports = copy(port_args)
             if rank in config.base.leaders:
@@ -81,14 +86,14 @@ class AdaptiveEngine(stock.Engine):
                 saver.configure_subprocess(),
                 numa_utils.configure_subprocess(server_args, gpu_id),
             ):
-                started.append(start(run_rank, server_args, rank_ports, config, rank, gpu_id, channel_address))
-        children = [process for process, _ in started]
-        readers = [reader for _, reader in started]
+                started[f"rank {rank}"] = start(
+                    run_rank, server_args, rank_ports, config, rank, gpu_id, channel_address
+                )
+        children = [process for process, _ in started.values()]
         infos: list[dict[str, Any]] = []
 
         def wait_for_ready() -> None:
-            ready = stock._wait_for_scheduler_ready(readers, children)
-            infos.extend(ready[1:])
+            infos.extend(processes.wait_until_ready(started)[1:])
 
         def wait_for_completion() -> None:
             for process in children:
@@ -137,8 +142,8 @@ class Engine(RolloutCalls, AdaptiveEngine):
     SGLang's own.
 
     Raises:
-        ValueError: from the constructor, for what the adaptive engine does not support; one line that says
-            what was given and what to change.
+        ValueError: from the constructor, for what the adaptive engine does not support, or could not start; one
+            line that says what was given and what to change.
     """
 
     def __init__(self, **kwargs: Any) -> None:

@@ -21,6 +21,7 @@ from sglang_pat.errors import one_line
 from sglang_pat.sglang.contract import SGLangMismatch
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 from sglang_pat.sglang.launch.early import check_port
+from sglang_pat.sglang.launch.processes import NotStarted
 from sglang_pat.sglang.launch.start import ready, warn_if_open
 from sglang_pat.sglang.server.bodies import MAX_BODY_BYTES, parse, parse_answer, parse_more, parse_verdict
 from sglang_pat.sglang.server.engine import AdaptiveEngine
@@ -75,6 +76,8 @@ def launch(argv: list[str]) -> None:
             init_tokenizer_manager_func=init_adaptive_tokenizer_manager,
             execute_warmup_func=_warm_up,
         )
+    except NotStarted as error:
+        sys.exit(f"error: {error}")
     finally:
         state = http_server.get_global_state()
         if state is not None and state.tokenizer_manager._subprocess_watchdog is not None:

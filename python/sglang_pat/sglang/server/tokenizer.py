@@ -34,6 +34,11 @@ POLL_SECONDS, IDLE_SECONDS = 0.005, 60.0
 """Between two looks whether the engine is empty, and the longest wait for it once all requests are answered."""
 
 
+_held: list[AdaptiveTokenizerManager] = []
+"""To the end of the process, as SGLang's ``Engine`` holds its own: as garbage, which a start that failed leaves, its
+ZMQ context would wait for its sockets for ever."""
+
+
 class ReconfigureError(RuntimeError):
     """A reconfiguration that did not happen; ``code`` is 400, 409 or 500 as over HTTP."""
 
@@ -54,6 +59,7 @@ class AdaptiveTokenizerManager(TokenizerManager):
 
     def __init__(self, server_args, port_args) -> None:
         super().__init__(server_args, port_args)
+        _held.append(self)
         self.signal_handler_class = EndingHandler
         self._pat_entrance = Entrance(self)
         self._pat_ids = itertools.count()
