@@ -51,9 +51,7 @@ SIDES = {
         "features_otherwise same_tokens rollout rollout_bodies rollout_planner rollout_python rollout_left "
         "rollout_thread rehearsal hostile policies calibration flags attach faults"
     ).split(),
-    "others": (
-        "profiler sampling same_numbers same_tokens weights weights_refused weights_alive acceptance start"
-    ).split(),
+    "others": "profiler sampling same_numbers same_tokens weights weights_refused weights_alive acceptance start".split(),
 }
 """The test files in two sides, which two workers may run beside each other (``pytest -n 2 --dist loadgroup``); in this
 order.  The files of a side share servers, those of the first one stock SGLang's with the small Llama.  Tests of
@@ -61,8 +59,7 @@ order.  The files of a side share servers, those of the first one stock SGLang's
 done with.
 """
 
-_item = None
-"""The test that is running."""
+_item = None  # the test that is running
 
 
 def count_start() -> None:
