@@ -51,13 +51,13 @@ SIDES = {
         "features_otherwise same_tokens rollout rollout_bodies rollout_planner rollout_python rollout_left "
         "rollout_thread rehearsal hostile policies calibration flags attach faults"
     ).split(),
-    "others": "profiler sampling same_numbers same_tokens weights weights_refused weights_alive acceptance start".split(),
+    "others": (
+        "profiler sampling same_numbers same_tokens weights weights_refused weights_alive acceptance start"
+    ).split(),
 }
 """The test files in two sides, which two workers may run beside each other (``pytest -n 2 --dist loadgroup``); in this
 order.  The files of a side share servers, those of the first one stock SGLang's with the small Llama.  Tests of
-``same_tokens`` say themselves on which side they are.  ``faults`` is last: its tests end engines that the others are
-done with.
-"""
+``same_tokens`` say on which side they are.  ``faults`` is last: its tests end engines that the others are done with."""
 
 _item = None  # the test that is running
 
