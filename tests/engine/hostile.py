@@ -33,6 +33,10 @@ all that fits, and a schedule may hold all of them."""
 PATIENCE_SECONDS = 30.0
 """Then a client gives up."""
 
+STREAM_BROKEN_OFF = {"/api/chat", "/api/generate"}
+"""Where SGLang says 200 before it has looked at the request, and ends the stream with what it refuses; stock SGLang
+does the same."""
+
 ENDLESS = {"/pat/schedule", "/flush_cache"}
 """They wait by design: for the end of a schedule, and until nobody generates.  Only there a client may give up."""
 
