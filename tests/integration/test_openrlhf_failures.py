@@ -1,4 +1,7 @@
-"""What goes wrong in an OpenRLHF job ends it: with a line that says why, without a hang."""
+"""What goes wrong in an OpenRLHF job ends it: with a line that says why, without a hang.
+
+In the mode ``async``, where trainer and engine wait for each other in collectives.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.sglang.checks import faults
-
 from .jobs import ROOT, OpenRlhfJob, nothing_left
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
-MODES = ["collocated", "async"]
 FAULTY = ("--reward.remote_url", str(ROOT / "tests" / "integration" / "openrlhf_faults.py"))
 TENSORS = 30
 """Of the model: one call each."""
@@ -27,7 +27,7 @@ def failed(flat, tmp_path, monkeypatch):
 
     def run(*args: str, model: Path = flat) -> OpenRlhfJob:
         (out := tmp_path / "out").mkdir()
-        job = OpenRlhfJob(model, out, args)
+        job = OpenRlhfJob(model, out, ("--mode", "async", *args))
         assert job.code != 0
         assert nothing_left("PAT_TEST_JOB", str(tmp_path))
         return job
@@ -35,29 +35,20 @@ def failed(flat, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_update_with_an_unknown_name(failed, monkeypatch, mode):
+def test_update_with_an_unknown_name(failed, monkeypatch):
     monkeypatch.setenv("PAT_TEST_FAULT", f"name:{TENSORS + 5}")
-    job = failed("--mode", mode, *FAULTY)
+    job = failed(*FAULTY)
     line = "weight update refused, no tensor of this request was written; send the whole update again: the model has no"
     assert line in job.log and len(job.steps) <= 2, job.tail
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_trainer_dies_in_an_update(failed, monkeypatch, mode):
+def test_trainer_dies_in_an_update(failed, monkeypatch):
     monkeypatch.setenv("PAT_TEST_FAULT", f"die:{TENSORS + 5}")
-    job = failed("--mode", mode, *FAULTY)
+    job = failed(*FAULTY)
     assert "ActorDiedError" in job.log and len(job.steps) <= 2, job.tail
 
 
-def test_engine_dies_in_a_switch(failed, monkeypatch):
-    monkeypatch.setenv(faults.ENV, "EXCHANGE:1:kill")
-    job = failed("--mode", "async")
-    assert "is gone (killed or exited) during" in job.log and not job.steps, job.tail
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_refused_model(failed, refused_model, mode):
-    job = failed("--mode", mode, model=refused_model)
+def test_refused_model(failed, refused_model):
+    job = failed(model=refused_model)
     assert "--adaptive-tp does not support Gemma2ForCausalLM: its attention logits are soft-capped" in job.log, job.tail
     assert not job.steps
