@@ -81,9 +81,12 @@ if __name__ == "__main__":
         except WeightsChanged as error:
             return error
 
-    first.start()
-    wait_for("no request came", lambda: engine.status()["requests"] == 4)
     weights = list(load_file({model!r} + "/model.safetensors").items())
+    engine.set_schedule([{{"arrived": 4, "step": 5, "hold": True}}])
+    first.start()
+    assert engine.schedule()["holding"]
+    assert engine.status()["requests"] == 4
+    engine.set_schedule([])
     assert engine.update_weights_from_tensor(weights)[0]
     first.join(SECONDS)
     assert isinstance(raised[0], WeightsChanged), raised
