@@ -173,8 +173,9 @@ def router(folder: Path, *servers: Server) -> Iterator[str]:
     try:
         for _ in range(600):
             assert process.poll() is None, (folder / "router.log").read_text()[-3000:]
-            with contextlib.suppress(requests.RequestException):
-                if requests.get(url + "/health", timeout=5).status_code == 200:
+            with contextlib.suppress(requests.RequestException):  # it says that it is healthy before it has workers
+                found = requests.get(url + "/workers", timeout=5).json()["workers"]
+                if len(found) == len(servers) and all(worker["is_healthy"] for worker in found):
                     break
             time.sleep(0.2)
         yield url
