@@ -43,12 +43,12 @@ class _Adaptive(PPOTrainer):
     """
 
     def __init__(self, config: DictConfig) -> None:
-        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        if options.adaptive(rollout, helper=False):
-            options.check(rollout, rollout.n_gpus_per_node)
         config = deepcopy(config)
         if (mode := config.trainer.v1.trainer_mode) != f"{PREFIX}sync":
             refuse_elsewhere(mode, dict(config.trainer.v1.get(mode, {})))
+        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        if options.adaptive(rollout, helper=False):
+            options.check(rollout, rollout.n_gpus_per_node)
         with open_dict(config.trainer.v1):
             # verl asks for this name in several places.
             config.trainer.v1.trainer_mode = mode.removeprefix(PREFIX)
