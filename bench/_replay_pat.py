@@ -13,7 +13,7 @@ from rich.table import Table
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.compare import Machine, Work
+from sglang_pat.replay.compare import Machine, Workload
 from sglang_pat.replay.shapes import parse_shape
 
 PROFILES = Path(__file__).resolve().parents[1] / "profiles"
@@ -56,8 +56,10 @@ def _from_tp2(path: Path) -> Machine:
 
 
 def _seconds(theirs: Machine, ours: Machine, cap: int, rounds: int) -> dict[str, float]:
-    work = Work(shape=parse_shape(f"lognormal:7.919,0.885,{cap}"), batch=128, rounds=50 * rounds, correlation=0.5)
-    reached = [batch for batch in work.batches() if batch.length.max() == cap][:rounds]
+    workload = Workload(
+        shape=parse_shape(f"lognormal:7.919,0.885,{cap}"), batch=128, rounds=50 * rounds, correlation=0.5
+    )
+    reached = [batch for batch in workload.batches() if batch.length.max() == cap][:rounds]
     times: dict[str, list[float]] = {}
     histories = {"survival, PAT's costs": LengthHistory(), "survival, our costs": LengthHistory()}
     for batch in reached:

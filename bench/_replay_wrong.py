@@ -19,7 +19,7 @@ import numpy as np
 from rich.table import Table
 
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.compare import AS_IS, Machine, Work, compare, regrets
+from sglang_pat.replay.compare import AS_IS, Machine, Workload, compare, regrets
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.replay.simulate import crowded
 
@@ -73,15 +73,15 @@ def _machine(path: str, factors: tuple[float, ...] = ()) -> Machine:
 def study(task: Task) -> Cell | None:
     """None if the batch does not fit."""
     right = _machine(task.path)
-    work = Work(
+    workload = Workload(
         shape=parse_shape(task.shape), batch=task.batch, rounds=task.rounds, correlation=task.rho, seed=task.seed
     )
-    if any(crowded(right.profile.fingerprint, drawn) for drawn in work.batches()):
+    if any(crowded(right.profile.fingerprint, drawn) for drawn in workload.batches()):
         return None
     factors = _factors(task, len(right.profile.fingerprint.degrees))
     wrong = _machine(task.path, factors)
     names = ["survival", "survival" + AS_IS]
-    runs = compare(right, work, names, task.spacing, believed=wrong, noise=NOISE, calibration=task.calibration)
+    runs = compare(right, workload, names, task.spacing, believed=wrong, noise=NOISE, calibration=task.calibration)
     return Cell(
         profile=Path(task.path).stem,
         shape=task.shape,

@@ -44,8 +44,8 @@ RHO, SEED = 0.5, 1
 
 
 @dataclass(frozen=True)
-class Work:
-    """Rounds of one model.
+class RealJob:
+    """A rollout job of one model.
 
     Attributes:
         case: the model, and the distribution of lengths that are given.
@@ -64,25 +64,25 @@ class Work:
 
     @property
     def shape(self) -> Shape:
-        work = self.case.work
-        return Shape("given", self.limit, mu=math.log(work.median), sigma=work.sigma, atom=work.capped)
+        batch = self.case.work
+        return Shape("given", self.limit, mu=math.log(batch.median), sigma=batch.sigma, atom=batch.capped)
 
     def rules(self, eta: float) -> Rules:
         return Rules(num_prompts=self.num_prompts, num_responses=self.num_responses, eta_prompts=eta, eta_responses=eta)
 
 
-WORKS = {
-    SMOLLM2: Work(rollout.REGIMES["smollm2"], 4, 2, rounds=5, limit=128, natural=True),
-    WIDE: Work(rollout.REGIMES["wide"], 8, 2, rounds=10, limit=448, natural=False),
+JOBS = {
+    SMOLLM2: RealJob(rollout.REGIMES["smollm2"], 4, 2, rounds=5, limit=128, natural=True),
+    WIDE: RealJob(rollout.REGIMES["wide"], 8, 2, rounds=10, limit=448, natural=False),
 }
-QUICK_WORKS = {TINY: Work(QUICK["quick"], 4, 2, rounds=2, limit=200, natural=False)}
+QUICK_JOBS = {TINY: RealJob(QUICK["quick"], 4, 2, rounds=2, limit=200, natural=False)}
 
 
 class Contender:
     """A way to make rounds, over-provisioned by ``eta``."""
 
-    def __init__(self, name: str, server: Server, work: Work, eta: float) -> None:
-        self.name, self.server, self.work, self.rules = name, server, work, work.rules(eta)
+    def __init__(self, name: str, server: Server, job: RealJob, eta: float) -> None:
+        self.name, self.server, self.job, self.rules = name, server, job, job.rules(eta)
         self.rounds: list[dict[str, Any]] = []
         self._admitter, self._fed = Admitter(self.rules), 0
 
@@ -108,9 +108,9 @@ class Contender:
         self._fed = indices.stop
 
     async def _play(self, version: int) -> tuple[list[Output], Summary]:
-        params = {"temperature": 1.0, "max_new_tokens": self.work.limit}
-        shape = self.work.shape
-        lengths = None if self.work.natural else partial(shape.of_sample, SEED, correlation=RHO)
+        params = {"temperature": 1.0, "max_new_tokens": self.job.limit}
+        shape = self.job.shape
+        lengths = None if self.job.natural else partial(shape.of_sample, SEED, correlation=RHO)
         outputs: list[Output] = []
         async with self.server.session() as session:
             round_ = RolloutRound(self._admitter, Client(self.server, session, lengths), version, params)
@@ -123,18 +123,18 @@ class Contender:
         raise AssertionError("a round ends with its summary, or raises")
 
 
-def run(console: Console, works: dict[str, Work], budget: str) -> dict:
+def run(console: Console, jobs: dict[str, RealJob], budget: str) -> dict:
     """All contenders on each model, round by round in turn; the first round does not count."""
     about, found = machine(), {}
-    for name, work in works.items():
-        found[name] = _model(console, work, budget)
-        show(console, name, work, found[name])
+    for name, job in jobs.items():
+        found[name] = _model(console, job, budget)
+        show(console, name, job, found[name])
     return {"machine": about, "models": found}
 
 
-def _model(console: Console, work: Work, budget: str) -> dict[str, list[dict]]:
-    model = MAKERS[work.case.model]()
-    profile = rollout.sweep(work.case, model, budget, Display(console))
+def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]:
+    model = MAKERS[job.case.model]()
+    profile = rollout.sweep(job.case, model, budget, Display(console))
     with ExitStack() as stack:
         servers: list[Server] = []
         for flags in (["--pat-policy", "off"], ["--pat-policy", POLICY, "--pat-profile", str(profile)]):
@@ -142,17 +142,17 @@ def _model(console: Console, work: Work, budget: str) -> dict[str, list[dict]]:
                 made = Server(model, *RANKS, "--adaptive-tp", *flags, max_total_tokens=KV_TOKENS)
                 servers.append(stack.enter_context(made))
         contenders = [
-            Contender("without", servers[0], work, 1.0),
-            Contender("tail batching", servers[0], work, 1.25),
-            Contender("tail batching, adaptive", servers[1], work, 1.25),
+            Contender("without", servers[0], job, 1.0),
+            Contender("tail batching", servers[0], job, 1.25),
+            Contender("tail batching, adaptive", servers[1], job, 1.25),
         ]
-        for number in range(1 + work.rounds):
+        for number in range(1 + job.rounds):
             for contender in contenders:
                 with stopped(*(server for server in servers if server is not contender.server)):
                     contender.round(number)
             shown = ", ".join(f"{c.name} {c.rounds[-1]['seconds']:.1f} s ({c.rounds[-1]['kind']})" for c in contenders)
-            console.print(f"  {work.case.model}, round {number}: {shown}")
-    if not work.natural:
+            console.print(f"  {job.case.model}, round {number}: {shown}")
+    if not job.natural:
         for contender in contenders:
             predict(contender, profile, adaptive=contender.server is servers[1])
     return {contender.name: contender.rounds[1:] for contender in contenders}
@@ -166,15 +166,15 @@ def predict(contender: Contender, path: Path, adaptive: bool) -> None:
         predictor=predictor, costs=costs, fingerprint=profile.fingerprint, nodes=1, tp=LOW.tp,
         policy=make_policy(POLICY, predictor=predictor, costs=costs) if adaptive else None,
     )  # fmt: skip
-    simulation = Simulation(engines, contender.rules, contender.work.shape, RHO, SEED, PROMPT_TOKENS)
+    simulation = Simulation(engines, contender.rules, contender.job.shape, RHO, SEED, PROMPT_TOKENS)
     for number, found in enumerate(contender.rounds):
         found["predicted"] = simulation.round(number).seconds
 
 
-def show(console: Console, name: str, work: Work, contenders: dict[str, list[dict]]) -> None:
+def show(console: Console, name: str, job: RealJob, contenders: dict[str, list[dict]]) -> None:
     """``longest``: tokens of the longest response that a round returns, about its decode steps."""
-    lengths = "natural lengths" if work.natural else f"given lengths, rho {RHO}"
-    title = f"real rounds of {name}, P0 = {work.num_prompts}, R0 = {work.num_responses}, {lengths}; in tokens"
+    lengths = "natural lengths" if job.natural else f"given lengths, rho {RHO}"
+    title = f"real rounds of {name}, P0 = {job.num_prompts}, R0 = {job.num_responses}, {lengths}; in tokens"
     table = Table(title=title, title_justify="left")
     for column in (
         "", "seconds a round", "predicted", "short", "long", "short, s", "long, s", "longest: short", "long",

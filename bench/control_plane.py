@@ -3,10 +3,11 @@
     python bench/control_plane.py [--quick] [--json FILE]
 
 Routing: a burst of requests to 8 leaders that report nothing meanwhile, and one that arrives while ranks switch.  Load
-reports: decoding and taking in the report of a leader that has its part of the requests.  Admitter: whole rounds, each
-call timed; then a round on an engine that answers at once, where what counts is how long the event loop is kept from
-others.  Intake (without ``--mode``): the prompts of a round on their way in, with SmolLM2's tokenizer.  Times are CPU
-time of the one thread: what else the machine does is not in them.
+reports: decoding and taking in the report of a leader that has its part of the requests.  Decisions: of ``survival``
+in tp1 in the middle of a batch of twice as many requests, with a profile of this repository.  Admitter: whole rounds,
+each call timed; then a round on an engine that answers at once, where what counts is how long the event loop is kept
+from others.  Intake (without ``--mode``): the prompts of a round on their way in, with SmolLM2's tokenizer.  Times are
+CPU time of the one thread: what else the machine does is not in them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
+import numpy as np
 from _intake_turns import intake_slices
 from _round_turns import PATIENCE_SECONDS, admitter, length, loop_slices
 
@@ -29,11 +31,17 @@ from sglang_pat import messages as m
 from sglang_pat.admission.records import Abort, Launch, Output, RoundOver, SampleId, Span
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import Coordinator
-from sglang_pat.coordinator.leader import Work
+from sglang_pat.coordinator.leader import Generation
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.snapshot import Load, Snapshot
+from sglang_pat.predict import profile as profiles
+from sglang_pat.predict.cost import fitted
 from sglang_pat.tools.machine import machine
 
 LEADERS = 8
+PROFILE = Path(__file__).parents[1] / "profiles" / "8xH100-llama3.1-8b.json"
 MODES = ("strict", "reorder", "partial")
 BARS = {"routing_us": 20, "event_us": 50, "slice_ms": 20}
 
@@ -44,6 +52,7 @@ class Nowhere:
     def to_leader(self, rank: int, obj: Any) -> None: ...
     def to_server(self, obj: Any) -> None: ...
     def switched(self, record: m.SwitchRecord) -> None: ...
+    def counting(self) -> None: ...
     def decided(self, snapshot: Any, decision: Any) -> None: ...
     def finished(self, response: m.Finished) -> None: ...
 
@@ -52,8 +61,8 @@ def coordinator() -> Coordinator:
     return Coordinator(AdaptiveConfig(base=ParallelLayout(1, LEADERS), policy="threshold"), Nowhere())
 
 
-def work(number: int) -> Work:
-    return Work(obj=None, tokens=100 + number % 900)
+def request(number: int) -> Generation:
+    return Generation(obj=None, tokens=100 + number % 900)
 
 
 def routing(requests: int) -> float:
@@ -61,20 +70,20 @@ def routing(requests: int) -> float:
     core = coordinator()
     begun = thread_time()
     for number in range(requests):
-        core.receive(work(number), 0.0)
+        core.receive(request(number), 0.0)
     return 1e6 * (thread_time() - begun) / requests
 
 
 def held_back(requests: int) -> float:
     """Microseconds a request that arrives while the ranks switch, until it is on its way."""
     core = coordinator()
-    core.receive(work(0), 0.0)
+    core.receive(request(0), 0.0)
     core.reconfigure(m.Reconfigure(query_id=1, tp=8), 0.0)
     for rank in range(LEADERS):
         core.rank_message(m.Prepared(rank=rank, epoch=1, seconds=0.0), 0.0)
     begun = thread_time()
     for number in range(requests):
-        core.receive(work(number), 0.0)
+        core.receive(request(number), 0.0)
     for rank in range(LEADERS):
         phases = {"drain": 0.0}
         done = dict(requests_in=int(rank == 0), requests_out=int(rank == 0), migrated=int(rank == 0))
@@ -87,7 +96,7 @@ def load_report(requests: int, repeats: int = 20) -> float:
     """Microseconds for the report of a leader that has an eighth of the requests."""
     core, each = coordinator(), requests // LEADERS
     for number in range(requests):
-        core.receive(work(number), 0.0)
+        core.receive(request(number), 0.0)
     running = [m.Running(100, n, 4096, n) for n in range(each)]
     report = m.LoadReport(
         rank=0, tp=1, received=each, running=each, waiting=0, tokens=100 * each, kv_used=0, kv_total=0, retracted=0,
@@ -100,6 +109,32 @@ def load_report(requests: int, repeats: int = 20) -> float:
         core.rank_message(m.decode_from_rank(data), 0.0)
         taken.append(thread_time() - begun)
     return 1e6 * statistics.median(taken)
+
+
+def deciding(requests: int, repeats: int = 20) -> float:
+    """Milliseconds of a decision of ``survival``: so many requests are left, with lengths from 1 to 1,500, in families
+    of 8; 4,096 responses have been seen."""
+    random = np.random.default_rng(0)
+    profile = profiles.load(PROFILE)
+    predictor, costs = fitted(profile)
+    policy = make_policy("survival", predictor=predictor, costs=costs)
+    history = LengthHistory()
+    for number, drawn in enumerate(np.exp(random.normal(6, 1, 4096)).astype(int)):
+        history.observe(int(min(drawn, 4096)), -1 - number // 8)
+    load = Load(
+        prompt=np.full(requests, 256), output=random.integers(1, 1500, requests), limit=np.full(requests, 4096),
+        family=np.arange(requests) // 8, replica=np.arange(requests) % LEADERS,
+    )  # fmt: skip
+    situation = Snapshot(
+        now=100.0, tp=1, degrees=(1, 2, 4, 8), num_ranks=LEADERS, requests=requests, peak=2 * requests,
+        last_arrival=0.0, complete=True, load=load,
+    )  # fmt: skip
+    taken = []
+    for _ in range(repeats):
+        begun = thread_time()
+        policy(situation, history)
+        taken.append(thread_time() - begun)
+    return 1e3 * statistics.median(taken)
 
 
 def admission(mode: str, prompts: int, responses: int, rounds: int = 3) -> dict[str, Any]:
@@ -167,14 +202,18 @@ def main() -> int:
     results: dict[str, list[dict[str, Any]]] = {"requests": [], "rounds": [], "intake": []}
     gc.collect()
     gc.freeze()  # what imports have left is not gone through again and again
-    print(f"\n{'requests':>8}  {'routed, us':>10}  {'held back, us':>13}  {'a report, us':>12}")
+    print(f"\n{'requests':>8}  {'routed, us':>10}  {'held back, us':>13}  {'a report, us':>12}  {'decided, ms':>11}")
     for requests in (256, 1024, 4096) if args.quick else (256, 1024, 4096, 16384):
         row = {
             "requests": requests, "routing_us": statistics.median(routing(requests) for _ in range(3)),
             "held_back_us": held_back(requests), "report_us": load_report(requests),
+            "decided_ms": deciding(requests),
         }  # fmt: skip
         results["requests"].append(row)
-        print(f"{requests:>8}  {row['routing_us']:>10.1f}  {row['held_back_us']:>13.1f}  {row['report_us']:>12.0f}")
+        print(
+            f"{requests:>8}  {row['routing_us']:>10.1f}  {row['held_back_us']:>13.1f}  {row['report_us']:>12.0f}  "
+            f"{row['decided_ms']:>11.1f}"
+        )
     titles = "mode prompts rounds events begin,ms event,us median longest,ms first,ms turn,ms cancelled gc,ms".split()
     print("\n" + "  ".join(f"{title:>11}" for title in titles))
     for prompts in (64, 256) if args.quick else (64, 256, 1024):

@@ -29,7 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.compare import KNOWN, Machine, Work, compare, regrets
+from sglang_pat.replay.compare import KNOWN, Machine, Workload, compare, regrets
 from sglang_pat.replay.shapes import NAMED, parse_shape
 from sglang_pat.replay.simulate import crowded
 from sglang_pat.tools.commands import Parser, run
@@ -81,13 +81,13 @@ def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
     """One cell; None if its batch does not fit."""
     path, shape, rho, batch, rounds, seed = task
     on = machine(path)
-    work = Work(shape=parse_shape(shape), batch=batch, rounds=rounds, correlation=rho, seed=seed)
-    if any(crowded(on.profile.fingerprint, drawn) for drawn in work.batches()):
+    workload = Workload(shape=parse_shape(shape), batch=batch, rounds=rounds, correlation=rho, seed=seed)
+    if any(crowded(on.profile.fingerprint, drawn) for drawn in workload.batches()):
         return None
     statics = [f"static:{tp}" for tp in on.profile.fingerprint.degrees]
     names = ["pat", "survival", "pat" + KNOWN, "survival" + KNOWN, *statics]
     noise = {"noise": _replay_wrong.NOISE, "calibration": _replay_wrong.CALIBRATION_NOISE}
-    runs = compare(on, work, names, SPACING, **noise)
+    runs = compare(on, workload, names, SPACING, **noise)
     mean = {name: np.mean([run.seconds for run in found]) for name, found in runs.items()}
     best = min(mean[name] for name in statics)
     regret = {name: regrets(runs, name) for name in ("pat", "survival", "pat" + KNOWN, "survival" + KNOWN)}

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sglang_pat.demo import contest
-from sglang_pat.demo.cases import BANDWIDTH, MAKERS, NATURAL, QUICK, SMOLLM2, WIDE, Case, Work
+from sglang_pat.demo.cases import BANDWIDTH, MAKERS, NATURAL, QUICK, SMOLLM2, WIDE, Case, LognormalBatch
 from sglang_pat.demo.contest import HIGH, LOW, POLICY, Sweep
 from sglang_pat.demo.display import Display
 from sglang_pat.demo.records import DemoError, Result, Run, StepTime
@@ -32,14 +32,14 @@ GRID = (
 )
 """What batches of this benchmark go through; the sweep's own grid covers all that the engine could hold."""
 
-LOGNORMAL = Work(128, 32, 1.0, 448)
-CAPPED = Work(128, 64, 0.3, 448, capped=0.06)
+LOGNORMAL = LognormalBatch(128, 32, 1.0, 448)
+CAPPED = LognormalBatch(128, 64, 0.3, 448, capped=0.06)
 LATENCY = "200:1"
 """An emulated link that takes its time for each message; ``BANDWIDTH`` is one that takes it for each byte."""
 REGIMES = {
     "smollm2": Case(SMOLLM2, NATURAL, LOGNORMAL),
-    "smollm2-bandwidth": Case(SMOLLM2, BANDWIDTH, Work(64, 32, 1.0, 448)),
-    "smollm2-latency": Case(SMOLLM2, LATENCY, Work(64, 32, 1.0, 448)),
+    "smollm2-bandwidth": Case(SMOLLM2, BANDWIDTH, LognormalBatch(64, 32, 1.0, 448)),
+    "smollm2-latency": Case(SMOLLM2, LATENCY, LognormalBatch(64, 32, 1.0, 448)),
     "wide": Case(WIDE, NATURAL, LOGNORMAL),
     "wide-bandwidth": Case(WIDE, BANDWIDTH, CAPPED),
     "wide-latency": Case(WIDE, LATENCY, LOGNORMAL),

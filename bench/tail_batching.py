@@ -239,7 +239,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds and settings, a tiny model")
     parser.add_argument("--only", choices=("replay", "real"), help="one of the two parts")
-    parser.add_argument("--models", nargs="+", choices=real.WORKS, default=list(real.WORKS), help="of the real part")
+    parser.add_argument("--models", nargs="+", choices=real.JOBS, default=list(real.JOBS), help="of the real part")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes of the replay")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here")
@@ -250,8 +250,8 @@ def main() -> int:
         show_replay(console, result)
         written["replay"] = {" / ".join(map(str, key)): value for key, value in result["found"].items()}
     if args.only != "replay":
-        works = real.QUICK_WORKS if args.quick else {name: real.WORKS[name] for name in args.models}
-        written["real"] = real.run(console, works, "20s" if args.quick else "4m")
+        jobs = real.QUICK_JOBS if args.quick else {name: real.JOBS[name] for name in args.models}
+        written["real"] = real.run(console, jobs, "20s" if args.quick else "4m")
     if args.json:
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     if args.png:

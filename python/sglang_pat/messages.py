@@ -374,10 +374,8 @@ class ScheduleState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScheduleReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """``state`` is None where the engine's policy is another one."""
-
     query_id: int
-    state: ScheduleState | None
+    state: ScheduleState
 
 
 FromServer = StatusQuery | Reconfigure | Floor | CalibrationTurn | TraceQuery | ScheduleQuery | SetSchedule

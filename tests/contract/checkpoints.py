@@ -33,7 +33,14 @@ class Checkpoint:
 
 
 OTHERS = {
-    "opt": dict(hidden_size=64, word_embed_proj_dim=64, ffn_dim=192, num_hidden_layers=1, num_attention_heads=8),
+    "opt": dict(
+        hidden_size=64,
+        word_embed_proj_dim=64,
+        ffn_dim=192,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        max_position_embeddings=64,
+    ),
     "gpt_bigcode": dict(n_embd=64, n_layer=1, n_head=8, n_positions=64),  # one KV head, q, k and v in one tensor
     "gptj": dict(n_embd=64, n_layer=1, n_head=8, n_positions=64, rotary_dim=8, tie_word_embeddings=False),
     "gpt2": dict(n_embd=64, n_layer=1, n_head=8, n_positions=64),

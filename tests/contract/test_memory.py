@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,10 @@ from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory import estimate
 from sglang_pat.memory.demand import GIB, Demand, Supply
 from sglang_pat.memory.room import sglang_reserve
-from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.memory.shapes import UNGATED, ModelShape
 from sglang_pat.testing import models
+
+from .checkpoints import made_by_transformers
 
 pytestmark = pytest.mark.contract
 
@@ -67,3 +71,40 @@ def test_weights_are_those_of_the_checkpoint(arch, tmp_path):
     padding = (shape.padded_vocab - shape.vocab) * shape.hidden * (1 if shape.tied else 2)
     assert shape.parameters() - padding == stored
     assert shape == ModelShape.from_config(estimate.read_config(str(folder)), "float32")
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt_bigcode", "gptj"])
+def test_matrices_of_models_without_a_gate(kind, tmp_path):
+    """Biases and the table of positions, which the plan leaves out, weigh next to nothing in a real model."""
+    from sglang_pat.sglang.launch.args import model_shape
+
+    checkpoint = made_by_transformers(kind, tmp_path)
+    shape = model_shape(checkpoint.rank.config)
+    assert shape.mlp_matrices == 2
+    for tp in (1, 2):
+        model = checkpoint.empty(ParallelLayout(tp, 1), 0)
+        matrices = [
+            p for name, p in model.named_parameters() if p.dim() == 2 and "position" not in name and "wpe" not in name
+        ]
+        vectors = (2 * shape.layers + 1) * shape.hidden
+        assert shape.parameters(tp) - vectors == sum(p.numel() for p in matrices)
+
+
+NOT_IN_THIS_FILE = frozenset({"deepseek_v4", "iquest_loopcoder", "mllama", "nemotron_h", "transformers"})
+"""Files of SGLang without a layer for gate and up together, whose models have an MLP of another file, or are mixtures
+of experts, hybrids, see images, or are transformers' own."""
+FILES = {"gpt_j": "gptj"}
+"""Named otherwise than their ``model_type``."""
+
+
+def test_kinds_without_a_gate_are_all_that_sglang_has():
+    import sglang.srt.models as sglang_models
+
+    found = {"gpt2"}  # its class is called otherwise: GPT2LMHeadModel
+    for file in Path(sglang_models.__path__[0]).glob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text("utf-8-sig"))))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        decoder = any(isinstance(n, ast.ClassDef) and n.name.endswith("ForCausalLM") for n in nodes)
+        if decoder and "ColumnParallelLinear" in names and "MergedColumnParallelLinear" not in names:
+            found.add(FILES.get(file.stem, file.stem))
+    assert found == UNGATED | NOT_IN_THIS_FILE

@@ -1,13 +1,17 @@
 """An update in shared memory on a busy machine: torch's helper answers late, and is asked again."""
 
+from __future__ import annotations
+
 import pytest
+import torch
+from torch.multiprocessing import reductions
 
 from sglang_pat.sglang import cpu_shim
 
 pytestmark = pytest.mark.contract
 
 cpu_shim.ensure()
-from sglang_pat.sglang.rank import updates  # noqa: E402
+from sglang_pat.sglang.rank import shared_memory  # noqa: E402
 
 
 def reader(*errors):
@@ -22,19 +26,52 @@ def reader(*errors):
 
 
 def late():
-    return RuntimeError(f"{updates.LATE}\nException raised from ...")
+    return RuntimeError(f"{shared_memory.LATE}\nException raised from ...")
 
 
 def test_late_is_asked_again():
-    assert updates.patiently(reader(late(), late())) == "tensors"
+    assert shared_memory.patient(reader(late(), late()))() == "tensors"
 
 
 def test_not_for_ever():
-    with pytest.raises(RuntimeError, match=updates.LATE):
-        updates.patiently(reader(*[late() for _ in range(updates.ATTEMPTS)]))
+    with pytest.raises(RuntimeError, match=shared_memory.LATE):
+        shared_memory.patient(reader(*[late() for _ in range(shared_memory.ATTEMPTS)]))()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such file"), ValueError("2 items for 4 ranks")])
 def test_other_errors_are_told_at_once(error):
     with pytest.raises(type(error), match=str(error)):
-        updates.patiently(reader(error))
+        shared_memory.patient(reader(error))()
+
+
+def test_every_storage_is_opened_once(monkeypatch):
+    """The helper is late at the second tensor of a list; what has been opened is not opened again."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    monkeypatch.setattr(reductions, "rebuild_storage_filename", reductions.rebuild_storage_filename)
+    shared_memory.open_patiently()
+    before = reductions.rebuild_storage_filename
+    shared_memory.open_patiently()
+    assert reductions.rebuild_storage_filename is before, "once in a process"
+
+    opened, errors = [], [None, late(), late(), None, None]
+    real = torch.UntypedStorage._new_shared_filename_cpu
+
+    def new(manager, handle, size):
+        if error := errors.pop(0):
+            raise error
+        opened.append(handle)
+        return real(manager, handle, size)
+
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        tensors = [torch.full((1000,), float(i)) for i in range(3)]
+        sent = MultiprocessingSerializer.serialize(tensors)
+        reductions.shared_cache.clear()  # as in another process
+        monkeypatch.setattr(torch.UntypedStorage, "_new_shared_filename_cpu", new)
+        received = MultiprocessingSerializer.deserialize(sent)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    assert all(torch.equal(one, other) for one, other in zip(received, tensors, strict=True))
+    assert len(opened) == len(set(opened)) == 3 and not errors

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.contract
 
 PACKAGE = Path(sglang_pat.__file__).parent
 OTHERS = (
-    "sglang/rank/penalties.py comm/exchange.py comm/windows.py kernels/kv.py kernels/kv_triton.py "
+    "sglang/rank/penalties.py comm/transport.py comm/windows.py kernels/kv.py kernels/kv_triton.py "
     "switch/plan.py switch/heads.py switch/gather.py switch/parcels.py"
 ).split()
 PAUSE = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("sglang/switch/*.py"))] + OTHERS
@@ -27,13 +27,13 @@ READS = {"cpu", "item", "tolist", "numpy", "nonzero", "to", "cuda", "synchronize
 """Methods that wait, or may."""
 IN_HOST_MEMORY = {
     ("sglang/switch/adopt.py", "enter", "numpy"): "the tree's slots are uploaded when all are entered",
-    ("sglang/switch/handover.py", "exchange_capsules", "numpy"): "capsules travel in host memory",
+    ("sglang/switch/handover.py", "send_capsules", "numpy"): "capsules travel in host memory",
     ("sglang/switch/kv_exchange.py", "_lists", "tolist"): "arrays of the plan",
     ("sglang/switch/requests.py", "restore", "tolist"): "arrays of a capsule",
     ("sglang/switch/requests.py", "unseal", "tolist"): "arrays of a capsule",
     ("sglang/switch/executor.py", "_vote", "item"): "votes go through shared memory",
-    ("comm/exchange.py", "__init__", "tolist"): "arrays of the plan",
-    ("comm/exchange.py", "incoming", "tolist"): "arrays of the plan",
+    ("comm/transport.py", "__init__", "tolist"): "arrays of the plan",
+    ("comm/transport.py", "incoming", "tolist"): "arrays of the plan",
     ("kernels/kv.py", "_ints", "tolist"): "part tables are lists, but in tests",
     ("kernels/kv_triton.py", "_move", "to"): "inside the kernel",
     ("sglang/switch/adopt.py", "_decode_batch", "to"): "from type to type, on the device",

@@ -113,7 +113,8 @@ def test_switches_in_a_long_tail_and_loses_nothing(drained, profile):
     assert live and all(s["reason"] == policy for s in live)
     assert len(switches) <= 12, "flapping"
     events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
-    assert events[0] == "start" and events.count("length") == 2 * (len(LENGTHS) + TAIL) and "decision" in events
+    assert events.count("counting") == 1 and events.index("counting") < events.index("length")
+    assert events.count("length") == 2 * (len(LENGTHS) + TAIL) and "decision" in events
     ran = subprocess.run(
         [sys.executable, "-m", "sglang_pat.replay", "--log", str(log), "--profile", str(profile)],
         capture_output=True, text=True,

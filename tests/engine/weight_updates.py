@@ -63,10 +63,10 @@ def serialized(named: Any) -> str:
     import torch.multiprocessing
     from sglang.srt.utils import MultiprocessingSerializer
 
-    from sglang_pat.sglang.rank import updates
+    from sglang_pat.sglang.rank.shared_memory import patient
 
     torch.multiprocessing.set_sharing_strategy("file_system")
-    return updates.patiently(lambda: MultiprocessingSerializer.serialize(named, output_str=True))
+    return patient(MultiprocessingSerializer.serialize)(named, output_str=True)
 
 
 def from_tensor(server: Server, token: int | list[int], ranks: int, **fields: Any) -> Any:

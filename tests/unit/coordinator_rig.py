@@ -8,7 +8,7 @@ from typing import Any
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import Coordinator
-from sglang_pat.coordinator.leader import Work
+from sglang_pat.coordinator.leader import Generation
 from sglang_pat.layout import ParallelLayout
 
 from .coordinator_world import Request, World, control, deliver
@@ -28,7 +28,7 @@ class Rig:
         before = len(self.world.to_leaders)
         for _ in range(count):
             self.serial += 1
-            self.coordinator.receive(Work(obj=Request(self.serial, "work"), tokens=tokens), now)
+            self.coordinator.receive(Generation(obj=Request(self.serial, "work"), tokens=tokens), now)
         return [rank for rank, _ in self.world.to_leaders[before:]]
 
     def control(self, kind: str, needs_base: bool = False, **effects: Any) -> int:

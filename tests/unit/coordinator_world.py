@@ -142,6 +142,8 @@ class World:
             self.outstanding.remove(obj.serial)
         self.server.append(obj)
 
+    def counting(self) -> None: ...
+
     def decided(self, snapshot, decision) -> None:
         assert snapshot.tp == self.known.tp and decision.tp in snapshot.degrees
         held = snapshot.requests - len(snapshot.load)  # before a round its first requests wait for the decision

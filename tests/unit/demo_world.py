@@ -13,7 +13,7 @@ from sglang_pat.demo.records import (
 )
 
 LOW, HIGH = "tp1×dp2", "tp2×dp1"
-WORK = cases.Work(4, 8, 1.0, 64)
+WORK = cases.LognormalBatch(4, 8, 1.0, 64)
 
 
 def switch(**changes):

@@ -11,7 +11,7 @@ from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator import decision_log
 from sglang_pat.coordinator.core import Coordinator
-from sglang_pat.coordinator.leader import Work
+from sglang_pat.coordinator.leader import Generation
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.snapshot import Policy
 from sglang_pat.switch.gate import StepGate
@@ -89,6 +89,9 @@ class World:
 
     def switched(self, record: m.SwitchRecord) -> None: ...
 
+    def counting(self) -> None:
+        self.log.append(decision_log.dump_counting())
+
     def decided(self, snapshot, decision) -> None:
         self.log.append(decision_log.dump_decision(snapshot, decision))
 
@@ -108,7 +111,7 @@ class World:
 
     def send(self, *requests: Request, counts: bool = True) -> None:
         for request in requests:
-            self.coordinator.receive(Work(obj=request, tokens=1, counts=counts), self.now)
+            self.coordinator.receive(Generation(obj=request, tokens=1, counts=counts), self.now)
 
     def _query(self) -> int:
         self._queries += 1

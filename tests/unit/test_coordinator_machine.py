@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import Coordinator
-from sglang_pat.coordinator.leader import Work
+from sglang_pat.coordinator.leader import Generation
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.rules import RETRY_SECONDS, SETTLE_SECONDS
 from sglang_pat.policies.threshold import threshold
@@ -59,7 +59,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for _ in range(many):
             serial = self._next()
             self.work.append(serial)
-            self.coordinator.receive(Work(obj=Request(serial, "work"), tokens=tokens), self.now)
+            self.coordinator.receive(Generation(obj=Request(serial, "work"), tokens=tokens), self.now)
 
     @rule(kind=st.sampled_from(["flush", "update", "abort"]))
     def control(self, kind):
@@ -170,7 +170,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def every_work_is_in_one_place(self):
         if not hasattr(self, "world"):
             return
-        backlog = [event.obj.serial for event in self.coordinator._backlog if isinstance(event, Work)]
+        backlog = [event.obj.serial for event in self.coordinator._backlog if isinstance(event, Generation)]
         there = [r.serial for rank in self.world.ranks for r in rank.requests]
         coming = [
             obj.serial

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.unit
 
 
 def test_lengths_are_the_same_each_time_and_long_tailed():
-    work = cases.Work(128, 32, 1.0, 448)
+    work = cases.LognormalBatch(128, 32, 1.0, 448)
     lengths = work.lengths()
     assert lengths == work.lengths() == sorted(lengths) and len(lengths) == 128
     assert max(lengths) <= 448 and min(lengths) >= 4
@@ -32,7 +32,7 @@ def test_lengths_are_the_same_each_time_and_long_tailed():
 
 
 def test_a_share_runs_into_the_limit():
-    lengths = cases.Work(50, 16, 0.3, 200, capped=0.06).lengths()
+    lengths = cases.LognormalBatch(50, 16, 0.3, 200, capped=0.06).lengths()
     assert len(lengths) == 50 and lengths[-3:] == [200] * 3 and lengths[-4] < 60
 
 

@@ -64,7 +64,7 @@ def execute(case: Case) -> Outcome:
         for rank in members:
             group = old.group_of(rank)
             move = plan.Move(old, new, kv_heads, members, rank, plans, case.slots[group], case.live[group])
-            exchanges[rank] = plan.build_exchange(move)
+            exchanges[rank] = plan.plan_exchange(move)
             place = outcome.places[rank] = exchanges[rank].place
             assert place[0] == 0 and len(set(place.tolist())) == len(place), "every slot of the plan has its own"
             # What of its own is not packed stays where it is.
@@ -252,7 +252,7 @@ def test_bytes_of_the_design():
     plans = {0: plan.plan_group(0, live, 100, 10_000)}
     rows = [np.arange(1, tokens + 1)]
     sent = [
-        plan.build_exchange(plan.Move(old, new, 8, members, rank, plans, rows, live[rank])).elements(1)[rank].sum()
+        plan.plan_exchange(plan.Move(old, new, 8, members, rank, plans, rows, live[rank])).elements(1)[rank].sum()
         for rank in members
     ]
     assert sent == [tokens * 7] * 8

@@ -26,7 +26,7 @@ from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import LayoutSetup, Profile, ProfileError, load, save
-from sglang_pat.replay.compare import Machine, Work, compare
+from sglang_pat.replay.compare import Machine, Workload, compare
 from sglang_pat.replay.shapes import parse_shape
 
 from .drawn import examples
@@ -118,7 +118,9 @@ def predicts(found: Profile) -> None:
             assert 0 <= costs.estimate(low, high, np.array(lengths, dtype=float), 3).seconds < math.inf
     assert profiled_degree(predictor, mark, 1024, 100, 4096) in mark.degrees
     decides(found)
-    runs = compare(Machine(found), Work(shape=parse_shape("lognormal:3,1,64"), batch=6, rounds=2), ["pat", "survival"])
+    runs = compare(
+        Machine(found), Workload(shape=parse_shape("lognormal:3,1,64"), batch=6, rounds=2), ["pat", "survival"]
+    )
     assert all(math.isfinite(run.seconds) for each in runs.values() for run in each)
 
 

@@ -14,7 +14,7 @@ from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Decision
 from sglang_pat.predict.profile import save
 from sglang_pat.replay import cli
-from sglang_pat.replay.compare import Work
+from sglang_pat.replay.compare import Workload
 from sglang_pat.replay.measured import against_measured
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.replay.simulate import Drain
@@ -132,9 +132,9 @@ def write_log(path, profile_file, policy_name="survival") -> list[dict]:
             super().observe(length, family, finished)
 
     history = Logging()
-    rounds = Work(shape=parse_shape("lognormal:5,1,1500"), batch=40, rounds=3, correlation=0.5).batches()
-    for number, work in enumerate(rounds):
-        Drain(predictor, costs, found.fingerprint, work, 16).follow(logged, history, complete=number > 0)
+    rounds = Workload(shape=parse_shape("lognormal:5,1,1500"), batch=40, rounds=3, correlation=0.5).batches()
+    for number, drawn in enumerate(rounds):
+        Drain(predictor, costs, found.fingerprint, drawn, 16).follow(logged, history, complete=number > 0)
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     return events
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_pat.predict.profile import save
 from sglang_pat.replay import cli
-from sglang_pat.replay.compare import Work
+from sglang_pat.replay.compare import Workload
 from sglang_pat.replay.log import replay_log
 from sglang_pat.replay.shapes import LONGEST, parse_shape
 
@@ -171,20 +171,20 @@ FLAGS = {
 @given(st.dictionaries(st.sampled_from(sorted(FLAGS)), st.integers(0, 30), max_size=3))
 def test_arguments(folder, given_flags):
     """What would be simulated is small enough; the simulation itself is tested elsewhere."""
-    simulated: list[Work] = []
+    simulated: list[Workload] = []
     out, err = StringIO(), StringIO()
     words = ["--profile", str(folder / "profile.json"), "--lengths", "sft"]
     for flag, place in given_flags.items():
         words += [f"{flag}={FLAGS[flag][place % len(FLAGS[flag])]}"]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(cli, "compare", lambda machine, work, policies: simulated.append(work) or {})
+        patch.setattr(cli, "compare", lambda machine, workload, policies: simulated.append(workload) or {})
         patch.setattr(cli, "crowded", lambda mark, batch: None)
         patch.setattr(cli, "table", lambda runs, title: title)
         code = cli.main(words)
     said = err.getvalue()
     if code == 0:
-        (work,) = simulated
-        assert work.batch <= 1 << 16 and work.shape.limit <= LONGEST
+        (workload,) = simulated
+        assert workload.batch <= 1 << 16 and workload.shape.limit <= LONGEST
     else:
         assert code == 2 and not out.getvalue() and said.count("\n") == 1 and len(said) < 600
 
@@ -219,7 +219,9 @@ def test_long_work_says_how_far_it_is(folder, monkeypatch):
 
     monkeypatch.setattr(cli.Speaker, "showing", showing)
     monkeypatch.setattr(cli, "crowded", lambda mark, batch: said.append(lines[0]()))
-    monkeypatch.setattr(cli, "compare", lambda machine, work, _: said.extend(lines[0]() for _ in work.batches()) or {})
+    monkeypatch.setattr(
+        cli, "compare", lambda machine, workload, _: said.extend(lines[0]() for _ in workload.batches()) or {}
+    )
     monkeypatch.setattr(cli, "table", lambda runs, title: title)
     said: list[str] = []
     words = ["--profile", str(folder / "profile.json"), "--lengths", "lognormal:5,1,1500", "--rounds", "2"]

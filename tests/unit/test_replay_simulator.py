@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Decision
-from sglang_pat.replay.compare import AS_IS, KNOWN, Machine, Work, compare, regrets
+from sglang_pat.replay.compare import AS_IS, KNOWN, Machine, Workload, compare, regrets
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.replay.simulate import Batch, Drain, crowded
 
@@ -27,17 +27,17 @@ def batch(lengths, prompt=100) -> Batch:
     return Batch(prompt=np.full(len(lengths), prompt), length=lengths, family=np.arange(len(lengths)), limit=8192)
 
 
-def step_by_step(predictor, work: Batch, tp: int, start: int, end: int) -> float:
+def step_by_step(predictor, drawn: Batch, tp: int, start: int, end: int) -> float:
     """Seconds of tokens ``start`` to ``end`` in one layout, one step and one replica at a time."""
     replicas = 4 // tp
     seconds = np.zeros(replicas)
     for token in range(start, end):
-        running = [np.flatnonzero((work.length > token) & (np.arange(len(work.length)) % replicas == r))
+        running = [np.flatnonzero((drawn.length > token) & (np.arange(len(drawn.length)) % replicas == r))
                    for r in range(replicas)]  # fmt: skip
         active = sum(len(on) > 0 for on in running)
         for r, on in enumerate(running):
             if len(on):
-                tokens = float((work.prompt[on] + token).sum())
+                tokens = float((drawn.prompt[on] + token).sum())
                 seconds[r] += predictor.step_seconds(tp, len(on), tokens, active)
     return float(seconds.max())
 
@@ -55,11 +55,11 @@ def test_static_layouts_step_by_step(lengths, tp):
 def test_a_schedule_step_by_step():
     found = linear_profile()
     predictor, costs = machine(found)
-    work = batch([20, 100, 100, 300, 400])
-    case = Drain(predictor, costs, found.fingerprint, work, 1)
+    drawn = batch([20, 100, 100, 300, 400])
+    case = Drain(predictor, costs, found.fingerprint, drawn, 1)
     at = int(np.flatnonzero(case.points == 100)[0])
     run = case.scheduled([(at, 4)])
-    expected = step_by_step(predictor, work, 1, 0, 100) + step_by_step(predictor, work, 4, 100, 400)
+    expected = step_by_step(predictor, drawn, 1, 0, 100) + step_by_step(predictor, drawn, 4, 100, 400)
     assert run.seconds == pytest.approx(expected + costs.estimate(1, 4, [200, 200]).seconds, rel=1e-9)
     assert [switch[:3] for switch in run.switches] == [(100, 1, 4)]
 
@@ -94,11 +94,11 @@ def test_crowded_batches_are_told():
 
 
 def test_rounds_are_the_same_for_every_policy_and_run():
-    work = Work(shape=parse_shape("lognormal:5,1,2000"), batch=24, rounds=3, correlation=0.5)
-    first, again = list(work.batches()), list(work.batches())
+    workload = Workload(shape=parse_shape("lognormal:5,1,2000"), batch=24, rounds=3, correlation=0.5)
+    first, again = list(workload.batches()), list(workload.batches())
     assert all((a.length == b.length).all() for a, b in zip(first, again, strict=True))
     assert len(np.unique([b.family for b in first])) == 9
-    runs = compare(Machine(crossing()), work, ["survival", "static:4", "threshold:4"])
+    runs = compare(Machine(crossing()), workload, ["survival", "static:4", "threshold:4"])
     assert {name: len(found) for name, found in runs.items()} == dict.fromkeys(
         ["survival", "static:4", "threshold:4", "oracle"], 3
     )
@@ -120,8 +120,8 @@ def test_policies_learn_how_many_requests_come():
 
             return decide
 
-    work = Work(shape=parse_shape("lognormal:5,1,2000"), batch=24, rounds=4)
-    compare(Watched(crossing()), work, ["pat", "survival" + KNOWN, "static:4"])
+    workload = Workload(shape=parse_shape("lognormal:5,1,2000"), batch=24, rounds=4)
+    compare(Watched(crossing()), workload, ["pat", "survival" + KNOWN, "static:4"])
     assert asked == {"pat": [{False}, {False}, {True}, {True}], "survival": [{True}] * 4}
 
 
@@ -143,10 +143,10 @@ def test_a_policy_learns_that_its_profile_is_wrong():
     off = {1: 2.0, 2: 1.0, 4: 0.5}
     points = tuple(msgspec.structs.replace(p, seconds=p.seconds * off[p.tp]) for p in right.decode)
     wrong = Machine(msgspec.structs.replace(right, decode=points))
-    work = Work(shape=parse_shape("lognormal:6,0.8,2048"), batch=64, rounds=4)
+    workload = Workload(shape=parse_shape("lognormal:6,0.8,2048"), batch=64, rounds=4)
     names = ["survival", "survival" + AS_IS]
-    learnt = compare(Machine(right), work, names, believed=wrong, noise=0.1)
-    calibrated = compare(Machine(right), work, names, believed=wrong, noise=0.1, calibration=0.03)
+    learnt = compare(Machine(right), workload, names, believed=wrong, noise=0.1)
+    calibrated = compare(Machine(right), workload, names, believed=wrong, noise=0.1, calibration=0.03)
     assert regrets(learnt, "survival" + AS_IS)[1:].mean() > 0.15
     assert regrets(learnt, "survival")[1:].mean() < 0.05
     assert max(len(run.switches) for run in learnt["survival"]) <= 4

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import Coordinator
-from sglang_pat.coordinator.leader import Leader, Work
+from sglang_pat.coordinator.leader import Generation, Leader
 from sglang_pat.layout import ParallelLayout
 
 from .drawn import examples
@@ -31,7 +31,7 @@ class Recomputed:
     """A leader's load by its definition, from everything that was ever sent and reported."""
 
     def __init__(self) -> None:
-        self.sent: list[Work] = []
+        self.sent: list[Generation] = []
         self.report: m.LoadReport | None = None
 
     @property
@@ -55,6 +55,8 @@ class Chosen:
     def to_server(self, obj) -> None:
         self.answer = obj
 
+    def counting(self) -> None: ...
+
     def decided(self, snapshot, decision) -> None:
         self.requests = snapshot.requests
 
@@ -77,7 +79,7 @@ def test_requests_go_where_the_recomputed_load_is_least(leaders: int, events: li
     reference = [Recomputed() for _ in range(leaders)]
     for event in events:
         if isinstance(event, int):
-            work = Work(obj=None, tokens=event)
+            work = Generation(obj=None, tokens=event)
             expected = min(range(leaders), key=lambda rank: reference[rank].cost)
             core.receive(work, 0.0)
             assert chosen.ranks.pop() == expected
@@ -97,7 +99,7 @@ def test_a_request_costs_the_same_however_many_are_on_their_way():
     core = Coordinator(AdaptiveConfig(base=ParallelLayout(1, 8), policy="threshold"), Chosen())
 
     def receive():
-        core.receive(Work(obj=None, tokens=7), 0.0)
+        core.receive(Generation(obj=None, tokens=7), 0.0)
 
     receive()
     first, _ = lines_run(receive)
@@ -109,19 +111,19 @@ def test_a_request_costs_the_same_however_many_are_on_their_way():
 def test_a_request_that_is_held_back_costs_the_same_however_many_are():
     chosen = Chosen()
     core = Coordinator(AdaptiveConfig(base=ParallelLayout(1, 2), policy="manual"), chosen)
-    core.receive(Work(obj=None, tokens=7), 0.0)
+    core.receive(Generation(obj=None, tokens=7), 0.0)
     core.reconfigure(m.Reconfigure(query_id=1, tp=2), 0.0)
     for rank in range(2):
         core.rank_message(m.Prepared(rank=rank, epoch=1, seconds=0.0), 0.0)
     assert core._switching.commanded
 
     def snapshot():
-        requests = core._in_engine + core._held_work
+        requests = core._in_engine + core._held_requests
         assert core._deciding.snapshot(core.layout, requests, 0.0).requests == 1 + len(core._backlog)
 
     first, _ = lines_run(snapshot)
     for _ in range(500):
-        core.receive(Work(obj=None, tokens=7), 0.0)
+        core.receive(Generation(obj=None, tokens=7), 0.0)
     assert lines_run(snapshot)[0] <= first + 10
     core.status(m.StatusQuery(query_id=2))
     assert chosen.answer.status["requests"] == 501, "held back ones count"

@@ -151,11 +151,18 @@ def test_a_request_to_switch_comes_in_between():
     assert not any(rank.requests for rank in world.ranks)
 
 
-def test_another_policy_says_so():
+def test_under_another_policy_requests_count_from_there_on():
+    """So is an empty schedule sent behind the warm-up of a server with ``--pat-log``."""
     world = World(BASE, 0, policy="manual")
-    world.set([{"tp": 2}])
-    (answer,) = world.answers.values()
-    assert answer.state is None
+    world.send(*requests(2))
+    world.run()
+    world.set([])
+    world.send(*requests(3))
+    world.run()
+    kinds = [event["event"] for event in world.log]
+    behind = kinds.index("counting") + 1
+    assert kinds[:behind].count("length") == 2 and kinds[behind:].count("length") == 3
+    assert max(e["snapshot"]["arrived"] for e in world.log[behind:] if e["event"] == "decision") == 3
 
 
 def repeated(log: list[dict], seed: int) -> World:

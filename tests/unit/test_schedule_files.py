@@ -76,6 +76,9 @@ def test_a_decision_log_is_a_schedule():
     none = np.array([], dtype=np.int64)
     events = [
         decision_log.dump_start("survival", switch_at=8, history=LengthHistory()),
+        decision(1, 2, np.array([8])),  # of the warm-up
+        decision_log.dump_length(8, 1, True),
+        decision_log.dump_counting(),
         decision(1, 1, np.array([5, 6])),
         decision_log.dump_length(40, 1, True),
         decision(1, 2, np.array([50, 60])),

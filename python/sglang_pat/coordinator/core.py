@@ -21,7 +21,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.deciding import Deciding
 from sglang_pat.coordinator.follower import Follower
 from sglang_pat.coordinator.forecast import forecast
-from sglang_pat.coordinator.leader import Leader, Work
+from sglang_pat.coordinator.leader import Generation, Leader
 from sglang_pat.coordinator.outbox import Outbox
 from sglang_pat.coordinator.replies import Control, Replies
 from sglang_pat.coordinator.switching import CALIBRATION, Ended, Switching, Wanted
@@ -53,8 +53,8 @@ class Coordinator:
         self._leaders = {rank: Leader() for rank in config.base.leaders}
         self._deciding = Deciding(config, self._leaders, outbox, policy, predictor)
         self.history = self._deciding.history
-        self._backlog: deque[Work | Control | m.SetSchedule] = deque()
-        self._held_work = self._in_engine = 0
+        self._backlog: deque[Generation | Control | m.SetSchedule] = deque()
+        self._held_requests = self._in_engine = 0
         """Requests in the backlog; at the leaders of the layout in force."""
         self._replies = Replies()
         self._switching = Switching(config.num_ranks, outbox)
@@ -70,10 +70,10 @@ class Coordinator:
 
     # -- events from the server -----------------------------------------------------------------
 
-    def receive(self, event: Work | Control | m.SetSchedule, now: float) -> None:
+    def receive(self, event: Generation | Control | m.SetSchedule, now: float) -> None:
         """A request from the TokenizerManager, or a schedule, which holds for those that come after it."""
         self._backlog.append(event)
-        self._held_work += isinstance(event, Work)
+        self._held_requests += isinstance(event, Generation)
         self._proceed(now)
 
     def reconfigure(self, query: m.Reconfigure, now: float) -> None:
@@ -124,7 +124,7 @@ class Coordinator:
             "policy": self.config.policy,
             "switching": self._switching.under_way is not None,
             "target": asdict(self._switching.under_way.target) if self._switching.under_way else None,
-            "requests": self._in_engine + self._held_work,
+            "requests": self._in_engine + self._held_requests,
             "expected_seconds": self._deciding.expected_seconds if self._in_engine else 0.0,
             "controls": len(self._replies),
             "groups": groups,
@@ -199,7 +199,7 @@ class Coordinator:
         arrivals = self._deciding.round
         arrivals.in_engine(self._in_engine)
         complete = arrivals.complete
-        if self._backlog and isinstance(self._backlog[0], Work) and self._deciding.opens(now):
+        if self._backlog and isinstance(self._backlog[0], Generation) and self._deciding.opens(now):
             self._decide(now, ahead=True)
         while self._backlog and not self._held:
             head = self._backlog[0]
@@ -209,7 +209,7 @@ class Coordinator:
                     self._wanted = Wanted(self.config.base, "control")
                 break
             event = self._backlog.popleft()
-            self._held_work -= isinstance(event, Work)
+            self._held_requests -= isinstance(event, Generation)
             self._dispatch(event, now)
         arrivals.in_engine(self._in_engine)
         if arrivals.complete > complete:
@@ -230,13 +230,13 @@ class Coordinator:
         if self._paused or self._released or self._switching.under_way or self._wanted or self._replies:
             return
         if self._deciding.due(now) and all(self._leaders[rank].known for rank in self.layout.leaders):
-            self._wanted = self._deciding.decide(self.layout, self._in_engine, self._held_work, now, ahead)
+            self._wanted = self._deciding.decide(self.layout, self._in_engine, self._held_requests, now, ahead)
 
-    def _dispatch(self, event: Work | Control | m.SetSchedule, now: float) -> None:
+    def _dispatch(self, event: Generation | Control | m.SetSchedule, now: float) -> None:
         if isinstance(event, m.SetSchedule):
             self._deciding.counts()
             return self._follower.set(event, self.layout)
-        if isinstance(event, Work):
+        if isinstance(event, Generation):
             self._follower.schedule.arrived(event)
             self._deciding.arrived(event, now)
             rank = min(self.layout.leaders, key=lambda rank: self._leaders[rank].cost)

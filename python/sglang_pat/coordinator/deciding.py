@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.leader import Leader, Work, load_of
+from sglang_pat.coordinator.leader import Generation, Leader, load_of
 from sglang_pat.coordinator.outbox import Outbox
 from sglang_pat.coordinator.round_tracker import RoundTracker
 from sglang_pat.coordinator.switching import Wanted
@@ -78,12 +78,13 @@ class Deciding:
     def counts(self) -> None:
         """Requests count from now on, as in a schedule: the server's warm-up is over."""
         self._arrived = 0
+        self._outbox.counting()
 
-    def arrived(self, work: Work, now: float) -> None:
+    def arrived(self, request: Generation, now: float) -> None:
         """A request goes into the engine."""
         if self.calibrating:
             return
-        self._arrived += work.counts
+        self._arrived += request.counts
         self.round.arrived(now)
         self._opened = False
 

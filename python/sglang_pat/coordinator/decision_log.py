@@ -3,6 +3,7 @@
 Events in the order in which the coordinator saw them:
 
     {"event": "start", "policy": …, "switch_at": …, "profile": file or null, "max_running": … or null, "history": …}
+    {"event": "counting"}
     {"event": "length", "length": tokens, "family": …, "finished": true}
     {"event": "decision", "snapshot": {…}, "decision": {…}}
 
@@ -95,6 +96,11 @@ def dump_start(
         "max_running": max_running,
         "history": history.to_dict(),
     }
+
+
+def dump_counting() -> dict[str, Any]:
+    """Requests and tokens count from here on: the server's warm-up is over, or a schedule was set."""
+    return {"event": "counting"}
 
 
 def dump_length(length: int, family: int, finished: bool, since: int = 0) -> dict[str, Any]:

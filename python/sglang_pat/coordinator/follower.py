@@ -89,5 +89,4 @@ class Follower:
             self._answer(query.query_id)
 
     def _answer(self, query_id: int) -> None:
-        state = self.schedule.state() if self.active else None
-        self._outbox.to_server(m.ScheduleReply(query_id=query_id, state=state))
+        self._outbox.to_server(m.ScheduleReply(query_id=query_id, state=self.schedule.state()))

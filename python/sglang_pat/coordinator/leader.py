@@ -15,7 +15,7 @@ from sglang_pat.policies.snapshot import Load
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Generation:
     """A generation request: goes to one leader.
 
     Attributes:
@@ -44,17 +44,17 @@ class Leader:
     """
 
     sent: int = 0
-    on_the_way: deque[Work] = field(default_factory=deque)
+    on_the_way: deque[Generation] = field(default_factory=deque)
     report: m.LoadReport | None = None
     requests: int = 0
     tokens: int = 0
     known: bool = True
 
-    def send(self, work: Work) -> None:
+    def send(self, request: Generation) -> None:
         self.sent += 1
-        self.on_the_way.append(work)
+        self.on_the_way.append(request)
         self.requests += 1
-        self.tokens += work.tokens
+        self.tokens += request.tokens
 
     def heard(self, report: m.LoadReport) -> None:
         tokens = self.tokens - (self.report.tokens if self.report else 0)
@@ -111,8 +111,8 @@ def load_of(leaders: Mapping[int, Leader], ranks: Iterable[int]) -> Load:
         # Nothing is known of their siblings yet: a family of its own for each, which no hash of a prompt is.
         first = -1 - len(rows)
         rows += [
-            (work.tokens - work.generated, work.generated, work.limit, first - i, rank)
-            for i, work in enumerate(leader.on_the_way)
+            (request.tokens - request.generated, request.generated, request.limit, first - i, rank)
+            for i, request in enumerate(leader.on_the_way)
         ]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
     return Load(**dict(zip(("prompt", "output", "limit", "family", "replica"), columns, strict=True)))

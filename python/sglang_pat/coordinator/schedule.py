@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from sglang_pat.coordinator.decision_log import load_decision
-from sglang_pat.coordinator.leader import Work
+from sglang_pat.coordinator.leader import Generation
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Go, Held, ScheduleEntry, ScheduleState, SwitchRecord
 from sglang_pat.policies.snapshot import Snapshot
@@ -92,9 +92,12 @@ def from_log(events: Iterable[Mapping[str, Any]]) -> list[ScheduleEntry]:
     entries: list[ScheduleEntry] = []
     ended = 0
     for event in events:
-        if event.get("event") == "length":
+        kind = event.get("event")
+        if kind == "counting":
+            ended, entries = 0, []
+        if kind == "length":
             ended += event["length"]
-        if event.get("event") != "decision":
+        if kind != "decision":
             continue
         snapshot, decision = load_decision(event)
         if decision.tp == (entries[-1].tp if entries else snapshot.tp):
@@ -168,9 +171,9 @@ class Schedule:
         steps = 0 if self._entries else None
         return {rank: self._go(rank, steps=steps) for rank in self._replicas}
 
-    def arrived(self, work: Work) -> None:
+    def arrived(self, request: Generation) -> None:
         """A request was passed on to a replica."""
-        self._arrived += work.counts
+        self._arrived += request.counts
 
     def held(self, message: Held) -> None:
         """A leader has come to the point that its last ``Go`` set."""

@@ -17,8 +17,8 @@ NATURAL = "none"
 
 
 @dataclass(frozen=True)
-class Work:
-    """Response lengths of a batch, in tokens.
+class LognormalBatch:
+    """A batch with response lengths, in tokens, that are spread like those of a real one.
 
     Lognormal with this median and sigma, at least ``least``; a share ``capped`` of them runs into the ``limit``.
     """
@@ -71,7 +71,7 @@ class Case:
 
     model: str
     link: str
-    work: Work
+    work: LognormalBatch
 
     @property
     def link_name(self) -> str:
@@ -109,7 +109,7 @@ BANDWIDTH = "5:0.03"
 """A link with which tp2 over tp1 is, of ``wide`` at batch 128, what TP8 over TP2 is of 8×A40 in the paper (1.26)."""
 
 CASES = {
-    "real-link": Case(SMOLLM2, NATURAL, Work(48, 12, 0.5, 96, capped=0.09)),
-    "slow-link": Case(WIDE, BANDWIDTH, Work(64, 24, 0.3, 120, capped=0.125)),
+    "real-link": Case(SMOLLM2, NATURAL, LognormalBatch(48, 12, 0.5, 96, capped=0.09)),
+    "slow-link": Case(WIDE, BANDWIDTH, LognormalBatch(64, 24, 0.3, 120, capped=0.125)),
 }
-QUICK = {"quick": Case(TINY, NATURAL, Work(16, 24, 1.0, 200))}
+QUICK = {"quick": Case(TINY, NATURAL, LognormalBatch(16, 24, 1.0, 200))}

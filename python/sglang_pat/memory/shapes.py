@@ -22,6 +22,8 @@ OTHER_NAMES = {
     "max_position_embeddings": ("n_positions", "seq_length"),
 }
 """What GPT-2, GPT-BigCode, GPT-J, OPT, EXAONE and ChatGLM call a size."""
+UNGATED = frozenset({"apertus", "arcee", "gpt2", "gpt_bigcode", "gptj", "opt", "persimmon", "phi", "starcoder2"})
+"""Kinds of models (``model_type``) whose MLP has two matrices, up and down; that of all others has a gate, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class ModelShape:
     output_bias: bool = False
     """Of the attention's output projection."""
     mlp_bias: bool = False
+    mlp_matrices: int = 3
+    """Gate, up and down; two without a gate."""
     head_norms: bool = False
     """Norms of queries and keys (Qwen3)."""
     whole_norms: bool = False
@@ -80,6 +84,7 @@ class ModelShape:
             qkv_bias=kind == "qwen2" or attention_bias,
             output_bias=kind == "llama" and attention_bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
+            mlp_matrices=2 if kind in UNGATED else 3,
             head_norms=kind == "qwen3",
             whole_norms=kind == "olmo2",
         )
@@ -118,9 +123,10 @@ class ModelShape:
         """Parameters that one rank holds."""
         queries, kv = self.heads // tp * self.head_dim, self.local_kv_heads(tp) * self.head_dim
         inner = self.intermediate // tp
-        layer = (queries + 2 * kv) * self.hidden + queries * self.hidden + 3 * self.hidden * inner + 2 * self.hidden
+        layer = (queries + 2 * kv) * self.hidden + queries * self.hidden + 2 * self.hidden
+        layer += self.mlp_matrices * self.hidden * inner
         layer += (queries + 2 * kv) * self.qkv_bias + self.hidden * self.output_bias
-        layer += (2 * inner + self.hidden) * self.mlp_bias + 2 * self.head_dim * self.head_norms
+        layer += ((self.mlp_matrices - 1) * inner + self.hidden) * self.mlp_bias + 2 * self.head_dim * self.head_norms
         tables = self.padded_vocab // tp * self.hidden * (1 if self.tied else 2)
         return self.layers * layer + tables + self.hidden
 

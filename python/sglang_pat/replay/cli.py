@@ -14,7 +14,7 @@ from rich.console import Console
 from sglang_pat import files
 from sglang_pat.memory.demand import GIB
 from sglang_pat.predict.profile import Profile, load
-from sglang_pat.replay.compare import Machine, Work, check_policy, compare
+from sglang_pat.replay.compare import Machine, Workload, check_policy, compare
 from sglang_pat.replay.log import Replayed, replay_log
 from sglang_pat.replay.measured import against_measured
 from sglang_pat.replay.report import summary, table
@@ -120,26 +120,26 @@ def _check(args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(policies))
 
 
-def check_memory(work: Work, profile: Profile, policies: int) -> None:
+def check_memory(workload: Workload, profile: Profile, policies: int) -> None:
     """Raise ValueError for what :func:`compare` would need too much memory for, as far as one can tell beforehand."""
     dp = [profile.fingerprint.num_ranks // tp for tp in profile.fingerprint.degrees]
-    longest = work.shape.limit
+    longest = workload.shape.limit
     # Of replay/simulate.py: moments at which something ends or is asked, and those at which a layout may change.
-    ends = min(work.batch, longest) + longest // 256 + 64
+    ends = min(workload.batch, longest) + longest // 256 + 64
     points = min(ends, longest // SPACING + longest // 256 + 64)
     tables = 8 * (6 * ends * max(dp) + points * sum(dp))
-    kept = points * 256 * (work.rounds * (policies + 1) + len(dp) ** 2)
-    need = tables + kept + 256 * work.batch
+    kept = points * 256 * (workload.rounds * (policies + 1) + len(dp) ** 2)
+    need = tables + kept + 256 * workload.batch
     if need > MEMORY:
         raise ValueError(
-            f"--batch {work.batch}, --rounds {work.rounds}, responses of up to {longest} tokens: this needs "
+            f"--batch {workload.batch}, --rounds {workload.rounds}, responses of up to {longest} tokens: this needs "
             f"{need / GIB:.0f} GiB of memory, {MEMORY // GIB} GiB are allowed; give a smaller batch, fewer rounds or a "
             "lower --limit"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Followed(Work):
+class _Followed(Workload):
     """Says which round is under way."""
 
     begun: Callable[[int], None]
@@ -159,7 +159,7 @@ def _compare(args: argparse.Namespace) -> int:
         check_policy(name, tuple(profile.fingerprint.degrees))
     shape = parse_shape(args.lengths, args.limit)
     state = {"doing": "checking", "round": 0}
-    work = _Followed(
+    workload = _Followed(
         shape=shape,
         batch=args.batch,
         rounds=args.rounds,
@@ -169,18 +169,19 @@ def _compare(args: argparse.Namespace) -> int:
         seed=args.seed,
         begun=lambda number: state.update(round=number),
     )
-    check_memory(work, profile, len(policies))
+    check_memory(workload, profile, len(policies))
     machine = Machine(profile)
-    with speaker.showing(lambda: "{doing} round {round} of {rounds}".format(rounds=work.rounds, **state)):
-        warnings = dict.fromkeys(filter(None, (crowded(profile.fingerprint, batch) for batch in work.batches())))
+    with speaker.showing(lambda: "{doing} round {round} of {rounds}".format(rounds=workload.rounds, **state)):
+        warnings = dict.fromkeys(filter(None, (crowded(profile.fingerprint, batch) for batch in workload.batches())))
         state["doing"] = "simulating"
-        runs = compare(machine, work, [name for name in policies if name != "oracle"])
+        runs = compare(machine, workload, [name for name in policies if name != "oracle"])
     console = speaker.console
     if warnings:
         console.print(f"[yellow]note:[/] the batch {next(iter(warnings))}", soft_wrap=True)
     title = (
-        f"{Path(args.profile).stem} ({profile.kind}), {shape.name}, limit {shape.limit}, batch {work.batch} in groups "
-        f"of {work.group}, ρ={work.correlation}, prompt {work.prompt}, {work.rounds} rounds, seed {work.seed}"
+        f"{Path(args.profile).stem} ({profile.kind}), {shape.name}, limit {shape.limit}, batch {workload.batch} in "
+        f"groups of {workload.group}, ρ={workload.correlation}, prompt {workload.prompt}, {workload.rounds} rounds, "
+        f"seed {workload.seed}"
     )
     console.print(table(runs, title))
     if args.out:

@@ -23,7 +23,7 @@ SIMULATED = tuple(name for name in POLICIES if name != "schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Workload:
     """Rounds to replay.
 
     Attributes:
@@ -102,7 +102,7 @@ AS_IS = ", profile as is"
 
 def compare(
     machine: Machine,
-    work: Work,
+    workload: Workload,
     policies: list[str],
     spacing: int = SPACING,
     *,
@@ -130,7 +130,7 @@ def compare(
         if not name.startswith(("static", "oracle"))
     }
     reports = {
-        name: Reports(believed.predictor, degrees, noise, np.random.default_rng(work.seed))
+        name: Reports(believed.predictor, degrees, noise, np.random.default_rng(workload.seed))
         for name in deciding
         if noise is not None and not name.endswith(AS_IS)
     }
@@ -139,7 +139,7 @@ def compare(
             found.calibrate(machine.predictor, machine.profile.fingerprint.num_ranks, calibration)
     runs: dict[str, list[Run]] = {name: [] for name in [*policies, "oracle"]}
     tracker = RoundTracker()
-    for batch in work.batches():
+    for batch in workload.batches():
         for _ in batch.length:
             tracker.arrived(0.0)
         drain = machine.drain(batch, spacing)

@@ -10,7 +10,7 @@ from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_pat.coordinator.leader import Work
+from sglang_pat.coordinator.leader import Generation
 from sglang_pat.coordinator.replies import Control
 from sglang_pat.sglang.sampling import generated_before, length_limit
 
@@ -104,16 +104,16 @@ def _nothing(kind: Any) -> Any:
     return kind() if kind in (dict, list, str, bool, int, float) else None
 
 
-def classify(obj: Any) -> list[Work | Control]:
+def classify(obj: Any) -> list[Generation | Control]:
     """What the coordinator makes of an object from the TokenizerManager.
 
     Batches are taken apart, so that their requests spread over the replicas.  Anything not listed
     goes to all leaders and is not answered (aborts, pause, continue, ...).
     """
     if isinstance(obj, _BATCHES):
-        return [_work(single) for single in obj]
+        return [_generation(single) for single in obj]
     if isinstance(obj, _SINGLES):
-        return [_work(obj)]
+        return [_generation(obj)]
     if isinstance(obj, io.WatchLoadUpdateReq):
         return []
     if isinstance(obj, io.BaseReq):
@@ -122,12 +122,12 @@ def classify(obj: Any) -> list[Work | Control]:
     return [Control(obj=obj, reply=reply.__name__ if reply else None, **options, **_effects(obj))]
 
 
-def _work(obj: Any) -> Work:
+def _generation(obj: Any) -> Generation:
     tokens, counts = len(obj.input_ids or ()), HEALTH_CHECK_RID_PREFIX not in (obj.rid or "")
     if not obj.sampling_params:
-        return Work(obj=obj, tokens=tokens, counts=counts)
+        return Generation(obj=obj, tokens=tokens, counts=counts)
     limit, generated = length_limit(obj.sampling_params), min(generated_before(obj.sampling_params), tokens)
-    return Work(obj=obj, tokens=tokens, generated=generated, counts=counts, **({"limit": limit} if limit else {}))
+    return Generation(obj=obj, tokens=tokens, generated=generated, counts=counts, **({"limit": limit} if limit else {}))
 
 
 def _forget_sender(obj: io.BaseReq) -> None:

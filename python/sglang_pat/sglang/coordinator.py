@@ -100,6 +100,10 @@ class Sockets:
     def to_server(self, obj: Any) -> None:
         (self.rpc if isinstance(obj, RpcReqOutput) else self._server).send_pyobj(obj)
 
+    def counting(self) -> None:
+        if self._log:
+            self._log.write(decision_log.dump_counting())
+
     def decided(self, snapshot: Snapshot, decision: Decision) -> None:
         if self._log:
             self._log.decided(snapshot, decision)

@@ -85,7 +85,7 @@ class GroupPlan:
     """Slots of one new group: which requests bring KV along, and how it is numbered.
 
     The numbers are the plan's, the same on all ranks; which slot of its pool each is, is a rank's own business
-    (``Exchange.place``).
+    (``ExchangePlan.place``).
 
     Attributes:
         rows: for each source group, for each of its requests, the slots of its tokens
@@ -144,7 +144,7 @@ def plan_group(
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangePlan:
     """One rank's side of the all-to-all, the same for every layer.
 
     ``send_*`` and ``recv_*`` have one part for each member of the exchange group, in its order, its own one empty; and
@@ -189,7 +189,7 @@ class Move:
 
     Attributes:
         kv_heads: of the whole model.
-        members: ranks that take part, sorted: those of the exchange group (:func:`build_exchange`) or of the larger TP
+        members: ranks that take part, sorted: those of the exchange group (:func:`plan_exchange`) or of the larger TP
             group (:func:`~sglang_pat.switch.gather.build_gather`).
         plans: the plan of every new group that a member belongs to.
         rows: slots, in this rank's old pool view, of each request of its old group.
@@ -227,7 +227,7 @@ class Move:
         return np.arange(first, first + fresh.get(source, 0), dtype=np.int64)
 
 
-def build_exchange(move: Move) -> Exchange:
+def plan_exchange(move: Move) -> ExchangePlan:
     """This rank's side of the all-to-all."""
     old, new, members, rank = move.old, move.new, move.members, move.rank
     slices = {(s.src, s.dst): s for dst in members for s in move.slices(dst)}
@@ -252,7 +252,7 @@ def build_exchange(move: Move) -> Exchange:
     send_heads.append(own.src_head)
     recv.append(place[of_plan[~stays]])
     recv_heads.append(own.dst_head)
-    return Exchange(
+    return ExchangePlan(
         send_slots=np.concatenate(send),
         send_offsets=_offsets(send),
         send_heads=np.array(send_heads, dtype=np.int64),

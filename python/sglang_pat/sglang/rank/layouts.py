@@ -20,7 +20,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_pat.comm.exchange import Staging
+from sglang_pat.comm.transport import Staging
 from sglang_pat.comm.windows import Windows
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.profile import LayoutSetup

@@ -83,7 +83,7 @@ class GroupPool:
     def single(self) -> GroupCoordinator:
         return self._single
 
-    def exchange(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
+    def exchange_group(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
         """Process group and ranks among which this rank exchanges KV between ``a`` and ``b``."""
         return self._exchange[min(a.tp, b.tp), max(a.tp, b.tp)]
 

@@ -28,6 +28,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.sglang.launch import cuda
 from sglang_pat.sglang.rank import grammars, updates
 from sglang_pat.sglang.rank.parallel import GroupPool
+from sglang_pat.sglang.rank.shared_memory import open_patiently
 from sglang_pat.sglang.rank.weights import build_model
 
 
@@ -147,7 +148,8 @@ class AdaptiveTpModelWorker(TpModelWorker):
         tensors, problem = None, None
         try:
             monkey_patch_torch_reductions()
-            tensors = updates.patiently(lambda: self._opened(recv_req))
+            open_patiently()
+            tensors = self._opened(recv_req)
             if (given := updates.shapes(tensors, recv_req.load_format)) is not None:
                 problem = self.expected.problem(given, recv_req.load_format)
         except Exception as error:  # the other ranks wait to hear of it

@@ -229,7 +229,7 @@ class AdaptiveScheduler(Scheduler):
             self.is_leader or self.server_args.enable_metrics_for_all_schedulers
         )
         # Ranks of one group must draw the same numbers and different groups different ones; after a
-        # switch neither holds by itself.  A seed from (seed, switch, group) needs no exchange.
+        # switch neither holds by itself.  For a seed from (seed, switch, group) nothing has to be sent.
         reseed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
         # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must agree.
         self.new_token_ratio = self.init_new_token_ratio

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import safe_open
@@ -20,25 +20,8 @@ from sglang_pat.errors import one_line
 from sglang_pat.sglang.rank.sharding import checkpoint_parts, shard_specs
 from sglang_pat.weights.shards import ShardSpec
 
-T = TypeVar("T")
-
 REFUSED = "weight update refused, no tensor of this request was written; send the whole update again"
 BROKEN_OFF = "weight update broken off, some of the weights are new: send all of them again"
-
-LATE, ATTEMPTS = "Shared memory manager connection has timed out", 30
-"""What torch says when its helper for shared memory takes more than a second to answer, as on a busy machine, and how
-often it is asked."""
-
-
-def patiently(read: Callable[[], T]) -> T:
-    """``read()``, which opens shared memory; once more where torch's helper was only late."""
-    for left in reversed(range(ATTEMPTS)):
-        try:
-            return read()
-        except RuntimeError as error:
-            if LATE not in str(error) or not left:
-                raise
-    raise AssertionError("not reached")
 
 
 class Loader(Protocol):

@@ -260,16 +260,22 @@ class AdaptiveTokenizerManager(TokenizerManager):
         Raises:
             ReconfigureError: the policy is another one (409).
         """
+        self._pat_check_schedule()
         self.pat_first_schedule = None
-        return _schedule_state(await self._pat_ask(messages.SetSchedule, entries=entries))
+        return msgspec.to_builtins((await self._pat_ask(messages.SetSchedule, entries=entries)).state)
 
     async def pat_schedule(self, wait: bool = True) -> dict[str, Any]:
         """How far the schedule is (fields of :class:`~sglang_pat.messages.ScheduleState`).
 
         ``wait``: until it is over, or replaced.  Raises as :meth:`pat_set_schedule`.
         """
+        self._pat_check_schedule()
         self._begin_schedule()
-        return _schedule_state(await self._pat_ask(messages.ScheduleQuery, wait=wait))
+        return msgspec.to_builtins((await self._pat_ask(messages.ScheduleQuery, wait=wait)).state)
+
+    def _pat_check_schedule(self) -> None:
+        if self.server_args.adaptive_config().policy != "schedule":
+            raise ReconfigureError(409, "this engine does not follow a schedule: start it with --pat-policy schedule")
 
     def _begin_schedule(self) -> None:
         entries, self.pat_first_schedule = self.pat_first_schedule, None
@@ -286,12 +292,6 @@ class AdaptiveTokenizerManager(TokenizerManager):
         """Requests sent afterwards find ``prompts`` (token ids) in the radix cache of every replica."""
         self.auto_create_handle_loop()
         self.send_to_scheduler.send_pyobj(messages.InjectPrefixes(prompts=prompts))
-
-
-def _schedule_state(reply: messages.ScheduleReply) -> dict[str, Any]:
-    if reply.state is None:
-        raise ReconfigureError(409, "this engine does not follow a schedule: start it with --pat-policy schedule")
-    return msgspec.to_builtins(reply.state)
 
 
 def init_adaptive_tokenizer_manager(server_args, port_args):

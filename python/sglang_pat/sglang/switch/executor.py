@@ -172,7 +172,7 @@ class SwitchExecutor:
         dist.all_gather_object(gathered, offer if self.scheduler.is_leader else None, group=self.world)
         offers = {group: gathered[group] for group in old.leaders}
         if new.tp > old.tp:
-            capsules = handover.exchange_capsules(self.scheduler, new, offers, capsules)
+            capsules = handover.send_capsules(self.scheduler, new, offers, capsules)
         self._mark("capsules")
         incoming, exchange = IncomingRequests(), None
         try:

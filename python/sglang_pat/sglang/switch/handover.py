@@ -137,7 +137,7 @@ def make_offer(
     return offer, capsules
 
 
-def exchange_capsules(
+def send_capsules(
     scheduler: AdaptiveScheduler, new: ParallelLayout, offers: dict[int, Offer], mine: dict[int, bytes]
 ) -> dict[int, bytes]:
     """Capsules from the leaders to the ranks that need them, and to no other; all ranks take part.
@@ -164,7 +164,7 @@ def plan_groups(
 ) -> dict[int, plan.GroupPlan]:
     """The plan of every new group that a member of this rank's exchange group will belong to."""
     layouts = scheduler.layouts
-    _, members = layouts.runner.groups.exchange(layouts.current.layout, new)
+    _, members = layouts.runner.groups.exchange_group(layouts.current.layout, new)
     max_requests = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
     sources = {group: offer.live for group, offer in offers.items()}
     tree, capacity = scheduler.tree_cache, layouts[new].allocator.size

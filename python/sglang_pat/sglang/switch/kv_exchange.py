@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sglang_pat.comm.exchange import AllToAll, Direct
+from sglang_pat.comm.transport import AllToAll, Direct
 from sglang_pat.kernels import kv as kernels
 from sglang_pat.kernels.transfer import synchronize, upload
 from sglang_pat.layout import ParallelLayout
@@ -72,7 +72,7 @@ def prepare(
         old=old,
         new=new,
         kv_heads=layouts.kv_heads,
-        members=larger.group(larger.group_of(scheduler.rank)) if gathering else groups.exchange(old, new)[1],
+        members=larger.group(larger.group_of(scheduler.rank)) if gathering else groups.exchange_group(old, new)[1],
         rank=scheduler.rank,
         plans=plans,
         rows=rows,
@@ -80,18 +80,18 @@ def prepare(
     )
     if gathering:
         return KvGather(scheduler, new, build_gather(move))
-    return KvExchange(scheduler, new, plan.build_exchange(move))
+    return KvExchange(scheduler, new, plan.plan_exchange(move))
 
 
 class KvExchange:
     """One rank's part of moving the KV of a switch: everything is ready, :meth:`run` moves it."""
 
-    def __init__(self, scheduler: AdaptiveScheduler, new: ParallelLayout, exchange: plan.Exchange) -> None:
+    def __init__(self, scheduler: AdaptiveScheduler, new: ParallelLayout, exchange: plan.ExchangePlan) -> None:
         layouts = scheduler.layouts
         self._plan = exchange
         self._source, self._target = layouts.current.kv_pool, layouts[new].kv_pool
         sample = self._source.k_buffer[0]
-        group, members = layouts.runner.groups.exchange(layouts.current.layout, new)
+        group, members = layouts.runner.groups.exchange_group(layouts.current.layout, new)
         dim = self._source.head_dim + self._source.v_head_dim
         elements, staying = exchange.elements(dim), exchange.moving * exchange.heads * dim
         if layouts.windows is not None:

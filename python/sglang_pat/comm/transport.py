@@ -2,11 +2,11 @@
 
 Both classes are used in the same way, by all ranks of a group together::
 
-    exchange.outgoing(0)                      # a flat buffer: pack layer 0: peers in order, what stays here last
+    transport.outgoing(0)                      # a flat buffer: pack layer 0: peers in order, what stays here last
     for layer in ...:
-        exchange.start(layer)
-        exchange.outgoing(layer + 1)          # pack the next one meanwhile
-        exchange.incoming(layer)              # waits; pieces to unpack
+        transport.start(layer)
+        transport.outgoing(layer + 1)          # pack the next one meanwhile
+        transport.incoming(layer)              # waits; pieces to unpack
 
 Layer ``i`` is unpacked before ``start(i + 1)``, and the buffer of layer ``i`` is packed again only after it: so two
 buffers for what goes out are enough, and one for what comes in.
@@ -112,7 +112,7 @@ class AllToAll:
 class Direct:
     """Through :class:`Windows`: peers unpack from where this rank packed.
 
-    Before another exchange all ranks must have met: a peer may still read the last layer.
+    Before another transport begins all ranks must have met: a peer may still read the last layer.
 
     Args:
         members: rank in the windows' group of each rank of ``group``.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_pat.comm import shm
-from sglang_pat.comm.exchange import AllToAll, Direct, Staging
+from sglang_pat.comm.transport import AllToAll, Direct, Staging
 from sglang_pat.comm.windows import Windows
 
 from .ranks import emulated_link, run_ranks
@@ -31,7 +31,7 @@ def content(source: int, target: int, layer: int, count: int, dtype: torch.dtype
 
 
 def carry(
-    exchange, rank: int, elements: np.ndarray, staying: int, layers: int, dtype: torch.dtype, rng
+    transport, rank: int, elements: np.ndarray, staying: int, layers: int, dtype: torch.dtype, rng
 ) -> None:  # fmt: skip
     """Every rank packs late or early, and takes its time to unpack."""
     n = len(elements)
@@ -44,15 +44,15 @@ def carry(
         dawdle()
         parts = [content(rank, peer, layer, int(elements[rank, peer]), dtype) for peer in range(n)]
         parts.append(content(rank, rank, layer, staying, dtype))
-        exchange.outgoing(layer).copy_(torch.cat(parts))
+        transport.outgoing(layer).copy_(torch.cat(parts))
 
     pack(0)
     for layer in range(layers):
-        exchange.start(layer)
+        transport.start(layer)
         if layer + 1 < layers:
             pack(layer + 1)
         dawdle()
-        pieces = exchange.incoming(layer)
+        pieces = transport.incoming(layer)
         seen = [peer for piece in pieces for peer in range(piece.first, piece.last)]
         assert seen == sorted(set(seen)) and all(elements[p, rank] == 0 for p in set(range(n)) - set(seen))
         assert n in seen or not staying
@@ -104,8 +104,8 @@ def carry_in_pairs(rank: int, n: int) -> None:
         group, members = next((g, p) for g, p in zip(groups, pairs, strict=True) if rank in p)
         for seed in range(10):
             elements = np.random.default_rng([seed, members[0]]).integers(0, 3000, (2, 2)) * (1 - np.eye(2, dtype=int))
-            exchange = Direct(group, windows, members, elements, 7, torch.int64)
-            carry(exchange, members.index(rank), elements, 7, 4, torch.int64, np.random.default_rng([seed, rank]))
+            transport = Direct(group, windows, members, elements, 7, torch.int64)
+            carry(transport, members.index(rank), elements, 7, 4, torch.int64, np.random.default_rng([seed, rank]))
             dist.barrier()  # as the vote after an exchange: nobody reads any more
 
 
@@ -137,9 +137,9 @@ class OneBuffer(AllToAll):
 
 def carry_on_another_stream(rank: int, n: int, kind: type[AllToAll], early: bool) -> bool:
     """Whether every layer arrived as it was sent."""
-    from sglang_pat.comm import exchange
+    from sglang_pat.comm import transport
 
-    exchange.dist.all_to_all_single, transfer = OtherStream(early), dist.all_to_all_single
+    transport.dist.all_to_all_single, transfer = OtherStream(early), dist.all_to_all_single
     try:
         elements = 1000 * (1 - np.eye(n, dtype=int))
         carried = kind(dist.group.WORLD, Staging("cpu"), elements, 300, torch.float32)
@@ -147,7 +147,7 @@ def carry_on_another_stream(rank: int, n: int, kind: type[AllToAll], early: bool
     except AssertionError:
         return False
     finally:
-        exchange.dist.all_to_all_single = transfer
+        transport.dist.all_to_all_single = transfer
     return True
 
 
@@ -162,16 +162,16 @@ def through_a_link(rank: int, n: int) -> float:
     with emulated_link(0, 0.02):
         group = dist.new_group(list(range(n)), backend=shm.BACKEND)
     elements = np.array([[0, 100_000], [100_000, 0]])
-    exchange = Direct(group, Windows(group, CAPACITY), [0, 1], elements, 0, torch.uint8)
+    transport = Direct(group, Windows(group, CAPACITY), [0, 1], elements, 0, torch.uint8)
 
     def ten_layers() -> float:
         dist.barrier(group)
         began = time.perf_counter()
         time.sleep(0.005)
         for layer in range(10):
-            exchange.start(layer)
+            transport.start(layer)
             time.sleep(0.005)
-            exchange.incoming(layer)
+            transport.incoming(layer)
         return time.perf_counter() - began
 
     for _ in range(TRIES):

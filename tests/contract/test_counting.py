@@ -1,0 +1,83 @@
+"""What counts in a schedule and in a decision log: from when on, and which requests."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+from types import MethodType, SimpleNamespace
+
+import pytest
+
+from sglang_pat.messages import ScheduleEntry, ScheduleState
+
+from .requests_made import tokenized
+
+pytestmark = pytest.mark.contract
+
+
+def test_the_warm_up_does_not_count_in_a_schedule(monkeypatch):
+    """A first schedule is away while SGLang sends its own requests, and there again afterwards."""
+    from sglang_pat.sglang.server import http
+
+    manager, seen = SimpleNamespace(pat_first_schedule=["given"]), []
+    monkeypatch.setattr(http, "_manager", lambda: manager)
+    monkeypatch.setattr(
+        http.http_server, "_execute_server_warmup", lambda args: seen.append(manager.pat_first_schedule) or True
+    )
+    assert http._warm_up(None) is True
+    assert seen == [None] and manager.pat_first_schedule == ["given"]
+
+
+class Scheduling:
+    """The part of the TokenizerManager that sets schedules."""
+
+    def __init__(self, first, policy: str = "schedule") -> None:
+        from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager as Ours
+
+        for name in ("_pat_check_schedule", "_begin_schedule", "pat_set_schedule", "pat_schedule"):
+            setattr(self, name, MethodType(getattr(Ours, name), self))
+        self.pat_first_schedule, self.sent, self._pat_ids = first, [], count()
+        self.server_args = SimpleNamespace(adaptive_config=lambda: SimpleNamespace(policy=policy))
+        self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
+
+    def auto_create_handle_loop(self) -> None: ...
+
+    async def _pat_ask(self, kind, **fields):
+        self.sent.append(kind(query_id=next(self._pat_ids), **fields))
+        return SimpleNamespace(state=ScheduleState(entries=0, done=0, holding=False, switches=[]))
+
+
+def test_the_first_schedule_goes_out_once_and_not_after_another():
+    """With ``--pat-log`` alone an empty one does: requests count from then on."""
+    from sglang_pat.job_settings import first_schedule
+
+    given = SimpleNamespace(schedule=None, log=None)
+    assert first_schedule(given) is None
+    given.log = "decisions.jsonl"
+    assert first_schedule(given) == []
+    for first, entries in ((None, []), ([], [[]])):
+        manager = Scheduling(first)
+        for _ in range(2):
+            manager._begin_schedule()
+        assert [message.entries for message in manager.sent] == entries
+    manager, mine = Scheduling([ScheduleEntry(tp=4)]), [ScheduleEntry(tp=2)]
+    asyncio.run(manager.pat_set_schedule(mine))
+    manager._begin_schedule()
+    assert [message.entries for message in manager.sent] == [mine]
+
+
+def test_a_schedule_for_another_policy_is_refused_before_it_goes_out():
+    """Else the counts of a log would begin anew."""
+    from sglang_pat.sglang.server.tokenizer import ReconfigureError
+
+    manager = Scheduling(None, "manual")
+    for ask in (lambda: manager.pat_set_schedule([]), manager.pat_schedule):
+        with pytest.raises(ReconfigureError, match="does not follow a schedule") as refused:
+            asyncio.run(ask())
+        assert refused.value.code == 409 and not manager.sent
+
+
+def test_health_probes_do_not_count_in_a_schedule():
+    from sglang_pat.sglang.controls import classify
+
+    assert [work.counts for rid in ("r", "HEALTH_CHECK_17") for work in classify(tokenized(rid=rid))] == [True, False]
