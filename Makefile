@@ -96,7 +96,7 @@ $(VENV)/.sglang_pat_types: $(VENV)/.sglang_pat_setup requirements/check.txt
 
 # The pages as a site, in out/site.  Links are checked by tests/unit/test_docs.py.
 docs: $(VENV)/.sglang_pat_docs
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 $(VENV)/.sglang_pat_docs: $(VENV)/.sglang_pat_setup requirements/docs.txt
 	$(PIP) --no-deps -r requirements/docs.txt

@@ -1,6 +1,6 @@
 """What goes wrong in an OpenRLHF job ends it: with a line that says why, without a hang.
 
-In the mode ``async``, where trainer and engine wait for each other in collectives.
+In the mode ``async`` trainer and engine wait for each other in collectives; collocated they share memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 
 import pytest
+
+from sglang_pat.sglang.checks import faults
 
 from .jobs import ROOT, OpenRlhfJob, nothing_left
 
@@ -19,15 +21,20 @@ TENSORS = 30
 """Of the model: one call each."""
 
 
+@pytest.fixture(params=["async", "collocated"])
+def mode(request) -> str:
+    return request.param
+
+
 @pytest.fixture
-def failed(flat, tmp_path, monkeypatch):
+def failed(mode, flat, tmp_path, monkeypatch):
     """Runs a job that fails; nothing of it stays."""
     monkeypatch.setenv("PAT_TEST_JOB", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
 
     def run(*args: str, model: Path = flat) -> OpenRlhfJob:
         (out := tmp_path / "out").mkdir()
-        job = OpenRlhfJob(model, out, ("--mode", "async", *args))
+        job = OpenRlhfJob(model, out, ("--mode", mode, *args))
         assert job.code != 0
         assert nothing_left("PAT_TEST_JOB", str(tmp_path))
         return job
@@ -48,6 +55,13 @@ def test_trainer_dies_in_an_update(failed, monkeypatch):
     assert "ActorDiedError" in job.log and len(job.steps) <= 2, job.tail
 
 
+def test_engine_dies_in_a_switch(failed, monkeypatch):
+    monkeypatch.setenv(faults.ENV, "EXCHANGE:1:kill")
+    job = failed()
+    assert "is gone (killed or exited) during" in job.log and not job.steps, job.tail
+
+
+@pytest.mark.parametrize("mode", ["async"])
 def test_refused_model(failed, refused_model):
     job = failed(model=refused_model)
     assert "--adaptive-tp does not support Gemma2ForCausalLM: its attention logits are soft-capped" in job.log, job.tail

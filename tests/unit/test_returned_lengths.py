@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ PROMPTS, SIZE, RESPONSES = 480, 48, 8
 CORRELATIONS = (0.0, 0.5, 0.8)
 
 
+@functools.cache
 def epoch(rho: float, seed: int, **rules) -> list[Round]:
     profile = load(PROFILE)
     predictor, costs = fitted(profile)
