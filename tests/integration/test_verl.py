@@ -44,9 +44,12 @@ def test_reward_and_loss_are_those_of_stock_sglang(verl_job):
 
 @pytest.mark.long
 def test_requests_cut_in_mid_decode_go_on_with_new_weights(verl_job):
+    # verl looks every second or two whether a batch is there.  What else it has sent takes the engine much longer: 256
+    # requests, of which a replica decodes 8 at once.
     job = verl_job(
         *SWITCHING, "--response", "320", "trainer.v1.trainer_mode=sglang_pat_colocate_async",
-        "trainer.v1.colocate_async.num_warmup_batches=3", "trainer.v1.sampler.max_off_policy_threshold=4",
+        "trainer.v1.colocate_async.num_warmup_batches=16", "trainer.v1.sampler.max_off_policy_threshold=20",
+        "actor_rollout_ref.rollout.max_num_seqs=8",
     )  # fmt: skip
     assert len(job.steps) == 3
     spans = job.series("training/off_policy/trajectory_spans/max")
