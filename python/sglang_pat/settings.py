@@ -238,7 +238,7 @@ def of_engine(given: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The settings of one engine of several: each writes its own decision log, ``log.0.jsonl`` for ``log.jsonl``."""
     if not (log := given.get("log")):
         return dict(given)
-    path = Path(log)
+    path = Path(str(log))
     return {**given, "log": str(path.with_name(f"{path.stem}.{number}{path.suffix}"))}
 
 

@@ -166,6 +166,29 @@ def test_second_reconfiguration_gets_409(server):
     unharmed(server)
 
 
+def test_memory_is_not_released_while_requests_run(server):
+    """SGLang would end the engine."""
+
+    async def run():
+        async with server.session() as session:
+            await server.arm(session, {"arrived": 1, "step": 5, "hold": True})
+            work = asyncio.ensure_future(server.one(session, body(1, 3500, rid="held")))
+            await server.reached(session)
+            refused = await asyncio.to_thread(server.post, "/release_memory_occupation", {})
+            async with session.post(server.url + "/abort_request", json={"rid": "held"}) as response:
+                assert response.status == 200
+            await server.arm(session)
+            await work
+            return refused
+
+    refused = asyncio.run(run())
+    assert refused.status_code == 400 and "1 requests run: memory is released once all have ended" in refused.text
+    unharmed(server)
+    assert server.post("/release_memory_occupation", {}).status_code == 200
+    assert server.post("/resume_memory_occupation", {}).status_code == 200
+    unharmed(server)
+
+
 def test_many_reconfigurations_at_once(server):
     async def run() -> list[int]:
         async with server.session() as session:

@@ -10,7 +10,7 @@ from sglang_pat.testing.server import Server
 
 from .features import REGEX
 from .stock_answers import check_logprobs, known
-from .streams import UP_AND_DOWN, body, prompt, up_and_down
+from .streams import UP_AND_DOWN, body, endless, prompt, up_and_down
 
 CRAMPED = ("--max-running-requests", "3", "--chunked-prefill-size", "64")
 
@@ -62,6 +62,30 @@ def test_more_requests_than_a_merged_replica_decodes_at_once(cramped, stock):
             return await work
 
     stock.check(asyncio.run(run()), OVER)
+
+
+def test_requests_aborted_while_they_wait_for_a_place(cramped):
+    """A merge leaves three no place; what they have generated is their answer, with the degree of each token."""
+
+    async def run():
+        async with cramped.session() as session:
+            await cramped.arm(session, {"tp": 2, "arrived": 6, "step": 110}, {"step": 1, "hold": True})
+            work = asyncio.ensure_future(cramped.generate_async([endless(181 + i) for i in range(6)]))
+            (record,) = (await cramped.reached(session))["switches"]
+            assert (record["migrated"], record["parked"]) == (3, 3)
+            async with session.post(cramped.url + "/abort_request", json={"abort_all": True}) as response:
+                assert response.status == 200
+            await cramped.arm(session)
+            return await work
+
+    answers = [answer["meta_info"] for answer in asyncio.run(run())]
+    assert {meta["finish_reason"]["type"] for meta in answers} == {"abort"}
+    waited = [meta for meta in answers if meta["finish_reason"].get("message") == "Abort in waiting queue"]
+    assert len(waited) == 3
+    for meta in waited:
+        assert meta["completion_tokens"] >= 50 and meta["tp_from_token"] == [[0, 1]]
+    for meta in answers:
+        assert meta in waited or [tp for _, tp in meta["tp_from_token"]] == [1, 2]
 
 
 LOGPROBS = dict(return_logprob=True, logprob_start_len=0, top_logprobs_num=1)

@@ -191,7 +191,7 @@ def test_a_hook_of_the_users_own_is_called_too(engine, monkeypatch):
     for theirs in ("of_the_user.hook", called.hook):
         given.clear()
         ray.init(runtime_env={facade.HOOK: theirs, "env_vars": {"A": "1"}})
-        assert given[0]["env_vars"] == {"A": "1"}
+        assert given[0]["env_vars"] == {"A": "1", facade.VISIBLE: "0"}
         cloudpickle.dumps(given[0][facade.HOOK])
         monkeypatch.delitem(sys.modules, "vllm")
         given[0][facade.HOOK]()

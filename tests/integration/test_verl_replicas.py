@@ -12,6 +12,7 @@ from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import get_rollout_replica_class
 
 from sglang_pat import plugin
+from sglang_pat.integrations import CALLS
 
 pytestmark = pytest.mark.integration
 
@@ -93,6 +94,13 @@ def test_their_servers_keep_sglangs_plugin_out(monkeypatch):
     monkeypatch.setenv("SGLANG_PAT", "base_tp=1")
     asyncio.run(PlainServer.__new__(PlainServer).launch_server(master_port=1))
     assert seen == [({"master_port": 1}, None, False)]
+
+
+def test_an_engines_actor_handles_a_nodes_requests_at_once():
+    """Ray's limit counts aborts and pauses, too: they would wait behind requests."""
+    made = replica(config("sglang_pat", {}, max_num_seqs=256))
+    assert made.max_concurrency == CALLS > 16 * 256 * 8
+    assert replica(config(max_num_seqs=256)).max_concurrency == 1000, "verl's own, which this is an override of"
 
 
 def test_the_client_of_a_server_is_verls_own(monkeypatch):

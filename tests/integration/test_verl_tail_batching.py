@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from verl.utils import tensordict_utils
 
 from sglang_pat.integrations.verl import tail_batching
@@ -209,73 +208,33 @@ def test_a_checkpoint_keeps_the_prompts_that_wait(tmp_path, mode):
     assert future(other) == future(world)
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"tail_baching": "strict"}, "trainer.v1.sglang_pat_sync has no option 'tail_baching'; choose from"),
-        ({"tail_batching": "all"}, "trainer.v1.sglang_pat_sync.tail_batching is 'all', must be strict, reorder or off"),
-        (
-            {"tail_batching": "partial"},
-            "trainer.v1.sglang_pat_sync.tail_batching is 'partial', must be strict, reorder or off: verl's sync "
-            "trainer starts each response from its prompt; for partial rollout set "
-            "trainer.v1.trainer_mode=sglang_pat_colocate_async",
-        ),
-        ({"tail_batching": "strict", "eta_prompts": 0.5}, "trainer.v1.sglang_pat_sync.eta_prompts is 0.5, must be"),
-        (
-            {"tail_batching": "reorder", "unbiased": True},
-            "trainer.v1.sglang_pat_sync.unbiased is for mode strict, not reorder",
-        ),
-    ],
-)
-def test_refused_in_one_line(options, line):
-    with pytest.raises(ValueError) as refused:
-        tail_batching.rules(options, BATCH, RESPONSES)
-    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+class Failing(World):
+    """Its agents raise for prompts of some texts."""
+
+    def __init__(self, *args, fails, **named) -> None:
+        super().__init__(*args, **named)
+        self.fails = fails
+
+    def submitted(self, rows) -> None:
+        super().submitted(rows)
+        for row, text in zip(rows, self.started[-1], strict=True):
+            if self.fails(text):
+                self.responses[tail_batching._uid(row)] = []
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        super()._sync_metadata_from_transfer_queue()
+        self.failure_keys["train"] = {uid for uid in self.ended if not self.responses[uid]}
+        self.finished_keys["train"] -= self.failure_keys["train"]
 
 
-@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
-def test_other_trainer_modes_have_no_tail_batching(mode):
-    from sglang_pat.integrations.verl import trainers
-
-    kind = {"colocate_async": trainers.AdaptiveColocateAsync, "separate_async": trainers.AdaptiveSeparateAsync}[mode]
-    name = f"sglang_pat_{mode}"
-    config = OmegaConf.create({"trainer": {"v1": {"trainer_mode": name, name: {"tail_batching": "partial"}}}})
-    with pytest.raises(ValueError) as refused:
-        kind(config)
-    assert str(refused.value).startswith(f"trainer.v1.{name} has no option 'tail_batching', must be left out")
+def test_prompts_that_have_failed_are_left_out_of_the_step():
+    """As in verl, which trains on what there is of a step."""
+    world = Failing(1, fails=lambda text: text == 1)
+    texts, metrics = world.step(1)
+    assert 1 in texts and len(texts) == BATCH and metrics["failed_prompts"] == 1
+    assert world.step(2)[1]["failed_prompts"] == 0
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        "algorithm.filter_groups={enable: true, metric: reward}",
-        "trainer.v1.sampler.custom_sampler={path: mine.py, name: Mine}",
-        "trainer.v1.sampler.sync_refill_failed_groups=true",
-    ],
-)
-def test_refused_beside_what_also_chooses_prompts(other):
-    from sglang_pat.integrations.verl import trainers
-
-    trainer = object.__new__(trainers.AdaptiveSync)
-    trainer.trainer_mode = "sync"
-    trainer.config = OmegaConf.create(
-        {
-            "actor_rollout_ref": {"rollout": {"n": RESPONSES, "response_length": LIMIT}},
-            "algorithm": {},
-            "data": {"train_batch_size": BATCH},
-            "reward": {"reward_model": {"enable": False}},
-            "trainer": {"v1": {"sampler": SAMPLER, "sglang_pat_sync": STRICT}},
-        }
-    )
-    assert isinstance(trainer._build_replay_buffer(), TailBatchingBuffer)
-    trainer.config.merge_with_dotlist([other])
-    with pytest.raises(ValueError) as refused:
-        trainer._build_replay_buffer()
-    assert str(refused.value) == (
-        "trainer.v1.sglang_pat_sync.tail_batching chooses the prompts of a step: leave algorithm.filter_groups, "
-        "trainer.v1.sampler.custom_sampler and trainer.v1.sampler.sync_refill_failed_groups out"
-    )
-
-
-def test_off_by_default():
-    assert tail_batching.rules({}, 8, 2) is None and tail_batching.rules({"tail_batching": "off"}, 8, 2) is None
+def test_a_step_of_failed_prompts_alone_ends_the_job():
+    with pytest.raises(RuntimeError, match=f"no response to train on: all {BATCH} prompts of the step have failed"):
+        Failing(1, fails=lambda text: True).step(1)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.openrlhf.__main__ import main, split
 from sglang_pat.integrations.openrlhf.launcher import Given, Launcher
 
@@ -82,12 +83,16 @@ def test_arguments_go_before_the_variable(monkeypatch):
 
 
 def test_each_engine_writes_its_own_log(monkeypatch):
-    """Engines of one GPU have no list of bundles, and those of several may have interleaved ones."""
+    """Engines of one GPU have no list of bundles, and those of several may have interleaved ones.  Of each, the actor
+    takes more calls at once than Ray's 1,000, which pauses and updates would wait for, too."""
     made = []
-    actor = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda **given: made.append(given)))
+    actor = SimpleNamespace(
+        options=lambda **options: SimpleNamespace(remote=lambda **given: made.append(given | {"options": options}))
+    )
     name = "sglang_pat.integrations.openrlhf.actor"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(RolloutActor=actor))
     launcher = Launcher(Given(pat={"log": "/tmp/decisions.jsonl", "kv": "auto"}))
     for bundles in (None, None, [0, 2, 4, 6], [1, 3, 5, 7]):
         launcher.options(num_gpus=1).remote(tensor_parallel_size=len(bundles or [0]), bundle_indices=bundles)
     assert [one["given"].pat["log"] for one in made] == [f"/tmp/decisions.{number}.jsonl" for number in range(4)]
+    assert all(one["options"] == {"num_gpus": 1, "max_concurrency": CALLS} for one in made)

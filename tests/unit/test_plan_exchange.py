@@ -245,7 +245,7 @@ def test_pats_way_ends_with_the_same_kv(case):
 
 
 def test_bytes_of_the_design():
-    """Design section 7: an all-to-all moves 1/t of what PAT's all-gather moves to each rank."""
+    """An all-to-all moves 1/t of what PAT's all-gather moves to each rank."""
     old, new = ParallelLayout(1, 8), ParallelLayout(8, 1)
     tokens, members = 100, list(range(8))
     live = {g: [plan.LiveRequest(tokens, 0, -1, 0)] for g in range(8)}

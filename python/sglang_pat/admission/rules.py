@@ -48,8 +48,11 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             _check(name, getattr(self, name), 0, LARGEST)
         for name in ("eta_prompts", "eta_responses"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and 1 <= value <= 64):
-                raise ValueError(f"{name} is {value}, must be between 1 and 64")
+            if value is not None and not (_is(value, int, float) and math.isfinite(value) and 1 <= value <= 64):
+                raise ValueError(f"{name} is {value!r}, must be a number between 1 and 64")
+        for name in ("filter_groups", "unbiased"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} is {value!r}, must be true or false")
         if self.mode == "partial" and (self.eta_responses or 1) != 1:
             raise ValueError(f"eta_responses is {self.eta_responses}, must be 1 in partial: every response is kept")
         if self.unbiased:
@@ -82,5 +85,9 @@ def _times(eta: float, count: int) -> int:
 
 
 def _check(name: str, value: Any, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ValueError(f"{name} is {value}, must be between {least} and {most}")
+    if not (_is(value, int) and least <= value <= most):
+        raise ValueError(f"{name} is {value!r}, must be a whole number between {least} and {most}")
+
+
+def _is(value: Any, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)

@@ -20,7 +20,7 @@ TOLERANCE = 0.1
 """Share by which the wait at the engine of a session may be longer than at the best one."""
 PREFILLS = 0.1
 """Share of an engine's requests that may wait, for their prefill, without it being full; one a replica in any case."""
-SESSIONS = 10_000
+SESSIONS = 1 << 20
 """Sessions that are remembered."""
 
 

@@ -40,7 +40,13 @@ def _sum_loads(replies: list[io.GetLoadsReqOutput]) -> io.GetLoadsReqOutput:
     return merged
 
 
+def _all_or_error(replies: list[Any]) -> Any:
+    """For replies that cannot say that something failed: the first one with an error of :func:`failed`, or just one."""
+    return next((reply for reply in replies if error_of(reply)), replies[0])
+
+
 _SUCCESS = dict(merge=_all_succeed)
+_MEMORY = dict(merge=_all_or_error, needs_base=True)
 _WEIGHTS = dict(merge=_all_succeed, needs_base=True)
 
 CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
@@ -73,8 +79,8 @@ CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
     io.SendWeightsToRemoteInstanceReqInput: (io.SendWeightsToRemoteInstanceReqOutput, _WEIGHTS),
     io.GetWeightsByNameReqInput: (io.GetWeightsByNameReqOutput, dict(needs_base=True)),
     io.CheckWeightsReqInput: (io.CheckWeightsReqOutput, _WEIGHTS),
-    io.ReleaseMemoryOccupationReqInput: (io.ReleaseMemoryOccupationReqOutput, dict(needs_base=True)),
-    io.ResumeMemoryOccupationReqInput: (io.ResumeMemoryOccupationReqOutput, dict(needs_base=True)),
+    io.ReleaseMemoryOccupationReqInput: (io.ReleaseMemoryOccupationReqOutput, _MEMORY),
+    io.ResumeMemoryOccupationReqInput: (io.ResumeMemoryOccupationReqOutput, _MEMORY),
 }
 """Control requests that are answered: reply type, and the fields of :class:`Control`."""
 
@@ -95,7 +101,14 @@ def failed(obj: Any, error: Exception) -> Any:
     fields = [field for field in dataclasses.fields(reply) if field.init]
     required = [f for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     given = {field.name: values[field.name] for field in fields if field.name in values}
-    return reply(**{field.name: _nothing(kinds[field.name]) for field in required} | given)
+    made = reply(**{field.name: _nothing(kinds[field.name]) for field in required} | given)
+    made.pat_error = message
+    return made
+
+
+def error_of(reply: Any) -> str:
+    """What :func:`failed` was given for this reply; "" for any other."""
+    return getattr(reply, "pat_error", "")
 
 
 def _nothing(kind: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+import torch
 from openrlhf.trainer.ray.utils import get_physical_gpu_id
 from openrlhf.trainer.ray.vllm_engine import _load_agent_executor
 from openrlhf.utils.agent import SingleTurnAgentExecutor
@@ -119,8 +120,13 @@ class RolloutActor:
         self, name: str, dtype: Any, shape: Any, ipc_handles: dict[str, tuple], empty_cache: bool = False
     ) -> None:
         """One parameter, of which each of the engine's GPUs holds a copy of the trainer's."""
-        # Without GPUs their names mean nothing: one copy each, in their order.
         known = all(gpu in ipc_handles for gpu in self._gpus) and len(set(self._gpus)) == self._ranks
+        if not known and torch.cuda.is_available():
+            raise ValueError(
+                f"the trainer's tensors are on the GPUs {', '.join(ipc_handles)}, this engine's are "
+                f"{', '.join(self._gpus)}: unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, if it is set"
+            )
+        # Without GPUs their names mean nothing: one copy each, in their order.
         order = self._gpus if known else sorted(ipc_handles)
         handles = [_Handle(*ipc_handles[gpu], device=rank if known else None) for rank, gpu in enumerate(order)]
         await self._engine.open_weight(name, handles, empty_cache)

@@ -115,6 +115,9 @@ def install() -> None:
             setattr(sys.modules[parent], child, sys.modules[name])
 
 
+VISIBLE = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+"""Variable of Ray's: with 0 it hides no GPU from an actor that reserves none, as by default in Ray 2.60, but not in
+older ones.  The actor of an engine of several GPUs is such a one: OpenRLHF reserves them beside it."""
 HOOK = "worker_process_setup_hook"
 """In a runtime environment of Ray's: what each process of the job calls first, a function or the name of one."""
 
@@ -132,7 +135,8 @@ def install_in_workers() -> None:
     def init_with_hook(*args: Any, runtime_env: dict[str, Any] | None = None, **named: Any) -> Any:
         theirs, ours = (runtime_env or {}).get(HOOK), f"{__name__}.install"
         hook = both(ours, theirs) if theirs else ours
-        return init(*args, runtime_env={**(runtime_env or {}), HOOK: hook}, **named)
+        variables = {VISIBLE: "0"} | (runtime_env or {}).get("env_vars", {})
+        return init(*args, runtime_env={**(runtime_env or {}), HOOK: hook, "env_vars": variables}, **named)
 
     ray.init = init_with_hook
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_pat import job_settings, settings
+from sglang_pat.integrations import CALLS
 
 WHERE = "--sglang_pat"
 
@@ -44,7 +45,9 @@ class Launcher:
             from sglang_pat.integrations.openrlhf.actor import RolloutActor
 
             actor: Any = RolloutActor  # what ray made of the class
-            return actor.options(**options).remote(given=self._given.of_engine(next(self._numbers)), **kwargs)
+            return actor.options(max_concurrency=CALLS, **options).remote(
+                given=self._given.of_engine(next(self._numbers)), **kwargs
+            )
 
         return SimpleNamespace(remote=remote)
 

@@ -2,7 +2,7 @@
 
 Both are runs: pairs of a token of the response and what holds from it on.  ``[(0, 1), (37, 2)]``: the first 37 tokens
 come from a replica of TP degree 1, the others from one of degree 2.  None: tokens that no replica generated, as a
-tool's answer between two turns.
+tool's answer between two turns, or of which it is not known.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Turns(list[tuple[int, int | None]]):
             self.pop()
         if start > self.end:
             self.append((self.end, None))
+        if tokens and not runs:
+            runs = ((0, None),)
         for offset, value in runs:
             if offset < tokens and (not self or self[-1][1] != value):
                 self.append((start + offset, value))

@@ -11,6 +11,7 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
+from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS
@@ -75,3 +76,7 @@ class AdaptiveReplica(SGLangReplica):
         super().__init__(replica_rank, config, model_config, gpus_per_node, **named)
         options.check(self.config, gpus_per_node)
         self.server_class = ray.remote(AdaptiveServer)
+
+    @property
+    def max_concurrency(self) -> int:
+        return max(super().max_concurrency, CALLS)

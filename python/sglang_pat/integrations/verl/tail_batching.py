@@ -153,8 +153,11 @@ class TailBatchingBuffer(ReplayBuffer):
             last = self._wait_for_next_poll(partition_id, last)
         taken = set(self._taken)
         snapshot = dict(self.partitions[partition_id])
+        failed = taken & self.failure_keys[partition_id]
+        if taken.isdisjoint(key.split("_")[0] for key in snapshot):
+            raise RuntimeError(f"no response to train on: all {len(taken)} prompts of the step have failed")
         self._clear_groups(partition_id, ({key.split("_")[0] for key in snapshot} | ended) - taken)
-        return self._materialize_batch(partition_id, self._taken, snapshot), self._metrics()
+        return self._materialize_batch(partition_id, self._taken, snapshot), self._metrics(len(failed))
 
     def _hear(self, trajectories: Mapping[str, Mapping[str, Any]], ended: set[str], stopped: bool) -> None:
         """Tell the admitter which responses are there, in the order in which they were started.
@@ -212,12 +215,13 @@ class TailBatchingBuffer(ReplayBuffer):
             rows.append(row)
         self._submit(rows)
 
-    def _metrics(self) -> dict[str, float]:
+    def _metrics(self, failed: int) -> dict[str, float]:
         summary = self.summary
         assert summary is not None, "asked after a round"
         found = {
             "long_round": float(summary.kind == LONG),
             "stopped_prompts": summary.deferred,
+            "failed_prompts": failed,
             "waiting_prompts": len(summary.ages),
             "oldest_waiting": max(summary.ages, default=0),
             "redraws": summary.redraws,

@@ -320,6 +320,11 @@ class AdaptiveScheduler(Scheduler):
             self.gate.finished()
         self.trace.end(self)
 
+    def release_memory_occupation(self, recv_req: Any) -> Any:
+        if live.all_ended(self):
+            live.drain(self)  # as in flush_cache: SGLang would not be idle yet
+        return super().release_memory_occupation(recv_req)
+
     def flush_cache(self, empty_cache: bool = True) -> bool:
         # A pause of the mode "retract" leaves requests that wait and hold no KV.  SGLang says that the cache can be
         # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.

@@ -21,11 +21,7 @@ class ManagerBackend:
 
     async def generate(self, rid: str, prompt: dict[str, Any], params: dict[str, Any]) -> Output:
         request = GenerateReqInput(rid=rid, **prompt, sampling_params=dict(params), return_logprob=True)
-        try:
-            answer = await anext(self._manager.generate_request(request, None))
-        finally:
-            # SGLang keeps what was aborted in the queue, or was refused.
-            self._manager.rid_to_state.pop(rid, None)
+        answer = await anext(self._manager.generate_request(request, None))
         meta, ids = answer["meta_info"], list(answer["output_ids"])
         reason = meta["finish_reason"]["type"]
         if reason == "abort":

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
-from sglang.srt.managers.io_struct import AbortReq, EmbeddingReqInput, GenerateReqInput
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
@@ -22,10 +21,12 @@ from sglang_pat.dropped import Dropped
 from sglang_pat.job_settings import first_schedule
 from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.sglang.channels import AsyncOrderedReceiver
+from sglang_pat.sglang.controls import error_of
 from sglang_pat.sglang.isolation import IsolatingDispatcher
 from sglang_pat.sglang.server.calibration import calibrate
 from sglang_pat.sglang.server.ending import Ending, EndingHandler, handlers
 from sglang_pat.sglang.server.entrance import Entrance, route
+from sglang_pat.sglang.server.forgetting import ForgettingTokenizerManager
 from sglang_pat.sglang.server.rollout import Rollouts
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class ReconfigureError(RuntimeError):
         self.code = code
 
 
-class AdaptiveTokenizerManager(TokenizerManager):
+class AdaptiveTokenizerManager(ForgettingTokenizerManager):
     """Adds what clients ask of the coordinator: the ``pat_`` methods.
 
     Attributes:
@@ -111,15 +112,12 @@ class AdaptiveTokenizerManager(TokenizerManager):
                     yield answer
         except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError) as error:
             # What SGLang says of values that it did not expect, while it takes a request apart.
-            if any(state.pat_sent for state in self._pat_states(obj)):
+            if self.pat_sent(obj):
                 raise
             logger.debug("malformed request", exc_info=True)
             raise ValueError(f"the request is malformed: {type(error).__name__}: {error}"[:300]) from None
         finally:
-            # SGLang keeps what was refused before it went to a rank, and all but one of the n that it is copied from.
-            for state in list(self._pat_states(obj)):
-                if not state.pat_sent:
-                    del self.rid_to_state[state.pat_rid]
+            self.pat_forget_unsent(obj)
 
     async def _pat_calibrated(self) -> None:
         """The first requests wait for it; it goes on without those that do not."""
@@ -139,15 +137,6 @@ class AdaptiveTokenizerManager(TokenizerManager):
         """See :class:`~sglang_pat.messages.CalibrationTurn`."""
         self.send_to_scheduler.send_pyobj(messages.CalibrationTurn(over=over))
 
-    def _pat_states(self, obj: GenerateReqInput | EmbeddingReqInput) -> Iterator[Any]:
-        """SGLang's states of ``obj``'s requests, under the ids that came with them."""
-        parts = vars(obj).get("_sub_obj_cache", {})
-        for i, rid in enumerate(obj.rid if isinstance(obj.rid, list) else [obj.rid]):
-            state = self.rid_to_state.get(rid) if isinstance(rid, str) else None
-            if state is not None and (state.obj is obj or state.obj is parts.get(i)):
-                state.pat_rid, state.pat_sent = rid, getattr(state, "pat_sent", False)
-                yield state
-
     def _create_tokenized_object(self, *args, **kwargs):
         tokenized = super()._create_tokenized_object(*args, **kwargs)
         self._pat_entrance.check(tokenized)
@@ -156,24 +145,36 @@ class AdaptiveTokenizerManager(TokenizerManager):
     def _send_one_request(self, tokenized_obj) -> None:
         self._begin_schedule()
         super()._send_one_request(tokenized_obj)
-        self._pat_sent([tokenized_obj])
+        self.pat_note_sent([tokenized_obj])
 
     def _send_batch_request(self, tokenized_objs) -> None:
         self._begin_schedule()
         super()._send_batch_request(tokenized_objs)
-        self._pat_sent(tokenized_objs)
+        self.pat_note_sent(tokenized_objs)
 
-    def _pat_sent(self, tokenized: list[Any]) -> None:
-        for one in tokenized:
-            if (state := self.rid_to_state.get(one.rid)) is not None:
-                state.pat_sent = True
+    # -- memory and weights -----------------------------------------------------------------------
 
-    def _handle_abort_req(self, recv_obj: AbortReq) -> None:
-        # SGLang expects that whoever asked still waits.
-        if recv_obj.rid in self.rid_to_state:
-            super()._handle_abort_req(recv_obj)
+    async def release_memory_occupation(self, obj, request=None) -> None:
+        """SGLang's; its ranks would assert that they are idle.
 
-    # -- weights ----------------------------------------------------------------------------------
+        Raises:
+            ValueError: requests run; nothing is released.
+            RuntimeError: a rank has failed.
+        """
+        if running := self.pat_running():
+            raise ValueError(f"{running} requests run: memory is released once all have ended, or were aborted")
+        self.auto_create_handle_loop()
+        self._pat_done(await self.release_memory_occupation_communicator(obj))
+
+    async def resume_memory_occupation(self, obj, request=None) -> None:
+        """Raises RuntimeError: a rank has failed."""
+        self.auto_create_handle_loop()
+        self._pat_done(await self.resume_memory_occupation_communicator(obj))
+
+    @staticmethod
+    def _pat_done(replies: list[Any]) -> None:
+        if message := next(filter(None, map(error_of, replies)), ""):
+            raise RuntimeError(message)
 
     async def update_weights_from_disk(self, obj, request=None):
         with self._pat_update():
