@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,36 @@ def test_a_changed_symbol_is_named():
 def test_reading_a_symbol_finds_what_importing_it_finds(symbol):
     if written_there(symbol):
         assert dataclasses.replace(symbol, read=True).problem() is None
+
+
+def test_all_that_is_overridden_is_in_the_list():
+    listed = {f"{symbol.module}:{symbol.name}" for symbol in contract.symbols()}
+    missing = {min(names) for kind in ours() for names in overridden(kind) if not names & listed}
+    assert not missing, "to be added to contract.txt"
+
+
+def ours() -> Iterator[type]:
+    """Our classes that are made of SGLang's."""
+    import sglang_pat.sglang as package
+
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if "._cpu_site" not in module.name:
+            for kind in vars(importlib.import_module(module.name)).values():
+                if inspect.isclass(kind) and kind.__module__ == module.name and theirs(kind):
+                    yield kind
+
+
+def theirs(kind: type) -> list[type]:
+    return [one for one in kind.__mro__ if one.__module__.startswith("sglang.")]
+
+
+def overridden(kind: type) -> Iterator[set[str]]:
+    """Each method of SGLang's that ``kind`` overrides: its names, of which one is to be in the list."""
+    for name, value in vars(kind).items():
+        function = getattr(value, "__func__", value)
+        if inspect.isfunction(function) and function.__code__.co_filename == inspect.getfile(kind):
+            if any(name in vars(one) for one in theirs(kind)):
+                yield {f"{one.__module__}:{one.__qualname__}.{name}" for one in theirs(kind)}
 
 
 def written_there(symbol: contract.Symbol) -> bool:

@@ -33,17 +33,22 @@ def _faulty(weights: Any) -> Iterator[Any]:
         yield name, tensor
 
 
-def get_rollout_class(*args: Any, **named: Any) -> type:
+def get_rollout_class(*args: Any, **named: Any) -> Any:
     found = _stock(*args, **named)
-    if found.__name__ != "AdaptiveAdapter":
+    if found.__module__ != "sglang_pat.integrations.verl.adapter":
         return found
 
-    class Faulty(found):
-        async def update_weights(self, weights: Any, *args: Any, **named: Any) -> Any:
-            weights = _faulty(weights) if next(_updates) == int(_when) else weights
-            return await super().update_weights(weights, *args, **named)
+    def faulty(*args: Any, **named: Any) -> Any:
+        made = found(*args, **named)
+        stock = made.update_weights
 
-    return Faulty
+        async def update_weights(weights: Any, *args: Any, **named: Any) -> Any:
+            return await stock(_faulty(weights) if next(_updates) == int(_when) else weights, *args, **named)
+
+        made.update_weights = update_weights
+        return made
+
+    return faulty
 
 
 base.get_rollout_class = get_rollout_class
