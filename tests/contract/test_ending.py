@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -119,3 +121,31 @@ def test_in_a_script_signals_keep_their_default(ending):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     asyncio.run(run())
+
+
+IN_A_THREAD = """
+import os, resource, signal, threading
+from sglang_pat.sglang import cpu_shim
+cpu_shim.ensure()
+from sglang_pat.sglang.server.ending import end_if_a_child_fails
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+assert signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN
+thread = threading.Thread(target=end_if_a_child_fails)
+thread.start()
+thread.join()
+os.kill(os.getpid(), signal.SIGQUIT)
+print("ignored")
+"""
+
+
+def test_a_failure_ends_an_engine_of_another_thread_in_a_job_in_the_background():
+    """A shell's ``command &`` ignores SIGQUIT for all of the job, its Ray actors among it."""
+
+    def in_the_background() -> None:
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_THREAD], preexec_fn=in_the_background, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == -signal.SIGQUIT and not done.stdout, done.stderr

@@ -11,6 +11,7 @@ in a rollout of an ``Engine`` another one does.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -48,9 +49,19 @@ class EndingHandler(SignalHandler):
 
 
 def end_if_a_child_fails() -> None:
-    """In place of SGLang's handler of SIGQUIT while it launches, which kills this process and leaves its folder."""
+    """In place of SGLang's handler of SIGQUIT while it launches, which kills this process and leaves its folder.
+
+    In another thread, as in a Ray actor, there can be no handler: SIGQUIT kills the process.  It must not be ignored,
+    as it is where a shell has started the job in the background (``command &`` in a script): the failure of a rank
+    would have no effect, and the job would wait for ever.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGQUIT, lambda number, frame: _end_all())
+    elif signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+        # By C's function: Python's may be called in the main thread only.
+        function = ctypes.CDLL(None).signal
+        function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        function(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def _end_all() -> None:
