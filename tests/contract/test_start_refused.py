@@ -127,14 +127,14 @@ import gc
 import zmq.asyncio
 from sglang_pat.sglang import cpu_shim
 cpu_shim.install()
-from sglang_pat.sglang.server import tokenizer
+from sglang_pat.sglang.server import forgetting, tokenizer
 
 def init(self, *_):
     context = zmq.asyncio.Context(2)
     self.recv_from_detokenizer = context.socket(zmq.PULL)
     self.again = self
 
-tokenizer.TokenizerManager.__init__ = init
+forgetting.TokenizerManager.__init__ = init
 tokenizer.Entrance = lambda _: 1 / 0
 try:
     tokenizer.AdaptiveTokenizerManager(None, None)
