@@ -1,5 +1,4 @@
-"""verl jobs as their users have them: an agent of several turns, a reward model or a teacher beside the engine, a Ray
-cluster that runs already."""
+"""verl jobs as their users have them: an agent of several turns, a reward model, a Ray cluster that runs already."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ HELPER = (
     "{{device:cpu,attention_backend:torch_native,sampling_backend:pytorch,grammar_backend:none,"
     "enable_memory_saver:false,max_total_tokens:8192}}"
 )
-"""SGLang's arguments for a reward model or a teacher."""
+"""SGLang's arguments for a reward model."""
 
 
 @pytest.fixture
@@ -86,26 +85,6 @@ def test_a_reward_model_beside_the_engine(verl_job, own_modules, flat, tmp_path,
     assert len(job.steps) == 2 and job.switches("decisions.0.jsonl") >= 2
     assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
     assert min(job.series("critic/score/max")) > max(0, *job.series("critic/score/min")), "it judges"
-
-
-@pytest.mark.soak
-def test_a_teacher_beside_the_engine(verl_job, flat, tmp_path):
-    """It is verl's own SGLang, though its name is that of the policy's rollout.  The teacher is the policy as it
-    begins: until the first update both say the same."""
-    teacher = {
-        "key": "example", "model_path": EXAMPLE["with_chat_template"](flat, tmp_path / "teacher"), "num_replicas": 1,
-        "inference.tensor_model_parallel_size": 2, "inference.free_cache_engine": "false",
-        "inference.engine_kwargs.sglang": HELPER,
-    }  # fmt: skip
-    own = [f"++distillation.teacher_models.teacher_model.{name}={value}" for name, value in teacher.items()]
-    job = verl_job(
-        *SWITCHING, "--steps", "2", SYNC, "distillation.enabled=true", "distillation.n_gpus_per_node=2",
-        "distillation.nnodes=1", *own, "ray_kwargs.ray_init.num_gpus=4",
-    )  # fmt: skip
-    assert len(job.steps) == 2 and job.switches("decisions.0.jsonl") >= 2
-    assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
-    first, second = job.series("actor/distillation/abs_loss")
-    assert first <= 1e-5 < second
 
 
 @pytest.fixture
