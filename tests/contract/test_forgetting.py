@@ -37,14 +37,19 @@ def begun(manager: ForgettingTokenizerManager, rid: str = "r") -> GenerateReqInp
     return obj
 
 
+async def waited_for(manager: ForgettingTokenizerManager, obj: GenerateReqInput) -> asyncio.Future:
+    """Its answer, for which somebody waits already."""
+    answer = asyncio.ensure_future(anext(manager._wait_one_response(obj)))
+    await asyncio.sleep(0)
+    return answer
+
+
 ABORT = AbortReq(rid="r", finished_reason={"type": "abort", "message": "Abort in waiting queue"})
 
 
 def test_one_that_was_aborted_while_it_waited(manager):
     async def run():
-        obj = begun(manager)
-        answer = asyncio.ensure_future(anext(manager._wait_one_response(obj)))
-        await asyncio.sleep(0)
+        answer = await waited_for(manager, begun(manager))
         manager._handle_abort_req(ABORT)
         return await answer
 
@@ -69,9 +74,7 @@ def test_one_whose_answer_is_there_before_anybody_waits(manager):
 
 def test_one_whose_client_has_left(manager):
     async def run():
-        obj = begun(manager)
-        waiting = asyncio.ensure_future(anext(manager._wait_one_response(obj)))
-        await asyncio.sleep(0)
+        waiting = await waited_for(manager, begun(manager))
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert [*manager.rid_to_state] == ["r"], "a rank has it, and will say when it has ended"
@@ -84,9 +87,7 @@ def test_one_whose_client_has_left(manager):
 
 def test_another_one_of_the_same_id_is_kept(manager):
     async def run():
-        first = begun(manager)
-        waiting = asyncio.ensure_future(anext(manager._wait_one_response(first)))
-        await asyncio.sleep(0)
+        waiting = await waited_for(manager, begun(manager))
         manager._handle_abort_req(ABORT)
         second = begun(manager)
         await waiting

@@ -321,18 +321,14 @@ class AdaptiveScheduler(Scheduler):
         self.trace.end(self)
 
     def release_memory_occupation(self, recv_req: Any) -> Any:
-        if live.all_ended(self):
-            live.drain(self)  # as in flush_cache: SGLang would not be idle yet
+        live.drain_ended(self)
         return super().release_memory_occupation(recv_req)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         # A pause of the mode "retract" leaves requests that wait and hold no KV.  SGLang says that the cache can be
         # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.
         waiting = self.waiting_queue
-        if live.all_ended(self):
-            # They have been answered, and SGLang would still count them: a flush that comes before its next turn, and
-            # a weight update with it, would fail.
-            live.drain(self)
+        live.drain_ended(self)
         if self._engine_paused and all(req.req_pool_idx is None for req in waiting):
             self.waiting_queue = []
         try:

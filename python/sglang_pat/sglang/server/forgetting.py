@@ -18,6 +18,8 @@ from sglang_pat.sglang.rank import degrees
 
 
 class ForgettingTokenizerManager(TokenizerManager):
+    """Knows of each request whether a rank has it, and whether somebody waits for it."""
+
     def pat_note_sent(self, tokenized: list[Any]) -> None:
         """These requests go to a rank."""
         for one in tokenized:

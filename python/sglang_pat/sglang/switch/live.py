@@ -40,10 +40,15 @@ def drain(scheduler: AdaptiveScheduler) -> None:
         scheduler.maybe_send_health_check_signal()
 
 
-def all_ended(scheduler: AdaptiveScheduler) -> bool:
-    """Whether all requests that SGLang's loop has in a batch have ended in the last step."""
+def drain_ended(scheduler: AdaptiveScheduler) -> None:
+    """Let go of the requests in a batch if all have ended in the last step.
+
+    They have been answered, and SGLang would count them up to its next turn: what is to come when nothing runs would
+    fail before.
+    """
     batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
-    return any(batch.reqs for batch in batches) and all(req.finished() for batch in batches for req in batch.reqs)
+    if any(batch.reqs for batch in batches) and all(req.finished() for batch in batches for req in batch.reqs):
+        drain(scheduler)
 
 
 def requests_of(scheduler: AdaptiveScheduler) -> tuple[list[Req], list[Req]]:
