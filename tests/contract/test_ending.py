@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -123,29 +124,53 @@ def test_in_a_script_signals_keep_their_default(ending):
     asyncio.run(run())
 
 
-IN_A_THREAD = """
-import os, resource, signal, threading
+LAUNCHING = """
+import os, signal, sys, threading
+from multiprocessing import get_context
 from sglang_pat.sglang import cpu_shim
 cpu_shim.ensure()
-from sglang_pat.sglang.server.ending import end_if_a_child_fails
+from sglang.srt.utils.watchdog import SubprocessWatchdog
+from sglang_pat.sglang.launch import folder
+from sglang_pat.sglang.server.ending import WatchdogAttribute, end_if_a_child_fails
 
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-assert signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN
-thread = threading.Thread(target=end_if_a_child_fails)
-thread.start()
-thread.join()
-os.kill(os.getpid(), signal.SIGQUIT)
-print("ignored")
+class Manager:
+    watchdog = WatchdogAttribute()
+
+def launch():
+    end_if_a_child_fails()
+    child = get_context("fork").Process(target=signal.pause, name="rank 1")
+    child.start()
+    Manager().watchdog = SubprocessWatchdog([child])
+    if sys.argv[2] == "child":
+        child.kill()
+    else:
+        os.kill(os.getpid(), signal.SIGQUIT)
+        print("still there", flush=True)
+        child.kill()
+
+print(folder.private_folder(), flush=True)
+if sys.argv[1] == "main":
+    launch()
+else:
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+while True:
+    signal.pause()
 """
 
 
-def test_a_failure_ends_an_engine_of_another_thread_in_a_job_in_the_background():
-    """A shell's ``command &`` ignores SIGQUIT for all of the job, its Ray actors among it."""
+@pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("thread, failure", [("main", "child"), ("another", "child"), ("another", "signal")])
+def test_the_end_of_a_child_ends_all_and_says_so(thread, failure, ignored):
+    """As in a script, and as in a Ray actor; a shell's ``command &`` ignores SIGQUIT for all of a job."""
 
-    def in_the_background() -> None:
-        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    def place() -> None:
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_THREAD], preexec_fn=in_the_background, capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == -signal.SIGQUIT and not done.stdout, done.stderr
+    command = [sys.executable, "-c", LAUNCHING, thread, failure]
+    done = subprocess.run(command, preexec_fn=place, capture_output=True, text=True, timeout=60)
+    folder, *said = done.stdout.splitlines()
+    assert done.returncode == 1 and not Path(folder).exists(), done.stderr
+    assert "rank 1 has ended (pid " in done.stderr and "exit code -9)" in done.stderr
+    assert said == ["still there"] * (failure == "signal")

@@ -18,9 +18,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang.srt.managers.tokenizer_manager import SignalHandler
+from sglang.srt.utils.watchdog import SubprocessWatchdog
 
 from sglang_pat.sglang.launch import folder, processes
 
@@ -33,6 +34,8 @@ ABORT_SECONDS = 3
 """Longest that requests may take to be aborted: a switch may be under way."""
 ANSWER_SECONDS = 3
 """Longest that clients may take to read the end of their answers; SGLang looks after a stream for two more."""
+LAST_WORDS_SECONDS = 1
+"""What processes have to say why they end, and Ray to pass it on, before they are killed."""
 Handlers = dict[int, Any]
 """By signal number, as ``signal.getsignal`` returns them."""
 
@@ -51,20 +54,66 @@ class EndingHandler(SignalHandler):
 def end_if_a_child_fails() -> None:
     """In place of SGLang's handler of SIGQUIT while it launches, which kills this process and leaves its folder.
 
-    In another thread, as in a Ray actor, there can be no handler: SIGQUIT kills the process.  It must not be ignored,
-    as it is where a shell has started the job in the background (``command &`` in a script): the failure of a rank
-    would have no effect, and the job would wait for ever.
+    In another thread than the main one, as in a Ray actor, there can be no handler.  The signal is ignored there,
+    since its default would end this process before anyone has read what the failed child said, and
+    :class:`ChildrenWatchdog` ends the engine.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGQUIT, lambda number, frame: _end_all())
-    elif signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    elif signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:
         # By C's function: Python's may be called in the main thread only.
         function = ctypes.CDLL(None).signal
         function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-        function(signal.SIGQUIT, signal.SIG_DFL)
+        function(signal.SIGQUIT, signal.SIG_IGN)
 
 
-def _end_all() -> None:
+class ChildrenWatchdog(SubprocessWatchdog):
+    """Ends the engine once a child has ended, with a line that names it; SGLang's knows only its own processes' names.
+
+    The other children first have :data:`LAST_WORDS_SECONDS`: in a switch they say whom they waited for.
+    """
+
+    def __init__(self, processes: list[Any], end: Callable[[], None]) -> None:
+        super().__init__(processes)
+        self._end = end
+
+    def _check_processes(self) -> bool:
+        ended = [process for process in self._processes if not process.is_alive()]
+        if not ended or self._stop_event.wait(LAST_WORDS_SECONDS):
+            return False
+        for process in ended:
+            logger.error("%s has ended (pid %d, exit code %s)", process.name, process.pid, process.exitcode)
+        self._end()
+        return True
+
+
+class WatchdogAttribute:
+    """``TokenizerManager._subprocess_watchdog``: where SGLang puts its own once all is launched, there is one of ours.
+
+    SGLang makes its watchdog in the middle of a launch, where a plug-in (:mod:`sglang_pat.sglang.attach`) may be too
+    late to have its way.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, manager: Any, owner: type | None = None) -> SubprocessWatchdog | None:
+        return vars(manager).get(self._name)
+
+    def __set__(self, manager: Any, watchdog: SubprocessWatchdog | None) -> None:
+        if watchdog is not None:
+            watchdog.stop()
+            handled = threading.current_thread() is threading.main_thread()  # by a handler of a user, or of ours
+            watchdog = ChildrenWatchdog(watchdog._processes, _quit if handled else _end_all)
+            watchdog.start()
+        vars(manager)[self._name] = watchdog
+
+
+def _quit() -> None:
+    os.kill(os.getpid(), signal.SIGQUIT)
+
+
+def _end_all() -> NoReturn:
     logger.error("a process of the engine failed: all end")
     processes.end_children(seconds=2)
     folder.remove()

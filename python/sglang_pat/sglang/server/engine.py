@@ -64,7 +64,7 @@ class AdaptiveEngine(stock.Engine):
     def _launch_scheduler_processes(
         cls, server_args: AdaptiveServerArgs, port_args: PortArgs, run_scheduler_process_func: Callable
     ):
-        """Start the coordinator and the ranks; all are children of this process and watched by SGLang."""
+        """Start the coordinator and the ranks; all are children of this process."""
         if server_args.custom_sigquit_handler is None:
             end_if_a_child_fails()
         config = server_args.adaptive_config()
@@ -90,6 +90,8 @@ class AdaptiveEngine(stock.Engine):
                     run_rank, server_args, rank_ports, config, rank, gpu_id, channel_address
                 )
         children = [process for process, _ in started.values()]
+        for name, process in zip(started, children, strict=True):
+            process.name = name  # for the watchdog
         infos: list[dict[str, Any]] = []
 
         def wait_for_ready() -> None:
@@ -111,6 +113,7 @@ class AdaptiveEngine(stock.Engine):
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
         """SGLang's, from our process context; ``detokenizer_worker_num`` is 1 here."""
         process, _ = start(run_detokenizer, server_args, port_args)
+        process.name = "the detokenizer"
         return [process], ["detokenizer"]
 
     def shutdown(self) -> None:

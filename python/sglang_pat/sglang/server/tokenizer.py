@@ -24,7 +24,7 @@ from sglang_pat.sglang.channels import AsyncOrderedReceiver
 from sglang_pat.sglang.controls import error_of
 from sglang_pat.sglang.isolation import IsolatingDispatcher
 from sglang_pat.sglang.server.calibration import calibrate
-from sglang_pat.sglang.server.ending import Ending, EndingHandler, handlers
+from sglang_pat.sglang.server.ending import Ending, EndingHandler, WatchdogAttribute, handlers
 from sglang_pat.sglang.server.entrance import Entrance, route
 from sglang_pat.sglang.server.forgetting import ForgettingTokenizerManager
 from sglang_pat.sglang.server.rollout import Rollouts
@@ -57,6 +57,8 @@ class AdaptiveTokenizerManager(ForgettingTokenizerManager):
         pat_first_schedule: is set before the next request goes out, or is asked after (``--pat-schedule``); requests
             count from then on.
     """
+
+    _subprocess_watchdog = WatchdogAttribute()
 
     def __init__(self, server_args, port_args) -> None:
         super().__init__(server_args, port_args)
@@ -199,8 +201,7 @@ class AdaptiveTokenizerManager(ForgettingTokenizerManager):
         try:
             yield
         finally:
-            # Also one that failed: some ranks may have begun.
-            self.pat_weight_updates += 1
+            self.pat_weight_updates += 1  # also after one that failed: some ranks may have begun
             self.pat_rollouts.weights_changed()
 
     def init_ipc_channels(self, port_args) -> None:
@@ -209,8 +210,7 @@ class AdaptiveTokenizerManager(ForgettingTokenizerManager):
         self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer, self._pat_dropped)
 
     def _pat_reply(self, reply: Any) -> None:
-        future = self._pat_waiting.pop(reply.query_id, None)
-        if future is not None and not future.done():
+        if (future := self._pat_waiting.pop(reply.query_id, None)) is not None and not future.done():
             future.set_result(reply)
 
     async def _pat_ask(self, kind: type, **fields: Any) -> Any:
