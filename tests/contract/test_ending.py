@@ -129,18 +129,14 @@ import os, signal, sys, threading
 from multiprocessing import get_context
 from sglang_pat.sglang import cpu_shim
 cpu_shim.ensure()
-from sglang.srt.utils.watchdog import SubprocessWatchdog
 from sglang_pat.sglang.launch import folder
-from sglang_pat.sglang.server.ending import WatchdogAttribute, end_if_a_child_fails
-
-class Manager:
-    watchdog = WatchdogAttribute()
+from sglang_pat.sglang.server.ending import end_if_a_child_fails, watchdog_of
 
 def launch():
     end_if_a_child_fails()
-    child = get_context("fork").Process(target=signal.pause, name="rank 1")
+    child = get_context("fork").Process(target=signal.pause, name="sglang_pat: rank 1")
     child.start()
-    Manager().watchdog = SubprocessWatchdog([child])
+    watchdog_of([child], ["scheduler_2"]).start()
     if sys.argv[2] == "child":
         child.kill()
     else:
@@ -172,5 +168,16 @@ def test_the_end_of_a_child_ends_all_and_says_so(thread, failure, ignored):
     done = subprocess.run(command, preexec_fn=place, capture_output=True, text=True, timeout=60)
     folder, *said = done.stdout.splitlines()
     assert done.returncode == 1 and not Path(folder).exists(), done.stderr
-    assert "rank 1 has ended (pid " in done.stderr and "exit code -9)" in done.stderr
+    assert "sglang_pat: rank 1 has ended (pid " in done.stderr and "exit code -9)" in done.stderr
     assert said == ["still there"] * (failure == "signal")
+
+
+def test_whoever_launches_sglang_makes_our_watchdog():
+    """verl throws away what SGLang's launch returns of it."""
+    from sglang.srt.entrypoints import engine
+
+    import sglang_pat.sglang.server.engine  # noqa: F401
+    from sglang_pat.sglang.server.ending import watchdog_of
+
+    assert "SubprocessWatchdog" in engine.Engine._launch_subprocesses.__func__.__code__.co_names
+    assert engine.SubprocessWatchdog is watchdog_of

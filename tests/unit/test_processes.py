@@ -28,7 +28,7 @@ if __name__ == "__main__":
     tempfile.tempdir = sys.argv[1]
     processes.PRELOAD = []
     getattr(processes, sys.argv[2])()
-    started = [processes.start(child) for _ in range(2)]
+    started = [processes.start("a child", child) for _ in range(2)]
     print(json.dumps([reader.recv() for _, reader in started]), flush=True)
     sys.stdin.readline()
     processes.end_children()
@@ -61,7 +61,7 @@ if __name__ == "__main__":
     processes.PRELOAD = []
     quits = threading.Event()
     signal.signal(signal.SIGQUIT, lambda *_: quits.set())
-    started = {f"rank {i}": processes.start(child, what) for i, what in enumerate(sys.argv[2:])}
+    started = {f"rank {i}": processes.start(f"rank {i}", child, what) for i, what in enumerate(sys.argv[2:])}
     try:
         said = processes.wait_until_ready(started)
         left = None

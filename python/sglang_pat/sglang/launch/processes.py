@@ -41,6 +41,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 END_SECONDS = 30
 """Longest that killed processes are waited for: the driver takes back a GPU's memory meanwhile."""
 POLL_SECONDS = 0.01
+NAMED = "sglang_pat: "
+"""Before the names of processes in this process: they are in the lines that say how they ended."""
 RANK_TITLE = "sglang_pat::rank"
 """Before a rank's number: the title of its process."""
 
@@ -138,13 +140,13 @@ def _deaf_children() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def start(target: Callable, *args: Any) -> tuple[mp.Process, Any]:
+def start(name: str, target: Callable, *args: Any) -> tuple[mp.Process, Any]:
     """Start ``target(*args, parent_pid, writer)``; returns the process and the reading end of its pipe."""
     warm()
     reader, writer = context().Pipe(duplex=False)
     # The children's own SGLang is not to be made adaptive: they are.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    process = context().Process(target=_run, args=(environment, target, *args, os.getpid(), writer))
+    process = context().Process(name=NAMED + name, target=_run, args=(environment, target, *args, os.getpid(), writer))
     with _deaf_children():
         process.start()
     # Without this copy the reader sees the end of the pipe when the child dies.

@@ -24,6 +24,7 @@ from sglang.srt.managers.tokenizer_manager import SignalHandler
 from sglang.srt.utils.watchdog import SubprocessWatchdog
 
 from sglang_pat.sglang.launch import folder, processes
+from sglang_pat.sglang.launch.processes import NAMED
 
 if TYPE_CHECKING:
     from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
@@ -73,9 +74,10 @@ class ChildrenWatchdog(SubprocessWatchdog):
     The other children first have :data:`LAST_WORDS_SECONDS`: in a switch they say whom they waited for.
     """
 
-    def __init__(self, processes: list[Any], end: Callable[[], None]) -> None:
-        super().__init__(processes)
-        self._end = end
+    def start(self) -> None:
+        handled = threading.current_thread() is threading.main_thread()  # by a handler of a user, or of ours
+        self._end = _quit if handled else _end_all
+        super().start()
 
     def _check_processes(self) -> bool:
         ended = [process for process in self._processes if not process.is_alive()]
@@ -87,26 +89,10 @@ class ChildrenWatchdog(SubprocessWatchdog):
         return True
 
 
-class WatchdogAttribute:
-    """``TokenizerManager._subprocess_watchdog``: where SGLang puts its own once all is launched, there is one of ours.
-
-    SGLang makes its watchdog in the middle of a launch, where a plug-in (:mod:`sglang_pat.sglang.attach`) may be too
-    late to have its way.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, manager: Any, owner: type | None = None) -> SubprocessWatchdog | None:
-        return vars(manager).get(self._name)
-
-    def __set__(self, manager: Any, watchdog: SubprocessWatchdog | None) -> None:
-        if watchdog is not None:
-            watchdog.stop()
-            handled = threading.current_thread() is threading.main_thread()  # by a handler of a user, or of ours
-            watchdog = ChildrenWatchdog(watchdog._processes, _quit if handled else _end_all)
-            watchdog.start()
-        vars(manager)[self._name] = watchdog
+def watchdog_of(processes: list[Any], process_names: list[str] | None = None) -> SubprocessWatchdog:
+    """In place of SGLang's class where it launches: ours if there is one of our processes, else SGLang's."""
+    ours = any(process.name.startswith(NAMED) for process in processes)
+    return (ChildrenWatchdog if ours else SubprocessWatchdog)(processes, process_names)
 
 
 def _quit() -> None:

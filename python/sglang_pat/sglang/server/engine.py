@@ -36,13 +36,16 @@ from sglang_pat.sglang.launch.folder import engine_folder  # noqa: E402
 from sglang_pat.sglang.launch.processes import start  # noqa: E402
 from sglang_pat.sglang.launch.start import ready  # noqa: E402
 from sglang_pat.sglang.rank.process import run_detokenizer, run_rank  # noqa: E402
-from sglang_pat.sglang.server.ending import end_if_a_child_fails  # noqa: E402
+from sglang_pat.sglang.server.ending import end_if_a_child_fails, watchdog_of  # noqa: E402
 from sglang_pat.sglang.server.loop import EngineLoop  # noqa: E402
 from sglang_pat.sglang.server.rollout_calls import RolloutCalls  # noqa: E402
 from sglang_pat.sglang.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
+
+# Whoever launches, verl among them: not all of them keep the watchdog that SGLang makes.
+stock.SubprocessWatchdog = watchdog_of
 
 __all__ = ["Engine", "ReconfigureError"]
 
@@ -72,9 +75,9 @@ class AdaptiveEngine(stock.Engine):
         leader_addresses = [f"ipc://{folder}/leader{rank}" for rank in config.base.leaders]
         channel_address = f"ipc://{folder}/channel"
         saver = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
-        started = {
-            "the coordinator": start(run_coordinator, server_args, port_args, config, leader_addresses, channel_address)
-        }
+        name = "the coordinator"
+        arguments = server_args, port_args, config, leader_addresses, channel_address
+        started = {name: start(name, run_coordinator, *arguments)}
         for rank in range(config.num_ranks):
             rank_ports = copy(port_args)
             if rank in config.base.leaders:
@@ -86,12 +89,10 @@ class AdaptiveEngine(stock.Engine):
                 saver.configure_subprocess(),
                 numa_utils.configure_subprocess(server_args, gpu_id),
             ):
-                started[f"rank {rank}"] = start(
-                    run_rank, server_args, rank_ports, config, rank, gpu_id, channel_address
-                )
+                name = f"rank {rank}"
+                arguments = server_args, rank_ports, config, rank, gpu_id, channel_address
+                started[name] = start(name, run_rank, *arguments)
         children = [process for process, _ in started.values()]
-        for name, process in zip(started, children, strict=True):
-            process.name = name  # for the watchdog
         infos: list[dict[str, Any]] = []
 
         def wait_for_ready() -> None:
@@ -112,8 +113,7 @@ class AdaptiveEngine(stock.Engine):
     @classmethod
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
         """SGLang's, from our process context; ``detokenizer_worker_num`` is 1 here."""
-        process, _ = start(run_detokenizer, server_args, port_args)
-        process.name = "the detokenizer"
+        process, _ = start("the detokenizer", run_detokenizer, server_args, port_args)
         return [process], ["detokenizer"]
 
     def shutdown(self) -> None:

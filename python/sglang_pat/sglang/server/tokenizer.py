@@ -24,7 +24,7 @@ from sglang_pat.sglang.channels import AsyncOrderedReceiver
 from sglang_pat.sglang.controls import error_of
 from sglang_pat.sglang.isolation import IsolatingDispatcher
 from sglang_pat.sglang.server.calibration import calibrate
-from sglang_pat.sglang.server.ending import Ending, EndingHandler, WatchdogAttribute, handlers
+from sglang_pat.sglang.server.ending import Ending, EndingHandler, handlers
 from sglang_pat.sglang.server.entrance import Entrance, route
 from sglang_pat.sglang.server.forgetting import ForgettingTokenizerManager
 from sglang_pat.sglang.server.rollout import Rollouts
@@ -57,8 +57,6 @@ class AdaptiveTokenizerManager(ForgettingTokenizerManager):
         pat_first_schedule: is set before the next request goes out, or is asked after (``--pat-schedule``); requests
             count from then on.
     """
-
-    _subprocess_watchdog = WatchdogAttribute()
 
     def __init__(self, server_args, port_args) -> None:
         super().__init__(server_args, port_args)
