@@ -20,6 +20,7 @@ class Manager:
         self.server_args = SimpleNamespace(pat_profile=None)
         self.rid_to_state: dict[str, None] = {}
         self.stopped: dict[str, asyncio.Event] = {}
+        self.floors: list[int] = []
 
     async def generate_request(self, request, _):
         stop = self.stopped.setdefault(request.rid, asyncio.Event())
@@ -33,6 +34,9 @@ class Manager:
 
     def abort_request(self, rid: str) -> None:
         self.stopped.setdefault(rid, asyncio.Event()).set()
+
+    def pat_floor(self, tp: int) -> None:
+        self.floors.append(tp)
 
     async def pat_status(self):
         return {"groups": [{"running": 0, "waiting": 0, "tokens": 0}], "retracted": 0}

@@ -55,6 +55,62 @@ def test_a_client_that_had_not_read_the_end_says_so(make):
     asyncio.run(run())
 
 
+def test_versions_are_counted_once_whatever_is_asked_for_again(make):
+    """Of weights that were updated after each round: 0, 1, …, also by a client that dies, and by one that goes back."""
+
+    async def run():
+        rollouts = make()
+
+        async def version(first, count, stop_at="", updated=False, **fields):
+            rollouts._manager.pat_weight_updates += updated
+            return (await read(rollouts, call(first, count, **fields), stop_at))[0]["version"]
+
+        assert await version(0, 6) == 0
+        assert await version(6, 3, updated=True) == 1, "its client dies when all was sent"
+        assert await version(6, 3, after=0) == 1
+        assert await version(9, 3, "group", updated=True) == 2
+        assert await version(12, 0) == 2
+        assert await version(12, 3) == 2, "no update since"
+        assert await version(6, 3, updated=True, after=0) == 1, "older weights, and all anew from there"
+        assert await version(9, 3, updated=True) == 2
+
+    asyncio.run(run())
+
+
+def test_a_client_that_goes_while_its_round_is_settled(make, monkeypatch):
+    """The next call waits for all that follows from it, and finds the prompts where they were."""
+
+    async def run():
+        rollouts = make()
+        await read(rollouts, call(0, 6))
+        before = waiting(rollouts)
+        reached, go_on = asyncio.Event(), asyncio.Event()
+        engine_after = rollouts._engine_after
+
+        async def held(round_):
+            reached.set()
+            await go_on.wait()
+            return await engine_after(round_)
+
+        monkeypatch.setattr(rollouts, "_engine_after", held)
+        first = asyncio.ensure_future(read(rollouts, call(6, 2)))
+        await reached.wait()
+        second = asyncio.ensure_future(read(rollouts, call(8, 0)))
+        await asyncio.sleep(0)  # it waits for the first one's end
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        monkeypatch.undo()
+        go_on.set()
+        events = await second
+        assert events[0]["number"] == 1 and len(keys(events)) == 2
+        begun_from = rollouts._jobs.get("default").previous.state
+        assert [group.index for group in begun_from.fresh] == [*before[0], 6, 7]
+        assert [group.index for group in begun_from.waiting] == before[1]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("mode", ["strict", "reorder", "partial"])
 def test_a_trainer_goes_back_two_steps(make, mode, restart):
@@ -107,6 +163,7 @@ def test_a_state_that_cannot_be_written_is_refused_before_and_told_after(make, m
                 await read(rollouts, call(6, 2))
             with pytest.raises(NotSaved):
                 await read(rollouts, call(0, 6, job="new"))
+            assert rollouts._manager.floors[-1:] == [0], "what its planner asked for is over"
         assert waiting(rollouts) == before, "its prompts were not taken"
         assert rollouts._jobs.get("new") is None
         events = rollouts.events(call(6, 2))

@@ -87,3 +87,20 @@ def test_an_engine_reports_what_it_was_started_with(most, slots):
     manager = SimpleNamespace(pat_status=pat_status, server_args=SimpleNamespace(max_running_requests=most))
     server = SimpleNamespace(tokenizer_manager=manager, config=SimpleNamespace(max_num_seqs=1024))
     assert asyncio.run(AdaptiveServer.load(server)) == EngineReport(4, 4, slots=slots, expected_seconds=0.0)
+
+
+def test_an_engine_that_hangs_does_not_keep_the_others_waiting():
+    hangs = Engine()
+
+    async def main() -> None:
+        never, answered = asyncio.Event(), asyncio.Event()
+        hangs.load = SimpleNamespace(remote=never.wait)
+        made = AdaptiveBalancer({"e0": hangs, "e1": Engine(*[EngineReport(gpus=8)] * 2)}, {"interval": 0.001})
+        made._balancer.report = lambda name, report: answered.set()
+        await made.acquire_server("a session")
+        for _ in range(2):
+            await asyncio.wait_for(answered.wait(), 20)
+            answered.clear()
+        made._watch.cancel()
+
+    asyncio.run(main())

@@ -107,8 +107,11 @@ class AdaptiveBalancer:
         return {name: engine.in_flight for name, engine in self._balancer.engines.items()}
 
     async def _look(self) -> None:
+        asking: dict[str, asyncio.Task] = {}
         while True:
-            await asyncio.gather(*(self._ask(name, handle) for name, handle in list(self._handles.items())))
+            for name, handle in self._handles.items():
+                if name not in asking or asking[name].done():  # one that hangs does not keep the others waiting
+                    asking[name] = asyncio.create_task(self._ask(name, handle))
             await asyncio.sleep(self._interval)
 
     async def _ask(self, name: str, handle: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import sglang
+from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     GenerateReqInput,
@@ -23,25 +25,51 @@ from sglang.srt.utils.common import init_custom_process_group
 
 __all__ = ["InProcessEngine", "init_custom_process_group"]
 
+SPARED = 7
+"""SGLang takes no prompt of the last six tokens of its context, and ends an answer one token before it."""
+POLL_SECONDS = 0.01
+
 
 class InProcessEngine:
     """After :func:`sglang_pat.sglang.attach.attach`: SGLang's own ``Engine``, which is adaptive then.
 
     Args:
-        arguments: SGLang's server arguments by name; ``tp_size``: GPUs that the engine owns.
+        arguments: SGLang's server arguments by name; ``tp_size``: GPUs that the engine owns; ``context_length``:
+            tokens that a prompt and its answer may have together, all of which can be used here.
+
+    Raises:
+        ValueError: an argument that cannot be, among them a ``context_length`` that is longer than the model's.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._engine = sglang.Engine(**arguments)
-        self._manager = self._engine.tokenizer_manager
         self._ranks: int = arguments["tp_size"]
+        self._context: int = arguments["context_length"]
+        sglang.ServerArgs(**arguments)  # before what follows allows every length
+        with envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.override(True):
+            self._engine = sglang.Engine(**{**arguments, "context_length": self._context + SPARED})
+        self._manager = self._engine.tokenizer_manager
+        self._cancelled: set[str] = set()
 
     async def generate(self, input_ids: list[int], sampling_params: dict[str, Any], logprobs: bool) -> dict[str, Any]:
-        """One answer, as ``/generate`` gives it."""
+        """One answer, as ``/generate`` gives it; without ``max_new_tokens`` as long as there is room.
+
+        Raises:
+            ValueError: there is no room for a token after the prompt.
+        """
+        room = self._context - len(input_ids)
+        if room < 1:
+            raise ValueError(f"the prompt has {len(input_ids)} tokens, may have {self._context - 1}: shorten it")
+        limit = min(sampling_params.get("max_new_tokens", room), room)
         request = GenerateReqInput(
-            rid=uuid.uuid4().hex, input_ids=input_ids, sampling_params=sampling_params, return_logprob=logprobs
-        )
-        return await anext(self._manager.generate_request(request, None))
+            rid=uuid.uuid4().hex, input_ids=input_ids, sampling_params=sampling_params | {"max_new_tokens": limit},
+            return_logprob=logprobs,
+        )  # fmt: skip
+        try:
+            return await anext(self._manager.generate_request(request, None))
+        except asyncio.CancelledError:
+            self._cancelled.add(request.rid)
+            self._manager.abort_request(request.rid)
+            raise
 
     async def pause(self, mode: str) -> None:
         """``abort``, ``retract`` or ``in_place``."""
@@ -54,7 +82,10 @@ class InProcessEngine:
         await self._manager.flush_cache()
 
     async def release_memory(self, tags: list[str]) -> None:
-        """``weights``, ``kv_cache``; nothing without the memory saver."""
+        """``weights``, ``kv_cache``; nothing without the memory saver.  Waits until cancelled requests have ended."""
+        while self._cancelled:
+            await asyncio.sleep(POLL_SECONDS)
+            self._cancelled &= self._manager.rid_to_state.keys()
         if tags and self._manager.server_args.enable_memory_saver:
             await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
 

@@ -31,6 +31,9 @@ MAX_SAVED_JOBS = 1024
 JOB_SECONDS = 86_400.0
 """A job without a round for so long is forgotten when another one begins; its file stays, if there is one."""
 
+VERSIONS = 256
+"""Of a job, in memory: more than rounds in its history."""
+
 BEFORE_THE_FIRST = -1
 """In place of the number of a round."""
 
@@ -51,7 +54,7 @@ class Job:
             new job.
         history: its states at the ends of the last rounds.
         round: the last one; ``settled``: it is over, and all that had to be written is.
-        updates: weight updates before it.
+        updates: by version, of the last ones: how often weights had been updated when a round began with it.
         tokens: of its prompts (:func:`held`), when it was last saved or fed.
         used: when its last round began or ended, seconds of the machine's monotonic clock.
         settling: what is done when it is over, once.
@@ -66,11 +69,19 @@ class Job:
         self.round: RolloutRound | None = None
         self.settled = True
         self.settling: asyncio.Task | None = None
-        self.updates = 0
+        self.updates: dict[int, int] = {}
         self.planner: Planner | None = None
         self.courses: dict[str, StartDegree] = {}
         self.floor = 0
         self.tokens = 0
+        self.used = time.monotonic()
+
+    def began(self, version: int, updates: int) -> None:
+        """A round has begun with weights of this ``version``, after so many ``updates`` of the server's weights."""
+        self.updates.pop(version, None)
+        self.updates[version] = updates
+        for old in list(self.updates)[:-VERSIONS]:
+            del self.updates[old]
         self.used = time.monotonic()
 
 

@@ -83,6 +83,7 @@ class Rollouts:
             raise
         if problem:
             await self._jobs.undo(body.job)
+            self._set_floor(job, 0)
             raise NotSaved(problem)
         if body.after is not None:
             job.history.back_to(body.after)
@@ -105,9 +106,10 @@ class Rollouts:
         finally:
             # The client may be gone: nobody waits for the end of it, but the next round needs it.
             round_.cancel()
-            settled = self._settled(body, job, None)
-            if not sent:
-                job.settling = asyncio.ensure_future(self._take_back(body.job, job, settled))
+            if job.round is round_:  # else the next one has begun: whoever asked for it has said what was read
+                settled = self._settled(body, job, None)
+                if not sent:
+                    job.settling = asyncio.ensure_future(self._take_back(body.job, job, settled))
 
     def _begin(self, body: RolloutBody, params: dict[str, Any], prompts: list[Any]) -> tuple[Job, State]:
         """The job with its round, and its state before this call.  Raises ValueError or Busy: nothing was taken."""
@@ -128,7 +130,7 @@ class Rollouts:
             raise ValueError(_named(error)) from None
         self._jobs.put(body.job, job, admitter)
         job.round, job.settled, job.settling = round_, False, None
-        job.updates, job.used = self._manager.pat_weight_updates, time.monotonic()
+        job.began(version, self._manager.pat_weight_updates)
         self.watch(round_)
         if body.planner and admitter.state.round is not None:
             job.planner = job.planner or self._planner(job, round_, params["max_new_tokens"])
@@ -137,9 +139,9 @@ class Rollouts:
         return job, start
 
     def _version(self, body: RolloutBody, admitter: Admitter, known: Job | None) -> int:
-        """Of the weights: as given, or counted: one more if they were updated since the last round."""
+        """Of the weights: as given, or counted: one more if they were updated since those of the state got theirs."""
         last = admitter.state.version
-        updated = known is None or known.updates != self._manager.pat_weight_updates
+        updated = known is None or known.updates.get(last) != self._manager.pat_weight_updates
         if body.version is not None:
             if body.mode == "partial" and body.version == last and updated and known is not None:
                 raise ValueError(f"version is {last} as in the last round, but weights were updated since; raise it")
@@ -178,8 +180,8 @@ class Rollouts:
     async def _over(self, name: str) -> None:
         """Wait for what is left to do of a job's last round, if it is over: whoever left it need not know of that."""
         job = self._jobs.get(name)
-        if job is not None and job.settling is not None:
-            await asyncio.wait([job.settling])
+        while job is not None and job.settling is not None and not job.settling.done():
+            await asyncio.wait([job.settling])  # while it settles its client may go, and then it is taken back
 
     def _settled(self, body: RolloutBody, job: Job, before: dict[str, int] | None) -> asyncio.Task:
         """:meth:`_settle`, once a round, in a task of its own: it goes on when the client is gone."""

@@ -1,0 +1,24 @@
+"""An engine in a framework's own process, as OpenRLHF's actor has it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from .conftest import count_start
+
+
+def test_all_of_the_context_can_be_used_and_a_client_may_go(llama):
+    """The model's own context, of which SGLang leaves the last tokens out."""
+    context = json.loads((llama / "config.json").read_text())["max_position_embeddings"]
+    count_start()
+    command = [sys.executable, "-m", "tests.engine.inprocess_case", str(llama), str(context)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    refused, *answers = found["answers"]
+    assert refused == f"the prompt has {context} tokens, may have {context - 1}: shorten it"
+    assert answers == [1, 2, 7, 8] and found["given"] == [2, 4]
+    assert f"context_length ({context + 1}) is greater than" in found["too long"]
+    assert found["left"] == 0
