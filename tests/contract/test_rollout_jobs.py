@@ -8,10 +8,7 @@ from functools import partial
 
 import pytest
 
-from sglang_pat.admission import events as round_events
-from sglang_pat.admission import rounds
-
-from .rollouts_world import call, keys, more, read, server, waiting
+from .rollouts_world import call, keys, read, server, waiting
 
 pytestmark = pytest.mark.contract
 
@@ -216,70 +213,3 @@ def test_a_client_that_is_gone_before_its_round_is_saved(make, monkeypatch):
         assert set(keys(again)) <= {*fresh, *queue, 6, 7}
 
     asyncio.run(asyncio.wait_for(run(), 60))
-
-
-def test_prompts_that_a_round_asks_for(make):
-    """All of the first ones are useless: it asks, gets others, and the batch is full."""
-    from sglang_pat.sglang.server.bodies import Verdict
-
-    async def run():
-        rollouts, given, found = make(), 6, []
-        with pytest.raises(ValueError, match="job is 'default', which has no round"):
-            await rollouts.feed(more())
-        async for event in rollouts.events(call(0, 6, filter_groups=True)):
-            found.append(event)
-            if event["type"] == "judge":
-                rollouts.judge(Verdict(key=tuple(event["key"]), keep=event["key"][1] > 5))
-            elif event["type"] == "more":
-                if given == 6:  # and the round cannot be over
-                    with pytest.raises(ValueError, match="was given before"):
-                        await rollouts.feed(more(5, end_of_epoch=0))
-                given += event["prompts"] * await rollouts.feed(more(*range(given, given + event["prompts"])))
-        assert given > 6
-        assert found[-1]["returned"] == 2 and min(keys(found)) > 5
-        assert not await rollouts.feed(more(999)), "the round is over"
-
-    asyncio.run(run())
-
-
-def test_a_round_says_what_it_waits_for(make, monkeypatch):
-    """No verdict, and no prompts: it says so; without prompts it ends at last with what it has."""
-    from sglang_pat.sglang.server.bodies import Verdict
-
-    monkeypatch.setattr(round_events, "WAITING_SECONDS", 0.05)
-
-    async def run():
-        rollouts, judged, found = make(), [], []
-        async for event in rollouts.events(call(0, 2, filter_groups=True, eta_prompts=1.0)):
-            found.append(event)
-            if event["type"] == "judge":
-                judged.append(tuple(event["key"]))
-            elif event["type"] == "waiting" and event["judging"]:
-                for key in judged:
-                    rollouts.judge(Verdict(key=key, keep=key == judged[0]))
-                judged = []
-        told = [event for event in found if event["type"] == "waiting"]
-        assert told[0]["judging"] and told[0]["running"] == 0
-        assert [event["prompts"] > 0 for event in told[-rounds.PROMPTS_PATIENCE :]] == [True] * rounds.PROMPTS_PATIENCE
-        assert found[-1]["returned"] == 1
-
-    asyncio.run(run())
-
-
-def test_a_verdict_that_is_late(make):
-    from sglang_pat.sglang.server.bodies import Verdict
-
-    async def run():
-        rollouts, judged = make(), []
-        async for event in rollouts.events(call(0, 3, lengths=(3, 3, 3), filter_groups=True)):
-            if event["type"] != "judge":
-                continue
-            judged.append(tuple(event["key"]))
-            for key in judged[:2] if len(judged) == 3 else ():
-                assert rollouts.judge(Verdict(key=key, keep=True))
-        assert not rollouts.judge(Verdict(key=judged[2], keep=False)), "it did not count"
-        assert waiting(rollouts)[1] == [judged[2][1]]
-        with pytest.raises(ValueError, match="key is"):
-            rollouts.judge(Verdict(key=(0, 77), keep=False))
-
-    asyncio.run(run())

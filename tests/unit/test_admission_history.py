@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.admission import saved
+from sglang_pat.admission import job_files, saved
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.history import KEPT, History
 from sglang_pat.admission.job_files import JobFiles
@@ -92,7 +92,15 @@ def test_what_happens_to_the_admitter_does_not_change_a_copy(mode, seed, filteri
         assert saved.dumps(Admitter(world.admitter.rules, state)) == before
 
 
-def test_files_of_a_job(tmp_path):
+@pytest.mark.parametrize("links", [True, False])
+def test_files_of_a_job(tmp_path, monkeypatch, links):
+    """Also on a file system without hard links."""
+    if not links:
+
+        def link(*_):
+            raise OSError(95, "Operation not supported")
+
+        monkeypatch.setattr(job_files.os, "link", link)
     files = JobFiles(tmp_path)
     for number in range(12):
         files.write("a", b"under way %d" % number)

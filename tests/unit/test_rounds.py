@@ -8,6 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from sglang_pat.admission import rounds
+from sglang_pat.admission.callbacks import Callbacks
 from sglang_pat.admission.records import Group, Judge, Key, Output, Summary
 from sglang_pat.admission.rounds import RolloutRound, WeightsChanged
 
@@ -145,6 +146,66 @@ def test_a_verdict_decides_what_is_returned():
                     assert event.filtered == 1
         assert 0 not in returned
         assert len(returned) == 2
+
+    asyncio.run(run())
+
+
+def test_a_verdict_and_the_trainer_get_the_text_of_all_tokens(monkeypatch):
+    """The played engine tells half a character, as the real one where a response was interrupted."""
+    generate = Played.generate
+
+    async def half(self, *given):
+        output = await generate(self, *given)
+        output.text = "well \ufffd"
+        return output
+
+    async def run():
+        monkeypatch.setattr(Played, "generate", half)
+        mine = admitter(lengths=(3, 3, 3), filter_groups=True)
+        round_, texts = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}), set()
+        async with aclosing(aiter(round_)) as events:
+            async for event in events:
+                if isinstance(event, Judge):
+                    texts |= {(type(event), sample.output.text) for sample in event.group.kept()}
+                    round_.judge(event.group.key, True)
+                elif isinstance(event, Group):
+                    texts |= {(type(event), sample.output.text) for sample in event.kept()}
+        assert texts == {(Judge, "3 tokens"), (Group, "3 tokens")}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("asked", ["judge", "more"])
+def test_the_end_of_an_iterator_in_a_callback_ends_the_round(asked):
+    """No future takes a StopIteration: whoever waits for one would wait for ever."""
+
+    def ends(_):
+        return next(iter(()))
+
+    async def run():
+        with Callbacks(
+            **({"verdicts": ends} if asked == "judge" else {"verdicts": lambda _: False, "more": ends})
+        ) as all_:
+            mine = admitter(lengths=(3, 3, 3), end=False, filter_groups=True)
+            round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}, all_)
+            with pytest.raises(RuntimeError, match="ends raised StopIteration; at the end of the data return fewer"):
+                await asyncio.wait_for(all_of(round_), 60)
+            await round_.wait()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", ["strict", "partial"])
+def test_prompts_that_came_in_a_round_stay_when_it_is_taken_back(mode):
+    async def run():
+        mine = admitter(mode, (3, 3, 3), end=False, eta_responses=1.0)
+        round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50})
+        assert round_.feed(iter([((0, 7), {"input_ids": [3]})]), end_of=0)
+        await all_of(round_)
+        round_.take_back()
+        assert [group.key.index for group in mine.state.fresh] == [0, 1, 2, 7]
+        with pytest.raises(ValueError, match="epoch"):
+            mine.feed([((0, 8), {"input_ids": [3]})])
 
     asyncio.run(run())
 

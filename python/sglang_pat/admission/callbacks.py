@@ -84,5 +84,13 @@ class Callbacks:
             round_.no_more()
 
     async def _called(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(argument))
+        found = await asyncio.get_running_loop().run_in_executor(self._thread, _call, function, argument)
         return await found if inspect.isawaitable(found) else found
+
+
+def _call(function: Callable[[Any], Any], argument: Any) -> Any:
+    try:
+        return function(argument)
+    except StopIteration as error:  # no future can have it: who waits for one would wait for ever
+        name = getattr(function, "__name__", repr(function))
+        raise RuntimeError(f"{name} raised StopIteration; at the end of the data return fewer prompts") from error

@@ -50,7 +50,10 @@ class JobFiles:
         # The same file under another name: the next state replaces the first name only.
         kept = past / f"{ended}.json"
         kept.unlink(missing_ok=True)
-        os.link(file, kept)
+        try:
+            os.link(file, kept)
+        except OSError:  # a file system without hard links
+            files.write(file.read_bytes(), kept)
         for number in self.past(job):
             if not ended - KEPT <= number <= ended:
                 (past / f"{number}.json").unlink(missing_ok=True)

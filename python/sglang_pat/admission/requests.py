@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_pat.admission.backend import Backend
-from sglang_pat.admission.records import Output, SampleId, Span
+from sglang_pat.admission.records import Group, Output, SampleId, Span
 from sglang_pat.admission.turns import Turns, turn_of
 from sglang_pat.messages import GENERATED_PARAM
 
 RID_PREFIX = "pat-"
 """What the ids of a round's requests begin with; no client may use it."""
+
+CUT = "\ufffd"
+"""What a part of a character is decoded to."""
 
 
 class Requests:
@@ -26,6 +29,13 @@ class Requests:
 
     def rid(self, sample: SampleId) -> str:
         return self._name + "-".join(map(str, sample))
+
+    def decode(self, group: Group) -> None:
+        """Anew what came in pieces: where they were joined a character may be cut in two, and given tokens are none."""
+        for sample in group.kept():
+            output = sample.output
+            if len(output.spans) > 1 or CUT in output.text:
+                output.text = self._backend.text(output.token_ids)
 
     async def next_piece(self, sample: SampleId, prompt: Any, so_far: Output | None) -> Output:
         """What comes after ``so_far``: tokens of the model, or of the environment.

@@ -92,6 +92,7 @@ class RolloutRound:
         self._callbacks, self._turns = callbacks, turns
         if turns is not None:
             turns.tell = self._events.put
+        self._fed: list[tuple[list[tuple[Sequence[int], Any]], int | None]] = []
         self._judging: set[Key] = set()
         self._late: set[Key] = set()
         self.before = admitter.snapshot()
@@ -134,7 +135,9 @@ class RolloutRound:
         """
         if self.summary is not None:
             return False
+        prompts = list(prompts)
         self._do(self.admitter.feed(prompts, end_of))
+        self._fed.append((prompts, end_of))
         return True
 
     def no_more(self) -> None:
@@ -143,10 +146,15 @@ class RolloutRound:
             self._do(self.admitter.no_more())
 
     def take_back(self) -> None:
-        """The round is over, and nobody has read it: it has not happened, its prompts are where they were."""
+        """The round is over, and nobody has read it: it has not happened, its prompts are where they were.
+
+        Those that came during the round stay, too: whoever gave them was told that they were taken.
+        """
         assert self.summary is not None, "it is under way: cancel it"
         if not self.summary.cancelled:
             self.admitter.restore(self.before)
+            for prompts, end_of in self._fed:
+                self.admitter.feed(prompts, end_of)
 
     def confirm(self) -> None:
         """Its end has been read: it is not taken back any more."""
@@ -202,13 +210,14 @@ class RolloutRound:
                 case Abort(sample):
                     self._queue.append(action)
                     self._stopping.add(sample)
-                case Judge() | More():
+                case Judge(group):
+                    self._requests.decode(group)
+                    self._judging.add(group.key)
+                    self._ask(action)
+                case More():
                     self._ask(action)
                 case Return(group):
-                    for sample in group.kept():
-                        if len(sample.output.spans) > 1:
-                            # Joined pieces may have cut a character in two.
-                            sample.output.text = self._backend.text(sample.output.token_ids)
+                    self._requests.decode(group)
                     self._events.put(group)
                 case RoundOver(summary):
                     self.summary = summary
@@ -267,8 +276,6 @@ class RolloutRound:
         self._do(tell(sample, output))
 
     def _ask(self, event: Judge | More) -> None:
-        if isinstance(event, Judge):
-            self._judging.add(event.group.key)
         if self._callbacks is not None:
             self._callbacks.answer(self, event)
         else:
