@@ -45,6 +45,7 @@ class Staging:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = device
+        self._largest = 0
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(COUNT + 1)]
 
     def reserve(self, out: int, into: int) -> None:
@@ -53,10 +54,19 @@ class Staging:
         Raises:
             RuntimeError: the device has no memory left (``torch.OutOfMemoryError``).
         """
+        if max(out, into) > self._largest:
+            self._largest = max(out, into)
+            self._empty_cache()
         for index, size in enumerate([out] * COUNT + [into]):
             if self._buffers[index].numel() < size:
                 self._buffers[index] = torch.empty(0, dtype=torch.uint8, device=self._device)  # first give back
                 self._buffers[index] = torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def _empty_cache(self) -> None:
+        """Give back the buffers of smaller switches: PyTorch's cache of this stream has them, and nobody else's can."""
+        self.release()
+        if torch.device(self._device).type == "cuda":
+            torch.cuda.empty_cache()
 
     def release(self) -> None:
         self._buffers = [buffer.new_empty(0) for buffer in self._buffers]

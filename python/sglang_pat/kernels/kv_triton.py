@@ -70,7 +70,8 @@ def _move(
 
 
 # The number of slots differs in every switch: a kernel made for one (a multiple of 16, or 1) would compile in a pause.
-@triton.jit(do_not_specialize=["n", "parts"])
+# So would one for slots that begin in the middle of a tensor, after an odd number of others.
+@triton.jit(do_not_specialize=["n", "parts"], do_not_specialize_on_alignment=["slots"])
 def _move_kv(
     k,
     v,

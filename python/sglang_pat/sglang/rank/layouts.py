@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pat.comm.transport import Staging
 from sglang_pat.comm.windows import Windows
+from sglang_pat.kernels.transfer import synchronize
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.profile import LayoutSetup
 from sglang_pat.sglang.rank.reshard import reshard
@@ -251,6 +252,7 @@ class Layouts:
         """Reshard mode: move the weights from ``old`` to ``new``; all ranks together."""
         group = self.runner.groups.tp_group(old).device_group
         reshard(self[old].model, self[new].model, old, new, self.rank, group)
+        synchronize(self.runner.device)
 
     def install(self, layout: ParallelLayout) -> LayoutRuntime:
         """Point SGLang's groups, runner and worker at ``layout``."""

@@ -56,7 +56,10 @@ def build_model(model_config, load_config, device: str) -> torch.nn.Module:
     """SGLang's model object under the groups that are installed now; its parameters hold no memory."""
     quantization = _get_quantization_config(model_config, load_config)
     with _without_memory(), set_default_torch_dtype(model_config.dtype), torch.device(device):
-        return _initialize_model(model_config, load_config, quantization).eval()
+        model = _initialize_model(model_config, load_config, quantization).eval()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()  # each parameter had its memory for a moment
+    return model
 
 
 class PiecewiseLinear(UnquantizedLinearMethod):

@@ -263,7 +263,9 @@ class SwitchExecutor:
         self.layouts.staging.release()
         overwritten = self.state is SwitchState.EXCHANGE
         self.state = advance(self.state, SwitchState.ABORT)
-        if overwritten:
+        # A client's pause: nobody goes on with a prompt in parts, and a second pause ("retract") would drop it.
+        in_parts = self.scheduler._engine_paused and self.scheduler.chunked_req is not None
+        if overwritten or in_parts:
             live.recompute(self.scheduler)
         self.state = advance(self.state, SwitchState.IDLE)
         self._mark("abort")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_pat.kernels import kv as kernels
-from sglang_pat.kernels.transfer import upload
+from sglang_pat.kernels.transfer import synchronize, upload
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.switch.gather import Gather
 
@@ -56,6 +56,10 @@ class KvGather:
                     self._cut(layer)
             except Exception as exc:
                 error = exc
+        try:
+            synchronize(self._out.device)
+        except Exception as exc:
+            error = error or exc
         return error
 
     def _pack(self, layer: int) -> None:
