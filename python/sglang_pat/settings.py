@@ -104,7 +104,8 @@ SETTINGS = (
     ),
     Setting(
         "log", None,
-        "Append each decision with its inputs (JSON lines). python -m sglang_pat.replay --log FILE decides again.",
+        "Append each decision with its inputs (JSON lines, some 30 bytes a running request). "
+        "python -m sglang_pat.replay --log FILE decides again.",
         "FILE",
     ),
     Setting("rollout_dir", None, "Keep here the prompts that wait between rounds of /pat/rollout.", "DIR"),

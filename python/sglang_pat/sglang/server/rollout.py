@@ -121,7 +121,7 @@ class Rollouts:
         job, admitter = self._jobs.resumed(body.job, body.rules, body.after)
         self._intake.fits(admitter, prompts, params["max_new_tokens"], self._jobs.tokens_beside(body.job))
         version = self._version(body, admitter, known)
-        predictor = self._predictor() if body.planner and job.planner is None else None
+        profile = self._profile() if body.planner and job.planner is None else None
         start = admitter.snapshot()
         try:
             admitter.feed(prompts, end_of=body.end_of_epoch)
@@ -134,7 +134,7 @@ class Rollouts:
         job.began(version, self._manager.pat_weight_updates)
         self.watch(round_)
         if body.planner and admitter.state.round is not None:
-            job.planner = job.planner or self._planner(job, round_, params["max_new_tokens"], predictor)
+            job.planner = job.planner or self._planner(job, round_, params["max_new_tokens"], profile)
             # Goes out before the first sample: its tasks have not run yet.
             self._set_floor(job, job.planner.tp(round_.kind))
         elif job.floor:
@@ -238,20 +238,20 @@ class Rollouts:
 
     # -- the planner -----------------------------------------------------------------------------------
 
-    def _predictor(self) -> Predictor | None:
-        """Of the server's profile, if it has one.  Raises ValueError: it cannot be read any more."""
+    def _profile(self) -> profiles.Profile | None:
+        """The server's, if it has one.  Raises ValueError: it cannot be read any more."""
         path = self._manager.server_args.pat_profile
-        return None if path is None else Predictor(profiles.load(path, complete=True))
+        return None if path is None else profiles.load(path, complete=True)
 
-    def _planner(self, job: Job, round_: RolloutRound, limit: int, predictor: Predictor | None) -> Planner:
-        """Starts with what is predicted for this round; without a profile, with the base layout."""
+    def _planner(self, job: Job, round_: RolloutRound, limit: int, profile: profiles.Profile | None) -> Planner:
+        """Starts with what the profile says of this round; without one, with the base layout."""
         rules, config = round_.admitter.rules, self._manager.server_args.adaptive_config()
         start = config.base.tp
-        if predictor is not None:
+        if profile is not None:
             state = round_.admitter.state
             prompt = mean(len(group.prompt["input_ids"]) for group in (*state.round.groups, *state.fresh))
             samples = rules.num_prompts * rules.num_responses
-            start = profiled_degree(predictor, predictor.profile.fingerprint, samples, prompt, limit)
+            start = profiled_degree(Predictor(profile), profile.fingerprint, samples, prompt, limit)
         return Planner([layout.tp for layout in config.layouts], start, job.courses)
 
     def _set_floor(self, job: Job, tp: int) -> None:
