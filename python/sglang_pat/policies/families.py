@@ -79,8 +79,6 @@ def expected_scores(
         present: score of each running request's present length, ``[requests]``.
     """
     requests, count = len(index), len(known)
-    if correlation == 0:
-        return np.zeros(requests), np.ones(requests)
     own = np.sqrt(1 - correlation)
     sums = np.array([scores.sum() for scores in known])
     sizes = np.array([len(scores) for scores in known])
