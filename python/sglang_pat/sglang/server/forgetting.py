@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq, EmbeddingReqInput, GenerateReqInput
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
 from sglang_pat.sglang.rank import degrees
 
@@ -66,9 +66,17 @@ class ForgettingTokenizerManager(TokenizerManager):
         if getattr(state, "pat_left", False):
             del self.rid_to_state[recv_obj.rid]
 
-    async def _wait_one_response(self, obj, request=None) -> AsyncIterator[Any]:
-        """SGLang's, which keeps the state of a request that is aborted while it waits."""
-        state = self.rid_to_state[obj.rid]
+    def _wait_one_response(self, obj, request=None) -> AsyncIterator[Any]:
+        """SGLang's, which finds a request that ends before anybody begins to wait.
+
+        SGLang sends all parts of a batch first, and waits for them then.  A short response comes back in between,
+        and SGLang would look in vain for its state.
+        """
+        return self._pat_wait(self.rid_to_state[obj.rid], obj, request)
+
+    async def _pat_wait(self, state: ReqState, obj: Any, request: Any) -> AsyncIterator[Any]:
+        """Forgets one that was aborted while it waited, too."""
+        self.rid_to_state.setdefault(obj.rid, state)
         try:
             async with aclosing(super()._wait_one_response(obj, request)) as answers:
                 async for answer in answers:
