@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 from sglang_pat.layout import ParallelLayout
@@ -36,9 +38,27 @@ def checks() -> Iterator[Line]:
     shim = cpu_shim.needed()
     cpu_shim.ensure()
     yield True, "CPU shim", "in place: no sgl_kernel here" if shim else "not needed: sgl_kernel is installed"
+    yield from _packages()
     yield from _sglang_symbols()
     yield from _backend()
     yield from _devices()
+
+
+def _packages() -> Iterator[Line]:
+    """What this project needs and SGLang does not bring: ``pip install --no-deps`` leaves it out."""
+    for line in _requirements():
+        name = re.split(r"[^\w.-]", line, maxsplit=1)[0]
+        try:
+            yield True, name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield False, name, f"not installed: pip install {name}"
+
+
+def _requirements() -> list[str]:
+    try:
+        return [line for line in metadata.requires("sglang_pat") or [] if not line.startswith("sglang")]
+    except metadata.PackageNotFoundError:
+        return []  # used from its folder
 
 
 def _sglang_symbols() -> Iterator[Line]:

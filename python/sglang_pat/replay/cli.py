@@ -14,7 +14,7 @@ from rich.console import Console
 from sglang_pat import files
 from sglang_pat.memory.demand import GIB
 from sglang_pat.predict.profile import Profile, load
-from sglang_pat.replay.compare import Machine, Workload, check_policy, compare
+from sglang_pat.replay.compare import SIMULATED, Machine, Workload, check_policy, compare
 from sglang_pat.replay.log import Replayed, replay_log
 from sglang_pat.replay.measured import against_measured
 from sglang_pat.replay.report import summary, table
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--policies",
         default="pat,survival,oracle",
-        help="separated by commas: survival, pat, threshold:N, static:TP, oracle (always shown); "
+        help=f"separated by commas: {', '.join(SIMULATED)}, threshold:N, static:TP, oracle (always shown); "
         "default pat,survival,oracle",
     )
     result.add_argument("--out", type=Path, metavar="DIR", help="for replay.png and replay.json")

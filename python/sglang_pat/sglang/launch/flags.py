@@ -206,16 +206,29 @@ REFUSED = (
     Refusal("attn_cp_size", (1,), "context parallelism must be 1", "its groups have no layouts"),
     Refusal("moe_dp_size", (1,), "must be 1", "no mixture-of-experts models"),
     Refusal("disaggregation_mode", ("null",), "must be null", "a switch knows one kind of engine"),
-    Refusal("quantization", (None, "unquant"), "must be unquantized", "packed weights do not nest"),
+    Refusal(
+        "quantization",
+        (None, "unquant"),
+        "must be unquantized",
+        "a packed shard of a high degree is no part of one of a low degree",
+    ),
     Refusal("kv_cache_dtype", ("auto",), "must be auto", "the KV exchange knows the model's dtype"),
     Refusal(
-        "page_size", (None, 1), "must be 1; give --attention-backend flashinfer, fa3 or triton", "slots move one by one"
+        "page_size",
+        (None, 1),
+        "must be 1; give --attention-backend flashinfer, fa3 or triton",
+        "a switch moves KV token by token",
     ),
     Refusal("tokenizer_worker_num", (1,), "must be 1", "one TokenizerManager talks to the coordinator"),
     Refusal("detokenizer_worker_num", (1,), "must be 1", "one detokenizer puts outputs in order"),
-    Refusal("model_impl", ("auto", "sglang"), "must be auto or sglang", "the base model only would be another one"),
+    Refusal("model_impl", ("auto", "sglang"), "must be auto or sglang", "only the base layout would use it"),
     Refusal("moe_a2a_backend", ("none",), "must be none", "no mixture-of-experts models"),
-    Refusal("offload_group_size", (-1, 0, None), _OUT, "the base model's weights only would be away"),
+    Refusal(
+        "offload_group_size",
+        (-1, 0, None),
+        _OUT,
+        "it moves the base layout's weights away; the other layouts still use them",
+    ),
     *_off(
         "the switch cannot carry it over",
         "enable_dp_attention speculative_algorithm enable_hierarchical_cache hicache_storage_backend enable_lmcache "
@@ -225,7 +238,7 @@ REFUSED = (
     ),
     *_off("the adaptive engine starts its processes itself", "enable_http2 use_ray grpc_mode"),
     *_off(
-        "it alters the base model's weights or modules only",
+        "it changes the base layout's model; the others would stay as they are",
         "cpu_offload_gb torchao_config modelopt_quant quantize_and_serve kt_weight_path forward_hooks "
         "debug_tensor_dump_output_folder msprobe_dump_config enable_layerwise_nvtx_marker",
     ),
@@ -236,7 +249,7 @@ REFUSED = (
     ),
     *_off("a change of tp changes the order of sums", "enable_deterministic_inference rl_on_policy_target"),
     *_off(
-        "every base leader would bind the same address",
+        "each replica of the base layout would open the same port",
         "kv_events_config enable_forward_pass_metrics",
     ),
     *_off("ranks do not set it up", "enable_trace"),
