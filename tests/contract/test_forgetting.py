@@ -1,118 +1,271 @@
-"""A request is forgotten once nobody waits for it; no engine, but SGLang's own TokenizerManager."""
+"""A request goes on for as long as somebody waits for it, and is forgotten then; SGLang's own manager, no engine."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, GenerateReqInput
-from sglang.srt.managers.tokenizer_manager import ReqState
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from sglang_pat.sglang.rank import degrees
-from sglang_pat.sglang.server.forgetting import ForgettingTokenizerManager
+from sglang_pat.sglang.server import forgetting
+
+from .tokenizer_world import LONGEST, Manager, settle
 
 pytestmark = pytest.mark.contract
 
 
 @pytest.fixture
-def manager() -> ForgettingTokenizerManager:
-    made = ForgettingTokenizerManager.__new__(ForgettingTokenizerManager)
-    made.rid_to_state, made.enable_metrics = {}, False
-    made.server_args = SimpleNamespace(
-        weight_version="7",
-        skip_tokenizer_init=True,
-        incremental_streaming_output=False,
-        batch_notify_size=1,
-        speculative_algorithm=None,
-        enable_lora=False,
-        enable_trace=False,
-        dp_size=1,
-    )
-    made.dump_requests_folder = made.crash_dump_folder = ""
-    made.request_logger = MagicMock()
-    made.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)
-    return made
+def play(monkeypatch):
+    """Runs a coroutine function with a manager; nothing is left of any request."""
+
+    def run(scene):
+        async def whole():
+            manager = Manager(monkeypatch)
+            await asyncio.wait_for(scene(manager), 30)
+            await settle()
+            assert not manager.rid_to_state and not manager._pat_parts
+            assert not await manager.model_update_lock.is_locked()
+
+        asyncio.run(whole())
+
+    return run
 
 
-def begun(manager: ForgettingTokenizerManager, rid: str = "r") -> GenerateReqInput:
-    """A request that went to a rank."""
-    obj = GenerateReqInput(rid=rid, input_ids=[1, 2, 3])
-    obj.normalize_batch_and_arguments()
-    manager.rid_to_state[rid] = ReqState([], False, asyncio.Event(), obj, time_stats=MagicMock())
-    manager.pat_note_sent([SimpleNamespace(rid=rid)])
-    return obj
+async def ended(answer: asyncio.Future) -> BaseException | None:
+    """How it ended."""
+    (how,) = await asyncio.gather(answer, return_exceptions=True)
+    return how if isinstance(how, BaseException) else None
 
 
-async def waited_for(manager: ForgettingTokenizerManager, obj: GenerateReqInput) -> asyncio.Future:
-    """Its answer, for which somebody waits already."""
-    answer = asyncio.ensure_future(anext(manager._wait_one_response(obj)))
-    await asyncio.sleep(0)
-    return answer
+def test_one_that_was_aborted_while_it_waited(play):
+    async def scene(manager):
+        answer = manager.ask("r")
+        await settle()
+        manager.told_aborted("r")
+        meta = (await answer)[0]["meta_info"]
+        assert meta["finish_reason"]["type"] == "abort"
+        assert meta[degrees.KEY] == (), "no token, no degree"
+        manager.told_aborted("r")  # a late one is no error
 
-
-ABORT = AbortReq(rid="r", finished_reason={"type": "abort", "message": "Abort in waiting queue"})
-
-
-def last_token() -> BatchTokenIDOutput:
-    """The output that ends the request."""
-    values = dict.fromkeys((field.name for field in fields(BatchTokenIDOutput)), None)
-    one = {name: [0] for name in ("prompt_tokens", "reasoning_tokens", "completion_tokens", "cached_tokens")}
-    one |= {"rids": ["r"], "finished_reasons": [{"type": "length"}], "output_ids": [[5]], "retraction_counts": [0]}
-    return BatchTokenIDOutput(**values | one)
-
-
-def test_one_that_was_aborted_while_it_waited(manager):
-    async def run():
-        answer = await waited_for(manager, begun(manager))
-        manager._handle_abort_req(ABORT)
-        return await answer
-
-    answer = asyncio.run(run())
-    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-    assert answer["meta_info"][degrees.KEY] == (), "no token, no degree"
-    assert not manager.rid_to_state
+    play(scene)
 
 
 @pytest.mark.parametrize("end", ["aborted", "finished"])
-def test_one_whose_answer_is_there_before_anybody_waits(manager, end):
+def test_one_that_ends_before_anybody_waits(play, end):
     """As of a batch, whose first answers come while the last requests are tokenized, or sent."""
 
-    async def run():
-        obj = begun(manager)
-        waiting = manager._wait_one_response(obj)
+    async def scene(manager):
+        answer = manager.ask(["a", "b"])
+        while manager.requests != ["a"]:
+            await asyncio.sleep(0)
         if end == "aborted":
-            manager._handle_abort_req(ABORT)
+            manager.told_aborted("a")
         else:
-            await manager._handle_batch_output(last_token())
-        assert [answer["meta_info"]["id"] async for answer in waiting] == ["r"]
+            await manager.told("a", "length")
+        await settle()
+        await manager.told("b", "length")
+        assert [one["meta_info"]["id"] for one in (await answer)[0]] == ["a", "b"]
 
-    asyncio.run(run())
-    assert not manager.rid_to_state
+    play(scene)
 
 
-def test_one_whose_client_has_left(manager):
-    async def run():
-        waiting = await waited_for(manager, begun(manager))
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+def test_another_one_of_the_same_id_has_its_own_answer(play):
+    async def scene(manager):
+        first = manager.ask(["a", "b"])
+        while manager.requests != ["a"]:
+            await asyncio.sleep(0)
+        await manager.told("a", "length")
+        second = manager.ask("a")
+        await settle()
+        await manager.told("b", "length")
+        assert (await first)[0][0]["meta_info"]["finish_reason"]["type"] == "length"
+        await manager.told("a", "stop")
+        assert (await second)[0]["meta_info"]["finish_reason"]["type"] == "stop"
+
+    play(scene)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_the_word_of_an_abort_has_overtaken(play, stream):
+    """The abort comes from the coordinator, the tokens through the detokenizer."""
+
+    async def scene(manager):
+        answer = manager.ask("r", stream=stream)
+        await settle()
+        manager.told_aborted("r")
+        await manager.told("r")
+        assert (await answer)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+
+    play(scene)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_whose_client_has_left_is_aborted(play, stream):
+    async def scene(manager):
+        answer = manager.ask("r", stream=stream)
+        await settle()
+        answer.cancel()
+        await ended(answer)
+        assert manager.aborted == ["r"]
         assert [*manager.rid_to_state] == ["r"], "a rank has it, and will say when it has ended"
-        manager._handle_abort_req(ABORT)
-        manager._handle_abort_req(ABORT)  # a late one is no error
+        await manager.told("r", "abort")
 
-    asyncio.run(run())
-    assert not manager.rid_to_state
+    play(scene)
 
 
-def test_another_one_of_the_same_id_is_kept(manager):
-    async def run():
-        waiting = await waited_for(manager, begun(manager))
-        manager._handle_abort_req(ABORT)
-        second = begun(manager)
-        await waiting
-        return second
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_responses_of_one_whose_client_has_left_are_aborted(play, stream):
+    async def scene(manager):
+        answer = manager.ask("r", stream=stream, n=4)
+        await settle()
+        (prefix,) = manager.requests
+        await manager.told(prefix, "length")
+        await settle()
+        _, *copies = manager.requests
+        await manager.told(copies[0], "length")
+        answer.cancel()
+        await ended(answer)
+        assert len(copies) == 4 and manager.aborted == copies[1:]
+        for rid in copies[1:]:
+            manager.told_aborted(rid)
 
-    second = asyncio.run(run())
-    assert manager.rid_to_state["r"].obj is second
+    play(scene)
+
+
+def test_the_rest_of_a_batch_with_a_wrong_prompt_is_aborted(play):
+    async def scene(manager):
+        answer = manager.ask(["a", "b", "c"], text=["x", "x", "x" * (LONGEST + 1)])
+        assert "too long" in str(await ended(answer))
+        assert manager.requests == manager.aborted == ["a", "b"]
+        manager.told_aborted("a")
+        await manager.told("b", "abort")
+        again = manager.ask(["a", "b", "c"])
+        await settle()
+        for rid in "abc":
+            await manager.told(rid, "length")
+        assert len((await again)[0]) == 3
+
+    play(scene)
+
+
+def test_the_rest_of_a_batch_is_aborted_if_a_rank_refuses_one(play):
+    async def scene(manager):
+        answer = manager.ask(["a", "b", "c"])
+        await settle()
+        manager.told_aborted("b", message="a bad grammar", status_code=400)
+        assert "a bad grammar" in str(await ended(answer))
+        assert manager.aborted == ["a", "c"]
+        for rid in "ac":
+            await manager.told(rid, "abort")
+
+    play(scene)
+
+
+def test_a_batch_with_an_id_that_is_in_use(play):
+    async def scene(manager):
+        first = manager.ask("b")
+        await settle()
+        assert "Duplicate" in str(await ended(manager.ask(["a", "b"])))
+        await manager.told("b", "length")
+        assert await first
+        assert not manager.aborted
+
+    play(scene)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_fault_of_the_server_is_no_malformed_request(play, n):
+    async def scene(manager):
+        manager.request_logger.log_finished_request = MagicMock(side_effect=TypeError("a fault"))
+        answer = manager.ask("r", n=n)
+        await settle()
+        if n > 1:
+            manager.request_logger.log_finished_request.side_effect = None
+            await manager.told(manager.requests[0], "length")
+            await settle()
+            manager.request_logger.log_finished_request.side_effect = TypeError("a fault")
+        for rid in manager.requests[-n:]:
+            await manager.told(rid, "length")
+        assert isinstance(await ended(answer), TypeError)
+
+    play(scene)
+
+
+def test_an_update_waits_for_one_whose_client_has_left(play):
+    async def scene(manager):
+        async def update():
+            async with manager.model_update_lock.writer_lock:
+                return manager.pat_running()
+
+        answer = manager.ask("r")
+        await settle()
+        updated = asyncio.ensure_future(update())
+        answer.cancel()
+        await ended(answer)
+        await settle()
+        assert not updated.done()
+        await manager.told("r", "abort")
+        assert await updated == []
+
+    play(scene)
+
+
+def test_a_pause_waits_for_one_whose_client_has_left(play):
+    async def scene(manager):
+        answer = manager.ask("r")
+        await settle()
+        assert await manager.model_update_lock.is_locked()
+        answer.cancel()
+        await ended(answer)
+        idle = asyncio.ensure_future(manager.model_update_lock.is_locked())
+        await settle()
+        assert not idle.done()
+        await manager.told("r", "abort")
+        assert not await idle
+
+    play(scene)
+
+
+def test_an_update_does_not_wait_for_ever(play, monkeypatch):
+    monkeypatch.setattr(forgetting, "LEFT_SECONDS", 0.0)
+
+    async def scene(manager):
+        answer = manager.ask("r")
+        await settle()
+        answer.cancel()
+        await ended(answer)
+        with pytest.raises(RuntimeError, match="1 requests were aborted, and have not ended for 0 s"):
+            await manager.model_update_lock.acquire_writer()
+        await manager.told("r", "abort")
+
+    play(scene)
+
+
+def test_memory_is_released_once_those_that_were_left_have_ended(play):
+    async def scene(manager):
+        released = []
+
+        async def communicator(obj):
+            released.append(obj)
+            return []
+
+        manager.release_memory_occupation_communicator = communicator
+        answer = manager.ask("r")
+        probe = manager.ask(f"{HEALTH_CHECK_RID_PREFIX}_1")  # a busy rank does not answer it
+        await settle()
+        with pytest.raises(ValueError, match="1 requests run"):
+            await manager.release_memory_occupation("all")
+        answer.cancel()
+        await ended(answer)
+        releasing = asyncio.ensure_future(manager.release_memory_occupation("all"))
+        await settle()
+        assert not released
+        await manager.told("r", "abort")
+        await releasing
+        assert released == ["all"]
+        probe.cancel()
+        manager.rid_to_state.clear()  # as SGLang does
+
+    play(scene)

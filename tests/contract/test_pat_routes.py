@@ -103,7 +103,7 @@ def test_numbers_are_those_of_json(number):
     with pytest.raises(ValueError, match="key"):
         parse(b'{"num_prompts": 1, "num_responses": 1, "prompts": [{"key": [0, %d], "text": "a"}]}' % number)
     with pytest.raises(ValueError, match="key"):
-        parse_verdict(b'{"key": [%d, 0], "keep": true}' % number)
+        parse_verdict(b'{"key": [%d, 0], "number": 0, "keep": true}' % number)
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_prompts_that_a_round_asks_for(make):
         async for event in rollouts.events(call(0, 6, filter_groups=True)):
             found.append(event)
             if event["type"] == "judge":
-                rollouts.judge(Verdict(key=tuple(event["key"]), keep=event["key"][1] > 5))
+                rollouts.judge(Verdict(key=tuple(event["key"]), number=event["number"], keep=event["key"][1] > 5))
             elif event["type"] == "more":
                 if given == 6:  # and the round cannot be over
                     with pytest.raises(ValueError, match="was given before"):
@@ -80,7 +80,7 @@ def test_a_round_says_what_it_waits_for(make, monkeypatch):
                 judged.append(tuple(event["key"]))
             elif event["type"] == "waiting" and event["judging"]:
                 for key in judged:
-                    rollouts.judge(Verdict(key=key, keep=key == judged[0]))
+                    rollouts.judge(Verdict(key=key, number=0, keep=key == judged[0]))
                 judged = []
         told = [event for event in found if event["type"] == "waiting"]
         assert told[0]["judging"] and told[0]["running"] == 0
@@ -100,10 +100,34 @@ def test_a_verdict_that_is_late(make):
                 continue
             judged.append(tuple(event["key"]))
             for key in judged[:2] if len(judged) == 3 else ():
-                assert rollouts.judge(Verdict(key=key, keep=True))
-        assert not rollouts.judge(Verdict(key=judged[2], keep=False)), "it did not count"
+                assert rollouts.judge(Verdict(key=key, number=0, keep=True))
+        assert not rollouts.judge(Verdict(key=judged[2], number=0, keep=False)), "it did not count"
         assert waiting(rollouts)[1] == [judged[2][1]]
         with pytest.raises(ValueError, match="key is"):
-            rollouts.judge(Verdict(key=(0, 77), keep=False))
+            rollouts.judge(Verdict(key=(0, 77), number=0, keep=False))
+
+    asyncio.run(run())
+
+
+def test_a_verdict_of_the_last_round(make):
+    """The next one asks about the same prompt, but other responses to it."""
+    from sglang_pat.sglang.server.bodies import Verdict
+
+    async def run():
+        rollouts, late = make(), None
+        for number, (first, new) in enumerate([(0, 3), (3, 1)]):
+            async for event in rollouts.events(call(first, new, lengths=(3, 3, 3), filter_groups=True)):
+                if event["type"] != "judge":
+                    continue
+                key = tuple(event["key"])
+                if key == late:
+                    assert not rollouts.judge(Verdict(key=key, number=0, keep=False)), "of the round before"
+                elif number == 0 and key == (0, 0):
+                    late = key
+                    continue
+                assert rollouts.judge(Verdict(key=key, number=number, keep=True))
+                if key == late:
+                    return
+        raise AssertionError("the prompt did not come again")
 
     asyncio.run(run())

@@ -210,11 +210,11 @@ async def _take_part(
         asked += 1
         match event["type"]:
             case "judge":
-                path, given = VERDICT, {"key": event["key"], "keep": asked % 2 == 0}
+                path, given = VERDICT, {"key": event["key"], "number": event["number"], "keep": asked % 2 == 0}
             case "turn":
                 path, given = TURN, {"sample": event["sample"]} | ({"input_ids": [5, 6]} if asked % 2 else {})
             case "more":
-                path, given = PROMPTS, {"no_more": True}
+                path, given = PROMPTS, {"no_more": True, "number": event["number"]}
             case _:
                 continue
         async with session.post(url + path, json=given | {"job": job}) as said:

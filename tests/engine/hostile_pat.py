@@ -70,13 +70,16 @@ rollout = body(
     },
     always=("prompts", "sampling_params", "job", "filter_groups", "turns"),
 )
-verdict = body(Verdict, {"key": keys, "keep": st.booleans(), "reward": numbers, "job": job})
+verdict = body(
+    Verdict, {"key": keys, "number": st.integers(0, 2), "keep": st.booleans(), "reward": numbers, "job": job}
+)
 samples = st.tuples(st.just(0), st.integers(0, 5), st.integers(0, 2), st.integers(0, 2)).map(list)
 answer = body(Answer, {"sample": samples, "text": words, "input_ids": token_ids, "job": job})
 more_prompts = body(
     MorePrompts,
     {
         "prompts": st.lists(prompt, max_size=4), "end_of_epoch": st.integers(0, 1), "no_more": st.booleans(),
+        "number": st.integers(0, 2),
         "job": job,
     },
     always=("prompts", "job"),

@@ -171,7 +171,7 @@ def test_verdicts(server):
     for event in events(server, data):
         if event["type"] == "judge":
             judged += 1
-            verdict = {"job": "verdicts", "key": event["key"], "keep": judged % 2 == 0}
+            verdict = {"job": "verdicts", "key": event["key"], "number": event["number"], "keep": judged % 2 == 0}
             assert requests.post(f"{server.url}/pat/rollout/verdict", json=verdict).status_code == 200
         elif event["type"] == "group":
             kept.append(event["key"])

@@ -60,7 +60,12 @@ def test_full_batches_although_most_groups_are_useless(server):
     fed, kept = 3, []
     for event in events(server, call(0, 3, job="useless", filter_groups=True)):
         if event["type"] == "judge":
-            verdict = {"job": "useless", "key": event["key"], "keep": event["key"][1] % 5 == 4}
+            verdict = {
+                "job": "useless",
+                "key": event["key"],
+                "number": event["number"],
+                "keep": event["key"][1] % 5 == 4,
+            }
             assert requests.post(f"{server.url}/pat/rollout/verdict", json=verdict).status_code == 200
         elif event["type"] == "more":
             prompts = [prompt(0, fed + i) for i in range(event["prompts"])]

@@ -264,3 +264,37 @@ def test_samples_of_a_prompt_have_seeds_of_their_own():
         assert sorted(p["sampling_seed"] for ids, p in engine.calls if ids[1] == 0) == [10, 11, 12]
 
     asyncio.run(run())
+
+
+def test_a_trainer_who_is_behind_has_whole_groups_when_the_round_fails():
+    """Those that it has read stay as they were; the next event is the error."""
+
+    async def run():
+        engine, mine = Played(), admitter(num_prompts=3, eta_prompts=1.0, eta_responses=1.0, lengths=(3, 3, 40))
+        round_, read = RolloutRound(mine, engine, 0, {"max_new_tokens": 50}), []
+        with pytest.raises(WeightsChanged):
+            async with aclosing(aiter(round_)) as events:
+                async for event in events:
+                    read += [event]
+                    while len(engine.running) > 2:
+                        await asyncio.sleep(STEP)
+                    round_.weights_changed()
+                    await round_.wait()
+        assert [[sample.output.token_ids for sample in group.kept()] for group in read] == [[[7777] * 3] * 2]
+
+    asyncio.run(run())
+
+
+def test_a_judge_who_is_behind_is_not_asked_about_what_nobody_needs():
+    async def run():
+        engine, mine = Played(), admitter(filter_groups=True, lengths=(3, 3, 3, 3), num_prompts=1, eta_prompts=4.0)
+        round_, asked = RolloutRound(mine, engine, 0, {"max_new_tokens": 50}), []
+        async for event in round_:
+            if isinstance(event, Judge):
+                while engine.running:
+                    await asyncio.sleep(STEP)
+                asked += [event.group]
+                round_.judge(event.group.key, True)
+        assert len(asked) == 1 and len(asked[0].kept()) == 2
+
+    asyncio.run(run())

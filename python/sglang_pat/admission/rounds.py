@@ -76,10 +76,8 @@ class RolloutRound:
 
         Raises ValueError or RuntimeError: see :meth:`Admitter.begin`; nothing was started.
         """
-        self.admitter = admitter
-        self.version = version
+        self.admitter, self.version, self.params = admitter, version, params
         self.summary: Summary | None = None
-        self.params = params
         self.name = f"{RID_PREFIX}{next(_serial)}-"
         """What request ids of this round begin with."""
         self._backend = backend
@@ -97,6 +95,7 @@ class RolloutRound:
         self._late: set[Key] = set()
         self.before = admitter.snapshot()
         """The admitter's state before this round: what it goes back to if the round has not happened."""
+        self.number = admitter.state.last + 1
         self._updates = backend.updates()
         self._error: Exception | None = None
         self._over = asyncio.Event()
@@ -192,7 +191,9 @@ class RolloutRound:
                         self.no_more()
                 if isinstance(event, Exception):
                     raise event
-                yield event
+                needed = not isinstance(event, Judge) or event.group.key in self._judging
+                if needed and (self._error is None or isinstance(event, Waiting)):
+                    yield event
                 if isinstance(event, Summary):
                     return
         finally:
@@ -213,12 +214,12 @@ class RolloutRound:
                 case Judge(group):
                     self._requests.decode(group)
                     self._judging.add(group.key)
-                    self._ask(action)
+                    self._ask(Judge(group.own()))
                 case More():
                     self._ask(action)
                 case Return(group):
                     self._requests.decode(group)
-                    self._events.put(group)
+                    self._events.put(group.own())  # the end of a cancelled round changes ours
                 case RoundOver(summary):
                     self.summary = summary
                     self._late, self._judging = self._judging, set()

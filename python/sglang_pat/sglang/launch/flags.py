@@ -206,29 +206,19 @@ REFUSED = (
     Refusal("attn_cp_size", (1,), "context parallelism must be 1", "its groups have no layouts"),
     Refusal("moe_dp_size", (1,), "must be 1", "no mixture-of-experts models"),
     Refusal("disaggregation_mode", ("null",), "must be null", "a switch knows one kind of engine"),
-    Refusal(
-        "quantization",
-        (None, "unquant"),
-        "must be unquantized",
-        "a packed shard of a high degree is no part of one of a low degree",
-    ),
+    Refusal("quantization", (None, "unquant"), "must be unquantized", "packed shards of two degrees do not nest"),
     Refusal("kv_cache_dtype", ("auto",), "must be auto", "the KV exchange knows the model's dtype"),
     Refusal(
         "page_size",
         (None, 1),
         "must be 1; give --attention-backend flashinfer, fa3 or triton",
-        "a switch moves KV token by token",
+        "tokens move one by one",
     ),
     Refusal("tokenizer_worker_num", (1,), "must be 1", "one TokenizerManager talks to the coordinator"),
     Refusal("detokenizer_worker_num", (1,), "must be 1", "one detokenizer puts outputs in order"),
     Refusal("model_impl", ("auto", "sglang"), "must be auto or sglang", "only the base layout would use it"),
     Refusal("moe_a2a_backend", ("none",), "must be none", "no mixture-of-experts models"),
-    Refusal(
-        "offload_group_size",
-        (-1, 0, None),
-        _OUT,
-        "it moves the base layout's weights away; the other layouts still use them",
-    ),
+    Refusal("offload_group_size", (-1, 0, None), _OUT, "the other layouts use these weights, too"),
     *_off(
         "the switch cannot carry it over",
         "enable_dp_attention speculative_algorithm enable_hierarchical_cache hicache_storage_backend enable_lmcache "

@@ -77,9 +77,10 @@ class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Verdict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``POST /pat/rollout/verdict``."""
+    """The body of ``POST /pat/rollout/verdict``; ``number``: of the round, as the ``judge`` event has it."""
 
     key: tuple[Number, Number]
+    number: Number
     keep: bool
     reward: float | None = None
     job: str = "default"
@@ -100,12 +101,18 @@ class MorePrompts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         prompts, end_of_epoch, job: as in the round's call.
         no_more: there are no others for this round: it ends with what it has.
+        number: of the round, as the ``more`` event has it; None: whichever is under way.
     """
 
     prompts: list[Prompt] = []
     end_of_epoch: Number | None = None
     no_more: bool = False
+    number: Number | None = None
     job: str = "default"
+
+    def __post_init__(self) -> None:
+        if self.no_more and self.number is None:
+            raise ValueError("no_more ends one round, and number is missing: give that of the `more` event")
 
 
 def parse(data: bytes) -> RolloutBody:

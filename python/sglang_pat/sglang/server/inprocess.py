@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +26,6 @@ __all__ = ["InProcessEngine", "init_custom_process_group"]
 
 SPARED = 7
 """SGLang takes no prompt of the last six tokens of its context, and ends an answer one token before it."""
-POLL_SECONDS = 0.01
 
 
 class InProcessEngine:
@@ -48,7 +46,6 @@ class InProcessEngine:
         with envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.override(True):
             self._engine = sglang.Engine(**{**arguments, "context_length": self._context + SPARED})
         self._manager = self._engine.tokenizer_manager
-        self._cancelled: set[str] = set()
 
     async def generate(self, input_ids: list[int], sampling_params: dict[str, Any], logprobs: bool) -> dict[str, Any]:
         """One answer, as ``/generate`` gives it; without ``max_new_tokens`` as long as there is room.
@@ -64,12 +61,7 @@ class InProcessEngine:
             rid=uuid.uuid4().hex, input_ids=input_ids, sampling_params=sampling_params | {"max_new_tokens": limit},
             return_logprob=logprobs,
         )  # fmt: skip
-        try:
-            return await anext(self._manager.generate_request(request, None))
-        except asyncio.CancelledError:
-            self._cancelled.add(request.rid)
-            self._manager.abort_request(request.rid)
-            raise
+        return await anext(self._manager.generate_request(request, None))
 
     async def pause(self, mode: str) -> None:
         """``abort``, ``retract`` or ``in_place``."""
@@ -82,10 +74,7 @@ class InProcessEngine:
         await self._manager.flush_cache()
 
     async def release_memory(self, tags: list[str]) -> None:
-        """``weights``, ``kv_cache``; nothing without the memory saver.  Waits until cancelled requests have ended."""
-        while self._cancelled:
-            await asyncio.sleep(POLL_SECONDS)
-            self._cancelled &= self._manager.rid_to_state.keys()
+        """``weights``, ``kv_cache``; nothing without the memory saver."""
         if tags and self._manager.server_args.enable_memory_saver:
             await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
 

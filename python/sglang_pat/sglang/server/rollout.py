@@ -92,8 +92,7 @@ class Rollouts:
         sent = False
         try:
             before = await self._engine()
-            number = job.admitter.state.last + 1 if round_.summary is None else round_.summary.number
-            yield {"type": "begin", "number": number, "version": round_.version, "kind": round_.kind}
+            yield {"type": "begin", "number": round_.number, "version": round_.version, "kind": round_.kind}
             async with aclosing(aiter(round_)) as found:
                 async for event in found:
                     if isinstance(event, Summary):
@@ -102,7 +101,7 @@ class Rollouts:
                         yield {"type": "round", **msgspec.to_builtins(event), **after}
                         sent = True
                     else:
-                        yield described(event)
+                        yield described(event, round_.number)
         finally:
             # The client may be gone: nobody waits for the end of it, but the next round needs it.
             round_.cancel()
@@ -153,7 +152,10 @@ class Rollouts:
 
     def judge(self, verdict: Verdict) -> bool:
         """Whether it came in time.  Raises ValueError: no verdict was asked for on such a group."""
-        return self._round(verdict.job).judge(verdict.key, verdict.keep, verdict.reward)
+        round_ = self._round(verdict.job)
+        if verdict.number != round_.number:
+            return False  # the next round may ask about other responses to the same prompt
+        return round_.judge(verdict.key, verdict.keep, verdict.reward)
 
     def answer(self, given: Answer) -> None:
         """Raises ValueError: such a turn awaits no answer, or these are no tokens."""
@@ -162,6 +164,8 @@ class Rollouts:
     async def feed(self, more: MorePrompts) -> bool:
         """More prompts for a round under way; False if it is over.  Raises ValueError: all of them are refused."""
         round_ = self._round(more.job)
+        if more.number not in (None, round_.number):
+            return False
         limit = round_.params["max_new_tokens"]
         prompts = await self._intake.prompts(more.prompts, limit)
         self._intake.fits(round_.admitter, prompts, limit, self._jobs.tokens_beside(more.job))

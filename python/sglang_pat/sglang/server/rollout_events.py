@@ -13,15 +13,15 @@ from sglang_pat.admission.records import Group, Judge, More, Output, Waiting
 from sglang_pat.admission.turns import Turn
 
 
-def described(event: Event) -> dict[str, Any]:
-    """All events but the summary."""
+def described(event: Event, number: int) -> dict[str, Any]:
+    """All events but the summary, of the round of this ``number``, which an answer has to name."""
     match event:
         case Judge(group):
-            return _group("judge", group)
+            return _group("judge", group) | {"number": number}
         case Group():
             return _group("group", event)
         case More(prompts):
-            return {"type": "more", "prompts": prompts}
+            return {"type": "more", "prompts": prompts, "number": number}
         case Turn():
             turn = msgspec.to_builtins(event)
             del turn["prompt"]  # which the client knows

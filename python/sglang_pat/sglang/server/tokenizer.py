@@ -112,12 +112,10 @@ class AdaptiveTokenizerManager(ForgettingTokenizerManager):
                     yield answer
         except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError) as error:
             # What SGLang says of values that it did not expect, while it takes a request apart.
-            if self.pat_sent(obj):
+            if getattr(obj, "pat_sent", False):
                 raise
             logger.debug("malformed request", exc_info=True)
             raise ValueError(f"the request is malformed: {type(error).__name__}: {error}"[:300]) from None
-        finally:
-            self.pat_forget_unsent(obj)
 
     async def _pat_calibrated(self) -> None:
         """The first requests wait for it; it goes on without those that do not."""
@@ -161,8 +159,9 @@ class AdaptiveTokenizerManager(ForgettingTokenizerManager):
             ValueError: requests run; nothing is released.
             RuntimeError: a rank has failed.
         """
-        if running := self.pat_running():
+        if running := sum(not state.pat_left for state in self.pat_running()):
             raise ValueError(f"{running} requests run: memory is released once all have ended, or were aborted")
+        await self.pat_until_left_have_ended()
         self.auto_create_handle_loop()
         self._pat_done(await self.release_memory_occupation_communicator(obj))
 

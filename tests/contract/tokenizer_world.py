@@ -1,0 +1,100 @@
+"""SGLang's own TokenizerManager with ours over it, and nothing behind it: ranks are played; no test of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import tokenizer_manager as sglang_manager
+from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, GenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+
+LONGEST = 3
+"""Letters of a prompt."""
+SETTINGS = dict.fromkeys(
+    "incremental_streaming_output enable_lora enable_trace language_only enable_tokenizer_batch_encode "
+    "enable_dp_attention enable_priority_scheduling speculative_algorithm".split()
+)
+
+
+class Manager(AdaptiveTokenizerManager):
+    """Its tokenizer suspends once for each prompt.
+
+    Attributes:
+        sent: what went to the ranks, in that order.
+    """
+
+    def __init__(self, monkeypatch) -> None:
+        monkeypatch.setattr(sglang_manager, "wrap_shm_features", lambda obj: obj)
+        self.server_args = SimpleNamespace(
+            **SETTINGS,
+            weight_version="7",
+            skip_tokenizer_init=True,
+            batch_notify_size=16,
+            dp_size=1,
+            tokenizer_worker_num=1,
+        )
+        self.rid_to_state, self.event_loop, self.tokenizer = {}, asyncio.get_event_loop_policy(), None
+        self.dump_requests_folder = self.crash_dump_folder = ""
+        self.enable_metrics = self.enable_priority_scheduling = self.is_pause = self._pat_calibrates = False
+        self.default_priority_value = self.pat_first_schedule = None
+        self.disaggregation_mode, self.is_generation = DisaggregationMode.NULL, True
+        self.request_logger = MagicMock()
+        self.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)
+        self.is_pause_cond = asyncio.Condition()
+        self.sent: list[Any] = []
+        self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
+        self._pat_entrance = SimpleNamespace(admit=lambda *_: None)
+        self.pat_begin()
+
+    async def _tokenize_one_request(self, obj) -> Any:
+        await asyncio.sleep(0)
+        if len(obj.text) > LONGEST:
+            raise ValueError("too long")
+        stats = self.rid_to_state[obj.rid].time_stats
+        return SimpleNamespace(
+            rid=obj.rid, stream=obj.stream, sampling_params=SamplingParams(), time_stats=stats, mm_inputs=None
+        )
+
+    @property
+    def requests(self) -> list[str]:
+        """Ids of those that went to a rank."""
+        return [one.rid for one in self.sent if not isinstance(one, AbortReq)]
+
+    @property
+    def aborted(self) -> list[str]:
+        return [one.rid for one in self.sent if isinstance(one, AbortReq)]
+
+    def ask(self, rid: str | list[str], stream: bool = False, n: int = 1, text: Any = None) -> asyncio.Future:
+        """The answer to a request, or to a batch of texts, which SGLang sends one by one."""
+        text = text or ("x" if isinstance(rid, str) else ["x"] * len(rid))
+        obj = GenerateReqInput(rid=rid, text=text, sampling_params={"n": n}, stream=stream)
+        return asyncio.ensure_future(self._all(obj))
+
+    async def _all(self, obj: GenerateReqInput) -> list[Any]:
+        return [answer async for answer in self.generate_request(obj)]
+
+    async def told(self, rid: str, reason: str | None = None) -> None:
+        """A token of a request, the last one if there is a ``reason``."""
+        values = dict.fromkeys((field.name for field in fields(BatchTokenIDOutput)), None)
+        values |= {name: [0] for name in ("prompt_tokens", "reasoning_tokens", "completion_tokens", "cached_tokens")}
+        values |= {"rids": [rid], "output_ids": [[5]], "retraction_counts": [0]}
+        values["finished_reasons"] = [reason and {"type": reason}]
+        await self._handle_batch_output(BatchTokenIDOutput(**values))
+
+    def told_aborted(self, rid: str = "r", **reason: Any) -> None:
+        """It was aborted while it waited."""
+        reason = {"type": "abort", "message": "Abort in waiting queue"} | reason
+        self._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
+
+
+async def settle() -> None:
+    """Everybody has gone on as far as they can without a rank."""
+    for _ in range(50):
+        await asyncio.sleep(0)
