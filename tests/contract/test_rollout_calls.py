@@ -83,7 +83,7 @@ def test_a_round_says_what_it_waits_for(make, monkeypatch):
                     rollouts.judge(Verdict(key=key, number=0, keep=key == judged[0]))
                 judged = []
         told = [event for event in found if event["type"] == "waiting"]
-        assert told[0]["judging"] and told[0]["running"] == 0
+        assert next(event for event in told if event["judging"])["running"] == 0
         assert [event["prompts"] > 0 for event in told[-rounds.PROMPTS_PATIENCE :]] == [True] * rounds.PROMPTS_PATIENCE
         assert found[-1]["returned"] == 1
 

@@ -15,6 +15,7 @@ import pytest
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.sglang.launch import folder
+from sglang_pat.testing.ports import free_port
 
 pytestmark = pytest.mark.contract
 
@@ -70,7 +71,7 @@ def test_no_temporary_folder(model):
 
 def test_a_refusal_of_sglang_and_of_ours_are_the_last_line(model):
     """After all imports: nothing that they print, here or in the fork server, comes later."""
-    assert "--pp-size 2" in last_line("--model-path", model, "--port", 31_999, "--pp-size", 2)
+    assert "--pp-size 2" in last_line("--model-path", model, "--port", free_port(), "--pp-size", 2)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ OF_A_RANK = (
 def test_a_refusal_of_a_rank_is_the_last_line_and_nothing_stays(gpt2):
     """One line, though both ranks say it, and no socket."""
     with tempfile.TemporaryDirectory(prefix="pat") as place:
-        flags = ("--model-path", gpt2, "--port", 31_997, "--max-total-tokens", 512, "--skip-tokenizer-init")
+        flags = ("--model-path", gpt2, "--port", free_port(), "--max-total-tokens", 512, "--skip-tokenizer-init")
         assert last_line(*flags, lines=60, env={"TMPDIR": place}) == f"error: {OF_A_RANK}"
         assert not list(Path(place).glob(folder.PREFIX + "*"))
 

@@ -102,6 +102,7 @@ def drained(request, servers, llama, expected, profile, tmp_path_factory):
 
     for number in range(2):
         same(asyncio.run(drain(server, f"{policy}{number}", merged)), expected)
+        back_in_base(server)  # and so all ends are in the log
     return policy, server, log
 
 

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from .conftest import tell
 
-ALPHA = 1e-4
-"""Of each chi-square test."""
+ALPHA = 1e-6
+"""Of each chi-square test: what is drawn differs from run to run, and a wrong distribution gives far less."""
 
 PROMPT = [17, 211, 43, 388, 92, 7, 151]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 
@@ -9,10 +10,18 @@ _RANGE = range(20000, 32000)
 """SGLang adds up to 20,000 to the port it is given, and the sum must be a port too; above is the
 range from which the kernel hands out ports by itself."""
 
+_SHARES = 8
+
+
+def _share() -> range:
+    """This process's: that of a pytest worker beside others, for a server listens seconds after its port was chosen."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return _RANGE[number % _SHARES :: _SHARES]
+
 
 def free_port() -> int:
     """A TCP port that nobody listened on a moment ago."""
-    for port in random.SystemRandom().sample(_RANGE, 200):
+    for port in random.SystemRandom().sample(_share(), 200):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,9 +53,10 @@ class AdaptiveModelRunner(ModelRunner):
     model, sampler, attention backend, graphs and KV pool at those of the layout in force.
     """
 
-    def __init__(self, *, adaptive: AdaptiveConfig, rank: int, **kwargs) -> None:
+    def __init__(self, *, adaptive: AdaptiveConfig, rank: int, folder: Path, **kwargs) -> None:
         self.adaptive = adaptive
         self.rank = rank
+        self.folder = folder
         super().__init__(**kwargs)
 
     def _preprocess_logits(self, logits_output: LogitsProcessorOutput, sampling_info: SamplingBatchInfo) -> None:
@@ -78,7 +80,7 @@ class AdaptiveModelRunner(ModelRunner):
         shm.register()
         rendezvous.register()
         torch.get_device_module(self.device).set_device(self.gpu_id)
-        meeting = rendezvous.url(self.dist_port)
+        meeting = rendezvous.url(self.dist_port) if self.dist_port else rendezvous.url_in(self.folder)
         if self.server_args.dist_init_addr:
             meeting = NetworkAddress.parse(self.server_args.dist_init_addr).to_tcp()
         on_cuda = self.device == "cuda"
@@ -110,9 +112,10 @@ class AdaptiveModelRunner(ModelRunner):
 class AdaptiveTpModelWorker(TpModelWorker):
     """A ``TpModelWorker`` around an :class:`AdaptiveModelRunner`."""
 
-    def __init__(self, *, adaptive: AdaptiveConfig, rank: int, **kwargs) -> None:
+    def __init__(self, *, adaptive: AdaptiveConfig, rank: int, folder: Path, **kwargs) -> None:
         self.adaptive = adaptive
         self.rank = rank
+        self.folder = folder
         super().__init__(**kwargs)
         runner = self.model_runner
         runner.groups.use_shared_memory_for_control()
@@ -123,6 +126,7 @@ class AdaptiveTpModelWorker(TpModelWorker):
         self._model_runner = AdaptiveModelRunner(
             adaptive=self.adaptive,
             rank=self.rank,
+            folder=self.folder,
             model_config=self.model_config,
             mem_fraction_static=self.server_args.mem_fraction_static,
             gpu_id=self.gpu_id,

@@ -14,6 +14,7 @@ import logging
 import random
 from array import array
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -124,6 +125,7 @@ class AdaptiveScheduler(Scheduler):
         self.tp_worker = AdaptiveTpModelWorker(
             adaptive=self.adaptive,
             rank=self.rank,
+            folder=Path(self._channel_address.removeprefix("ipc://")).parent,
             server_args=self.server_args,
             gpu_id=self.gpu_id,
             tp_rank=self.tp_rank,

@@ -23,7 +23,6 @@ from sglang.srt.entrypoints import engine as stock  # noqa: E402
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer, maybe_reindex_device_id, numa_utils  # noqa: E402
-from sglang.srt.utils.network import get_free_port  # noqa: E402
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
 from sglang_pat.coordinator import schedule as schedules  # noqa: E402
@@ -131,7 +130,7 @@ def private_ports(args: AdaptiveServerArgs) -> PortArgs:
         tokenizer_ipc_name=f"ipc://{folder}/tokenizer",
         scheduler_input_ipc_name=f"ipc://{folder}/scheduler",
         detokenizer_ipc_name=f"ipc://{folder}/detokenizer",
-        nccl_port=get_free_port() if args.nccl_port is None else args.nccl_port,
+        nccl_port=args.nccl_port or 0,  # 0: rank 0 takes any
         rpc_ipc_name=f"ipc://{folder}/rpc",
         metrics_ipc_name=f"ipc://{folder}/metrics",
         tokenizer_worker_ipc_name=None,
