@@ -55,7 +55,7 @@ def test_a_round_that_does_not_count_tells_no_length():
 
 def test_an_emulated_link_is_called_so():
     assert cases.CASES["real-link"].link_name == "real link"
-    assert cases.CASES["slow-link"].link_name == "emulated link 5:0.03"
+    assert cases.CASES["slow-link"].link_name == "emulated link of 5 µs, 0.03 GB/s"
 
 
 # -- records --------------------------------------------------------------------------------------

@@ -75,7 +75,10 @@ class Case:
 
     @property
     def link_name(self) -> str:
-        return "real link" if self.link == NATURAL else f"emulated link {self.link}"
+        if self.link == NATURAL:
+            return "real link"
+        latency, bandwidth = self.link.split(":")
+        return f"emulated link of {latency} µs, {bandwidth} GB/s"
 
 
 MODELS = Path(".cache") / "models"
