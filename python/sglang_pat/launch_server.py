@@ -24,6 +24,8 @@ def main(argv: list[str] | None = None) -> None:
     stray = [arg for arg in argv if arg.startswith("--pat-")]
     if stray:
         sys.exit(f"error: {stray[0]} needs --adaptive-tp: add it, or leave the --pat-* flags out")
+    if {"-h", "--help"} & {*argv}:
+        print("Flags of SGLang. Those of the adaptive engine come with --adaptive-tp --help.\n", flush=True)
     sys.argv[1:] = argv
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 

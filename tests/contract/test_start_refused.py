@@ -200,3 +200,17 @@ def test_an_open_server_says_so(host, key, warned, caplog):
 
     warn_if_open(type("Args", (), {"host": host, "port": 30_000, "api_key": key}))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+
+
+def test_help_says_where_our_flags_are(monkeypatch, capsys):
+    from sglang_pat import launch_server
+
+    ran = []
+    monkeypatch.setattr(launch_server.cpu_shim, "ensure", lambda **_: None)
+    monkeypatch.setattr(launch_server.runpy, "run_module", lambda name, **_: ran.append(name))
+    monkeypatch.setattr(sys, "argv", ["launch_server"])
+    launch_server.main(["--model-path", "M"])
+    assert not capsys.readouterr().out
+    launch_server.main(["--help"])
+    assert "--adaptive-tp --help" in capsys.readouterr().out
+    assert ran == ["sglang.launch_server"] * 2
