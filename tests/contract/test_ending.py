@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import uvloop
@@ -181,3 +182,49 @@ def test_whoever_launches_sglang_makes_our_watchdog():
 
     assert "SubprocessWatchdog" in engine.Engine._launch_subprocesses.__func__.__code__.co_names
     assert engine.SubprocessWatchdog is watchdog_of
+
+
+def test_the_end_after_a_failure_takes_no_lock(ending, monkeypatch):
+    """The signal comes at any moment: while this thread stops the watchdog, or within the handler itself."""
+    from sglang_pat.sglang.server.ending import ChildrenWatchdog
+
+    ended = threading.Event()
+    monkeypatch.setattr(ending, "_end_all", ended.set)
+    watchdog = ChildrenWatchdog([])
+    manager = SimpleNamespace(_subprocess_watchdog=watchdog, dump_requests_before_crash=lambda: None)
+    handle = ending.EndingHandler(manager).running_phase_sigquit_handler
+    with watchdog._stop_event._cond:
+        threading.Thread(target=handle, daemon=True).start()
+        assert ended.wait(30)
+    assert watchdog.over
+
+
+SIGNALLED = """
+import os, signal, threading
+from types import SimpleNamespace
+from multiprocessing import get_context
+from sglang_pat.sglang import cpu_shim
+cpu_shim.ensure()
+from sglang_pat.sglang.server.ending import EndingHandler, watchdog_of
+
+child = get_context("fork").Process(target=signal.pause, name="sglang_pat: rank 1")
+child.start()
+watchdog = watchdog_of([child], ["scheduler_2"])
+watchdog.start()
+manager = SimpleNamespace(_subprocess_watchdog=watchdog, dump_requests_before_crash=lambda: None)
+signal.signal(signal.SIGQUIT, EndingHandler(manager).running_phase_sigquit_handler)
+
+def signals():
+    while True:
+        os.kill(os.getpid(), signal.SIGQUIT)
+
+threading.Thread(target=signals, daemon=True).start()
+while True:
+    signal.pause()
+"""
+
+
+def test_many_signals_at_once():
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 1 and "a process of the engine failed: all end" in done.stderr
+    assert "Traceback" not in done.stderr and "has ended" not in done.stderr, done.stderr

@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang.srt.managers.tokenizer_manager import SignalHandler
@@ -45,9 +46,11 @@ class EndingHandler(SignalHandler):
     """SGLang's, but the end after a child's failure leaves nothing behind; SIGTERM is :class:`Ending`'s."""
 
     def running_phase_sigquit_handler(self, signum=None, frame=None) -> None:
+        _hear_no_more()
         manager = self.tokenizer_manager
         if manager._subprocess_watchdog is not None:
-            manager._subprocess_watchdog.stop()
+            # Not its stop(): that takes a lock, which this very thread may hold where the signal found it.
+            manager._subprocess_watchdog.over = True
         manager.dump_requests_before_crash()
         _end_all()
 
@@ -74,6 +77,9 @@ class ChildrenWatchdog(SubprocessWatchdog):
     The other children first have :data:`LAST_WORDS_SECONDS`: in a switch they say whom they waited for.
     """
 
+    over = False
+    """All end already."""
+
     def start(self) -> None:
         handled = threading.current_thread() is threading.main_thread()  # by a handler of a user, or of ours
         self._end = _quit if handled else _end_all
@@ -81,7 +87,7 @@ class ChildrenWatchdog(SubprocessWatchdog):
 
     def _check_processes(self) -> bool:
         ended = [process for process in self._processes if not process.is_alive()]
-        if not ended or self._stop_event.wait(LAST_WORDS_SECONDS):
+        if not ended or self._stop_event.wait(LAST_WORDS_SECONDS) or self.over:
             return False
         for process in ended:
             logger.error("%s has ended (pid %d, exit code %s)", process.name, process.pid, process.exitcode)
@@ -99,8 +105,16 @@ def _quit() -> None:
     os.kill(os.getpid(), signal.SIGQUIT)
 
 
+def _hear_no_more() -> None:
+    """Each failed rank sends SIGQUIT, and so does the watchdog: the handler is not to be called within itself."""
+    with suppress(ValueError):  # in another thread than the main one, where there is no handler
+        signal.signal(signal.SIGQUIT, lambda number, frame: None)
+
+
 def _end_all() -> NoReturn:
-    logger.error("a process of the engine failed: all end")
+    _hear_no_more()
+    with suppress(Exception):  # the signal may have come while this thread was writing a line
+        logger.error("a process of the engine failed: all end")
     processes.end_children(seconds=2)
     folder.remove()
     os._exit(1)
