@@ -10,10 +10,10 @@ On GPUs you need none of this: see ``run_gpu.sh``.
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import re
 import sys
+from functools import reduce
 from pathlib import Path
 
 from sglang_pat.integrations import picture
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     out, args.model = args.out.resolve(), cpu_jobs.model(args.model)
     for old in out.glob("decisions.*.jsonl"):
         old.unlink()
-    rows = [{"input": text, "label": ""} for text in cpu_jobs.prompts(64, chat)]
+    rows = [{"input": text, "label": ""} for text in cpu_jobs.prompts(args.batch * args.steps, chat)]
     (out / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # Apart from the engine the trainer needs GPUs of its own where the two run at once.
     gpus = args.gpus if args.mode == "collocated" else 2 * args.gpus
@@ -113,7 +113,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def metrics(lines: list[str]) -> list[dict[str, float]]:
     """OpenRLHF's of each step, which it only prints."""
-    return [ast.literal_eval(step[1]) for line in lines if (step := re.search(r"Global step \d+: (\{.*\})", line))]
+    steps = [step[1] for line in lines if (step := re.search(r"Global step \d+: (\{.*\})", line))]
+    # As JSON, which has words for what is no number.
+    words = ((r"'", '"'), (r"\bnan\b", "NaN"), (r"\binf\b", "Infinity"))
+    return [json.loads(reduce(lambda text, word: re.sub(*word, text), words, step)) for step in steps]
 
 
 def steps(found: list[dict[str, float]]) -> list[picture.Step]:

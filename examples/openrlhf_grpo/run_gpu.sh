@@ -12,6 +12,6 @@ exec python -m sglang_pat.integrations.openrlhf \
     --vllm.num_engines 1 --vllm.tensor_parallel_size "$GPUS" --vllm.gpu_memory_utilization 0.6 \
     --train.colocate_all --vllm.enable_sleep --vllm.enable_prefix_caching \
     --algo.advantage.estimator group_norm --algo.advantage.is_correction_level token \
-    --rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --rollout.max_new_tokens 8192 \
+    --rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --rollout.max_new_tokens 8192 --data.max_len 10240 \
     --ds.zero_stage 2 --ds.param_dtype bf16 \
     --sglang_pat.base_tp 1 ${PROFILE:+--sglang_pat.profile "$PROFILE"} "$@"

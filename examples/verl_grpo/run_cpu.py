@@ -146,8 +146,10 @@ def steps(metrics: Path) -> list[picture.Step]:
     found = []
     for line in metrics.read_text().splitlines():
         data = json.loads(line)["data"]
+        if "timing_s/step" not in data:
+            continue  # of a validation
         names = {"generation": "gen", "training": "update_actor", "weight sync": "update_weights"}
-        parts = {part: data[f"timing_s/{name}"] for part, name in names.items()}
+        parts = {part: data.get(f"timing_s/{name}", 0.0) for part, name in names.items()}
         found.append(picture.Step.of(data["critic/score/mean"], data["timing_s/step"], parts))
     return found
 

@@ -228,6 +228,24 @@ def test_a_pause_waits_for_one_whose_client_has_left(play):
     play(scene)
 
 
+def test_all_that_runs_is_ended(play):
+    """Its clients, if there are any, get what there is."""
+
+    async def scene(manager):
+        answers = [manager.ask(rid) for rid in "ab"]
+        await settle()
+        ending = asyncio.ensure_future(manager.pat_end_running())
+        await settle()
+        assert manager.aborted == ["a", "b"] and not ending.done()
+        await manager.told("a", "abort")
+        manager.told_aborted("b")
+        assert await ending == 2
+        assert [(await answer)[0]["meta_info"]["finish_reason"]["type"] for answer in answers] == ["abort"] * 2
+        assert await manager.pat_end_running() == 0
+
+    play(scene)
+
+
 def test_an_update_does_not_wait_for_ever(play, monkeypatch):
     monkeypatch.setattr(forgetting, "LEFT_SECONDS", 0.0)
 

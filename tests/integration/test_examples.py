@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import math
 import os
 import sys
 from types import ModuleType
@@ -73,3 +74,18 @@ def test_a_machine_that_is_too_busy_for_ray_is_told_in_one_line(capfd):
 @pytest.mark.parametrize("name", ["verl_grpo", "openrlhf_grpo"])
 def test_the_gpu_form_lies_beside(name):
     assert (EXAMPLES / name / "run_gpu.sh").exists() and callable(example(name).main)
+
+
+def test_openrlhfs_figures_may_be_no_numbers():
+    """Such a run is the one to look at."""
+    lines = ["(PPOTrainer) Global step 1: {'reward': nan, 'loss': inf, 'timing/step_total': 2.5}", "another line"]
+    (found,) = example("openrlhf_grpo").metrics(lines)
+    assert math.isnan(found["reward"]) and math.isinf(found["loss"]) and found["timing/step_total"] == 2.5
+
+
+def test_verls_lines_of_a_validation_are_no_steps(tmp_path):
+    (path := tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "data": {"val-core/reward": 0.5}}\n'
+        '{"step": 1, "data": {"critic/score/mean": 0.5, "timing_s/step": 2.0, "timing_s/gen": 1.5}}\n'
+    )
+    assert len(example("verl_grpo").steps(path)) == 1

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import inspect
 import re
 import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -32,6 +34,19 @@ def methods(actor_class) -> dict[str, list[str]]:
     stock = actor_class.__ray_metadata__.modified_class
     found = inspect.getmembers(stock, inspect.isfunction)
     return {name: list(inspect.signature(function).parameters) for name, function in found if name[0] != "_"}
+
+
+def test_what_is_checked_of_their_arguments_has_their_defaults():
+    from sglang_pat.integrations.openrlhf.__main__ import DEFAULTS
+
+    source = Path(importlib.util.find_spec("openrlhf.cli.train_ppo_ray").origin).read_text()
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and node.args]
+    found = {
+        node.args[0].value: next(word.value.value for word in node.keywords if word.arg == "default")
+        for node in calls
+        if isinstance(node.args[0], ast.Constant) and node.args[0].value in DEFAULTS
+    }
+    assert found == DEFAULTS
 
 
 def test_the_actor_has_the_methods_of_theirs_with_their_parameters(engine):

@@ -96,6 +96,30 @@ def test_their_servers_keep_sglangs_plugin_out(monkeypatch):
     assert seen == [({"master_port": 1}, None, False)]
 
 
+@pytest.mark.parametrize("frees", [True, False])
+@pytest.mark.parametrize("name", ["sleep", "release_kv_cache"])
+def test_what_an_agent_has_given_up_is_ended_before_memory_is_released(name, frees, monkeypatch):
+    """verl has its batch by then, and the engine would refuse."""
+    replica(config())
+    from sglang_pat.integrations.verl.replica import AdaptiveServer, SGLangHttpServer
+
+    done = []
+
+    async def noted(*_):
+        done.append("released")
+
+    async def ended():
+        done.append("ended")
+        return 1
+
+    monkeypatch.setattr(SGLangHttpServer, name, noted)
+    server = AdaptiveServer.__new__(AdaptiveServer)
+    server.config = SimpleNamespace(free_cache_engine=frees)
+    server.tokenizer_manager = SimpleNamespace(pat_end_running=ended)
+    asyncio.run(getattr(server, name)())
+    assert done == (["ended"] if frees else []) + ["released"]
+
+
 def test_an_engines_actor_handles_a_nodes_requests_at_once():
     """Ray's limit counts aborts and pauses, too: they would wait behind requests."""
     made = replica(config("sglang_pat", {}, max_num_seqs=256))

@@ -238,3 +238,12 @@ def test_prompts_that_have_failed_are_left_out_of_the_step():
 def test_a_step_of_failed_prompts_alone_ends_the_job():
     with pytest.raises(RuntimeError, match=f"no response to train on: all {BATCH} prompts of the step have failed"):
         Failing(1, fails=lambda text: True).step(1)
+
+
+def test_all_prompts_of_a_step_are_fed_at_once(monkeypatch):
+    """Each call goes through all keys that there ever were."""
+    fed, world = [], World(seed=0)
+    feed = world._admitter.feed
+    monkeypatch.setattr(world._admitter, "feed", lambda prompts: fed.append(len(prompts)) or feed(prompts))
+    world.begin(0, world.fetch)
+    assert len(fed) == 1 and fed[0] == world.fetched >= BATCH

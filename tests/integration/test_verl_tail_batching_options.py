@@ -47,6 +47,11 @@ def test_refused_in_one_line(options, line):
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
+def test_no_option_of_verls_other_modes():
+    with pytest.raises(ValueError, match="has no option 'parameter_sync_step'; choose from"):
+        tail_batching.rules({"parameter_sync_step": 2}, BATCH, RESPONSES)
+
+
 @pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
 def test_other_trainer_modes_have_no_tail_batching(mode):
     from sglang_pat.integrations.verl import trainers
@@ -57,6 +62,15 @@ def test_other_trainer_modes_have_no_tail_batching(mode):
     with pytest.raises(ValueError) as refused:
         kind(config)
     assert str(refused.value).startswith(f"trainer.v1.{name} has no option 'tail_batching', must be left out")
+
+
+CONFIG = {
+    "actor_rollout_ref": {"rollout": {"n": RESPONSES, "response_length": LIMIT}},
+    "algorithm": {},
+    "data": {"train_batch_size": BATCH},
+    "reward": {"reward_model": {"enable": False}},
+    "trainer": {"v1": {"sampler": SAMPLER, "sglang_pat_sync": STRICT}},
+}
 
 
 @pytest.mark.parametrize(
@@ -72,15 +86,7 @@ def test_refused_beside_what_also_chooses_prompts(other):
 
     trainer = object.__new__(trainers.AdaptiveSync)
     trainer.trainer_mode = "sync"
-    trainer.config = OmegaConf.create(
-        {
-            "actor_rollout_ref": {"rollout": {"n": RESPONSES, "response_length": LIMIT}},
-            "algorithm": {},
-            "data": {"train_batch_size": BATCH},
-            "reward": {"reward_model": {"enable": False}},
-            "trainer": {"v1": {"sampler": SAMPLER, "sglang_pat_sync": STRICT}},
-        }
-    )
+    trainer.config = OmegaConf.create(CONFIG)
     assert isinstance(trainer._build_replay_buffer(), TailBatchingBuffer)
     trainer.config.merge_with_dotlist([other])
     with pytest.raises(ValueError) as refused:
@@ -89,6 +95,22 @@ def test_refused_beside_what_also_chooses_prompts(other):
         "trainer.v1.sglang_pat_sync.tail_batching chooses the prompts of a step: leave algorithm.filter_groups, "
         "trainer.v1.sampler.custom_sampler and trainer.v1.sampler.sync_refill_failed_groups out"
     )
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_batch_is_trained_on_once(steps):
+    """verl would ask for several batches of a step, and get the same one."""
+    from sglang_pat.integrations.verl import trainers
+
+    trainer = object.__new__(trainers.AdaptiveSync)
+    trainer.trainer_mode = "sync"
+    trainer.config = OmegaConf.create(CONFIG)
+    trainer.config.merge_with_dotlist([f"trainer.v1.sync.parameter_sync_step={steps}"])
+    if steps == 1:
+        assert isinstance(trainer._build_replay_buffer(), TailBatchingBuffer)
+        return
+    with pytest.raises(ValueError, match=r"^trainer\.v1\.sync\.parameter_sync_step is 2, must be 1 \(or left out\)"):
+        trainer._build_replay_buffer()
 
 
 def test_off_by_default():

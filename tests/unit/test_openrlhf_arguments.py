@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from sglang_pat.integrations import CALLS
-from sglang_pat.integrations.openrlhf.__main__ import main, split
+from sglang_pat.integrations.openrlhf.__main__ import _check_lengths, _read_as_openrlhf, main, split
 from sglang_pat.integrations.openrlhf.launcher import Given, Launcher
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -52,12 +56,22 @@ TP8 = ["--vllm.tensor_parallel_size", "8"]
         ),
         (["--sglang_pat.base_tp", "3", "=".join(TP8)], "--sglang_pat: base_tp is 3, must divide the engine's 8 GPUs"),
         (["--sglang_pat.base_tp", "2"], "--sglang_pat: base_tp is 2, must divide the engine's 1 GPUs: 1"),
+        (
+            ["--rollout.max_new_tokens", "8192"],
+            "--rollout.max_new_tokens is 8192, must be less than --data.max_len (2048), the length of a prompt and",
+        ),
     ],
 )
 def test_a_wrong_setting_ends_it_before_anything_starts(argv, line):
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert str(ended.value).startswith(f"error: {line}") and "\n" not in str(ended.value)
+
+
+def test_the_job_for_gpus_leaves_room_for_prompts():
+    argv = re.findall(r"[^\s\\\"]+", (ROOT / "examples/openrlhf_grpo/run_gpu.sh").read_text().replace("$GPUS", "8"))
+    assert _check_lengths(*_read_as_openrlhf(argv)[1:]) is None
+    assert _read_as_openrlhf(argv)[1:] == (8192, 10240)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from sglang_pat import settings
 from sglang_pat.integrations.openrlhf import facade
 from sglang_pat.integrations.openrlhf.launcher import Given, install
 
-GPUS = "--vllm.tensor_parallel_size"
+GPUS, RESPONSE, WHOLE = "--vllm.tensor_parallel_size", "--rollout.max_new_tokens", "--data.max_len"
+DEFAULTS = {GPUS: 1, RESPONSE: None, WHOLE: 2048}
+"""OpenRLHF's own."""
 
 
 def split(argv: list[str]) -> tuple[Given, list[str]]:
@@ -51,17 +53,30 @@ def _read(text: str) -> Any:
         return {"True": True, "False": False, "None": None}.get(text, text)
 
 
-def _gpus(argv: list[str]) -> int:
-    """Of an engine, as OpenRLHF reads it from its arguments."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(GPUS, type=int, default=1)
-    return vars(parser.parse_known_args(argv)[0])[GPUS.removeprefix("--")]
+def _read_as_openrlhf(argv: list[str]) -> tuple[int, int | None, int]:
+    """GPUs of an engine, most tokens of a response (None: what the prompt leaves), most of both together."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for number, (name, default) in enumerate(DEFAULTS.items()):
+        parser.add_argument(name, type=int, default=default, dest=str(number))
+    found = vars(parser.parse_known_args(argv)[0])
+    return found["0"], found["1"], found["2"]
+
+
+def _check_lengths(response: int | None, whole: int) -> None:
+    """Raises ValueError: OpenRLHF would cut each prompt down to nothing, and go on."""
+    if response is not None and response >= whole:
+        raise ValueError(
+            f"{RESPONSE} is {response}, must be less than {WHOLE} ({whole}), the length of a prompt and its response: "
+            f"give {WHOLE} {response + 2048}, for prompts of 2048 tokens"
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
     try:
         given, rest = split(sys.argv[1:] if argv is None else argv)
-        given.check(_gpus(rest))
+        gpus, response, whole = _read_as_openrlhf(rest)
+        given.check(gpus)
+        _check_lengths(response, whole)
     except ValueError as error:
         sys.exit(f"error: {error}")
     facade.install()

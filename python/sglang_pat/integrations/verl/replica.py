@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
@@ -17,6 +18,8 @@ from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS
 from sglang_pat.plugin import VARIABLE
 from sglang_pat.sglang.attach import attach
+
+logger = logging.getLogger(__name__)
 
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
 """Of the answer to a request of :meth:`AdaptiveServer.generate`."""
@@ -39,6 +42,19 @@ class AdaptiveServer(SGLangHttpServer):
         output.extra_fields[DEGREES] = meta.get(DEGREES, ())
         output.extra_fields[STEPS] = ((0, output.extra_fields["global_steps"]),)
         return output
+
+    async def sleep(self) -> None:
+        """verl's.  It has its batch by then: what still runs belongs to an agent that has given it up."""
+        await self._end_running()
+        await super().sleep()
+
+    async def release_kv_cache(self) -> None:
+        await self._end_running()
+        await super().release_kv_cache()
+
+    async def _end_running(self) -> None:
+        if self.config.free_cache_engine and (ended := await self.tokenizer_manager.pat_end_running()):
+            logger.warning("%d requests ran on while memory was to be released, and were aborted", ended)
 
     async def load(self) -> EngineReport:
         """What a balancer of requests wants to know."""

@@ -48,7 +48,7 @@ def rules(options: Mapping[str, Any], num_prompts: int, num_responses: int) -> R
     Raises:
         ValueError: an unknown option, or a value that cannot be; one line.
     """
-    unknown = sorted(set(options) - OPTIONS - {"parameter_sync_step"})
+    unknown = sorted(set(options) - OPTIONS)
     if unknown:
         raise ValueError(f"{WHERE} has no option {unknown[0]!r}; choose from {', '.join(sorted(OPTIONS))}")
     mode = options.get("tail_batching")
@@ -125,12 +125,15 @@ class TailBatchingBuffer(ReplayBuffer):
 
     def begin(self, version: int, fetch: Callable[[], TensorDict]) -> None:
         """Start a step's prompts; ``fetch`` gets more of them from the data."""
-        while self._admitter.wanted:
-            rows = fetch()
-            for i in range(len(rows)):
-                self._rows[self._fed] = rows[i : i + 1]
-                self._admitter.feed([((0, self._fed), None)])
-                self._fed += 1
+        # All at once: each call of the admitter goes through all keys that there ever were.
+        while wanted := self._admitter.wanted:
+            first = self._fed
+            while self._fed < first + wanted:
+                rows = fetch()
+                for i in range(len(rows)):
+                    self._rows[self._fed] = rows[i : i + 1]
+                    self._fed += 1
+            self._admitter.feed([((0, index), None) for index in range(first, self._fed)])
         self._taken, self._over = [], False
         self._uids.clear()
         self._do(self._admitter.begin(version))

@@ -100,6 +100,12 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
         wanted = rules(given, self.config.data.train_batch_size, rollout.n)
         if wanted is None:
             return super()._build_replay_buffer()
+        steps = self.config.trainer.v1.get(self.trainer_mode, {}).get("parameter_sync_step", 1)
+        if steps != 1:
+            raise ValueError(
+                f"trainer.v1.{self.trainer_mode}.parameter_sync_step is {steps}, must be 1 (or left out) with "
+                "trainer.v1.sglang_pat_sync.tail_batching: a step has one batch, for one update"
+            )
         sampler = self.config.trainer.v1.sampler
         custom = (sampler.get("custom_sampler") or {}).get("path")
         if self._resolve_filter_groups_metric() or custom or sampler.get("sync_refill_failed_groups"):

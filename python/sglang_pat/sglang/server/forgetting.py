@@ -52,6 +52,19 @@ class ForgettingTokenizerManager(TokenizerManager):
             if state.pat_sent and not state.finished and not rid.startswith(HEALTH_CHECK_RID_PREFIX)
         ]
 
+    async def pat_end_running(self) -> int:
+        """Abort what ranks have, and wait until it has ended; returns the number of requests.
+
+        Raises:
+            RuntimeError: some have not ended after a minute.
+        """
+        running = self.pat_running()
+        for state in running:
+            state.pat_left = True
+            self.abort_request(state.obj.rid)
+        await self.pat_until_left_have_ended()
+        return len(running)
+
     async def pat_until_left_have_ended(self) -> None:
         """A rank still has them for a step after their abort.
 
