@@ -104,6 +104,14 @@ def test_what_was_not_named_is_compiled_once(backend):
     assert backend.compiled == [KEY]
 
 
+def test_nothing_is_compiled_for_one_that_was_aborted(backend):
+    """In the pause of a switch, where all would wait; maybe it was aborted because that takes for ever."""
+    grammars = CompiledGrammars(backend)
+    with grammars.rebuilding(None, compiling=False, aborted=True):
+        assert backend.get_cached_or_future_value(KEY, False) == (None, True)
+    assert not backend.compiled
+
+
 def test_a_request_that_was_here_keeps_its_grammar(backend):
     grammars, held = CompiledGrammars(backend), object()
     with grammars.rebuilding(held, compiling=False):

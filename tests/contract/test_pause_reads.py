@@ -32,6 +32,7 @@ IN_HOST_MEMORY = {
     ("sglang/switch/requests.py", "restore", "tolist"): "arrays of a capsule",
     ("sglang/switch/requests.py", "unseal", "tolist"): "arrays of a capsule",
     ("sglang/switch/executor.py", "_vote", "item"): "votes go through shared memory",
+    ("sglang/switch/live.py", "idle_everywhere", "item"): "in no pause: before memory is released, as a vote",
     ("comm/transport.py", "__init__", "tolist"): "arrays of the plan",
     ("comm/transport.py", "incoming", "tolist"): "arrays of the plan",
     ("kernels/kv.py", "_ints", "tolist"): "part tables are lists, but in tests",

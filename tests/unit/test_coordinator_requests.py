@@ -130,6 +130,19 @@ def test_no_switch_without_memory():
     assert rig.answers()[-1].code == 200 and rig.coordinator.layout.tp == 2
 
 
+def test_memory_that_was_not_released():
+    """Ranks release on all or on none: after an error there is nothing to resume."""
+    rig = Rig(1, 2)
+    rig.control("update", releases=frozenset({"weights", "kv_cache"}), failed=lambda reply: True)
+    rig.iterate()
+    for rank in (0, 1):
+        rig.world.answer(rank, "update")
+    rig.settle()
+    rig.reconfigure(2)
+    rig.settle()
+    assert rig.answers()[-1].code == 200 and rig.coordinator.layout.tp == 2
+
+
 def test_policies_wait_for_controls():
     rig = Rig(1, 2, policy="threshold", switch_at=2)
     rig.work(6)

@@ -147,7 +147,8 @@ class Coordinator:
         merged = self._replies.take(rank, obj)
         if merged is None:
             return self._outbox.to_server(obj)
-        for reply in merged:
+        for control, reply in merged:
+            self._released -= control.releases if control.failed(reply) else frozenset()
             self._outbox.to_server(reply)
         self._proceed(now)
 
@@ -199,7 +200,7 @@ class Coordinator:
         arrivals = self._deciding.round
         arrivals.in_engine(self._in_engine)
         complete = arrivals.complete
-        if self._backlog and isinstance(self._backlog[0], Generation) and self._deciding.opens(now):
+        if self._backlog and isinstance(head := self._backlog[0], Generation) and self._deciding.opens(head, now):
             self._decide(now, ahead=True)
         while self._backlog and not self._held:
             head = self._backlog[0]
@@ -284,9 +285,8 @@ class Coordinator:
         if record.reason == "schedule":
             self._follower.carried_out(record)
         if switch.wanted.query_id is not None:
-            self._answer(
-                switch.wanted.query_id, 500 if record.error else 200, record.error, msgspec.to_builtins(record)
-            )
+            code = 500 if record.error else 200
+            self._answer(switch.wanted.query_id, code, record.error, msgspec.to_builtins(record))
 
     def _take_over(self, ended: Ended) -> None:
         """The new leaders' load: what they have reported already, or else what they were handed."""

@@ -82,9 +82,9 @@ class Deciding:
 
     def arrived(self, request: Generation, now: float) -> None:
         """A request goes into the engine."""
-        if self.calibrating:
+        if self.calibrating or not request.counts:
             return
-        self._arrived += request.counts
+        self._arrived += 1
         self.round.arrived(now)
         self._opened = False
 
@@ -123,11 +123,11 @@ class Deciding:
 
     # -- when to ask ------------------------------------------------------------------------------
 
-    def opens(self, now: float) -> bool:
+    def opens(self, request: Generation, now: float) -> bool:
         """Whether a request that is about to go in is the first of a round whose size is known: a switch stops nobody
         yet.  Says so once; the policy is then due."""
         begins = not self.round.came and not self._opened and self._config.predicts
-        if not begins or not len(self.round.coming(now)):
+        if not request.counts or not begins or not len(self.round.coming(now)):
             return False
         self._opened = True
         self.hurry()

@@ -15,6 +15,7 @@ class Control:
     Attributes:
         reply: name of the reply's type, or None if there is none.
         merge: makes one reply of all leaders' replies, which come in the order of their ranks.
+        failed: whether such a reply says that nothing was done.
         needs_base: only the base layout can do it (weights, memory).
         pauses: True stops generation, False lets it go on.
         releases, resumes: memory it gives away and takes back, by SGLang's tags.
@@ -23,6 +24,7 @@ class Control:
     obj: Any
     reply: str | None = None
     merge: Callable[[list[Any]], Any] = lambda replies: replies[0]
+    failed: Callable[[Any], bool] = lambda reply: False
     needs_base: bool = False
     pauses: bool | None = None
     releases: frozenset[str] = frozenset()
@@ -52,8 +54,8 @@ class Replies:
         if control.reply:
             self._waiting.setdefault(control.reply, deque()).append(_Collect(control, leaders))
 
-    def take(self, rank: int, obj: Any) -> list[Any] | None:
-        """A leader's reply: ``[merged]`` once those of all leaders are there, ``[]`` before.
+    def take(self, rank: int, obj: Any) -> list[tuple[Control, Any]] | None:
+        """A leader's reply: ``[(request, merged)]`` once those of all leaders are there, ``[]`` before.
 
         None if it is no reply that is waited for.
         """
@@ -68,7 +70,8 @@ class Replies:
         waiting.popleft()  # complete before any later one, as each leader fills them in order
         if not waiting:
             del self._waiting[name]
-        return [collect.control.merge([collect.replies[leader] for leader in sorted(collect.replies)])]
+        merged = collect.control.merge([collect.replies[leader] for leader in sorted(collect.replies)])
+        return [(collect.control, merged)]
 
     def _of(self, rank: int, obj: Any) -> _Collect | None:
         """The collection that the reply of a leader belongs to.

@@ -46,7 +46,7 @@ def _all_or_error(replies: list[Any]) -> Any:
 
 
 _SUCCESS = dict(merge=_all_succeed)
-_MEMORY = dict(merge=_all_or_error, needs_base=True)
+_MEMORY = dict(merge=_all_or_error, needs_base=True, failed=lambda reply: bool(error_of(reply)))
 _WEIGHTS = dict(merge=_all_succeed, needs_base=True)
 
 CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {

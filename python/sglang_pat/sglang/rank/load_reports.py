@@ -43,12 +43,17 @@ class LoadReporter:
         """Requests put back into the queue for want of KV, while this rank led, since the last report."""
         self._finished: list[Finished] = []
         self._decoded = Decoded()
-        self._last: tuple[int, int, int] | None = None
+        self._last: tuple[int, ...] | None = None
         self._steps = 0
 
     def forget(self) -> None:
-        """The next look at the load is reported in any case (new group)."""
+        """The next look at the load is reported in any case."""
         self._last = None
+
+    def moved(self) -> None:
+        """Part of another group: steps that were not reported are not of its layout."""
+        self.forget()
+        self._decoded = Decoded()
 
     def finished(self, reqs: list[Req]) -> None:
         """Called before outputs go out, when SGLang has not yet marked the finished ones as sent."""
@@ -84,7 +89,8 @@ class LoadReporter:
             running = running + [req for req in batch.reqs if req is not chunked]
         queued = len(scheduler.waiting_queue) + len(scheduler.grammar_manager.grammar_queue) + (chunked is not None)
         self._steps += batch is not None
-        load = (len(running), queued, scheduler.layouts.weight_version)
+        # ``received``: a request may have come and gone since the last look.
+        load = (len(running), queued, scheduler.layouts.weight_version, self.received)
         if load == self._last and self._steps < REPORT_INTERVAL_STEPS and not self._finished:
             return
         self._last, self._steps = load, 0

@@ -235,7 +235,7 @@ class AdaptiveScheduler(Scheduler):
         reseed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
         # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must agree.
         self.new_token_ratio = self.init_new_token_ratio
-        self.load.forget()
+        self.load.moved()
 
     def clear_pools(self) -> None:
         self.tree_cache.reset()
@@ -323,24 +323,31 @@ class AdaptiveScheduler(Scheduler):
         self.trace.end(self)
 
     def release_memory_occupation(self, recv_req: Any) -> Any:
+        """SGLang's, on all ranks or on none.
+
+        Raises:
+            RuntimeError: some rank still runs a request (a health probe, for one).
+        """
         live.drain_ended(self)
+        if not live.idle_everywhere(self):
+            raise RuntimeError("memory is not released: a rank still has a request")
         return super().release_memory_occupation(recv_req)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         # A pause of the mode "retract" leaves requests that wait and hold no KV.  SGLang says that the cache can be
         # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.
-        waiting = self.waiting_queue
+        waiting, compiling = self.waiting_queue, self.grammar_manager.grammar_queue
         live.drain_ended(self)
         if self._engine_paused and all(req.req_pool_idx is None for req in waiting):
-            self.waiting_queue = []
+            self.waiting_queue, self.grammar_manager.grammar_queue = [], []
         try:
             success = super().flush_cache(empty_cache)
         finally:
-            self.waiting_queue = waiting
+            self.waiting_queue, self.grammar_manager.grammar_queue = waiting, compiling
         if success and self.is_leader:
             # No step will follow that would report the emptied pool.
             self.load.forget()
-            self.load.send([], [])
+            self.load.send([], waiting + compiling)
         return success
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:

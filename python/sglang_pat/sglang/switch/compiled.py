@@ -117,10 +117,11 @@ class CompiledGrammars:
         return self._backend.cache.get(key) or self._make(key, 0)[0]
 
     @contextmanager
-    def rebuilding(self, held: Any | None, compiling: bool) -> Iterator[None]:
+    def rebuilding(self, held: Any | None, compiling: bool, aborted: bool = False) -> Iterator[None]:
         """Inside the block SGLang makes a request again: with the grammar ``held`` by the request itself, if it was
-        here; ``compiling``: with one that may not be ready and waits for its turn."""
-        self._rebuilding = held, compiling
+        here; ``compiling``: with one that may not be ready and waits for its turn; ``aborted``: it needs none any
+        more, and maybe it was aborted because its grammar takes for ever."""
+        self._rebuilding = held, compiling, aborted
         try:
             yield
         finally:
@@ -146,8 +147,8 @@ class CompiledGrammars:
         """SGLang's, and whether it is ready; see :meth:`rebuilding`."""
         if self._rebuilding is None:
             return self._sglang_lookup(key, require_reasoning)
-        held, compiling = self._rebuilding
-        if held is not None:
+        held, compiling, aborted = self._rebuilding
+        if held is not None or aborted:
             return held, True
         if not compiling:
             return self._take(key, require_reasoning), True

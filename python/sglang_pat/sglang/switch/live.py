@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -36,6 +37,8 @@ def drain(scheduler: AdaptiveScheduler) -> None:
                 scheduler.running_batch.merge_batch(last)
     scheduler.last_batch = scheduler.cur_batch = None
     scheduler.running_batch.filter_batch()
+    # SGLang looks for room again where its own code shrinks this batch, and never again if it is empty.
+    scheduler.running_batch.batch_is_full = False
     while scheduler.return_health_check_ipcs:
         scheduler.maybe_send_health_check_signal()
 
@@ -49,6 +52,13 @@ def drain_ended(scheduler: AdaptiveScheduler) -> None:
     batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
     if any(batch.reqs for batch in batches) and all(req.finished() for batch in batches for req in batch.reqs):
         drain(scheduler)
+
+
+def idle_everywhere(scheduler: AdaptiveScheduler) -> bool:
+    """Whether no rank of the engine has a request; all of them call this."""
+    idle = torch.tensor([int(scheduler.is_fully_idle())])
+    dist.all_reduce(idle, dist.ReduceOp.MIN, group=scheduler.executor.world)
+    return bool(idle.item())
 
 
 def requests_of(scheduler: AdaptiveScheduler) -> tuple[list[Req], list[Req]]:

@@ -164,7 +164,8 @@ def rebuild(scheduler: AdaptiveScheduler, capsule: Capsule, held_grammar: Any | 
     ``held_grammar``: its grammar as it stands, if it was here before.
     """
     given, prompt = unseal(capsule.sealed)
-    with scheduler.grammars.rebuilding(held_grammar, capsule.compiling):
+    aborted = capsule.state.get("to_finish") is not None
+    with scheduler.grammars.rebuilding(held_grammar, capsule.compiling, aborted):
         req = scheduler.construct(given, prompt, capsule.sealed)
     if held_grammar is not None:
         req.grammar = held_grammar  # also one that no text asks for (strict thinking)

@@ -1,0 +1,163 @@
+"""Flushes and releases of memory in between: SGLang's own scheduler, whose pools are played; no engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from sglang.srt.managers import scheduler as stock
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_pat.messages import LoadReport, Step
+from sglang_pat.sglang.rank.load_reports import LoadReporter
+from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+from sglang_pat.sglang.switch import live
+from sglang_pat.switch.gate import StepGate
+
+pytestmark = pytest.mark.contract
+
+
+class Admits(Exception):
+    """SGLang looks at the queue."""
+
+
+def request(ended: bool) -> SimpleNamespace:
+    return SimpleNamespace(
+        finished=lambda: ended, req_pool_idx=1 if ended else None, output_ids=[1], origin_input_ids=[1], rid="x",
+        pat_since=0, pat_limit=9, pat_family=1,
+    )  # fmt: skip
+
+
+class Rank(AdaptiveScheduler):
+    """One whose two running requests have all ended in the last step: no other had room beside them."""
+
+    def __init__(self, overlap: bool = False, prefill: bool = False) -> None:
+        self.attn_tp_rank, self.gate, self._paused_by_client, self.rank, self.tp_size = 0, StepGate(), False, 0, 1
+        self.enable_overlap, self.result_queue = overlap, deque()
+        mode = ForwardMode.EXTEND if prefill else ForwardMode.DECODE
+        last = ScheduleBatch(reqs=[request(True), request(True)], batch_is_full=not prefill, forward_mode=mode)
+        self.running_batch = ScheduleBatch(reqs=[], batch_is_full=True) if prefill else last
+        self.last_batch = self.cur_batch = last
+        self.chunked_req, self._chunked_req_scheduled_last_iter = None, False
+        self.waiting_queue, self.return_health_check_ipcs = [], deque()
+        self.grammar_manager = SimpleNamespace(
+            grammar_queue=[], has_waiting_grammars=lambda: False, clear=lambda: None, abort_requests=lambda req: None,
+            grammar_backend=None,
+        )  # fmt: skip
+        self.dllm_manager, self.dllm_config = SimpleNamespace(any_staging_reqs=lambda: False), None
+        self.disaggregation_mode, self.spec_algorithm = (
+            stock.DisaggregationMode.NULL,
+            SimpleNamespace(is_none=lambda: True),
+        )
+        for name in (
+            "enable_hisparse enable_hierarchical_cache enable_priority_preemption is_hybrid_swa enable_fpm enable_lora "
+            "require_mlp_sync prefill_delayer draft_worker device_module _engine_paused enable_hicache_storage "
+            "_pending_flush external_corpus_manager".split()
+        ):
+            setattr(self, name, None)
+        self.pp_size = 1
+        pool = SimpleNamespace(reset=lambda: None, clear=lambda: None, available_size=lambda: 4, size=4)
+        self.tree_cache = self.req_to_token_pool = self.token_to_kv_pool_allocator = pool
+        self.layouts, self.dropped = SimpleNamespace(weight_version=0, kv_totals={1: 4}), None
+        self.reports: list[LoadReport] = []
+        self.channel = SimpleNamespace(send=self.reports.append)
+        self.load, self.trace = LoadReporter(self), SimpleNamespace(idle=lambda: None)
+        self.session_controller = SimpleNamespace(maybe_reap=lambda now: None)
+        self.policy = SimpleNamespace(calc_priority=self._admits)
+
+    def _admits(self, *_):
+        raise Admits
+
+    def reset_metrics(self) -> None: ...
+
+    def maybe_prepare_mlp_sync_batch(self, batch, need_sync=None):
+        return batch
+
+    def _maybe_prepare_ngram_embedding(self, batch):
+        return batch
+
+    def get_num_allocatable_reqs(self, running: int) -> int:
+        return 2 - running
+
+    def _abort_on_waiting_timeout(self) -> None: ...
+
+    def _abort_on_running_timeout(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch):
+    monkeypatch.setattr(stock, "empty_device_cache", lambda *_: None, raising=False)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize("between", ["a flush", "a flush that fails", "an aborted switch"])
+def test_a_replica_admits_requests_after_all_have_ended_at_once(overlap, prefill, between):
+    rank = Rank(overlap, prefill)
+    if between == "a flush":
+        assert rank.flush_cache()
+        rank.waiting_queue = [request(False)]
+    else:
+        rank.waiting_queue = [request(False)]
+        assert not rank.flush_cache() if between == "a flush that fails" else not live.drain(rank)
+    with pytest.raises(Admits):
+        rank.get_next_batch_to_run()
+
+
+def test_a_flush_in_a_pause_reports_those_that_wait():
+    """Also those that wait for their grammar, which nothing polls in a pause."""
+    rank = Rank()
+    rank._engine_paused, rank.waiting_queue = True, [request(False)]
+    rank.grammar_manager.grammar_queue = compiling = [request(False)]
+    assert rank.flush_cache()
+    assert rank.reports[-1].waiting == 2 and len(rank.reports[-1].requests) == 2
+    assert len(rank.waiting_queue) == 1 and rank.grammar_manager.grammar_queue is compiling
+
+
+def test_a_request_that_came_and_went_within_a_turn_is_reported():
+    rank = Rank()
+    assert rank.flush_cache()
+    rank.load.look(None)
+    known = len(rank.reports)
+    rank.load.look(None)
+    assert len(rank.reports) == known
+    rank._request_dispatcher = lambda req: None  # it is aborted, or refused, in the same turn
+    rank.process_input_requests([TokenizedGenerateReqInput.__new__(TokenizedGenerateReqInput)])
+    rank.load.look(None)
+    assert [report.received for report in rank.reports[known:]] == [1]
+
+
+def test_steps_of_the_layout_before_are_not_reported_as_those_of_the_new_one():
+    rank = Rank()
+    rank.load.decoded(Step(0.0, 0.5, 1, "decode", 2, 30))
+    rank.load.moved()
+    rank.load.look(None)
+    assert rank.reports[-1].decoded.steps == 0
+    rank.load.decoded(Step(0.0, 0.5, 1, "decode", 2, 30))
+    rank.load.forget()
+    rank.load.look(None)
+    assert rank.reports[-1].decoded.steps == 1
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_memory_is_released_on_all_ranks_or_on_none(others, monkeypatch):
+    """``others``: whether they are idle; this rank is."""
+    rank, released = Rank(), []
+    rank.executor = SimpleNamespace(world="all ranks")
+
+    def all_reduce(idle, how, group):
+        assert idle.item() and how == dist.ReduceOp.MIN and group == "all ranks"
+        idle.fill_(int(others))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(stock.Scheduler, "release_memory_occupation", lambda self, req: released.append(req))
+    if others:
+        rank.release_memory_occupation("all")
+    else:
+        with pytest.raises(RuntimeError, match="a rank still has a request"):
+            rank.release_memory_occupation("all")
+    assert released == (["all"] if others else [])
