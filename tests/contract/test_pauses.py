@@ -83,6 +83,7 @@ def test_a_flush_right_after_the_last_answer(scheduler, monkeypatch, ended, over
     scheduler.waiting_queue, scheduler.chunked_req, scheduler.return_health_check_ipcs = [], None, []
     scheduler.enable_overlap, scheduler.result_queue = overlap, deque([("step", "result")] if overlap else [])
     scheduler.process_batch_result = lambda *step: processed.append(step)
+    scheduler.grammar_manager = SimpleNamespace(grammar_queue=[])
     scheduler.load = SimpleNamespace(forget=lambda: None, send=lambda *_: None)
     # As SGLang tells that nothing is pending.
     monkeypatch.setattr(

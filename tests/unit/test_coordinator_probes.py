@@ -34,6 +34,22 @@ def test_a_probe_moves_no_idle_engine():
     assert [record.to_tp for record in rig.world.records] == [2], "a round does"
 
 
+def test_threshold_does_not_merge_for_a_probe():
+    """As it does for what is left once nothing has come for a second."""
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    probe(rig, 50.0)
+    rig.settle()
+    rig.coordinator.tick(50.5)  # it has a single token to generate
+    rig.settle()
+    assert rig.world.preparing is None and not rig.world.records
+    rig.finish_all()
+    rig.work(1, now=70.0)
+    rig.settle()
+    rig.coordinator.tick(80.0)
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2], "for a request it does"
+
+
 def test_a_probe_in_a_round_does_not_make_it_larger():
     rig = Rig(1, 2, stay, policy="survival", profile="-")
     tracker = rig.coordinator._deciding.round

@@ -82,7 +82,10 @@ class Deciding:
 
     def arrived(self, request: Generation, now: float) -> None:
         """A request goes into the engine."""
-        if self.calibrating or not request.counts:
+        if self.calibrating:
+            return
+        if not request.counts:  # no part of a round; but it comes to an end before policies take it for what is left
+            self.round.last = now
             return
         self._arrived += 1
         self.round.arrived(now)
