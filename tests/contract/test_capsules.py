@@ -208,3 +208,11 @@ def test_which_degree_generated_which_tokens():
     other = request()
     requests.restore(other, requests.capture(req))
     assert other.pat_degrees == ((0, 2), (3, 4), (4, 1))
+
+
+@pytest.mark.parametrize("grammar", [None, object()])
+def test_of_an_aborted_request_whether_it_has_a_grammar(grammar):
+    """In the queue an abort takes it away, one that runs keeps it: all ranks of the new group are told the same."""
+    req = request()
+    req.grammar, req.to_finish = grammar, object()
+    assert requests.capture(req).constrained == (grammar is not None)

@@ -107,7 +107,7 @@ def test_what_was_not_named_is_compiled_once(backend):
 def test_nothing_is_compiled_for_one_that_was_aborted(backend):
     """In the pause of a switch, where all would wait; maybe it was aborted because that takes for ever."""
     grammars = CompiledGrammars(backend)
-    with grammars.rebuilding(None, compiling=False, aborted=True):
+    with grammars.rebuilding(None, compiling=False, given_up=True):
         assert backend.get_cached_or_future_value(KEY, False) == (None, True)
     assert not backend.compiled
 

@@ -199,6 +199,19 @@ def test_the_end_after_a_failure_takes_no_lock(ending, monkeypatch):
     assert watchdog.over
 
 
+def test_a_crash_dump_that_fails_keeps_nothing_alive(ending, monkeypatch):
+    ended = []
+    monkeypatch.setattr(ending, "_end_all", lambda: ended.append(True))
+
+    def dump():
+        raise OSError("No space left on device")
+
+    manager = SimpleNamespace(_subprocess_watchdog=None, dump_requests_before_crash=dump)
+    with pytest.raises(OSError):  # here only: the process is gone otherwise
+        ending.EndingHandler(manager).running_phase_sigquit_handler()
+    assert ended
+
+
 SIGNALLED = """
 import os, signal, threading
 from types import SimpleNamespace

@@ -143,6 +143,22 @@ def test_memory_that_was_not_released():
     assert rig.answers()[-1].code == 200 and rig.coordinator.layout.tp == 2
 
 
+ALL, KV = frozenset({"weights", "kv_cache"}), frozenset({"kv_cache"})
+
+
+@pytest.mark.parametrize("second", [{"releases": ALL}, {"resumes": KV}])
+def test_what_an_earlier_release_has_taken_stays_away_if_the_next_request_fails(second):
+    rig = Rig(1, 2)
+    rig.control("release", releases=KV)
+    rig.control("update", failed=lambda reply: True, **second)
+    rig.iterate()
+    for rank in (0, 1):
+        rig.world.answer(rank, "update")
+    rig.settle()
+    rig.reconfigure(2)
+    assert [(a.code, a.message) for a in rig.answers()] == [(409, "memory is released (kv_cache); resume it first")]
+
+
 def test_policies_wait_for_controls():
     rig = Rig(1, 2, policy="threshold", switch_at=2)
     rig.work(6)

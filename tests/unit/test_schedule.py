@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import msgspec
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.coordinator.schedule import parse
+from sglang_pat.coordinator.leader import Generation
+from sglang_pat.coordinator.schedule import Schedule, check, parse
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.messages import Reconfigure
+from sglang_pat.messages import Held, Reconfigure
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Decision, Snapshot
 
@@ -129,6 +131,24 @@ def test_a_schedule_that_is_replaced_during_its_switch(entries, seed):
     assert world.answers[query].state.done == len(entries) == len(world.answers[query].state.switches)
     assert [record.to_tp for record in world.coordinator._records] == [2, *(entry["tp"] for entry in entries)]
     assert not any(rank.requests for rank in world.ranks)
+
+
+def test_the_last_requests_of_a_falling_schedule_end_in_one_step():
+    """Then both entries are of this round: it has come down past both."""
+    schedule = Schedule(
+        check([{"tp": 4, "left": 3}, {"tp": 1, "left": 0}, {"tp": 2, "left": 0}]), [0], itertools.count()
+    )
+    hold = schedule.begin()[0]
+    schedule.held(Held(rank=0, number=hold.number, steps=1, batches=1))
+    for _ in range(4):
+        schedule.arrived(Generation(obj=None, tokens=1))
+    go = schedule.look({0: 4}, lambda: 0)[0][0]
+    schedule.held(Held(rank=0, number=go.number, steps=1, batches=1))
+    for tp in (4, 1):
+        _, due = schedule.look({0: 0}, lambda: 0)
+        assert due is not None and due.tp == tp
+        schedule.carried_out(None)
+    assert schedule.look({0: 0}, lambda: 0)[1] is None, "two that are equal mean two rounds"
 
 
 def test_an_entry_of_the_layout_in_force_switches_nothing():

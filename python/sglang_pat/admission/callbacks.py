@@ -71,6 +71,10 @@ class Callbacks:
                     await self._judged(round_, group)
                 case More(prompts):
                     await self._fed(round_, prompts)
+        except asyncio.CancelledError as error:
+            if round_.summary is None:  # not by stop(): what it waited for was
+                round_.fail(RuntimeError(f"a callback was cancelled: {error}"))
+            raise
         except Exception as error:
             round_.fail(error)
 

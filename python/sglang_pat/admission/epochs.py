@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ def feed(state: State, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int
     Raises:
         ValueError: a key that was there already or whose epoch is over; then none of them is taken.
     """
-    new = [(Key(*key), prompt) for key, prompt in prompts]
+    new = [(Key(*map(operator.index, key)), prompt) for key, prompt in prompts]
     _check(state, [key for key, _ in new])
     for key, prompt in new:
         state.fresh.append(Group(epoch=key.epoch, index=key.index, prompt=prompt, order=state.fed))

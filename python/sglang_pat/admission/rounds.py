@@ -284,7 +284,7 @@ class RolloutRound:
 
     def fail(self, error: Exception) -> None:
         """Cancel the round; whoever iterates gets the first such error."""
-        if self._error is None:
+        if self._error is None and self.summary is None:
             self._error = error
             self._do(self.admitter.cancel())
 

@@ -111,7 +111,7 @@ def check_rules(old: Rules, new: Rules, state: State, source: str) -> None:
     """
     if new.mode != old.mode:
         raise ValueError(f"mode is {new.mode!r}, {source} is of mode {old.mode!r}; give another one")
-    began = any(group.samples for group in state.waiting)
-    if new.mode == "partial" and began and new.num_responses != old.num_responses:
-        was = old.num_responses
+    # As many as the groups have, and not as the old rules say: the state may be an earlier one.
+    was = next((len(g.samples) for g in state.waiting if g.samples and len(g.samples) != new.num_responses), 0)
+    if new.mode == "partial" and was:
         raise ValueError(f"num_responses is {new.num_responses}, {source} has groups of {was} half done; finish them")

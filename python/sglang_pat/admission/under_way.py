@@ -75,7 +75,8 @@ class RoundUnderWay(Following):
         group = self._groups.get(Key(*key))
         if group is None or not group.judging:
             return []
-        group.judging, group.useful, group.reward = False, keep, reward
+        keep = bool(keep)  # NumPy's and torch's are kept in no state
+        group.judging, group.useful, group.reward = False, keep, None if reward is None else float(reward)
         self.round.judging -= 1
         self._state.verdicts = [self._state.verdicts[0] + keep, self._state.verdicts[1] + 1]
         if keep:
@@ -88,6 +89,8 @@ class RoundUnderWay(Following):
 
     def fed(self, prompts: int) -> list[Action]:
         """So many prompts came; or its epoch has ended."""
+        if prompts and self.round.asked and not self._has_fresh:
+            self.round.dry = True  # they are of the next epoch: of this one there are no others
         self.round.asked = max(0, self.round.asked - prompts)
         return self.go_on()
 

@@ -11,7 +11,7 @@ and goes to the new leaders.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
@@ -148,7 +148,7 @@ class Coordinator:
         if merged is None:
             return self._outbox.to_server(obj)
         for control, reply in merged:
-            self._released -= control.releases if control.failed(reply) else frozenset()
+            self._released ^= control.changes if control.failed(reply) else frozenset()
             self._outbox.to_server(reply)
         self._proceed(now)
 
@@ -245,9 +245,9 @@ class Coordinator:
             self._in_engine += 1
             self._outbox.to_leader(rank, event.obj)
             return
-        if event.pauses is not None:
-            self._paused = event.pauses
-        self._released = (self._released | event.releases) - event.resumes
+        self._paused = self._paused if event.pauses is None else event.pauses
+        changed = (event.releases - self._released) | (event.resumes & self._released)
+        self._released, event = self._released ^ changed, replace(event, changes=changed)
         self._replies.expect(event, self.layout.dp)
         for rank in self.layout.leaders:
             self._outbox.to_leader(rank, event.obj)

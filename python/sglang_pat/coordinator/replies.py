@@ -18,7 +18,8 @@ class Control:
         failed: whether such a reply says that nothing was done.
         needs_base: only the base layout can do it (weights, memory).
         pauses: True stops generation, False lets it go on.
-        releases, resumes: memory it gives away and takes back, by SGLang's tags.
+        releases, resumes: memory it gives away and takes back, by SGLang's tags; ``changes``: of these, what was not so
+            before.
     """
 
     obj: Any
@@ -29,6 +30,7 @@ class Control:
     pauses: bool | None = None
     releases: frozenset[str] = frozenset()
     resumes: frozenset[str] = frozenset()
+    changes: frozenset[str] = frozenset()
 
 
 @dataclass

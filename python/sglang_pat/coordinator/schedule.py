@@ -200,8 +200,12 @@ class Schedule:
         """The entry that was due has been carried out; ``record``: of its switch, None if there was none to make."""
         if record is not None:
             self._records.append(record)
+        done, following = self._entries[self._next], self._entries[self._next + 1 : self._next + 2]
         self._next += 1
-        self._peak = 0
+        # "3 left", then "none left" may be of the same round, whose last requests may end all at once.
+        falls = done.left is not None and any(one.left is not None and one.left < done.left for one in following)
+        if not falls:
+            self._peak = 0
 
     # -- what is to happen now ------------------------------------------------------------------------
 

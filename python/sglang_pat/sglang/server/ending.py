@@ -51,8 +51,10 @@ class EndingHandler(SignalHandler):
         if manager._subprocess_watchdog is not None:
             # Not its stop(): that takes a lock, which this very thread may hold where the signal found it.
             manager._subprocess_watchdog.over = True
-        manager.dump_requests_before_crash()
-        _end_all()
+        try:
+            manager.dump_requests_before_crash()
+        finally:
+            _end_all()
 
 
 def end_if_a_child_fails() -> None:
@@ -115,9 +117,11 @@ def _end_all() -> NoReturn:
     _hear_no_more()
     with suppress(Exception):  # the signal may have come while this thread was writing a line
         logger.error("a process of the engine failed: all end")
-    processes.end_children(seconds=2)
-    folder.remove()
-    os._exit(1)
+    try:
+        processes.end_children(seconds=2)
+        folder.remove()
+    finally:
+        os._exit(1)
 
 
 def handlers() -> Handlers:

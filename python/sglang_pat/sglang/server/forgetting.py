@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -23,6 +23,8 @@ from sglang_pat.sglang.rank import degrees
 
 POLL_SECONDS, LEFT_SECONDS = 0.005, 60.0
 """Between two looks whether requests that nobody waits for have ended, and the longest wait for it."""
+PAUSE_SECONDS = 2.0
+"""The longest wait of a pause."""
 
 
 class ForgettingTokenizerManager(TokenizerManager):
@@ -65,28 +67,29 @@ class ForgettingTokenizerManager(TokenizerManager):
         await self.pat_until_left_have_ended()
         return len(running)
 
-    async def pat_until_left_have_ended(self) -> None:
+    async def pat_until_left_have_ended(self, most: float | None = None) -> None:
         """A rank still has them for a step after their abort.
 
         Raises:
-            RuntimeError: some have not ended after a minute.
+            RuntimeError: some have not ended after ``most`` seconds (a minute).
         """
-        begun = time.monotonic()
+        begun, most = time.monotonic(), LEFT_SECONDS if most is None else most
         while left := sum(state.pat_left for state in self.pat_running()):
-            if time.monotonic() - begun > LEFT_SECONDS:
-                raise RuntimeError(f"{left} requests were aborted, and have not ended for {LEFT_SECONDS:.0f} s")
+            if time.monotonic() - begun > most:
+                raise RuntimeError(f"{left} requests were aborted, and have not ended for {most:.0f} s")
             await asyncio.sleep(POLL_SECONDS)
 
     async def generate_request(self, obj, request=None) -> AsyncIterator[Any]:
         """SGLang's; at its end nothing of ``obj`` goes on.  ``obj.pat_sent`` says then whether a rank had any of it."""
-        obj.pat_number, obj.pat_sent = next(self._pat_numbers), False
-        self._pat_parts[obj.pat_number] = []
+        number = obj.pat_number = next(self._pat_numbers)
+        obj.pat_sent = False
+        self._pat_parts[number] = []
         try:
             async with aclosing(super().generate_request(obj, request)) as answers:
                 async for answer in answers:
                     yield answer
         finally:
-            parts = self._pat_parts.pop(obj.pat_number)
+            parts = self._pat_parts.pop(number)
             obj.pat_sent = any(state.pat_sent for _, state in parts)
             for rid, state in parts:
                 self._pat_leave(rid, state)
@@ -165,7 +168,7 @@ class ForgettingTokenizerManager(TokenizerManager):
 class UpdateLock(RWLock):
     """A writer, an update of the weights, also waits for requests that nobody waits for: their ranks must be idle."""
 
-    def __init__(self, until_left_have_ended: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, until_left_have_ended: Callable[..., Awaitable[None]]) -> None:
         super().__init__()
         self._until_left_have_ended = until_left_have_ended
 
@@ -181,7 +184,8 @@ class UpdateLock(RWLock):
     async def is_locked(self) -> bool:
         """What a client's pause asks, until it is false: an update that follows asks nobody."""
         locked = await super().is_locked()
-        await self._until_left_have_ended()
+        with suppress(RuntimeError):  # ranks that are paused already make no step
+            await self._until_left_have_ended(PAUSE_SECONDS)
         return locked
 
 

@@ -117,11 +117,11 @@ class CompiledGrammars:
         return self._backend.cache.get(key) or self._make(key, 0)[0]
 
     @contextmanager
-    def rebuilding(self, held: Any | None, compiling: bool, aborted: bool = False) -> Iterator[None]:
+    def rebuilding(self, held: Any | None, compiling: bool, given_up: bool = False) -> Iterator[None]:
         """Inside the block SGLang makes a request again: with the grammar ``held`` by the request itself, if it was
-        here; ``compiling``: with one that may not be ready and waits for its turn; ``aborted``: it needs none any
-        more, and maybe it was aborted because its grammar takes for ever."""
-        self._rebuilding = held, compiling, aborted
+        here; ``compiling``: with one that may not be ready and waits for its turn; ``given_up``: it was aborted and
+        has none any more, maybe because that takes for ever."""
+        self._rebuilding = held, compiling, given_up
         try:
             yield
         finally:
@@ -147,8 +147,8 @@ class CompiledGrammars:
         """SGLang's, and whether it is ready; see :meth:`rebuilding`."""
         if self._rebuilding is None:
             return self._sglang_lookup(key, require_reasoning)
-        held, compiling, aborted = self._rebuilding
-        if held is not None or aborted:
+        held, compiling, given_up = self._rebuilding
+        if held is not None or given_up:
             return held, True
         if not compiling:
             return self._take(key, require_reasoning), True

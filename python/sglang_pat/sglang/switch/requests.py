@@ -84,7 +84,7 @@ class Capsule:
         state: values of :data:`CARRIED`, but ``output_ids``; those of :data:`LOGPROBS` that are not empty as
             :class:`Unsent`.
         times: numeric fields of SGLang's time stats (seconds of this machine's clock).
-        compiling: it waits for its grammar.
+        compiling: it waits for its grammar; ``constrained``: it has one, which may be to come.
         degrees: which TP degree generated which of its tokens.
     """
 
@@ -93,6 +93,7 @@ class Capsule:
     state: dict[str, Any]
     times: dict[str, float]
     compiling: bool
+    constrained: bool
     degrees: Degrees
 
 
@@ -130,7 +131,8 @@ def capture(req: Req) -> Capsule:
         for field in fields(req.time_stats)
         if isinstance(value := getattr(req.time_stats, field.name), (int, float))
     }
-    return Capsule(seal(req), output, state, times, compiled.is_compiling(req), req.pat_degrees)
+    compiling, constrained = compiled.is_compiling(req), req.grammar is not None
+    return Capsule(seal(req), output, state, times, compiling, constrained, req.pat_degrees)
 
 
 def _unsent(req: Req, name: str, entries: list[Any]) -> Unsent:
@@ -164,8 +166,9 @@ def rebuild(scheduler: AdaptiveScheduler, capsule: Capsule, held_grammar: Any | 
     ``held_grammar``: its grammar as it stands, if it was here before.
     """
     given, prompt = unseal(capsule.sealed)
-    aborted = capsule.state.get("to_finish") is not None
-    with scheduler.grammars.rebuilding(held_grammar, capsule.compiling, aborted):
+    # In the queue an abort takes the grammar away; one that runs keeps it, on all ranks of its group or on none.
+    given_up = capsule.state.get("to_finish") is not None and not capsule.constrained
+    with scheduler.grammars.rebuilding(held_grammar, capsule.compiling, given_up):
         req = scheduler.construct(given, prompt, capsule.sealed)
     if held_grammar is not None:
         req.grammar = held_grammar  # also one that no text asks for (strict thinking)
