@@ -65,7 +65,7 @@ def _start(rig: Rig, point: Point, ids: list[list[int]], answer: int) -> list:
     dp = _dp(rig, point)
     prompts, answers = [], []
     for prompt in ids:
-        prompts += [prompt] * dp
+        prompts += [[*prompt[:-1], *rig.tokens(1)] for _ in range(dp)]
         answers += [answer] * dp if point.replicas == dp else [answer + FILLER_STEPS] + [FILLER_STEPS] * (dp - 1)
     return rig.send(prompts, answers)
 

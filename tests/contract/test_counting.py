@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
+from array import array
 from itertools import count
 from types import MethodType, SimpleNamespace
 
 import pytest
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.messages import ScheduleEntry, ScheduleState
 
@@ -75,6 +78,26 @@ def test_a_schedule_for_another_policy_is_refused_before_it_goes_out():
         with pytest.raises(ReconfigureError, match="does not follow a schedule") as refused:
             asyncio.run(ask())
         assert refused.value.code == 409 and not manager.sent
+
+
+def test_siblings_of_long_prompts_are_known_before_a_rank_has_them():
+    """By the number that load reports give; also of a response that goes on."""
+    from sglang_pat.policies.prompts import LONG_PROMPT
+    from sglang_pat.sglang.controls import classify
+    from sglang_pat.sglang.rank.load_reports import register
+
+    ids = list(range(LONG_PROMPT))
+    for tail in ([], [5, 6, 7]):
+        given = tokenized(rid="r")
+        given.input_ids = ids + tail
+        given.sampling_params = SamplingParams(custom_params={"pat_generated": len(tail)} if tail else None)
+        (work,) = classify(given)
+        req = SimpleNamespace(pat_prompt=array("I", given.input_ids), sampling_params=given.sampling_params)
+        register(req)
+        assert work.family == req.pat_family == zlib.crc32(array("I", ids))
+    given.input_ids = ids[1:]
+    given.sampling_params = SamplingParams()
+    assert classify(given)[0].family is None
 
 
 def test_health_probes_do_not_count_in_a_schedule():

@@ -10,6 +10,7 @@ import pytest
 from sglang_pat import messages as m
 from sglang_pat.coordinator.deciding import DECISION_INTERVAL_SECONDS
 from sglang_pat.coordinator.decision_log import dump_decision, load_decision
+from sglang_pat.coordinator.leader import Generation
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import stay
 from sglang_pat.policies.rules import SETTLE_SECONDS
@@ -17,6 +18,7 @@ from sglang_pat.policies.snapshot import Decision
 from sglang_pat.policies.threshold import threshold
 
 from .coordinator_rig import Rig, with_a_fast_leader
+from .coordinator_world import Request
 
 pytestmark = pytest.mark.unit
 
@@ -32,6 +34,15 @@ def test_policies_see_requests_that_no_leader_has_taken_yet():
     rig.coordinator.tick(2 * DECISION_INTERVAL_SECONDS)
     load = rig.world.decisions[-1][0].load
     assert load.prompt.tolist() == [4, 4, 4] and load.output.tolist() == [6, 6, 6], "as the leaders report them"
+
+
+def test_siblings_on_their_way_are_known_where_prompts_are_long():
+    rig = Rig(1, 2, stay, policy="survival", profile="-")
+    for family in (7, 8, 7, None):
+        rig.coordinator.receive(Generation(obj=Request(0, "work"), tokens=8192, family=family), 0.0)
+    rig.coordinator.tick(DECISION_INTERVAL_SECONDS)
+    families = rig.world.decisions[-1][0].load.family.tolist()
+    assert sorted(families)[1:] == [7, 7, 8] and min(families) < 0
 
 
 def test_policies_are_shown_by_what_the_profile_is_off():

@@ -132,6 +132,12 @@ def test_the_round_to_come_is_like_the_last_one_before_its_first_token():
     assert len(arrivals.coming(201.0)) == 0, "all are there"
 
 
+def test_of_the_round_to_come_the_later_look_is_kept():
+    """When all have come their leaders have not told yet who are siblings."""
+    coming = seen([3, 3], load(-1, -2, -3), load(8, 9, 8), load(9)).coming(100.0)
+    assert coming.family[0] == coming.family[2] != coming.family[1]
+
+
 @pytest.mark.parametrize(
     ("sizes", "loads"),
     [([3], [load(1, 2, 3)]), ([3, 4], [load(1, 2, 3)]), ([20, 20], [load(*range(17))]), ([3, 3], [])],

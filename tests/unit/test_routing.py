@@ -12,7 +12,9 @@ from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import Coordinator
 from sglang_pat.coordinator.leader import Generation, Leader
+from sglang_pat.coordinator.places import REMEMBERED, Places
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.prompts import LONG_PROMPT, allowance
 
 from .drawn import examples
 from .lines_run import lines_run
@@ -127,6 +129,88 @@ def test_a_request_that_is_held_back_costs_the_same_however_many_are():
     assert lines_run(snapshot)[0] <= first + 10
     core.status(m.StatusQuery(query_id=2))
     assert chosen.answer.status["requests"] == 501, "held back ones count"
+
+
+def placed(requests: list[Generation], response: float, dp: int = 4) -> list[int]:
+    """Where requests go that come one after another and stay."""
+    layout, leaders, places = ParallelLayout(1, dp), {rank: Leader() for rank in range(dp)}, Places()
+    result = []
+    for request in requests:
+        result.append(places.choose(request, layout, leaders, response))
+        leaders[result[-1]].send(request)
+    return result
+
+
+def groups(number: int, size: int, tokens: int = 8192) -> list[Generation]:
+    return [Generation(obj=None, tokens=tokens, family=family) for family in range(number) for _ in range(size)]
+
+
+def test_siblings_of_a_long_prompt_go_to_one_replica():
+    """Where responses are short: eight siblings are computed once, and in the end all replicas are equally full."""
+    ranks = placed(groups(8, 8), response=250)
+    assert ranks == [rank for rank in (0, 1, 2, 3) * 2 for _ in range(8)]
+
+
+@pytest.mark.parametrize("tokens", [8192, 32768])
+def test_where_responses_are_long_a_prompt_only_breaks_ties(tokens):
+    """A request more in each of 4,000 steps takes longer than its prompt."""
+    requests = groups(8, 8, tokens)
+    ranks = placed(requests, response=4000)
+    for number in range(1, len(ranks) + 1):
+        counts = [ranks[:number].count(rank) for rank in range(4)]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_a_replica_that_has_the_prompt_is_not_filled_for_it():
+    """Of 64 siblings each replica gets its share, and computes the prompt once."""
+    ranks = placed(groups(1, 64), response=250)
+    assert (
+        sorted(map(ranks.count, range(4)))[0] >= 12 and sum(a != b for a, b in zip(ranks, ranks[1:], strict=False)) < 12
+    )
+
+
+@examples(200)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from([100, LONG_PROMPT, 8192, 30000])), max_size=100),
+    st.floats(0, 1e4),
+)
+def test_no_replica_is_much_fuller_for_a_prompt(given_requests, response):
+    requests = [Generation(obj=None, tokens=n, family=f if n >= LONG_PROMPT else None) for f, n in given_requests]
+    load = [0] * 4
+    for request, rank in zip(requests, placed(requests, response), strict=True):
+        assert load[rank] - min(load) <= allowance(request.tokens, response)
+        load[rank] += 1
+
+
+def test_a_merged_replica_has_the_prompts_of_its_parts():
+    places, request = Places(), groups(1, 1)[0]
+    leaders = {rank: Leader() for rank in range(4)}
+    for rank in (0, 1, 2):
+        leaders[rank].send(request)
+    assert places.choose(request, ParallelLayout(1, 4), leaders, 250) == 3
+    leaders[1].send(request)
+    assert places.choose(request, ParallelLayout(2, 2), leaders, 250) == 1, "ranks 1 and 3 are one replica now"
+
+
+def test_the_prompts_that_were_sent_last_are_remembered():
+    places, leaders = Places(), {rank: Leader() for rank in range(2)}
+    for request in groups(REMEMBERED + 5, 1):
+        places.choose(request, ParallelLayout(1, 2), leaders, 250)
+    assert list(places._last) == list(range(5, REMEMBERED + 5))
+
+
+def test_the_coordinator_routes_by_the_lengths_seen():
+    """At first by an eighth of the limit, here 2,048 tokens: too long for a prompt to matter."""
+    chosen = Chosen()
+    core = Coordinator(AdaptiveConfig(base=ParallelLayout(1, 4), policy="off"), chosen)
+    siblings = [Generation(obj=None, tokens=8192, family=7, limit=16384)] * 4
+    for request in siblings:
+        core.receive(request, 0.0)
+    for family in range(100):
+        core.history.observe(200, family)
+    for request in siblings:
+        core.receive(request, 0.0)
+    assert list(chosen.ranks) == [0, 1, 2, 3] + [3] * 4
 
 
 def test_a_leader_knows_its_requests_one_by_one():

@@ -1,7 +1,7 @@
 """The coordinator as a state machine.
 
-It stands between the server and the ranks: requests go to the least loaded leader, control requests to all of them and
-their replies are merged, and switches are decided on (``deciding.py``), commanded and accounted for.  It owns no socket
+It stands between the server and the ranks: requests go to one leader (``places.py``), control requests to all and their
+replies are merged, and switches are decided on (``deciding.py``), commanded and accounted for.  It owns no socket
 and no clock: every event is a method call with the time, every effect goes through the :class:`Outbox`.
 
 A switch and a control request never overlap.  What arrives while ranks are switching waits in ``_backlog``, in order,
@@ -23,6 +23,7 @@ from sglang_pat.coordinator.follower import Follower
 from sglang_pat.coordinator.forecast import forecast
 from sglang_pat.coordinator.leader import Generation, Leader
 from sglang_pat.coordinator.outbox import Outbox
+from sglang_pat.coordinator.places import Places
 from sglang_pat.coordinator.replies import Control, Replies
 from sglang_pat.coordinator.switching import CALIBRATION, Ended, Switching, Wanted
 from sglang_pat.coordinator.traces import Traces
@@ -50,7 +51,7 @@ class Coordinator:
         self.config = config
         self.layout = config.base
         self._outbox = outbox
-        self._leaders = {rank: Leader() for rank in config.base.leaders}
+        self._leaders, self._places = {rank: Leader() for rank in config.base.leaders}, Places()
         self._deciding = Deciding(config, self._leaders, outbox, policy, predictor)
         self.history = self._deciding.history
         self._backlog: deque[Generation | Control | m.SetSchedule] = deque()
@@ -240,11 +241,10 @@ class Coordinator:
         if isinstance(event, Generation):
             self._follower.schedule.arrived(event)
             self._deciding.arrived(event, now)
-            rank = min(self.layout.leaders, key=lambda rank: self._leaders[rank].cost)
+            rank = self._places.choose(event, self.layout, self._leaders, self.history.expected(event.limit))
             self._leaders[rank].send(event)
             self._in_engine += 1
-            self._outbox.to_leader(rank, event.obj)
-            return
+            return self._outbox.to_leader(rank, event.obj)
         self._paused = self._paused if event.pauses is None else event.pauses
         changed = (event.releases - self._released) | (event.resumes & self._released)
         self._released, event = self._released ^ changed, replace(event, changes=changed)

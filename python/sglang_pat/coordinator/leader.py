@@ -20,12 +20,14 @@ class Generation:
 
     Attributes:
         tokens: its prompt length; ``generated``: those of them that are the beginning of its response.
+        family: equal for siblings, as in load reports; None for a prompt that is not long (``policies.prompts``).
         limit: the longest response that policies reckon with, until its leader reports it.
         counts: schedules and decision logs count it; not a health probe, which comes at any time.
     """
 
     obj: Any
     tokens: int
+    family: int | None = None
     limit: int = 4096
     generated: int = 0
     counts: bool = True
@@ -108,10 +110,16 @@ def load_of(leaders: Mapping[int, Leader], ranks: Iterable[int]) -> Load:
     for rank in ranks:
         leader = leaders[rank]
         rows += [(*msgspec.structs.astuple(r), rank) for r in (leader.report.requests if leader.report else ())]
-        # Nothing is known of their siblings yet: a family of its own for each, which no hash of a prompt is.
+        # Of short prompts siblings are not known yet: a family of its own for each, which no hash of a prompt is.
         first = -1 - len(rows)
         rows += [
-            (request.tokens - request.generated, request.generated, request.limit, first - i, rank)
+            (
+                request.tokens - request.generated,
+                request.generated,
+                request.limit,
+                first - i if request.family is None else request.family,
+                rank,
+            )
             for i, request in enumerate(leader.on_the_way)
         ]
     columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T

@@ -62,7 +62,7 @@ class RoundTracker:
 
     def saw(self, load: Load) -> None:
         """These requests were in the engine at once."""
-        if len(load) > len(self._seen):
+        if len(load) >= len(self._seen):  # of the later one more is known: siblings
             self._seen = load
 
     def arrived(self, now: float) -> None:

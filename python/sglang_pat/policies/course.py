@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_pat.policies.outlook import Outlook
-from sglang_pat.policies.snapshot import Load, Snapshot
+from sglang_pat.policies.prompts import computed
+from sglang_pat.policies.snapshot import Snapshot
 from sglang_pat.predict.correction import Corrected
 from sglang_pat.predict.predictor import Number
 from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
@@ -53,22 +54,25 @@ class LayoutPlanner:
         totals = np.zeros((len(degrees), len(degrees)))  # [from, to]
         for step in range(len(outlook.width) - 1, -1, -1):
             totals = switching[step] + running[:, step] + totals.min(axis=1)
+        prefill = np.array([self.prefill(snapshot, outlook, tp) for tp in degrees])
         return LayoutPlan(
-            by_degree=dict(zip(degrees, totals[here].tolist(), strict=True)),
-            never=float(running[here].sum()),
+            by_degree=dict(zip(degrees, (totals[here] + prefill).tolist(), strict=True)),
+            never=float(running[here].sum() + prefill[here]),
             now=now,
             saving=dict(zip(degrees, (1 - running[:, 0] / running[here, 0]).tolist(), strict=True)),
             recompute_below=below,
         )
 
-    def prefill(self, snapshot: Snapshot, load: Load, tp: int) -> float:
-        """Seconds until all of ``load``, spread evenly, has its first token; 0 without prefill times in the profile."""
-        predictor = Corrected(self.predictor, snapshot.factors)
-        if not predictor.has_prefill(tp):
+    def prefill(self, snapshot: Snapshot, outlook: Outlook, tp: int) -> float:
+        """Seconds until the requests without a token, spread evenly, have their first one; 0 if the profile has no
+        prefill times."""
+        predictor, load = Corrected(self.predictor, snapshot.factors), snapshot.load
+        new = np.flatnonzero(load.output == 0)
+        if not len(new) or not predictor.has_prefill(tp):
             return 0.0
-        replicas = min(snapshot.num_ranks // tp, len(load))
-        rms = float(np.sqrt(np.mean(np.square(load.prompt, dtype=float))))
-        return predictor.prefill_uniform(tp, -(-len(load) // replicas), rms, replicas)
+        replicas = min(snapshot.num_ranks // tp, len(new))
+        work = computed(load.prompt[new], load.family[new], outlook.response, replicas)
+        return predictor.prefill_uniform(tp, *work, replicas)
 
     def _seconds(self, predictor: Corrected, snapshot: Snapshot, outlook: Outlook, tp: int, share: float) -> np.ndarray:
         """Expected seconds of each interval in a layout, ``[intervals]``.

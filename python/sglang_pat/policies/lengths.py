@@ -111,6 +111,7 @@ class LengthHistory:
         self.prior, self.window, self.strength = prior, window, strength
         self.correlation = 0.0
         self._responses: deque[tuple[int, int, bool]] = deque()
+        self._tokens = 0
         self._families: dict[int, list[Response]] = {}
         self._ended = np.zeros(len(EDGES))
         self._at_risk = np.zeros(len(EDGES))
@@ -146,7 +147,12 @@ class LengthHistory:
         if not self._families[family]:
             del self._families[family]
 
+    def expected(self, limit: int) -> float:
+        """Mean length of the responses that ended; before the first one the prior's median for this ``limit``."""
+        return self._tokens / len(self) if len(self) else limit * PRIOR_MEDIAN
+
     def _count(self, length: int, finished: bool, sign: int) -> None:
+        self._tokens += sign * length
         at_risk = _exposure(np.array([length]), np.array([finished]))
         self._at_risk += sign * at_risk
         if finished:

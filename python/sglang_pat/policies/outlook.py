@@ -29,12 +29,14 @@ class Outlook:
         any_alive: probability that a request is left.
         number: requests left, given that one is.
         context: KV tokens of one that is left, on average.
+        response: tokens that a response has, as requests are routed by it; one number.
     """
 
     width: np.ndarray
     any_alive: np.ndarray
     number: np.ndarray
     context: np.ndarray
+    response: float = np.inf
 
 
 def grid(longest: int, steps: int = STEPS) -> np.ndarray:
@@ -76,7 +78,11 @@ def look_ahead(load: Load, history: LengthHistory) -> Outlook | None:
     tokens = (members * (prompt + output)) @ alive + number * ahead
     number = np.maximum(number, 1e-12)
     return Outlook(
-        width=np.diff(ends), any_alive=any_alive, number=np.maximum(number / any_alive, 1.0), context=tokens / number
+        width=np.diff(ends),
+        any_alive=any_alive,
+        number=np.maximum(number / any_alive, 1.0),
+        context=tokens / number,
+        response=history.expected(int(load.limit.max())),
     )
 
 

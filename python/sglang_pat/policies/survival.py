@@ -91,7 +91,7 @@ def _begin(planner: LayoutPlanner, snapshot: Snapshot, history: LengthHistory) -
     if outlook is None:
         return Decision(tp=here)
     plan = planner.plan(replace(snapshot, load=spread), outlook)
-    totals = {tp: s - plan.now.get(tp, 0.0) + planner.prefill(snapshot, coming, tp) for tp, s in plan.by_degree.items()}
+    totals = {tp: seconds - plan.now.get(tp, 0.0) for tp, seconds in plan.by_degree.items()}
     best = min(totals, key=lambda tp: totals[tp])
     gain = totals[here] - totals[best]
     if not len(snapshot.load):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
+from array import array
 from http import HTTPStatus
 from typing import Any, get_origin, get_type_hints
 
@@ -12,6 +14,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_pat.coordinator.leader import Generation
 from sglang_pat.coordinator.replies import Control
+from sglang_pat.policies.prompts import LONG_PROMPT
 from sglang_pat.sglang.sampling import generated_before, length_limit
 
 MAX_MESSAGE = 500
@@ -140,7 +143,11 @@ def _generation(obj: Any) -> Generation:
     if not obj.sampling_params:
         return Generation(obj=obj, tokens=tokens, counts=counts)
     limit, generated = length_limit(obj.sampling_params), min(generated_before(obj.sampling_params), tokens)
-    return Generation(obj=obj, tokens=tokens, generated=generated, counts=counts, **({"limit": limit} if limit else {}))
+    prompt = tokens - generated
+    # The same number as in load reports (``rank.load_reports``).
+    family = zlib.crc32(array("I", obj.input_ids[:prompt])) if prompt >= LONG_PROMPT else None
+    known = {"limit": limit} if limit else {}
+    return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, **known)
 
 
 def _forget_sender(obj: io.BaseReq) -> None:
