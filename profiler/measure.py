@@ -60,7 +60,8 @@ def _start(rig: Rig, point: Point, ids: list[list[int]], answer: int) -> list:
     """Send the batch.
 
     Requests go to the replica with the fewest, so each prompt is sent once for every replica in a row: whichever
-    replica takes it, all have the same prompts.  For a lone replica all but the first of each row end early.
+    replica takes it, all have the same prompts; but for the last token, since a long prompt would go where it is
+    already.  For a lone replica all but the first of each row end early.
     """
     dp = _dp(rig, point)
     prompts, answers = [], []

@@ -6,8 +6,11 @@ import asyncio
 
 import pytest
 
+from sglang_pat.policies.prompts import LONG_PROMPT
+from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
+from .conftest import MODELS
 from .stock_answers import known
 from .streams import STEPS, Stream, body, endless, held, idle, open_session, post, prompt, read, switch
 
@@ -204,3 +207,14 @@ def test_prefix_is_reused_after_a_switch(server, stock, degrees):
     assert max(reused) >= 299
     if degrees == (2,):
         assert min(reused) >= 299
+
+
+def test_samples_of_a_long_prompt_go_where_it_is(servers):
+    """SGLang sends it once before them: else half of them would compute it anew, on the other replica."""
+    server = servers.adaptive(models.make_random("llama", MODELS / "llama-long", kv_heads=2, context=16384))
+    sampling = {"n": 4, "max_new_tokens": 8, "ignore_eos": True, "temperature": 0}
+    ids = prompt(271, LONG_PROMPT + 1)
+    answers = server.post("/generate", {"input_ids": ids, "sampling_params": sampling}).json()
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [LONG_PROMPT] * 4
+    short = server.post("/generate", {"input_ids": ids[1:101], "sampling_params": sampling}).json()
+    assert {answer["meta_info"]["cached_tokens"] for answer in short} == {0, 99}, "the least load decides"

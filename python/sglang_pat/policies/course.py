@@ -65,10 +65,15 @@ class LayoutPlanner:
 
     def prefill(self, snapshot: Snapshot, outlook: Outlook, tp: int) -> float:
         """Seconds until the requests without a token, spread evenly, have their first one; 0 if the profile has no
-        prefill times."""
+        prefill times.
+
+        Also 0 once responses have ended and not as many requests have come: they may be the next turns of agents, whose
+        prompts are in the tree but for their ends.
+        """
         predictor, load = Corrected(self.predictor, snapshot.factors), snapshot.load
         new = np.flatnonzero(load.output == 0)
-        if not len(new) or not predictor.has_prefill(tp):
+        full = len(snapshot.coming) or snapshot.requests >= snapshot.peak
+        if not full or not len(new) or not predictor.has_prefill(tp):
             return 0.0
         replicas = min(snapshot.num_ranks // tp, len(new))
         work = computed(load.prompt[new], load.family[new], outlook.response, replicas)
