@@ -1,10 +1,15 @@
-"""For pytest: SGLang's tests get a small model, and an engine of two CPU ranks that switches from start to end."""
+"""For pytest: SGLang's tests get a small model, and an engine of two CPU ranks that switches from start to end.
+
+The model is a random one with SmolLM2's tokenizer, which is quick and seldom ends by itself; SmolLM2 itself where an
+answer must make sense.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import random
+import shutil
 import sys
 import tempfile
 import threading
@@ -22,8 +27,13 @@ from sglang_pat.testing.prefork import ENVIRONMENT
 
 DIFFERENCES = Path(__file__).with_name("differences.txt")
 ADAPTIVE = not os.environ.get("STOCK")
-FLAGS = {"device": "cpu", "dtype": "float32", "max_total_tokens": 20000}
+FLAGS = {"device": "cpu", "dtype": "float32", "max_total_tokens": 40000}
 """What a CPU needs beside what a test says; SmolLM2's KV takes 46 KB a token."""
+
+SENSIBLE = ("constrained_decoding", "json_mode", "ebnf", "matched_stop", "test_openai_server.py")
+"""Parts of the names of files whose answers must make sense."""
+
+MODELS = Path(".cache").resolve() / "models"
 
 SECONDS = (0.1, 1.5)
 """Between two switches, at random."""
@@ -51,10 +61,6 @@ def pytest_configure(config: pytest.Config) -> None:
     import sglang
     from sglang.test import test_utils
 
-    small = str(models.make_smollm2(Path(".cache") / "models" / "smollm2").resolve())
-    for name in vars(test_utils):
-        if name.startswith("DEFAULT_") and name.endswith(("MODEL_NAME_FOR_TEST", "MODEL_NAME_FOR_TEST_BASE")):
-            setattr(test_utils, name, small)
     stock, engine = test_utils.popen_launch_server, sglang.Engine
 
     @functools.wraps(stock)
@@ -72,6 +78,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
     test_utils.popen_launch_server = launch
     sglang.Engine = lambda **named: engine(**FLAGS | ({"tp_size": 2} if ADAPTIVE else {}) | named)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Before a file is imported, which takes its models by name."""
+    if not isinstance(collector, pytest.Module):
+        return
+    from sglang.test import test_utils
+
+    model = models.make_smollm2(MODELS / "smollm2")
+    if not any(word in str(collector.path) for word in SENSIBLE):
+        model = _random(model)
+    for name in vars(test_utils):
+        if name.startswith("DEFAULT_") and name.endswith(("MODEL_NAME_FOR_TEST", "MODEL_NAME_FOR_TEST_BASE")):
+            setattr(test_utils, name, str(model))
+
+
+def _random(tokenizer: Path) -> Path:
+    made = models.make_random("llama", MODELS / "random-49152", vocab=49152, kv_heads=2, context=32768)
+    folder = MODELS / "peers"
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    for file in (*tokenizer.glob("*token*"), tokenizer / "chat_template.jinja"):
+        shutil.copy(file, folder)
+    return folder
 
 
 def _switch(url: str, key: str | None, process: Any) -> None:
