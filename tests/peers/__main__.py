@@ -50,6 +50,9 @@ def main(argv: list[str]) -> int:
     if missing:
         print(f"error: SGLANG_SOURCE={source} lacks {', '.join(missing)}: check out the tag v{SGLANG_VERSIONS[0]}")
         return 2
+    # Ranks load what a test gives them by reference: its logit processors.
+    folders = dict.fromkeys(str((folder / name).parent) for name in FILES)
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), *folders]).strip(os.pathsep)
     chosen = [name for name in FILES if not argv or any(word in name for word in argv if not word.startswith("-"))]
     options = [word for word in argv if word.startswith("-")]
     plugins = ["-p", "tests.peers.plugin", "-p", "no:schemathesis", "-p", "no:cacheprovider", "-p", "no:xdist"]

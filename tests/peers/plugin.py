@@ -95,7 +95,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 
 def _random(tokenizer: Path) -> Path:
-    made = models.make_random("llama", MODELS / "random-49152", vocab=49152, kv_heads=2, context=32768)
+    made = models.make_random("llama", MODELS / "random-65536", vocab=65536, kv_heads=2, context=32768)
     folder = MODELS / "peers"
     shutil.copytree(made, folder, dirs_exist_ok=True)
     for file in (*tokenizer.glob("*token*"), tokenizer / "chat_template.jinja"):
