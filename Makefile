@@ -1,4 +1,4 @@
-# make setup | check | test | unit | test-integration | soak | demo | bench | gpu | lint | types | docs | clean | distclean
+# make setup | check | test | unit | test-integration | test-peers | soak | demo | bench | gpu | lint | types | docs | clean | distclean
 #
 # Needs Python 3.11 or newer, gcc/g++ and make. Everything goes into .venv; a second run takes well under a second.
 
@@ -25,7 +25,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup check test unit test-integration soak demo bench gpu lint types docs clean distclean
+.PHONY: setup check test unit test-integration test-peers soak demo bench gpu lint types docs clean distclean
 
 setup: $(VENV)/.sglang_pat_setup
 
@@ -63,6 +63,10 @@ $(INTEGRATION)/.sglang_pat_setup: $(VENV)/.sglang_pat_setup requirements/integra
 	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps -r requirements/integration.txt
 	$(INTEGRATION)/bin/python $(PIP_COMMAND) --no-deps --upgrade --target $(INTEGRATION)/other_sglang -r requirements/other_sglang.txt
 	touch $@
+
+# SGLang's own tests on an engine that switches, from a checkout of its source at the version in use; half an hour and more.
+test-peers: $(INTEGRATION)/.sglang_pat_setup
+	SGLANG_SOURCE=$(SGLANG_SOURCE) $(INTEGRATION)/bin/python -m tests.peers $(PEERS_ARGS)
 
 # Hours: inputs that are drawn anew, and all that is marked soak, in both environments.
 soak: setup $(INTEGRATION)/.sglang_pat_setup

@@ -17,6 +17,18 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang_pat import settings  # noqa: E402
 from sglang_pat.sglang.launch import flags  # noqa: E402
 
+LIMITS = """\
+## Limits of a replica
+
+These hold for each replica, as in stock SGLang with `--dp`. So the engine takes as many times more
+as it has replicas.
+
+- `--max-running-requests`: how many requests a replica decodes at once. A merged replica has the
+  same limit.
+- `--max-queued-requests`: how many requests wait in a replica. A merge may bring more together.
+  None is refused for that, only the next that comes.
+- Priorities order the requests of a replica. A request preempts only those of its own replica.""".splitlines()
+
 
 def page() -> str:
     """docs/flags.md."""
@@ -47,7 +59,7 @@ def page() -> str:
     for name in fields:
         status, note = found[name]
         lines.append(f"| `{name}` | {status} | {f'`{note}`' if status == 'works' else note} |")
-    lines += ["", "Variables that are refused:", ""]
+    lines += ["", *LIMITS, "", "Variables that are refused:", ""]
     lines += [f"- `{name}`: {reason}" for name, reason in flags.ENVIRONMENT.items()]
     return "\n".join(lines) + "\n"
 

@@ -39,6 +39,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler, SenderWrapper
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.watchdog import WatchdogRaw
 
@@ -120,6 +121,10 @@ class AdaptiveScheduler(Scheduler):
         if self._can_lead:
             self.recv_from_tokenizer = ReadableSocket(self.recv_from_tokenizer, self.dropped)
             self.recv_from_rpc = RpcRelay(self.channel)
+
+    def init_metrics(self, tp_rank: int, pp_rank: int, dp_rank: int | None) -> None:
+        # Series of their own: every rank is built as the first rank of the only replica.
+        super().init_metrics(tp_rank, pp_rank, self.rank)
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = AdaptiveTpModelWorker(
@@ -230,6 +235,10 @@ class AdaptiveScheduler(Scheduler):
         self.current_scheduler_metrics_enabled = self.enable_metrics and (
             self.is_leader or self.server_args.enable_metrics_for_all_schedulers
         )
+        if self.enable_metrics and not self.current_scheduler_metrics_enabled:
+            # The leader tells of its requests from now on; gauges that nobody sets would count them twice.
+            self.stats = SchedulerStats()
+            self.metrics_collector.log_stats(self.stats)
         # Ranks of one group must draw the same numbers and different groups different ones; after a
         # switch neither holds by itself.  For a seed from (seed, switch, group) nothing has to be sent.
         reseed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
