@@ -44,7 +44,6 @@ class RoundTracker:
     Attributes:
         open: rounds that were announced and are not over, by name.  Several count as one, with the sum of their
             requests.
-        missing: announced requests that have not come.
         peak: most requests in the engine in this round.
         last: time of the last arrival, or minus infinity.
         came: requests that came in this round; ``switches``: switches in it.
@@ -52,7 +51,8 @@ class RoundTracker:
 
     def __init__(self) -> None:
         self.open: dict[str, BeginRound] = {}
-        self.missing = 0
+        self._missing: dict[str, int] = {}
+        """Of each, its requests that have not come; what comes is taken to be of the one that began first."""
         self.peak = 0
         self.last = float("-inf")
         self.came = self.switches = 0
@@ -71,7 +71,7 @@ class RoundTracker:
             if len(self.open) >= MOST_OPEN:
                 self._close(next(iter(self.open)))
             self.open[message.name] = message
-            self.missing += message.requests or 0
+            self._missing[message.name] = message.requests or 0
             self._heard = now
             if not self._here:
                 self._new()
@@ -79,9 +79,13 @@ class RoundTracker:
             self._over()
 
     def _close(self, name: str) -> None:
-        """Which of the missing requests were this round's nobody knows: the others' are at most all of theirs."""
         self.open.pop(name, None)
-        self.missing = min(self.missing, sum(round_.requests or 0 for round_ in self.open.values()))
+        self._missing.pop(name, None)
+
+    @property
+    def missing(self) -> int:
+        """Announced requests that have not come."""
+        return sum(self._missing.values())
 
     def status(self) -> dict[str, Any]:
         """For ``/pat/status``."""
@@ -127,7 +131,9 @@ class RoundTracker:
         """A request goes into the engine; ``goes_on``: with a sample that was there before."""
         self.last = self._heard = now
         self.came += 1
-        self.missing -= self.missing > 0 and not goes_on
+        name = next((name for name, missing in self._missing.items() if missing), None)
+        if name is not None and not goes_on:
+            self._missing[name] -= 1
 
     def ended(self, now: float) -> None:
         """A response has."""
@@ -141,7 +147,7 @@ class RoundTracker:
             return
         if self.open and now - self._heard >= LEASE_SECONDS:
             self.open.clear()
-            self.missing = 0
+            self._missing.clear()
         if not self.open:
             self._over()
 
