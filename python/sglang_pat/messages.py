@@ -184,7 +184,7 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class EndRound(msgspec.Struct, frozen=True, kw_only=True):
     """The round of this name is over; nothing happens if there is none."""
 
-    name: str
+    name: str = "default"
 
 
 class CalibrationTurn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
