@@ -216,6 +216,14 @@ def test_one_of_unknown_size_is_complete_as_if_nobody_had_announced_it():
     assert come(told(BeginRound()), 3) == [False] * 3
 
 
+def test_what_does_not_count_may_come_before_its_first_request():
+    """A health probe, or a calibration."""
+    arrivals = told(BeginRound(requests=3))
+    arrivals.in_engine(4)
+    arrivals.in_engine(0)
+    assert arrivals.peak == 0 and len(arrivals.coming(1.0)) == 3
+
+
 def test_no_more_are_open_than_anybody_needs():
     arrivals = told(*(BeginRound(name=f"job{number}", requests=1) for number in range(MOST_OPEN + 5)))
     assert len(arrivals.open) == arrivals.missing == MOST_OPEN and "job4" not in arrivals.open

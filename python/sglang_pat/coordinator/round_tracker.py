@@ -148,7 +148,7 @@ class RoundTracker:
         if self.open and now - self._heard >= LEASE_SECONDS:
             self.open.clear()
             self._missing.clear()
-        if not self.open:
+        if not self.open or not self.came:
             self._over()
 
     def _over(self) -> None:
