@@ -159,7 +159,9 @@ def test_two_agents_merge_once_and_split_once(watched):
                 await abort(watched, session, one["rid"])
             for _ in range(5):
                 answers = await asyncio.gather(*turns)
-                await asyncio.to_thread(until, watched, lambda s: not s["requests"])
+                # That it is empty, and what follows from it, the coordinator hears and decides at once.
+                status = await asyncio.to_thread(until, watched, lambda s: not s["requests"])
+                assert (status["layout"]["tp"], status["switching"]) == (2, False)
                 for one, answer in zip(bodies, answers, strict=True):
                     one["input_ids"] = [*one["input_ids"], *answer["output_ids"], *TOOL]
                     one["sampling_params"] = one["sampling_params"] | {"max_new_tokens": 5}
