@@ -150,10 +150,41 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
 
 
-class Floor(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The lowest degree from now on, for a round that is about to begin; the base's again with ``tp`` 0."""
+MOST_IN_ROUND = 1 << 16
+"""Requests of a round that is announced: policies compute with each of them."""
 
-    tp: int
+
+class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A client says that a round begins: what it sends from now on belongs together, until it says that it is over.
+
+    Attributes:
+        name: whose round; it takes the place of one of the same name.
+        requests: samples that will come; None: not known.  What goes on with a sample (``pat_generated``, the later
+            turns of an agent) is not another one.
+        prompts: different ones among them; None: as many as requests.
+        prompt_tokens: of a prompt, on average; ``max_new_tokens``: of a response at most.
+        tp: the round runs in this degree at least; 0: in any.
+
+    Raises:
+        ValueError: more prompts than requests.
+    """
+
+    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] = "default"
+    requests: Annotated[int, msgspec.Meta(ge=1, le=MOST_IN_ROUND)] | None = None
+    prompts: Annotated[int, msgspec.Meta(ge=1, le=MOST_IN_ROUND)] | None = None
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 256
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 4096
+    tp: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+
+    def __post_init__(self) -> None:
+        if (self.prompts or 0) > (self.requests or 0):
+            raise ValueError(f"prompts is {self.prompts}, of {self.requests} requests: give at most as many")
+
+
+class EndRound(msgspec.Struct, frozen=True, kw_only=True):
+    """The round of this name is over; nothing happens if there is none."""
+
+    name: str = "default"
 
 
 class CalibrationTurn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -378,7 +409,9 @@ class ScheduleReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state: ScheduleState
 
 
-FromServer = StatusQuery | Reconfigure | Floor | CalibrationTurn | TraceQuery | ScheduleQuery | SetSchedule
+FromServer = (
+    StatusQuery | Reconfigure | BeginRound | EndRound | CalibrationTurn | TraceQuery | ScheduleQuery | SetSchedule
+)
 """Everything of ours that the server sends to the coordinator for itself."""
 
 FromRank = Prepared | RankSwitched | LoadReport | RankTrace | Held

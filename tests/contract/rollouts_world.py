@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import msgspec
 
+from sglang_pat.messages import BeginRound, EndRound
+
 
 class Manager:
     """As much of a TokenizerManager as rounds use.  A response to the prompt [n, …] has n tokens."""
@@ -21,7 +23,7 @@ class Manager:
         self.server_args = SimpleNamespace(pat_profile=None, adaptive_config=lambda: config)
         self.rid_to_state: dict[str, None] = {}
         self.stopped: dict[str, asyncio.Event] = {}
-        self.floors: list[int] = []
+        self.told: list[BeginRound | EndRound] = []
 
     async def generate_request(self, request, _):
         stop = self.stopped.setdefault(request.rid, asyncio.Event())
@@ -36,8 +38,8 @@ class Manager:
     def abort_request(self, rid: str) -> None:
         self.stopped.setdefault(rid, asyncio.Event()).set()
 
-    def pat_floor(self, tp: int) -> None:
-        self.floors.append(tp)
+    def pat_round(self, message: BeginRound | EndRound) -> None:
+        self.told.append(message)
 
     async def pat_status(self):
         return {"groups": [{"running": 0, "waiting": 0, "tokens": 0}], "retracted": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 
 CLIENTS = {
     ("/pat/status", "GET"), ("/pat/schedule", "GET"), ("/pat/rollout", "POST"), ("/pat/rollout/verdict", "POST"),
-    ("/pat/rollout/prompts", "POST"), ("/pat/rollout/turn", "POST"),
+    ("/pat/rollout/prompts", "POST"), ("/pat/rollout/turn", "POST"), ("/pat/round", "POST"), ("/pat/round", "DELETE"),
 }  # fmt: skip
 ADMINS = {("/pat/reconfigure", "POST"), ("/pat/schedule", "POST"), ("/pat/rollout/{job}", "DELETE")}
 """Routes that change the engine for everybody, or destroy what is kept."""
@@ -80,6 +81,47 @@ def test_bodies_are_bounded(app, path, monkeypatch):
     answer = client(app).post(path, content=(b"[" * 100 for _ in range(100)))
     assert answer.status_code == 400
     assert "longer than 1000 bytes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ({}, None),
+        ({"requests": 64, "prompts": 8, "prompt_tokens": 500, "max_new_tokens": 4096, "name": "mine"}, None),
+        ({"requests": 0}, "requests is 0: expected int >= 1"),
+        ({"requests": 10**9}, "requests is 1000000000: expected int <= 65536"),
+        ({"requests": 4, "prompts": 5}, "prompts is 5, of 4 requests: give at most as many"),
+        ({"prompts": 5}, "prompts is 5, of None requests: give at most as many"),
+        ({"samples": 4}, "object contains unknown field samples"),
+        ({"name": "a b"}, 'name is "a b": expected str matching regex'),
+        ([], "expected object, got array"),
+        ({"requests": 4, "tp": 3}, "tp=3 is not a candidate; choose one of [1, 2]"),
+    ],
+    ids=str,
+)
+def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
+    from sglang_pat.config import AdaptiveConfig
+    from sglang_pat.layout import ParallelLayout
+    from sglang_pat.messages import BeginRound, EndRound
+    from sglang_pat.sglang.server import http
+    from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+
+    sent = []
+    manager = object.__new__(AdaptiveTokenizerManager)
+    config = AdaptiveConfig(base=ParallelLayout(1, 2))
+    manager.server_args = SimpleNamespace(adaptive_config=lambda: config)
+    manager.auto_create_handle_loop = lambda: None
+    manager.send_to_scheduler = SimpleNamespace(send_pyobj=sent.append)
+    monkeypatch.setattr(http, "_manager", lambda: manager)
+    caller = client(app)
+    answer = caller.post("/pat/round", json=body)
+    if line is None:
+        assert answer.status_code == 200 and sent == [BeginRound(**body)]
+        assert caller.delete("/pat/round", params={"name": "mine"}).status_code == 200
+        assert sent[1:] == [EndRound(name="mine")]
+    else:
+        said = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and line in said and "\n" not in said and not sent
 
 
 def test_a_round_is_bounded():
@@ -155,7 +197,7 @@ def test_a_round_that_is_over_is_waited_for(rollouts, over):
 
     if over:
         asyncio.run(drop())
-        assert not rollouts._jobs.all
+        assert rollouts._jobs.get("left") is None
     else:
         with pytest.raises(Busy, match="'left' has a round under way"):
             asyncio.run(drop())

@@ -9,6 +9,7 @@ import pytest
 
 from sglang_pat.admission import events as round_events
 from sglang_pat.admission import rounds
+from sglang_pat.messages import EndRound
 
 from .rollouts_world import call, keys, more, read, server, waiting
 
@@ -32,14 +33,37 @@ def test_a_profile_that_is_gone_is_refused_before_a_round_begins(make, tmp_path)
     asyncio.run(run())
 
 
-def test_a_round_without_a_planner_ends_what_the_planner_asked_for(make):
+def test_the_engine_is_told_of_each_round(make):
+    """How much will come, from the first sample on; with the planner's lowest degree for this round only."""
+
     async def run():
         rollouts = make()
         await read(rollouts, call(0, 6, planner=True))
         await read(rollouts, call(6, 3))
-        assert rollouts._manager.floors == [2, 0]
+        await read(rollouts, call(9, 6, job="other", mode="partial"))
+        return rollouts._manager.told
 
-    asyncio.run(run())
+    told = asyncio.run(run())
+    begun, ended = told[::2], told[1::2]
+    assert [type(one) for one in ended] == [EndRound] * 3
+    assert [one.name for one in begun] == [one.name for one in ended] and len({one.name for one in begun}) == 3
+    assert [(one.requests, one.prompts, one.tp) for one in begun] == [(3, 3, 2), (3, 3, 0), (None, None, 0)]
+    assert {one.max_new_tokens for one in begun} == {100}
+
+
+@pytest.mark.parametrize("left", [0, 1, 3], ids="at events {}".format)
+def test_it_is_told_of_the_end_of_a_round_that_its_client_leaves(make, left):
+    async def run():
+        rollouts = make()
+        events = rollouts.events(call(0, 6))
+        for _ in range(left + 1):
+            await anext(events)
+        await events.aclose()
+        await rollouts._over("default")
+        return rollouts._manager.told
+
+    begun, ended = asyncio.run(run())
+    assert ended == EndRound(name=begun.name)
 
 
 def test_prompts_that_a_round_asks_for(make):

@@ -39,7 +39,7 @@ def test_the_planner_raises_tp_when_kv_runs_out(planned, llama):
         retracted.append(summary["engine"]["retracted"])
         assert by_planner(planned) == ([2] if number == 2 else []), retracted
     assert retracted[1] > 1.05 * retracted[0], retracted
-    # The floor is kept for a while, for the next round; a weight update goes to the base layout all the same.
+    # It held for that round; a weight update finds the engine in the base layout, or takes it there.
     update = {"model_path": str(llama)}
     assert requests.post(f"{planned.url}/update_weights_from_disk", json=update).json()["success"]
     assert planned.status()["layout"]["tp"] == 1

@@ -20,8 +20,11 @@ if __name__ == "__main__":
     def check_idle():
         # The flush waits until the ranks have ended what was aborted; their load is reported before it is answered.
         assert engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60)).success
-        assert engine.status()["requests"] == 0
+        status = engine.status()
+        assert status["requests"] == 0 and status["rounds"]["open"] == [], "nor is a round"
 
+    told, tell = [], engine.tokenizer_manager.pat_round
+    engine.tokenizer_manager.pat_round = lambda message: (told.append(message), tell(message))
     for mode in ("strict", "reorder", "partial"):
         rules = Rules(mode=mode, num_prompts=3, num_responses=2, eta_prompts=1.5, max_staleness=2, filter_groups=True)
         admitter = Admitter(rules)
@@ -43,7 +46,7 @@ if __name__ == "__main__":
         assert sorted(returned + useless) == list(range(10)), (mode, returned, useless)
         check_idle()
         print(mode, "rounds", rounds)
-    admitter = Admitter(Rules(num_prompts=2, num_responses=1))
+    admitter = Admitter(Rules(num_prompts=2, num_responses=1, eta_responses=1.0))
     admitter.feed([((0, i), {{"input_ids": [10 + i, 20, 30 + i]}}) for i in range(4)])
     events = engine.rollout(admitter, sampling, version=0)
     next(events)
@@ -52,6 +55,17 @@ if __name__ == "__main__":
     assert len(admitter.state.fresh) + len(admitter.state.waiting) + admitter.state.returned == 4
     check_idle()
     assert not engine.tokenizer_manager.rid_to_state
+    *_, begun, ended = told
+    assert (begun.requests, begun.prompts, begun.prompt_tokens, begun.max_new_tokens) == (3, 3, 3, 100)
+    assert ended.name == begun.name and len(told) % 2 == 0, "of each round the engine is told"
+    engine.begin_round(6, prompts=2, name="mine")
+    assert engine.status()["rounds"]["missing"] == 6
+    engine.end_round("mine")
+    assert engine.status()["rounds"] == {{"open": [], "missing": 0}}
+    try:
+        engine.begin_round(6, prompts=7)
+    except ValueError as error:
+        assert str(error) == "prompts is 7, of 6 requests: give at most as many"
     engine.shutdown()
     print("done")
 """

@@ -138,6 +138,44 @@ def test_threshold_policy_splits_when_requests_arrive(watched):
     assert [r["requests"] for r in records][0] == 1
 
 
+TOOL = [7, 8, 9]
+"""What a tool answers."""
+
+
+def test_two_agents_merge_once_and_split_once(watched):
+    """Six turns each.  The tools answer when the engine is empty: then it would go to the base layout, if nobody had
+    announced the round."""
+    before = wait_for_base(watched)["num_switches"]
+    begun = {"requests": 2, "prompt_tokens": 12, "max_new_tokens": 3000}
+    assert watched.ask("POST", "/pat/round", API_KEY, json=begun).status_code == 200
+    assert watched.status()["rounds"]["missing"] == 2
+
+    async def run():
+        async with watched.session() as session:
+            bodies = [body(i, 3000, rid=f"agent-{i}") for i in range(2)]
+            turns = [asyncio.ensure_future(watched.server.one(session, one)) for one in bodies]
+            await asyncio.to_thread(until, watched, lambda s: s["layout"]["tp"] == 2 and not s["switching"])
+            for one in bodies:
+                await abort(watched, session, one["rid"])
+            for _ in range(5):
+                answers = await asyncio.gather(*turns)
+                # That it is empty, and what follows from it, the coordinator hears and decides at once.
+                status = await asyncio.to_thread(until, watched, lambda s: not s["requests"])
+                assert (status["layout"]["tp"], status["switching"]) == (2, False)
+                for one, answer in zip(bodies, answers, strict=True):
+                    one["input_ids"] = [*one["input_ids"], *answer["output_ids"], *TOOL]
+                    one["sampling_params"] = one["sampling_params"] | {"max_new_tokens": 5}
+                turns = [watched.server.one(session, one) for one in bodies]
+            await asyncio.gather(*turns)
+
+    asyncio.run(run())
+    assert watched.status()["rounds"]["missing"] == 0
+    assert watched.ask("DELETE", "/pat/round", API_KEY).status_code == 200
+    status = wait_for_base(watched)
+    assert not status["rounds"]["open"]
+    assert [r["to_tp"] for r in status["switches"][before - status["num_switches"] :]] == [2, 1]
+
+
 def test_metrics(watched):
     status = wait_for_base(watched)
     samples = watched.metrics()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import functools
 import importlib.util
 import inspect
@@ -164,6 +165,34 @@ def test_agents(engine):
             fits(call, functools.partial(generate, None))
     read = re.findall(r"\.outputs\[0\]\.(\w+)", inspect.getsource(agent))
     assert read and set(read) <= {field.name for field in fields(actor.Completion)}
+
+
+def test_the_engine_is_told_while_agents_are_under_way(engine):
+    """Also while all of them wait for a tool."""
+    from sglang_pat.integrations.openrlhf.actor import RolloutActor
+
+    kind = RolloutActor.__ray_metadata__.modified_class
+    actor, told, answered = kind.__new__(kind), [], asyncio.Event()
+
+    class Agent:
+        async def execute(self, **about):
+            told.append(about["prompt"])
+            await answered.wait()
+            return {}
+
+    actor.executor, actor._prompts = Agent(), 0
+    actor._engine = SimpleNamespace(begin_round=lambda: told.append("begin"), end_round=lambda: told.append("end"))
+
+    async def run():
+        asked = [asyncio.ensure_future(actor.generate_responses(p, "", None, 9, None, num_samples=2)) for p in "ab"]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert told == ["begin", "a", "a", "b", "b"]
+        answered.set()
+        await asyncio.gather(*asked)
+
+    asyncio.run(run())
+    assert told[-1] == "end" and told.count("end") == 1
 
 
 def test_what_reaches_ray(engine, monkeypatch):

@@ -13,6 +13,7 @@ from verl.workers.rollout.replica import get_rollout_replica_class
 
 from sglang_pat import plugin
 from sglang_pat.integrations import CALLS
+from sglang_pat.messages import BeginRound, EndRound
 
 pytestmark = pytest.mark.integration
 
@@ -115,9 +116,39 @@ def test_what_an_agent_has_given_up_is_ended_before_memory_is_released(name, fre
     monkeypatch.setattr(SGLangHttpServer, name, noted)
     server = AdaptiveServer.__new__(AdaptiveServer)
     server.config = SimpleNamespace(free_cache_engine=frees)
-    server.tokenizer_manager = SimpleNamespace(pat_end_running=ended)
+    server.tokenizer_manager = SimpleNamespace(pat_end_running=ended, pat_round=lambda _: None)
     asyncio.run(getattr(server, name)())
     assert done == (["ended"] if frees else []) + ["released"]
+
+
+def test_the_engine_is_told_of_a_step_that_ends_with_its_sleep(monkeypatch):
+    """From the first request on; engines of their own, which never sleep, have no steps."""
+    replica(config())
+    from sglang_pat.integrations.verl.replica import AdaptiveServer, RolloutMode, SGLangHttpServer
+
+    async def generate(*_):
+        return SimpleNamespace(extra_fields={"global_steps": 1})
+
+    async def sleep(_):
+        told.append("asleep")
+
+    monkeypatch.setattr(SGLangHttpServer, "generate", generate)
+    monkeypatch.setattr(SGLangHttpServer, "sleep", sleep)
+    server = AdaptiveServer.__new__(AdaptiveServer)
+    server.config = SimpleNamespace(free_cache_engine=False)
+
+    async def two_steps():
+        for _ in range(2):
+            await server.generate()
+            await server.generate()
+            await server.sleep()
+
+    for mode, begun in ((RolloutMode.HYBRID, [BeginRound()]), (RolloutMode.STANDALONE, [])):
+        told: list = []
+        server.rollout_mode = mode
+        server.tokenizer_manager = SimpleNamespace(pat_round=told.append)
+        asyncio.run(two_steps())
+        assert told == [*begun, EndRound(), "asleep"] * 2
 
 
 def test_an_engines_actor_handles_a_nodes_requests_at_once():

@@ -19,6 +19,7 @@ DEGREES = (1, 2, 4)
 def snapshot(
     outputs=(), tp=1, prompt=100, limit=4096, families=None, replicas=None, peak=None, quiet=60.0, since_switch=600.0,
     since_abort=600.0, requests=None, degrees=DEGREES, complete=False, coming=0,
+    in_round=False,
 ) -> Snapshot:  # fmt: skip
     """Of requests with these present lengths, by default dealt out to the replicas in turn; ``coming``: so many are
     expected in all."""
@@ -35,6 +36,7 @@ def snapshot(
         last_switch=NOW - since_switch,
         last_abort=NOW - since_abort,
         complete=complete,
+        in_round=in_round,
         load=Load(
             prompt=np.broadcast_to(np.int64(prompt), number),
             output=outputs,
@@ -116,6 +118,7 @@ def snapshots(draw) -> Snapshot:
         since_switch=draw(seconds),
         since_abort=draw(st.sampled_from([0.0, 100.0])),
         complete=draw(st.booleans()),
+        in_round=draw(st.booleans()),
         coming=draw(st.sampled_from([0, 0, 1, 50])),
         **columns,
     )

@@ -1,4 +1,4 @@
-"""The coordinator and the planner's floor: the lowest degree of a round."""
+"""The coordinator and the lowest degree of a round, which a planner asks for."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ pytestmark = pytest.mark.unit
 def test_a_round_waits_for_its_floor():
     rig = Rig(1, 4, policy="manual")
     rig.settle()
-    rig.coordinator.floor(m.Floor(tp=2), 0.0)
+    rig.coordinator.round(m.BeginRound(tp=2), 0.0)
     assert rig.work(3) == [], "they wait for the switch"
     rig.settle()
     assert (rig.world.known.tp, rig.world.records[-1].reason) == (2, "planner")
     assert len(rig.world.ranks[0].requests) + len(rig.world.ranks[1].requests) == 3
     rig.finish_all()
-    assert rig.world.known.tp == 2, "until the round is over"
-    rig.coordinator.floor(m.Floor(tp=0), 0.0)
-    rig.settle()
-    assert rig.world.known.tp == 1
+    assert rig.world.known.tp == 2, "there the user may leave it"
 
 
 def test_policies_choose_from_the_floor_up():
@@ -35,7 +32,7 @@ def test_policies_choose_from_the_floor_up():
         return Decision(tp=snapshot.degrees[-1] if snapshot.requests else snapshot.degrees[0])
 
     rig = Rig(1, 4, decide=highest, policy="manual")
-    rig.coordinator.floor(m.Floor(tp=2), 0.0)
+    rig.coordinator.round(m.BeginRound(tp=2), 0.0)
     rig.settle()
     assert rig.world.known.tp == 2
     rig.work(2)
@@ -45,12 +42,15 @@ def test_policies_choose_from_the_floor_up():
     rig.settle()
     assert rig.world.known.tp == 2
     assert (2, 4) in seen and seen[-1] == (2, 4)
+    rig.coordinator.round(m.EndRound(name="default"), 0.0)
+    rig.settle()
+    assert rig.world.known.tp == 1 and seen[-1] == (1, 2, 4), "it held for that round"
 
 
 def test_a_switch_to_the_floor_that_fails_is_not_repeated_at_once():
     rig = Rig(1, 2, policy="manual")
     rig.settle()
-    rig.coordinator.floor(m.Floor(tp=2), 0.0)
+    rig.coordinator.round(m.BeginRound(tp=2), 0.0)
     rig.work(1)
     rig.settle("abort")
     assert [record.error for record in rig.world.records] == ["rank 0: no"]

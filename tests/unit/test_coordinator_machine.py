@@ -87,10 +87,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.queries[query] = dict(tp=tp, allowed=allowed, busy=busy, here=tp == self.world.known.tp)
         self.coordinator.reconfigure(m.Reconfigure(query_id=query, tp=tp), self.now)
 
-    @rule(which=st.integers(0, 2), off=st.booleans())
-    def floor(self, which, off):
-        tp = 0 if off else self.config.layouts[which % len(self.config.layouts)].tp
-        self.coordinator.floor(m.Floor(tp=tp), self.now)
+    @rule(name=st.sampled_from("ab"), requests=st.sampled_from([None, 1, 5]), which=st.integers(-2, 2))
+    def round_begins(self, name, requests, which):
+        tp = 0 if which < 0 else self.config.layouts[which % len(self.config.layouts)].tp
+        self.coordinator.round(m.BeginRound(name=name, requests=requests, tp=tp), self.now)
+
+    @rule(name=st.sampled_from("ab"))
+    def round_ends(self, name):
+        self.coordinator.round(m.EndRound(name=name), self.now)
 
     @rule()
     def status(self):
@@ -188,10 +192,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             arrivals = self.coordinator._deciding.round
             assert self.coordinator._in_engine <= arrivals.peak <= arrivals.came
+            assert 0 <= arrivals.missing <= sum(round_.requests or 0 for round_ in arrivals.open.values())
 
     def teardown(self):
         if hasattr(self, "world"):
-            self.coordinator.floor(m.Floor(tp=0), self.now)
+            for name in "ab":
+                self.coordinator.round(m.EndRound(name=name), self.now)
             self.drain()
 
     def drain(self) -> None:

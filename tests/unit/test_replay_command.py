@@ -91,11 +91,12 @@ def test_snapshots_and_decisions_round_trip(snap):
 
 
 def test_a_snapshot_of_before_rounds_were_counted():
-    values = decision_log.snapshot_to_dict(make_snapshot([5, 7], complete=True))
-    assert decision_log.snapshot_from_dict(values).complete
-    del values["complete"], values["coming"]
+    values = decision_log.snapshot_to_dict(make_snapshot([5, 7], complete=True, in_round=True))
+    found = decision_log.snapshot_from_dict(values)
+    assert found.complete and found.in_round
+    del values["complete"], values["coming"], values["in_round"]
     old = decision_log.snapshot_from_dict(values)
-    assert not old.complete and old.load.output.tolist() == [5, 7] and not len(old.coming)
+    assert not old.complete and not old.in_round and old.load.output.tolist() == [5, 7] and not len(old.coming)
 
 
 def test_decisions_on_a_wrong_profile_against_those_on_measured_times(tmp_path, profile_file, capsys):

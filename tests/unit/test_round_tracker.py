@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.coordinator.round_tracker import RoundTracker
+from sglang_pat.coordinator.round_tracker import LEASE_SECONDS, MOST_OPEN, RoundTracker
+from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.snapshot import Load
 
 from .drawn import examples
@@ -145,6 +146,105 @@ def test_of_the_round_to_come_the_later_look_is_kept():
 )
 def test_nothing_is_known_of_the_round_to_come(sizes, loads):
     assert len(seen(sizes, *loads).coming(100.0)) == 0
+
+
+def told(*begun: BeginRound, arrivals: RoundTracker | None = None) -> RoundTracker:
+    arrivals = arrivals or RoundTracker()
+    for one in begun:
+        arrivals.told(one, 0.0)
+    return arrivals
+
+
+def test_a_round_that_was_announced_is_complete_when_it_is():
+    """At once, and whatever earlier rounds were like."""
+    for arrivals in (RoundTracker(), after(2, 2)):
+        assert come(told(BeginRound(requests=3), arrivals=arrivals), 3) == [False, False, True]
+        arrivals.arrived(9.0)
+        assert arrivals.complete, "more came than was said"
+
+
+def test_what_goes_on_with_a_sample_is_not_another_one():
+    arrivals = told(BeginRound(requests=2))
+    come(arrivals, 1)
+    for _ in range(3):
+        arrivals.arrived(5.0, goes_on=True)
+    assert (arrivals.missing, arrivals.complete) == (1, False)
+    come(arrivals, 1)
+    assert arrivals.complete
+
+
+def test_it_goes_on_though_the_engine_is_empty():
+    arrivals = told(BeginRound(requests=2))
+    come(arrivals, 2)
+    arrivals.switches = 1
+    arrivals.in_engine(0, 5.0)
+    assert (arrivals.came, arrivals.peak, arrivals.switches, arrivals.complete) == (2, 2, 1, True)
+    arrivals.told(EndRound(name="another"), 6.0)
+    assert arrivals.open and arrivals.came == 2
+    arrivals.told(EndRound(name="default"), 6.0)
+    assert not arrivals.open and (arrivals.came, arrivals.peak, arrivals.switches) == (0, 0, 0)
+
+
+def test_the_next_one_of_that_name_takes_its_place():
+    arrivals = told(BeginRound(requests=5))
+    come(arrivals, 2)
+    arrivals.in_engine(0, 5.0)
+    arrivals.told(BeginRound(requests=3), 6.0)
+    assert (len(arrivals.open), arrivals.missing, arrivals.came) == (1, 3, 0)
+
+
+def test_two_rounds_count_as_one():
+    arrivals = told(BeginRound(name="a", requests=3), BeginRound(name="b", requests=2))
+    assert come(arrivals, 5) == [False] * 4 + [True]
+    arrivals.told(EndRound(name="b"), 6.0)
+    arrivals.told(BeginRound(name="b", requests=4), 6.0)
+    assert (arrivals.missing, arrivals.came) == (4, 5), "of the first one all have come"
+    arrivals.told(EndRound(name="b"), 7.0)
+    assert (arrivals.missing, arrivals.complete) == (0, True), "nobody waits for what does not come"
+
+
+def test_one_whose_client_is_gone_is_over():
+    arrivals = told(BeginRound(requests=5))
+    come(arrivals, 2)
+    arrivals.in_engine(2, 5 * LEASE_SECONDS)
+    arrivals.ended(5 * LEASE_SECONDS)
+    arrivals.in_engine(0, 5.9 * LEASE_SECONDS)
+    assert arrivals.open, "a long response has just ended"
+    arrivals.in_engine(0, 6 * LEASE_SECONDS)
+    assert not arrivals.open and (arrivals.missing, arrivals.came) == (0, 0)
+
+
+def test_one_of_unknown_size_is_complete_as_if_nobody_had_announced_it():
+    arrivals = told(BeginRound(), arrivals=after(3, 3))
+    assert come(arrivals, 3) == [False, False, True]
+    arrivals.in_engine(0, 5.0)
+    assert arrivals.open and arrivals.came == 3
+    assert come(told(BeginRound()), 3) == [False] * 3
+
+
+def test_what_does_not_count_may_come_before_its_first_request():
+    """A health probe, or a calibration."""
+    arrivals = told(BeginRound(requests=3))
+    arrivals.in_engine(4)
+    arrivals.in_engine(0)
+    assert arrivals.peak == 0 and len(arrivals.coming(1.0)) == 3
+
+
+def test_no_more_are_open_than_anybody_needs():
+    arrivals = told(*(BeginRound(name=f"job{number}", requests=1) for number in range(MOST_OPEN + 5)))
+    assert len(arrivals.open) == arrivals.missing == MOST_OPEN and "job4" not in arrivals.open
+
+
+def test_the_round_to_come_is_as_it_was_announced():
+    first = BeginRound(name="a", requests=4, prompts=2, prompt_tokens=70, max_new_tokens=90)
+    arrivals = told(first, BeginRound(name="b", requests=1, prompt_tokens=7, max_new_tokens=9))
+    coming = arrivals.coming(0.0)
+    assert (coming.prompt.tolist(), coming.limit.tolist()) == ([70] * 4 + [7], [90] * 4 + [9])
+    assert coming.family.tolist() == [-1, -1, -2, -2, -3] and not coming.output.any()
+    come(arrivals, 2)
+    assert len(arrivals.coming(2.5)) == 5 and not len(arrivals.coming(3.5)), "no more came for a while"
+    arrivals.ended(2.5)
+    assert not len(arrivals.coming(2.5)), "what comes now comes in place of what has ended"
 
 
 @examples(300)

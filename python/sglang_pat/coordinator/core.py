@@ -96,14 +96,13 @@ class Coordinator:
         self._wanted = Wanted(target, CALIBRATION if self._deciding.calibrating else "request", query.query_id)
         self._proceed(now)
 
-    def floor(self, message: m.Floor, now: float) -> None:
-        """Lowest degree of a round (RollPacker's planner): an empty engine goes there, what comes in waits for it."""
-        self._deciding.floor = max(message.tp, self.config.base.tp)
-        target = self.config.layout(self._deciding.floor)
-        switching = self._switching.under_way or self._wanted
-        busy = self._in_engine or self._backlog or switching or self._released
-        if target != self.layout and not busy:
-            self._wanted = Wanted(target, "planner", ahead=True)
+    def round(self, message: m.BeginRound | m.EndRound, now: float) -> None:
+        """A client's round begins or ends.  To its lowest degree, if it has one, an empty engine goes at once, and what
+        comes in waits for it."""
+        self._deciding.round.told(message, now)
+        busy = self._in_engine or self._backlog or self._switching.under_way or self._wanted or self._released
+        if self.layout.tp < self._deciding.floor and not busy:
+            self._wanted = Wanted(self.config.layout(self._deciding.floor), "planner", ahead=True)
         self._proceed(now)
 
     def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
@@ -127,6 +126,7 @@ class Coordinator:
             "target": asdict(self._switching.under_way.target) if self._switching.under_way else None,
             "requests": self._in_engine + self._held_requests,
             "expected_seconds": self._deciding.expected_seconds if self._in_engine else 0.0,
+            "rounds": self._deciding.round.status(),
             "controls": len(self._replies),
             "groups": groups,
             "step_factors": self._deciding.factors.factors() if self._deciding.factors else {},
@@ -175,7 +175,7 @@ class Coordinator:
         self._retracted += report.retracted
         for response in () if self._deciding.calibrating else report.finished:
             self._follower.ended(response.length)
-            self.history.observe(response.length, response.family, not response.cut, response.since)
+            self._deciding.ended(response, now)
             self._outbox.finished(response)
         if report.rank in self._leaders and report.tp == self.layout.tp:
             self._leaders[report.rank].heard(report)
@@ -199,7 +199,7 @@ class Coordinator:
         """Handle what can be handled, then see whether a switch is due."""
         # Here, and not where a policy looks: the engine may run empty during a control request, or a switch.
         arrivals = self._deciding.round
-        arrivals.in_engine(self._in_engine)
+        arrivals.in_engine(self._in_engine, now)
         complete = arrivals.complete
         if self._backlog and isinstance(head := self._backlog[0], Generation) and self._deciding.opens(head, now):
             self._decide(now, ahead=True)
@@ -213,7 +213,7 @@ class Coordinator:
             event = self._backlog.popleft()
             self._held_requests -= isinstance(event, Generation)
             self._dispatch(event, now)
-        arrivals.in_engine(self._in_engine)
+        arrivals.in_engine(self._in_engine, now)
         if arrivals.complete > complete:
             self._deciding.hurry()  # the last request is what policies wait for
         self._decide(now)

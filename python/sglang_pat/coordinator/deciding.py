@@ -40,10 +40,9 @@ class Deciding:
 
     Attributes:
         history: lengths of the responses that ended.
-        round: requests as they come in.
+        round: requests as they come in, and what clients have said of them.
         factors: by what the profile is off in each layout; None without a profile, or if it is to be believed.
         calibrating: requests are made up, to measure the layouts; the policy is not asked.
-        floor: lowest degree of a round, see ``messages.Floor``.
         expected_seconds: until all requests are done, as the policy saw it when it was last asked; None if it does not
             predict.
     """
@@ -58,7 +57,6 @@ class Deciding:
     ) -> None:
         self.history = LengthHistory()
         self.round = RoundTracker()
-        self.floor = config.base.tp
         self.expected_seconds: float | None = None
         self.policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
         self._config, self._leaders, self._outbox = config, leaders, outbox
@@ -72,6 +70,11 @@ class Deciding:
         self._arrived = 0
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
         self._opened = False
+
+    @property
+    def floor(self) -> int:
+        """Lowest degree of the rounds that are open."""
+        return max((self._config.base.tp, *(round_.tp for round_ in self.round.open.values())))
 
     # -- what has happened ------------------------------------------------------------------------
 
@@ -88,8 +91,13 @@ class Deciding:
             self.round.last = now
             return
         self._arrived += 1
-        self.round.arrived(now)
+        self.round.arrived(now, goes_on=request.generated > 0)
         self._opened = False
+
+    def ended(self, response: m.Finished, now: float) -> None:
+        """A response has."""
+        self.round.ended(now)
+        self.history.observe(response.length, response.family, not response.cut, response.since)
 
     def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
         """A turn of a calibration begins, or all are over."""
@@ -188,6 +196,7 @@ class Deciding:
             peak=self.round.peak,
             last_arrival=self.round.last,
             complete=self.round.complete,
+            in_round=bool(self.round.open),
             last_switch=self._last_switch,
             last_abort=self._last_abort,
             # Policies that do not predict do not look at it, and are asked at every event.

@@ -1,14 +1,21 @@
-"""Rounds of requests, as they come in: in RL one is much like the one before, so its size tells when all are in."""
+"""Rounds of requests: as clients announce them, or as they come in.
+
+Where nobody announces them: in RL one is much like the one before, so its size tells when all are in.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import numpy as np
 
+from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.rules import SETTLE_SECONDS
-from sglang_pat.policies.snapshot import Load
+from sglang_pat.policies.snapshot import NO_LOAD, Load
 
 ROUNDS = 4
 """Rounds that are remembered: a validation set among batches of training is not forgotten at once."""
@@ -20,24 +27,69 @@ turn of agents that all finished theirs together."""
 WHOLE = 0.9
 """The requests of a round stand for the next one if at least this share of them was in the engine at once."""
 
+LEASE_SECONDS = 600.0
+"""A round that was announced is over if for so long the engine was empty and nothing came: its client is gone.  The
+tools of agents may take minutes."""
+
+MOST_OPEN = 64
+"""Rounds that are open at once; one more takes the place of the oldest."""
+
 
 class RoundTracker:
-    """What came since the engine was last empty, and how many came in earlier rounds.
+    """What came in this round, and how many came in earlier ones.
 
-    A round ends when the engine becomes empty.  One of a single request (health probe, warm-up) does not count.
+    A round that nobody announced ends when the engine becomes empty.  One of a single request (health probe, warm-up)
+    does not count.
 
     Attributes:
-        peak: most requests in the engine since it was last empty.
+        open: rounds that were announced and are not over, by name.  Several count as one, with the sum of their
+            requests.
+        peak: most requests in the engine in this round.
         last: time of the last arrival, or minus infinity.
-        came: requests that came since the engine was last empty; ``switches``: switches since then.
+        came: requests that came in this round; ``switches``: switches in it.
     """
 
     def __init__(self) -> None:
+        self.open: dict[str, BeginRound] = {}
+        self._missing: dict[str, int] = {}
+        """Of each, its requests that have not come; what comes is taken to be of the one that began first."""
         self.peak = 0
         self.last = float("-inf")
         self.came = self.switches = 0
+        self._here = 0
+        self._heard = float("-inf")
+        """When something of a round was last heard of."""
+        self._ended = False
+        """A response of this round has."""
         self._sizes: deque[int] = deque(maxlen=ROUNDS)
-        self._seen = self._last_round = Load()
+        self._seen = self._last_round = NO_LOAD
+
+    def told(self, message: BeginRound | EndRound, now: float) -> None:
+        """A client says that its round begins, or ends."""
+        self._close(message.name)
+        if isinstance(message, BeginRound):
+            if len(self.open) >= MOST_OPEN:
+                self._close(next(iter(self.open)))
+            self.open[message.name] = message
+            self._missing[message.name] = message.requests or 0
+            self._heard = now
+            if not self._here:
+                self._new()
+        elif not self._here and not self.open:
+            self._over()
+
+    def _close(self, name: str) -> None:
+        self.open.pop(name, None)
+        self._missing.pop(name, None)
+
+    @property
+    def missing(self) -> int:
+        """Announced requests that have not come."""
+        return sum(self._missing.values())
+
+    def status(self) -> dict[str, Any]:
+        """For ``/pat/status``."""
+        return {"open": [msgspec.to_builtins(round_) for round_ in self.open.values()], "missing": self.missing}
 
     @property
     def expected(self) -> int:
@@ -47,43 +99,86 @@ class RoundTracker:
 
     @property
     def complete(self) -> bool:
-        """Whether no more are expected: exactly as many came as in a round."""
-        return 0 < self.came == self.expected
+        """Whether no more are expected: all have come that were announced, or exactly as many as in a round."""
+        return not self.missing if self._sized else 0 < self.came == self.expected
+
+    @property
+    def _sized(self) -> bool:
+        """Whether it was announced with its size."""
+        return bool(self.open) and all(round_.requests for round_ in self.open.values())
 
     def coming(self, now: float) -> Load:
-        """The round that is about to come, or coming in: the last one of that size, as it was before its first token.
+        """The round that is about to come, or coming in, as it is before its first token: as announced, or the last one
+        of that size.
 
-        Empty if no size is expected, all have come, or no more seem to come.
+        Empty if no size is expected, all have come, or no more seem to come; also when the first response of one that
+        was announced has ended: what comes then comes in place of others.
         """
         if self.peak and not self.came:
-            return Load()  # what is here does not count: a health probe
-        late = self.came and now - self.last >= SETTLE_SECONDS
-        return Load() if late or self.came >= self.expected else self._last_round
+            return NO_LOAD  # what is here does not count: a health probe
+        if self.came and now - self.last >= SETTLE_SECONDS:
+            return NO_LOAD
+        if self._sized:
+            return NO_LOAD if self._ended or not self.missing else _announced(self.open.values())
+        return NO_LOAD if self.came >= self.expected else self._last_round
 
     def saw(self, load: Load) -> None:
         """These requests were in the engine at once."""
         if len(load) >= len(self._seen):  # of the later one more is known: siblings
             self._seen = load
 
-    def arrived(self, now: float) -> None:
-        """A request goes into the engine."""
-        self.last = now
+    def arrived(self, now: float, goes_on: bool = False) -> None:
+        """A request goes into the engine; ``goes_on``: with a sample that was there before."""
+        self.last = self._heard = now
         self.came += 1
+        name = next((name for name, missing in self._missing.items() if missing), None)
+        if name is not None and not goes_on:
+            self._missing[name] -= 1
 
-    def in_engine(self, requests: int) -> None:
+    def ended(self, now: float) -> None:
+        """A response has."""
+        self._heard, self._ended = now, True
+
+    def in_engine(self, requests: int, now: float = float("-inf")) -> None:
         """So many are in it now: called after each event, or the end of a round may be missed."""
+        self._here = requests
         if requests:
             self.peak = max(self.peak, requests)
             return
+        if self.open and now - self._heard >= LEASE_SECONDS:
+            self.open.clear()
+            self._missing.clear()
+        if not self.open or not self.came:
+            self._over()
+
+    def _over(self) -> None:
         if self.came > 1:
             self._sizes.append(self.came)
             if self.came == self.expected:
-                self._last_round = _anew(self._seen) if len(self._seen) >= WHOLE * self.came else Load()
+                self._last_round = _anew(self._seen) if len(self._seen) >= WHOLE * self.came else NO_LOAD
+        self._new()
+
+    def _new(self) -> None:
         self.peak = self.came = self.switches = 0
-        self._seen = Load()
+        self._ended = False
+        self._seen = NO_LOAD
 
 
 def _anew(load: Load) -> Load:
     """The same prompts, other responses: nothing is generated yet, nothing known of the families."""
     _, families = np.unique(load.family, return_inverse=True)
     return replace(load, output=np.zeros_like(load.output), family=-1 - families)
+
+
+def _announced(rounds: Iterable[BeginRound]) -> Load:
+    """All requests of these rounds, whose sizes are known."""
+    parts: list[np.ndarray] = []
+    families = 1  # below 0, as no hash of a prompt is
+    for round_ in rounds:
+        number = np.arange(round_.requests or 0)
+        prompts = round_.prompts or len(number)
+        family = -families - number * prompts // len(number)
+        parts.append(np.array([0 * number + round_.prompt_tokens, 0 * number + round_.max_new_tokens, family]))
+        families += prompts
+    prompt, limit, family = np.concatenate(parts, axis=1)
+    return Load(prompt=prompt, output=0 * prompt, limit=limit, family=family, replica=0 * prompt)

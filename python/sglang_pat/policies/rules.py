@@ -23,12 +23,12 @@ def forced(snapshot: Snapshot) -> Decision | None:
     """What every deciding policy does without looking at the load; None if the load decides.
 
     After an abort it waits.  An empty engine goes back to the base layout, where the next round starts and weights
-    are updated.
+    are updated; unless a client has said that its round goes on.
     """
     if snapshot.now - snapshot.last_abort < RETRY_SECONDS or len(snapshot.degrees) == 1:
         return Decision(tp=snapshot.tp)
     if snapshot.requests == 0:
-        return Decision(tp=snapshot.degrees[0])
+        return Decision(tp=snapshot.tp if snapshot.in_round else snapshot.degrees[0])
     return None
 
 

@@ -47,15 +47,18 @@ class Snapshot:
         tp: degree in force; ``degrees``: candidates in ascending order, base first.
         num_ranks: N; a layout of degree t has N / t replicas.
         requests: requests in the engine (decoding, waiting, on their way to a replica, held back).
-        peak: most requests since the engine was last empty.
+        peak: most requests in this round.
         last_arrival: when a request last came in (was passed on to a replica).
         last_switch: when a switch was last finished, or minus infinity.
         last_abort: when a switch was last aborted, or minus infinity.
-        complete: the round has as many requests as the largest of the recent ones: no more are expected.
+        complete: the round has as many requests as were announced, or as the largest of the recent ones: no more are
+            expected.
+        in_round: a round that a client announced is under way: an empty engine waits for more of it, as for the next
+            turns of agents.
         load: the requests, one by one; empty for policies that do not look at it.
         coming: while a round comes in, all requests it is expected to have, those that are here already included
             (``replica`` means nothing); empty if nothing is known of it or all have come.
-        switches: made since the engine was last empty.
+        switches: made in this round.
         arrived: requests passed on to replicas so far, the server's warm-up left out: for the log; None if not known.
         factors: measured over predicted time of a step by degree, as far as this run has told; 1 where there is none.
         doubts: standard deviation of the logarithm of each factor over that of ``tp``; 0 where there is none.
@@ -71,6 +74,7 @@ class Snapshot:
     last_switch: float = float("-inf")
     last_abort: float = float("-inf")
     complete: bool = False
+    in_round: bool = False
     load: Load = NO_LOAD
     coming: Load = NO_LOAD
     switches: int = 0

@@ -184,8 +184,8 @@ def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, drop
             coordinator.status(obj)
         elif isinstance(obj, messages.Reconfigure):
             coordinator.reconfigure(obj, now)
-        elif isinstance(obj, messages.Floor):
-            coordinator.floor(obj, now)
+        elif isinstance(obj, messages.BeginRound | messages.EndRound):
+            coordinator.round(obj, now)
         elif isinstance(obj, messages.CalibrationTurn):
             coordinator.calibrate(obj, now)
         elif isinstance(obj, messages.TraceQuery):

@@ -100,6 +100,8 @@ class RolloutActor:
         self._ranks = tensor_parallel_size
         self._asleep: set[str] = set()
         self._unfinished = 0
+        self._prompts = 0
+        """Whose agents are under way, also while they wait for a tool."""
 
     # -- weights ---------------------------------------------------------------------------------------
 
@@ -195,7 +197,15 @@ class RolloutActor:
             "prompt": prompt, "label": label, "sampling_params": sampling_params, "max_length": max_length,
             "hf_tokenizer": hf_tokenizer, "llm_engine": self, "images": images,
         }  # fmt: skip
-        return await asyncio.gather(*(self.executor.execute(**about) for _ in range(num_samples)))
+        self._prompts += 1
+        if self._prompts == 1:
+            self._engine.begin_round()
+        try:
+            return await asyncio.gather(*(self.executor.execute(**about) for _ in range(num_samples)))
+        finally:
+            self._prompts -= 1
+            if not self._prompts:
+                self._engine.end_round()
 
     async def status(self) -> dict[str, Any]:
         """What ``GET /pat/status`` returns of a server."""

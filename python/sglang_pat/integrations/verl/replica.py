@@ -9,13 +9,14 @@ from contextvars import ContextVar
 from typing import Any
 
 import ray
-from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS
+from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.plugin import VARIABLE
 from sglang_pat.sglang.attach import attach
 
@@ -28,6 +29,9 @@ _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
 class AdaptiveServer(SGLangHttpServer):
     """The actor that holds the engine's main process."""
 
+    _in_round = False
+    """Since verl last put the engine to sleep, something was asked of it."""
+
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         attach(options.given(self.config, self.replica_rank), options.WHERE)
         await super().launch_server(*args, **kwargs)
@@ -36,6 +40,9 @@ class AdaptiveServer(SGLangHttpServer):
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """verl's; the sample's extra fields say which degree, and which step's weights, generated which tokens."""
+        if not self._in_round and self.rollout_mode == RolloutMode.HYBRID:  # else it never sleeps
+            self._in_round = True
+            self.tokenizer_manager.pat_round(BeginRound())
         meta: dict[str, Any] = {}
         _meta.set(meta)
         output = await super().generate(*args, **kwargs)
@@ -46,6 +53,8 @@ class AdaptiveServer(SGLangHttpServer):
     async def sleep(self) -> None:
         """verl's.  It has its batch by then: what still runs belongs to an agent that has given it up."""
         await self._end_running()
+        self._in_round = False
+        self.tokenizer_manager.pat_round(EndRound())
         await super().sleep()
 
     async def release_kv_cache(self) -> None:

@@ -25,8 +25,10 @@ from sglang.srt.server_args import PortArgs  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer, maybe_reindex_device_id, numa_utils  # noqa: E402
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
+from sglang_pat import files  # noqa: E402
 from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
+from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
 from sglang_pat.sglang.coordinator import run_coordinator  # noqa: E402
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs, outer_view  # noqa: E402
@@ -218,15 +220,34 @@ class Engine(RolloutCalls, AdaptiveEngine):
         For measurements only (PAT section 4.2): step times do not depend on what is in the KV, but the answers to
         such prompts mean nothing until ``flush_cache()``.  A switch forgets them.
         """
+        self._in_loop(lambda: self.tokenizer_manager.pat_inject_prefixes(prompts))
 
-        async def inject() -> None:
-            self.tokenizer_manager.pat_inject_prefixes(prompts)
+    def begin_round(self, requests: int | None = None, **about: Any) -> None:
+        """A round of ``requests`` samples begins, for what is generated from now on; until :meth:`end_round`.
 
-        # Its sockets are the loop's: only who runs the loop may use them.
+        Args:
+            about: other fields of :class:`~sglang_pat.messages.BeginRound`.
+
+        Raises:
+            ValueError: a field that cannot be, one line with its name.
+        """
+        begun = files.convert({"requests": requests, **about}, BeginRound)
+        self._in_loop(lambda: self.tokenizer_manager.pat_round(begun))
+
+    def end_round(self, name: str = "default") -> None:
+        """The round of this name is over; nothing happens if there is none."""
+        self._in_loop(lambda: self.tokenizer_manager.pat_round(EndRound(name=name)))
+
+    def _in_loop(self, tell: Callable[[], None]) -> None:
+        """Sockets are the loop's: only who runs it may use them."""
+
+        async def told() -> None:
+            tell()
+
         if asyncio._get_running_loop() is self.loop:
-            self.tokenizer_manager.pat_inject_prefixes(prompts)
+            tell()
         else:
-            self._await(inject())
+            self._await(told())
 
     def deployment(self) -> Fingerprint:
         """What a profile taken on this engine holds for."""

@@ -16,8 +16,10 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from sglang_pat import files
 from sglang_pat.coordinator import schedule as schedules
 from sglang_pat.errors import one_line
+from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.sglang.contract import SGLangMismatch
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 from sglang_pat.sglang.launch.early import check_port
@@ -100,6 +102,8 @@ def add_routes(app) -> None:
         return
     app.add_api_route("/pat/status", status, methods=["GET"])
     app.add_api_route("/pat/reconfigure", reconfigure, methods=["POST"])
+    app.add_api_route("/pat/round", begin_round, methods=["POST"])
+    app.add_api_route("/pat/round", end_round, methods=["DELETE"])
     app.add_api_route("/pat/schedule", schedule, methods=["GET"])
     app.add_api_route("/pat/schedule", set_schedule, methods=["POST"])
     app.add_api_route("/pat/rollout", rollout, methods=["POST"])
@@ -152,6 +156,25 @@ async def reconfigure(request: Request) -> dict:
     """
     tp, dry_run = _degree(await _body(request, MAX_SMALL_BYTES))
     return await _manager().pat_reconfigure(tp, dry_run)
+
+
+@_or_refused
+async def begin_round(request: Request) -> dict:
+    """``{"requests": 64, "prompts": 8, "prompt_tokens": 500, "max_new_tokens": 4096}``: a round begins
+    (:class:`~sglang_pat.messages.BeginRound`); for the requests that are sent after the answer.
+
+    400: not a body like that.
+    """
+    begun = files.decode(await _body(request, MAX_SMALL_BYTES), BeginRound)
+    _manager().pat_round(begun)
+    return {}
+
+
+@_or_refused
+async def end_round(name: str = "default") -> dict:
+    """The round of this name is over; nothing happens if there is none."""
+    _manager().pat_round(EndRound(name=name))
+    return {}
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)

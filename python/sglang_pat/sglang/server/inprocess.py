@@ -22,6 +22,8 @@ from sglang.srt.model_executor.model_runner import LocalSerializedTensor
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.common import init_custom_process_group
 
+from sglang_pat.messages import BeginRound, EndRound
+
 __all__ = ["InProcessEngine", "init_custom_process_group"]
 
 SPARED = 7
@@ -62,6 +64,13 @@ class InProcessEngine:
             return_logprob=logprobs,
         )  # fmt: skip
         return await anext(self._manager.generate_request(request, None))
+
+    def begin_round(self) -> None:
+        """What is asked for from now on belongs together, until :meth:`end_round`; nobody knows how much it is."""
+        self._manager.pat_round(BeginRound())
+
+    def end_round(self) -> None:
+        self._manager.pat_round(EndRound())
 
     async def pause(self, mode: str) -> None:
         """``abort``, ``retract`` or ``in_place``."""

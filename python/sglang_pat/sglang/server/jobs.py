@@ -59,7 +59,6 @@ class Job:
         used: when its last round began or ended, seconds of the machine's monotonic clock.
         settling: what is done when it is over, once.
         planner: of start degrees, once it was asked for; ``courses``: what a planner that was saved has learnt.
-        floor: lowest tp that its planner asks for, 0 for none.
     """
 
     def __init__(self, admitter: Admitter) -> None:
@@ -72,7 +71,6 @@ class Job:
         self.updates: dict[int, int] = {}
         self.planner: Planner | None = None
         self.courses: dict[str, StartDegree] = {}
-        self.floor = 0
         self.tokens = 0
         self.used = time.monotonic()
 
@@ -99,10 +97,6 @@ class Jobs:
     def get(self, name: str) -> Job | None:
         """None if it is not in memory."""
         return self._jobs.get(name)
-
-    @property
-    def all(self) -> list[Job]:
-        return list(self._jobs.values())
 
     def tokens_beside(self, name: str) -> int:
         """Of the prompts of all other jobs."""
@@ -206,7 +200,7 @@ class Jobs:
         else:
             job.admitter, job.settled, job.tokens = job.previous, True, held(job.previous.state)
 
-    def drop(self, name: str) -> Job | None:
+    def drop(self, name: str) -> None:
         """Raises ValueError: there is none; Busy: it has a round under way."""
         if name not in self._jobs and not self._saved(name):
             raise ValueError(f"job is {name!r}, there are {self.known()}")
@@ -214,7 +208,7 @@ class Jobs:
             raise Busy(f"job {name!r} has a round under way; close its stream first")
         if self._files is not None:
             self._files.remove(name)
-        return self._jobs.pop(name, None)
+        self._jobs.pop(name, None)
 
 
 def held(state: State) -> int:

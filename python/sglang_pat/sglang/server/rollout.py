@@ -20,20 +20,18 @@ from sglang_pat.admission.records import Summary
 from sglang_pat.admission.rounds import RolloutRound
 from sglang_pat.admission.state import State
 from sglang_pat.admission.turns import Turns
+from sglang_pat.messages import EndRound
 from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.sglang.server.bodies import Answer, MorePrompts, RolloutBody, Verdict
 from sglang_pat.sglang.server.intake import Intake
 from sglang_pat.sglang.server.jobs import Busy, Job, Jobs, NotSaved, check_job, held
-from sglang_pat.sglang.server.rollout_backend import ManagerBackend
+from sglang_pat.sglang.server.rollout_backend import ManagerBackend, announced
 from sglang_pat.sglang.server.rollout_events import described
 
 SETTLE_SECONDS = 5.0
 """Longest wait for ranks to report that they have nothing, after all samples of a round are out."""
-
-FLOOR_SECONDS = 30.0
-"""A planner's floor is kept so long after a round, so that the next one finds the engine where it wants it."""
 
 
 class Rollouts:
@@ -83,7 +81,7 @@ class Rollouts:
             raise
         if problem:
             await self._jobs.undo(body.job)
-            self._set_floor(job, 0)
+            self._manager.pat_round(EndRound(name=round_.name))
             raise NotSaved(problem)
         if body.after is not None:
             job.history.back_to(body.after)
@@ -132,12 +130,12 @@ class Rollouts:
         job.round, job.settled, job.settling = round_, False, None
         job.began(version, self._manager.pat_weight_updates)
         self.watch(round_)
+        tp = 0
         if body.planner and admitter.state.round is not None:
             job.planner = job.planner or self._planner(job, round_, params["max_new_tokens"], profile)
-            # Goes out before the first sample: its tasks have not run yet.
-            self._set_floor(job, job.planner.tp(round_.kind))
-        elif job.floor:
-            self._set_floor(job, 0)
+            tp = job.planner.tp(round_.kind)
+        # Goes out before the first sample: its tasks have not run yet.
+        self._manager.pat_round(announced(round_, tp))
         return job, start
 
     def _version(self, body: RolloutBody, admitter: Admitter, known: Job | None) -> int:
@@ -199,16 +197,15 @@ class Rollouts:
         """What is left to do when a round is over; what the engine holds then, and whether the job was saved."""
         round_ = job.round
         await round_.wait()
+        self._manager.pat_round(EndRound(name=round_.name))
         summary = round_.summary
         after = await self._engine_after(round_)
         after["retracted"] -= before["retracted"] if before is not None else after["retracted"]
         if self._metrics is not None:
             self._metrics.observe(body.job, summary, after)
-        if body.planner and job.planner is not None:
-            if not summary.cancelled:
-                tokens = sum(summary.kept_lengths) + summary.thrown
-                job.planner.observe(summary.kind, after["retracted"], tokens)
-            asyncio.get_running_loop().call_later(FLOOR_SECONDS, self._lift_floor, job, round_)
+        if body.planner and job.planner is not None and not summary.cancelled:
+            tokens = sum(summary.kept_lengths) + summary.thrown
+            job.planner.observe(summary.kind, after["retracted"], tokens)
         if not summary.cancelled:
             let_go(job.history.add(job.admitter.state))
         problem = await self._jobs.save(body.job, job.admitter.state, None if summary.cancelled else summary.number)
@@ -236,9 +233,7 @@ class Rollouts:
         """
         check_job(name)
         await self._over(name)
-        job = self._jobs.drop(name)
-        if job is not None and job.floor:
-            self._set_floor(job, 0)
+        self._jobs.drop(name)
 
     # -- the planner -----------------------------------------------------------------------------------
 
@@ -257,14 +252,6 @@ class Rollouts:
             samples = rules.num_prompts * rules.num_responses
             start = profiled_degree(Predictor(profile), profile.fingerprint, samples, prompt, limit)
         return Planner([layout.tp for layout in config.layouts], start, job.courses)
-
-    def _set_floor(self, job: Job, tp: int) -> None:
-        job.floor = tp
-        self._manager.pat_floor(max((other.floor for other in self._jobs.all), default=0))
-
-    def _lift_floor(self, job: Job, round_: RolloutRound) -> None:
-        if job.round is round_:
-            self._set_floor(job, 0)
 
     # -- the engine ------------------------------------------------------------------------------------
 

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import Any
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_pat.admission import epochs
 from sglang_pat.admission.records import Output
+from sglang_pat.admission.rounds import RolloutRound
+from sglang_pat.messages import BeginRound
 from sglang_pat.sglang.server.intake import Intake
+
+
+def announced(round_: RolloutRound, tp: int = 0) -> BeginRound:
+    """What the engine is told of a round that has just begun.
+
+    How many samples there will be is not known where groups are filtered, and where samples go on that were stopped.
+    """
+    state, rules = round_.admitter.state, round_.admitter.rules
+    about = {"name": round_.name, "max_new_tokens": round_.params["max_new_tokens"], "tp": tp}
+    begun = state.round
+    if begun is None:  # and over
+        return BeginRound(**about)
+    about["prompt_tokens"] = round(mean(len(g.prompt["input_ids"]) for g in (*begun.everyone, *state.fresh)))
+    if rules.filter_groups or rules.mode == "partial":
+        return BeginRound(**about)
+    there = len(begun.everyone) + len(state.waiting) + epochs.fresh_of(state, begun.epoch)
+    prompts = min(begun.prompts, there)
+    return BeginRound(requests=prompts * begun.responses, prompts=prompts, **about)
 
 
 class ManagerBackend:

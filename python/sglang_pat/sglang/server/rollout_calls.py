@@ -11,9 +11,10 @@ from sglang_pat.admission.callbacks import Callbacks, MorePrompts, Verdicts, alw
 from sglang_pat.admission.records import Group, Summary, Waiting
 from sglang_pat.admission.rounds import RolloutRound
 from sglang_pat.admission.turns import ENVIRONMENT_SECONDS, Environment, Turns
+from sglang_pat.messages import EndRound
 from sglang_pat.sglang.server.intake import Intake
 from sglang_pat.sglang.server.loop import EngineLoop
-from sglang_pat.sglang.server.rollout_backend import ManagerBackend
+from sglang_pat.sglang.server.rollout_backend import ManagerBackend, announced
 
 
 class RolloutCalls:
@@ -61,6 +62,7 @@ class RolloutCalls:
         with Callbacks(judge, more) as callbacks:
             round_ = RolloutRound(admitter, backend, version, params, callbacks, turns)
             self.tokenizer_manager.pat_rollouts.watch(round_)
+            self.tokenizer_manager.pat_round(announced(round_))
             try:
                 async with aclosing(aiter(round_)) as events:
                     async for event in events:
@@ -70,6 +72,7 @@ class RolloutCalls:
             finally:
                 round_.cancel()
                 await round_.wait()
+                self.tokenizer_manager.pat_round(EndRound(name=round_.name))
                 (round_.confirm if told else round_.take_back)()
 
     def rollout(self, *args: Any, **kwargs: Any) -> Iterator[Group | Summary]:

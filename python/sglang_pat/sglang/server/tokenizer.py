@@ -281,10 +281,12 @@ class AdaptiveTokenizerManager(ForgettingTokenizerManager):
             self.auto_create_handle_loop()
             self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=entries))
 
-    def pat_floor(self, tp: int) -> None:
-        """Requests sent from now on run in degree ``tp`` at least; 0: in whatever the policy chooses."""
+    def pat_round(self, message: messages.BeginRound | messages.EndRound) -> None:
+        """A round of the requests sent from now on begins, or ends.  Raises ValueError: its degree is no candidate."""
+        if getattr(message, "tp", 0):
+            self.server_args.adaptive_config().layout(message.tp)
         self.auto_create_handle_loop()
-        self.send_to_scheduler.send_pyobj(messages.Floor(tp=tp))
+        self.send_to_scheduler.send_pyobj(message)
 
     def pat_inject_prefixes(self, prompts: list[list[int]]) -> None:
         """Requests sent afterwards find ``prompts`` (token ids) in the radix cache of every replica."""
