@@ -34,7 +34,9 @@ def test_async_with_partial_rollout(openrlhf_job):
 
 def test_a_wrong_setting_is_refused_in_one_line(openrlhf_job):
     job = openrlhf_job("--sglang_pat.polcy", "pat", fails=True)
-    assert job.log.splitlines()[-1].startswith("error: --sglang_pat has no setting 'polcy'; choose from")
+    assert job.log.splitlines()[-1].startswith(
+        "error: --sglang_pat has no setting 'polcy' (did you mean 'policy'?); choose from"
+    )
 
 
 def test_a_job_killed_in_the_compiler_does_not_hold_up_the_next(tmp_path):

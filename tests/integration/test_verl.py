@@ -143,5 +143,5 @@ def test_two_engines_share_the_work(verl_job, tmp_path, monkeypatch):
 
 def test_a_wrong_setting_ends_the_job_with_one_line(verl_job):
     job = verl_job("--settings", "{{base_tp:1,polcy:threshold}}", fails=True)
-    line = "rollout.engine_kwargs.sglang_pat has no setting 'polcy'; choose from"
+    line = "rollout.engine_kwargs.sglang_pat has no setting 'polcy' (did you mean 'policy'?); choose from"
     assert line in job.log and not job.steps

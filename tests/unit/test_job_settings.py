@@ -19,7 +19,7 @@ BAD = [
     ({"policy": "schedule", "schedule": "/nowhere"}, "--pat-schedule /nowhere: No such file or directory; give a file"),
     ({"log": "/nowhere/log"}, "--pat-log /nowhere/log: No such file or directory; give a file that can be written"),
     ({"base_tp": 3}, "base_tp is 3, must divide the engine's 8 GPUs: 1, 2, 4, 8"),
-    ({"polcy": "pat"}, " has no setting 'polcy'; choose from "),
+    ({"polcy": "pat"}, " has no setting 'polcy' (did you mean 'policy'?); choose from "),
 ]
 
 

@@ -43,7 +43,7 @@ def test_values_have_the_types_of_the_fields():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"polcy": "pat"}, "here has no setting 'polcy'; choose from base_tp, candidates, "),
+        ({"polcy": "pat"}, "here has no setting 'polcy' (did you mean 'policy'?); choose from base_tp, candidates, "),
         ({"switch_at": "soon"}, "here: switch_at is 'soon', must be a whole number"),
         ({"switch_at": 2.5}, "here: switch_at is 2.5, must be a whole number"),
         ({"cpu_overlap": "perhaps"}, "here: cpu_overlap is 'perhaps', must be true or false"),

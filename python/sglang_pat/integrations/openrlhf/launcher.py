@@ -12,7 +12,8 @@ from typing import Any
 from sglang_pat import job_settings, settings
 from sglang_pat.integrations import CALLS
 
-WHERE = "--sglang_pat"
+WHERE, WHERE_SGLANG = "--sglang_pat", "--sglang"
+MODEL = "--actor.model_name_or_path"
 
 
 @dataclass
@@ -29,9 +30,12 @@ class Given:
         """With a decision log of its own (:func:`sglang_pat.settings.of_engine`)."""
         return replace(self, pat=settings.of_engine(self.pat, number))
 
-    def check(self, gpus: int) -> None:
+    def check(self, gpus: int, model: str | None) -> None:
         """Raise ``ValueError``, of one line, for what engines of so many GPUs would refuse."""
-        job_settings.check(self.of_engine(0).pat, gpus, WHERE)
+        config = job_settings.check(self.of_engine(0).pat, gpus, WHERE)
+        job_settings.check_flags(self.sglang, f"{WHERE_SGLANG}.")
+        if model is not None:
+            job_settings.check_model(model, config, MODEL)
 
 
 class Launcher:
