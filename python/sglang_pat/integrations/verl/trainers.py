@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -39,19 +40,21 @@ WAITING_FILE = "tail_batching.pt"
 """In a checkpoint's folder."""
 
 
-_made = PPOTrainer.__init__
+def _checking(make: Callable[..., None]) -> Callable[..., None]:
+    """A constructor of verl's, before which the job's configuration is checked: no model has been loaded yet."""
+
+    @functools.wraps(make)
+    def checked(self: PPOTrainer, config: DictConfig) -> None:
+        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        if options.adaptive(rollout, helper=False):
+            options.check(rollout, rollout.n_gpus_per_node, config.actor_rollout_ref.model)
+        make(self, config)
+
+    return checked
 
 
-@functools.wraps(_made)
-def _checked(self: PPOTrainer, config: DictConfig) -> None:
-    """A trainer of verl's, with whatever mode, for which our settings are checked before any model is loaded."""
-    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    if options.adaptive(rollout, helper=False):
-        options.check(rollout, rollout.n_gpus_per_node, config.actor_rollout_ref.model)
-    _made(self, config)
-
-
-PPOTrainer.__init__ = _checked
+for _trainer in (PPOTrainer, PPOTrainerSeparateAsync):  # the second looks at its own options first
+    _trainer.__init__ = _checking(_trainer.__init__)
 
 
 class _Adaptive(PPOTrainer):
