@@ -62,9 +62,16 @@ class Figures:
 
     def since(self, earlier: Figures) -> Figures:
         """What came after ``earlier``, of the same engine."""
-        seconds = {tp: now - earlier.seconds.get(tp, 0.0) for tp, now in self.seconds.items()}
+        return self._plus(earlier, -1)
+
+    def __add__(self, other: Figures) -> Figures:
+        return self._plus(other, 1)
+
+    def _plus(self, other: Figures, sign: int) -> Figures:
+        degrees = sorted({*self.seconds, *other.seconds})
+        seconds = {tp: self.seconds.get(tp, 0.0) + sign * other.seconds.get(tp, 0.0) for tp in degrees}
         counts = ("requests", "switches", "aborted_switches", "pause_seconds")
-        return Figures(seconds=seconds, **{name: getattr(self, name) - getattr(earlier, name) for name in counts})
+        return Figures(seconds=seconds, **{n: getattr(self, n) + sign * getattr(other, n) for n in counts})
 
     def line(self) -> str:
         """For a log."""
@@ -72,7 +79,7 @@ class Figures:
         shares = [f"{seconds / whole:.0%} in tp{tp}" for tp, seconds in sorted(self.seconds.items()) if seconds > 0]
         aborted = f", {self.aborted_switches} aborted" if self.aborted_switches else ""
         return (
-            f"step: {self.requests} requests in {whole:.1f} s ({', '.join(shares)}), "
+            f"{self.requests} requests in {whole:.1f} s ({', '.join(shares)}), "
             f"{self.switches} switches{aborted}, {self.pause_seconds:.3f} s paused by them"
         )
 

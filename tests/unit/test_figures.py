@@ -96,9 +96,9 @@ STEP = Figures(512, 2, 0, 0.0213, {1: 24.0, 2: 0.0, 8: 16.0})
 
 
 def test_lines():
-    assert STEP.line() == "step: 512 requests in 40.0 s (60% in tp1, 40% in tp8), 2 switches, 0.021 s paused by them"
+    assert STEP.line() == "512 requests in 40.0 s (60% in tp1, 40% in tp8), 2 switches, 0.021 s paused by them"
     assert "2 switches, 1 aborted, 0.021 s" in Figures(512, 2, 1, 0.0213, {1: 24.0}).line()
-    assert Figures(1).line().startswith("step: 1 requests in 0.0 s"), "answered before anybody looked"
+    assert Figures(1).line().startswith("1 requests in 0.0 s"), "answered before anybody looked"
 
 
 @pytest.mark.parametrize(

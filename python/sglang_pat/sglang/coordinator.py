@@ -128,7 +128,9 @@ class Sockets:
             self._metrics.observe(record)
 
     def stepped(self, step: Figures) -> None:
-        job_log.info(step.line())
+        job_log.info("step: %s", step.line())
+        if self._log:
+            self._log.write(decision_log.dump_step(step))
 
 
 def serve(coordinator: Coordinator, sockets: Sockets, dropped: Dropped) -> None:
