@@ -56,6 +56,7 @@ TP8 = ["--vllm.tensor_parallel_size", "8"]
         ),
         (["--sglang_pat.base_tp", "3", "=".join(TP8)], "--sglang_pat: base_tp is 3, must divide the engine's 8 GPUs"),
         (["--sglang_pat.base_tp", "2"], "--sglang_pat: base_tp is 2, must divide the engine's 1 GPUs: 1"),
+        (["--sglang.page_size", "16"], "--sglang.page_size is 16, which an adaptive engine does not support"),
         (
             ["--rollout.max_new_tokens", "8192"],
             "--rollout.max_new_tokens is 8192, must be less than --data.max_len (2048), the length of a prompt and",
