@@ -52,13 +52,12 @@ class Figures:
     switches: int = 0
     aborted_switches: int = 0
     pause_seconds: float = 0.0
-    seconds: Mapping[int, float] = field(default_factory=dict)
+    seconds: Mapping[int, float] = field(default_factory=dict[int, float])
 
     @classmethod
     def of_status(cls, status: Mapping[str, Any]) -> Figures:
         """Since the engine's start, of ``/pat/status``."""
-        totals: Mapping[str, Any] = status["totals"]
-        return cls(**{**totals, "seconds": {int(tp): seconds for tp, seconds in totals["seconds"].items()}})
+        return msgspec.convert(status["totals"], cls, str_keys=True)
 
     def since(self, earlier: Figures) -> Figures:
         """What came after ``earlier``, of the same engine."""

@@ -7,6 +7,7 @@ themselves are not run here; what has run of them is in docs/integrate.md.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -105,6 +106,10 @@ def test_slime_with_partial_rollout(two):
         for part, whole in zip(parts, server.generate(rest), strict=True):
             assert tokens(whole) == [new] * (LIMIT - len(tokens(part)))
     trainer.close()
+    log = server.log_text()
+    assert log.count("adaptive engine of 2 ranks: begins in tp1×dp2, may switch to tp2×dp1; policy schedule") == 1
+    # The last step: a rollout of four that merged, four that merged and were aborted, and back; and the four before.
+    assert re.findall(r"step: (\d+) requests in .* in tp1, .* in tp2\), (\d+) switches,", log)[-1] == ("12", "4")
 
 
 @pytest.mark.parametrize("framework", ["slime", "NeMo-RL"])

@@ -62,15 +62,16 @@ def install(given: Given) -> None:
     Otherwise one that is refused would be waited for by the trainer, which has loaded its model by then and joins the
     group of weight updates with it: half an hour.
     """
-    from openrlhf.trainer import ppo_trainer, ppo_trainer_async
     from openrlhf.trainer import ray as where_it_looks
+    from openrlhf.trainer.ppo_trainer import PPOTrainer
+    from openrlhf.trainer.ppo_trainer_async import TrainingActor
     from openrlhf.trainer.ray import vllm_engine
 
     from sglang_pat.integrations.openrlhf.trainer import train_step
 
     vllm_engine.RolloutRayActor = Launcher(given)
     where_it_looks.create_vllm_engines = _until_up(where_it_looks.create_vllm_engines)
-    for trainer in (ppo_trainer.PPOTrainer, ppo_trainer_async.TrainingActor):
+    for trainer in (PPOTrainer, TrainingActor):
         # Ray hands the class of an actor on as it is here when the first one is made.
         trainer.__ray_metadata__.modified_class.train_step = train_step
 
