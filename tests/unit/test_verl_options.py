@@ -71,6 +71,7 @@ def test_refused_in_one_line(made, line):
         (config(settings={"base_tp": 2}), None, True),
         (config(), "", True),
         (config(name="sglang_pat"), None, True),
+        (config(name="vllm"), "base_tp=1", False),
     ],
 )
 def test_which_replicas_are_adaptive(made, variable, policy, monkeypatch):

@@ -49,7 +49,8 @@ def adaptive(config: RolloutConfig, helper: bool) -> bool:
             f"{WHERE} is given for a reward model or a teacher, must be left out there: only the policy's engines are "
             "adaptive"
         )
-    return not helper and (settings_given or config.name == NAME or VARIABLE in os.environ)
+    by_variable = VARIABLE in os.environ and config.name == "sglang"  # vLLM's rollouts are none of its business
+    return not helper and (settings_given or config.name == NAME or by_variable)
 
 
 def given(config: RolloutConfig, replica: int | None = None) -> dict[str, Any]:
