@@ -12,12 +12,16 @@ from sglang_pat import settings
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator import schedule
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.memory.estimate import read_config
+from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.messages import ScheduleEntry
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import Profile
+from sglang_pat.sglang.launch.flags import REFUSED
+from sglang_pat.sglang.launch.supported import refuse_config
 
 
-def check(given: Mapping[str, Any], ranks: int, where: str) -> None:
+def check(given: Mapping[str, Any], ranks: int, where: str) -> AdaptiveConfig:
     """Refuse what an engine of ``ranks`` would refuse, as far as that can be said without its model.
 
     Files are looked at on this machine.
@@ -33,9 +37,55 @@ def check(given: Mapping[str, Any], ranks: int, where: str) -> None:
     base = found.pop(settings.BASE_TP.name, settings.BASE_TP.default)
     layout = ParallelLayout(*settings.base_layout(base, ranks, where))
     try:
-        read_files(settings.configuration(found, layout))
+        config = settings.configuration(found, layout)
+        read_files(config)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    return config
+
+
+def check_model(model: str, config: AdaptiveConfig, where: str) -> None:
+    """Refuse, by its ``config.json``, a model that an engine of this configuration would refuse.
+
+    No-op for one that is not on this machine.
+
+    Args:
+        model: a folder, or a name in the Hugging Face cache; ``where`` it was given, for the message.
+
+    Raises:
+        ValueError: one line.
+    """
+    try:
+        found = read_config(model)
+    except ValueError:
+        return  # whoever loads it says what is wrong with it
+    refuse_config(found, f"{where} {model}")
+    try:
+        shape = ModelShape.from_config(found)
+    except ValueError:
+        return  # a size that is left to the model's class
+    asked = config.layouts if config.degrees else config.layouts[:1]
+    for layout in asked:
+        if why := shape.why_not(layout.tp):
+            raise ValueError(f"{where} {model}: tp={layout.tp} {why}; choose other degrees (base_tp, candidates)")
+
+
+def check_flags(given: Mapping[str, Any], where: str) -> None:
+    """Refuse SGLang's own arguments that an engine would refuse, by the names under which they were given.
+
+    Args:
+        given: by name; ``where``, for the message: what stands before a name.
+
+    Raises:
+        ValueError: one line.
+    """
+    for refusal in REFUSED:
+        value = given.get(refusal.field)
+        if refusal.field in given and value not in refusal.allowed:
+            raise ValueError(
+                f"{where}{refusal.field} is {value!r}, which an adaptive engine does not support "
+                f"({refusal.reason}): {refusal.advice}"
+            )
 
 
 def read_files(config: AdaptiveConfig) -> Profile | None:

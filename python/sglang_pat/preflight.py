@@ -39,6 +39,7 @@ def checks() -> Iterator[Line]:
     cpu_shim.ensure()
     yield True, "CPU shim", "in place: no sgl_kernel here" if shim else "not needed: sgl_kernel is installed"
     yield from _packages()
+    yield _web()
     yield from _sglang_symbols()
     yield from _backend()
     yield from _devices()
@@ -59,6 +60,20 @@ def _requirements() -> list[str]:
         return [line for line in metadata.requires("sglang_pat") or [] if not line.startswith("sglang")]
     except metadata.PackageNotFoundError:
         return []  # used from its folder
+
+
+def _web() -> Line:
+    """SGLang's metrics read the path of each route of its application, which newer FastAPIs do not give to all."""
+    from fastapi import APIRouter, FastAPI
+
+    app, router = FastAPI(), APIRouter()
+    router.add_api_route("/path", lambda: None)
+    app.include_router(router)
+    version = metadata.version("fastapi")
+    if all(hasattr(route, "path") for route in app.routes):
+        return True, "FastAPI", version
+    failing = "with --enable-metrics SGLang answers /v1/loads with 500, which slime asks; 0.121.3 has no such fault"
+    return True, "FastAPI", f"{version}: {failing}"
 
 
 def _sglang_symbols() -> Iterator[Line]:

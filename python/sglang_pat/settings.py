@@ -6,6 +6,7 @@ The flag ``--pat-switch-at``, the field ``AdaptiveServerArgs.pat_switch_at``, ``
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -199,12 +200,22 @@ def fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name, value in given.items():
         setting = _NAMED.get(name)
         if setting is None:
-            raise ValueError(f"{where} has no setting {name!r}; choose from {', '.join(_NAMED)}")
+            raise ValueError(_unknown(name, where))
         try:
             found[name if setting is BASE_TP else setting.field] = setting.read(value)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return found
+
+
+def _unknown(name: str, where: str) -> str:
+    """The line for a setting that there is not; it may be a word of SGLang's, which verl's users put there."""
+    close = difflib.get_close_matches(name, _NAMED, 1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    theirs = where.replace("sglang_pat", "sglang") if "sglang_pat" in where else "the launcher's own arguments"
+    return (
+        f"{where} has no setting {name!r}{hint}; choose from {', '.join(_NAMED)}. SGLang's own are given with {theirs}"
+    )
 
 
 def configuration(found: Mapping[str, Any], base: ParallelLayout, max_running: int | None = None) -> AdaptiveConfig:

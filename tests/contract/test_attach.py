@@ -87,9 +87,36 @@ def test_every_setting_is_a_field_of_the_arguments():
     fields = AdaptiveServerArgs.__dataclass_fields__
     for setting in SETTINGS:
         assert fields[setting.field].default == setting.default
-    internal = {"pat_base_tp", "pat_fraction_given", "pat_graph_sizes"}
+    internal = {"pat_base_tp", "pat_fraction_given", "pat_graph_sizes", "pat_in_a_job"}
     assert {name for name in fields if name.startswith("pat_")} - internal == {s.field for s in SETTINGS}
     assert BASE_TP.field in internal
+
+
+@pytest.mark.parametrize("what", ["scheduler", "detokenizer"])
+def test_functions_that_would_not_be_called_are_refused(what, model, monkeypatch):
+    """AReaL's launcher and ROLL give their own; verl gives SGLang's."""
+    from sglang.srt.entrypoints import engine
+
+    from sglang_pat.sglang.launch import processes
+    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
+    from sglang_pat.sglang.server.engine import AdaptiveEngine
+
+    def areal_run_scheduler_process(*_):
+        raise AssertionError
+
+    started = []
+    monkeypatch.setattr(processes, "end_children", lambda: started.append("ended"))
+    monkeypatch.setattr("sglang_pat.sglang.server.engine.start", lambda name, *_: started.append(name) or (None, None))
+    args = AdaptiveServerArgs(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True)
+    line = f"^run_{what}_process_func is tests.contract.test_attach.*areal_run.*: an adaptive engine starts .* itself"
+    with pytest.raises(ValueError, match=line):
+        if what == "scheduler":
+            AdaptiveEngine._launch_scheduler_processes(args, None, areal_run_scheduler_process)
+        else:
+            AdaptiveEngine._launch_detokenizer_subprocesses(args, None, areal_run_scheduler_process)
+    assert started == ([] if what == "scheduler" else ["ended"])
+    AdaptiveEngine._launch_detokenizer_subprocesses(args, None, engine.run_detokenizer_process)
+    assert started[-1] == "the detokenizer"
 
 
 def test_the_entry_point_is_registered():

@@ -85,13 +85,13 @@ def test_defaults_are_accepted(model):
 def test_what_sglang_chooses_is_refused_too(model, monkeypatch):
     """As on Blackwell, where it chooses an attention backend with pages of 64 tokens."""
     monkeypatch.setattr(ServerArgs, "_handle_page_size", lambda self: setattr(self, "page_size", 64))
-    with pytest.raises(ValueError, match="--page-size 64: must be 1; give --attention-backend"):
+    with pytest.raises(ValueError, match="--page-size 64: must be 1; choose the attention backend"):
         arguments(model)
     ServerArgs(model_path=str(model), device="cpu")
 
 
 def test_packed_weights_are_refused(model, monkeypatch):
-    monkeypatch.setattr(flags, "cpu_has_amx_support", lambda: True)
+    monkeypatch.setattr("sglang.srt.utils.cpu_has_amx_support", lambda: True)
     with pytest.raises(ValueError, match="AMX kernels: use an sgl-kernel without them"):
         arguments(model)
 

@@ -166,13 +166,17 @@ def test_sglangs_handler_is_replaced_before_a_process_is_started(model, monkeypa
     before = signal.signal(signal.SIGQUIT, lambda *_: ended.append("SGLang's"))
     try:
         with pytest.raises((TypeError, AttributeError)):  # nothing was started
-            engine.AdaptiveEngine._launch_scheduler_processes(args, engine.private_ports(args), None)
+            engine.AdaptiveEngine._launch_scheduler_processes(
+                args, engine.private_ports(args), engine.stock.run_scheduler_process
+            )
         assert ended[:3] == ["children", "folder", 1]
         ended.clear()
         args.custom_sigquit_handler = ended.append
         signal.signal(signal.SIGQUIT, lambda *_: ended.append("the user's"))
         with pytest.raises((TypeError, AttributeError)):
-            engine.AdaptiveEngine._launch_scheduler_processes(args, engine.private_ports(args), None)
+            engine.AdaptiveEngine._launch_scheduler_processes(
+                args, engine.private_ports(args), engine.stock.run_scheduler_process
+            )
         assert set(ended) == {"the user's"}
     finally:
         signal.signal(signal.SIGQUIT, before)

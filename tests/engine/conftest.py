@@ -52,12 +52,12 @@ SIDES = {
         "rollout_thread rehearsal hostile policies calibration flags attach faults"
     ).split(),
     "others": (
-        "profiler sampling same_numbers same_tokens weights weights_refused weights_alive inprocess acceptance start"
+        "profiler sampling same_numbers same_tokens weights weights_refused weights_alive clients inprocess "
+        "acceptance start"
     ).split(),
 }
-"""The test files in two sides, which two workers may run beside each other (``pytest -n 2 --dist loadgroup``); in this
-order.  The files of a side share servers, those of the first one stock SGLang's with the small Llama.  Tests of
-``same_tokens`` say on which side they are.  ``faults`` is last: its tests end engines that the others are done with."""
+"""The test files in two sides, in this order; two workers may run one each (``pytest -n 2 --dist loadgroup``).  A side
+shares servers, ``llama`` stock SGLang's.  Tests of ``same_tokens`` say where they are.  ``faults`` ends its engines."""
 
 _item = None  # the test that is running
 

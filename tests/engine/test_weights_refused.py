@@ -23,6 +23,7 @@ from .weight_updates import (
     Setup,
     Trainer,
     all_layouts_say,
+    flattened,
     from_tensor,
     say,
     serialized,
@@ -46,14 +47,10 @@ def test_tensors_are_addressed_by_physical_rank(two):
 
 def test_flattened_bucket(two):
     server = two.start_in(2)
-    serialized([])  # installs the shim, without which SGLang does not import here
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
     state = list(models.marker_state_dict(E).items())
     half = len(state) // 2
     for part in (state[:half], state[half:]):
-        bucket = FlattenedTensorBucket(named_tensors=part)
-        item = serialized({"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()})
+        item = serialized(flattened(part))
         body = {"serialized_named_tensors": [item, item], "load_format": "flattened_bucket"}
         succeeded(server.post("/update_weights_from_tensor", body))
     all_layouts_say(server, E)
@@ -112,13 +109,8 @@ def refused(response: Any, said: str) -> None:
 def test_update_that_does_not_fit_is_refused_as_a_whole(two, what):
     """Tensors in shared memory, and in one bucket; no rank takes any of them."""
     server = two.start_in(2)
-    serialized([])
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
     named = list(wrong(models.marker_state_dict(B), what).items())
-    bucket = FlattenedTensorBucket(named_tensors=named)
-    flat = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-    for tensors, more in ((named, {}), (flat, {"load_format": "flattened_bucket"})):
+    for tensors, more in ((named, {}), (flattened(named), {"load_format": "flattened_bucket"})):
         body = {"serialized_named_tensors": [serialized(tensors)] * two.ranks} | more
         refused(server.post("/update_weights_from_tensor", body), WRONG[what])
     all_layouts_say(server, A)

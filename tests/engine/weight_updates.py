@@ -69,6 +69,15 @@ def serialized(named: Any) -> str:
     return patient(MultiprocessingSerializer.serialize)(named, output_str=True)
 
 
+def flattened(named: Any) -> Any:
+    """These tensors as one, as most frameworks send them; to be :func:`serialized`."""
+    serialized([])  # installs the shim, without which SGLang does not import here
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    bucket = FlattenedTensorBucket(named_tensors=list(named))
+    return {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+
+
 def from_tensor(server: Server, token: int | list[int], ranks: int, **fields: Any) -> Any:
     """One serialized item for each physical rank; ``token`` may name another one for each."""
     tokens = token if isinstance(token, list) else [token] * ranks

@@ -78,6 +78,15 @@ class Job:
     def series(self, name: str) -> list[float]:
         return [step[name] for step in self.steps]
 
+    def tells_of_the_engine(self) -> bool:
+        """Whether its log says what the engine is, and its log and its metrics the same of what it did in each step."""
+        starts = re.findall(r"adaptive engine of 2 ranks: begins in tp1×dp2, may switch to tp2×dp1; policy", self.log)
+        lines = re.findall(r"step: (\d+) requests in .* in tp2\), (\d+) switches, ([\d.]+) s paused by them", self.log)
+        assert len(starts) == 1 and [int(requests) > 0 for requests, _, _ in lines] == [True] * len(self.steps), lines
+        assert [int(switches) for _, switches, _ in lines] == self.series("rollout/switches")
+        assert [float(pause) for _, _, pause in lines] == [round(s, 3) for s in self.series("rollout/pause_seconds")]
+        return min(self.series("rollout/seconds/tp1") + self.series("rollout/seconds/tp2")) > 0
+
     def switches(self, log: str) -> int:
         """Decisions for another layout than the one in force."""
         decisions = [json.loads(line) for line in (self.out / log).read_text().splitlines()]

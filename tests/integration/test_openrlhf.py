@@ -22,6 +22,7 @@ def test_collocated(openrlhf_job):
     assert len(job.steps) == 3 and job.switches("decisions.0.jsonl") >= 3
     assert max(map(abs, job.series("vllm_kl"))) < AGREE
     assert all(math.isfinite(loss) for loss in job.series("policy_loss"))
+    assert job.tells_of_the_engine()
 
 
 def test_async_with_partial_rollout(openrlhf_job):
@@ -30,11 +31,15 @@ def test_async_with_partial_rollout(openrlhf_job):
     assert len(job.steps) == 3 and job.switches("decisions.0.jsonl") >= 1
     assert max(map(abs, job.series("vllm_kl"))) < AGREE + 0.05, "responses of which a part is by older weights, too"
     assert all(math.isfinite(loss) for loss in job.series("policy_loss"))
+    assert max(job.series("rollout/switches")) >= 1 and "adaptive engine of 2 ranks: begins in tp1×dp2" in job.log
+    assert "step: " in job.log
 
 
 def test_a_wrong_setting_is_refused_in_one_line(openrlhf_job):
     job = openrlhf_job("--sglang_pat.polcy", "pat", fails=True)
-    assert job.log.splitlines()[-1].startswith("error: --sglang_pat has no setting 'polcy'; choose from")
+    assert job.log.splitlines()[-1].startswith(
+        "error: --sglang_pat has no setting 'polcy' (did you mean 'policy'?); choose from"
+    )
 
 
 def test_a_job_killed_in_the_compiler_does_not_hold_up_the_next(tmp_path):

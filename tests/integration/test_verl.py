@@ -20,6 +20,7 @@ def test_each_step_switches_and_trainer_and_engine_agree(verl_job):
     job = verl_job(*GREEDY, *SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync")
     assert len(job.steps) == 3 and job.switches("decisions.0.jsonl") >= 3
     assert min(job.series("response_length/max")) >= 160
+    assert job.tells_of_the_engine()
     for step in job.steps:
         assert step["rollout/tokens/tp1"] > 0 and step["rollout/tokens/tp2"] > 0
         assert step["training/rollout_probs_diff_max"] <= 1e-6
@@ -143,5 +144,5 @@ def test_two_engines_share_the_work(verl_job, tmp_path, monkeypatch):
 
 def test_a_wrong_setting_ends_the_job_with_one_line(verl_job):
     job = verl_job("--settings", "{{base_tp:1,polcy:threshold}}", fails=True)
-    line = "rollout.engine_kwargs.sglang_pat has no setting 'polcy'; choose from"
+    line = "rollout.engine_kwargs.sglang_pat has no setting 'polcy' (did you mean 'policy'?); choose from"
     assert line in job.log and not job.steps

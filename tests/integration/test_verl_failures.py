@@ -76,7 +76,10 @@ def test_engine_dies_in_a_switch(verl_job, monkeypatch):
 def test_refused_model(refused_model, tmp_path):
     job = VerlJob(refused_model, tmp_path, SWITCHING)
     assert job.code != 0 and not job.steps
-    assert "--adaptive-tp does not support Gemma2ForCausalLM: its attention logits are soft-capped" in job.log, job.tail
+    line = (
+        f"model.path {refused_model}: an adaptive engine does not support Gemma2ForCausalLM: its attention logits are"
+    )
+    assert line in job.log and "actor and ref model engine initialized" not in job.log, job.tail
     assert nothing_left(job)
 
 

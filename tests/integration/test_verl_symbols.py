@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -55,17 +56,20 @@ def test_clients():
     assert "super().generate(" in inspect.getsource(llm_server.FullyAsyncLLMServerClient.generate), "once for each part"
 
 
-def trainer(mode: str, setting: str):
-    """verl's trainer of our mode, as ``TaskRunner`` makes it."""
+def trainer(mode: str, setting: str, *more: str):
+    """A trainer of this mode, as ``TaskRunner`` makes it."""
     rollout = "actor_rollout_ref.rollout."
-    words = [f"trainer.v1.trainer_mode=sglang_pat_{mode}", f"{rollout}name=sglang_pat"]
+    words = [f"trainer.v1.trainer_mode={mode}", f"{rollout}name=sglang_pat", *more]
     words += [f"{rollout}tensor_model_parallel_size=8", f"+{rollout}engine_kwargs.sglang_pat={{{setting}}}"]
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", words)
     return trainer_base.get_trainer_cls(config.trainer.v1.trainer_mode)(config=config)
 
 
-@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+MODES = ["sync", "colocate_async", "separate_async"]
+
+
+@pytest.mark.parametrize("mode", [*MODES, *(f"sglang_pat_{mode}" for mode in MODES)])
 @pytest.mark.parametrize(
     "setting, line",
     [
@@ -82,7 +86,37 @@ def test_a_wrong_setting_ends_the_job_before_anything_is_loaded(mode, setting, l
 
 
 def test_right_settings_are_accepted():
-    assert trainer("sync", "candidates: [1, 8]").trainer_mode == "sync"
+    assert trainer("sglang_pat_sync", "candidates: [1, 8]").trainer_mode == "sync"
+
+
+@pytest.mark.parametrize("mode", ["sync", "sglang_pat_colocate_async"])
+@pytest.mark.parametrize(
+    "word, line",
+    [
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.sglang.page_size=16",
+            "rollout.engine_kwargs.sglang.page_size is 16",
+        ),
+        ("actor_rollout_ref.model.lora_rank=8", "model.lora_rank is 8, must be 0 (or model.lora.merge true)"),
+        (
+            "actor_rollout_ref.model.path={moe}",
+            "model.path {moe}: an adaptive engine does not support Qwen3MoeForCausal",
+        ),
+        ("+actor_rollout_ref.rollout.quantization=fp8", "rollout.quantization is fp8, must be None"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.sglang_pat.device=cpu", "SGLang's own are given with"),
+    ],
+)
+def test_so_does_what_the_engine_refuses_in_the_words_of_the_configuration(mode, word, line, tmp_path):
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError) as refused:
+        trainer(mode, "base_tp: 1", word.format(moe=tmp_path))
+    assert line.format(moe=tmp_path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_adapters_that_are_merged_are_fine():
+    words = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"]
+    assert trainer("sync", "base_tp: 1", *words).trainer_mode == "sync"
 
 
 def test_a_trainer_is_made_before_models_are_loaded():

@@ -10,6 +10,7 @@ from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import BASE_ATTEMPTS, Coordinator
 from sglang_pat.coordinator.replies import Control
+from sglang_pat.figures import Figures
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class World:
         self.to_leaders: list[tuple[int, Any]] = []
         self.server: list[Any] = []
         self.records: list[m.SwitchRecord] = []
+        self.steps: list[Figures] = []
         self.decisions: list[Any] = []
         self.responses: list[m.Finished] = []
         self.needs_base: set[int] = set()
@@ -152,6 +154,9 @@ class World:
 
     def finished(self, response: m.Finished) -> None:
         self.responses.append(response)
+
+    def stepped(self, step: Figures) -> None:
+        self.steps.append(step)
 
     def switched(self, record: m.SwitchRecord) -> None:
         assert record.epoch == self.preparing and record.from_tp == self.known.tp

@@ -88,6 +88,7 @@ class World:
         self.answers[obj.query_id] = obj
 
     def switched(self, record: m.SwitchRecord) -> None: ...
+    def stepped(self, step: Any) -> None: ...
 
     def counting(self) -> None:
         self.log.append(decision_log.dump_counting())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_pat import messages as m
-from sglang_pat.coordinator.core import HISTORY
+from sglang_pat.figures import RECORDS
 from sglang_pat.layout import ParallelLayout
 
 from .coordinator_rig import Rig, with_a_fast_leader
@@ -202,11 +202,11 @@ def test_messages_of_another_switch_are_ignored():
 
 def test_history_is_bounded():
     rig = Rig(1, 2)
-    for i in range(HISTORY + 2):
+    for i in range(RECORDS + 2):
         rig.reconfigure(2 - i % 2, query_id=i)
         rig.settle()
     rig.coordinator.status(m.StatusQuery(query_id=1))
     status = rig.world.server[-1].status
-    assert len(status["switches"]) == HISTORY
-    assert status["num_switches"] == HISTORY + 2
-    assert status["switches"][-1]["epoch"] == HISTORY + 2
+    assert len(status["switches"]) == RECORDS
+    assert status["num_switches"] == RECORDS + 2
+    assert status["switches"][-1]["epoch"] == RECORDS + 2

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from sglang_pat import job_settings, settings
@@ -19,7 +23,7 @@ BAD = [
     ({"policy": "schedule", "schedule": "/nowhere"}, "--pat-schedule /nowhere: No such file or directory; give a file"),
     ({"log": "/nowhere/log"}, "--pat-log /nowhere/log: No such file or directory; give a file that can be written"),
     ({"base_tp": 3}, "base_tp is 3, must divide the engine's 8 GPUs: 1, 2, 4, 8"),
-    ({"polcy": "pat"}, " has no setting 'polcy'; choose from "),
+    ({"polcy": "pat"}, " has no setting 'polcy' (did you mean 'policy'?); choose from "),
 ]
 
 
@@ -49,3 +53,52 @@ def test_accepted(tmp_path):
     job_settings.check({"policy": "schedule", "schedule": tmp_path / "schedule"}, 8, "here")
     with pytest.raises(ValueError, match="^here: --pat-schedule .*entry 1: tp=8 is not a candidate"):
         job_settings.check({"policy": "schedule", "schedule": tmp_path / "schedule"}, 4, "here")
+
+
+CONFIG = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512, intermediate_size=128)
+MODELS = [
+    (
+        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8},
+        "does not support Qwen3MoeForCausalLM: it is a mixture",
+    ),
+    ({"kv_lora_rank": 512}, "does not support ?: its attention is MLA"),
+    ({"text_config": {}, "vision_config": {"depth": 2}}, "it is multimodal"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),
+    ({"layer_types": ["full_attention", "linear_attention"]}, "some of its layers are recurrent"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "some of its layers have a sliding window"),
+    ({"num_attention_heads": 3, "hidden_size": 96}, "tp=2 does not divide the model's 3 attention heads; choose other"),
+]
+
+
+@pytest.mark.parametrize("fields, said", MODELS)
+def test_a_model_is_refused_by_its_config(fields, said, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | fields))
+    config = job_settings.check({"base_tp": 2}, 4, "here")
+    with pytest.raises(ValueError) as refused:
+        job_settings.check_model(str(tmp_path), config, "model.path")
+    line = str(refused.value)
+    assert line.startswith(f"model.path {tmp_path}: ") and said in line and "\n" not in line
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_experts": 1}, {"layer_types": ["full_attention"]}, {"hidden_size": None}])
+def test_a_model_of_which_nothing_is_wrong_to_see(fields, tmp_path):
+    """What only its class or SGLang know is left to the engine; so is a degree that it may leave out."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": 2} | fields))
+    config = job_settings.check({}, 4, "here")
+    job_settings.check_model(str(tmp_path), config, "model.path")
+    job_settings.check_model(str(tmp_path / "elsewhere"), config, "model.path")
+    job_settings.check_model("nobody/has-it", config, "model.path")
+
+
+def test_sglangs_own_arguments():
+    job_settings.check_flags({"page_size": 1, "device": "cpu", "enable_lora": False, "no_such": 3}, "--sglang.")
+    with pytest.raises(
+        ValueError, match=r"^--sglang.page_size is 16, which an adaptive .* \(tokens move .*\): must be 1;"
+    ):
+        job_settings.check_flags({"page_size": 16}, "--sglang.")
+
+
+def test_no_sglang_is_needed_for_that():
+    """verl's trainer, whose process does not import it, checks its job so."""
+    code = "import sys; from sglang_pat import job_settings; assert not {'sglang', 'torch'} & {*sys.modules}"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -11,6 +11,7 @@ import pytest
 
 from sglang_pat import messages as m
 from sglang_pat.coordinator import decision_log
+from sglang_pat.figures import Figures
 from sglang_pat.policies.snapshot import Decision
 
 from .coordinator_rig import Rig
@@ -61,6 +62,7 @@ def test_phases():
 def test_decision_log():
     told = set(re.findall(r"`([\w.]+)`", section("The decision log")))
     assert {f"decision.{field.name}" for field in fields(Decision)} <= told
+    assert {field.name for field in fields(Figures)} <= told
     assert {*msgspec.structs.asdict(START)} | set(decision_log.dump_length(1, 2, True, 3)) <= told
 
 

@@ -45,7 +45,7 @@ TP8 = ["--vllm.tensor_parallel_size", "8"]
 @pytest.mark.parametrize(
     "argv, line",
     [
-        (["--sglang_pat.polcy", "pat"], "--sglang_pat has no setting 'polcy'; choose from"),
+        (["--sglang_pat.polcy", "pat"], "--sglang_pat has no setting 'polcy' (did you mean 'policy'?); choose from"),
         (["--sglang_pat.policy", "survivl"], "--sglang_pat: --pat-policy 'survivl': choose one of survival, pat"),
         (["--sglang_pat.profile", "/nowhere"], "--sglang_pat: profile /nowhere: No such file or directory"),
         (["--sglang_pat.candidates", "many"], "--sglang_pat: --pat-candidates 'many': give TP degrees"),
@@ -56,6 +56,7 @@ TP8 = ["--vllm.tensor_parallel_size", "8"]
         ),
         (["--sglang_pat.base_tp", "3", "=".join(TP8)], "--sglang_pat: base_tp is 3, must divide the engine's 8 GPUs"),
         (["--sglang_pat.base_tp", "2"], "--sglang_pat: base_tp is 2, must divide the engine's 1 GPUs: 1"),
+        (["--sglang.page_size", "16"], "--sglang.page_size is 16, which an adaptive engine does not support"),
         (
             ["--rollout.max_new_tokens", "8192"],
             "--rollout.max_new_tokens is 8192, must be less than --data.max_len (2048), the length of a prompt and",
@@ -70,15 +71,15 @@ def test_a_wrong_setting_ends_it_before_anything_starts(argv, line):
 
 def test_the_job_for_gpus_leaves_room_for_prompts():
     argv = re.findall(r"[^\s\\\"]+", (ROOT / "examples/openrlhf_grpo/run_gpu.sh").read_text().replace("$GPUS", "8"))
-    assert _check_lengths(*_read_as_openrlhf(argv)[1:]) is None
-    assert _read_as_openrlhf(argv)[1:] == (8192, 10240)
+    assert _check_lengths(*_read_as_openrlhf(argv)[1:3]) is None
+    assert _read_as_openrlhf(argv)[1:3] == (8192, 10240)
 
 
 @pytest.mark.parametrize(
     "variable, line",
     [
         ("yes", "SGLANG_PAT='yes': write settings as name=value"),
-        ("polcy=pat", "SGLANG_PAT has no setting 'polcy'; choose from"),
+        ("polcy=pat", "SGLANG_PAT has no setting 'polcy' (did you mean 'policy'?); choose from"),
         ("policy=survivl", "SGLANG_PAT: --pat-policy 'survivl': choose one of"),
         ("policy=survival", "--sglang_pat: --pat-policy survival needs a profile"),
     ],

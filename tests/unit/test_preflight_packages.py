@@ -1,9 +1,10 @@
-"""Preflight names a package that ``pip install --no-deps`` has left out."""
+"""Preflight names a package that ``pip install --no-deps`` has left out, and a FastAPI that SGLang is not made for."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
+import fastapi
 import pytest
 
 from sglang_pat import preflight
@@ -18,3 +19,10 @@ def test_a_package_that_is_not_there(monkeypatch):
         (True, "matplotlib", metadata.version("matplotlib")),
         (False, "none-of-that_name", "not installed: pip install none-of-that_name"),
     ]
+
+
+def test_a_fastapi_whose_routes_have_no_path(monkeypatch):
+    """As 0.165, where a router that was included is a route of its own."""
+    assert preflight._web() == (True, "FastAPI", metadata.version("fastapi"))
+    monkeypatch.setattr(fastapi.FastAPI, "routes", [object()])
+    assert "SGLang answers /v1/loads with 500" in preflight._web()[2]

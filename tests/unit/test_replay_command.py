@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from sglang_pat.coordinator import decision_log
+from sglang_pat.figures import Figures
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Decision
@@ -136,6 +137,8 @@ def write_log(path, profile_file, policy_name="survival") -> list[dict]:
     rounds = Workload(shape=parse_shape("lognormal:5,1,1500"), batch=40, rounds=3, correlation=0.5).batches()
     for number, drawn in enumerate(rounds):
         Drain(predictor, costs, found.fingerprint, drawn, 16).follow(logged, history, complete=number > 0)
+    for step in (Figures(256, 2, 0, 0.04, {1: 3.0}), Figures(256, 4, 0, 0.06, {1: 3.0, 4: 4.0})):
+        events.append(json.loads(json.dumps(decision_log.dump_step(step))))
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     return events
 
@@ -146,7 +149,9 @@ def test_a_log_is_decided_the_same(tmp_path, profile_file, capsys, policy):
     events = write_log(log, profile_file, policy)
     assert cli.main(["--log", str(log)]) == 0
     decisions = sum(event["event"] == "decision" for event in events)
-    assert f"{decisions} decisions" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{decisions} decisions" in printed
+    assert "2 steps: 512 requests in 10.0 s (60% in tp1, 40% in tp4), 6 switches, 0.100 s paused by them" in printed
 
 
 def test_a_log_that_was_changed_is_noticed(tmp_path, profile_file, capsys):

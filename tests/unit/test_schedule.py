@@ -129,7 +129,7 @@ def test_a_schedule_that_is_replaced_during_its_switch(entries, seed):
     query = world.wait()
     world.run()
     assert world.answers[query].state.done == len(entries) == len(world.answers[query].state.switches)
-    assert [record.to_tp for record in world.coordinator._records] == [2, *(entry["tp"] for entry in entries)]
+    assert [record.to_tp for record in world.coordinator.account.records] == [2, *(entry["tp"] for entry in entries)]
     assert not any(rank.requests for rank in world.ranks)
 
 
@@ -205,7 +205,7 @@ def test_a_log_of_threshold_is_repeated(seed):
     first = drained_and_filled(World(BASE, seed, policy="threshold", switch_at=4))
     assert [fired.alive for fired in first.fired] == [4, 9, 4, 0]
     again = drained_and_filled(repeated(first.log, seed + 100))
-    assert [record.to_tp for record in again.coordinator._records] == [4, 1, 4, 1]
+    assert [record.to_tp for record in again.coordinator.account.records] == [4, 1, 4, 1]
     for fired, wanted in zip(again.fired, (4, 9, 4, 0), strict=True):
         assert abs(wanted - fired.alive) < 4, "the requests of a group may end together"
     assert again.coordinator._follower.schedule.over
@@ -226,10 +226,10 @@ def rounds(world: World) -> World:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_switch_ahead_of_a_round_is_repeated_before_its_first_token(seed):
     first = rounds(World(BASE, seed, policy="survival", decide=ahead, profile="-"))
-    assert [record.to_tp for record in first.coordinator._records] == [4, 1, 4, 1]
+    assert [record.to_tp for record in first.coordinator.account.records] == [4, 1, 4, 1]
     before = [fired.generated for fired in first.fired]
     again = rounds(repeated(first.log, seed + 100))
-    assert [record.to_tp for record in again.coordinator._records] == [4, 1, 4, 1]
+    assert [record.to_tp for record in again.coordinator.account.records] == [4, 1, 4, 1]
     assert [fired.generated for fired in again.fired] == before
 
 

@@ -41,9 +41,26 @@ def test_values_have_the_types_of_the_fields():
 
 
 @pytest.mark.parametrize(
+    "where, elsewhere",
+    [
+        ("rollout.engine_kwargs.sglang_pat", "rollout.engine_kwargs.sglang"),
+        ("--sglang_pat", "--sglang"),
+        ("SGLANG_PAT", "the launcher's own arguments"),
+    ],
+)
+def test_arguments_of_sglangs_have_their_place_elsewhere(where, elsewhere):
+    """verl's convention is ``engine_kwargs.<rollout.name>``."""
+    with pytest.raises(ValueError) as error:
+        settings.fields({"device": "cpu"}, where)
+    line = str(error.value)
+    assert line.startswith(f"{where} has no setting 'device'; choose from base_tp, ")
+    assert line.endswith(f". SGLang's own are given with {elsewhere}")
+
+
+@pytest.mark.parametrize(
     "given, message",
     [
-        ({"polcy": "pat"}, "here has no setting 'polcy'; choose from base_tp, candidates, "),
+        ({"polcy": "pat"}, "here has no setting 'polcy' (did you mean 'policy'?); choose from base_tp, candidates, "),
         ({"switch_at": "soon"}, "here: switch_at is 'soon', must be a whole number"),
         ({"switch_at": 2.5}, "here: switch_at is 2.5, must be a whole number"),
         ({"cpu_overlap": "perhaps"}, "here: cpu_overlap is 'perhaps', must be true or false"),

@@ -36,7 +36,10 @@ def test_accepted(made):
 @pytest.mark.parametrize(
     ("made", "line"),
     [
-        (config(8, {"polcy": "pat"}), "rollout.engine_kwargs.sglang_pat has no setting 'polcy'; choose from"),
+        (
+            config(8, {"polcy": "pat"}),
+            "rollout.engine_kwargs.sglang_pat has no setting 'polcy' (did you mean 'policy'?); choose from",
+        ),
         (config(8, {"switch_at": "soon"}), "rollout.engine_kwargs.sglang_pat: switch_at is 'soon', must be"),
         (config(8, {"policy": "survivl"}), "rollout.engine_kwargs.sglang_pat: --pat-policy 'survivl': choose one of"),
         (config(8, {"profile": "/nowhere"}), "rollout.engine_kwargs.sglang_pat: profile /nowhere: No such file"),
@@ -68,6 +71,7 @@ def test_refused_in_one_line(made, line):
         (config(settings={"base_tp": 2}), None, True),
         (config(), "", True),
         (config(name="sglang_pat"), None, True),
+        (config(name="vllm"), "base_tp=1", False),
     ],
 )
 def test_which_replicas_are_adaptive(made, variable, policy, monkeypatch):

@@ -27,11 +27,9 @@ from sglang_pat.coordinator.places import Places
 from sglang_pat.coordinator.replies import Control, Replies
 from sglang_pat.coordinator.switching import CALIBRATION, Ended, Switching, Wanted
 from sglang_pat.coordinator.traces import Traces
+from sglang_pat.figures import Account
 from sglang_pat.policies.snapshot import Policy
 from sglang_pat.predict.predictor import Predictor
-
-HISTORY = 256
-"""Switch records kept for ``/pat/status``."""
 
 BASE_ATTEMPTS = 3
 """Attempts to get back to the base layout for a control request before the engine gives up."""
@@ -61,10 +59,8 @@ class Coordinator:
         self._switching = Switching(config.num_ranks, outbox)
         self._wanted: Wanted | None = None
         self._traces = Traces(config.num_ranks, outbox)
-        self._records: deque[m.SwitchRecord] = deque(maxlen=HISTORY)
-        self._switches = 0
-        self._retracted = 0
-        self._base_attempts = 0
+        self.account = Account([layout.tp for layout in config.layouts])
+        self._retracted = self._base_attempts = 0
         self._paused = False
         self._released: frozenset[str] = frozenset()
         self._follower = Follower(self._leaders, config.base, outbox, active=config.policy == "schedule")
@@ -131,10 +127,8 @@ class Coordinator:
             "groups": groups,
             "step_factors": self._deciding.factors.factors() if self._deciding.factors else {},
             "retracted": self._retracted,
-            "num_switches": self._switches,
-            "switches": [msgspec.to_builtins(record) for record in self._records],
         }
-        self._outbox.to_server(m.StatusReply(query_id=query.query_id, status=status))
+        self._outbox.to_server(m.StatusReply(query_id=query.query_id, status=status | self.account.status()))
 
     def trace(self, query: m.TraceQuery, now: float) -> None:
         """``Engine.trace()``: every rank is asked, as any may have led until the last switch."""
@@ -151,6 +145,9 @@ class Coordinator:
         for control, reply in merged:
             self._released ^= control.changes if control.failed(reply) else frozenset()
             self._outbox.to_server(reply)
+            # Weights or memory: whoever trains has its batch.
+            if control.needs_base and (step := self.account.step()) is not None:
+                self._outbox.stepped(step)
         self._proceed(now)
 
     def rank_message(self, message: m.FromRank, now: float) -> None:
@@ -225,6 +222,8 @@ class Coordinator:
                 self._switching.start(wanted, self.layout, now)
         elif self._switching.prepared and not self._replies:  # the last reply of a control request brings us back here
             self._switching.command()
+        works = self._in_engine > 0 and not (self._paused or self._deciding.calibrating)
+        self.account.state(now, self.layout.tp, works)
 
     def _decide(self, now: float, ahead: bool = False) -> None:
         """Ask the policy, if a switch may start now and the policy is due."""
@@ -241,6 +240,7 @@ class Coordinator:
         if isinstance(event, Generation):
             self._follower.schedule.arrived(event)
             self._deciding.arrived(event, now)
+            self.account.requests += event.counts and not self._deciding.calibrating
             rank = self._places.choose(event, self.layout, self._leaders, self.history.expected(event.limit))
             self._leaders[rank].send(event)
             self._in_engine += 1
@@ -269,8 +269,7 @@ class Coordinator:
         switch, record = ended.switch, ended.record
         self._outbox.switched(record)
         if record.reason != CALIBRATION:
-            self._records.append(record)
-            self._switches += not record.error
+            self.account.switched(record)
         if record.error:
             self._deciding.aborted(now)
             if record.reason == "control":

@@ -6,6 +6,7 @@ Events in the order in which the coordinator saw them:
     {"event": "counting"}
     {"event": "length", "length": tokens, "family": …, "finished": true}
     {"event": "decision", "snapshot": {…}, "decision": {…}}
+    {"event": "step", …}: of whoever trains, it ended here; fields of :class:`~sglang_pat.figures.Figures`
 
 ``dump_*`` make plain values, ``load_*`` read them back and raise ValueError, one line with the field, for what cannot
 be; a time of minus infinity (never) is null.
@@ -23,6 +24,7 @@ import numpy as np
 from msgspec import Meta
 
 from sglang_pat import files
+from sglang_pat.figures import Figures
 from sglang_pat.policies.families import MAX_CORRELATION
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Decision, Load, Snapshot
@@ -107,6 +109,16 @@ def dump_length(length: int, family: int, finished: bool, since: int = 0) -> dic
     """An argument list of :meth:`LengthHistory.observe`; ``since`` only where it is not 0."""
     event = {"event": "length", "length": int(length), "family": int(family), "finished": bool(finished)}
     return event | {"since": int(since)} if since else event
+
+
+def dump_step(step: Figures) -> dict[str, Any]:
+    """A step ended."""
+    return {"event": "step", **asdict(step)}
+
+
+def load_step(event: Mapping[str, Any]) -> Figures:
+    """A ``step`` event."""
+    return files.convert(event, Figures)
 
 
 def dump_decision(snapshot: Snapshot, decision: Decision) -> dict[str, Any]:

@@ -88,6 +88,8 @@ def _log(args: argparse.Namespace) -> int:
             pass
     for line, logged, found in result.different[:10]:
         print(f"line {line}: the log says {logged}, this version {found}")
+    if result.steps:
+        print(f"{result.steps} steps: {result.spent.line()}")
     same = result.decisions - len(result.different)
     print(f"{result.decisions} decisions, {result.switches} of them to switch: {same} came out the same")
     return 1 if result.different else 0

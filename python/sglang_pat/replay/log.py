@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_pat import files
 from sglang_pat.coordinator import decision_log
+from sglang_pat.figures import Figures
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
@@ -31,11 +32,14 @@ class Replayed:
     Attributes:
         decisions: decisions in the log; ``switches``: of these, those to switch.
         different: (line, what the log says, what came out) of those that differ.
+        steps: that ended in the log, and ``spent``: how the engine spent them.
         found: all that came out; ``factors``: the last that the log has of the profile's step times.
     """
 
     decisions: int = 0
     switches: int = 0
+    steps: int = 0
+    spent: Figures = field(default_factory=Figures)
     different: list[tuple[int, Decision, Decision]] = field(default_factory=list)
     found: list[Decision] = field(default_factory=list)
     factors: Mapping[int, float] = field(default_factory=dict[int, float])
@@ -62,6 +66,9 @@ class _Player:
         elif kind == "length":
             found = decision_log.load_length(event)
             self._history.observe(found.length, found.family, found.finished, found.since)
+        elif kind == "step":
+            self.result.steps += 1
+            self.result.spent += decision_log.load_step(event)
         elif kind == "decision":
             snapshot, logged = decision_log.load_decision(event)
             self._check_known(snapshot)

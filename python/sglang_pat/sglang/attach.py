@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat import settings
+from sglang_pat.figures import show_to_job
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -43,6 +44,7 @@ def attach(given: Mapping[str, Any], where: str) -> None:
 
     check_sglang()
     fields = settings.fields(given, where)
+    show_to_job()
     if not attached():
         _patch()
     _where, _settings = where, fields
@@ -115,7 +117,7 @@ def _convert(args: ServerArgs) -> None:
     tp, dp, own = given["tp_size"], given["dp_size"], dict(_settings)
     base = own.pop(settings.BASE_TP.name, tp if dp > 1 else settings.BASE_TP.default)
     given["tp_size"], given["dp_size"] = settings.base_layout(base, tp * dp, _where)
-    adaptive = ready(AdaptiveServerArgs(**given, adaptive_tp=True, **own))
+    adaptive = ready(AdaptiveServerArgs(**given, adaptive_tp=True, pat_in_a_job=True, **own))
     args.__class__ = AdaptiveServerArgs
     vars(args).clear()
     vars(args).update(vars(adaptive))

@@ -33,6 +33,7 @@ from sglang_pat.coordinator.core import Coordinator  # noqa: E402
 from sglang_pat.coordinator.switching import CALIBRATION  # noqa: E402
 from sglang_pat.dropped import Dropped  # noqa: E402
 from sglang_pat.errors import one_line  # noqa: E402
+from sglang_pat.figures import Figures, job_log, show_to_job  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
 from sglang_pat.policies.registry import make_policy  # noqa: E402
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
@@ -125,6 +126,11 @@ class Sockets:
         )  # fmt: skip
         if self._metrics and record.reason != CALIBRATION:
             self._metrics.observe(record)
+
+    def stepped(self, step: Figures) -> None:
+        job_log.info("step: %s", step.line())
+        if self._log:
+            self._log.write(decision_log.dump_step(step))
 
 
 def serve(coordinator: Coordinator, sockets: Sockets, dropped: Dropped) -> None:
@@ -232,6 +238,8 @@ def run_coordinator(
     setproctitle.setproctitle("sglang_pat::coordinator")
     faulthandler.enable()
     configure_logger(server_args, prefix=" coordinator")
+    if server_args.pat_in_a_job:
+        show_to_job()
     try:
         metrics = SwitchMetrics(config) if server_args.enable_metrics else None
         log = EventLog(config.log) if config.log else None

@@ -6,4 +6,5 @@
 | ``facade`` | in every process, before OpenRLHF is imported: the few names of vLLM's that it imports |
 | ``launcher`` | in the driver: where OpenRLHF makes its engine actors |
 | ``actor`` | in the Ray actor that holds an engine |
+| ``trainer`` | in the process of the trainer: what is logged |
 """

@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_pat import settings
 from sglang_pat.integrations.openrlhf import facade
-from sglang_pat.integrations.openrlhf.launcher import Given, install
+from sglang_pat.integrations.openrlhf.launcher import MODEL, WHERE, WHERE_SGLANG, Given, install
 
 GPUS, RESPONSE, WHOLE = "--vllm.tensor_parallel_size", "--rollout.max_new_tokens", "--data.max_len"
 DEFAULTS = {GPUS: 1, RESPONSE: None, WHOLE: 2048}
@@ -34,7 +34,7 @@ def split(argv: list[str]) -> tuple[Given, list[str]]:
     for word in words:
         name, equals, value = word.partition("=")
         prefix, dot, name = name.partition(".")
-        target = {"--sglang_pat": given.pat, "--sglang": given.sglang}.get(prefix)
+        target = {WHERE: given.pat, WHERE_SGLANG: given.sglang}.get(prefix)
         if target is None or not dot:
             rest.append(word)
             continue
@@ -53,13 +53,14 @@ def _read(text: str) -> Any:
         return {"True": True, "False": False, "None": None}.get(text, text)
 
 
-def _read_as_openrlhf(argv: list[str]) -> tuple[int, int | None, int]:
-    """GPUs of an engine, most tokens of a response (None: what the prompt leaves), most of both together."""
+def _read_as_openrlhf(argv: list[str]) -> tuple[int, int | None, int, str | None]:
+    """GPUs of an engine, most tokens of a response (None: what the prompt leaves), most of both together; the model."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for number, (name, default) in enumerate(DEFAULTS.items()):
         parser.add_argument(name, type=int, default=default, dest=str(number))
+    parser.add_argument(MODEL, dest="model")
     found = vars(parser.parse_known_args(argv)[0])
-    return found["0"], found["1"], found["2"]
+    return found["0"], found["1"], found["2"], found["model"]
 
 
 def _check_lengths(response: int | None, whole: int) -> None:
@@ -74,8 +75,8 @@ def _check_lengths(response: int | None, whole: int) -> None:
 def main(argv: list[str] | None = None) -> None:
     try:
         given, rest = split(sys.argv[1:] if argv is None else argv)
-        gpus, response, whole = _read_as_openrlhf(rest)
-        given.check(gpus)
+        gpus, response, whole, model = _read_as_openrlhf(rest)
+        given.check(gpus, model)
         _check_lengths(response, whole)
     except ValueError as error:
         sys.exit(f"error: {error}")

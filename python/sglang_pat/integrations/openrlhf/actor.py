@@ -14,6 +14,7 @@ from openrlhf.trainer.ray.vllm_engine import _load_agent_executor
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from sglang_pat.figures import Figures
 from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
 from sglang_pat.integrations.openrlhf.launcher import WHERE, Given
 from sglang_pat.sglang.attach import attach
@@ -210,6 +211,10 @@ class RolloutActor:
     async def status(self) -> dict[str, Any]:
         """What ``GET /pat/status`` returns of a server."""
         return await self._engine.status()
+
+    async def figures(self) -> Figures:
+        """What the engine did since its start."""
+        return Figures.of_status(await self.status())
 
 
 class _Handle:

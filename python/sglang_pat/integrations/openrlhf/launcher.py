@@ -12,7 +12,8 @@ from typing import Any
 from sglang_pat import job_settings, settings
 from sglang_pat.integrations import CALLS
 
-WHERE = "--sglang_pat"
+WHERE, WHERE_SGLANG = "--sglang_pat", "--sglang"
+MODEL = "--actor.model_name_or_path"
 
 
 @dataclass
@@ -29,9 +30,12 @@ class Given:
         """With a decision log of its own (:func:`sglang_pat.settings.of_engine`)."""
         return replace(self, pat=settings.of_engine(self.pat, number))
 
-    def check(self, gpus: int) -> None:
+    def check(self, gpus: int, model: str | None) -> None:
         """Raise ``ValueError``, of one line, for what engines of so many GPUs would refuse."""
-        job_settings.check(self.of_engine(0).pat, gpus, WHERE)
+        config = job_settings.check(self.of_engine(0).pat, gpus, WHERE)
+        job_settings.check_flags(self.sglang, f"{WHERE_SGLANG}.")
+        if model is not None:
+            job_settings.check_model(model, config, MODEL)
 
 
 class Launcher:
@@ -59,10 +63,17 @@ def install(given: Given) -> None:
     group of weight updates with it: half an hour.
     """
     from openrlhf.trainer import ray as where_it_looks
+    from openrlhf.trainer.ppo_trainer import PPOTrainer
+    from openrlhf.trainer.ppo_trainer_async import TrainingActor
     from openrlhf.trainer.ray import vllm_engine
+
+    from sglang_pat.integrations.openrlhf.trainer import train_step
 
     vllm_engine.RolloutRayActor = Launcher(given)
     where_it_looks.create_vllm_engines = _until_up(where_it_looks.create_vllm_engines)
+    for trainer in (PPOTrainer, TrainingActor):
+        # Ray hands the class of an actor on as it is here when the first one is made.
+        trainer.__ray_metadata__.modified_class.train_step = train_step
 
 
 def _until_up(create: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 NAME = "sglang_pat"
 """Value of ``rollout.name``."""
 WHERE = f"rollout.engine_kwargs.{NAME}"
-"""Where our settings are; SGLang's own flags stay under ``rollout.engine_kwargs.sglang``."""
+"""Where our settings are."""
+SGLANG = "rollout.engine_kwargs.sglang"
+"""Where SGLang's own arguments stay, under either name."""
 
 
 def own(config: RolloutConfig) -> Mapping[str, Any] | None:
@@ -47,7 +49,8 @@ def adaptive(config: RolloutConfig, helper: bool) -> bool:
             f"{WHERE} is given for a reward model or a teacher, must be left out there: only the policy's engines are "
             "adaptive"
         )
-    return not helper and (settings_given or config.name == NAME or VARIABLE in os.environ)
+    by_variable = VARIABLE in os.environ and config.name == "sglang"  # vLLM's rollouts are none of its business
+    return not helper and (settings_given or config.name == NAME or by_variable)
 
 
 def given(config: RolloutConfig, replica: int | None = None) -> dict[str, Any]:
@@ -59,15 +62,17 @@ def given(config: RolloutConfig, replica: int | None = None) -> dict[str, Any]:
     return found if replica is None else settings.of_engine(found, replica)
 
 
-def check(config: RolloutConfig, gpus_per_node: int | None = None) -> None:
+def check(config: RolloutConfig, gpus_per_node: int | None = None, model: Any = None) -> None:
     """Refuse, in one line, what this engine cannot do as a rollout of verl's.
 
     Args:
         config: of the rollout.
         gpus_per_node: of the job, where it is known.
+        model: verl's configuration of it, where it is known.
 
     Raises:
-        ValueError: an unknown setting, a wrong value, degrees that do not fit the GPUs, a file that cannot be used.
+        ValueError: an unknown setting, a wrong value, degrees that do not fit the GPUs, a file that cannot be used, a
+            feature or a model that the engine refuses; in the words of verl's configuration.
     """
     tp = config.tensor_model_parallel_size
     for name in ("data_parallel_size", "pipeline_model_parallel_size"):
@@ -81,6 +86,34 @@ def check(config: RolloutConfig, gpus_per_node: int | None = None) -> None:
             f"rollout.tensor_model_parallel_size is {tp}, must divide the node's {gpus_per_node} GPUs: "
             f"{settings.divisors(gpus_per_node)}; an adaptive engine of {gpus_per_node} owns them all"
         )
-    job_settings.check(given(config, 0), tp, WHERE)
+    adaptive_config = job_settings.check(given(config, 0), tp, WHERE)
     if getattr(config.disaggregation, "enabled", False):
         raise ValueError("rollout.disaggregation.enabled is true, must be false: an adaptive engine does both itself")
+    for name, off in _OFF.items():
+        if (value := _found(config, name)) not in (None, off):
+            raise ValueError(f"rollout.{name} is {value}, must be {off}: an adaptive engine cannot do it")
+    job_settings.check_flags((config.engine_kwargs or {}).get("sglang") or {}, f"{SGLANG}.")
+    if model is None:
+        return
+    for name in ("lora_rank", "lora.rank"):
+        if (rank := _found(model, name)) and not _found(model, "lora.merge"):
+            raise ValueError(
+                f"model.{name} is {rank}, must be 0 (or model.lora.merge true): an adaptive engine serves no adapters"
+            )
+    job_settings.check_model(model.path, adaptive_config, "model.path")
+
+
+_OFF = {
+    "expert_parallel_size": 1,
+    "quantization": None,
+    "enable_rollout_routing_replay": False,
+    "mtp.enable_rollout": False,
+}
+"""Options of which verl makes arguments of SGLang's that are refused, and their values without these."""
+
+
+def _found(config: Any, name: str) -> Any:
+    """A value of a configuration, whose parts are objects or mappings; None if there is none."""
+    for part in name.split("."):
+        config = config.get(part) if hasattr(config, "get") else getattr(config, part, None)
+    return config

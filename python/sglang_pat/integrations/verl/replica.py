@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
@@ -12,6 +11,7 @@ import ray
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
+from sglang_pat.figures import Figures, job_log
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
@@ -19,8 +19,6 @@ from sglang_pat.integrations.verl.fields import DEGREES, STEPS
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.plugin import VARIABLE
 from sglang_pat.sglang.attach import attach
-
-logger = logging.getLogger(__name__)
 
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
 """Of the answer to a request of :meth:`AdaptiveServer.generate`."""
@@ -63,12 +61,16 @@ class AdaptiveServer(SGLangHttpServer):
 
     async def _end_running(self) -> None:
         if self.config.free_cache_engine and (ended := await self.tokenizer_manager.pat_end_running()):
-            logger.warning("%d requests ran on while memory was to be released, and were aborted", ended)
+            job_log.warning("%d requests ran on while memory was to be released, and were aborted", ended)
 
     async def load(self) -> EngineReport:
         """What a balancer of requests wants to know."""
         manager = self.tokenizer_manager
         return EngineReport.of_status(await manager.pat_status(), manager.server_args.max_running_requests)
+
+    async def figures(self) -> Figures:
+        """What the engine did since its start."""
+        return Figures.of_status(await self.tokenizer_manager.pat_status())
 
 
 class PlainServer(SGLangHttpServer):
@@ -99,7 +101,7 @@ class AdaptiveReplica(SGLangReplica):
 
     def __init__(self, replica_rank: int, config: Any, model_config: Any, gpus_per_node: int = 8, **named: Any) -> None:
         super().__init__(replica_rank, config, model_config, gpus_per_node, **named)
-        options.check(self.config, gpus_per_node)
+        options.check(self.config, gpus_per_node, self.model_config)
         self.server_class = ray.remote(AdaptiveServer)
 
     @property

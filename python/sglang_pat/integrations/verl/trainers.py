@@ -5,11 +5,14 @@ Registered where verl looks them up; without the setting verl's own run, and gen
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
@@ -24,6 +27,7 @@ from verl.utils import tensordict_utils
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 
+from sglang_pat import figures
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, spread
@@ -36,23 +40,55 @@ WAITING_FILE = "tail_batching.pt"
 """In a checkpoint's folder."""
 
 
-class _Adaptive(PPOTrainer):
-    """Says how far trainer and engine disagree about a token, by the TP degree that generated it.
+def _checking(make: Callable[..., None]) -> Callable[..., None]:
+    """A constructor of verl's, before which the job's configuration is checked: no model has been loaded yet."""
 
-    Refuses the engine's settings before anything is loaded.
-    """
+    @functools.wraps(make)
+    def checked(self: PPOTrainer, config: DictConfig) -> None:
+        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        if options.adaptive(rollout, helper=False):
+            options.check(rollout, rollout.n_gpus_per_node, config.actor_rollout_ref.model)
+        make(self, config)
+
+    return checked
+
+
+for _trainer in (PPOTrainer, PPOTrainerSeparateAsync):  # the second looks at its own options first
+    _trainer.__init__ = _checking(_trainer.__init__)
+
+
+class _Adaptive(PPOTrainer):
+    """Says how far trainer and engine disagree about a token, by the TP degree that generated it, and how the engines
+    spent the step."""
+
+    _figures: list[figures.Figures]
+    """Of each engine, until the last step."""
 
     def __init__(self, config: DictConfig) -> None:
         config = deepcopy(config)
         if (mode := config.trainer.v1.trainer_mode) != f"{PREFIX}sync":
             refuse_elsewhere(mode, dict(config.trainer.v1.get(mode, {})))
-        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        if options.adaptive(rollout, helper=False):
-            options.check(rollout, rollout.n_gpus_per_node)
         with open_dict(config.trainer.v1):
             # verl asks for this name in several places.
             config.trainer.v1.trainer_mode = mode.removeprefix(PREFIX)
         super().__init__(config)
+
+    def _setup(self) -> None:
+        super()._setup()
+        self._figures = self._ask_figures()
+
+    def _consume_sync_metrics(self) -> dict:
+        """verl's, of the step that has just ended, and ours."""
+        before, self._figures = self._figures, self._ask_figures()
+        steps = [now.since(then) for now, then in zip(self._figures, before, strict=True)]
+        return super()._consume_sync_metrics() | (figures.metrics(steps) if steps else {})
+
+    def _ask_figures(self) -> list[figures.Figures]:
+        """Of all engines since their start; none, if they are verl's own."""
+        managers = (self.llm_server_manager, getattr(self, "standalone_server_manager", None))
+        handles = [handle for manager in managers if manager for handle in manager.server_handles]
+        rollout = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout)
+        return ray.get([handle.figures.remote() for handle in handles]) if options.adaptive(rollout, False) else []
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         found = super()._compute_old_log_prob(batch, metrics)

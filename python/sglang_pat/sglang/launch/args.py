@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.errors import one_line
+from sglang_pat.figures import job_log
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.settings import SETTINGS, configuration
@@ -27,8 +27,6 @@ from sglang_pat.sglang.launch import cuda
 from sglang_pat.sglang.launch.early import check_model_path, check_second_port
 from sglang_pat.sglang.launch.flags import refuse_flags
 from sglang_pat.sglang.launch.supported import refuse_model
-
-logger = logging.getLogger(__name__)
 
 _DEFAULT: dict[str, Any] = {setting.field: setting.default for setting in SETTINGS}
 
@@ -56,6 +54,8 @@ class AdaptiveServerArgs(ServerArgs):
     """Set by :func:`outer_view`: degree of the base layout, once ``tp_size`` shows all ranks."""
     pat_fraction_given: bool = False
     """Set here: ``mem_fraction_static`` is the user's, not SGLang's default."""
+    pat_in_a_job: bool = False
+    """Set by ``attach``: a framework has launched it, whose log shows nothing below an error but our lines for it."""
     pat_graph_sizes: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     """Set at start (``cuda.py``): batch sizes that have a decode graph, by degree."""
 
@@ -87,7 +87,7 @@ class AdaptiveServerArgs(ServerArgs):
     def add_cli_args(parser) -> None:
         ServerArgs.add_cli_args(parser)
         group = parser.add_argument_group("adaptive tensor parallelism (sglang_pat)")
-        parser.set_defaults(pat_base_tp=0, pat_fraction_given=False, pat_graph_sizes={})
+        parser.set_defaults(pat_base_tp=0, pat_fraction_given=False, pat_in_a_job=False, pat_graph_sizes={})
         group.add_argument("--adaptive-tp", action="store_true", help="merge replicas as the batch drains")
         for setting in SETTINGS:
             kind = {"action": "store_true"} if setting.default is False else {"type": type(setting.default or "")}
@@ -147,10 +147,10 @@ def settle_candidates(args: AdaptiveServerArgs) -> None:
         if args.pat_candidates is not None or not allowed:
             raise ValueError(f"{reason}; leave it out of --pat-candidates or choose other --tp/--dp")
         left = ", ".join(f"tp={layout.tp}" for layout in layouts[len(allowed) :])
-        logger.warning("not a candidate: %s (%s)", left, reason)
+        job_log.warning("not a candidate: %s (%s)", left, reason)
         args.pat_candidates = ",".join(map(str, allowed))
     if len(allowed) == 1:
-        logger.warning(
+        job_log.warning(
             "there is only one layout, %s, so nothing will switch: %d ranks allow no other candidate",
             layouts[0], layouts[0].num_ranks,
         )  # fmt: skip

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils import cpu_has_amx_support
+if TYPE_CHECKING:  # a framework reads the tables where it does not import SGLang
+    from sglang.srt.server_args import ServerArgs
 
 WORKING = {
     "tests/engine/test_smoke.py": (
@@ -211,7 +211,7 @@ REFUSED = (
     Refusal(
         "page_size",
         (None, 1),
-        "must be 1; give --attention-backend flashinfer, fa3 or triton",
+        "must be 1; choose the attention backend flashinfer, fa3 or triton",
         "tokens move one by one",
     ),
     Refusal("tokenizer_worker_num", (1,), "must be 1", "one TokenizerManager talks to the coordinator"),
@@ -272,6 +272,8 @@ def refuse_flags(args: ServerArgs) -> None:
     chooses values by itself.
     """
     if args.device == "cpu":
+        from sglang.srt.utils import cpu_has_amx_support
+
         if args.enable_torch_compile:
             raise ValueError(f"--adaptive-tp does not support --enable-torch-compile on a CPU: {_OUT}")
         if cpu_has_amx_support():

@@ -6,19 +6,17 @@ took comes to the coordinator with the leaders' load reports, as ever (``message
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_pat.figures import job_log
 from sglang_pat.predict.correction import PROMPT, TURNS
 
 if TYPE_CHECKING:
     from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
-
-logger = logging.getLogger(__name__)
 
 ENOUGH_TURNS, ENOUGH_SECONDS = 2, 5.0
 """On a slow machine so many turns do, once they have taken so long."""
@@ -33,9 +31,9 @@ async def calibrate(manager: AdaptiveTokenizerManager) -> None:
         factors = (await manager.pat_status())["step_factors"]
         shown = ", ".join(f"tp{tp} {factor:.2f}" for tp, factor in factors.items())
         seconds = time.monotonic() - begun
-        logger.info("calibrated in %.1f s; a step takes so many times what the profile says: %s", seconds, shown)
+        job_log.info("calibrated in %.1f s; a step takes so many times what the profile says: %s", seconds, shown)
     except Exception as error:
-        logger.warning("the profile is not calibrated: %s", error)
+        job_log.warning("the profile is not calibrated: %s", error)
 
 
 async def _turns(manager: AdaptiveTokenizerManager, begun: float) -> None:

@@ -27,6 +27,7 @@ from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter 
 
 from sglang_pat import files  # noqa: E402
 from sglang_pat.coordinator import schedule as schedules  # noqa: E402
+from sglang_pat.figures import job_log, start_line  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
@@ -68,7 +69,12 @@ class AdaptiveEngine(stock.Engine):
     def _launch_scheduler_processes(
         cls, server_args: AdaptiveServerArgs, port_args: PortArgs, run_scheduler_process_func: Callable
     ):
-        """Start the coordinator and the ranks; all are children of this process."""
+        """Start the coordinator and the ranks; all are children of this process.
+
+        Raises:
+            ValueError: the launcher has a function of its own for ranks.
+        """
+        _refuse_another("run_scheduler_process_func", run_scheduler_process_func)
         if server_args.custom_sigquit_handler is None:
             end_if_a_child_fails()
         config = server_args.adaptive_config()
@@ -98,6 +104,7 @@ class AdaptiveEngine(stock.Engine):
 
         def wait_for_ready() -> None:
             infos.extend(processes.wait_until_ready(started)[1:])
+            job_log.info(start_line(config))
 
         def wait_for_completion() -> None:
             for process in children:
@@ -113,7 +120,12 @@ class AdaptiveEngine(stock.Engine):
 
     @classmethod
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
-        """SGLang's, from our process context; ``detokenizer_worker_num`` is 1 here."""
+        """SGLang's, from our process context; ``detokenizer_worker_num`` is 1 here.  Raises as the one above."""
+        try:
+            _refuse_another("run_detokenizer_process_func", run_detokenizer_process_func)
+        except ValueError:
+            processes.end_children()  # ranks have been started by now
+            raise
         process, _ = start("the detokenizer", run_detokenizer, server_args, port_args)
         return [process], ["detokenizer"]
 
@@ -137,6 +149,20 @@ def private_ports(args: AdaptiveServerArgs) -> PortArgs:
         metrics_ipc_name=f"ipc://{folder}/metrics",
         tokenizer_worker_ipc_name=None,
     )
+
+
+def _refuse_another(name: str, given: Callable) -> None:
+    """Raise ``ValueError`` for a function that would not be called: whoever gave it counts on what it does."""
+    # By its name, as plug-ins of SGLang's wrap its own.
+    found = f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', given)}"
+    if found not in ("sglang.srt.managers.scheduler.run_scheduler_process", _DETOKENIZER):
+        raise ValueError(
+            f"{name} is {found}: an adaptive engine starts its processes itself, and would not call it; launch SGLang "
+            "without it, or without SGLANG_PAT"
+        )
+
+
+_DETOKENIZER = "sglang.srt.managers.detokenizer_manager.run_detokenizer_process"
 
 
 class Engine(RolloutCalls, AdaptiveEngine):

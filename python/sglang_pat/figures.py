@@ -1,0 +1,145 @@
+"""What an engine did in some time: the one source of the lines that a job's log shows, and of what its tracker gets.
+
+The coordinator keeps the sums since the start (``totals`` of ``/pat/status``).  A step is the difference of two.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.messages import SwitchRecord
+
+job_log = logging.getLogger("sglang_pat.job")
+"""A line at the start, and one a step.  RL frameworks silence SGLang below errors: there this one has a level of its
+own, in the process that holds the engine and in the coordinator's."""
+
+
+def show_to_job() -> None:
+    """Let the lines of :data:`job_log` through in this process, whatever SGLang's log level is."""
+    job_log.setLevel(logging.INFO)
+
+
+def start_line(config: AdaptiveConfig) -> str:
+    """What an engine is, as far as whoever runs a job should know."""
+    first, *others = config.layouts
+    layouts = f"may switch to {', '.join(map(str, others))}" if others else "its only layout: nothing will switch"
+    policy = f"policy {config.policy}"
+    if config.policy == "threshold":
+        policy += f", merges when {config.switch_at} requests or fewer are left"
+    profile = f"profile {config.profile}" if config.profile else "no profile: python -m profiler.sweep makes one"
+    return f"adaptive engine of {config.num_ranks} ranks: begins in {first}, {layouts}; {policy}; {profile}"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Sums over some time.
+
+    Attributes:
+        requests: that came; health probes and the calibration's are none.
+        switches: between layouts; ``aborted_switches`` are not among them.
+        pause_seconds: of all these.
+        seconds: with requests in the engine, and not paused by a client; by TP degree in force.
+    """
+
+    requests: int = 0
+    switches: int = 0
+    aborted_switches: int = 0
+    pause_seconds: float = 0.0
+    seconds: Mapping[int, float] = field(default_factory=dict[int, float])
+
+    @classmethod
+    def of_status(cls, status: Mapping[str, Any]) -> Figures:
+        """Since the engine's start, of ``/pat/status``."""
+        return msgspec.convert(status["totals"], cls, str_keys=True)
+
+    def since(self, earlier: Figures) -> Figures:
+        """What came after ``earlier``, of the same engine."""
+        return self._plus(earlier, -1)
+
+    def __add__(self, other: Figures) -> Figures:
+        return self._plus(other, 1)
+
+    def _plus(self, other: Figures, sign: int) -> Figures:
+        degrees = sorted({*self.seconds, *other.seconds})
+        seconds = {tp: self.seconds.get(tp, 0.0) + sign * other.seconds.get(tp, 0.0) for tp in degrees}
+        counts = ("requests", "switches", "aborted_switches", "pause_seconds")
+        return Figures(seconds=seconds, **{n: getattr(self, n) + sign * getattr(other, n) for n in counts})
+
+    def line(self) -> str:
+        """For a log."""
+        whole = sum(self.seconds.values())
+        shares = [f"{seconds / whole:.0%} in tp{tp}" for tp, seconds in sorted(self.seconds.items()) if seconds > 0]
+        aborted = f", {self.aborted_switches} aborted" if self.aborted_switches else ""
+        return (
+            f"{self.requests} requests in {whole:.1f} s ({', '.join(shares)}), "
+            f"{self.switches} switches{aborted}, {self.pause_seconds:.3f} s paused by them"
+        )
+
+
+def metrics(engines: Collection[Figures]) -> dict[str, float]:
+    """For a tracker, by name: counts of all engines together, seconds of a mean one."""
+    found = {
+        "rollout/switches": float(sum(one.switches for one in engines)),
+        "rollout/aborted_switches": float(sum(one.aborted_switches for one in engines)),
+        "rollout/pause_seconds": sum(one.pause_seconds for one in engines) / len(engines),
+    }
+    for tp in sorted({tp for one in engines for tp in one.seconds}):
+        found[f"rollout/seconds/tp{tp}"] = sum(one.seconds.get(tp, 0.0) for one in engines) / len(engines)
+    return found
+
+
+RECORDS = 256
+"""Records of switches that are kept for ``/pat/status``."""
+
+
+class Account:
+    """The coordinator's sums.
+
+    Args:
+        degrees: of the layouts.
+    """
+
+    def __init__(self, degrees: Collection[int]) -> None:
+        self.requests = self._switches = self._aborted = 0
+        self.records: deque[SwitchRecord] = deque(maxlen=RECORDS)
+        self._pause_seconds = 0.0
+        self._seconds = dict.fromkeys(degrees, 0.0)
+        self._since: float | None = None
+        """Since when there has been work; None: there is none."""
+        self._tp = 0
+        self._last = Figures()
+
+    def state(self, now: float, tp: int, works: bool) -> None:
+        """From ``now`` on the engine is in degree ``tp``, and has requests that it may decode or not."""
+        if self._since is not None:
+            self._seconds[self._tp] += now - self._since
+        self._since, self._tp = (now if works else None), tp
+
+    def switched(self, record: SwitchRecord) -> None:
+        self.records.append(record)
+        self._switches += not record.error
+        self._aborted += bool(record.error)
+        self._pause_seconds += record.pause_seconds
+
+    def totals(self) -> Figures:
+        return Figures(self.requests, self._switches, self._aborted, self._pause_seconds, dict(self._seconds))
+
+    def status(self) -> dict[str, Any]:
+        """For ``/pat/status``."""
+        switches = [msgspec.to_builtins(record) for record in self.records]
+        return {"num_switches": self._switches, "totals": asdict(self.totals()), "switches": switches}
+
+    def step(self) -> Figures | None:
+        """A step ends: what happened in it; None, and it goes on, if no request has come since the last one ended."""
+        now = self.totals()
+        if now.requests == self._last.requests:
+            return None
+        found, self._last = now.since(self._last), now
+        return found

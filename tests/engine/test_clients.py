@@ -1,0 +1,176 @@
+"""What slime, NeMo-RL and AReaL ask of a server in a step, in their order and with their bodies, while it switches.
+
+Each answer is checked: its status, and by the marker models which weights generated its tokens.  The frameworks
+themselves are not run here; what has run of them is in docs/integrate.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+
+from sglang_pat.testing import models
+from sglang_pat.testing.server import Server
+
+from .weight_updates import A, B, C, Setup, Trainer, flattened, layout, serialized, succeeded
+
+LIMIT = 120
+"""Tokens of a response."""
+STEP = 60
+"""Decode step at which the engine is held, after it has switched."""
+PROMPTS = [[50 + i, 8, 9, 10] for i in range(4)]
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": LIMIT, "ignore_eos": True}
+SLIME = {
+    "stop": None, "stop_token_ids": None, "skip_special_tokens": False, "no_stop_trim": True,
+    "spaces_between_special_tokens": False,
+}  # fmt: skip
+AREAL = {"stop_token_ids": [], "skip_special_tokens": True, "frequency_penalty": 0.0, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def two(servers, marker) -> Setup:
+    return Setup(servers, marker, 2)
+
+
+def asked(prompt: list[int], options: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"input_ids": prompt, "sampling_params": SAMPLING | options, "return_logprob": True} | fields
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    """As all three read them, with a log-prob each."""
+    pairs = answer["meta_info"]["output_token_logprobs"]
+    assert all(logprob <= 0 for logprob, _, _ in pairs)
+    return [token for _, token, _ in pairs]
+
+
+def ok(response: Any) -> Any:
+    assert response.status_code == 200, response.text
+    return response
+
+
+async def in_the_tail(server: Server, bodies: list[dict[str, Any]], act: Any) -> list[dict[str, Any]]:
+    """The answers; the engine merges at a step, and ``act`` is called right then, while all requests decode."""
+    async with server.session() as session:
+        await server.arm(session, {"tp": 2, "arrived": len(bodies), "step": STEP, "hold": True})
+        work = asyncio.ensure_future(server.generate_async(bodies))
+        await server.reached(session)
+        released = asyncio.ensure_future(asyncio.to_thread(act))
+        await server.arm(session)
+        await released
+        return await work
+
+
+def rollout(server: Server, options: dict[str, Any], said: int, **fields: Any) -> None:
+    """A batch with a merge in its middle."""
+    answers = asyncio.run(in_the_tail(server, [asked(prompt, options, **fields) for prompt in PROMPTS], lambda: None))
+    assert [tokens(answer) for answer in answers] == [[said] * LIMIT] * len(PROMPTS)
+    assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"length"}
+    assert layout(server) == 2
+
+
+def test_slime_with_partial_rollout(two):
+    """Servers started by others, GPUs of their own: a rollout is aborted once enough is there, and goes on with the
+    next weights."""
+    server = two.start_in(1)
+    ok(server.get("/health_generate"))
+    ok(server.get("/flush_cache"))
+    info = ok(server.get("/get_server_info")).json()
+    assert (info["tp_size"], info["dp_size"], info["pp_size"], info["nnodes"]) == (2, 1, 1, 1)
+    trainer = Trainer(server, 2)
+
+    def abort() -> None:
+        while True:  # slime waits three seconds in between
+            ok(server.post("/abort_request", {"abort_all": True}))
+            loads = ok(server.get("/v1/loads?include=core,disagg,queues")).json()["loads"]
+            if not sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads):
+                return
+
+    for old, new, version in ((A, B, "1"), (B, C, "2")):
+        rollout(server, SLIME, old)
+        server.reconfigure(1)
+        parts = asyncio.run(in_the_tail(server, [asked(prompt, SLIME) for prompt in PROMPTS], abort))
+        assert {part["meta_info"]["finish_reason"]["type"] for part in parts} == {"abort"}
+        assert all(STEP <= len(tokens(part)) < LIMIT and set(tokens(part)) == {old} for part in parts)
+        ok(server.post("/pause_generation", {}))
+        ok(server.get("/flush_cache"))
+        trainer.send(new, flush_cache=False, weight_version=version)
+        ok(server.post("/continue_generation", {}))
+        assert ok(server.get("/model_info")).json()["weight_version"] == version
+        rest = [
+            asked([*prompt, *tokens(part)], SLIME | {"max_new_tokens": LIMIT - len(tokens(part))})
+            for prompt, part in zip(PROMPTS, parts, strict=True)
+        ]
+        for part, whole in zip(parts, server.generate(rest), strict=True):
+            assert tokens(whole) == [new] * (LIMIT - len(tokens(part)))
+    trainer.close()
+    log = server.log_text()
+    assert log.count("adaptive engine of 2 ranks: begins in tp1×dp2, may switch to tp2×dp1; policy schedule") == 1
+    # The last step: a rollout of four that merged, four that merged and were aborted, and back; and the four before.
+    assert re.findall(r"step: (\d+) requests in .* in tp1, .* in tp2\), (\d+) switches,", log)[-1] == ("12", "4")
+
+
+@pytest.mark.parametrize("framework", ["slime", "NeMo-RL"])
+def test_slime_and_nemo_rl_on_the_trainers_gpus(two, framework):
+    """Memory is given away after a rollout and taken back by tags, around an update in buckets."""
+    server = two.start_in(1)
+    kv = ["kv_cache", "cuda_graph"]
+    for old, new, version in ((A, B, "1"), (B, C, "2")):
+        rollout(server, SLIME, old)
+        ok(server.get("/flush_cache"))
+        if framework == "slime":
+            ok(server.post("/release_memory_occupation", {}))
+        else:
+            for tags in (kv, ["weights"]):
+                ok(server.get("/flush_cache"))
+                ok(server.post("/release_memory_occupation", {"tags": tags}))
+        assert layout(server) == 1
+        ok(server.post("/resume_memory_occupation", {"tags": ["weights"]}))
+        named = list(models.marker_state_dict(new).items())
+        for part in (named[:7], named[7:]):
+            body = {"serialized_named_tensors": [serialized(flattened(part))] * 2, "load_format": "flattened_bucket"}
+            body |= {"flush_cache": False, "weight_version": version}
+            succeeded(server.post("/update_weights_from_tensor", body))
+        ok(server.get("/flush_cache"))
+        ok(server.post("/resume_memory_occupation", {"tags": kv}))
+        assert ok(server.get("/model_info")).json()["weight_version"] == version
+    rollout(server, SLIME, C)
+
+
+def test_areal(two, marker):
+    """It interrupts its requests for an update, and sends them again with what they had."""
+    server = two.start_in(1)
+    ok(server.get("/health"))
+    trainer = Trainer(server, 2)
+
+    def interrupt(token: int, disk: bool) -> None:
+        ok(server.post("/pause_generation", {"mode": "retract"}))
+        if disk:
+            succeeded(
+                server.post("/update_weights_from_disk", {"model_path": str(marker(token)), "abort_all_requests": True})
+            )
+        else:
+            trainer.send(token, abort_all_requests=True)
+        ok(server.post("/continue_generation", {}))
+
+    for old, new, disk in ((A, B, False), (B, C, True)):
+        bodies = [asked(prompt, AREAL, image_data=None, stream=False) for prompt in PROMPTS]
+        parts = asyncio.run(in_the_tail(server, bodies, lambda new=new, disk=disk: interrupt(new, disk)))
+        assert {part["meta_info"]["finish_reason"]["type"] for part in parts} == {"abort"}
+        # What was retracted is answered with the tokens that the server had been sent, every 50; as in stock SGLang.
+        assert all(len(tokens(part)) < LIMIT and set(tokens(part)) <= {old} for part in parts)
+        assert layout(server) == 1
+        rest = [
+            asked([*prompt, *tokens(part)], AREAL | {"max_new_tokens": LIMIT - len(tokens(part))}, stream=False)
+            for prompt, part in zip(PROMPTS, parts, strict=True)
+        ]
+        for part, whole in zip(parts, server.generate(rest), strict=True):
+            assert tokens(whole) == [new] * (LIMIT - len(tokens(part)))
+    trainer.close()
+    rollout(server, AREAL, C, stream=False)
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        for tags in (["kv_cache"], ["weights"]):
+            ok(server.post(path, {"tags": tags}))
+    rollout(server, AREAL, C, stream=False)
