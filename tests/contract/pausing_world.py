@@ -11,6 +11,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 
 from sglang_pat.sglang.controls import failed
+from sglang_pat.sglang.server import pausing
 
 from .tokenizer_world import Manager, settle
 
@@ -40,7 +41,7 @@ class Rank:
         self.running: list[str] = []
         self.waiting: list[str] = []
         self.aborted: set[str] = set()
-        self.paused = ""
+        self.paused, self.flushed = "", True
         self.released: set[str] = set()
         self.heard = 0
         """What the server has heard of it."""
@@ -86,7 +87,8 @@ class Rank:
             return REPLIES[type(obj)]()
         elif isinstance(obj, io.FlushCacheReqInput):
             assert not obj.timeout_s
-            return io.FlushCacheReqOutput(success=not self.running)
+            self.flushed = not self.running
+            return io.FlushCacheReqOutput(success=self.flushed)
         elif isinstance(obj, io.ReleaseMemoryOccupationReqInput):
             if self.requests:
                 return failed(obj, RuntimeError("a rank still has a request"))
@@ -151,6 +153,7 @@ class World:
     """
 
     def __init__(self, monkeypatch: Any) -> None:
+        monkeypatch.setattr(pausing, "FLUSH_SECONDS", 1e-3)
         self.manager = Manager(monkeypatch)
         self.rank = Rank(self.manager)
         self.calls: list[Call] = []
@@ -278,7 +281,8 @@ class World:
         if call.kind == "update":
             return bool(rank.requests and not rank.paused)
         if call.kind == "flush":
-            return bool(call.name == "patient" and rank.requests and rank.paused != "retract")
+            idle = not rank.requests or rank.paused == "retract"
+            return bool(call.name == "patient" and not (idle and rank.flushed))  # after a failed one it waits a moment
         if call.kind == "probe":
             return bool(rank.requests and not rank.paused)
         return bool(call.kind == "release" and rank.aborted)
@@ -297,6 +301,7 @@ class World:
                 self.resume(tag)
             await self.calm()
             await self.rank.step(0)
+            await asyncio.sleep(1e-3)
             await self.calm()
             self.check()
         assert not [(call.kind, call.name) for call in self.calls if call.open]

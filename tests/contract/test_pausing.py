@@ -30,7 +30,7 @@ BETWEEN = st.lists(st.sampled_from(["calm", "step", "take", "turn"]), max_size=3
 
 
 @given(st.lists(st.tuples(EVENT, BETWEEN), max_size=25))
-@settings(examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(1000), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_everything_is_answered_in_any_order(monkeypatch, drawn):
     async def scene() -> None:
         world = World(monkeypatch)

@@ -69,8 +69,8 @@ class PausingTokenizerManager(ForgettingTokenizerManager):
         self._pat_released: set[str] = set()
         self._pat_updates = 0
         """Updates of the weights that are under way, or wait."""
-        self._pat_order, self._pat_updating = asyncio.Lock(), asyncio.Lock()
-        """Of pauses and their ends; of updates."""
+        self._pat_order, self._pat_updating, self._pat_memory = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
+        """Of pauses and their ends; of updates; of releases and resumes: each takes its turn in the order of arrival."""
         self._pat_asking: asyncio.Task | None = None
 
     # -- the gate ---------------------------------------------------------------------------------
@@ -230,6 +230,10 @@ class PausingTokenizerManager(ForgettingTokenizerManager):
             ValueError: requests run; nothing is released.
             RuntimeError: a rank has failed.
         """
+        async with self._pat_memory:
+            await self._pat_release(obj)
+
+    async def _pat_release(self, obj: Any) -> None:
         if running := sum(not state.pat_left for state in self.pat_running()):
             raise ValueError(f"{running} requests run: memory is released once all have ended, or were aborted")
         if self._pat_stopped == "in_place" and (left := len(self.pat_running())):
@@ -247,8 +251,9 @@ class PausingTokenizerManager(ForgettingTokenizerManager):
     async def resume_memory_occupation(self, obj, request=None) -> None:
         """Raises RuntimeError: a rank has failed."""
         self.auto_create_handle_loop()
-        _done(await self.resume_memory_occupation_communicator(obj))
-        self._pat_taken_back({*(obj.tags or GPU_MEMORY_ALL_TYPES)})
+        async with self._pat_memory:
+            _done(await self.resume_memory_occupation_communicator(obj))
+            self._pat_taken_back({*(obj.tags or GPU_MEMORY_ALL_TYPES)})
 
     def _pat_taken_back(self, tags: set[str]) -> None:
         self._pat_released -= tags
