@@ -37,7 +37,7 @@ class Rank:
     """
 
     def __init__(self, manager: Manager) -> None:
-        self._manager, self._taken = manager, 0
+        self._manager, self._taken, self.replies = manager, 0, dict(REPLIES)
         self.running: list[str] = []
         self.waiting: list[str] = []
         self.aborted: set[str] = set()
@@ -81,10 +81,10 @@ class Rank:
                 self.waiting, self.running = self.requests, []
         elif isinstance(obj, io.ContinueGenerationReqInput):
             self.paused, self.running, self.waiting = "", self.requests, []
-        elif type(obj) in REPLIES:
+        elif type(obj) in self.replies:
             running = [rid for rid in self.running if not rid.startswith(HEALTH_CHECK_RID_PREFIX)]
             assert self.paused or not running, f"new weights in the middle of {running}"
-            return REPLIES[type(obj)]()
+            return self.replies[type(obj)]()
         elif isinstance(obj, io.FlushCacheReqInput):
             assert not obj.timeout_s
             self.flushed = not self.running

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sglang.srt.managers import io_struct as io
 
+from sglang_pat.sglang.rank.updates import NOT_FLUSHED
+from sglang_pat.sglang.server import pausing
+from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
 from tests.unit.drawn import examples
 
-from .pausing_world import UPDATES, World
+from .pausing_world import UPDATES, Call, World
 
 pytestmark = pytest.mark.contract
 
@@ -30,7 +35,7 @@ BETWEEN = st.lists(st.sampled_from(["calm", "step", "take", "turn"]), max_size=3
 
 
 @given(st.lists(st.tuples(EVENT, BETWEEN), max_size=25))
-@settings(examples(1000), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_everything_is_answered_in_any_order(monkeypatch, drawn):
     async def scene() -> None:
         world = World(monkeypatch)
@@ -49,3 +54,141 @@ def test_everything_is_answered_in_any_order(monkeypatch, drawn):
         await world.end()
 
     asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def play(monkeypatch, scene) -> None:
+    async def whole() -> None:
+        world = World(monkeypatch)
+        await asyncio.wait_for(scene(world, world.manager), 30)
+        await world.end()
+
+    asyncio.run(whole())
+
+
+def reasons(call: Call) -> list[str]:
+    answers = call.answer.result()
+    parts = answers[0] if isinstance(answers[0], list) else answers[-1:]
+    return [part["meta_info"]["finish_reason"]["type"] for part in parts]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+@pytest.mark.parametrize("shape", ["one", "stream", "n"])
+def test_an_abort_at_the_gate_of_a_pause(monkeypatch, shape, mode):
+    """The answer comes in the pause, and no rank ever has the request; another one goes on after the pause."""
+
+    async def scene(world, manager):
+        world.pause(mode)
+        world.generate(shape)
+        world.generate("one")
+        await world.calm()
+        manager.abort_request(world.calls[1].name)
+        await world.calm()
+        assert set(reasons(world.calls[1])) == {"abort"} and world.calls[2].open
+        world.go_on()
+        await world.calm()
+        assert manager.requests == [world.calls[2].name]
+
+    play(monkeypatch, scene)
+
+
+def test_a_client_that_leaves_the_gate(monkeypatch):
+    """SGLang's server does not cancel the handler of a request whose client has gone; it is looked for."""
+    monkeypatch.setattr(pausing, "CLIENT_SECONDS", 1e-3)
+
+    async def scene(world, manager):
+        async def gone() -> bool:
+            return left.is_set()
+
+        left = asyncio.Event()
+        client = SimpleNamespace(is_disconnected=gone, scope={"path": "/generate"})
+        world.pause("in_place")
+        answer = manager.ask("leaves", request=client)
+        await world.calm()
+        left.set()
+        assert "client has left" in str((await asyncio.gather(answer, return_exceptions=True))[0])
+        world.go_on()
+        await world.calm()
+        assert not manager.requests
+
+    play(monkeypatch, scene)
+
+
+def test_an_abort_reaches_all_that_a_client_knows_by_one_id(monkeypatch):
+    """n responses, whose ids SGLang makes: before their prompt is sent, while it is, and when they are."""
+
+    async def scene(world, manager):
+        for steps in range(3):
+            world.generate("n")
+            await world.calm()
+            for _ in range(steps):
+                await world.rank.step(0)
+                await world.calm()
+            manager.abort_request(world.calls[-1].name)
+            while world.calls[-1].open:
+                await world.calm()
+                await world.rank.step(0)
+            assert reasons(world.calls[-1]) == (["abort"] * 2 if steps < 2 else ["length", "abort"])
+
+    play(monkeypatch, scene)
+
+
+def test_an_abort_of_one_id_is_none_of_another(monkeypatch):
+    async def scene(world, manager):
+        answers = {rid: manager.ask(rid) for rid in ("job-1", "job-10", "job-11")}
+        await world.calm()
+        answers["job-10"].cancel()
+        manager.abort_request("job-1")
+        await world.calm()
+        assert world.rank.aborted == {"job-1", "job-10"}
+        await world.rank.step(2)
+        await asyncio.gather(*answers.values(), return_exceptions=True)
+
+    play(monkeypatch, scene)
+
+
+def test_a_stream_that_has_ended_aborts_nobody_afterwards():
+    """SGLang aborts its id two seconds later: another request may have it then."""
+    assert not AdaptiveTokenizerManager.create_abort_task(None, None).tasks
+
+
+def test_a_pause_that_aborts_after_one_in_place(monkeypatch):
+    """Paused ranks end nothing: SGLang's server would wait for them, and continue would wait for the server."""
+
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        world.pause("in_place")
+        world.pause("abort")
+        await world.calm()
+        await world.rank.step(0)
+        await world.calm()
+        assert not world.calls[2].open and reasons(world.calls[0]) == ["abort"]
+
+    play(monkeypatch, scene)
+
+
+def test_new_weights_have_their_version_though_the_cache_was_not_flushed(monkeypatch):
+    async def scene(world, manager):
+        said = io.UpdateWeightsFromTensorReqOutput(False, NOT_FLUSHED)
+        world.rank.replies[io.UpdateWeightsFromTensorReqInput] = lambda: said
+        request = io.UpdateWeightsFromTensorReqInput([], weight_version="8")
+        updating = asyncio.ensure_future(manager.update_weights_from_tensor(request))
+        await world.calm()
+        assert updating.result() == (False, NOT_FLUSHED) and manager.server_args.weight_version == "8"
+        said.message = f"{NOT_FLUSHED} | broken off"  # another replica's
+        request.weight_version = "9"
+        updating = asyncio.ensure_future(manager.update_weights_from_tensor(request))
+        await world.calm()
+        assert not updating.result()[0] and manager.server_args.weight_version == "8"
+
+    play(monkeypatch, scene)
+
+
+def test_a_flush_whose_time_is_over(monkeypatch):
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        answer = await manager.flush_cache(timeout_s=1e-3)
+        assert not answer.success and "Timed out" in answer.message
+
+    play(monkeypatch, scene)

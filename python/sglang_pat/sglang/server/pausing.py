@@ -70,7 +70,7 @@ class PausingTokenizerManager(ForgettingTokenizerManager):
         self._pat_updates = 0
         """Updates of the weights that are under way, or wait."""
         self._pat_order, self._pat_updating, self._pat_memory = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
-        """Of pauses and their ends; of updates; of releases and resumes: each takes its turn in the order of arrival."""
+        """Of pauses and their ends; of updates; of releases and resumes: each waits for those before it."""
         self._pat_asking: asyncio.Task | None = None
 
     # -- the gate ---------------------------------------------------------------------------------
