@@ -34,8 +34,8 @@ EVENT = st.one_of(
 BETWEEN = st.lists(st.sampled_from(["calm", "step", "take", "turn"]), max_size=3)
 
 
-@given(st.lists(st.tuples(EVENT, BETWEEN), max_size=25))
-@settings(examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(EVENT, BETWEEN), min_size=8, max_size=30))
+@settings(examples(500), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_everything_is_answered_in_any_order(monkeypatch, drawn):
     async def scene() -> None:
         world = World(monkeypatch)
@@ -149,6 +149,45 @@ def test_an_abort_of_one_id_is_none_of_another(monkeypatch):
 def test_a_stream_that_has_ended_aborts_nobody_afterwards():
     """SGLang aborts its id two seconds later: another request may have it then."""
     assert not AdaptiveTokenizerManager.create_abort_task(None, None).tasks
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("first", ["the pause", "the update"])
+def test_updates_and_a_pause_do_not_wait_for_each_other(monkeypatch, first, mode):
+    """Three at once, of any kinds; what they waited for runs on afterwards."""
+
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        if first == "the pause":
+            world.pause(mode)
+        for kind in ("disk", "tensor", "disk"):
+            world.update(kind, aborts=False)
+        await world.calm()
+        if first == "the update":
+            assert not world.updated
+            world.pause(mode)
+        await world.calm()
+        assert len(world.updated) == 3 and world.calls[0].open
+
+    play(monkeypatch, scene)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_probe_in_a_pause(monkeypatch, mode):
+    """Also one that was under way when it came."""
+
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        world.probe()
+        await world.calm()
+        world.pause(mode)
+        world.probe()
+        await world.calm()
+        assert not any(call.open for call in world.calls[1:])
+
+    play(monkeypatch, scene)
 
 
 def test_a_pause_that_aborts_after_one_in_place(monkeypatch):
