@@ -223,6 +223,55 @@ def test_new_weights_have_their_version_though_the_cache_was_not_flushed(monkeyp
     play(monkeypatch, scene)
 
 
+def test_what_comes_while_memory_is_released(monkeypatch):
+    """Requests wait until all of it is taken back, can be aborted, and are in nobody's way."""
+
+    async def scene(world, manager):
+        for tag in ("weights", "kv_cache"):
+            world.release(tag)
+        for what in (lambda: world.generate("one"), lambda: world.generate("one"), world.probe):
+            what()
+        world.resume("weights")
+        world.update("tensor", aborts=False)
+        await world.calm()
+        manager.abort_request(world.calls[2].name)
+        await world.calm()
+        assert [call.name for call in world.calls if call.open] == [world.calls[3].name] and not manager.requests
+        world.resume("kv_cache")
+        await world.calm()
+        assert manager.requests == [world.calls[3].name]
+
+    play(monkeypatch, scene)
+
+
+def test_a_flush_that_waits_succeeds_once_no_request_has_kv(monkeypatch):
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        world.flush(1000.0)
+        await world.calm()
+        assert world.calls[1].open
+        world.pause("retract")
+        await world.calm()
+        assert world.calls[1].answer.result().success and world.calls[0].open
+
+    play(monkeypatch, scene)
+
+
+def test_a_pause_ends_after_the_updates_that_came_before(monkeypatch):
+    async def scene(world, manager):
+        world.generate("one")
+        world.pause("in_place")
+        await world.calm()
+        for kind in ("disk", "tensor"):
+            world.update(kind, aborts=False)
+        world.go_on()
+        await world.calm()
+        assert len(world.updated) == 2 and not world.calls[-1].open
+
+    play(monkeypatch, scene)
+
+
 def test_a_flush_whose_time_is_over(monkeypatch):
     async def scene(world, manager):
         world.generate("one")
