@@ -130,10 +130,10 @@ class PausingTokenizerManager(ForgettingTokenizerManager):
                 self.pat_abort_inside()
                 if self._pat_stopped:
                     self._pat_stopped = ""
-                    await self.send_to_scheduler.send_pyobj(ContinueGenerationReqInput())
+                    self.send_to_scheduler.send_pyobj(ContinueGenerationReqInput())
                 await self._pat_until_nothing_goes()
             else:
-                await self.send_to_scheduler.send_pyobj(obj)
+                self.send_to_scheduler.send_pyobj(obj)
                 self._pat_stopped = obj.mode
                 self._pat_waiters.look()
 
