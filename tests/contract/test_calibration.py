@@ -6,12 +6,16 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.correction import PROMPT, TURNS
 from sglang_pat.sglang.server import calibration
 from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+
+from .tokenizer_world import Manager as World
+from .tokenizer_world import settle
 
 CONFIG = AdaptiveConfig(base=ParallelLayout(1, 4), policy="survival", profile="-", calibrate=8)
 
@@ -85,24 +89,30 @@ def test_a_switch_that_fails_ends_it_and_is_logged(switch, caplog):
 
 
 def test_first_requests_wait_for_it_and_it_does_not_wait_for_them(monkeypatch):
-    """Three come at once, one of them leaves."""
-    did = []
-
-    async def calibrate(manager) -> None:
-        did.append("begun")
-        await asyncio.sleep(0.05)
-        did.append("calibrated")
+    """Three come at once: one leaves, one is aborted, and neither ever goes to a rank; its own request does."""
 
     async def first_requests() -> None:
-        manager = SimpleNamespace(_pat_calibration=None, _pat_calibrates=True, auto_create_handle_loop=lambda: None)
-        wait = AdaptiveTokenizerManager._pat_calibrated
-        tasks = [asyncio.ensure_future(wait(manager)) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        tasks[0].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        did.append("request")
-        assert not manager._pat_calibrates
+        manager, measured = World(monkeypatch), asyncio.Event()
 
-    monkeypatch.setattr("sglang_pat.sglang.server.tokenizer.calibrate", calibrate)
+        async def calibrate(manager) -> None:
+            made_up = GenerateReqInput(rid="made up", text="x", sampling_params={})
+            await asyncio.gather(manager.pat_made_up(made_up), measured.wait())
+
+        monkeypatch.setattr("sglang_pat.sglang.server.tokenizer.calibrate", calibrate)
+        manager._pat_calibrates = True
+        left, aborted, waits = (manager.ask(rid) for rid in ("left", "aborted", "waits"))
+        await settle()
+        assert manager.requests == ["made up"]
+        left.cancel()
+        manager.abort_request("aborted")
+        assert (await aborted)[0]["meta_info"]["finish_reason"]["type"] == "abort"
+        await manager.told("made up", "length")
+        await settle()
+        assert not waits.done() and manager.requests == ["made up"]
+        measured.set()
+        await settle()
+        assert manager.requests == ["made up", "waits"]
+        await manager.told("waits", "length")
+        await waits
+
     asyncio.run(first_requests())
-    assert did == ["begun", "calibrated", "request"]

@@ -24,7 +24,6 @@ VOCAB = 512
         ({"rid": "a\ud800"}, "must be printable"),
         ({"rid": "HEALTH_CHECK_1"}, "the engine's"),
         ({"rid": "pat-0-1"}, "the engine's"),
-        ({"rid": "pa"}, "the engine's"),
         ({"positional_embed_overrides": [1]}, "positional_embed_overrides"),
         ({"sampling_params": {"n": 10**9}}, "1000000000 samples"),
         ({"sampling_params": []}, "empty list"),

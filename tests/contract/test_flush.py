@@ -1,20 +1,23 @@
-"""Flushes and releases of memory in between: SGLang's own scheduler, whose pools are played; no engine."""
+"""Flushes, updates and aborts in between: SGLang's own scheduler, whose pools are played; no engine."""
 
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.managers import scheduler as stock
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput, UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.messages import LoadReport, Step
 from sglang_pat.sglang.rank.load_reports import LoadReporter
 from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+from sglang_pat.sglang.rank.updates import NOT_FLUSHED
 from sglang_pat.sglang.switch import live
 from sglang_pat.switch.gate import StepGate
 
@@ -56,7 +59,7 @@ class Rank(AdaptiveScheduler):
         for name in (
             "enable_hisparse enable_hierarchical_cache enable_priority_preemption is_hybrid_swa enable_fpm enable_lora "
             "require_mlp_sync prefill_delayer draft_worker device_module _engine_paused enable_hicache_storage "
-            "_pending_flush external_corpus_manager".split()
+            "_pending_flush external_corpus_manager send_to_tokenizer".split()
         ):
             setattr(self, name, None)
         self.pp_size = 1
@@ -161,3 +164,43 @@ def test_memory_is_released_on_all_ranks_or_on_none(others, monkeypatch):
         with pytest.raises(RuntimeError, match="a rank still has a request"):
             rank.release_memory_occupation("all")
     assert released == (["all"] if others else [])
+
+
+def test_an_abort_means_one_id():
+    """Of requests that run, wait, are prefilled in pieces, or wait for grammars; SGLang takes all that begin so."""
+    rank = Rank()
+    reqs = {rid: request(False) for rid in ("job-1", "job-10", "job-11", "job-12", "job-13", "other")}
+    for rid, req in reqs.items():
+        req.rid, req.to_finish, req.grammar, req.mamba_pool_idx = rid, None, None, None
+        req.set_finish_with_abort = partial(setattr, req, "to_finish")
+    running = [reqs["job-1"], reqs["job-10"]]
+    rank.running_batch = rank.cur_batch = ScheduleBatch(reqs=running, batch_is_full=False)
+    rank.waiting_queue, rank.chunked_req = [reqs["job-11"], reqs["other"]], reqs["job-12"]
+    rank.grammar_manager = SimpleNamespace(grammar_queue=[reqs["job-13"]])
+    rank.grammar_manager.abort_requests = partial(GrammarManager.abort_requests, rank.grammar_manager)
+    answered = []
+    rank.send_to_tokenizer = SimpleNamespace(send_output=lambda abort, req: answered.append(abort.rid))
+
+    def aborted() -> list[str]:
+        return [rid for rid, req in reqs.items() if req.to_finish or rid in answered]
+
+    rank.abort_request(AbortReq(rid="job-1"))
+    assert aborted() == ["job-1"] and [req.rid for req in reqs.values()] == list(reqs)
+    rank.abort_request(AbortReq(rid="job-11"))
+    rank.abort_request(AbortReq(rid="job-13"))
+    assert aborted() == ["job-1", "job-11", "job-13"] and rank.waiting_queue == [reqs["other"]]
+    rank.abort_request(AbortReq(abort_all=True))
+    assert aborted() == [rid for rid in reqs if rid != "job-12"]
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_an_update_whose_cache_cannot_be_flushed(running):
+    """SGLang's rank asserts, and says nothing of the weights: they are new."""
+    rank = Rank()
+    rank.layouts = SimpleNamespace(weight_version=3, kv_totals={1: 4})
+    rank.tp_worker = SimpleNamespace(update_weights_from_disk=lambda req: (True, "done"))
+    if running:
+        rank.running_batch = ScheduleBatch(reqs=[request(False)], batch_is_full=False)
+    answer = rank.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path="m", flush_cache=True))
+    assert (answer.success, answer.message) == ((False, NOT_FLUSHED) if running else (True, "done"))
+    assert rank.layouts.weight_version == 4

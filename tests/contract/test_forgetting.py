@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
 from sglang_pat.sglang.rank import degrees
 from sglang_pat.sglang.server import forgetting
@@ -26,7 +28,7 @@ def play(monkeypatch):
             await asyncio.wait_for(scene(manager), 30)
             await settle()
             assert not manager.rid_to_state and not manager._pat_parts
-            assert not await manager.model_update_lock.is_locked()
+            assert not manager._pat_named and not manager._pat_inside
 
         asyncio.run(whole())
 
@@ -193,37 +195,26 @@ def test_a_fault_of_the_server_is_no_malformed_request(play, n):
     play(scene)
 
 
-def test_an_update_waits_for_one_whose_client_has_left(play):
+@pytest.mark.parametrize("waits", ["an update", "a pause"])
+def test_who_needs_idle_ranks_waits_for_one_whose_client_has_left(play, waits):
     async def scene(manager):
         async def update():
-            async with manager.model_update_lock.writer_lock:
+            async with manager.pat_update(None):
                 return manager.pat_running()
 
+        async def pause():
+            await manager.pause_generation(PauseGenerationReqInput(mode="abort"))
+            return manager.pat_running()
+
         answer = manager.ask("r")
         await settle()
-        updated = asyncio.ensure_future(update())
+        waiting = asyncio.ensure_future(update() if waits == "an update" else pause())
         answer.cancel()
         await ended(answer)
         await settle()
-        assert not updated.done()
+        assert not waiting.done()
         await manager.told("r", "abort")
-        assert await updated == []
-
-    play(scene)
-
-
-def test_a_pause_waits_for_one_whose_client_has_left(play):
-    async def scene(manager):
-        answer = manager.ask("r")
-        await settle()
-        assert await manager.model_update_lock.is_locked()
-        answer.cancel()
-        await ended(answer)
-        idle = asyncio.ensure_future(manager.model_update_lock.is_locked())
-        await settle()
-        assert not idle.done()
-        await manager.told("r", "abort")
-        assert not await idle
+        assert await waiting == []
 
     play(scene)
 
@@ -255,7 +246,7 @@ def test_an_update_does_not_wait_for_ever(play, monkeypatch):
         answer.cancel()
         await ended(answer)
         with pytest.raises(RuntimeError, match="1 requests were aborted, and have not ended for 0 s"):
-            await manager.model_update_lock.acquire_writer()
+            await manager.pat_update(None).__aenter__()
         await manager.told("r", "abort")
 
     play(scene)
@@ -263,7 +254,7 @@ def test_an_update_does_not_wait_for_ever(play, monkeypatch):
 
 def test_memory_is_released_once_those_that_were_left_have_ended(play):
     async def scene(manager):
-        released = []
+        everything, released = SimpleNamespace(tags=None), []
 
         async def communicator(obj):
             released.append(obj)
@@ -274,15 +265,15 @@ def test_memory_is_released_once_those_that_were_left_have_ended(play):
         probe = manager.ask(f"{HEALTH_CHECK_RID_PREFIX}_1")  # a busy rank does not answer it
         await settle()
         with pytest.raises(ValueError, match="1 requests run"):
-            await manager.release_memory_occupation("all")
+            await manager.release_memory_occupation(everything)
         answer.cancel()
         await ended(answer)
-        releasing = asyncio.ensure_future(manager.release_memory_occupation("all"))
+        releasing = asyncio.ensure_future(manager.release_memory_occupation(everything))
         await settle()
         assert not released
         await manager.told("r", "abort")
         await releasing
-        assert released == ["all"]
+        assert released == [everything]
         probe.cancel()
         manager.rid_to_state.clear()  # as SGLang does
 

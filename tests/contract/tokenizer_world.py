@@ -39,6 +39,7 @@ class Manager(AdaptiveTokenizerManager):
             batch_notify_size=16,
             dp_size=1,
             tokenizer_worker_num=1,
+            load_format="auto",
         )
         self.rid_to_state, self.event_loop, self.tokenizer = {}, asyncio.get_event_loop_policy(), None
         self.dump_requests_folder = self.crash_dump_folder = ""
@@ -47,11 +48,18 @@ class Manager(AdaptiveTokenizerManager):
         self.disaggregation_mode, self.is_generation = DisaggregationMode.NULL, True
         self.request_logger = MagicMock()
         self.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)
-        self.is_pause_cond = asyncio.Condition()
         self.sent: list[Any] = []
-        self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
-        self._pat_entrance = SimpleNamespace(admit=lambda *_: None)
+        self.send_to_scheduler = SimpleNamespace(send_pyobj=self._sends)
+        self._pat_entrance, self.pat_rollouts = SimpleNamespace(admit=lambda *_: None), MagicMock()
+        self.pat_weight_updates, self._pat_calibration = 0, None
+        self.init_request_dispatcher()
         self.pat_begin()
+
+    def _sends(self, obj: Any) -> asyncio.Future:
+        self.sent.append(obj)
+        sent = asyncio.get_running_loop().create_future()
+        sent.set_result(None)
+        return sent
 
     async def _tokenize_one_request(self, obj) -> Any:
         await asyncio.sleep(0)
@@ -65,20 +73,22 @@ class Manager(AdaptiveTokenizerManager):
     @property
     def requests(self) -> list[str]:
         """Ids of those that went to a rank."""
-        return [one.rid for one in self.sent if not isinstance(one, AbortReq)]
+        return [one.rid for one in self.sent if isinstance(one, SimpleNamespace)]
 
     @property
     def aborted(self) -> list[str]:
         return [one.rid for one in self.sent if isinstance(one, AbortReq)]
 
-    def ask(self, rid: str | list[str], stream: bool = False, n: int = 1, text: Any = None) -> asyncio.Future:
+    def ask(
+        self, rid: str | list[str], stream: bool = False, n: int = 1, text: Any = None, request: Any = None
+    ) -> asyncio.Future:
         """The answer to a request, or to a batch of texts, which SGLang sends one by one."""
         text = text or ("x" if isinstance(rid, str) else ["x"] * len(rid))
         obj = GenerateReqInput(rid=rid, text=text, sampling_params={"n": n}, stream=stream)
-        return asyncio.ensure_future(self._all(obj))
+        return asyncio.ensure_future(self._all(obj, request))
 
-    async def _all(self, obj: GenerateReqInput) -> list[Any]:
-        return [answer async for answer in self.generate_request(obj)]
+    async def _all(self, obj: GenerateReqInput, request: Any) -> list[Any]:
+        return [answer async for answer in self.generate_request(obj, request)]
 
     async def told(self, rid: str, reason: str | None = None) -> None:
         """A token of a request, the last one if there is a ``reason``."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 
 import pytest
 
@@ -10,6 +12,7 @@ from sglang_pat.policies.prompts import LONG_PROMPT
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
+from .anybody import EITHER, Anybody
 from .conftest import MODELS
 from .stock_answers import known
 from .streams import STEPS, Stream, body, endless, held, idle, open_session, post, prompt, read, switch
@@ -141,6 +144,28 @@ def test_pause_abort_switch_continue(server, stock):
             return await late
 
     stock.check([asyncio.run(run())], KEPT)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_anything_in_any_order(server, stock, llama, seed):
+    """The table of ``docs/pauses.md`` on an engine; ``tests/contract/test_pausing.py`` draws more of it."""
+
+    async def run() -> list[tuple[str, int, str]]:
+        async with server.session() as session:
+            anybody = Anybody(server, llama, session, random.Random(seed))
+            for _ in range(40):
+                await anybody.anything()
+            await anybody.end()
+            await idle(server, session)
+            return [(path, *task.result()) for path, task in anybody.tasks]
+
+    for path, status, text in asyncio.run(run()):
+        assert status in ((200, 400, 409) if path in EITHER else (200,)), (path, status, text)
+        if path == "/generate":
+            for answer in parts if isinstance(parts := json.loads(text), list) else [parts]:
+                assert answer["meta_info"]["finish_reason"]["type"] in ("length", "abort")
+    server.reconfigure(1)
+    stock.check(server.generate(KEPT), KEPT)
 
 
 # -- cache ----------------------------------------------------------------------------------------------------

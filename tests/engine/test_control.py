@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 import requests
 
 from sglang_pat.testing.server import Server
 
+from .conftest import fault, held
 from .controls import body, unharmed
 
 
@@ -132,13 +132,26 @@ def test_engine_unharmed_by_bad_bodies(server):
 
 
 def test_second_reconfiguration_gets_409(server):
-    """A switch waits for a control request under way: a flush that waits for a request to end."""
+    async def run():
+        async with server.session() as session:
+            with fault(server, "QUIESCE:1:hold"):
+                first = asyncio.ensure_future(server.reconfigure_async(session, 2))
+                await held(server)
+                status = await asyncio.to_thread(server.status)
+                assert status["target"] == {"tp": 2, "dp": 1} and status["layout"] == {"tp": 1, "dp": 2}
+                for tp in (1, 2):
+                    code, answer = await server.reconfigure_async(session, tp)
+                    assert code == 409 and "under way" in answer["error"]["message"]
+                assert not first.done()
+            code, record = await first
+            assert code == 200 and record["to_tp"] == 2
 
-    async def until(condition) -> dict[str, Any]:
-        """What is waited for stays as it is until this test goes on; the limit is pytest's."""
-        while not condition(status := await asyncio.to_thread(server.status)):
-            await asyncio.sleep(0.02)
-        return status
+    asyncio.run(run())
+    unharmed(server)
+
+
+def test_a_flush_that_waits_holds_up_nothing(server, llama):
+    """It waits for a request to end; a switch, and an update of the weights in a pause, do not wait for it."""
 
     async def run():
         async with server.session() as session:
@@ -146,21 +159,21 @@ def test_second_reconfiguration_gets_409(server):
             work = asyncio.ensure_future(server.one(session, body(1, 3500, rid="held")))
             await server.reached(session)
             flush = asyncio.ensure_future(session.post(server.url + "/flush_cache?timeout=500"))
-            await until(lambda status: status["controls"] == 1)
-            first = asyncio.ensure_future(server.reconfigure_async(session, 2))
-            status = await until(lambda status: status["switching"])
-            assert status["target"] == {"tp": 2, "dp": 1} and status["layout"] == {"tp": 1, "dp": 2}
-            for tp in (1, 2):
-                code, answer = await server.reconfigure_async(session, tp)
-                assert code == 409 and "under way" in answer["error"]["message"]
-            assert not first.done()
-            async with session.post(server.url + "/abort_request", json={"rid": "held"}) as response:
+            assert (await server.reconfigure_async(session, 2))[0] == 200
+            pause, update = {"mode": "in_place"}, {"model_path": str(llama), "flush_cache": False}
+            for path, data in (("pause_generation", pause), ("update_weights_from_disk", update)):
+                async with session.post(f"{server.url}/{path}", json=data) as response:
+                    assert response.status == 200
+            assert not flush.done()
+            pause["mode"] = "retract"
+            async with session.post(server.url + "/pause_generation", json=pause) as response:
                 assert response.status == 200
+            assert (await flush).status == 200, "no request has KV any more"
+            for path, data in (("continue_generation", {}), ("abort_request", {"rid": "held"})):
+                async with session.post(f"{server.url}/{path}", json=data) as response:
+                    assert response.status == 200
             await server.arm(session)
             await work
-            assert (await flush).status == 200
-            code, record = await first
-            assert code == 200 and record["to_tp"] == 2
 
     asyncio.run(run())
     unharmed(server)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.world.needs_base.add(serial)
         self.expected.append(serial)
         self.coordinator.receive(control(serial, kind, needs_base=True), self.now)
+
+    @rule(pauses=st.booleans())
+    def pause(self, pauses):
+        """Or its end: ranks take it in turn, and switch in it."""
+        self.coordinator.receive(replace(control(self._next(), "pause"), pauses=pauses), self.now)
 
     @rule(which=st.integers(0, 2))
     def reconfigure_to_a_candidate(self, which):
@@ -198,6 +204,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             for name in "ab":
                 self.coordinator.round(m.EndRound(name=name), self.now)
+            self.pause(pauses=False)
             self.drain()
 
     def drain(self) -> None:

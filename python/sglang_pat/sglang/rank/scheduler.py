@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import random
 from array import array
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 import zmq
 from sglang.srt.managers.io_struct import (
+    AbortReq,
     GetInternalStateReq,
     GetInternalStateReqOutput,
     InitWeightsUpdateGroupReqInput,
@@ -53,6 +55,7 @@ from sglang_pat.sglang.rank import degrees, grammars, penalties, prefixes, stops
 from sglang_pat.sglang.rank.layouts import LayoutRuntime, Layouts
 from sglang_pat.sglang.rank.load_reports import LoadReporter, StepTrace, register
 from sglang_pat.sglang.rank.runner import AdaptiveTpModelWorker
+from sglang_pat.sglang.rank.updates import NOT_FLUSHED
 from sglang_pat.sglang.switch import live, requests
 from sglang_pat.sglang.switch.compiled import CompiledGrammars
 from sglang_pat.sglang.switch.executor import SwitchExecutor
@@ -309,6 +312,23 @@ class AdaptiveScheduler(Scheduler):
             batch.sampling_info = penalties.sampling_info_with_history(batch, decode=False)
         return batch
 
+    def abort_request(self, recv_req: AbortReq) -> None:
+        # SGLang's takes all requests whose ids begin with the given one; the others are out of its sight meanwhile.
+        decoding, waiting = live.requests_of(self)
+        reqs = {id(req): req for req in decoding + waiting + (self.cur_batch.reqs if self.cur_batch else [])}
+        others = [
+            (req, req.rid)
+            for req in reqs.values()
+            if not recv_req.abort_all and req.rid != recv_req.rid and req.rid.startswith(recv_req.rid)
+        ]
+        for req, _ in others:
+            req.rid = ""
+        try:
+            super().abort_request(recv_req)
+        finally:
+            for req, rid in others:
+                req.rid = rid
+
     # -- load reports and the step trace ----------------------------------------------------------------
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
@@ -408,29 +428,34 @@ class AdaptiveScheduler(Scheduler):
             for owner, tp_rank in zip(owners, saved, strict=True):
                 owner.tp_rank = tp_rank
 
-    @contextmanager
-    def _update(self):
+    def flush_cache_after_weight_update(self, recv_req: Any) -> None:
+        self._not_flushed = recv_req.flush_cache and not self.flush_cache(empty_cache=recv_req.torch_empty_cache)
+
+    def _updated(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+        """What ``update``, SGLang's, answers; SGLang's asserts that the cache was flushed, when the weights are new."""
+        self._not_flushed = False
         try:
-            yield
+            answer = update(recv_req)
         finally:
             # After a failure as well: some of the weights may have changed, and no rank may count differently.
             self.layouts.weight_version += 1
+        if self._not_flushed:
+            answer.success, answer.message = False, NOT_FLUSHED
+        return answer
 
     def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
-        with self._update():
-            return super().update_weights_from_disk(recv_req)
+        return self._updated(super().update_weights_from_disk, recv_req)
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
-        with self._physical_rank(), self._update():
-            return super().update_weights_from_tensor(recv_req)
+        with self._physical_rank():
+            return self._updated(super().update_weights_from_tensor, recv_req)
 
     def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> Any:
-        with self._update():
-            return super().update_weights_from_distributed(recv_req)
+        return self._updated(super().update_weights_from_distributed, recv_req)
 
     def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> Any:
-        with self._physical_rank(), self._update():
-            return super().update_weights_from_ipc(recv_req)
+        with self._physical_rank():
+            return self._updated(super().update_weights_from_ipc, recv_req)
 
     def init_weights_update_group(self, recv_req: InitWeightsUpdateGroupReqInput) -> Any:
         with self._physical_rank():

@@ -21,6 +21,10 @@ from sglang_pat.sglang.rank.sharding import checkpoint_parts, shard_specs
 from sglang_pat.weights.shards import ShardSpec
 
 REFUSED = "weight update refused, no tensor of this request was written; send the whole update again"
+NOT_FLUSHED = (
+    "all of the weights are new, but the cache was not flushed: requests still have KV in it, of the old weights; "
+    "flush it once they have ended, or pause with mode retract before the update"
+)
 BROKEN_OFF = "weight update broken off, some of the weights are new: send all of them again"
 
 

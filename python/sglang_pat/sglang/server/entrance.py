@@ -92,8 +92,7 @@ def check_rid(rid: Any, health: bool = False) -> None:
         raise ValueError(f"rid is {str(rid)[:40]!r}, must be a string of 1 to {MAX_RID} characters")
     if not rid.isprintable():
         raise ValueError(f"rid is {rid[:40]!r}, must be printable")
-    # SGLang aborts whatever begins with an id.
-    if not health and (HEALTH_CHECK_RID_PREFIX in rid or rid.startswith(RID_PREFIX) or RID_PREFIX.startswith(rid)):
+    if not health and (HEALTH_CHECK_RID_PREFIX in rid or rid.startswith(RID_PREFIX)):
         raise ValueError(f"rid is {rid[:40]!r}: names with {HEALTH_CHECK_RID_PREFIX} and {RID_PREFIX} are the engine's")
 
 

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,11 @@ from sglang_pat.dropped import Dropped
 from sglang_pat.job_settings import first_schedule
 from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.sglang.channels import AsyncOrderedReceiver
-from sglang_pat.sglang.controls import error_of
 from sglang_pat.sglang.isolation import IsolatingDispatcher
 from sglang_pat.sglang.server.calibration import calibrate
 from sglang_pat.sglang.server.ending import Ending, EndingHandler, handlers
 from sglang_pat.sglang.server.entrance import Entrance, route
-from sglang_pat.sglang.server.forgetting import ForgettingTokenizerManager
+from sglang_pat.sglang.server.pausing import PausingTokenizerManager
 from sglang_pat.sglang.server.rollout import Rollouts
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class ReconfigureError(RuntimeError):
         self.code = code
 
 
-class AdaptiveTokenizerManager(ForgettingTokenizerManager):
+class AdaptiveTokenizerManager(PausingTokenizerManager):
     """Adds what clients ask of the coordinator: the ``pat_`` methods.
 
     Attributes:
@@ -105,8 +104,10 @@ class AdaptiveTokenizerManager(ForgettingTokenizerManager):
         """
         try:
             self._pat_entrance.admit(obj, None if request is None else route(request))
-            if self._pat_calibrates:
-                await self._pat_calibrated()
+            self._pat_calibrate()
+            if self.pat_probes(obj):
+                await self.pat_ask_ranks()
+                return
             async with aclosing(super().generate_request(obj, request)) as answers:
                 async for answer in answers:
                     yield answer
@@ -117,16 +118,21 @@ class AdaptiveTokenizerManager(ForgettingTokenizerManager):
             logger.debug("malformed request", exc_info=True)
             raise ValueError(f"the request is malformed: {type(error).__name__}: {error}"[:300]) from None
 
-    async def _pat_calibrated(self) -> None:
-        """The first requests wait for it; it goes on without those that do not."""
+    def _pat_calibrate(self) -> None:
+        """The first requests wait at the gate for it; it goes on without those that do not."""
+        if not self._pat_calibrates or self._pat_calibration is not None:
+            return
         self.auto_create_handle_loop()
-        if self._pat_calibration is None:
-            self._pat_calibration = asyncio.ensure_future(calibrate(self))
-        await asyncio.shield(self._pat_calibration)
+        self._pat_calibration = asyncio.ensure_future(calibrate(self))
+        self._pat_calibration.add_done_callback(lambda _: self._pat_calibrated())
+
+    def _pat_calibrated(self) -> None:
         self._pat_calibrates = False
+        self._pat_at_gate.look()
 
     async def pat_made_up(self, obj: GenerateReqInput) -> None:
         """Generate for a measurement: nobody sees the answer."""
+        obj.pat_made_up = True
         async with aclosing(super().generate_request(obj)) as answers:
             async for _ in answers:
                 pass
@@ -143,60 +149,20 @@ class AdaptiveTokenizerManager(ForgettingTokenizerManager):
     def _send_one_request(self, tokenized_obj) -> None:
         self._begin_schedule()
         super()._send_one_request(tokenized_obj)
-        self.pat_note_sent([tokenized_obj])
 
     def _send_batch_request(self, tokenized_objs) -> None:
         self._begin_schedule()
         super()._send_batch_request(tokenized_objs)
-        self.pat_note_sent(tokenized_objs)
 
-    # -- memory and weights -----------------------------------------------------------------------
+    # -- weights --------------------------------------------------------------------------------
 
-    async def release_memory_occupation(self, obj, request=None) -> None:
-        """SGLang's; its ranks would assert that they are idle.
-
-        Raises:
-            ValueError: requests run; nothing is released.
-            RuntimeError: a rank has failed.
-        """
-        if running := sum(not state.pat_left for state in self.pat_running()):
-            raise ValueError(f"{running} requests run: memory is released once all have ended, or were aborted")
-        await self.pat_until_left_have_ended()
-        self.auto_create_handle_loop()
-        self._pat_done(await self.release_memory_occupation_communicator(obj))
-
-    async def resume_memory_occupation(self, obj, request=None) -> None:
-        """Raises RuntimeError: a rank has failed."""
-        self.auto_create_handle_loop()
-        self._pat_done(await self.resume_memory_occupation_communicator(obj))
-
-    @staticmethod
-    def _pat_done(replies: list[Any]) -> None:
-        if message := next(filter(None, map(error_of, replies)), ""):
-            raise RuntimeError(message)
-
-    async def update_weights_from_disk(self, obj, request=None):
-        with self._pat_update():
-            return await super().update_weights_from_disk(obj, request)
-
-    async def update_weights_from_tensor(self, obj, request=None):
-        with self._pat_update():
-            return await super().update_weights_from_tensor(obj, request)
-
-    async def update_weights_from_distributed(self, obj, request=None):
-        with self._pat_update():
-            return await super().update_weights_from_distributed(obj, request)
-
-    async def update_weights_from_ipc(self, obj, request=None):
-        with self._pat_update():
-            return await super().update_weights_from_ipc(obj, request)
-
-    @contextmanager
-    def _pat_update(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def pat_update(self, obj: Any) -> AsyncIterator[None]:
         # An update waits until no request is left, unless generation is paused: a round is not to be waited for.
         self.pat_rollouts.weights_changed()
         try:
-            yield
+            async with super().pat_update(obj):
+                yield
         finally:
             self.pat_weight_updates += 1  # also after one that failed: some ranks may have begun
             self.pat_rollouts.weights_changed()

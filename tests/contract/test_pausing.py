@@ -1,0 +1,282 @@
+"""What comes in a pause, beside an update, or while memory is released: ``docs/pauses.md``, in any order."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sglang.srt.managers import io_struct as io
+
+from sglang_pat.sglang.rank.updates import NOT_FLUSHED
+from sglang_pat.sglang.server import pausing
+from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+from tests.unit.drawn import examples
+
+from .pausing_world import UPDATES, Call, World
+
+pytestmark = pytest.mark.contract
+
+WHICH = st.integers(0, 5)
+EVENT = st.one_of(
+    st.tuples(st.just("generate"), st.sampled_from(["one", "stream", "batch", "n"])),
+    st.tuples(st.sampled_from(["abort", "leave"]), WHICH),
+    st.tuples(st.just("abort_all")),
+    st.tuples(st.just("pause"), st.sampled_from(["in_place", "retract", "abort"])),
+    st.tuples(st.just("go_on")),
+    st.tuples(st.just("flush"), st.sampled_from([None, 1000.0])),
+    st.tuples(st.just("update"), st.sampled_from(list(UPDATES)), st.booleans()),
+    st.tuples(st.sampled_from(["release", "resume"]), st.sampled_from(["weights", "kv_cache"])),
+    st.tuples(st.just("probe")),
+)
+BETWEEN = st.lists(st.sampled_from(["calm", "step", "take", "turn"]), max_size=3)
+
+
+@given(st.lists(st.tuples(EVENT, BETWEEN), min_size=8, max_size=30))
+@settings(examples(500), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_everything_is_answered_in_any_order(monkeypatch, drawn):
+    async def scene() -> None:
+        world = World(monkeypatch)
+        for (what, *arguments), between in drawn:
+            getattr(world, what)(*arguments)
+            for number, then in enumerate(between):
+                if then == "calm":
+                    await world.calm()
+                    world.check()
+                elif then == "step":
+                    await world.rank.step(number)
+                elif then == "take":
+                    world.rank.take()
+                else:
+                    await asyncio.sleep(0)
+        await world.end()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def play(monkeypatch, scene) -> None:
+    async def whole() -> None:
+        world = World(monkeypatch)
+        await asyncio.wait_for(scene(world, world.manager), 30)
+        await world.end()
+
+    asyncio.run(whole())
+
+
+def reasons(call: Call) -> list[str]:
+    answers = call.answer.result()
+    parts = answers[0] if isinstance(answers[0], list) else answers[-1:]
+    return [part["meta_info"]["finish_reason"]["type"] for part in parts]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+@pytest.mark.parametrize("shape", ["one", "stream", "n"])
+def test_an_abort_at_the_gate_of_a_pause(monkeypatch, shape, mode):
+    """The answer comes in the pause, and no rank ever has the request; another one goes on after the pause."""
+
+    async def scene(world, manager):
+        world.pause(mode)
+        world.generate(shape)
+        world.generate("one")
+        await world.calm()
+        manager.abort_request(world.calls[1].name)
+        await world.calm()
+        assert set(reasons(world.calls[1])) == {"abort"} and world.calls[2].open
+        world.go_on()
+        await world.calm()
+        assert manager.requests == [world.calls[2].name]
+
+    play(monkeypatch, scene)
+
+
+def test_a_client_that_leaves_the_gate(monkeypatch):
+    """SGLang's server does not cancel the handler of a request whose client has gone; it is looked for."""
+    monkeypatch.setattr(pausing, "CLIENT_SECONDS", 1e-3)
+
+    async def scene(world, manager):
+        async def gone() -> bool:
+            return left.is_set()
+
+        left = asyncio.Event()
+        client = SimpleNamespace(is_disconnected=gone, scope={"path": "/generate"})
+        world.pause("in_place")
+        answer = manager.ask("leaves", request=client)
+        await world.calm()
+        left.set()
+        assert "client has left" in str((await asyncio.gather(answer, return_exceptions=True))[0])
+        world.go_on()
+        await world.calm()
+        assert not manager.requests
+
+    play(monkeypatch, scene)
+
+
+def test_an_abort_reaches_all_that_a_client_knows_by_one_id(monkeypatch):
+    """n responses, whose ids SGLang makes: before their prompt is sent, while it is, and when they are."""
+
+    async def scene(world, manager):
+        for steps in range(3):
+            world.generate("n")
+            await world.calm()
+            for _ in range(steps):
+                await world.rank.step(0)
+                await world.calm()
+            manager.abort_request(world.calls[-1].name)
+            while world.calls[-1].open:
+                await world.calm()
+                await world.rank.step(0)
+            assert reasons(world.calls[-1]) == (["abort"] * 2 if steps < 2 else ["length", "abort"])
+
+    play(monkeypatch, scene)
+
+
+def test_an_abort_of_one_id_is_none_of_another(monkeypatch):
+    async def scene(world, manager):
+        answers = {rid: manager.ask(rid) for rid in ("job-1", "job-10", "job-11")}
+        await world.calm()
+        answers["job-10"].cancel()
+        manager.abort_request("job-1")
+        await world.calm()
+        assert world.rank.aborted == {"job-1", "job-10"}
+        await world.rank.step(2)
+        await asyncio.gather(*answers.values(), return_exceptions=True)
+
+    play(monkeypatch, scene)
+
+
+def test_a_stream_that_has_ended_aborts_nobody_afterwards():
+    """SGLang aborts its id two seconds later: another request may have it then."""
+    assert not AdaptiveTokenizerManager.create_abort_task(None, None).tasks
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("first", ["the pause", "the update"])
+def test_updates_and_a_pause_do_not_wait_for_each_other(monkeypatch, first, mode):
+    """Three at once, of any kinds; what they waited for runs on afterwards."""
+
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        if first == "the pause":
+            world.pause(mode)
+        for kind in ("disk", "tensor", "disk"):
+            world.update(kind, aborts=False)
+        await world.calm()
+        if first == "the update":
+            assert not world.updated
+            world.pause(mode)
+        await world.calm()
+        assert len(world.updated) == 3 and world.calls[0].open
+
+    play(monkeypatch, scene)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_probe_in_a_pause(monkeypatch, mode):
+    """Also one that was under way when it came."""
+
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        world.probe()
+        await world.calm()
+        world.pause(mode)
+        world.probe()
+        await world.calm()
+        assert not any(call.open for call in world.calls[1:])
+
+    play(monkeypatch, scene)
+
+
+def test_a_pause_that_aborts_after_one_in_place(monkeypatch):
+    """Paused ranks end nothing: SGLang's server would wait for them, and continue would wait for the server."""
+
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        world.pause("in_place")
+        world.pause("abort")
+        await world.calm()
+        await world.rank.step(0)
+        await world.calm()
+        assert not world.calls[2].open and reasons(world.calls[0]) == ["abort"]
+
+    play(monkeypatch, scene)
+
+
+def test_new_weights_have_their_version_though_the_cache_was_not_flushed(monkeypatch):
+    async def scene(world, manager):
+        said = io.UpdateWeightsFromTensorReqOutput(False, NOT_FLUSHED)
+        world.rank.replies[io.UpdateWeightsFromTensorReqInput] = lambda: said
+        request = io.UpdateWeightsFromTensorReqInput([], weight_version="8")
+        updating = asyncio.ensure_future(manager.update_weights_from_tensor(request))
+        await world.calm()
+        assert updating.result() == (False, NOT_FLUSHED) and manager.server_args.weight_version == "8"
+        said.message = f"{NOT_FLUSHED} | broken off"  # another replica's
+        request.weight_version = "9"
+        updating = asyncio.ensure_future(manager.update_weights_from_tensor(request))
+        await world.calm()
+        assert not updating.result()[0] and manager.server_args.weight_version == "8"
+
+    play(monkeypatch, scene)
+
+
+def test_what_comes_while_memory_is_released(monkeypatch):
+    """Requests wait until all of it is taken back, can be aborted, and are in nobody's way."""
+
+    async def scene(world, manager):
+        for tag in ("weights", "kv_cache"):
+            world.release(tag)
+        for what in (lambda: world.generate("one"), lambda: world.generate("one"), world.probe):
+            what()
+        world.resume("weights")
+        world.update("tensor", aborts=False)
+        await world.calm()
+        manager.abort_request(world.calls[2].name)
+        await world.calm()
+        assert [call.name for call in world.calls if call.open] == [world.calls[3].name] and not manager.requests
+        world.resume("kv_cache")
+        await world.calm()
+        assert manager.requests == [world.calls[3].name]
+
+    play(monkeypatch, scene)
+
+
+def test_a_flush_that_waits_succeeds_once_no_request_has_kv(monkeypatch):
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        world.flush(1000.0)
+        await world.calm()
+        assert world.calls[1].open
+        world.pause("retract")
+        await world.calm()
+        assert world.calls[1].answer.result().success and world.calls[0].open
+
+    play(monkeypatch, scene)
+
+
+def test_a_pause_ends_after_the_updates_that_came_before(monkeypatch):
+    async def scene(world, manager):
+        world.generate("one")
+        world.pause("in_place")
+        await world.calm()
+        for kind in ("disk", "tensor"):
+            world.update(kind, aborts=False)
+        world.go_on()
+        await world.calm()
+        assert len(world.updated) == 2 and not world.calls[-1].open
+
+    play(monkeypatch, scene)
+
+
+def test_a_flush_whose_time_is_over(monkeypatch):
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        answer = await manager.flush_cache(timeout_s=1e-3)
+        assert not answer.success and "Timed out" in answer.message
+
+    play(monkeypatch, scene)
