@@ -84,7 +84,7 @@ class RoundUnderWay(Following):
         else:
             self._leave(group, self.round.filtered)
             self._state.filtered += 1
-            self.round.room += 1
+            self.round.room += not self.round.cancelled
         return self.go_on()
 
     def fed(self, prompts: int) -> list[Action]:
@@ -101,7 +101,9 @@ class RoundUnderWay(Following):
 
     def cancel(self) -> list[Action]:
         """See :meth:`Admitter.cancel`."""
-        self.round.cancelled = True
+        if not self.round.cancelled:
+            self.round.cancelled = True
+            self.round.room -= len(self.round.filtered)  # they come back: others were started in their place
         return self.go_on()
 
     def lost(self) -> list[Action]:
