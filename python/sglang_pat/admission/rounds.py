@@ -89,7 +89,7 @@ class RolloutRound:
         self._slice: asyncio.Handle | None = None
         self._callbacks, self._turns = callbacks, turns
         if turns is not None:
-            turns.tell = self._events.put
+            turns.join(admitter.rules, self._events.put)
         self._fed: list[tuple[list[tuple[Sequence[int], Any]], int | None]] = []
         self._judging: set[Key] = set()
         self._late: set[Key] = set()
