@@ -79,7 +79,7 @@ def _put_back(state: State, round_: Round, group: Group, keeps: bool) -> None:
         group.chosen, group.complete, group.useful = [], False, False
         group.rejected, group.draws = 0, 1
     if anew:
-        group.level = None
+        group.level = group.oldest = None
         round_.room += 1
         state.drawn -= 1
         state.fresh.append(group)
@@ -90,6 +90,7 @@ def _put_back(state: State, round_: Round, group: Group, keeps: bool) -> None:
 
 def _summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Summary:
     cancelled = round_.cancelled
+    undropped, error = state.bias.mean_undropped()
     return Summary(
         number=round_.number,
         kind=round_.kind,
@@ -109,7 +110,8 @@ def _summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Sum
         redraws=round_.redraws,
         gave_up=round_.gave_up,
         mean_returned=state.bias.mean_returned(),
-        mean_undropped=state.bias.mean_undropped(),
+        mean_undropped=undropped,
+        mean_undropped_error=error,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -50,14 +51,18 @@ class Requests:
             RuntimeError: the engine aborts it again and again.
             Exception: as the engine and the environment do.
         """
+        now = asyncio.get_running_loop().time
+        begun = now()
         if self._turns is not None and so_far is not None and so_far.asked:
             answer = await self._turns.answer(turn_of(sample, prompt, so_far, self._backend.text))
+            answer.seconds = now() - begun
             full = answer.spans and self._limits(sample, prompt, so_far.followed_by(answer))["max_new_tokens"] < 1
             return Output(finish_reason="length") if full else answer
         params = self._limits(sample, prompt, so_far)
         if params.get("max_new_tokens", 1) < 1:  # interrupted in the very step that would have ended it
             return Output(finish_reason="length")
         piece = await self._backend.generate(self.rid(sample), extended(prompt, so_far), params)
+        piece.seconds = now() - begun
         piece.spans = [Span(self._version, len(piece.token_ids))] if piece.token_ids else []
         if not piece.finish_reason:
             self._check_progress(sample, piece.tokens + (so_far.tokens if so_far else 0))

@@ -60,7 +60,6 @@ class Turns:
     Args:
         environment: None: turns are events of the round, answered by :meth:`give`.
         seconds: longest that it may take for an answer.
-
     """
 
     _tell: Callable[[Turn], None]

@@ -45,6 +45,7 @@ class RoundUnderWay(Following):
             self._again(group)
             return self.go_on()
         mine.state = DONE
+        self._state.cost.note(mine.output)
         group.chosen.append(mine.number)
         if self._rules.unbiased and group.floors:
             return self._redrawn(group) + self.go_on()
