@@ -5,8 +5,8 @@ would have been longer.  A sample of a prompt that was passed over counts only f
 ``redraws.py``): below it the prompt was counted with its first draw, and it must not count twice.
 
 Prompts differ, and an aborted sample is like others of its own prompt, which are few.  So there is an estimate for each
-*level*: for prompts whose short responses (the lower quartile of the first draw) lie between the same powers of two, and
-for those of which nothing had ended when they were first passed over.  How far off it is, is in
+*level*: for prompts whose short responses (the lower quartile of the first draw) lie between the same powers of two,
+and for those of which nothing had ended when they were first passed over.  How far off it is, is in
 ``docs/results/tail_batching.md``.
 """
 

@@ -182,16 +182,14 @@ class Simulation:
     def round(self, version: int) -> Round:
         """One round; the next one begins at once."""
         self._feed()
-        begun, self._tp, self._switched = self.now, self.engines.tp, 0
+        begun, self._tp, self._switched, self._version = self.now, self.engines.tp, 0, version
         self._returned: list[Group] = []
-        self._version = version
         self._replicas = self._make(self._tp)
         self._where: dict[SampleId, Replica] = {}
         self._had: dict[SampleId, int] = {}
-        self._started: dict[SampleId, float] = {}
-        self._asked, self._last_switch = self.now, float("-inf")
+        self._since: dict[SampleId, float] = {}
+        self._asked, self._last_switch, self._peak = self.now, float("-inf"), 0
         self._over: RoundOver | None = None
-        self._peak = 0
         self._do(self.admitter.begin(version))
         while self._over is None:
             replica = min(self._replicas, key=lambda replica: replica.due)
@@ -209,8 +207,8 @@ class Simulation:
             length = self._length(sample)
             self._history.observe(length, sample.index, length < self._shape.limit, self._had[sample])
             self._do(self.admitter.finished(sample, self._output(sample, length - self._had[sample], "stop")))
-        summary = self.admitter.took(self._over.summary, self.now - begun)
-        return Round(summary.seconds, summary, self._returned, self._switched)
+        seconds = self.now - begun
+        return Round(seconds, self.admitter.took(self._over.summary, seconds), self._returned, self._switched)
 
     def epoch(self) -> list[Round]:
         """All rounds of ``prompts``."""
@@ -230,7 +228,7 @@ class Simulation:
 
     def _output(self, sample: SampleId, tokens: int, reason: str) -> Output:
         spans = [Span(self._version, tokens)] if tokens else []
-        return Output(spans=spans, finish_reason=reason, seconds=self.now - self._started.pop(sample))
+        return Output(spans=spans, finish_reason=reason, seconds=self.now - self._since.pop(sample))
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -239,7 +237,7 @@ class Simulation:
                     self._had[sample] = prefix.tokens if prefix else 0
                     left = self._length(sample) - self._had[sample]
                     replica = min(self._replicas, key=len)
-                    self._where[sample], self._started[sample] = replica, self.now
+                    self._where[sample], self._since[sample] = replica, self.now
                     replica.add(sample, self.prompt_tokens + self._had[sample], left, self.now)
                 case Abort(sample):
                     context = self._where.pop(sample).remove(sample, self.now)
