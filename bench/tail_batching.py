@@ -103,7 +103,7 @@ class Slower:
 
 
 def simulate(job: Job) -> dict:
-    """Mean seconds of a round, rounds by kind, switches a round, tokens thrown away over all, tokens returned a second."""
+    """Mean seconds of a round, rounds by kind, switches a round, tokens thrown away over all, tokens returned a s."""
     setting = job.setting
     profile = load(ROOT / "profiles" / f"{setting.profile}.json", complete=True)
     predictor, costs = fitted(profile)
@@ -220,9 +220,7 @@ def show_replay(console: Console, result: dict) -> None:
                   for name in ("reorder", "reorder, unforced")),
             )  # fmt: skip
     console.print(table)
-    table = Table(
-        title="by lengths, P0 = 64 (simulated): times as fast; tokens a second likewise", title_justify="left"
-    )
+    table = Table(title="by lengths, P0 = 64 (simulated): as fast; tokens returned a second", title_justify="left")
     for column in ("lengths", "rho", "plain, s", *(way for way in WAYS if way != "plain")):
         table.add_column(column, justify="right")
     for lengths in by_lengths(middle):

@@ -12,7 +12,7 @@ import pytest
 from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.callbacks import Callbacks
-from sglang_pat.admission.records import Group, Summary
+from sglang_pat.admission.records import Group, Output, Summary
 from sglang_pat.admission.rounds import RolloutRound
 from sglang_pat.admission.rules import Rules
 
