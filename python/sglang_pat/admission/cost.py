@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAST_ROUNDS = 16
-"""Before so many nothing is said: long rounds come after some short ones."""
+LEAST = 14.0
+"""Weight of the rounds before which nothing is said, that of sixteen: long rounds come after some short ones."""
 
 
 class Cost(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -104,8 +104,7 @@ def told(rules: Rules, cost: Cost, bias: Bias, keep_rate: float, summary: Summar
     cost.settle(summary, seconds)
     plain = cost.plain_seconds(bias, math.ceil(rules.num_prompts / keep_rate), rules.num_responses)
     summary = replace(summary, seconds=seconds, mean_seconds=cost.seconds / cost.rounds, plain_seconds=plain)
-    early = cost.rounds < LEAST_ROUNDS * KEPT**LEAST_ROUNDS
-    warning = "" if cost.warned or early else advice(rules, cost, summary)
+    warning = "" if cost.warned or cost.rounds < LEAST else advice(rules, cost, summary)
     if warning:
         cost.warned = True
         logger.warning("%s", warning)
