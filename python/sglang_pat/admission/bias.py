@@ -113,29 +113,29 @@ class Drawn(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of rounds not long ago.
+    """Of rounds not long ago.  Older files have other bins, as ``levels``: they are left out.
 
     Attributes:
         responses: of the groups that were returned or filtered; ``tokens``: of them, in all.
-        levels: all samples, by level.
+        drawn: all samples, by level.
     """
 
     responses: float = 0.0
     tokens: float = 0.0
-    levels: dict[int, Drawn] = {}
+    drawn: dict[int, Drawn] = {}
 
     def settle(self, levels: dict[int, Drawn], lengths: Sequence[int]) -> None:
         """Another round has happened, with these samples; ``lengths``: of those of its groups that have left."""
         self.responses = KEPT * self.responses + len(lengths)
         self.tokens = KEPT * self.tokens + sum(lengths)
-        for drawn in self.levels.values():
+        for drawn in self.drawn.values():
             drawn.fade()
         for level, drawn in levels.items():
-            self.levels.setdefault(level, Drawn()).take(drawn)
+            self.drawn.setdefault(level, Drawn()).take(drawn)
 
     def copy(self) -> Bias:
-        levels = {level: drawn.copy() for level, drawn in self.levels.items()}
-        return Bias(responses=self.responses, tokens=self.tokens, levels=levels)
+        drawn = {level: drawn.copy() for level, drawn in self.drawn.items()}
+        return Bias(responses=self.responses, tokens=self.tokens, drawn=drawn)
 
     def mean_returned(self) -> float:
         """Tokens of a response; 0 if there was none."""
@@ -154,8 +154,8 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def weighed(self) -> list[tuple[float, Drawn]]:
         """Each level with the share of all samples that is of it."""
-        first = sum(drawn.first for drawn in self.levels.values())
-        return [(drawn.first / first, drawn) for drawn in self.levels.values()] if first else []
+        first = sum(drawn.first for drawn in self.drawn.values())
+        return [(drawn.first / first, drawn) for drawn in self.drawn.values()] if first else []
 
 
 def note(levels: dict[int, Drawn], group: Group, sample: Sample, ended: bool, responses: int) -> None:

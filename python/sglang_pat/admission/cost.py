@@ -81,19 +81,19 @@ def longest(levels: Iterable[tuple[float, dict[int, Bin]]], prompts: int, respon
     Args:
         levels: share of the prompts, and how their responses end.
     """
-    levels = list(levels)
-    shorter = [0.0] * len(levels)
-    """Of each level, the chance of a response to have ended."""
+    ends: dict[int, float] = {}
+    """By bin: how much more likely it is that all responses to a prompt have ended by then than by the bin before."""
+    for weight, curve in levels:
+        longer = 1.0
+        for number, (place, ended) in enumerate(curve.items()):
+            # Who outlives the last is taken to be as long.
+            before, longer = longer, longer * (1 - ended.share) if number + 1 < len(curve) else 0.0
+            add(ends, place, weight * ((1 - longer) ** responses - (1 - before) ** responses))
     found: dict[int, float] = {}
-    before = 0.0
-    for place in sorted({place for _, curve in levels for place in curve}):
-        for number, (_, curve) in enumerate(levels):
-            if place in curve:
-                last = place == max(curve)  # who outlives it is taken to be as long
-                shorter[number] = 1.0 if last else 1 - (1 - shorter[number]) * (1 - curve[place].share)
-        all_shorter = sum(weight * each**responses for (weight, _), each in zip(levels, shorter, strict=True))
-        chance = min(all_shorter, 1.0) ** prompts
-        found[place], before = chance - before, chance
+    all_ended = 0.0
+    for place in sorted(ends):
+        before, all_ended = all_ended, min(all_ended + ends[place], 1.0)
+        found[place] = all_ended**prompts - before**prompts
     return found
 
 
@@ -117,8 +117,8 @@ def advice(rules: Rules, cost: Cost, summary: Summary) -> str:
     extra = rules.started_prompts > rules.num_prompts or rules.started_responses > rules.num_responses
     if extra and summary.mean_seconds > summary.plain_seconds > 0:
         found.append(
-            f"its rounds take {summary.mean_seconds:.3g} s on average, with these lengths plain ones (eta_prompts 1) "
-            f"would take some {summary.plain_seconds:.3g} s"
+            f"its rounds take {summary.mean_seconds:.3g} s on average, with these lengths plain ones (eta_prompts "
+            f"and eta_responses 1) would take some {summary.plain_seconds:.3g} s"
         )
     if rules.unbiased and cost.thrown > cost.kept:
         made = (cost.thrown + cost.kept) / max(cost.kept, 1.0)
