@@ -94,7 +94,7 @@ class SomeAlwaysLong:
 def test_the_estimate_where_some_prompts_are_always_long(eta):
     job = simulation(LENGTHS, predictor=Constant(), num_prompts=32, eta_responses=eta)
     job._shape = truth = SomeAlwaysLong()
-    last = [job.round(version).summary for version in range(25)][-1]
-    assert last.mean_returned < 0.95 * truth.mean
+    last = [job.round(version).summary for version in range(10)][-1]
+    assert last.mean_returned < truth.mean
     assert 0 < last.mean_undropped_error < 0.1 * truth.mean
     assert last.mean_undropped == pytest.approx(truth.mean, rel=0.12)
