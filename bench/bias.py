@@ -40,7 +40,7 @@ PROMPTS, SIZE, RESPONSES = 1280, 128, 8
 WAYS = {
     "no tail batching": {"eta_prompts": 1.0, "eta_responses": 1.0},
     "strict (default)": {},
-    "strict, η_R = 1": {"eta_responses": 1.0},
+    "strict, η_R = 1.25": {"eta_responses": 1.25},
     "reorder": {"mode": "reorder"},
     "partial": {"mode": "partial"},
     "unbiased": {"unbiased": True},
@@ -51,7 +51,7 @@ SCHEDULES: dict[str, Callable[[int], int]] = {
     "unbiased, one by one": lambda rejected: 1,
     "unbiased, five at once": lambda rejected: min(5, redraws.MOST - rejected),
 }
-WEIGHED = "strict, η_R = 1"
+WEIGHED = "strict (default)"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,11 @@ def simulate(job: Job) -> dict[str, dict[str, float]]:
         "deferred": sum(bool(group.floors) for found in rounds for group in found.groups),
         "gave_up": sum(found.summary.gave_up for found in rounds),
     }  # fmt: skip
-    estimated = {"estimated": last.mean_returned / last.mean_undropped - 1}
+    estimated = {
+        "estimated": last.mean_returned / last.mean_undropped - 1,
+        "by_chance": last.mean_undropped_error / last.mean_undropped,
+        "plain": last.plain_seconds * len(rounds),
+    }
     result = {job.way: about | estimated | weighed(lengths, np.ones(len(lengths)))}
     if job.way == WEIGHED:
         for name, weights in inverse_probability(rounds).items():
@@ -174,18 +178,21 @@ def main() -> int:
                 by.setdefault((job.rho, way), []).append(values)
     table = Table(title=f"{SETTING.name}: returned responses against the truth (simulated)", title_justify="left")
     for column in (
-        "rho", "way", "mean", "truth", "bias", "+-", "estimated", "at the cap", "seconds", "faster", "tokens made",
-        "draws a deferred", "gave up", "effective",
+        "rho", "way", "mean", "truth", "bias", "+-", "estimated", "by chance", "at the cap", "seconds", "plain",
+        "faster", "returned", "tokens made", "draws a deferred", "gave up", "effective",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "way" else "right")
     written = {}
     for (rho, way), values in by.items():
         one = written[f"{rho} / {way}"] = combined(values)
-        base = combined(by[rho, "no tail batching"])["seconds"]
+        none = combined(by[rho, "no tail batching"])
+        faster = none["seconds"] / one["seconds"]
         table.add_row(
             f"{rho}", way, f"{one['mean']:.0f}", f"{one['true_mean']:.0f}", f"{one['bias']:+.1%}",
-            f"{one['error']:.1%}", f"{one['estimated']:+.1%}" if "estimated" in one else "-",
-            f"{one['at_cap']:.2f}", f"{one['seconds']:.0f}", f"{base / one['seconds']:.2f}", f"{one['tokens']:.2f}",
+            f"{one['error']:.1%}",
+            *((f"{one['estimated']:+.1%}", f"{one['by_chance']:.1%}") if "estimated" in one else "--"),
+            f"{one['at_cap']:.2f}", f"{one['seconds']:.0f}", f"{one['plain']:.0f}" if "plain" in one else "-",
+            f"{faster:.2f}", f"{faster * one['mean'] / none['mean']:.2f}", f"{one['tokens']:.2f}",
             f"{1 + one['redraws'] / one['deferred']:.1f}" if one["deferred"] else "-", f"{one['gave_up']:.1f}",
             f"{one['effective']:.2f}",
         )  # fmt: skip

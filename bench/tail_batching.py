@@ -85,6 +85,9 @@ class Job:
     num_prompts: int = 128
     nodes: int | None = None
     adaptive: bool = False
+    unbiased: bool = False
+    shape: str | None = None
+    """Of the lengths; None: the setting's."""
     max_deferrals: int = 64
     """So many that nothing is ever forced; the paper has no bound."""
 
@@ -100,7 +103,7 @@ class Slower:
 
 
 def simulate(job: Job) -> dict:
-    """Mean seconds of a round, rounds by kind, switches a round, tokens thrown away over all made."""
+    """Mean seconds of a round, rounds by kind, switches a round, tokens thrown away over all, tokens returned a s."""
     setting = job.setting
     profile = load(ROOT / "profiles" / f"{setting.profile}.json", complete=True)
     predictor, costs = fitted(profile)
@@ -112,9 +115,9 @@ def simulate(job: Job) -> dict:
     )  # fmt: skip
     rules = Rules(
         mode=job.mode, num_prompts=job.num_prompts, num_responses=8, eta_prompts=job.eta_prompts,
-        eta_responses=job.eta_responses, max_deferrals=job.max_deferrals,
+        eta_responses=job.eta_responses, max_deferrals=job.max_deferrals, unbiased=job.unbiased,
     )  # fmt: skip
-    simulation = Simulation(engines, rules, parse_shape(setting.lengths), job.rho, seed=1)
+    simulation = Simulation(engines, rules, parse_shape(job.shape or setting.lengths), job.rho, seed=1)
     warm = min(8, job.rounds // 4)
     rounds = [simulation.round(version) for version in range(warm + job.rounds)][warm:]
     kinds = [found.summary.kind for found in rounds]
@@ -127,12 +130,31 @@ def simulate(job: Job) -> dict:
         "long_seconds": mean([f.seconds for f in rounds if f.summary.kind == "long"] or [float("nan")]),
         "switches": mean(found.switches for found in rounds),
         "thrown": thrown / (thrown + kept),
+        "returned": kept / sum(found.seconds for found in rounds),
     }  # fmt: skip
 
 
 def step_speedup(rollout: float) -> float:
     """Of a whole training step, if only its rollout becomes ``rollout`` times as fast."""
     return 1 / (1 - ROLLOUT_SHARE + ROLLOUT_SHARE / rollout)
+
+
+WAYS = {
+    "plain": (1.0, 1.0, False),
+    "default": (1.25, 1.0, False),
+    "as in the paper": (1.25, 1.25, False),
+    "unbiased": (1.25, 1.0, True),
+}
+"""η_P, η_R, whether ``unbiased``: what is compared for each distribution of lengths."""
+
+
+def by_lengths(middle: Setting) -> dict[str, str]:
+    """Shapes of lengths, by name: what tail batching gains depends on them more than on all else."""
+    return {
+        "RollPacker": middle.lengths,
+        "RollPacker, 5% at the cap": middle.lengths.replace(",0.01", ",0.05"),
+        "DeepScaleR": "deepscaler",
+    }
 
 
 def planned(rounds: int, settings: tuple[Setting, ...], middle: Setting) -> dict[tuple, Job]:
@@ -158,6 +180,10 @@ def planned(rounds: int, settings: tuple[Setting, ...], middle: Setting) -> dict
             plan["responses", eta, rho] = Job(middle, rho, "strict", 1.0, eta, rounds)
             plan["both", eta, rho] = Job(middle, rho, "strict", eta, eta, rounds)
         bounded = dict(num_prompts=64, nodes=4, max_deferrals=BOUND)
+        for lengths, shape in by_lengths(middle).items():
+            for way, (eta_p, eta_r, unbiased) in WAYS.items():
+                job = Job(middle, rho, "strict", eta_p, eta_r, rounds, unbiased=unbiased, shape=shape, **bounded)
+                plan[way, lengths, rho] = job
         for mode, eta_p, eta_r in (("base", 1.0, 1.0), ("strict", 1.25, 1.25), ("reorder", 1.25, 1.0)):
             job = Job(middle, rho, "strict" if mode == "base" else mode, eta_p, eta_r, rounds, **bounded)
             plan[f"{mode}, bounded", middle.name, rho] = job
@@ -193,6 +219,15 @@ def show_replay(console: Console, result: dict) -> None:
                 *(f"{base['seconds'] / found[name, setting.name, rho]['seconds']:.2f}"
                   for name in ("reorder", "reorder, unforced")),
             )  # fmt: skip
+    console.print(table)
+    table = Table(title="by lengths, P0 = 64 (simulated): as fast; tokens returned a second", title_justify="left")
+    for column in ("lengths", "rho", "plain, s", *(way for way in WAYS if way != "plain")):
+        table.add_column(column, justify="right")
+    for lengths in by_lengths(middle):
+        for rho in CORRELATIONS:
+            base, *others = (found[way, lengths, rho] for way in WAYS)
+            gains = [(base["seconds"] / one["seconds"], one["returned"] / base["returned"]) for one in others]
+            table.add_row(lengths, f"{rho}", f"{base['seconds']:.0f}", *(f"{a:.2f}; {b:.2f}" for a, b in gains))
     console.print(table)
     table = Table(title=f"over-provisioning, {middle.name}: base over it, rollout (simulated)", title_justify="left")
     for column in ("of", *(f"eta {eta}, rho {rho}" for eta in ETAS[1:] for rho in CORRELATIONS)):

@@ -110,6 +110,12 @@ def test_a_client_that_goes_while_its_round_is_settled(make, monkeypatch):
     asyncio.run(run())
 
 
+def untimed(event: dict) -> dict:
+    """Without what a clock says."""
+    assert 0 < event["seconds"] and 0 < event["mean_seconds"] and 0 < event["plain_seconds"]
+    return {name: value for name, value in event.items() if not name.endswith("seconds")}
+
+
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("mode", ["strict", "reorder", "partial"])
 def test_a_trainer_goes_back_two_steps(make, mode, restart):
@@ -124,7 +130,7 @@ def test_a_trainer_goes_back_two_steps(make, mode, restart):
             after = {"after": 3} if step == 4 else {}
             again = await read(rollouts, call(3 * step, 3, mode=mode, version=step, max_staleness=2, **after))
             assert keys(again) == keys(course[step])
-            assert again[-1] == course[step][-1]
+            assert untimed(again[-1]) == untimed(course[step][-1])
 
     asyncio.run(run())
 

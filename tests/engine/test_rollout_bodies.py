@@ -13,6 +13,7 @@ from .rollout_calls import body, idle, one_round, post, prompt
     [
         ({"eta_prompts": 0.5}, "eta_prompts"),
         ({"eta_responses": 0}, "eta_responses"),
+        ({"unbiased": True, "eta_responses": 1.0, "turns": True}, "unbiased is true, must be false with turns"),
         ({"num_prompts": 0}, "num_prompts"),
         ({"num_responses": -1}, "num_responses"),
         ({"num_prompts": "three"}, "num_prompts"),

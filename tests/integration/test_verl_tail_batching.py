@@ -187,6 +187,8 @@ def test_the_metrics_say_how_much_shorter_responses_are():
     lengths = [length for found in world.lengths.values() for length in found]
     assert metrics["mean_returned"] == pytest.approx(sum(lengths) / len(lengths), rel=0.15)
     assert metrics["mean_undropped"] == pytest.approx(0.1 * LIMIT + 0.9 * 350, rel=0.15)
+    assert 0 < metrics["mean_undropped_error"] < 0.2 * metrics["mean_undropped"]
+    assert metrics["mean_seconds"] > 0 and metrics["plain_seconds"] > 0
 
 
 @pytest.mark.parametrize("mode", MODES)

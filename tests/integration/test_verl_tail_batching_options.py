@@ -97,6 +97,18 @@ def test_refused_beside_what_also_chooses_prompts(other):
     )
 
 
+def test_unbiased_is_refused_with_turns():
+    from sglang_pat.integrations.verl import trainers
+
+    trainer = object.__new__(trainers.AdaptiveSync)
+    trainer.trainer_mode = "sync"
+    trainer.config = OmegaConf.create(CONFIG)
+    more = ["trainer.v1.sglang_pat_sync.unbiased=true", "actor_rollout_ref.rollout.multi_turn.enable=true"]
+    trainer.config.merge_with_dotlist(more)
+    with pytest.raises(ValueError, match=r"^trainer\.v1\.sglang_pat_sync\.unbiased is true, must be false with actor_"):
+        trainer._build_replay_buffer()
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_batch_is_trained_on_once(steps):
     """verl would ask for several batches of a step, and get the same one."""

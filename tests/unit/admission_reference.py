@@ -20,8 +20,12 @@ def schedulable(slacks: list[int], size: int) -> bool:
 def rounds(rules: Rules, epoch: int, indices: list[int], length: Callable[[Key, int], int]) -> list[tuple]:
     """(kind, keys returned in order, tokens thrown away) of each round of an epoch, in ``strict`` or ``reorder``."""
     size, bound = rules.num_prompts, rules.max_deferrals
-    eta_r = rules.eta_responses or (1.25 if rules.mode == "strict" and not rules.unbiased else 1.0)
-    many_p, many_r = math.ceil(rules.eta_prompts * size - 1e-9), math.ceil(eta_r * rules.num_responses - 1e-9)
+    many_p, many_r = (
+        math.ceil(rules.eta_prompts * size - 1e-9),
+        math.ceil(rules.eta_responses * rules.num_responses - 1e-9),
+    )
+    if rules.num_responses == 1:
+        many_r = math.floor(rules.eta_responses)
     fresh = [Key(epoch, index) for index in indices]
     waits: dict[Key, int] = {}  # rounds that passed it over
     seen: dict[Key, int] = {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.records import (
@@ -38,6 +40,7 @@ class World:
 
     Attributes:
         running: tokens that each sample had when it was started; ``stopping``: those of them to be aborted.
+        bound: ``max_deferrals``, the largest that there was.
         judging: groups that wait for a verdict.
         asked: prompts that the round has asked for and did not get.
         returned: groups of rounds that are over, in order; ``batch``: of the present one.
@@ -64,6 +67,7 @@ class World:
         self.kept_in_batch = 0
         self.wasted = 0
         self.launched: list[SampleId] = []
+        self.bound = rules.max_deferrals
 
     def of(self, sample: SampleId) -> int:
         """Tokens of a response: another attempt that does not go on is another draw."""
@@ -123,6 +127,12 @@ class World:
         self.admitter = saved.loads(data)
         assert saved.dumps(self.admitter) == data
 
+    def change(self, **rules) -> None:
+        """Other rules from now on, between two rounds."""
+        new = msgspec.structs.replace(self.admitter.rules, **rules)
+        self.admitter = saved.loads(saved.dumps(self.admitter), new)
+        self.bound = max(self.bound, new.max_deferrals)
+
     def _output(self, tokens: int, reason: str) -> Output:
         self.made += tokens
         return Output(spans=[Span(self.version, tokens)] if tokens else [], finish_reason=reason)
@@ -177,7 +187,7 @@ class World:
             assert output.tokens == self.of(group.id_of(sample))
             least = self.version - (rules.max_staleness if rules.mode == "partial" else 0)
             assert all(least <= span.version <= self.version for span in output.spans)
-        assert group.deferrals <= rules.max_deferrals
+        assert group.deferrals <= self.bound
         self.batch.append(group.key)
         self.kept_in_batch += sum(sample.output.tokens for sample in group.kept())
 
@@ -193,7 +203,7 @@ class World:
         assert len(places) + len(self.returned) + len(self.filtered) == state.fed
         alive = {(sample.key, sample.number) for sample in self.running}
         assert alive == {(g.key, s.number) for g in (*inside, *left) for s in g.samples if s.alive}
-        assert all(group.deferrals <= self.admitter.rules.max_deferrals for group in state.waiting)
+        assert all(group.deferrals <= self.bound for group in state.waiting)
         held = sum(group.tokens for group in (*state.waiting, *inside, *left))
         thrown = state.thrown + (state.round.thrown if state.round else 0)
         assert self.made == self.kept + self.wasted + held + thrown

@@ -212,7 +212,9 @@ def test_a_sample_counts_from_its_floor_on():
     for _ in range(5):
         drawn.note(8, True, 0)
         drawn.note(64, False, 0)
-    assert drawn.mean() == pytest.approx(8), "nothing longer has ended yet"
+    assert drawn.mean() == (8, 0, 4), "nothing longer has ended yet: half of it is the least that can be"
     for tokens in (16, 64, 1024, 1024):
         drawn.note(tokens, True, 64)
-    assert drawn.mean() == pytest.approx((8 + 1024) / 2)
+    mean, variance, unseen = drawn.mean()
+    assert (mean, unseen) == ((8 + 1024) / 2, 0)
+    assert variance**0.5 == pytest.approx(10**-0.5 * (1024 - 8) / 2), "of ten throws of a coin"

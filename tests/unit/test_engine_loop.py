@@ -35,7 +35,7 @@ def test_training_on_an_event_costs_no_tokens(loop):
 
     at_once = aborted(loop, lambda engine, event: None)
     assert aborted(loop, long) == at_once
-    assert at_once == [10] * 6, "of both long prompts, until the second short one ended"
+    assert at_once == [10] * 4, "of both long prompts, until the second short one ended"
 
 
 def test_calls_are_answered_between_two_events(loop):

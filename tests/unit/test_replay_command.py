@@ -57,6 +57,8 @@ BAD_WORDS = [
     ["--lengths", "sft", "--rounds", "0"],
     ["--lengths", "sft", "--limit", "0"],
     ["--lengths", "sft", "--policies", "static:3"],
+    ["--lengths", "sft", "--policies", "static:²"],
+    ["--lengths", "sft", "--policies", "threshold:²"],
     ["--lengths", "sft", "--policies", "magic"],
     ["--lengths", "sft", "--policies", "threshold:x"],
     ["--lengths", "sft", "--policies", ","],

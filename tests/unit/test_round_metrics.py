@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import prometheus_client
 import pytest
+from msgspec.structs import replace
 
 from sglang_pat.metrics import RolloutMetrics
 
@@ -27,6 +28,7 @@ def length(key, number: int) -> int:
 
 def test_bias_and_redraws_are_told(metrics):
     rounds = whole_epoch(strict(unbiased=True, eta_responses=1.0), 100, length).rounds
+    rounds[-1] = replace(rounds[-1], mean_seconds=3.0, plain_seconds=7.0)
     assert sum(summary.redraws for summary in rounds) > 0
     for summary in rounds:
         metrics.observe("mine", summary, {"retracted": 0, "tokens": 0})
@@ -36,5 +38,7 @@ def test_bias_and_redraws_are_told(metrics):
 
     assert value("mean_returned_tokens") == rounds[-1].mean_returned > 0
     assert value("mean_undropped_tokens") == rounds[-1].mean_undropped > 0
+    assert value("mean_undropped_error_tokens") == rounds[-1].mean_undropped_error > 0
+    assert (value("mean_seconds"), value("plain_seconds")) == (3.0, 7.0)
     assert value("redraws_total") == sum(summary.redraws for summary in rounds)
     assert value("gave_up_total") == 0

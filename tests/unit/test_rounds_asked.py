@@ -12,7 +12,7 @@ import pytest
 from sglang_pat.admission import saved
 from sglang_pat.admission.admitter import Admitter
 from sglang_pat.admission.callbacks import Callbacks
-from sglang_pat.admission.records import Group, Summary
+from sglang_pat.admission.records import Group, Output, Summary
 from sglang_pat.admission.rounds import RolloutRound
 from sglang_pat.admission.rules import Rules
 
@@ -89,3 +89,30 @@ def test_rules_are_those_of_the_groups_that_are_half_done():
     today = Rules(mode="partial", num_prompts=1, num_responses=4, eta_prompts=2.0)
     with pytest.raises(ValueError, match="num_responses is 4, it has groups of 2 half done"):
         saved.check_rules(today, today, state, "it")
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("mode", ["strict", "partial"])
+def test_an_engine_that_aborts_everything_ends_the_round(mode, tokens):
+    class Aborting(Played):
+        async def generate(self, rid, prompt, params) -> Output:
+            self.calls.append((prompt["input_ids"], params))
+            return Output(token_ids=[7] * tokens, logprobs=[0.0] * tokens)
+
+    async def run():
+        engine, mine = Aborting(), admitter(mode)
+        before = saved.dumps(mine)
+        limit = 5000 if mode == "strict" else 50
+        round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": limit})
+        if mode == "partial" and tokens:  # a token each time: that is progress
+            *_, summary = await all_of(round_)
+            assert summary.returned == 2
+            return
+        with pytest.raises(RuntimeError, match=f"aborted 16 times after {tokens} tokens, not by its round"):
+            await all_of(round_)
+        assert len(engine.calls) <= 16 * 6
+        assert round_.summary.cancelled
+        mine.restore(round_.before)
+        assert saved.dumps(mine) == before
+
+    asyncio.run(asyncio.wait_for(run(), 20))

@@ -44,7 +44,7 @@ def test_a_large_round_never_keeps_the_event_loop_for_long():
     """A hundred samples are started and, when the client goes, aborted: a slice of them in each turn of the loop."""
 
     async def run():
-        engine, mine = Counting(), admitter(lengths=(4000,) * 30, num_prompts=20)
+        engine, mine = Counting(), admitter(lengths=(4000,) * 30, num_prompts=20, num_responses=3)
         counting = asyncio.ensure_future(engine.count())
         round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 5000})
         assert not engine.calls, "nothing is started in the call itself"

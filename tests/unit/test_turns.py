@@ -76,6 +76,16 @@ def test_limits_count_generated_tokens_over_all_turns(limit, room, tokens, reaso
     run(test)
 
 
+def test_unbiased_is_refused():
+    async def test() -> None:
+        engine, mine = Played(), admitter([3, 2], unbiased=True)
+        with pytest.raises(ValueError, match="^unbiased is true, must be false with turns"):
+            begun(mine, engine, Tools())
+        assert not engine.calls and mine.state.round is None
+
+    run(test)
+
+
 def test_the_longest_sample_is_the_one_that_has_said_most():
     """Five turns of one token against one turn of ten: the round keeps those that end first, whole samples."""
 

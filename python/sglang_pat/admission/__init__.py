@@ -6,6 +6,6 @@ file for each part of a round's life: ``epochs.py`` (prompts come in), ``opening
 returned when, ``redraws.py`` which response set of a deferred prompt is kept.  ``modes.py`` says how a round is put
 together in each mode, ``planner.py`` in which layout it starts.  ``state.py`` is what the admitter remembers,
 ``history.py`` that of earlier rounds, ``saved.py`` and ``job_files.py`` both in files; ``bias.py`` says how much
-shorter than drawn what is returned is.  ``rounds.py`` drives an engine (``backend.py``) with it: ``requests.py``,
-``turns.py``, ``callbacks.py``.
+shorter than drawn what is returned is, ``cost.py`` what it costs.  ``rounds.py`` drives an engine (``backend.py``) with
+it: ``requests.py``, ``turns.py``, ``callbacks.py``.
 """

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sglang_pat.admission import epochs
+from sglang_pat.admission import cost, epochs
 from sglang_pat.admission.deadlines import Deadlines
 from sglang_pat.admission.ending import end_round
 from sglang_pat.admission.modes import MODES, Mode
 from sglang_pat.admission.opening import open_round
-from sglang_pat.admission.records import Action, Output, RoundOver, SampleId
+from sglang_pat.admission.records import Action, Output, RoundOver, SampleId, Summary
 from sglang_pat.admission.rules import Rules
 from sglang_pat.admission.state import Round, State
 from sglang_pat.admission.under_way import RoundUnderWay, StaleOutput
@@ -160,6 +160,10 @@ class Admitter:
     def engine_lost(self) -> list[Action]:
         """No engine has anything of the round under way any more: it is cancelled, and over."""
         return self._after(self._under_way.lost()) if self._under_way else []
+
+    def took(self, summary: Summary, seconds: float) -> Summary:
+        """A round is over, and took so long: its summary with what it cost (``cost.py``).  Called once a round."""
+        return cost.told(self.rules, self.state.cost, self.state.bias, self.state.keep_rate, summary, seconds)
 
     def _after(self, actions: list[Action]) -> list[Action]:
         """What a round wants done; its end as well if that was it."""

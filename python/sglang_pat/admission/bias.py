@@ -5,25 +5,38 @@ would have been longer.  A sample of a prompt that was passed over counts only f
 ``redraws.py``): below it the prompt was counted with its first draw, and it must not count twice.
 
 Prompts differ, and an aborted sample is like others of its own prompt, which are few.  So there is an estimate for each
-*level*: for prompts whose short responses (the lower quartile of the first draw) lie between the same powers of two.
-How far off it is, is in ``docs/results/tail_batching.md``.
+*level*: for prompts whose short responses (the lower quartile of the first draw) lie between the same powers of two,
+and for those of which nothing had ended when they were first passed over.  How far off it is, is in
+``docs/results/tail_batching.md``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from sglang_pat.admission.records import RUNNING, Group, Sample
 from sglang_pat.admission.redraws import floor
 
-BINS = 4
-"""Per doubling of the length."""
+BINS = 16
+"""Per doubling of the length.  All prompts are cut at much the same one, and others end just before it."""
+
+SLOW = -1
+"""Level of the prompts of which nothing had ended when they were first passed over."""
 
 KEPT = 1 - 1 / 64
 """Weight of a round over that of the next one: the estimate follows the model, as of some 64 rounds."""
+
+
+class Bin(NamedTuple):
+    """Of the samples that came to a bin so many that ended there, with so many tokens on average; ``share``: of all."""
+
+    exposed: float
+    share: float
+    tokens: float
 
 
 class Drawn(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -45,18 +58,18 @@ class Drawn(msgspec.Struct, kw_only=True, omit_defaults=True):
         if tokens <= floor:
             return
         if floor:
-            _add(self.entered, _bin(floor), 1.0)
+            add(self.entered, bin_of(floor), 1.0)
         if ended:
-            _add(self.ended, _bin(tokens), 1.0)
-            _add(self.tokens, _bin(tokens), tokens)
+            add(self.ended, bin_of(tokens), 1.0)
+            add(self.tokens, bin_of(tokens), tokens)
         else:
-            _add(self.cut, _bin(tokens), 1.0)
+            add(self.cut, bin_of(tokens), 1.0)
 
     def take(self, more: Drawn) -> None:
         """Add others."""
         for mine, others in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(more), strict=True):
             for place, weight in others.items():
-                _add(mine, place, weight)
+                add(mine, place, weight)
 
     def fade(self) -> None:
         """Count for less, by ``KEPT``."""
@@ -72,55 +85,77 @@ class Drawn(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Samples of first draws."""
         return sum(self.ended.values()) + sum(self.cut.values()) - sum(self.entered.values())
 
-    def mean(self) -> float:
-        """Tokens of a response if nothing had been thrown away; 0 if nothing ended."""
+    def curve(self) -> dict[int, Bin]:
+        """How responses end if nothing is thrown away, by bin, in their order."""
         risk = self.first
-        share, mean, longest = 1.0, 0.0, 0.0
+        found: dict[int, Bin] = {}
         for place in sorted({*self.ended, *self.cut, *self.entered}):
-            ended, cut, entered = (found.get(place, 0.0) for found in (self.ended, self.cut, self.entered))
-            # Those that come or go within a bin are there for half of it.
-            exposed = max(risk + (entered - cut) / 2, ended)
+            ended, cut, entered = (those.get(place, 0.0) for those in (self.ended, self.cut, self.entered))
             if ended:
-                longest = self.tokens[place] / ended
-                mean += share * ended / exposed * longest
-                share *= 1 - ended / exposed
+                # Those that come or go within a bin are there for half of it.
+                exposed = max(risk + (entered - cut) / 2, ended)
+                found[place] = Bin(exposed, ended / exposed, self.tokens[place] / ended)
             risk += entered - ended - cut
-        return mean + share * longest
+        return found
+
+    def mean(self) -> tuple[float, float, float]:
+        """Tokens of a response if nothing had been thrown away, 0 if nothing ended; the variance of that estimate
+        (Greenwood); and what there is in it of responses that outlive all that ended: they count as the longest.
+        """
+        bins = [*self.curve().values()]
+        mean = unseen = bins[-1].tokens if bins else 0.0
+        variance = 0.0
+        for exposed, share, tokens in reversed(bins):
+            rest = 1 - share
+            variance = rest**2 * variance + share * rest / exposed * (mean - tokens) ** 2
+            mean, unseen = share * tokens + rest * mean, rest * unseen
+        return mean, variance, unseen
 
 
 class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of rounds not long ago.
+    """Of rounds not long ago.  Older files have other bins, as ``levels``: they are left out.
 
     Attributes:
         responses: of the groups that were returned or filtered; ``tokens``: of them, in all.
-        levels: all samples, by level.
+        drawn: all samples, by level.
     """
 
     responses: float = 0.0
     tokens: float = 0.0
-    levels: dict[int, Drawn] = {}
+    drawn: dict[int, Drawn] = {}
 
     def settle(self, levels: dict[int, Drawn], lengths: Sequence[int]) -> None:
         """Another round has happened, with these samples; ``lengths``: of those of its groups that have left."""
         self.responses = KEPT * self.responses + len(lengths)
         self.tokens = KEPT * self.tokens + sum(lengths)
-        for drawn in self.levels.values():
+        for drawn in self.drawn.values():
             drawn.fade()
         for level, drawn in levels.items():
-            self.levels.setdefault(level, Drawn()).take(drawn)
+            self.drawn.setdefault(level, Drawn()).take(drawn)
 
     def copy(self) -> Bias:
-        levels = {level: drawn.copy() for level, drawn in self.levels.items()}
-        return Bias(responses=self.responses, tokens=self.tokens, levels=levels)
+        drawn = {level: drawn.copy() for level, drawn in self.drawn.items()}
+        return Bias(responses=self.responses, tokens=self.tokens, drawn=drawn)
 
     def mean_returned(self) -> float:
         """Tokens of a response; 0 if there was none."""
         return self.tokens / self.responses if self.responses else 0.0
 
-    def mean_undropped(self) -> float:
-        """Tokens of a response if nothing had been thrown away, an estimate; 0 if nothing ended."""
-        first = sum(drawn.first for drawn in self.levels.values())
-        return sum(drawn.first * drawn.mean() for drawn in self.levels.values()) / first if first else 0.0
+    def mean_undropped(self) -> tuple[float, float]:
+        """Tokens of a response if nothing had been thrown away, an estimate, 0 if nothing ended; and its error.
+
+        The error is the standard error, and all that stands for responses of which nobody has seen the end.
+        """
+        mean = variance = unseen = 0.0
+        for weight, drawn in self.weighed():
+            mine = drawn.mean()
+            mean, variance, unseen = mean + weight * mine[0], variance + weight**2 * mine[1], unseen + weight * mine[2]
+        return mean, variance**0.5 + unseen
+
+    def weighed(self) -> list[tuple[float, Drawn]]:
+        """Each level with the share of all samples that is of it."""
+        first = sum(drawn.first for drawn in self.drawn.values())
+        return [(drawn.first / first, drawn) for drawn in self.drawn.values()] if first else []
 
 
 def note(levels: dict[int, Drawn], group: Group, sample: Sample, ended: bool, responses: int) -> None:
@@ -134,16 +169,18 @@ def note(levels: dict[int, Drawn], group: Group, sample: Sample, ended: bool, re
     if group.level is None:
         if ended and sample.state == RUNNING and len(group.chosen) + 1 < responses / 4:
             return
-        group.level = _bin(sample.output.tokens) // BINS
+        group.level = bin_of(sample.output.tokens) // BINS if ended or group.chosen else SLOW
         samples += [(earlier, True) for earlier in group.kept()]
     drawn = levels.setdefault(group.level, Drawn())
     for each, whole in samples:
         drawn.note(each.output.tokens, whole, floor(group, each.number))
 
 
-def _bin(tokens: int) -> int:
+def bin_of(tokens: int) -> int:
+    """Of a length."""
     return int(BINS * math.log2(max(tokens, 1)))
 
 
-def _add(found: dict[int, float], place: int, weight: float) -> None:
+def add(found: dict[int, float], place: int, weight: float) -> None:
+    """To what there is in a bin."""
     found[place] = found.get(place, 0.0) + weight

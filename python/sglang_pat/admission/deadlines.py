@@ -104,7 +104,8 @@ class Deadlines:
         for rounds in range(-1, most + 1):
             urgent = [group for group in found.values() if self.slack(group, version, jump) <= rounds]
             too_many = max(0, len(urgent) - (rounds + 1) * size)
-            by_tokens = sorted((group for group in urgent if most - group.deferrals > rounds), key=_tokens)
+            # To throw tokens away helps none that is urgent by its deferrals; but those that are too old have to go.
+            by_tokens = sorted((g for g in urgent if rounds < 0 or most - g.deferrals > rounds), key=_tokens)
             for group in by_tokens[:too_many]:
                 found[group.order], tokens = self._without(group, version, jump, rounds)
                 thrown += tokens

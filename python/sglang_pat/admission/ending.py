@@ -49,14 +49,15 @@ def _settle(state: State, round_: Round, keeps: bool, kept: list[int]) -> None:
 def take_back(state: State, round_: Round, keeps: bool, most: int) -> bool:
     """A cancelled round has not happened: ``most`` of its groups are where they were; whether it has others."""
     for _ in range(most):
-        if round_.taken:
-            group = round_.taken.pop()
-            state.returned -= 1
-        elif round_.filtered:
+        # First those that are the smallest loss: some may have to start anew.
+        if round_.filtered:
             group = round_.filtered.pop()
             state.filtered -= 1
-        elif round_.complete or round_.open:
-            group = (round_.complete or round_.open).popitem()[1]
+        elif round_.open or round_.complete:
+            group = (round_.open or round_.complete).popitem()[1]
+        elif round_.taken:
+            group = round_.taken.pop()
+            state.returned -= 1
         else:
             break
         _put_back(state, round_, group, keeps)
@@ -66,7 +67,8 @@ def take_back(state: State, round_: Round, keeps: bool, most: int) -> bool:
 def _put_back(state: State, round_: Round, group: Group, keeps: bool) -> None:
     """A group waits, or is a fresh prompt again as before a cancelled round."""
     group.judging = False
-    anew = round_.cancelled and not group.begun and not (keeps and group.tokens)
+    # More could not all be returned in time than there was room for.
+    anew = round_.cancelled and not group.begun and not (keeps and group.tokens and round_.room >= 0)
     if not keeps and not round_.cancelled:
         group.floors = redraws.floors(group, round_.responses)
     if anew or not keeps:
@@ -77,7 +79,8 @@ def _put_back(state: State, round_: Round, group: Group, keeps: bool) -> None:
         group.chosen, group.complete, group.useful = [], False, False
         group.rejected, group.draws = 0, 1
     if anew:
-        group.level = None
+        group.level = group.oldest = None
+        round_.room += 1
         state.drawn -= 1
         state.fresh.append(group)
     else:
@@ -87,6 +90,7 @@ def _put_back(state: State, round_: Round, group: Group, keeps: bool) -> None:
 
 def _summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Summary:
     cancelled = round_.cancelled
+    undropped, error = state.bias.mean_undropped()
     return Summary(
         number=round_.number,
         kind=round_.kind,
@@ -106,7 +110,8 @@ def _summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Sum
         redraws=round_.redraws,
         gave_up=round_.gave_up,
         mean_returned=state.bias.mean_returned(),
-        mean_undropped=state.bias.mean_undropped(),
+        mean_undropped=undropped,
+        mean_undropped_error=error,
     )
 
 

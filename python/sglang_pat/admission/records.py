@@ -50,6 +50,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         text: of the tokens.
         finish_reason: ``stop``, ``length``, or one of ``turns.py``; empty while unfinished.
         asked: the model has ended its turn, and the environment has not answered yet.
+        seconds: that it took, tools included; 0 where nobody has a clock.
     """
 
     spans: list[Span] = []
@@ -58,6 +59,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     text: str = ""
     finish_reason: str = ""
     asked: bool = False
+    seconds: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -93,6 +95,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
             spans=spans, token_ids=self.token_ids + more.token_ids, logprobs=self.logprobs + more.logprobs,
             text=self.text + more.text, finish_reason=more.finish_reason,
             asked=more.asked or (self.asked and not more.spans and not more.finish_reason),
+            seconds=self.seconds + more.seconds,
         )  # fmt: skip
 
 
@@ -244,7 +247,11 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
         ages: of all groups that wait now, rounds that passed them over.
         redraws, gave_up: see :class:`~.state.Round`.
         mean_returned: tokens of a response of the groups that were returned or filtered in some 64 rounds;
-            ``mean_undropped``: what it would be if nothing were thrown away, an estimate (``bias.py``).
+            ``mean_undropped``: what it would be if nothing were thrown away, an estimate (``bias.py``), and
+            ``mean_undropped_error``: how far off it may be by chance.
+        seconds: of the round, 0 where nobody has a clock; ``mean_seconds``: of some 64 rounds; ``plain_seconds``: of a
+            round with the same lengths and without tail batching, an estimate (``cost.py``).
+        warning: what its job should know, one line, once; empty mostly.
     """
 
     number: int
@@ -266,6 +273,11 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     gave_up: int = 0
     mean_returned: float = 0.0
     mean_undropped: float = 0.0
+    mean_undropped_error: float = 0.0
+    seconds: float = 0.0
+    mean_seconds: float = 0.0
+    plain_seconds: float = 0.0
+    warning: str = ""
 
 
 class Waiting(msgspec.Struct, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from typing import Any
 
 from sglang_pat.admission.backend import Backend
@@ -15,6 +17,9 @@ RID_PREFIX = "pat-"
 CUT = "\ufffd"
 """What a part of a character is decoded to."""
 
+IN_VAIN = 16
+"""So often may a sample be aborted at the same length: an engine that aborts whatever it is asked for has no bound."""
+
 
 class Requests:
     """The requests of a round's samples.
@@ -26,6 +31,8 @@ class Requests:
 
     def __init__(self, backend: Backend, name: str, version: int, params: dict[str, Any], turns: Turns | None) -> None:
         self._backend, self._name, self._version, self._params, self._turns = backend, name, version, params, turns
+        self._cut: Counter[tuple[int, ...]] = Counter()
+        """How often a sample ended unfinished with so many tokens."""
 
     def rid(self, sample: SampleId) -> str:
         return self._name + "-".join(map(str, sample))
@@ -41,20 +48,37 @@ class Requests:
         """What comes after ``so_far``: tokens of the model, or of the environment.
 
         Raises:
+            RuntimeError: the engine aborts it again and again.
             Exception: as the engine and the environment do.
         """
+        now = asyncio.get_running_loop().time
+        begun = now()
         if self._turns is not None and so_far is not None and so_far.asked:
             answer = await self._turns.answer(turn_of(sample, prompt, so_far, self._backend.text))
+            answer.seconds = now() - begun
             full = answer.spans and self._limits(sample, prompt, so_far.followed_by(answer))["max_new_tokens"] < 1
             return Output(finish_reason="length") if full else answer
         params = self._limits(sample, prompt, so_far)
         if params.get("max_new_tokens", 1) < 1:  # interrupted in the very step that would have ended it
             return Output(finish_reason="length")
         piece = await self._backend.generate(self.rid(sample), extended(prompt, so_far), params)
+        piece.seconds = now() - begun
         piece.spans = [Span(self._version, len(piece.token_ids))] if piece.token_ids else []
+        if not piece.finish_reason:
+            self._check_progress(sample, piece.tokens + (so_far.tokens if so_far else 0))
         if self._turns is not None and piece.finish_reason == "stop":
             piece.finish_reason, piece.asked = "", True
         return piece
+
+    def _check_progress(self, sample: SampleId, tokens: int) -> None:
+        """Of one that was aborted.  Raises RuntimeError: as often as that it was not this round."""
+        at = (*sample.key, sample.number, tokens)
+        self._cut[at] += 1
+        if self._cut[at] >= IN_VAIN:
+            raise RuntimeError(
+                f"response {sample.number} to prompt {list(sample.key)} was aborted {IN_VAIN} times after {tokens} "
+                "tokens, not by its round; see the engine's log, and who else aborts requests"
+            )
 
     def _limits(self, sample: SampleId, prompt: Any, so_far: Output | None) -> dict[str, Any]:
         """Sampling parameters with what the response and, after given tokens, the engine have room for."""

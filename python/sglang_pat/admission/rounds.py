@@ -89,14 +89,14 @@ class RolloutRound:
         self._slice: asyncio.Handle | None = None
         self._callbacks, self._turns = callbacks, turns
         if turns is not None:
-            turns.tell = self._events.put
+            turns.join(admitter.rules, self._events.put)
         self._fed: list[tuple[list[tuple[Sequence[int], Any]], int | None]] = []
         self._judging: set[Key] = set()
         self._late: set[Key] = set()
         self.before = admitter.snapshot()
         """The admitter's state before this round: what it goes back to if the round has not happened."""
         self.number = admitter.state.last + 1
-        self._updates = backend.updates()
+        self._updates, self._begun = backend.updates(), asyncio.get_running_loop().time()
         self._error: Exception | None = None
         self._over = asyncio.Event()
         self._again: asyncio.Task[None] | None = None
@@ -221,7 +221,8 @@ class RolloutRound:
                     self._requests.decode(group)
                     self._events.put(group.own())  # the end of a cancelled round changes ours
                 case RoundOver(summary):
-                    self.summary = summary
+                    seconds = asyncio.get_running_loop().time() - self._begun
+                    summary = self.summary = self.admitter.took(summary, seconds)
                     self._late, self._judging = self._judging, set()
                     self._events.put(self._error or summary)
                     self._over.set()

@@ -20,8 +20,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         num_responses: R0, responses to each.
         mode: ``strict`` (tail batching), ``reorder`` (verl's recipe) or ``partial`` (partial rollout).
         eta_prompts: η_P, prompts started over prompts kept; in ``partial`` samples under way over a batch's samples.
-        eta_responses: η_R, responses started over responses kept; None: 1.25 in ``strict``, 1 elsewhere or if
-            ``unbiased``.
+        eta_responses: η_R, responses started over responses kept (RollPacker: 1.25; None, as old files have it: 1).
         max_deferrals: rounds that may pass a prompt over once it was started.
         max_staleness: weight versions between a returned token and the round's (``partial``).
         filter_groups: each complete group waits for :meth:`Admitter.judged` (DAPO's dynamic sampling).
@@ -32,7 +31,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_responses: int
     mode: str = "strict"
     eta_prompts: float = 1.25
-    eta_responses: float | None = None
+    eta_responses: float | None = 1.0
     max_deferrals: int = 8
     max_staleness: int = 1
     filter_groups: bool = False
@@ -72,11 +71,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def started_responses(self) -> int:
-        """⌈η_R · R0⌉."""
-        eta = self.eta_responses
-        if eta is None:
-            eta = 1.25 if self.mode == "strict" and not self.unbiased else 1.0
-        return _times(eta, self.num_responses)
+        """⌈η_R · R0⌉; of one response ⌊η_R⌋, else a quarter more would be twice as many."""
+        eta = self.eta_responses or 1.0
+        return _times(eta, self.num_responses) if self.num_responses > 1 else int(eta)
 
 
 def _times(eta: float, count: int) -> int:

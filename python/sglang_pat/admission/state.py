@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sglang_pat.admission.bias import Bias, Drawn
+from sglang_pat.admission.cost import Cost
 from sglang_pat.admission.records import Group, Key
 
 SHORT, LONG, FLUSH = "short", "long", "flush"
@@ -98,7 +99,7 @@ class State(msgspec.Struct, kw_only=True):
         lengths: number and sum of the lengths of all returned responses.
         verdicts: groups found useful, and groups judged; older ones count less.
         version: of the weights in the last round; None before the first.
-        bias: lengths of what was returned, and of all that was drawn, in rounds not long ago.
+        bias: lengths of what was returned, and of all that was drawn, in rounds not long ago; ``cost``: what they took.
     """
 
     fresh: list[Group] = []
@@ -118,6 +119,7 @@ class State(msgspec.Struct, kw_only=True):
     verdicts: list[float] = msgspec.field(default_factory=lambda: [0.0, 0.0])
     version: int | None = None
     bias: Bias = msgspec.field(default_factory=Bias)
+    cost: Cost = msgspec.field(default_factory=Cost)
 
     @property
     def last(self) -> int:
@@ -141,4 +143,5 @@ class State(msgspec.Struct, kw_only=True):
         known = {epoch: list(indices) for epoch, indices in self.known.items()}
         lists = ("fresh", "waiting", "ended", "lengths", "verdicts")
         mine = {name: list(getattr(self, name)) for name in lists}
-        return msgspec.structs.replace(self, **mine, rounds=dict(self.rounds), known=known, bias=self.bias.copy())
+        rounds, bias, cost = dict(self.rounds), self.bias.copy(), self.cost.copy()
+        return msgspec.structs.replace(self, **mine, rounds=rounds, known=known, bias=bias, cost=cost)

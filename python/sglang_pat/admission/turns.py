@@ -15,6 +15,7 @@ from typing import Any, cast
 import msgspec
 
 from sglang_pat.admission.records import Output, SampleId, Span
+from sglang_pat.admission.rules import Rules
 from sglang_pat.dropped import Dropped
 
 ENVIRONMENT_SECONDS = 60.0
@@ -59,12 +60,9 @@ class Turns:
     Args:
         environment: None: turns are events of the round, answered by :meth:`give`.
         seconds: longest that it may take for an answer.
-
-    Attributes:
-        tell: makes a turn an event; the round sets it.
     """
 
-    tell: Callable[[Turn], None]
+    _tell: Callable[[Turn], None]
 
     def __init__(self, environment: Environment | None, seconds: float = ENVIRONMENT_SECONDS) -> None:
         if not 0 < seconds <= MAX_SECONDS:
@@ -74,6 +72,16 @@ class Turns:
         self._awaited: dict[SampleId, asyncio.Future[Sequence[int] | None]] = {}
         self._stops: dict[SampleId, asyncio.Future[None]] = {}
         self._failures = Dropped(False)
+
+    def join(self, rules: Rules, tell: Callable[[Turn], None]) -> None:
+        """A round; ``tell``: makes a turn an event of it.
+
+        Raises:
+            ValueError: its rules are of responses that are measured by their tokens only.
+        """
+        if rules.unbiased:
+            raise ValueError("unbiased is true, must be false with turns: what defers a prompt is time, not tokens")
+        self._tell = tell
 
     async def answer(self, turn: Turn) -> Output:
         """What follows the turn: given tokens; nothing but a finish reason; or nothing, still ``asked``, as it was
@@ -102,7 +110,7 @@ class Turns:
 
     async def _by_event(self, turn: Turn) -> Sequence[int] | None:
         answer = self._awaited[turn.sample] = asyncio.get_running_loop().create_future()
-        self.tell(turn)
+        self._tell(turn)
         try:
             return await answer
         finally:

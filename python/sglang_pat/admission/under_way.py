@@ -45,6 +45,7 @@ class RoundUnderWay(Following):
             self._again(group)
             return self.go_on()
         mine.state = DONE
+        self._state.cost.note(mine.output)
         group.chosen.append(mine.number)
         if self._rules.unbiased and group.floors:
             return self._redrawn(group) + self.go_on()
@@ -84,7 +85,7 @@ class RoundUnderWay(Following):
         else:
             self._leave(group, self.round.filtered)
             self._state.filtered += 1
-            self.round.room += 1
+            self.round.room += not self.round.cancelled
         return self.go_on()
 
     def fed(self, prompts: int) -> list[Action]:
@@ -101,7 +102,9 @@ class RoundUnderWay(Following):
 
     def cancel(self) -> list[Action]:
         """See :meth:`Admitter.cancel`."""
-        self.round.cancelled = True
+        if not self.round.cancelled:
+            self.round.cancelled = True
+            self.round.room -= len(self.round.filtered)  # they come back: others were started in their place
         return self.go_on()
 
     def lost(self) -> list[Action]:

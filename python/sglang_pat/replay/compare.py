@@ -82,10 +82,10 @@ def check_policy(name: str, degrees: tuple[int, ...]) -> None:
     """Raise ValueError, one line, unless ``name`` can be compared."""
     kind, colon, number = name.partition(":")
     if kind == "static":
-        if number.isdigit() and int(number) in degrees:
+        if number in map(str, degrees):
             return
         raise ValueError(f"policy {name}: give static:TP with TP one of {', '.join(map(str, degrees))}")
-    if kind == "threshold" and (not colon or (number.isdigit() and int(number) > 0)):
+    if kind == "threshold" and (not colon or (number.isdecimal() and int(number) > 0)):
         return
     if name in SIMULATED or name == "oracle":
         return

@@ -182,15 +182,14 @@ class Simulation:
     def round(self, version: int) -> Round:
         """One round; the next one begins at once."""
         self._feed()
-        begun, self._tp, self._switched = self.now, self.engines.tp, 0
+        begun, self._tp, self._switched, self._version = self.now, self.engines.tp, 0, version
         self._returned: list[Group] = []
-        self._version = version
         self._replicas = self._make(self._tp)
         self._where: dict[SampleId, Replica] = {}
         self._had: dict[SampleId, int] = {}
-        self._asked, self._last_switch = self.now, float("-inf")
+        self._since: dict[SampleId, float] = {}
+        self._asked, self._last_switch, self._peak = self.now, float("-inf"), 0
         self._over: RoundOver | None = None
-        self._peak = 0
         self._do(self.admitter.begin(version))
         while self._over is None:
             replica = min(self._replicas, key=lambda replica: replica.due)
@@ -207,8 +206,9 @@ class Simulation:
             del self._where[sample]
             length = self._length(sample)
             self._history.observe(length, sample.index, length < self._shape.limit, self._had[sample])
-            self._do(self.admitter.finished(sample, self._output(length - self._had[sample], "stop")))
-        return Round(self.now - begun, self._over.summary, self._returned, self._switched)
+            self._do(self.admitter.finished(sample, self._output(sample, length - self._had[sample], "stop")))
+        seconds = self.now - begun
+        return Round(seconds, self.admitter.took(self._over.summary, seconds), self._returned, self._switched)
 
     def epoch(self) -> list[Round]:
         """All rounds of ``prompts``."""
@@ -226,8 +226,9 @@ class Simulation:
             self._lengths[key] = self._shape.of_sample(self._seed, drawn, self._correlation)
         return self._lengths[key]
 
-    def _output(self, tokens: int, reason: str) -> Output:
-        return Output(spans=[Span(self._version, tokens)] if tokens else [], finish_reason=reason)
+    def _output(self, sample: SampleId, tokens: int, reason: str) -> Output:
+        spans = [Span(self._version, tokens)] if tokens else []
+        return Output(spans=spans, finish_reason=reason, seconds=self.now - self._since.pop(sample))
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -236,13 +237,13 @@ class Simulation:
                     self._had[sample] = prefix.tokens if prefix else 0
                     left = self._length(sample) - self._had[sample]
                     replica = min(self._replicas, key=len)
-                    self._where[sample] = replica
+                    self._where[sample], self._since[sample] = replica, self.now
                     replica.add(sample, self.prompt_tokens + self._had[sample], left, self.now)
                 case Abort(sample):
                     context = self._where.pop(sample).remove(sample, self.now)
                     tokens = context - self.prompt_tokens - self._had[sample]
                     self._history.observe(context - self.prompt_tokens, sample.index, False, self._had[sample])
-                    self._do(self.admitter.stopped(sample, self._output(tokens, "")))
+                    self._do(self.admitter.stopped(sample, self._output(sample, tokens, "")))
                 case Judge(group):
                     self._do(self.admitter.judged(group.key, True))
                 case Return(group):

@@ -104,6 +104,10 @@ class TailBatchingBuffer(ReplayBuffer):
         self._fed = 0
         self._under_way: dict[str, dict[int, SampleId]] = {}
         """By uid and session, what verl's workers have."""
+        self._started: dict[str, float] = {}
+        """When, by uid, by the machine's monotonic clock."""
+        self._begun = 0.0
+        """The round, by the same clock."""
         self._uids: dict[tuple[int, int], str] = {}
         """Of this round, by index and number of the draw (``admission/redraws.py``)."""
         self._taken: list[str] = []
@@ -134,7 +138,7 @@ class TailBatchingBuffer(ReplayBuffer):
                     self._rows[self._fed] = rows[i : i + 1]
                     self._fed += 1
             self._admitter.feed([((0, index), None) for index in range(first, self._fed)])
-        self._taken, self._over = [], False
+        self._taken, self._over, self._begun = [], False, time.monotonic()
         self._uids.clear()
         self._do(self._admitter.begin(version))
 
@@ -177,18 +181,18 @@ class TailBatchingBuffer(ReplayBuffer):
             if uid not in ended:
                 now = now[: len(left) - 1]  # verl will still note that the prompt has ended
             for session in now:
-                self._ended(left.pop(session), there.get(session, 0), stopped)
+                self._ended(left.pop(session), there.get(session, 0), time.monotonic() - self._started[uid], stopped)
             if not left:
-                del self._under_way[uid]
+                del self._under_way[uid], self._started[uid]
 
-    def _ended(self, sample: SampleId, tokens: int, stopped: bool) -> None:
+    def _ended(self, sample: SampleId, tokens: int, seconds: float, stopped: bool) -> None:
         under_way = self._admitter.state.round
         assert under_way is not None, "a sample ends in its round"
         spans = [Span(under_way.version, tokens)]
         if stopped:
             return self._do(self._admitter.stopped(sample, Output(spans=spans)))
         reason = "length" if tokens >= self._limit else "stop"
-        return self._do(self._admitter.finished(sample, Output(spans=spans, finish_reason=reason)))
+        return self._do(self._admitter.finished(sample, Output(spans=spans, finish_reason=reason, seconds=seconds)))
 
     def _do(self, actions: Iterable[Action]) -> None:
         draws: dict[tuple[int, int], dict[int, SampleId]] = defaultdict(dict)
@@ -202,7 +206,8 @@ class TailBatchingBuffer(ReplayBuffer):
                     del self._rows[group.index]
                     self._taken.append(self._uids[group.index, group.rejected])
                 case RoundOver(summary=summary):
-                    self._over, self.summary = True, summary
+                    self._over = True
+                    self.summary = self._admitter.took(summary, time.monotonic() - self._begun)
                 case Abort():
                     pass  # all that are left, together: see sample
         if draws:
@@ -215,6 +220,7 @@ class TailBatchingBuffer(ReplayBuffer):
             row = _renamed(self._rows[index]) if draw else self._rows[index]
             uid = self._uids[index, draw] = _uid(row)
             self._under_way[uid] = samples
+            self._started[uid] = time.monotonic()
             rows.append(row)
         self._submit(rows)
 
@@ -230,6 +236,9 @@ class TailBatchingBuffer(ReplayBuffer):
             "redraws": summary.redraws,
             "mean_returned": summary.mean_returned,
             "mean_undropped": summary.mean_undropped,
+            "mean_undropped_error": summary.mean_undropped_error,
+            "mean_seconds": summary.mean_seconds,
+            "plain_seconds": summary.plain_seconds,
         }
         return {f"training/tail_batching/{name}": value for name, value in found.items()}
 

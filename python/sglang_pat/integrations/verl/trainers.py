@@ -136,6 +136,11 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
         wanted = rules(given, self.config.data.train_batch_size, rollout.n)
         if wanted is None:
             return super()._build_replay_buffer()
+        if wanted.unbiased and rollout.multi_turn.enable:
+            raise ValueError(
+                "trainer.v1.sglang_pat_sync.unbiased is true, must be false with "
+                "actor_rollout_ref.rollout.multi_turn.enable: what stops a prompt is time then, not length"
+            )
         steps = self.config.trainer.v1.get(self.trainer_mode, {}).get("parameter_sync_step", 1)
         if steps != 1:
             raise ValueError(

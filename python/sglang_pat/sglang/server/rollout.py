@@ -277,4 +277,4 @@ class Rollouts:
 def _named(error: ValueError) -> str:
     """With the field that is wrong in front."""
     text = str(error)
-    return text if text.startswith(("version", "num_prompts")) else f"prompts: {text}"
+    return text if text.startswith(("version", "num_prompts", "unbiased")) else f"prompts: {text}"

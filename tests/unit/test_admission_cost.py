@@ -1,0 +1,100 @@
+"""What a round's summary says of its cost: seconds of plain rounds, the error of the estimated mean, a warning."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from sglang_pat.admission import saved
+from sglang_pat.admission.bias import Bin, bin_of
+from sglang_pat.admission.cost import longest
+from sglang_pat.admission.records import SampleId
+from sglang_pat.admission.rounds import RolloutRound
+
+from .admission_world import strict, whole_epoch
+from .rounds_world import Played, admitter, all_of
+from .test_simulated_rounds import Constant, simulation
+
+pytestmark = pytest.mark.unit
+
+LENGTHS = "body-atom:6.363,0.70,16384,0.02"
+MANY_LONG = "body-atom:5,0.2,4000,0.1"
+
+
+def told(shape: str, rounds: int, **rules) -> list:
+    """Summaries of rounds in which a step takes 10 ms whatever runs."""
+    job = simulation(shape, predictor=Constant(), **{"eta_responses": 1.0} | rules)
+    return [job.round(version).summary for version in range(rounds)]
+
+
+def test_the_chance_of_a_bin_to_have_the_longest():
+    """A level in which a tenth is long, and one that is short: two prompts with three responses each."""
+    short, long = bin_of(100), bin_of(5000)
+    levels = [(0.25, {short: Bin(10, 0.9, 100.0), long: Bin(1, 1.0, 5000.0)}), (0.75, {short: Bin(10, 1.0, 100.0)})]
+    found = longest(levels, prompts=2, responses=3)
+    assert found[short] == pytest.approx((0.25 * 0.9**3 + 0.75) ** 2)
+    assert found[short] + found[long] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("eta", [1.0, 1.25])
+def test_plain_seconds_are_those_of_plain_rounds(eta):
+    plain = [summary.seconds for summary in told(LENGTHS, 100, eta_prompts=1.0)]
+    last = told(LENGTHS, 40, eta_responses=eta)[-1]
+    assert last.plain_seconds == pytest.approx(sum(plain) / len(plain), rel=0.25)
+    assert last.mean_seconds < 0.7 * last.plain_seconds
+    assert last.warning == ""
+
+
+def test_a_job_is_told_once_that_tail_batching_does_not_pay(caplog):
+    """A tenth of the responses is long: most prompts have such a one, in each draw."""
+    warnings = [summary.warning for summary in told(MANY_LONG, 25, unbiased=True)]
+    lines = [warning for warning in warnings if warning]
+    assert warnings.index(lines[0]) == 15 and len(lines) == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert lines[0].startswith("tail batching (strict, unbiased): its rounds take ")
+    assert "s on average, with these lengths plain ones (eta_prompts and eta_responses 1) would take some" in lines[0]
+    assert "tokens are generated for each one returned" in lines[0]
+    assert not any(summary.warning for summary in told(MANY_LONG, 25, eta_prompts=1.0))
+
+
+def test_a_round_on_an_engine_is_timed():
+    async def run():
+        engine, mine = Played(), admitter()
+        *groups, summary = await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 50}))
+        assert all(sample.output.seconds > 0 for group in groups for sample in group.kept())
+        assert summary.seconds == summary.mean_seconds > 0 and summary.plain_seconds > 0
+        assert saved.loads(saved.dumps(mine)).state.cost == mine.state.cost
+        mine.restore(mine.snapshot())
+        assert mine.state.cost.rounds == 1
+
+    asyncio.run(run())
+
+
+def test_where_nobody_has_a_clock_nothing_is_said_of_seconds():
+    last = whole_epoch(strict(), 40).rounds[-1]
+    assert (last.seconds, last.mean_seconds, last.plain_seconds) == (0, 0, 0)
+
+
+class SomeAlwaysLong:
+    """15% of the prompts; of the responses to the others one in a hundred runs to the limit."""
+
+    limit = 16384
+    mean = 0.15 * 8000 + 0.85 * (0.99 * 350 + 0.01 * limit)
+
+    def of_sample(self, seed: int, sample: SampleId, correlation: float) -> int:
+        draw = random.Random(f"{sample}").random()
+        if random.Random(f"{sample.key}").random() < 0.15:
+            return int(6000 + 4000 * draw)
+        return self.limit if draw > 0.99 else int(200 + 300 * draw)
+
+
+@pytest.mark.parametrize("eta", [1.0, 1.25])
+def test_the_estimate_where_some_prompts_are_always_long(eta):
+    job = simulation(LENGTHS, predictor=Constant(), num_prompts=32, eta_responses=eta)
+    job._shape = truth = SomeAlwaysLong()
+    last = [job.round(version).summary for version in range(10)][-1]
+    assert last.mean_returned < truth.mean
+    assert 0 < last.mean_undropped_error < 0.1 * truth.mean
+    assert last.mean_undropped == pytest.approx(truth.mean, rel=0.12)
