@@ -45,11 +45,12 @@ TURNS = ((16, 64), (1, 8192), (1, 64), (4, 2048))
 """Of a calibration's turns: requests for each replica of the lowest degree, and tokens of each.  The first two are the
 ends of a draining batch; a slow machine has no others."""
 
-CONFIRMED = 0.2
-"""So many times their usual spread have the layouts' own parts where a calibration finds nothing wrong."""
+SHARES = (0.2, 1.0, 5.0)
+"""So many times their usual spread the layouts' own parts may have, after a calibration: of a profile that is right, that
+is off, and that is of something else."""
 
-TURN_NOISES = (0.05, 0.2)
-"""What the noise of a layout in one turn may be: of a machine that is ours alone, and of one that is not."""
+TURN_NOISES = (0.03, 0.1, 0.3)
+"""What the noise of a layout in one turn may be: from a machine that is ours alone to one that is not."""
 
 
 class StepFactor(NamedTuple):
@@ -106,9 +107,9 @@ class StepFactors:
     def calibrate(self, turns: Sequence[Mapping[int, Steps]], now: float) -> None:
         """Before a run: all layouts were measured in turns, one shortly after the other.
 
-        What is common to all layouts of a turn is taken out.  Of four explanations of what is left (the profile is
-        right or is not, the machine is quiet or is not) the most likely one holds: so a right profile is hardly moved,
-        neither now nor later (empirical Bayes).
+        What is common to all layouts of a turn is taken out.  How wrong the profile is and how noisy the machine is are
+        then taken to be what explains best what is left: so a right profile is hardly moved, neither now nor later
+        (empirical Bayes).
 
         Args:
             turns: of each, the steps by degree; turns without a degree do not count.
@@ -127,7 +128,7 @@ class StepFactors:
             covariance = share**2 * own @ self._prior @ own.T + noise**2 * np.eye(len(left))
             return -float(np.linalg.slogdet(covariance)[1] + left @ np.linalg.solve(covariance, left))
 
-        share, noise = max(product((CONFIRMED, 1.0), TURN_NOISES), key=likelihood)
+        share, noise = max(product(SHARES, TURN_NOISES), key=likelihood)
         self._prior[1:, 1:] *= share**2
         self._covariance = self._prior.copy()
         self._forget(now)
