@@ -163,7 +163,7 @@ def test_a_calibration_hardly_moves_a_right_profile(seed):
 
 def test_a_calibration_whose_turns_disagree_is_worth_little():
     quiet, loud = calibrated(off(1.2, 0.8, 1.2), 0.01), calibrated(off(1.2, 0.8, 1.2), 0.3, seed=2)
-    assert doubts(quiet, 1)[2] < 0.06 < 0.08 < doubts(loud, 1)[2]
+    assert 2 * doubts(quiet, 1)[2] < doubts(loud, 1)[2]
 
 
 def test_a_machine_that_slows_down_between_turns_is_no_noise():

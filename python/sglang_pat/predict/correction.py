@@ -46,8 +46,8 @@ TURNS = ((16, 64), (1, 8192), (1, 64), (4, 2048))
 ends of a draining batch; a slow machine has no others."""
 
 SHARES = (0.2, 1.0, 5.0)
-"""So many times their usual spread the layouts' own parts may have, after a calibration: of a profile that is right, that
-is off, and that is of something else."""
+"""So many times their usual spread the layouts' own parts may have, after a calibration: of a profile that is right, of
+one that is off, and of one of something else."""
 
 TURN_NOISES = (0.03, 0.1, 0.3)
 """What the noise of a layout in one turn may be: from a machine that is ours alone to one that is not."""
@@ -75,7 +75,7 @@ class Steps(NamedTuple):
     """Decode steps of replicas of one degree: how many, their requests and tokens summed, and their seconds, as
     measured and as the profile has it."""
 
-    steps: int
+    steps: float
     requests: float
     tokens: float
     seconds: float
@@ -126,7 +126,8 @@ class StepFactors:
         def likelihood(explanation: tuple[float, float]) -> float:
             share, noise = explanation
             covariance = share**2 * own @ self._prior @ own.T + noise**2 * np.eye(len(left))
-            return -float(np.linalg.slogdet(covariance)[1] + left @ np.linalg.solve(covariance, left))
+            _, determinant = np.linalg.slogdet(covariance)
+            return -float(determinant) - float(left @ np.linalg.solve(covariance, left))
 
         share, noise = max(product(SHARES, TURN_NOISES), key=likelihood)
         self._prior[1:, 1:] *= share**2
