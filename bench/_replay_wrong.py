@@ -32,6 +32,7 @@ KINDS: dict[str, Callable[[float, float], float]] = {
     "twist": lambda batch, context: 2 * batch - 1,
     "context": lambda batch, context: context,
     "ctwist": lambda batch, context: 2 * context - 1,
+    "middle": lambda batch, context: 1 - 2 * abs(2 * batch - 1),  # which no power of the batch has
 }
 """By what part of its layout's error a step is off.  ``batch``, ``context``: the place of their logarithm between the
 least (0) and the greatest (1) of the profile."""

@@ -126,8 +126,8 @@ class StepFactors:
         def likelihood(explanation: tuple[float, float]) -> float:
             share, noise = explanation
             covariance = share**2 * own @ self._prior @ own.T + noise**2 * np.eye(len(left))
-            _, determinant = np.linalg.slogdet(covariance)
-            return -float(determinant) - float(left @ np.linalg.solve(covariance, left))
+            variances, axes = np.linalg.eigh(covariance)
+            return -float((np.log(variances) + (left @ axes) ** 2 / variances).sum())
 
         share, noise = max(product(SHARES, TURN_NOISES), key=likelihood)
         self._prior[1:, 1:] *= share**2
