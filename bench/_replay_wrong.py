@@ -1,4 +1,6 @@
-"""Decisions on a profile that is wrong: each layout's step times off by the same share, up or down, drawn cell by cell.
+"""Decisions on a profile that is wrong: each layout's step times off by a share, up or down, drawn cell by cell.
+
+The share may be the same everywhere, or depend on batch or context (``KINDS``); or the profile is another machine's.
 
 The policy decides on the wrong profile; steps take what the right one says, and are reported with noise, as leaders do.
 Before its first round it is calibrated, as an engine is, with other noise.  Errors of one sign in all layouts are left
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,10 +20,22 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from sglang_pat.predict.profile import load
+from sglang_pat.predict.profile import DecodePoint, load
 from sglang_pat.replay.compare import AS_IS, Machine, Workload, compare, regrets
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.replay.simulate import crowded
+
+KINDS: dict[str, Callable[[float, float], float]] = {
+    "layout": lambda batch, context: 1.0,
+    "batch": lambda batch, context: batch,
+    "small": lambda batch, context: 1 - batch,
+    "twist": lambda batch, context: 2 * batch - 1,
+    "context": lambda batch, context: context,
+    "ctwist": lambda batch, context: 2 * context - 1,
+    "middle": lambda batch, context: 1 - 2 * abs(2 * batch - 1),  # which no power of the batch has
+}
+"""By what part of its layout's error a step is off.  ``batch``, ``context``: the place of their logarithm between the
+least (0) and the greatest (1) of the profile."""
 
 NOISE = 0.1
 """Of the logarithm of each report's time: its standard deviation."""
@@ -32,8 +46,8 @@ CALIBRATION_NOISE = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A cell: ``wrong`` is the share by which step times are off, 0 for the right profile; ``calibration``: its noise,
-    None: there is none."""
+    """A cell: ``wrong`` is the share by which step times are off, 0 for the right profile; ``error``: of ``KINDS``, or
+    the profile of another machine; ``calibration``: its noise, None: there is none."""
 
     path: str
     shape: str
@@ -42,6 +56,7 @@ class Task:
     rounds: int
     seed: int
     wrong: float
+    error: str
     calibration: float | None
     spacing: int
 
@@ -55,6 +70,7 @@ class Cell:
     rho: float
     batch: int
     seed: int
+    error: str
     factors: tuple[float, ...]
     regret: tuple[float, ...]
     kept: tuple[float, ...]
@@ -62,24 +78,38 @@ class Cell:
 
 
 @cache
-def _machine(path: str, factors: tuple[float, ...] = ()) -> Machine:
-    """``factors``: of the step times of each degree."""
-    profile = load(path)
-    by_degree = dict(zip(profile.fingerprint.degrees, factors, strict=False))
-    decode = (msgspec.structs.replace(p, seconds=p.seconds * by_degree.get(p.tp, 1.0)) for p in profile.decode)
+def _machine(path: str, error: str = "layout", off: tuple[float, ...] = ()) -> Machine:
+    """``off``: error of the step times of each degree."""
+    profile = load(path if error in KINDS else error)
+    by_degree = dict(zip(profile.fingerprint.degrees, off, strict=False)) if error in KINDS else {}
+    batches, contexts = ([getattr(p, name) for p in profile.decode] for name in ("batch", "context"))
+
+    def seconds(point: DecodePoint) -> float:
+        part = KINDS.get(error, KINDS["layout"])(_place(point.batch, batches), _place(point.context, contexts))
+        return point.seconds * (1 + by_degree.get(point.tp, 0.0) * part)
+
+    decode = (msgspec.structs.replace(point, seconds=seconds(point)) for point in profile.decode)
     return Machine(msgspec.structs.replace(profile, decode=tuple(decode)))
 
 
+def _place(value: float, values: Sequence[float]) -> float:
+    least, greatest = min(values), max(values)
+    return float(np.log(value / least) / np.log(greatest / least)) if greatest > least else 0.0
+
+
 def study(task: Task) -> Cell | None:
-    """None if the batch does not fit."""
+    """None if the batch does not fit, or another machine's profile lacks a layout."""
     right = _machine(task.path)
     workload = Workload(
         shape=parse_shape(task.shape), batch=task.batch, rounds=task.rounds, correlation=task.rho, seed=task.seed
     )
     if any(crowded(right.profile.fingerprint, drawn) for drawn in workload.batches()):
         return None
-    factors = _factors(task, len(right.profile.fingerprint.degrees))
-    wrong = _machine(task.path, factors)
+    degrees = right.profile.fingerprint.degrees
+    factors = _factors(task, len(degrees))
+    wrong = _machine(task.path, task.error, tuple(factor - 1 for factor in factors))
+    if not set(degrees) <= set(wrong.profile.fingerprint.degrees):
+        return None
     names = ["survival", "survival" + AS_IS]
     runs = compare(right, workload, names, task.spacing, believed=wrong, noise=NOISE, calibration=task.calibration)
     return Cell(
@@ -88,6 +118,7 @@ def study(task: Task) -> Cell | None:
         rho=task.rho,
         batch=task.batch,
         seed=task.seed,
+        error=task.error if task.error in KINDS else Path(task.error).stem,
         factors=factors,
         regret=tuple(regrets(runs, "survival").tolist()),
         kept=tuple(regrets(runs, "survival" + AS_IS).tolist()),
@@ -102,15 +133,17 @@ def _factors(task: Task, degrees: int) -> tuple[float, ...]:
 
 
 def table(cells: Sequence[Cell], wrong: float) -> Table:
-    """By profile, and over all."""
+    """By kind of error and profile, and over all."""
     result = Table(title=f"survival on profiles whose layouts are off by ±{wrong:.0%}: regret against the oracle")
     heads = (
         "cells",
         "profile kept",
+        "worst cell",
         "corrected",
         "first round",
         "later rounds",
         "worst cell",
+        "most beyond kept",
         "cells > 5%",
         "switches",
     )
@@ -118,12 +151,13 @@ def table(cells: Sequence[Cell], wrong: float) -> Table:
         result.add_column(name, justify="right" if name else "left")
     groups = {"all": list(cells)}
     for cell in cells:
-        groups.setdefault(cell.profile, []).append(cell)
+        groups.setdefault(f"{cell.error}, {cell.profile}", []).append(cell)
     for name, found in groups.items():
         regret = np.array([cell.regret for cell in found])  # [cells, rounds]
         means = regret.mean(axis=1)
-        shares = (np.mean([cell.kept for cell in found]), means.mean(), regret[:, 0].mean(), regret[:, 1:].mean(),
-                  means.max())  # fmt: skip
+        kept = np.array([cell.kept for cell in found]).mean(axis=1)
+        shares = (kept.mean(), kept.max(), means.mean(), regret[:, 0].mean(), regret[:, 1:].mean(), means.max(),
+                  (means - kept).max())  # fmt: skip
         most = max(cell.most_switches for cell in found)
         result.add_row(
             name, str(len(found)), *(f"{share:.2%}" for share in shares), str(int((means > 0.05).sum())), str(most)

@@ -1,7 +1,7 @@
 """Policies on simulated batches: the study over length shapes, correlations, batch sizes and profiles.
 
     python bench/replay.py [--quick] [--json FILE] [--image FILE] [--jobs N] [--profiles FILE ...]
-    python bench/replay.py --wrong 0.2 --seeds 5 [the same]
+    python bench/replay.py --wrong 0.2 --seeds 5 [--errors KIND ...] [the same]
 
 For every cell (profile × shape × ρ × batch) some rounds are drawn and generated under every static layout, ``pat``,
 ``survival`` and the oracle (``python -m sglang_pat.replay`` does one cell). Simulated, so that the machine does not
@@ -173,6 +173,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
     parser.add_argument("--wrong", type=float, metavar="SHARE", help="by which each layout's step times are off")
+    about = f"with --wrong: of {', '.join(_replay_wrong.KINDS)} (default layout), or another machine's profile"
+    parser.add_argument("--errors", nargs="+", default=["layout"], metavar="KIND", help=about)
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="with --wrong: so many, from --seed on")
     default = _replay_wrong.CALIBRATION_NOISE
     about = f"with --wrong: of a turn of the calibration (default {default})"
@@ -183,7 +185,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.profiles = args.profiles or sorted((ROOT / "profiles").glob("*.json"))
     if not args.profiles:
         parser.error(f"no profiles in {ROOT / 'profiles'}; give --profiles FILE")
-    for path in args.profiles:
+    for path in [*args.profiles, *(Path(e) for e in args.errors if e not in _replay_wrong.KINDS)]:
         try:
             load(path, complete=True)
         except ValueError as error:
@@ -202,9 +204,10 @@ def wrong(args: argparse.Namespace, console: Console, cells: list[tuple[str, flo
     tasks = [
         _replay_wrong.Task(
             path=str(path), shape=shape, rho=rho, batch=batch, rounds=rounds, seed=args.seed + number,
-            wrong=args.wrong, calibration=None if args.uncalibrated else args.calibration, spacing=SPACING,
+            wrong=args.wrong, error=error, calibration=None if args.uncalibrated else args.calibration, spacing=SPACING,
         )
-        for path in args.profiles for shape, rho, batch in cells for number in range(args.seeds)
+        for error in args.errors for path in args.profiles for shape, rho, batch in cells
+        for number in range(args.seeds)
     ]  # fmt: skip
     with ProcessPoolExecutor(args.jobs) as pool:
         done = pool.map(_replay_wrong.study, tasks)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from sglang_pat.admission.records import Summary
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.messages import SwitchRecord
+from sglang_pat.predict.correction import BATCH, CONTEXT, StepFactor
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -33,7 +34,7 @@ class SwitchMetrics:
         self._dp = Gauge("sglang_pat_layout_dp", "Number of replicas in force.", multiprocess_mode="mostrecent")
         self._factor = Gauge(
             "sglang_pat_step_factor",
-            "Measured over profiled time of a decode step, as far as this run has told.",
+            f"Measured over profiled time of a decode step with {BATCH} requests of {CONTEXT} tokens a replica.",
             ["tp"],
             multiprocess_mode="mostrecent",
         )
@@ -44,9 +45,9 @@ class SwitchMetrics:
         self._tp.set(tp)
         self._dp.set(self._config.num_ranks // tp)
 
-    def factors(self, by_degree: Mapping[int, float]) -> None:
+    def factors(self, by_degree: Mapping[int, StepFactor]) -> None:
         for tp, factor in by_degree.items():
-            self._factor.labels(tp).set(factor)
+            self._factor.labels(tp).set(factor.scale)
 
     def observe(self, record: SwitchRecord) -> None:
         outcome = "aborted" if record.error else "done"

@@ -10,7 +10,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.predict.correction import PROMPT, TURNS
+from sglang_pat.predict.correction import TURNS, StepFactor
 from sglang_pat.sglang.server import calibration
 from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
 
@@ -23,11 +23,13 @@ CONFIG = AdaptiveConfig(base=ParallelLayout(1, 4), policy="survival", profile="-
 class Manager:
     """Notes what it is asked for; ``fails``: the number of the switch that does."""
 
-    def __init__(self, context_len: int = 4096, fails: int | None = None) -> None:
-        self.context_len, self._fails = context_len, fails
-        self.server_args = SimpleNamespace(adaptive_config=lambda: CONFIG)
+    def __init__(
+        self, context_len: int = 16384, kv: int = 1 << 20, fails: int | None = None, cached: bool = True
+    ) -> None:
+        self.context_len, self._kv, self._fails = context_len, kv, fails
+        self.server_args = SimpleNamespace(adaptive_config=lambda: CONFIG, disable_radix_cache=not cached)
         self.model_config = SimpleNamespace(vocab_size=500)
-        self.did, self.made_up = [], []
+        self.did, self.made_up, self.injected = [], [], []
         self.busy = 0
 
     def pat_calibration_turn(self, over: bool = False) -> None:
@@ -45,7 +47,11 @@ class Manager:
 
     async def pat_status(self) -> dict:
         self.busy = max(self.busy - 1, 0)
-        return {"requests": self.busy, "step_factors": {1: 1.0, 2: 1.0, 4: 1.0}}
+        groups = [{"kv_total": self._kv}] * 4
+        return {"requests": self.busy, "step_factors": dict.fromkeys((1, 2, 4), StepFactor()), "groups": groups}
+
+    def pat_inject_prefixes(self, prompts: list[list[int]]) -> None:
+        self.injected.append(prompts)
 
     pat_until_idle = AdaptiveTokenizerManager.pat_until_idle
 
@@ -59,9 +65,11 @@ def test_layouts_take_turns_there_and_back():
     asyncio.run(calibration.calibrate(manager))
     assert manager.did == [*["turn", 1, 2, 4, "turn", 4, 2, 1] * 2, 1, "flush", "over"]
     sizes = [len(request.input_ids) for request in manager.made_up]
-    assert sizes == [4 * each for each in TURNS for _ in range(3)], "for each replica of the base layout"
-    ids = manager.made_up[0].input_ids
-    assert {len(prompt) for prompt in ids} == {PROMPT} and max(map(max, ids)) < 500
+    assert sizes == [4 * each for each, _ in TURNS for _ in range(3)], "for each replica of the base layout"
+    ids = [request.input_ids for request in manager.made_up]
+    assert [{*map(len, prompts)} for prompts in ids] == [{context} for _, context in TURNS for _ in range(3)]
+    assert manager.injected == ids, "they are not computed"
+    assert max(map(max, ids[0])) < 500
     # The first token is prefill's, and the step after it does not count.
     assert manager.made_up[0].sampling_params["max_new_tokens"] == 8 + 2
 
@@ -78,6 +86,20 @@ def test_a_short_context_takes_shorter_requests():
     asyncio.run(calibration.calibrate(manager))
     for request in manager.made_up:
         assert len(request.input_ids[0]) + request.sampling_params["max_new_tokens"] <= 40
+
+
+def test_prompts_of_all_replicas_fit_into_one():
+    """As each has them all."""
+    manager = Manager(kv=1000)
+    asyncio.run(calibration.calibrate(manager))
+    for request in manager.made_up:
+        assert len(request.input_ids) * (len(request.input_ids[0]) + 8 + 2) <= 1000
+
+
+def test_without_a_cache_no_long_prompt_is_computed():
+    manager = Manager(cached=False)
+    asyncio.run(calibration.calibrate(manager))
+    assert {len(prompt) for request in manager.made_up for prompt in request.input_ids} == {64}
 
 
 @pytest.mark.parametrize("switch", [0, 4])

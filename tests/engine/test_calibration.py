@@ -39,8 +39,9 @@ def test_it_begins_as_any_other_engine_but_knows_its_layouts(servers, llama, wro
         states[steps] = server.status()
         assert ("calibrated in" in server.log_text()) == (steps > 0), server.log_text()[-3000:]
     factors = {steps: state.pop("step_factors") for steps, state in states.items()}
-    assert factors[0] == {"1": 1.0, "2": 1.0}
-    assert factors[8]["2"] < factors[8]["1"], "its steps take nothing like a hundred times as long"
+    assert factors[0] == {"1": [1.0, 0.0, 0.0], "2": [1.0, 0.0, 0.0]}
+    assert factors[8]["2"][0] < factors[8]["1"][0], "its steps take nothing like a hundred times as long"
+    assert factors[8]["2"][1:] != [0.0, 0.0], "at several batches and contexts"
     assert states[8] == states[0], "layout, KV in use, switches, requests"
     assert answers[8] == answers[0]
 

@@ -7,13 +7,17 @@ import pytest
 from sglang_pat import messages as m
 from sglang_pat.policies.registry import stay
 from sglang_pat.policies.snapshot import Decision
+from sglang_pat.predict.correction import TURNS, StepFactor
 
 from .coordinator_rig import Rig
 
 pytestmark = pytest.mark.unit
 
 TOOK = {1: 0.012, 2: 0.02}
-"""Seconds of a step, by degree; the profile says 0.01 of both."""
+"""Seconds of a step, by degree, at the shortest context; the profile says 0.01 of both, everywhere."""
+
+POWER = 0.1
+"""With the context, a step of tp2 takes so much more."""
 
 
 class Predictor:
@@ -25,6 +29,7 @@ def calibrate(rig: Rig, turns: int = 4) -> None:
     """As ``sglang/server/calibration.py`` has it done."""
     for turn in range(turns):
         rig.coordinator.calibrate(m.CalibrationTurn(), 0.0)
+        each, context = TURNS[turn]
         for tp in (1, 2) if turn % 2 == 0 else (2, 1):
             if tp != rig.world.known.tp:
                 rig.reconfigure(tp)
@@ -32,7 +37,9 @@ def calibrate(rig: Rig, turns: int = 4) -> None:
             rig.work(2)
             rig.settle()
             for rank in rig.world.known.leaders:
-                rig.world.decoded = m.Decoded(steps=16, seconds=16 * TOOK[tp], requests=32, tokens=2000)
+                steps, batch = 16, each * tp
+                seconds = steps * TOOK[tp] * (context / TURNS[0][1]) ** (POWER * (tp == 2))
+                rig.world.decoded = m.Decoded(steps, seconds, steps * batch, steps * batch * context)
                 rig.world.report(rank)
                 rig.deliver()
             rig.world.decoded = m.Decoded()
@@ -57,9 +64,11 @@ def test_a_calibration_leaves_the_factors_and_nothing_else():
     before, after = status(untouched), status(rig)
     del before["groups"], after["groups"]  # of which the ranks tell
     factors = after.pop("step_factors")
-    assert before.pop("step_factors") == {1: 1.0, 2: 1.0}
+    assert before.pop("step_factors") == {1: StepFactor(), 2: StepFactor()}
     assert before == after
-    assert factors[2] / factors[1] == pytest.approx(0.02 / 0.012, rel=0.1)
+    for context in (64, 8192):
+        ratio = factors[2].at(2, 2 * context) / factors[1].at(1, context)
+        assert ratio == pytest.approx(0.02 / 0.012 * (context / 64) ** POWER, rel=0.1)
 
 
 def test_the_first_round_is_the_first_round():
@@ -72,7 +81,7 @@ def test_the_first_round_is_the_first_round():
     snapshot = rig.world.decisions[-1][0]
     assert not snapshot.complete and snapshot.switches == 0 and snapshot.peak == 2
     assert snapshot.last_switch == float("-inf") and snapshot.last_arrival == 101.0
-    assert 0 < snapshot.doubts[2] < 0.06
+    assert 0 < snapshot.doubts[2] < 0.1
 
 
 def test_switches_after_it_are_counted():

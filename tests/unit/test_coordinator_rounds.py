@@ -65,7 +65,9 @@ def test_policies_are_shown_by_what_the_profile_is_off():
     rig.coordinator.tick(DECISION_INTERVAL_SECONDS)
     snapshot = rig.world.decisions[-1][0]
     assert set(Predictor.asked) == {(1, 2.0, 30.0, 2)}
-    assert snapshot.factors[1] == pytest.approx(1.3, rel=0.02) and snapshot.doubts[1] == 0 < snapshot.doubts[2]
+    assert (
+        snapshot.factors[1].at(2, 30) == pytest.approx(1.3, rel=0.02) and snapshot.doubts[1] == 0 < snapshot.doubts[2]
+    )
 
 
 def test_switches_are_counted_while_the_engine_is_not_empty():

@@ -7,13 +7,29 @@ import math
 import numpy as np
 import pytest
 
-from sglang_pat.predict.correction import BETWEEN_SPREAD, Corrected, StepFactors
+from sglang_pat.predict.correction import (
+    BATCH,
+    CONTEXT,
+    OWN_SPREADS,
+    SHARES,
+    TURNS,
+    Corrected,
+    StepFactor,
+    StepFactors,
+    Steps,
+)
 
 from .policy_world import crossing, machine
 
 pytestmark = pytest.mark.unit
 
 DEGREES = (1, 2, 4)
+RANKS = 4
+UNKNOWN = {tp: StepFactor() for tp in DEGREES}
+
+
+def steps(factor: float, batch: float = BATCH, context: float = CONTEXT, number: int = 32) -> Steps:
+    return Steps(number, number * batch, number * batch * context, factor, 1.0)
 
 
 def seen(truth: dict[int, float], reports: int, noise: float = 0.1, seed: int = 0) -> StepFactors:
@@ -21,32 +37,58 @@ def seen(truth: dict[int, float], reports: int, noise: float = 0.1, seed: int = 
     random, factors = np.random.default_rng(seed), StepFactors(DEGREES)
     for number in range(reports * len(truth)):
         tp = list(truth)[number % len(truth)]
-        factors.observe(tp, truth[tp] * math.exp(noise * random.normal()), 1.0, 32, number / 2)
+        factors.observe(tp, steps(truth[tp] * math.exp(noise * random.normal())), number / 2)
     return factors
 
 
-def between(factors: StepFactors, tp: int, base: int = 1) -> float:
-    found = factors.factors()
-    return found[tp] / found[base]
+def at(factors: StepFactors, tp: int, batch: float = BATCH, context: float = CONTEXT) -> float:
+    return factors.factors()[tp].at(batch, batch * context)
+
+
+def between(factors: StepFactors, tp: int, batch: float = BATCH, context: float = CONTEXT) -> float:
+    return at(factors, tp, batch, context) / at(factors, 1, batch, context)
+
+
+def doubts(factors: StepFactors, here: int, requests: int = BATCH, context: int = CONTEXT) -> dict[int, float]:
+    return factors.doubts(here, RANKS, np.full(requests, context))
 
 
 def test_before_anything_is_seen_the_profile_holds():
     factors = StepFactors(DEGREES)
-    assert factors.factors() == {1: 1.0, 2: 1.0, 4: 1.0}
-    assert factors.doubts(1) == pytest.approx({1: 0.0, 2: BETWEEN_SPREAD * 2**0.5, 4: BETWEEN_SPREAD * 2**0.5})
+    assert factors.factors() == UNKNOWN
+    found = doubts(factors, 1, requests=RANKS * BATCH)
+    assert found[1] == 0 < OWN_SPREADS[0] * 2**0.5 < found[2] < found[4], "the more requests a replica has, the less"
 
 
 def test_a_layout_that_was_never_visited_has_the_common_factor():
     """Of a machine that is slower today most is common: the layouts' order hardly changes."""
-    factors = seen({1: 1.3}, 200).factors()
-    assert factors[1] == pytest.approx(1.3, rel=0.02)
-    assert factors[2] == factors[4] and 1.2 < factors[2] < factors[1]
+    factors = seen({1: 1.3}, 200)
+    assert at(factors, 1) == pytest.approx(1.3, rel=0.02)
+    assert at(factors, 2) == at(factors, 4) and 1.2 < at(factors, 2) < at(factors, 1)
 
 
 def test_what_a_profile_gets_wrong_between_layouts_is_learnt():
     factors = seen({1: 1.2, 4: 0.8}, 50)
     assert between(factors, 4) == pytest.approx(0.8 / 1.2, rel=0.04)
-    assert factors.doubts(4)[1] < 0.03 < 0.1 < factors.doubts(4)[2]
+    assert doubts(factors, 4)[1] < 0.08 < 0.15 < doubts(factors, 4)[2]
+
+
+def test_the_farther_from_what_was_seen_the_less_is_known():
+    factors = seen({1: 1.2, 4: 0.8}, 50)
+    near = doubts(factors, 1)[4]
+    assert near < doubts(factors, 1, context=16 * CONTEXT)[4] and near < doubts(factors, 1, requests=256)[4]
+
+
+def test_what_depends_on_batch_and_context_is_learnt_in_the_run():
+    """tp4 is right for long contexts, and 1.4 times too slow for short ones; no layout is off for batches."""
+    random, factors = np.random.default_rng(0), StepFactors(DEGREES)
+    for number in range(200):
+        tp, context, batch = (1, 4)[number % 2], (128, 8192)[number // 2 % 2], (2, 32)[number // 4 % 2]
+        truth = 1.4 if (tp, context) == (4, 128) else 1.0
+        factors.observe(tp, steps(truth * math.exp(0.1 * random.normal()), batch, context), number / 2)
+    assert between(factors, 4, context=128) == pytest.approx(1.4, rel=0.05)
+    assert between(factors, 4, context=8192) == pytest.approx(1.0, rel=0.05)
+    assert between(factors, 4, 2, 1024) / between(factors, 4, 32, 1024) == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -58,85 +100,120 @@ def test_noise_moves_a_right_profile_little(seed):
 
 def test_a_pause_of_the_machine_is_no_property_of_a_layout():
     factors = seen({1: 1.0, 4: 1.0}, 20, noise=0.0)
-    factors.observe(4, 100.0, 1.0, 32, 20.0)
+    factors.observe(4, steps(100.0), 20.0)
     assert between(factors, 4) < 1.05
 
 
 def test_the_machine_is_forgotten_in_an_hour_and_the_profile_in_days():
     factors = seen({1: 1.3, 4: 1.0}, 100)
     ratio = between(factors, 4)
-    factors.observe(1, 1.0, 1.0, 32, 3600.0)  # the load is gone
-    assert between(factors, 4) < 0.9 and factors.factors()[4] < 0.9
-    factors.observe(1, 1.0, 1.0, 32, 20 * 86_400.0)
+    factors.observe(1, steps(1.0), 3600.0)  # the load is gone
+    assert between(factors, 4) < 0.9 and at(factors, 4) < 0.9
+    factors.observe(1, steps(1.0), 20 * 86_400.0)
     assert ratio == pytest.approx(1 / 1.3, rel=0.04) and between(factors, 4) == pytest.approx(1.0, rel=0.01)
 
 
-def calibrated(truth: dict[int, float], noise: float, turns: int = 4, seed: int = 0) -> StepFactors:
+def calibrated(truth: dict[int, StepFactor], noise: float, turns: int = 4, seed: int = 0) -> StepFactors:
     random, factors = np.random.default_rng(seed), StepFactors(DEGREES)
-    factors.calibrate([{tp: f * math.exp(noise * random.normal()) for tp, f in truth.items()} for _ in range(turns)], 0)
+    found = []
+    for each, context in TURNS[:turns]:
+        loads = {tp: (each * tp, context) for tp in DEGREES}
+        ratios = {tp: truth[tp].at(b, b * c) * math.exp(noise * random.normal()) for tp, (b, c) in loads.items()}
+        found.append({tp: steps(ratios[tp], *loads[tp]) for tp in DEGREES})
+    factors.calibrate(found, 0)
     return factors
+
+
+def off(tp1: float, tp2: float, tp4: float) -> dict[int, StepFactor]:
+    """The same error everywhere."""
+    return dict(zip(DEGREES, map(StepFactor, (tp1, tp2, tp4)), strict=True))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_calibration_finds_what_is_wrong_before_the_first_step(seed):
-    factors = calibrated({1: 1.2, 2: 0.8, 4: 1.2}, 0.03, seed=seed)
-    assert between(factors, 2) == pytest.approx(0.8 / 1.2, rel=0.08)
-    assert between(factors, 4) == pytest.approx(1.0, rel=0.08)
-    assert max(factors.doubts(1).values()) < 0.05
+    factors = calibrated(off(1.2, 0.8, 1.2), 0.03, seed=seed)
+    assert between(factors, 2) == pytest.approx(0.8 / 1.2, rel=0.1)
+    assert between(factors, 4) == pytest.approx(1.0, rel=0.1)
+    assert max(doubts(factors, 1).values()) < 0.06
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "power", [StepFactor(1.0, 0.12, 0.0), StepFactor(1.0, 0.0, 0.08), StepFactor(1.0, -0.1, -0.05)]
+)
+def test_a_calibration_finds_what_depends_on_batch_or_context(power, seed):
+    """As at the ends of a draining batch, so in between."""
+    truth = off(1.0, 1.0, 1.0) | {4: power}
+    factors = calibrated(truth, 0.02, seed=seed)
+    for each, context in (*TURNS, (4, 512)):
+        batch, tokens = 4 * each, 4 * each * context
+        found = factors.factors()[4].at(batch, tokens) / factors.factors()[1].at(each, each * context)
+        assert found == pytest.approx(power.at(batch, tokens), rel=0.08), (each, context)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_calibration_hardly_moves_a_right_profile(seed):
-    """Half as far as the noise of what was measured."""
-    assert abs(math.log(between(calibrated({1: 1.0, 2: 1.0, 4: 1.0}, 0.03, seed=seed), 4))) < 0.025
-    slower = calibrated({1: 1.3, 2: 1.3, 4: 1.3}, 0.03, seed=seed)
-    assert abs(math.log(between(slower, 4))) < 0.025
-    assert slower.factors()[1] == pytest.approx(1.3, rel=0.05)
+    for everywhere in (1.0, 1.3):
+        factors = calibrated(off(*[everywhere] * 3), 0.03, seed=seed)
+        for each, context in TURNS:
+            assert abs(math.log(between(factors, 4, each, context))) < 0.06
+        assert at(factors, 1) == pytest.approx(everywhere, rel=0.05)
+        assert doubts(factors, 1)[4] < 2 * SHARES[0] * OWN_SPREADS[0]
 
 
 def test_a_calibration_whose_turns_disagree_is_worth_little():
-    quiet, loud = calibrated({1: 1.2, 2: 0.8, 4: 1.2}, 0.01), calibrated({1: 1.2, 2: 0.8, 4: 1.2}, 0.2)
-    assert quiet.doubts(1)[2] < 0.05 < 0.08 < loud.doubts(1)[2]
+    quiet, loud = calibrated(off(1.2, 0.8, 1.2), 0.01), calibrated(off(1.2, 0.8, 1.2), 0.3, seed=2)
+    assert 2 * doubts(quiet, 1)[2] < doubts(loud, 1)[2]
 
 
 def test_a_machine_that_slows_down_between_turns_is_no_noise():
     """It did so in all layouts."""
-    turns = [{tp: slow * factor for tp, factor in {1: 1.2, 2: 0.8, 4: 1.0}.items()} for slow in (1.0, 1.5, 0.7, 1.1)]
     factors = StepFactors(DEGREES)
-    factors.calibrate(turns, 0)
-    assert between(factors, 2) == pytest.approx(0.8 / 1.2, rel=0.05) and factors.doubts(1)[2] < 0.05
+    truth = {1: 1.2, 2: 0.8, 4: 1.0}
+    factors.calibrate(
+        [
+            {tp: steps(slow * factor, each * tp, context) for tp, factor in truth.items()}
+            for slow, (each, context) in zip((1.0, 1.5, 0.7, 1.1), TURNS, strict=True)
+        ],
+        0,
+    )
+    assert between(factors, 2) == pytest.approx(0.8 / 1.2, rel=0.05) and doubts(factors, 1)[2] < 0.06
 
 
 def test_a_run_still_corrects_what_a_calibration_confirmed():
-    factors = calibrated({1: 1.0, 2: 1.0, 4: 1.0}, 0.01)
+    factors = calibrated(off(1.0, 1.0, 1.0), 0.01)
     for number in range(400):
-        factors.observe(1 if number % 2 else 4, 1.0 if number % 2 else 1.2, 1.0, 32, number / 2)
+        factors.observe(1 if number % 2 else 4, steps(1.0 if number % 2 else 1.2), number / 2)
     assert between(factors, 4) == pytest.approx(1.2, rel=0.05)
 
 
 def test_a_calibration_is_believed_however_wrong_the_profile_is():
     """What its turns agree upon is no pause of the machine."""
-    assert between(calibrated({1: 1.0, 2: 0.02, 4: 1.0}, 0.01), 2) < 0.05
+    assert between(calibrated(off(1.0, 0.02, 1.0), 0.01), 2) < 0.03
 
 
 def test_turns_that_were_broken_off_do_not_count():
     factors = StepFactors(DEGREES)
     factors.calibrate([], 0)
-    factors.calibrate([{1: 1.5}, {1: 1.5, 2: 1.5}], 0)
-    StepFactors((1,)).calibrate([{1: 1.5}], 0)
-    assert factors.factors() == {1: 1.0, 2: 1.0, 4: 1.0}
+    factors.calibrate([{1: steps(1.5)}, {1: steps(1.5), 2: steps(1.5)}], 0)
+    StepFactors((1,)).calibrate([{1: steps(1.5)}], 0)
+    assert factors.factors() == UNKNOWN
 
 
 def test_what_says_nothing_is_left_out():
     factors = StepFactors(DEGREES)
-    factors.observe(1, 0.0, 0.0, 0, 1.0)
-    factors.observe(1, 1.0, 0.0, 32, 1.0)
-    assert factors.factors() == {1: 1.0, 2: 1.0, 4: 1.0}
+    factors.observe(1, Steps(0, 0, 0, 0.0, 0.0), 1.0)
+    factors.observe(1, Steps(32, 32, 320, 1.0, 0.0), 1.0)
+    assert factors.factors() == UNKNOWN
 
 
 def test_a_corrected_predictor():
     predictor, _ = machine(crossing())
-    corrected = Corrected(predictor, {2: 1.5})
+    corrected = Corrected(predictor, {2: StepFactor(1.5), 4: StepFactor(1.5, 0.5, 0.1)})
     assert corrected.step_seconds(2, 4, 400) == 1.5 * predictor.step_seconds(2, 4, 400)
+    batch = np.array([BATCH, 4 * BATCH])
+    found = corrected.step_seconds(4, batch, batch * CONTEXT) / predictor.step_seconds(4, batch, batch * CONTEXT)
+    assert found == pytest.approx([1.5, 3.0])
+    assert type(corrected.step_seconds(4, 4, 400)) is float
     assert corrected.step_seconds(1, 4, 400) == predictor.step_seconds(1, 4, 400)
     assert corrected.has_prefill(2) == predictor.has_prefill(2)

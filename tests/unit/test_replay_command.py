@@ -13,6 +13,7 @@ from sglang_pat.figures import Figures
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Decision
+from sglang_pat.predict.correction import StepFactor
 from sglang_pat.predict.profile import save
 from sglang_pat.replay import cli
 from sglang_pat.replay.compare import Workload
@@ -109,12 +110,18 @@ def test_decisions_on_a_wrong_profile_against_those_on_measured_times(tmp_path, 
     assert cli.main(["--log", str(log), "--measured"]) == 2 and "no step factors" in capsys.readouterr().err
     for event in events:
         if event["event"] == "decision":
-            event["snapshot"]["factors"] = {"1": 1.0, "2": 1.0, "4": 3.0}
+            event["snapshot"]["factors"] = {"1": [1.0, 0.0, 0.0], "2": [1.0, 0.0, 0.0], "4": [3.0, 0.0, 0.0]}
     log.write_text("".join(json.dumps(event) + "\n" for event in events))
     found = against_measured(log)
-    assert found.factors == {1: 1.0, 2: 1.0, 4: 3.0}
+    assert found.factors == {1: StepFactor(), 2: StepFactor(), 4: StepFactor(3.0)}
     assert found.kept > 0 == found.corrected and found.kept_loss > 0.05
     assert cli.main(["--log", str(log), "--measured"]) == 0 and "tp4 3.000" in capsys.readouterr().out
+    last = [event for event in events if event["event"] == "decision"][-1]
+    for wrong in (3.0, [3.0, 0.0, 99.0]):  # a factor without its powers is from an older version
+        last["snapshot"]["factors"]["4"] = wrong
+        log.write_text("".join(json.dumps(event) + "\n" for event in events))
+        said = cli.main(["--log", str(log)]), capsys.readouterr().err
+        assert said[0] == 2 and "factors" in said[1] and "of this version" in said[1] and said[1].count("\n") == 1
 
 
 def write_log(path, profile_file, policy_name="survival") -> list[dict]:

@@ -15,7 +15,7 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.rules import RETRY_SECONDS
 from sglang_pat.policies.snapshot import NO_LOAD, Policy, Snapshot
-from sglang_pat.predict.correction import StepFactors
+from sglang_pat.predict.correction import StepFactors, Steps
 from sglang_pat.predict.predictor import Predictor
 
 DECISION_INTERVAL_SECONDS = 0.1
@@ -64,8 +64,8 @@ class Deciding:
         self._predictor = predictor
         corrects = predictor is not None and not config.profile_as_is
         self.factors = StepFactors(self._degrees) if corrects else None
-        self._turns: list[dict[int, tuple[float, float]]] = []
-        """Of a calibration: seconds that steps took, and should have taken, by degree."""
+        self._turns: list[dict[int, Steps]] = []
+        """Of a calibration: steps by degree."""
         self.calibrating = False
         self._arrived = 0
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
@@ -105,7 +105,7 @@ class Deciding:
         if self.calibrating:
             return self._turns.append({})
         if self.factors is not None:
-            self.factors.calibrate([{tp: took / ought for tp, (took, ought) in t.items()} for t in self._turns], now)
+            self.factors.calibrate(self._turns, now)
         self._turns = []
 
     def switched(self, now: float) -> None:
@@ -116,17 +116,18 @@ class Deciding:
 
     def decoded(self, report: m.LoadReport, layout: ParallelLayout, now: float) -> None:
         """A leader reports steps of ``layout``, which is in force."""
-        steps = report.decoded.steps
-        if self.factors is None or self._predictor is None or not steps:
+        made = report.decoded
+        if self.factors is None or self._predictor is None or not made.steps:
             return
         others = sum(self._leaders[rank].decoding for rank in layout.leaders if rank != report.rank)
-        batch, tokens = report.decoded.requests / steps, report.decoded.tokens / steps
-        predicted = steps * self._predictor.step_seconds(report.tp, batch, tokens, 1 + others)
+        batch, tokens = made.requests / made.steps, made.tokens / made.steps
+        predicted = made.steps * self._predictor.step_seconds(report.tp, batch, tokens, 1 + others)
+        steps = Steps(made.steps, made.requests, made.tokens, made.seconds, predicted)
         if self.calibrating:
-            took, ought = self._turns[-1].get(report.tp, (0.0, 0.0))
-            self._turns[-1][report.tp] = took + report.decoded.seconds, ought + predicted
+            before = self._turns[-1].get(report.tp, (0,) * len(steps))
+            self._turns[-1][report.tp] = Steps(*map(sum, zip(before, steps, strict=True)))
         else:
-            self.factors.observe(report.tp, report.decoded.seconds, predicted, steps, now)
+            self.factors.observe(report.tp, steps, now)
 
     def aborted(self, now: float) -> None:
         """A switch was."""
@@ -187,6 +188,8 @@ class Deciding:
     def snapshot(self, layout: ParallelLayout, requests: int, now: float) -> Snapshot:
         """What the policy is shown; ``requests``: in the engine and in the backlog."""
         lowest, predicts = min(self.floor, layout.tp), self._config.predicts
+        # Policies that do not predict do not look at it, and are asked at every event.
+        load = load_of(self._leaders, layout.leaders) if predicts else NO_LOAD
         return Snapshot(
             now=now,
             tp=layout.tp,
@@ -199,11 +202,10 @@ class Deciding:
             in_round=bool(self.round.open),
             last_switch=self._last_switch,
             last_abort=self._last_abort,
-            # Policies that do not predict do not look at it, and are asked at every event.
-            load=load_of(self._leaders, layout.leaders) if predicts else NO_LOAD,
+            load=load,
             coming=self.round.coming(now) if predicts and requests else NO_LOAD,
             switches=self.round.switches,
             arrived=self._arrived,
             factors=self.factors.factors() if self.factors else {},
-            doubts=self.factors.doubts(layout.tp) if self.factors else {},
+            doubts=self.factors.doubts(layout.tp, self._num_ranks, load.prompt + load.output) if self.factors else {},
         )

@@ -28,6 +28,7 @@ from sglang_pat.figures import Figures
 from sglang_pat.policies.families import MAX_CORRELATION
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Decision, Load, Snapshot
+from sglang_pat.predict.correction import StepFactor
 
 _TIMES = ("last_arrival", "last_switch", "last_abort")
 _LOADS = ("load", "coming")
@@ -36,8 +37,8 @@ _BY_DEGREE = ("factors", "doubts")
 MOST = (1 << 31) - 1
 """Of requests, and of the tokens of one."""
 MOST_RANKS = 1024
-MOST_FACTOR = 1000.0
-"""Of step times over those of the profile."""
+MOST_FACTOR, MOST_POWER = 1000.0, 10.0
+"""Of step times over those of the profile, and how they may grow with batch and context."""
 
 _Number = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _Tokens = Annotated[int, Meta(ge=0, le=MOST)]
@@ -188,9 +189,13 @@ def _check(snapshot: Snapshot) -> None:
     if tp not in degrees:
         raise files.wrong("snapshot.tp", tp, "expected one of the degrees")
     for name in _BY_DEGREE:
-        for degree, number in getattr(snapshot, name).items():
+        for degree, found in getattr(snapshot, name).items():
+            number, *powers = found if isinstance(found, StepFactor) else (found,)
             if degree not in degrees or not 0 <= number <= MOST_FACTOR:
                 raise files.wrong(f"snapshot.{name}", number, f"expected numbers from 0 to {MOST_FACTOR}, by degree")
+            if not all(-MOST_POWER <= power <= MOST_POWER for power in powers):
+                expected = f"expected powers from -{MOST_POWER} to {MOST_POWER}, by degree"
+                raise files.wrong(f"snapshot.{name}", powers, expected)
     for name, most in (("requests", MOST), ("peak", MOST), ("arrived", 1 << 62)):
         if not 0 <= (getattr(snapshot, name) or 0) <= most:
             raise files.wrong(f"snapshot.{name}", getattr(snapshot, name), f"expected 0 to {most}")

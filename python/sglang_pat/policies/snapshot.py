@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.predict.correction import StepFactor
 
 
 def _empty() -> np.ndarray:
@@ -61,7 +62,8 @@ class Snapshot:
         switches: made in this round.
         arrived: requests passed on to replicas so far, the server's warm-up left out: for the log; None if not known.
         factors: measured over predicted time of a step by degree, as far as this run has told; 1 where there is none.
-        doubts: standard deviation of the logarithm of each factor over that of ``tp``; 0 where there is none.
+        doubts: standard deviation of the logarithm of each factor over that of ``tp``, for the present load; 0 where
+            there is none.
     """
 
     now: float
@@ -79,7 +81,7 @@ class Snapshot:
     coming: Load = NO_LOAD
     switches: int = 0
     arrived: int | None = None
-    factors: Mapping[int, float] = field(default_factory=dict[int, float])
+    factors: Mapping[int, StepFactor] = field(default_factory=dict[int, StepFactor])
     doubts: Mapping[int, float] = field(default_factory=dict[int, float])
 
 

@@ -22,6 +22,7 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.outlook import Outlook, look_ahead
 from sglang_pat.policies.rules import SETTLE_SECONDS, forced, may_raise, patience
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
+from sglang_pat.predict.correction import StepFactor
 from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
 
 MARGIN = 0.01
@@ -119,7 +120,8 @@ def _explored(planner: LayoutPlanner, snapshot: Snapshot, outlook: Outlook, plan
         if tp == here or doubt <= UNKNOWN or 1 - plan.saving[tp] > 1 / (1 - doubt):
             continue
         for off in (-(3**0.5) * doubt, 3**0.5 * doubt):
-            factors = {**snapshot.factors, tp: snapshot.factors.get(tp, 1.0) * (1 + off)}
+            factor = snapshot.factors.get(tp, StepFactor())
+            factors = {**snapshot.factors, tp: factor._replace(scale=factor.scale * (1 + off))}
             found = planner.plan(replace(snapshot, factors=factors), outlook)
             totals[tp] += (found.by_degree[tp] - plan.by_degree[tp]) / 6
     return totals

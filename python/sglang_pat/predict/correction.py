@@ -2,31 +2,36 @@
 
 Of the steps that a leader reports, the logarithm of measured over predicted time is
 
-    y = common + between[tp] + noise
+    y = common + scale[tp] + by_batch[tp] * log(batch / BATCH) + by_context[tp] * log(context / CONTEXT) + noise
 
 ``common`` is the machine's speed on this day.  It is the same in all layouts, so it costs nothing and no decision hangs
-on it.  ``between`` is what the profile gets wrong about one layout beside the others; that is what misleads a policy.
-Both are normal with mean 0 before anything is seen, are learnt by a Kalman filter, and go slowly back to 0 (an
+on it.  The others are what the profile gets wrong about one layout beside the others; that is what misleads a policy.
+All are normal with mean 0 before anything is seen, are learnt by a Kalman filter, and go slowly back to 0 (an
 Ornstein-Uhlenbeck process), so that a profile counts for as long as the run says nothing else.  A layout that was never
-visited has the common factor.
+visited has the common factor, and the farther a batch and a context are from what was seen, the less is known.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import overload
+from itertools import product
+from typing import NamedTuple, overload
 
 import numpy as np
 
 from sglang_pat.predict.predictor import Number
 from sglang_pat.predict.protocols import StepPredictor
 
+BATCH, CONTEXT = 8, 1024
+"""Where a layout's scale holds: in the middle of what a calibration measures."""
+
 COMMON_SPREAD, COMMON_SECONDS = 0.3, 600.0
 """Prior standard deviation of the common log-factor, and the time in which it goes back: other programs come and go."""
 
-BETWEEN_SPREAD, BETWEEN_SECONDS = 0.15, 86_400.0
-"""The same of each layout's own: what is wrong in a profile stays wrong."""
+OWN_SPREADS, OWN_SECONDS = np.array([0.15, 0.05, 0.03]), 86_400.0
+"""The same of what is each layout's own: its scale, and how it grows with the logarithms of batch and context.  What is
+wrong in a profile stays wrong."""
 
 STEP_NOISE, REPORT_NOISE = 0.2, 0.1
 """Of the logarithm of one step's time, independent from step to step; and of what the steps of one report share."""
@@ -36,16 +41,49 @@ OUTLIER = 3.0
 machine is no property of a layout."""
 
 
-TURNS = (1, 4, 1, 4)
-"""Requests of a calibration's turns, for each replica of the lowest degree: what a profile gets wrong may depend on the
-batch."""
+TURNS = ((16, 64), (1, 8192), (1, 64), (4, 2048))
+"""Of a calibration's turns: requests for each replica of the lowest degree, and tokens of each.  The first two are the
+ends of a draining batch; a slow machine has no others."""
 
-PROMPT = 64
-"""Tokens of each of them: the shortest context that profiles have."""
+SHARES = (0.2, 1.0, 5.0)
+"""So many times their usual spread the layouts' own parts may have, after a calibration: of a profile that is right, of
+one that is off, and of one of something else."""
 
-CONFIRMED_SPREAD, ELSEWHERE_SPREAD = 0.03, 0.02
-"""Standard deviations of the logarithm: of each layout's own part where a calibration has found nothing wrong; of what
-a calibration says for other batches than its own."""
+TURN_NOISES = (0.03, 0.1, 0.3)
+"""What the noise of a layout in one turn may be: from a machine that is ours alone to one that is not."""
+
+
+class StepFactor(NamedTuple):
+    """Measured over predicted time of a step: ``scale * (batch / BATCH)**by_batch * (context / CONTEXT)**by_context``.
+
+    ``batch``: requests of one replica; ``context``: tokens of each of them, on average.
+    """
+
+    scale: float = 1.0
+    by_batch: float = 0.0
+    by_context: float = 0.0
+
+    def at(self, batch: Number, tokens: Number) -> Number:
+        """The factor for ``batch`` requests with ``tokens`` tokens together; broadcasts."""
+        requests = np.maximum(batch, 1.0)
+        log_context = np.log(np.maximum(tokens / requests, 1.0) / CONTEXT)
+        factor = self.scale * np.exp(self.by_batch * np.log(requests / BATCH) + self.by_context * log_context)
+        return float(factor) if np.ndim(factor) == 0 else factor
+
+
+class Steps(NamedTuple):
+    """Decode steps of replicas of one degree: how many, their requests and tokens summed, and their seconds, as
+    measured and as the profile has it."""
+
+    steps: float
+    requests: float
+    tokens: float
+    seconds: float
+    predicted: float
+
+    @property
+    def log_ratio(self) -> float:
+        return math.log(self.seconds / self.predicted)
 
 
 class StepFactors:
@@ -53,48 +91,64 @@ class StepFactors:
 
     def __init__(self, degrees: tuple[int, ...]) -> None:
         self.degrees = degrees
-        size = len(degrees) + 1  # the common factor first, then one for each layout
-        self._prior = np.diag([COMMON_SPREAD**2, *[BETWEEN_SPREAD**2] * len(degrees)])
-        self._rate = 1 / np.array([COMMON_SECONDS, *[BETWEEN_SECONDS] * len(degrees)])
-        self._mean, self._covariance = np.zeros(size), self._prior.copy()
+        # The common factor first, then the three numbers of each layout.
+        self._prior = np.diag([COMMON_SPREAD**2, *np.tile(OWN_SPREADS**2, len(degrees))])
+        self._rate = 1 / np.array([COMMON_SECONDS, *[OWN_SECONDS] * (3 * len(degrees))])
+        self._mean, self._covariance = np.zeros(len(self._prior)), self._prior.copy()
         self._time: float | None = None
 
-    def observe(self, tp: int, measured: float, predicted: float, steps: int, now: float) -> None:
-        """A replica of degree ``tp`` made ``steps`` steps in ``measured`` seconds; by its profile ``predicted``."""
-        if min(measured, predicted, steps) > 0:
-            noise = STEP_NOISE**2 / steps + REPORT_NOISE**2
-            self._observe(tp, math.log(measured / predicted), noise, now, most=OUTLIER)
+    def observe(self, tp: int, made: Steps, now: float) -> None:
+        """A replica of degree ``tp`` reports steps."""
+        if min(made) > 0:
+            noise = STEP_NOISE**2 / made.steps + REPORT_NOISE**2
+            self._forget(now)
+            self._observe(self._sees(tp, made), made.log_ratio, noise, most=OUTLIER)
 
-    def calibrate(self, turns: Sequence[Mapping[int, float]], now: float) -> None:
+    def calibrate(self, turns: Sequence[Mapping[int, Steps]], now: float) -> None:
         """Before a run: all layouts were measured in turns, one shortly after the other.
 
-        How far the turns agree says how much they are worth: what is common to all layouts of a turn is taken out, and
-        what is left is noise.  How far the layouts differ beyond that noise says how wrong the profile is: a right one
-        is hardly moved, neither now nor later (empirical Bayes).
+        What is common to all layouts of a turn is taken out.  How wrong the profile is and how noisy the machine is are
+        then taken to be what explains best what is left: so a right profile is hardly moved, neither now nor later
+        (empirical Bayes).
 
         Args:
-            turns: of each, measured over predicted time of a step by degree; turns without a degree do not count.
+            turns: of each, the steps by degree; turns without a degree do not count.
         """
-        logs = np.log([[turn[tp] for tp in self.degrees] for turn in turns if set(turn) >= set(self.degrees)])
-        if not logs.size or len(self.degrees) == 1:
+        whole = [turn for turn in turns if all(min(turn.get(tp, (0,))) > 0 for tp in self.degrees)]
+        if not whole or len(self.degrees) == 1:
             return
-        means = logs.mean(axis=0)
-        left = logs - means - logs.mean(axis=1, keepdims=True) + logs.mean()
-        free = (len(logs) - 1) * (len(self.degrees) - 1)
-        noise = (float((left**2).sum()) + REPORT_NOISE**2) / (free + 1)  # as if one more had the noise of a report
-        noise /= len(logs)  # of a mean
-        spread = min(max(float(means.var(ddof=1)) - noise, CONFIRMED_SPREAD**2), BETWEEN_SPREAD**2)
-        np.fill_diagonal(self._prior[1:, 1:], spread)
-        self._covariance = self._prior.copy()
-        for tp, mean in zip(self.degrees, means.tolist(), strict=True):
-            self._observe(tp, mean, noise + ELSEWHERE_SPREAD**2, now)
+        sees = np.array([[self._sees(tp, turn[tp]) for tp in self.degrees] for turn in whole])  # [turns, degrees, size]
+        logs = np.array([[turn[tp].log_ratio for tp in self.degrees] for turn in whole])
+        common = np.eye(sees.shape[-1])[0]
+        own = (sees - sees.mean(axis=1, keepdims=True)).reshape(-1, len(common))
+        left = (logs - logs.mean(axis=1, keepdims=True)).ravel()
 
-    def _observe(self, tp: int, log: float, noise: float, now: float, most: float = math.inf) -> None:
+        def likelihood(explanation: tuple[float, float]) -> float:
+            share, noise = explanation
+            covariance = share**2 * own @ self._prior @ own.T + noise**2 * np.eye(len(left))
+            variances, axes = np.linalg.eigh(covariance)
+            return -float((np.log(variances) + (left @ axes) ** 2 / variances).sum())
+
+        share, noise = max(product(SHARES, TURN_NOISES), key=likelihood)
+        self._prior[1:, 1:] *= share**2
+        self._covariance = self._prior.copy()
+        self._forget(now)
+        self._observe(common, float(logs.mean()), REPORT_NOISE**2)
+        for row, log in zip(own, left.tolist(), strict=True):
+            self._observe(row, log, noise**2)
+
+    def _sees(self, tp: int, made: Steps) -> np.ndarray:
+        """What steps of degree ``tp`` tell of, ``[size]``."""
+        batch, context = made.requests / made.steps, made.tokens / made.requests
+        sees = np.zeros(len(self._mean))
+        sees[0] = 1.0
+        own = sees[1:].reshape(-1, 3)[self.degrees.index(tp)]
+        own[:] = 1.0, math.log(batch / BATCH), math.log(context / CONTEXT)
+        return sees
+
+    def _observe(self, sees: np.ndarray, log: float, noise: float, most: float = math.inf) -> None:
         """``log``: of measured over predicted time; ``noise``: its variance; ``most``: standard deviations that it may
         be off."""
-        self._forget(now)
-        sees = np.zeros(len(self._mean))
-        sees[[0, 1 + self.degrees.index(tp)]] = 1.0
         gains = self._covariance @ sees
         variance = float(sees @ gains) + noise
         off, most = log - float(sees @ self._mean), most * math.sqrt(variance)
@@ -108,21 +162,34 @@ class StepFactors:
         self._mean *= keep
         self._covariance = self._prior + keep[:, None] * (self._covariance - self._prior) * keep
 
-    def factors(self) -> dict[int, float]:
-        """Measured over predicted time of a step, by degree."""
-        return dict(zip(self.degrees, np.exp(self._mean[0] + self._mean[1:]).tolist(), strict=True))
+    def factors(self) -> dict[int, StepFactor]:
+        """By degree."""
+        own = self._mean[1:].reshape(-1, 3)
+        own_by_degree = zip(self.degrees, own.tolist(), strict=True)
+        return {tp: StepFactor(math.exp(self._mean[0] + scale), *by) for tp, (scale, *by) in own_by_degree}
 
-    def doubts(self, tp: int) -> dict[int, float]:
-        """Standard deviation of the logarithm of each degree's factor over that of ``tp``."""
-        own, place = self._covariance[1:, 1:], self.degrees.index(tp)
-        variance = np.diag(own) + own[place, place] - 2 * own[place]  # what they have in common is not in it
+    def doubts(self, here: int, num_ranks: int, lengths: np.ndarray) -> dict[int, float]:
+        """Standard deviation of the logarithm of each degree's factor over that of ``here``.
+
+        Args:
+            lengths: tokens of each request in the engine, ``[requests]``: at this batch and context.
+        """
+        context = float(lengths.mean()) if len(lengths) else CONTEXT
+
+        def sees(tp: int) -> np.ndarray:
+            batch = max(len(lengths) * tp / num_ranks, 1.0)
+            return self._sees(tp, Steps(1, batch, batch * context, 1.0, 1.0))
+
+        off = np.array([sees(tp) - sees(here) for tp in self.degrees])
+        variance = ((off @ self._covariance) * off).sum(axis=1)  # what they have in common is not in it
         return dict(zip(self.degrees, np.sqrt(np.maximum(variance, 0.0)).tolist(), strict=True))
 
 
 class Corrected:
-    """A predictor whose times are multiplied by one factor for each degree; 1 for degrees that have none."""
+    """A predictor whose times are multiplied by the factor of each degree; 1 for degrees that have none.  Of a prefill
+    no more is known than its scale."""
 
-    def __init__(self, predictor: StepPredictor, factors: Mapping[int, float]) -> None:
+    def __init__(self, predictor: StepPredictor, factors: Mapping[int, StepFactor]) -> None:
         self._predictor, self._factors = predictor, factors
 
     def has_prefill(self, tp: int) -> bool:
@@ -136,7 +203,8 @@ class Corrected:
 
     def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number:
         """As :meth:`Predictor.step_seconds`."""
-        return self._factors.get(tp, 1.0) * self._predictor.step_seconds(tp, batch, tokens, replicas)
+        seconds = self._predictor.step_seconds(tp, batch, tokens, replicas)
+        return seconds * self._factors[tp].at(batch, tokens) if tp in self._factors else seconds
 
     @overload
     def prefill_uniform(self, tp: int, batch: float, length: float, replicas: float | None = None) -> float: ...
@@ -146,4 +214,4 @@ class Corrected:
 
     def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number:
         """As :meth:`Predictor.prefill_uniform`."""
-        return self._factors.get(tp, 1.0) * self._predictor.prefill_uniform(tp, batch, length, replicas)
+        return self._factors.get(tp, StepFactor()).scale * self._predictor.prefill_uniform(tp, batch, length, replicas)

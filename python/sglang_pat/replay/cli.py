@@ -98,7 +98,7 @@ def _log(args: argparse.Namespace) -> int:
 def _measured(args: argparse.Namespace) -> int:
     with _speaker().showing(lambda: "decisions taken again, three times"):
         found = against_measured(args.log, args.profile)
-    factors = ", ".join(f"tp{tp} {factor:.3f}" for tp, factor in found.factors.items())
+    factors = ", ".join(f"tp{tp} {factor.scale:.3f}" for tp, factor in found.factors.items())
     print(f"{found.decisions} decisions; measured over profiled step time: {factors}")
     print(f"profile as it is: {found.kept} differ from those on measured times, at worst {found.kept_loss:.1%}")
     print(f"as corrected in the run: {found.corrected}, at worst {found.corrected_loss:.1%}")

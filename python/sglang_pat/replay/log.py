@@ -14,6 +14,7 @@ from sglang_pat.figures import Figures
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
+from sglang_pat.predict.correction import StepFactor
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import load
@@ -42,13 +43,13 @@ class Replayed:
     spent: Figures = field(default_factory=Figures)
     different: list[tuple[int, Decision, Decision]] = field(default_factory=list)
     found: list[Decision] = field(default_factory=list)
-    factors: Mapping[int, float] = field(default_factory=dict[int, float])
+    factors: Mapping[int, StepFactor] = field(default_factory=dict[int, StepFactor])
 
 
 class _Player:
     """Takes the decisions again, line by line."""
 
-    def __init__(self, profile: str | None, factors: Mapping[int, float] | None) -> None:
+    def __init__(self, profile: str | None, factors: Mapping[int, StepFactor] | None) -> None:
         self._profile, self._factors = profile, factors
         self._policy: Policy | None = None
         self._profiled: Predictor | None = None
@@ -116,7 +117,7 @@ class _Unusable(Exception):
 
 
 def replay_log(
-    path: Path, profile: str | None = None, factors: Mapping[int, float] | None = None
+    path: Path, profile: str | None = None, factors: Mapping[int, StepFactor] | None = None
 ) -> Iterator[Replayed]:
     """Decide again everything that ``path`` says was decided; what has come of it so far, after each line.
 
@@ -137,7 +138,8 @@ def replay_log(
             # The end of a log is cut short when an engine is killed.
             if last and number > 1 and isinstance(error, files.NotJson):
                 break
-            raise ValueError(f"--log {path}, line {number}: {error}; give a decision log (--pat-log)") from None
+            ask = "give a decision log (--pat-log) of this version"
+            raise ValueError(f"--log {path}, line {number}: {error}; {ask}") from None
         yield player.result
     if number == 0:
         raise ValueError(f"--log {path}: empty")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_pat.predict.correction import StepFactor
 from sglang_pat.replay.log import Replayed, replay_log
 
 
@@ -21,7 +22,7 @@ class Against:
     """
 
     decisions: int
-    factors: Mapping[int, float]
+    factors: Mapping[int, StepFactor]
     kept: int
     corrected: int
     kept_loss: float
@@ -56,6 +57,6 @@ def against_measured(path: Path, profile: str | None = None) -> Against:
     )
 
 
-def _replayed(path: Path, profile: str | None, factors: Mapping[int, float] | None) -> Replayed:
+def _replayed(path: Path, profile: str | None, factors: Mapping[int, StepFactor] | None) -> Replayed:
     *_, result = replay_log(path, profile, factors)
     return result

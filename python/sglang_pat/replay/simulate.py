@@ -159,8 +159,9 @@ class Drain:
             seen = self.snapshot(point, now, tp, last_switch, complete)
             if reports is not None and steps is not None:
                 steps(point, now, tp)
-                factors = reports.factors
-                seen = replace(seen, switches=switches, factors=factors.factors(), doubts=factors.doubts(tp))
+                factors, lengths = reports.factors, seen.load.prompt + seen.load.output
+                doubts = factors.doubts(tp, seen.num_ranks, lengths)
+                seen = replace(seen, switches=switches, factors=factors.factors(), doubts=doubts)
             wanted = policy(seen, history).tp
             switches += wanted != tp
             return wanted

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_pat.figures import job_log
-from sglang_pat.predict.correction import PROMPT, TURNS
+from sglang_pat.predict.correction import BATCH, CONTEXT, TURNS
 
 if TYPE_CHECKING:
     from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
@@ -22,6 +22,10 @@ ENOUGH_TURNS, ENOUGH_SECONDS = 2, 5.0
 """On a slow machine so many turns do, once they have taken so long."""
 FLUSH_SECONDS = 60.0
 
+FULL = 0.9
+"""Of a replica's KV, so much is taken at most.  Every replica has the prompts of all: a message for each would be one
+more thing."""
+
 
 async def calibrate(manager: AdaptiveTokenizerManager) -> None:
     """Measure all layouts; ends in the base layout with an empty cache.  What fails is logged, and nothing else."""
@@ -29,9 +33,12 @@ async def calibrate(manager: AdaptiveTokenizerManager) -> None:
     try:
         await _turns(manager, begun)
         factors = (await manager.pat_status())["step_factors"]
-        shown = ", ".join(f"tp{tp} {factor:.2f}" for tp, factor in factors.items())
+        shown = ", ".join(f"tp{tp} {scale:.2f}" for tp, (scale, *_) in factors.items())
         seconds = time.monotonic() - begun
-        job_log.info("calibrated in %.1f s; a step takes so many times what the profile says: %s", seconds, shown)
+        where = f"{BATCH} requests of {CONTEXT} tokens"
+        job_log.info(
+            "calibrated in %.1f s; a step of %s takes so many times what the profile says: %s", seconds, where, shown
+        )
     except Exception as error:
         job_log.warning("the profile is not calibrated: %s", error)
 
@@ -39,14 +46,16 @@ async def calibrate(manager: AdaptiveTokenizerManager) -> None:
 async def _turns(manager: AdaptiveTokenizerManager, begun: float) -> None:
     config = manager.server_args.adaptive_config()
     degrees = [layout.tp for layout in config.layouts]
+    room = FULL * min(group["kv_total"] for group in (await manager.pat_status())["groups"])
     try:
-        for turn, each in enumerate(TURNS):
+        for turn, (each, context) in enumerate(TURNS):
             if turn >= ENOUGH_TURNS and time.monotonic() - begun > ENOUGH_SECONDS:
                 break
             manager.pat_calibration_turn()
+            requests = each * config.base.dp
             for tp in degrees[:: -1 if turn % 2 else 1]:  # there and back, which takes the fewest switches
                 await manager.pat_reconfigure(tp)
-                await _decode(manager, each * config.base.dp, config.calibrate)
+                await _decode(manager, requests, context, int(room / requests), config.calibrate)
                 await manager.pat_until_idle()
         await manager.pat_reconfigure(degrees[0])
         await manager.flush_cache(timeout_s=FLUSH_SECONDS)
@@ -55,11 +64,17 @@ async def _turns(manager: AdaptiveTokenizerManager, begun: float) -> None:
         manager.pat_calibration_turn(over=True)
 
 
-async def _decode(manager: AdaptiveTokenizerManager, requests: int, steps: int) -> None:
-    """So many requests at once; each makes ``steps`` steps that count: the first token is prefill's, the next step
-    follows it."""
+async def _decode(manager: AdaptiveTokenizerManager, requests: int, context: int, room: int, steps: int) -> None:
+    """So many requests at once, whose prompts have ``context`` tokens if there is room; each makes ``steps`` steps that
+    count: the first token is prefill's, the next step follows it.
+
+    Prompts are not computed: what is in their KV changes no time.
+    """
     tokens = min(steps + 2, manager.context_len // 2)
-    prompt = max(1, min(PROMPT, manager.context_len - tokens - 16))
+    prompt = max(1, min(context, room - tokens, manager.context_len - tokens - 16))
+    if manager.server_args.disable_radix_cache:
+        prompt = min(prompt, TURNS[0][1])  # it would be computed
     ids = [random.choices(range(manager.model_config.vocab_size), k=prompt) for _ in range(requests)]
+    manager.pat_inject_prefixes(ids)
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
     await manager.pat_made_up(GenerateReqInput(input_ids=ids, sampling_params=sampling))
