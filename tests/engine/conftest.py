@@ -48,7 +48,7 @@ every step and after every switch; no switch makes what should have been made at
 SIDES = {
     "llama": (
         "agreement attributes smoke control sglang_routes threshold python_api features commands requests cramped "
-        "features_otherwise same_tokens rollout rollout_bodies rollout_planner rollout_python rollout_left "
+        "mixtures features_otherwise same_tokens rollout rollout_bodies rollout_planner rollout_python rollout_left "
         "rollout_thread rehearsal hostile policies calibration flags attach faults"
     ).split(),
     "others": (

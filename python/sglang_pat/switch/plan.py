@@ -28,7 +28,7 @@ class LiveRequest:
             source group and destination (radix-tree prefix); these travel with the parent.
         parent: index in the source group's list, -1 if ``shared`` is 0.
         dest: group of the new layout it goes to.
-        complete: its next step is a decode step; else it waits for a prefill of the tokens that have no KV yet.
+        complete: all its tokens but the last have KV; else it waits for a prefill.
     """
 
     tokens: int
@@ -108,9 +108,8 @@ def plan_group(
 ) -> GroupPlan:
     """Lay out the KV of all requests that go to new group ``dest``.
 
-    The first ``max_requests`` that are complete go on decoding.  Of the others as many bring their KV along as fit, if
-    ``keep``: what is waiting finds it in the radix tree.  Whose KV does not fit, or shares a prefix with one that does
-    not come, comes as tokens.
+    The first ``max_requests`` complete ones go on decoding.  Of the others as many bring their KV along as fit, if
+    ``keep``: into the radix tree.  Whose KV does not fit, or shares a prefix with what does not come, comes as tokens.
 
     Args:
         max_requests: decode slots.
