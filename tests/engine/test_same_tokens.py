@@ -297,7 +297,8 @@ def test_prompts_in_pieces_go_on(runner):
     records, answers = asyncio.run(run())
     assert all(record["parked"] == 3 and not record["recomputed"] for record in records[:5]), records
     schedule_runs.check_idle(server)
-    for answer, wanted in zip(answers, runner.stock("llama-flat").generate(work), strict=True):
+    stock = runner.stock("llama-flat")  # which dies of some of them together
+    for answer, wanted in zip(answers, (stock.generate([request])[0] for request in work), strict=True):
         assert answer["output_ids"] == wanted["output_ids"]
         assert answer["meta_info"]["cached_tokens"] == 0, "what it finds is its own"
         check_logprobs(answer["meta_info"], wanted["meta_info"])

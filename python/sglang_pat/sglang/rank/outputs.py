@@ -17,20 +17,15 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 def alike(reqs: list[Req]) -> list[list[Req]]:
     """``reqs``, in parts that ask for the same optional outputs.
 
-    SGLang lists hidden states, experts and customized info of those only that have some, and its server looks for them
-    at a request's place among all: it finds another's, or none and ends.
+    SGLang lists hidden states and customized info of those only that have some, and its server looks for them at a
+    request's place among all: it finds another's, or none and ends.  (Routed experts, too, which are refused here.)
     """
-    if not any(_wants(req) for req in reqs):
+    if not any(req.return_hidden_states or req.customized_info for req in reqs):
         return [reqs]
-    parts: dict[tuple[str, ...], list[Req]] = {}
+    parts: dict[tuple[Any, ...], list[Req]] = {}
     for req in reqs:
-        parts.setdefault(_wants(req), []).append(req)
+        parts.setdefault((req.return_hidden_states, *(req.customized_info or ())), []).append(req)
     return list(parts.values())
-
-
-def _wants(req: Req) -> tuple[str, ...]:
-    flags = "return_hidden_states", "return_routed_experts", "return_indexer_topk"
-    return *(flag for flag in flags if getattr(req, flag)), *(req.customized_info or ())
 
 
 def drop_scores_without_tokens(reqs: list[Req]) -> None:
@@ -46,6 +41,7 @@ def abort(abort: AbortReq, req: Req) -> None:
     message = given.get("message") or abort.abort_message or "Abort in waiting queue"
     status: HTTPStatus | None = given.get("status_code")
     req.finished_reason = FINISH_ABORT(message, status)
+    req.time_stats.set_completion_time()
 
 
 class OwnRows:
