@@ -181,7 +181,7 @@ class AdaptiveScheduler(Scheduler):
 
     def recv_requests(self) -> list[Any]:
         self._paused_turns += self._engine_paused
-        self.executor.answer_compiled()
+        self.executor.answer()
         if self.is_leader and self.gate.closed and self.gate.said:
             self.recv_from_tokenizer.poll(HELD_POLL_MILLISECONDS)
         return super().recv_requests()

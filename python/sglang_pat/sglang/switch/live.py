@@ -87,6 +87,12 @@ def have_decoded(scheduler: AdaptiveScheduler) -> list[Req]:
     return [req for req in scheduler.waiting_queue if req.output_ids]
 
 
+def keeps_pieces(scheduler: AdaptiveScheduler) -> bool:
+    """Whether what is computed of a prompt goes over: KV moves, and there is a tree to wait in."""
+    tree = scheduler.tree_cache
+    return scheduler.adaptive.kv != "recompute" and not (tree.is_chunk_cache() or tree.disable)
+
+
 def _parked(scheduler: AdaptiveScheduler) -> list[tuple[Req, torch.Tensor]]:
     """Requests that wait and have KV, with its slots: those that decoded first, then prompts in pieces.
 
