@@ -52,7 +52,8 @@ SIDES = {
         "rollout_thread rehearsal hostile policies calibration flags attach faults"
     ).split(),
     "others": (
-        "profiler sampling same_numbers same_tokens weights weights_refused weights_alive inprocess acceptance start"
+        "profiler sampling same_numbers same_tokens long_prompts weights weights_refused weights_alive inprocess "
+        "acceptance start"
     ).split(),
 }
 """The test files in two sides, which two workers may run beside each other (``pytest -n 2 --dist loadgroup``); in this
