@@ -12,68 +12,12 @@ from sglang_pat.testing.server import Server, sent_event
 
 from .conftest import fault, held
 from .stock_answers import OPENAI, known
-from .streams import UP_AND_DOWN, Stream, body, endless, idle, open_session, post, read, switch, up_and_down
+from .streams import UP_AND_DOWN, body, endless, idle, open_session, post, switch, up_and_down
 
 
 @pytest.fixture
 def server(servers, llama) -> Server:
     return servers.adaptive(llama)
-
-
-# -- aborted while they wait ------------------------------------------------------------------------------------
-
-
-SIX = known(*(body(170 + i, tokens=150, rid=f"waits-{i}x", return_logprob=True) for i in range(6)))
-STEPS_MADE = 37
-"""No multiple of the fifty tokens that SGLang sends at a time."""
-
-
-@pytest.mark.parametrize("merged", [True, False])
-def test_who_is_aborted_while_it_waits_gives_back_all_its_tokens(servers, llama, stock, merged):
-    """After a merge half of them wait for a decode slot; in a pause that retracts, all do."""
-    server = servers.adaptive(llama, 2, "--max-running-requests", "3")
-    streams, waited = [Stream() for _ in SIX], 3 if merged else len(SIX)
-
-    async def one(session, request, stream, streamed):
-        if streamed:
-            await read(server, session, request, stream)
-        else:
-            stream.chunks.append(await server.one(session, request))
-        stream.done = True
-
-    async def run():
-        async with open_session() as session:
-            point = {"arrived": len(SIX), "step": STEPS_MADE, "hold": True} | ({"tp": 2} if merged else {})
-            await server.arm(session, point)
-            tasks = [
-                asyncio.ensure_future(one(session, request, stream, i % 2))
-                for i, (request, stream) in enumerate(zip(SIX, streams, strict=True))
-            ]
-            state = await server.reached(session)
-            if merged:
-                assert [record["parked"] for record in state["switches"]] == [3]
-            else:
-                assert await post(session, server, "/pause_generation", {"mode": "retract"}) == 200
-            for i in range(2):
-                assert await post(session, server, "/abort_request", {"rid": SIX[i]["rid"]}) == 200
-                assert await post(session, server, "/abort_request", {"rid": SIX[-1 - i]["rid"]}) == 200
-            assert await post(session, server, "/abort_request", {"abort_all": True}) == 200
-            left = set(tasks)
-            while len(left) > len(SIX) - waited:  # though nothing goes on
-                left -= (await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED))[0]
-            if not merged:
-                assert await post(session, server, "/continue_generation", {}) == 200
-            await server.arm(session)
-            await asyncio.gather(*tasks)
-
-    asyncio.run(run())
-    assert sorted(stream.tokens for stream in streams) == [STEPS_MADE + 1] * waited + [STEPS_MADE + 2] * (6 - waited)
-    for stream, wanted in zip(streams, stock.of(SIX), strict=True):
-        tokens, meta = stream.answer["output_ids"], stream.answer["meta_info"]
-        assert tokens == wanted["output_ids"][: len(tokens)] and meta["completion_tokens"] == len(tokens)
-        assert meta["finish_reason"]["type"] == "abort" and meta["prompt_tokens"] == 20
-        assert [token for _, token, _ in meta["output_token_logprobs"]] == tokens
-        assert meta["tp_from_token"][0] == [0, 1] and "cached_tokens" in meta
 
 
 # -- several answers to one request, and several requests in one ------------------------------------------------

@@ -13,6 +13,8 @@ import torch
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 
+from sglang_pat.sglang.rank import degrees
+
 
 def alike(reqs: list[Req]) -> list[list[Req]]:
     """``reqs``, in parts that ask for the same optional outputs.
@@ -42,6 +44,7 @@ def abort(abort: AbortReq, req: Req) -> None:
     status: HTTPStatus | None = given.get("status_code")
     req.finished_reason = FINISH_ABORT(message, status)
     req.time_stats.set_completion_time()
+    degrees.end(req)
 
 
 class OwnRows:
