@@ -54,7 +54,7 @@ def test_no_end_comes_before_its_time():
     req = random_request(random.Random(0))
     req.sampling_params.min_new_tokens, req.eos_token_ids = 3, {7, 9, 10**6}
     found = penalties.OrderedPenalties(VOCAB, Batch([req]), KINDS)
-    added = found.penalizers[penaltylib.BatchedMinNewTokensPenalizer].stop_token_penalties
+    added = found.penalizers[penalties.BatchedMinNewTokensAtOnce].stop_token_penalties
     held_back = set(added[0].isinf().nonzero().flatten().tolist())
     assert held_back == {2, 7, 9} | req.sampling_params.stop_token_ids
 
