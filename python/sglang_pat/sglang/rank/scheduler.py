@@ -328,9 +328,9 @@ class AdaptiveScheduler(Scheduler):
         self.stream_output([req], req.return_logprob)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
-        if batch.forward_mode.is_extend() and result.logits_output.hidden_states is not None:
+        if (lengths := getattr(result, "pat_lengths", None)) is not None:
             states = result.logits_output.hidden_states
-            result.logits_output.hidden_states = outputs.OwnRows(states, batch, result.pat_lengths)
+            result.logits_output.hidden_states = outputs.OwnRows(states, batch, lengths)
         super().process_batch_result(batch, result)
         if not self.gate.free and any(req.finished() for req in batch.reqs):
             self.gate.finished()
@@ -372,7 +372,7 @@ class AdaptiveScheduler(Scheduler):
         self.trace.begin(batch)
         self.gate.launched(batch.forward_mode.is_decode())
         result = super().run_batch(batch, *args, **kwargs)
-        if batch.return_hidden_states:
+        if batch.return_hidden_states and batch.forward_mode.is_extend():
             result.pat_lengths = batch.extend_lens
         if batch.has_grammar:
             grammars.abort_failed(batch.reqs)
