@@ -42,8 +42,8 @@ CHECKS = {
     "SGLANG_PAT_CHECK_STEADY": "1",
     "SGLANG_PAT_CHECK_TOKENS": "1",
 }
-"""Every adaptive server checks itself: SGLang's leak checks, at rest and in every step; ranks of a group agree in
-every step and after every switch; no switch makes what should have been made at start."""
+"""Every adaptive server checks itself: SGLang's leak checks, at rest and in every step; ranks of a group agree in every
+step and after every switch; no switch makes what should have been made at start."""
 
 SIDES = {
     "llama": (
@@ -52,13 +52,12 @@ SIDES = {
         "rollout_thread rehearsal hostile policies calibration flags attach faults"
     ).split(),
     "others": (
-        "profiler sampling same_numbers same_tokens long_prompts weights weights_refused weights_alive inprocess "
-        "acceptance start"
+        "profiler sampling same_numbers same_tokens long_prompts "
+        "weights weights_refused weights_alive inprocess acceptance start"
     ).split(),
 }
-"""The test files in two sides, which two workers may run beside each other (``pytest -n 2 --dist loadgroup``); in this
-order.  The files of a side share servers, those of the first one stock SGLang's with the small Llama.  Tests of
-``same_tokens`` say on which side they are.  ``faults`` is last: its tests end engines that the others are done with."""
+"""The test files in two sides, which two workers may run beside each other, each in its order.  A side shares servers;
+those of ``faults``, its last one, end.  Tests of ``same_tokens`` say on which side they are."""
 
 _item = None  # the test that is running
 
