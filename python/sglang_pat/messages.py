@@ -72,8 +72,8 @@ class RankSwitched(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One rank's account of a switch.
 
     ``phases`` maps phase name to seconds; ``error`` is set if the switch was aborted.
-    Requests are counted once per TP group, by its leader: ``migrated`` go on decoding, ``parked`` wait for a decode
-    slot with their KV in the cache, ``recomputed`` lost theirs, ``recomputed_tokens`` in all.
+    Requests are counted once per TP group, by its leader: ``migrated`` go on decoding, ``parked`` wait with KV in
+    the cache, ``recomputed`` lost theirs, ``recomputed_tokens`` in all.
     """
 
     rank: int
@@ -368,8 +368,8 @@ class SwitchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Times are seconds; ``started`` is unix time.  ``phases`` holds, for each phase, the
     slowest rank.  ``pause_seconds`` runs from the first rank to stop decoding to the last one ready
-    to decode again.  Requests: ``migrated`` went on decoding, ``parked`` waited for a decode slot with their KV in the
-    cache, ``recomputed`` lost theirs (``recomputed_tokens`` in all).
+    to decode again.  Requests: ``migrated`` went on decoding, ``parked`` waited with KV in the cache,
+    ``recomputed`` lost theirs (``recomputed_tokens`` in all).
     """
 
     epoch: int

@@ -29,6 +29,7 @@ VOCAB = 512
         ({"sampling_params": []}, "empty list"),
         ({"sampling_params": [{}, 5]}, "must be an object"),
         ({"input_ids": []}, "no prompt"),
+        ({"input_ids": None, "input_embeds": [[1.0]]}, "input_embeds: not with"),
         ({"input_ids": None, "text": ["a"] * 70_000}, "70000 samples"),
         ({"input_ids": None, "text": "a\ud800"}, "text: character 1 is half of a surrogate pair"),
         ({"input_ids": None, "text": ["a", "\ud800"]}, r"text\[1\]: character 0 is half of a surrogate pair"),
@@ -58,7 +59,7 @@ def test_the_engines_own_requests_pass(package):
 
 @pytest.fixture(scope="module")
 def checker(package):
-    model = SimpleNamespace(vocab_size=VOCAB, hidden_size=4)
+    model = SimpleNamespace(vocab_size=VOCAB)
     return package.entrance.Entrance(SimpleNamespace(model_config=model, tokenizer=SimpleNamespace(eos_token_id=2)))
 
 
@@ -90,8 +91,6 @@ def test_labels_that_no_metric_has_are_left_out(package, known, left):
         ({"session_params": SimpleNamespace(id=[1])}, "session_params.id"),
         ({"positional_embed_overrides": [1]}, "positional_embed_overrides"),
         ({"return_routed_experts": True}, "return_routed_experts"),
-        ({"input_embeds": [[1.0]]}, "input_embeds: rows of"),
-        ({"input_embeds": [["a"] * 4]}, "input_embeds"),
         ({"multi_item_delimiter_indices": [2]}, "multi_item_delimiter_indices"),
         ({"custom_logit_processor": "x"}, "custom_logit_processor"),
     ],
@@ -105,7 +104,7 @@ def test_tokenized_requests_are_refused(checker, fields, what):
 
 def test_ordinary_requests_pass(checker):
     checker.check(tokenized(token_ids_logprob=[2, 3], top_logprobs_num=VOCAB, priority=-3, extra_key="a"))
-    checker.check(tokenized(input_embeds=[[0.0] * 4] * 2, logprob_start_len=2**40))
+    checker.check(tokenized(logprob_start_len=2**40))
 
 
 def test_stop_tokens_that_never_come_are_left_out(checker):

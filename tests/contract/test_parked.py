@@ -1,4 +1,4 @@
-"""Requests that an earlier switch has parked: found in SGLang's radix tree, with the slots of their KV."""
+"""Requests that wait and have KV: found in SGLang's radix tree, where an earlier switch has left it, with its slots."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def request(rid: str, output: list[int], place: int | None = None) -> SimpleName
     """``place``: its line in the request table; None for one that waits."""
     held = len(PROMPT) + len(output) - 1
     return SimpleNamespace(
-        rid=rid, origin_input_ids=PROMPT, output_ids=output, extra_key=None, req_pool_idx=place, kv_committed_len=held
-    )
+        rid=rid, origin_input_ids=PROMPT, output_ids=output, extra_key=None, req_pool_idx=place, kv_committed_len=held,
+        extend_batch_idx=1 if output else 0,
+    )  # fmt: skip
 
 
 def scheduler(decoding: list, waiting: list, tree: RadixCache, paused: bool = False) -> SimpleNamespace:
@@ -58,14 +59,37 @@ def test_those_that_are_parked_offer_their_kv_after_those_that_decode():
     assert all(row.dtype == np.int64 for row in rows)
 
 
-def test_who_has_lost_some_of_its_kv_waits_as_tokens():
+def test_who_has_lost_some_of_its_kv_brings_the_rest():
     tree = RadixCache.create_simulated(mock_allocator=SimpleNamespace(device="cpu", free=lambda slots: None))
     parked, other = request("one", [11, 12, 13]), request("two", [21, 22])
     leave(tree, parked, [31, 32, 33, 34, 35, 36])
     leave(tree, other, [31, 32, 33, 34, 41])
     tree.evict(EvictParams(num_tokens=2))
-    found, waiting, rows = live.with_kv(scheduler([], [parked, other], tree))
-    assert (found, waiting) == ([other], [parked]) and [row.tolist() for row in rows] == [[31, 32, 33, 34, 41]]
+    lost = request("lost all", [51])
+    lost.origin_input_ids = [9, 9]
+    found, waiting, rows = live.with_kv(scheduler([], [parked, other, lost], tree))
+    assert (found, waiting) == ([parked, other], [lost])
+    assert [row.tolist() for row in rows] == [[31, 32, 33, 34], [31, 32, 33, 34, 41]]
+
+
+def begun(rid: str, place: int | None = None) -> SimpleNamespace:
+    """Two of its prompt's tokens are computed."""
+    req = request(rid, [], place)
+    req.extend_batch_idx, req.kv_committed_len = 1, 2
+    return req
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_prompts_in_pieces_bring_what_is_computed(paused):
+    """The one that is being computed, and those that an earlier switch has brought; last, as they do not decode."""
+    tree = RadixCache.create_simulated()
+    fresh, waits, now = request("fresh", []), begun("waits"), begun("now", place=1)
+    tree.insert(InsertParams(key=RadixKey(PROMPT[:2], None), value=torch.tensor([31, 32])))
+    rank = scheduler([], [fresh, waits], tree, paused)
+    rank.chunked_req, rank.req_to_token_pool.req_to_token[1] = now, torch.arange(16) + 200
+    found, waiting, rows = live.with_kv(rank)
+    assert (found, waiting) == ([waits, now], [fresh])
+    assert [row.tolist() for row in rows] == [[31, 32], [200, 201]]
 
 
 def test_without_a_tree_nothing_is_parked():

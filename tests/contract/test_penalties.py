@@ -42,11 +42,21 @@ def random_request(rng: random.Random) -> SimpleNamespace:
         stop_token_ids={rng.randrange(VOCAB)},
     )  # fmt: skip
     tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=2)
-    return SimpleNamespace(sampling_params=params, tokenizer=tokenizer)
+    return SimpleNamespace(sampling_params=params, tokenizer=tokenizer, eos_token_ids=None)
 
 
 def tensors(penalizer) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(penalizer).items() if isinstance(value, torch.Tensor)}
+
+
+def test_no_end_comes_before_its_time():
+    """SGLang holds back the tokenizer's ends, not those that only the generation config names."""
+    req = random_request(random.Random(0))
+    req.sampling_params.min_new_tokens, req.eos_token_ids = 3, {7, 9, 10**6}
+    found = penalties.OrderedPenalties(VOCAB, Batch([req]), KINDS)
+    added = found.penalizers[penalties.BatchedMinNewTokensAtOnce].stop_token_penalties
+    held_back = set(added[0].isinf().nonzero().flatten().tolist())
+    assert held_back == {2, 7, 9} | req.sampling_params.stop_token_ids
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -42,18 +42,18 @@ CHECKS = {
     "SGLANG_PAT_CHECK_STEADY": "1",
     "SGLANG_PAT_CHECK_TOKENS": "1",
 }
-"""Every adaptive server checks itself: SGLang's leak checks, at rest and in every step; ranks of a group agree in
-every step and after every switch; no switch makes what should have been made at start."""
+"""Every adaptive server checks itself: SGLang's leak checks, at rest and in every step; ranks of a group agree in every
+step and after every switch; no switch makes what should have been made at start."""
 
 SIDES = {
     "llama": (
         "agreement attributes smoke control sglang_routes threshold python_api features commands requests cramped "
-        "features_otherwise same_tokens gauges rollout rollout_bodies rollout_planner rollout_python rollout_left "
-        "rollout_thread rehearsal hostile policies calibration flags attach faults"
+        "mixtures features_otherwise same_tokens gauges rollout rollout_bodies rollout_planner rollout_python "
+        "rollout_left rollout_thread rehearsal hostile policies calibration flags attach faults"
     ).split(),
     "others": (
-        "profiler sampling same_numbers same_tokens weights weights_refused weights_alive clients inprocess "
-        "acceptance start"
+        "profiler sampling same_numbers same_tokens long_prompts weights weights_refused weights_alive clients "
+        "inprocess acceptance start"
     ).split(),
 }
 """The test files in two sides, in this order; two workers may run one each (``pytest -n 2 --dist loadgroup``).  A side

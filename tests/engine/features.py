@@ -41,7 +41,10 @@ def feature_bodies(plain: Callable[[int], dict[str, Any]]) -> dict[str, Body]:
         "logit_bias_up": body(4, logit_bias={"77": 5.0}),
         # EOS is very likely here, and must come neither before 200 tokens nor much later.
         "min_new_tokens": body(5, min_new_tokens=200, ignore_eos=False, logit_bias={"3": 12.0}),
-        "min_new_tokens_stop": body(2, min_new_tokens=250, stop_token_ids=[stop_token], ignore_eos=False),
+        # Without the end that only the generation config names, which stock SGLang does not hold back.
+        "min_new_tokens_stop": body(
+            2, min_new_tokens=250, stop_token_ids=[stop_token], ignore_eos=False, logit_bias={"5": -100.0}
+        ),
         "frequency_penalty": body(6, frequency_penalty=0.7),
         "presence_penalty": body(7, presence_penalty=1.5),
         "repetition_penalty": body(8, repetition_penalty=1.3),

@@ -27,6 +27,13 @@ def test_more_requests_than_decode_slots_keep_their_kv():
     assert merged.total == 80
 
 
+def test_a_prompt_in_pieces_waits_with_its_kv():
+    live = {0: [plan.LiveRequest(10, 0, -1, 0, complete=False), plan.LiveRequest(10, 0, -1, 0)]}
+    merged = plan.plan_group(0, live, 1, 20 + 1)
+    assert [row is not None for row in merged.rows[0]] == [True, True] and merged.decodes[0] == [False, True]
+    assert plan.plan_group(0, live, 1, 100, keep=False).rows[0][0] is None
+
+
 def test_where_nothing_is_cached_only_what_decodes_keeps_its_kv():
     live = {group: [plan.LiveRequest(10, 0, -1, 0)] * 2 for group in range(2)}
     merged = plan.plan_group(0, live, 3, 100, keep=False)

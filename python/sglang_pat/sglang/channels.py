@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import zmq
-from sglang.srt.managers.io_struct import BaseReq
+from sglang.srt.managers.io_struct import AbortReq, BaseReq
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.utils.network import get_zmq_socket
 
@@ -38,12 +39,21 @@ class RankChannel:
 
 class ControlSender:
     """Stands for SGLang's ``send_to_tokenizer`` on a leader: replies go through the coordinator,
-    which merges those of all leaders into one."""
+    which merges those of all leaders into one.
 
-    def __init__(self, channel: RankChannel) -> None:
+    Args:
+        end_waiting: called with the word that a waiting request is aborted, in place of sending it, where that would
+            overtake tokens of the request.
+    """
+
+    def __init__(self, channel: RankChannel, end_waiting: Callable[[AbortReq, Req], None]) -> None:
         self._channel = channel
+        self._end_waiting = end_waiting
 
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        if isinstance(output, AbortReq) and isinstance(recv_obj, Req) and recv_obj.output_ids:
+            self._end_waiting(output, recv_obj)
+            return
         if isinstance(recv_obj, BaseReq) and recv_obj.http_worker_ipc is not None and output.http_worker_ipc is None:
             output.http_worker_ipc = recv_obj.http_worker_ipc
         self._channel.send_sglang(output)

@@ -28,12 +28,14 @@ class LiveRequest:
             source group and destination (radix-tree prefix); these travel with the parent.
         parent: index in the source group's list, -1 if ``shared`` is 0.
         dest: group of the new layout it goes to.
+        complete: all its tokens but the last have KV; else it waits for a prefill.
     """
 
     tokens: int
     shared: int
     parent: int
     dest: int
+    complete: bool = True
 
 
 def balance(weights: Sequence[int], bins: Sequence[int]) -> list[int]:
@@ -90,7 +92,7 @@ class GroupPlan:
     Attributes:
         rows: for each source group, for each of its requests, the slots of its tokens
             (None for requests that come as tokens only or go elsewhere).
-        decodes: whether it decodes at once; the others wait for a decode slot, with their KV if they have rows.
+        decodes: whether it decodes at once; the others wait, with their KV if they have rows.
         fresh: for each source group, the number of distinct slots it sends, in order.
         total: slots used; they are ``1 .. total`` (slot 0 is SGLang's padding slot).
     """
@@ -106,9 +108,8 @@ def plan_group(
 ) -> GroupPlan:
     """Lay out the KV of all requests that go to new group ``dest``.
 
-    The first ``max_requests`` go on decoding.  Of the others as many bring their KV along as fit, if ``keep``: what is
-    waiting finds it in the radix tree.  Whose KV does not fit, or shares a prefix with one that does not come, comes as
-    tokens.
+    The first ``max_requests`` complete ones go on decoding.  Of the others as many bring their KV along as fit, if
+    ``keep``: into the radix tree.  Whose KV does not fit, or shares a prefix with what does not come, comes as tokens.
 
     Args:
         max_requests: decode slots.
@@ -123,7 +124,7 @@ def plan_group(
         going: list[bool] = []
         start = used
         for request in sources[group]:
-            new, goes_on = request.tokens - request.shared, running < max_requests
+            new, goes_on = request.tokens - request.shared, request.complete and running < max_requests
             orphan = request.shared and request.dest == dest and mine[request.parent] is None
             fits = used + new + running + goes_on <= capacity and (goes_on or keep)
             if request.dest != dest or not request.tokens or orphan or not fits:

@@ -32,6 +32,11 @@ def adopted(req: Req, tp: int) -> None:
     req.pat_degrees = kept
 
 
+def end(req: Req) -> None:
+    """``req`` makes no more tokens, maybe none since it was adopted."""
+    req.pat_degrees = tuple(pair for pair in req.pat_degrees if pair[0] < len(req.output_ids))
+
+
 def tell(output: Any, reqs: Iterable[Req]) -> None:
     """Add them to an output about some of ``reqs``, in their order."""
     if isinstance(output, BatchTokenIDOutput) and output.rids:

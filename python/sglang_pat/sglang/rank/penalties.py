@@ -25,6 +25,7 @@ class BatchedMinNewTokensAtOnce(penaltylib.BatchedMinNewTokensPenalizer):
         for row, req in enumerate(reqs):
             ends = {req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())}
             ends |= req.sampling_params.stop_token_ids or set()
+            ends |= req.eos_token_ids or set()  # those of the generation config, which SGLang forgets
             place += [row * vocab + token for token in ends if 0 <= token < vocab]
         self.min_new_tokens = upload([r.sampling_params.min_new_tokens for r in reqs], torch.int32, device).view(-1, 1)
         self.stop_token_penalties = torch.zeros((len(reqs), vocab), dtype=torch.float32, device=device)

@@ -51,7 +51,7 @@ from sglang_pat.messages import Cancel, Compile, Go, InjectPrefixes, Prepare, Sw
 from sglang_pat.sglang.channels import ControlSender, OutputSender, RankChannel, RpcRelay
 from sglang_pat.sglang.checks import census, tokens
 from sglang_pat.sglang.isolation import IsolatingDispatcher, ReadableSocket
-from sglang_pat.sglang.rank import degrees, grammars, penalties, prefixes, stops
+from sglang_pat.sglang.rank import degrees, grammars, outputs, penalties, prefixes, stops
 from sglang_pat.sglang.rank.layouts import LayoutRuntime, Layouts
 from sglang_pat.sglang.rank.load_reports import LoadReporter, StepTrace, register
 from sglang_pat.sglang.rank.runner import AdaptiveTpModelWorker
@@ -118,7 +118,7 @@ class AdaptiveScheduler(Scheduler):
         self.channel = RankChannel(zmq.Context.instance(), self._channel_address, self.rank)
         self._can_lead = self.recv_from_tokenizer is not None
         self.output = OutputSender(self.send_to_detokenizer, self.rank)
-        self._control = ControlSender(self.channel)
+        self._control = ControlSender(self.channel, self._end_waiting)
         self._silent = SenderWrapper(None)
         self._idle_sleeper = self.idle_sleeper
         if self._can_lead:
@@ -188,7 +188,7 @@ class AdaptiveScheduler(Scheduler):
 
     def recv_requests(self) -> list[Any]:
         self._paused_turns += self._engine_paused
-        self.executor.answer_compiled()
+        self.executor.answer()
         if self.is_leader and self.gate.closed and self.gate.said:
             self.recv_from_tokenizer.poll(HELD_POLL_MILLISECONDS)
         return super().recv_requests()
@@ -286,6 +286,8 @@ class AdaptiveScheduler(Scheduler):
             self._set_or_validate_priority(req)  # one without a priority gets SGLang's default
             self._captured.append(req)
             return
+        if req.is_retracted:
+            requests.forget_pieces(req)
         self.load.retracted += is_retracted and self.is_leader
         super()._add_request_to_queue(req, is_retracted)
 
@@ -307,7 +309,8 @@ class AdaptiveScheduler(Scheduler):
         return OpenSessionReqOutput(recv_req.session_id, False)
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
-        batch = super().get_new_batch_prefill()
+        with requests.logprobs_after_pieces(self.waiting_queue):
+            batch = super().get_new_batch_prefill()
         if batch is not None and any(req.output_ids for req in batch.reqs):
             batch.sampling_info = penalties.sampling_info_with_history(batch, decode=False)
         return batch
@@ -342,10 +345,20 @@ class AdaptiveScheduler(Scheduler):
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         if self.is_leader:
             self.load.finished(reqs)
-            self.output.reqs = reqs
-        super().stream_output(reqs, return_logprob, skip_req)
+        outputs.drop_scores_without_tokens(reqs)
+        for part in outputs.alike(reqs):
+            self.output.reqs = part
+            super().stream_output(part, return_logprob, skip_req)
+
+    def _end_waiting(self, abort: AbortReq, req: Req) -> None:
+        """``req``, which waits with tokens, is aborted: all of them go to the client, as of one that runs."""
+        outputs.abort(abort, req)
+        self.stream_output([req], req.return_logprob)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
+        if (lengths := getattr(result, "pat_lengths", None)) is not None:
+            states = result.logits_output.hidden_states
+            result.logits_output.hidden_states = outputs.OwnRows(states, batch, lengths)
         super().process_batch_result(batch, result)
         if not self.gate.free and any(req.finished() for req in batch.reqs):
             self.gate.finished()
@@ -387,6 +400,8 @@ class AdaptiveScheduler(Scheduler):
         self.trace.begin(batch)
         self.gate.launched(batch.forward_mode.is_decode())
         result = super().run_batch(batch, *args, **kwargs)
+        if batch.return_hidden_states and batch.forward_mode.is_extend():
+            result.pat_lengths = batch.extend_lens
         if batch.has_grammar:
             grammars.abort_failed(batch.reqs)
         tokens.check(self, batch, result)

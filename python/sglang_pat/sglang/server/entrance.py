@@ -42,6 +42,8 @@ def admit(obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -> None:
         obj.http_worker_ipc = None  # an address that outputs would be sent to; ours are not from workers
         if obj.positional_embed_overrides is not None:
             raise ValueError("positional_embed_overrides: not over HTTP; leave it out")
+    if obj.input_embeds is not None:
+        raise ValueError("input_embeds: not with --adaptive-tp, which takes prompts along as tokens; use input_ids")
     check_text(obj.text)
     given = obj.sampling_params
     if isinstance(given, list):
@@ -58,7 +60,7 @@ def admit(obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -> None:
     for params in cast("list[dict[str, Any]]", every):
         if "n" in params:
             params["n"] = params["n"] or 1
-    prompts = obj.text if obj.text is not None else obj.input_ids if obj.input_ids is not None else obj.input_embeds
+    prompts = obj.text if obj.text is not None else obj.input_ids
     single = isinstance(prompts, str) or (isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int))
     batch = 1 if single or prompts is None else len(prompts)
     if not batch:
@@ -132,8 +134,6 @@ class Entrance:
             raise ValueError(f"session_params.id is {req.session_params.id!r}, must be a string")
         if req.return_routed_experts or req.return_indexer_topk:
             raise ValueError("return_routed_experts and return_indexer_topk: the model has neither; leave them out")
-        if req.input_embeds is not None:
-            check_embeds(req.input_embeds, self._manager.model_config.hidden_size)
         if req.multi_item_delimiter_indices is not None:
             check_tokens("multi_item_delimiter_indices", req.multi_item_delimiter_indices, len(req.input_ids))
         if req.custom_logit_processor:
@@ -173,13 +173,3 @@ def check_whole(name: str, value: Any, least: int, most: int, optional: bool = F
         return
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name} is {str(value)[:40]}, must be a whole number between {least} and {most}")
-
-
-def check_embeds(rows: Any, width: int) -> None:
-    """``rows``: a list of at least one list of ``width`` numbers."""
-    try:
-        widths = {len(array("d", row)) for row in rows}
-    except TypeError:
-        raise ValueError(f"input_embeds: must be lists of {width} numbers") from None
-    if widths != {width}:
-        raise ValueError(f"input_embeds: rows of {sorted(widths)} numbers, the model has {width}")

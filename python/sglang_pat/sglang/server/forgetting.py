@@ -235,7 +235,7 @@ class ForgettingTokenizerManager(TokenizerManager):
         self.pat_changed()
 
     def _handle_abort_req(self, recv_obj: AbortReq) -> None:
-        """Of a request that waits, maybe with tokens: of a switch that left it no place, or retracted."""
+        """Of a request that waits and has no tokens."""
         state = self.rid_to_state.get(recv_obj.rid)
         if state is None:
             return  # SGLang expects that whoever asked still waits

@@ -32,7 +32,7 @@ def adopt(scheduler: AdaptiveScheduler, incoming: IncomingRequests) -> None:
     scheduler.waiting_queue = [req for req in incoming.waiting if not compiled.is_compiling(req)]
     scheduler.grammars.keep([req for req, _, _ in incoming.decoding] + scheduler.waiting_queue)
     for req in scheduler.waiting_queue:
-        req.retracted_stain |= bool(req.output_ids)
+        req.retracted_stain |= bool(req.output_ids or req.extend_batch_idx)  # what it finds in the tree is its own
     scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
     if not incoming.num_slots:
         return
@@ -76,8 +76,8 @@ class _Slots:
     def enter(self, req: Req, row: np.ndarray, shared: int, decodes: bool) -> np.ndarray:
         """The slots of ``req``'s tokens.
 
-        What waits for a decode slot leaves its KV in the tree, where it is found again; it may be evicted there if
-        those that decode need the room, like all that the tree keeps.
+        What waits leaves its KV in the tree, where it is found again; it may be evicted there if those that decode
+        need the room, like all that the tree keeps.
 
         Args:
             row: its slots in the plan, of which it shares the first ``shared`` with a request that was entered before.

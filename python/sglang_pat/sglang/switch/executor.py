@@ -1,9 +1,8 @@
 """The switch of one rank, step by step (states: ``sglang_pat.switch.state``).
 
-``Prepare`` and ``Switch`` arrive like any request, broadcast inside each TP group by SGLang, so
-every rank of a group handles them at the same iteration boundary.  From there on all N ranks act
-together: whatever goes wrong on one rank before COMMIT is put to a vote that all of them hear, and
-all go back.
+``Prepare`` and ``Switch`` arrive like any request, broadcast inside each TP group by SGLang, so every rank of a group
+handles them at the same iteration boundary.  From there on all N ranks act together: whatever goes wrong on one rank
+before COMMIT is put to a vote that all of them hear, and all go back.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 WARM_UP_TOKENS = 32
 """Of each made-up request that is moved at start."""
 
@@ -55,6 +53,8 @@ class SwitchExecutor:
         self.state = SwitchState.IDLE
         self._compiling: tuple[int, float] | None = None
         """Epoch and beginning of what grammars are compiled for."""
+        self._computing: tuple[Prepared, Any] | None = None
+        """What is to be answered when this prompt is computed, whose pieces a switch would throw away."""
         self._phases: dict[str, float] = {}
         self._clock = 0.0
 
@@ -104,7 +104,9 @@ class SwitchExecutor:
         except Exception as exc:
             logger.exception("preparing switch %d failed", command.epoch)
             error = f"rank {self.rank}: {exc}"
-        self._prepared(command.epoch, started, error=error, grammars=grammars)
+        prompt = None if error or live.keeps_pieces(self.scheduler) else self.scheduler.chunked_req
+        self._computing = self._prepared(command.epoch, started, error=error, grammars=grammars), prompt
+        self.answer()
 
     def compile(self, command: Compile) -> None:
         """PREPARE, second part: grammars of requests that other groups will hand over, in threads of SGLang."""
@@ -113,18 +115,23 @@ class SwitchExecutor:
         if self.scheduler.is_fully_idle():
             self.scheduler.grammars.wait()  # its loop sleeps
 
-    def answer_compiled(self) -> None:
-        """Called in every iteration."""
-        if self._compiling is not None and not self.scheduler.grammars.busy:
+    def answer(self) -> None:
+        """Called in every iteration: what a command has begun may be done."""
+        scheduler = self.scheduler
+        if self._compiling is not None and not scheduler.grammars.busy:
             (epoch, started), self._compiling = self._compiling, None
-            self._prepared(epoch, started)
+            scheduler.channel.send(self._prepared(epoch, started))
+        message, prompt = self._computing or (None, None)
+        if message and (prompt is None or prompt is not scheduler.chunked_req or scheduler._engine_paused):
+            self._computing = None
+            scheduler.channel.send(message)
 
-    def _prepared(self, epoch: int, started: float, **more: Any) -> None:
-        seconds = time.perf_counter() - started
-        self.scheduler.channel.send(Prepared(rank=self.rank, epoch=epoch, seconds=seconds, **more))
+    def _prepared(self, epoch: int, started: float, **more: Any) -> Prepared:
+        return Prepared(rank=self.rank, epoch=epoch, seconds=time.perf_counter() - started, **more)
 
     def cancel(self, command: Cancel) -> None:
         """Another rank could not prepare: stay where we are."""
+        self._computing = None
         self.scheduler.grammars.forget()
         self.layouts.staging.release()
         if self.state is SwitchState.PREPARE:
@@ -191,8 +198,7 @@ class SwitchExecutor:
     def _exchange(self, old: ParallelLayout, new: ParallelLayout, exchange: KvExchange | None, epoch: int) -> None:
         """Move the live KV, layer by layer.
 
-        A rank that fails goes on taking part in the collectives, so that nobody waits for it, and
-        says so in the vote.
+        A rank that fails takes part in the collectives all the same, so that nobody waits for it, and votes so.
         """
         error = None
         try:

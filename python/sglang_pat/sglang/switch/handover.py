@@ -26,8 +26,8 @@ class Offer:
     """What one old group puts on the table, from its leader.
 
     Attributes:
-        live: the plan's view of the requests that have their KV: those that decode in batch order, then those that wait
-            for a decode slot.
+        live: the plan's view of the requests that have KV: those that decode in batch order, then those that wait for a
+            decode slot or for the rest of a prefill.
         waiting: destination group of each request that waits for a prefill.
         capsules: destination group -> bytes of its requests' capsules, pickled together, live ones first; only of
             groups with ranks that do not hold these requests already, which get them from this leader.
@@ -56,7 +56,7 @@ class IncomingRequests:
         decoding: request, its slots in the plan (int64 ``[tokens]``), and how many of them it shares with an earlier
             one.
         waiting: requests that start with a prefill.
-        parked: those of them whose KV came along, as in ``decoding``; they wait for a decode slot.
+        parked: those of them whose KV came along, as in ``decoding``.
         place: slot of the new pool view for each slot of the plan, int64 ``[num_slots + 1]``.
         entered: rid -> when it came into the queue, of those that this rank held: their leader's clock counts, since
             priority scheduling sorts by it.
@@ -106,17 +106,23 @@ def make_offer(
 
     Args:
         rows: KV slots of the live requests, int64 ``[tokens]`` each.
-        recompute_below: with ``--pat-kv auto``, requests with fewer KV tokens go over as tokens.
+        recompute_below: with ``--pat-kv auto``, requests with fewer KV tokens go over as tokens; not in the middle of a
+            prefill: where switches come often, each piece would be lost before the next one.
     """
     layouts = scheduler.layouts
     old = layouts.current.layout
-    least = {"migrate": 0, "auto": recompute_below, "recompute": sys.maxsize}[scheduler.adaptive.kv]
-    lengths = [len(row) for row in rows] + [req.seqlen for req in waiting]
-    rows = [row if len(row) >= least else row[:0] for row in rows]
+    complete = [bool(req.output_ids) and len(row) == req.seqlen - 1 for req, row in zip(live, rows, strict=True)]
+    lengths = [len(row) if done else req.seqlen for req, row, done in zip(live, rows, complete, strict=True)]
+    lengths += [req.seqlen for req in waiting]
+    least = {"migrate": (0, 0), "auto": (0, recompute_below), "recompute": (sys.maxsize,) * 2}[scheduler.adaptive.kv]
+    rows = [row if len(row) >= least[done] else row[:0] for row, done in zip(rows, complete, strict=True)]
     dests = plan.destinations(old, new, old.group_of(scheduler.rank), lengths)
     live_dest = dests[: len(live)]
     shared = plan.shared_prefixes(rows, live_dest, layouts.current.kv_pool.size + 1)
-    planned = [plan.LiveRequest(len(row), *pair, dest) for row, pair, dest in zip(rows, shared, live_dest, strict=True)]
+    planned = [
+        plan.LiveRequest(len(row), *pair, dest, done)
+        for row, pair, dest, done in zip(rows, shared, live_dest, complete, strict=True)
+    ]
     capsules: dict[int, bytes] = {}
     if scheduler.is_leader and new.tp > old.tp:
         bound: dict[int, list[requests.Capsule]] = {}

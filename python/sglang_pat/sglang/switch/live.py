@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_pat.kernels.transfer import download, upload
+from sglang_pat.sglang.switch import requests
 
 if TYPE_CHECKING:
     from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
@@ -69,9 +70,10 @@ def requests_of(scheduler: AdaptiveScheduler) -> tuple[list[Req], list[Req]]:
 
 
 def with_kv(scheduler: AdaptiveScheduler) -> tuple[list[Req], list[Req], list[np.ndarray]]:
-    """``(live, waiting, rows)`` after :func:`drain`: requests that have their KV, those that decode first; the others.
+    """``(live, waiting, rows)`` after :func:`drain`: requests that have KV, those that decode first; the others.
 
-    ``rows``: KV slots of the tokens of each live one, int64 ``[tokens]``; the last token has none yet.
+    ``rows``: KV slots of the tokens of each live one, int64 ``[tokens]``; the last token has none yet.  Of those that
+    do not decode some may have fewer: only some pieces of a prompt are computed, or some KV was evicted.
     """
     decoding, waiting = requests_of(scheduler)
     parked = _parked(scheduler)
@@ -85,22 +87,34 @@ def have_decoded(scheduler: AdaptiveScheduler) -> list[Req]:
     return [req for req in scheduler.waiting_queue if req.output_ids]
 
 
-def _parked(scheduler: AdaptiveScheduler) -> list[tuple[Req, torch.Tensor]]:
-    """Requests that wait and need no more than a decode slot, with their KV slots: the radix tree has all their tokens.
+def keeps_pieces(scheduler: AdaptiveScheduler) -> bool:
+    """Whether what is computed of a prompt goes over: KV moves, and there is a tree to wait in."""
+    tree = scheduler.tree_cache
+    return scheduler.adaptive.kv != "recompute" and not (tree.is_chunk_cache() or tree.disable)
 
-    An earlier switch has left them there (``adopt``).  Whoever has lost some to others that decode is not among them.
-    Nobody is in a pause by a client: one that has retracted all requests promises that no KV is in use, so that
-    weights can be updated and the tree emptied.
+
+def _parked(scheduler: AdaptiveScheduler) -> list[tuple[Req, torch.Tensor]]:
+    """Requests that wait and have KV, with its slots: those that decoded first, then prompts in pieces.
+
+    An earlier switch has left it in the radix tree (``adopt``), where some may have been lost to others that decode;
+    the prompt whose pieces are being computed holds its own.  Who has decoded has none in a pause by a client: one that
+    has retracted all requests promises that no KV is in use, so that weights can be updated and the tree emptied.
     """
     tree = scheduler.tree_cache
-    if tree.is_chunk_cache() or tree.disable or scheduler._paused_by_client:
+    if tree.is_chunk_cache() or tree.disable:
         return []
+    chunked = scheduler.chunked_req
+    waiting = [] if scheduler._paused_by_client else have_decoded(scheduler)
+    waiting += [req for req in scheduler.waiting_queue if req.extend_batch_idx and not req.output_ids]
     found: list[tuple[Req, torch.Tensor]] = []
-    for req in have_decoded(scheduler):
+    for req in waiting:
         key = RadixKey((req.origin_input_ids + req.output_ids)[:-1], req.extra_key)
         slots = tree.match_prefix(MatchPrefixParams(key=key)).device_indices
-        if len(slots) == len(key):
+        if len(slots):
             found.append((req, slots))
+    if chunked is not None:
+        table = scheduler.req_to_token_pool.req_to_token
+        found.append((chunked, table[chunked.req_pool_idx, : chunked.kv_committed_len]))
     return found
 
 
@@ -124,6 +138,7 @@ def recompute(scheduler: AdaptiveScheduler) -> None:
     for req in decoding + ([scheduler.chunked_req] if scheduler.chunked_req is not None else []):
         req.req_pool_idx = None
         req.reset_for_retract()
+        requests.forget_pieces(req)
     grammar_queue = scheduler.grammar_manager.grammar_queue
     scheduler.clear_pools()
     scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +35,14 @@ CARRIED = (
     "_cache_breakdown_computed retraction_count is_retracted retracted_stain to_finish finished_reason finished_len "
     "finished_output reasoning_tokens _is_reasoning_over return_logprob logprob_start_len origin_input_ids "
     "extend_batch_idx decode_batch_idx grammar_wait_ct temp_scaled_logprobs top_p_normalized_logprobs "
-    "has_log_time_stats"
+    "has_log_time_stats "
+    # of the pieces of a prompt that have been computed
+    "input_token_logprobs temp_input_top_logprobs_val temp_input_top_logprobs_idx "
+    "temp_input_token_ids_logprobs_val temp_input_token_ids_logprobs_idx"
 ).split()
 """Attributes that go over as they are."""
 
-LOGPROBS = tuple(name for name in CARRIED if "logprobs_" in name and name.endswith(("_val", "_idx")))
+LOGPROBS = tuple(name for name in CARRIED if re.fullmatch("(in|out)put_.*logprobs_(val|idx)", name))
 """Lists with an entry for each token where logprobs are asked for.  SGLang sends each entry to the client once, a
 stretch of some tokens at a time, and does not look at it again: what was sent does not go over."""
 
@@ -52,9 +58,8 @@ LOCAL = (
     "fill_ids kv_committed_len kv_allocated_len kv_committed_freed kv_overallocated_freed req_pool_idx prefix_indices "
     "extend_input_len extend_logprob_start_len last_node last_host_node best_match_node host_hit_length "
     "storage_hit_length cache_protected_len is_chunked "
-    # of a chunked prefill, which starts over
-    "already_computed input_token_logprobs temp_input_top_logprobs_val temp_input_top_logprobs_idx "
-    "temp_input_token_ids_logprobs_val temp_input_token_ids_logprobs_idx "
+    # how much of a prefill was cached, which SGLang counts before a switch only
+    "already_computed "
     # of features that are refused at start
     "swa_evicted_seqlen swa_uuid_for_lock swa_prefix_lock_released mamba_pool_idx mamba_ping_pong_track_buffer "
     "mamba_next_track_idx mamba_last_track_seqlen mamba_branching_seqlen hidden_states_tensor output_topk_p "
@@ -178,6 +183,29 @@ def rebuild(scheduler: AdaptiveScheduler, capsule: Capsule, held_grammar: Any | 
         # Its grammar turned out not to compile.
         req.set_finish_with_abort(refused.message)
     return req
+
+
+def forget_pieces(req: Req) -> None:
+    """Of a prompt whose pieces are computed again: SGLang (0.5.12) forgets some of their logprobs and keeps others."""
+    req.temp_input_top_logprobs_val = req.temp_input_top_logprobs_idx = None
+    req.temp_input_token_ids_logprobs_val = req.temp_input_token_ids_logprobs_idx = None
+
+
+@contextmanager
+def logprobs_after_pieces(waiting: list[Req]) -> Iterator[None]:
+    """Inside, SGLang makes a batch of some of ``waiting``.
+
+    It takes no KV from the tree of tokens whose logprobs are asked for, and computes both.  Of a prompt in pieces that
+    a switch has brought the logprobs are there.
+    """
+    begun = [(req, req.logprob_start_len) for req in waiting if req.input_token_logprobs]
+    for req, start in begun:
+        req.logprob_start_len = start + len(req.input_token_logprobs)
+    try:
+        yield
+    finally:
+        for req, start in begun:
+            req.logprob_start_len = start
 
 
 def forget_masks(reqs: list[Req]) -> None:
