@@ -34,12 +34,17 @@ def planned(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     """
     if args.device not in ("cpu", "cuda"):
         return args
-    plan = make_plan(demand_of(args), supply_of(args))
+    plan = plan_of(args)
     for line in plan.table().splitlines():
         logger.info(line)
     if line := advice(plan):
         logger.warning(line)
     return _with(args, plan)
+
+
+def plan_of(args: AdaptiveServerArgs) -> MemoryPlan:
+    """Raises :class:`DoesNotFit`: one line that says what would fit."""
+    return make_plan(demand_of(args), supply_of(args))
 
 
 def _with(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:
