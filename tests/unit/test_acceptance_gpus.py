@@ -55,7 +55,9 @@ def test_the_large_model_is_chosen_by_memory(gpus, tmp_path, monkeypatch, sharin
 def test_engines_on_a_gpu(gpus, tmp_path, monkeypatch):
     """In float32 only Triton's attention works there; small batches have few graphs."""
     started = []
-    monkeypatch.setattr(bench, "Worker", lambda *given, **more: started.append((given, more)) or SimpleNamespace(stop=int))
+    monkeypatch.setattr(
+        bench, "Worker", lambda *given, **more: started.append((given, more)) or SimpleNamespace(stop=int)
+    )
     made = bench.prepare("cuda", 2, tmp_path, True, ("--grammar-backend", "none"))
     made.exact()
     (model, *flags), more = started[0]

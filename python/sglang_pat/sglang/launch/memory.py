@@ -49,6 +49,7 @@ def plan_of(args: AdaptiveServerArgs) -> MemoryPlan:
 
 def _with(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:
     view = copy.copy(args)
+    view.pat_kept = plan.kept
     if not args.pat_fraction_given:
         ours = args.device == "cpu" or cuda.shared()
         view.mem_fraction_static = PLANNED_FRACTION if ours else round(plan.static_fraction, 4)
