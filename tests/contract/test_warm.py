@@ -77,15 +77,15 @@ def test_no_memory_is_taken_for_kv_that_does_not_move():
 def test_a_step_without_a_graph_is_said_once_a_layout(caplog):
     layouts = Layouts.__new__(Layouts)
     layouts._said_without_graph = set()
-    args = SimpleNamespace(pat_graph_sizes={1: [1, 64], 8: [1, 16]}, disable_cuda_graph=False)
+    args = SimpleNamespace(pat_graph_sizes={1: [1, 64], 8: [1, 16]})
     layouts.runner = SimpleNamespace(server_args=args)
     for tp, batch in ((8, 16), (8, 40), (8, 50), (1, 64), (1, 65)):
-        layouts.current = SimpleNamespace(layout=SimpleNamespace(tp=tp))
+        layouts.current = SimpleNamespace(layout=SimpleNamespace(tp=tp), graph_runner="of this layout")
         layouts.say_without_graph(batch)
     assert [record.message.split(", which")[0] for record in caplog.records] == [
         "tp8: steps of more than 16 requests, as now of 40, run without a CUDA graph",
         "tp1: steps of more than 64 requests, as now of 65, run without a CUDA graph",
     ]
-    args.disable_cuda_graph, layouts._said_without_graph = True, set()
+    layouts.current.graph_runner, layouts._said_without_graph = None, set()
     layouts.say_without_graph(65)
     assert len(caplog.records) == 2

@@ -239,9 +239,11 @@ class Layouts:
 
     def say_without_graph(self, batch: int) -> None:
         """Log, once for each layout, that a decode step of so many requests is larger than the layout's graphs."""
-        tp, args = self.current.layout.tp, self.runner.server_args
-        largest = max(args.pat_graph_sizes.get(tp, ()), default=0)
-        if batch <= largest or not largest or args.disable_cuda_graph or tp in self._said_without_graph:
+        tp = self.current.layout.tp
+        if self.current.graph_runner is None or tp in self._said_without_graph:
+            return
+        largest = max(self.runner.server_args.pat_graph_sizes[tp])
+        if batch <= largest:
             return
         self._said_without_graph.add(tp)
         logger.warning(
