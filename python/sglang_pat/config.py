@@ -121,7 +121,8 @@ class AdaptiveConfig:
         for layout in self.layouts:
             if layout.tp == tp:
                 return layout
-        raise ValueError(f"tp={tp} is not a candidate; choose one of {[layout.tp for layout in self.layouts]}")
+        degrees = [layout.tp for layout in self.layouts]
+        raise ValueError(f"tp={tp} is not a candidate; choose one of {degrees} (--pat-candidates)")
 
 
 def parse_degrees(text: str | None) -> tuple[int, ...] | None:
