@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang_pat.layout import ParallelLayout, candidate_layouts, device_of_rank
+from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees, device_of_rank
 
 POLICIES = ("survival", "pat", "threshold", "schedule", "manual", "off")
 PREDICTING = ("survival", "pat")
@@ -34,7 +34,8 @@ class AdaptiveConfig:
     base: ParallelLayout
     """Layout the engine starts in and returns to."""
     degrees: tuple[int, ...] | None = None
-    """Candidate TP degrees; None for every doubling of the base degree."""
+    """Candidate TP degrees; None for every doubling of the base degree, or for the first and the last of them
+    (:attr:`only_ends`)."""
     policy: str = "threshold"
     """Who decides on switches: ``survival`` or ``pat`` (predict from a profile), ``threshold``, ``schedule`` (at
     given steps), ``manual`` (only /pat/reconfigure) or ``off``."""
@@ -83,12 +84,20 @@ class AdaptiveConfig:
             raise ValueError(f"--pat-calibrate {self.calibrate}: must be 0 to {MOST_STEPS}")
         if self.switch_at < 1:
             raise ValueError(f"--pat-switch-at {self.switch_at}: must be at least 1")
-        degrees = None if self.degrees is None else list(self.degrees)
-        object.__setattr__(self, "layouts", tuple(candidate_layouts(self.base, degrees)))
+        degrees = self.degrees
+        if degrees is None:
+            degrees = default_degrees([layout.tp for layout in candidate_layouts(self.base)], self.only_ends)
+        object.__setattr__(self, "layouts", tuple(candidate_layouts(self.base, list(degrees))))
 
     @property
     def num_ranks(self) -> int:
         return self.base.num_ranks
+
+    @property
+    def only_ends(self) -> bool:
+        """Whether nobody goes to a degree between the lowest and the highest: ``threshold`` does not, and without a
+        profile nobody knows what such a degree is good for."""
+        return self.policy == "threshold" and self.profile is None
 
     @property
     def predicts(self) -> bool:
@@ -112,7 +121,8 @@ class AdaptiveConfig:
         for layout in self.layouts:
             if layout.tp == tp:
                 return layout
-        raise ValueError(f"tp={tp} is not a candidate; choose one of {[layout.tp for layout in self.layouts]}")
+        degrees = [layout.tp for layout in self.layouts]
+        raise ValueError(f"tp={tp} is not a candidate; choose one of {degrees} (--pat-candidates)")
 
 
 def parse_degrees(text: str | None) -> tuple[int, ...] | None:

@@ -9,6 +9,7 @@ weights.  PAT (section 4.3) uses contiguous groups, where shards do not nest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -86,6 +87,15 @@ def candidate_layouts(base: ParallelLayout, degrees: list[int] | None = None) ->
         if high % low:
             raise ValueError(f"candidates {chain}: {low} does not divide {high}, so their shards do not nest")
     return [base.with_tp(tp) for tp in chain]
+
+
+def default_degrees(degrees: Sequence[int], only_ends: bool) -> tuple[int, ...]:
+    """Of ``degrees`` (ascending) those that are used: each has groups, graphs and buffers, which take memory.
+
+    Args:
+        only_ends: whoever decides goes from the lowest to the highest only.
+    """
+    return tuple(degrees[:1]) + tuple(degrees[1:][-1:] if only_ends else degrees[1:])
 
 
 def exchange_groups(a: ParallelLayout, b: ParallelLayout) -> list[list[int]]:

@@ -11,6 +11,7 @@ end reads the other.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -19,17 +20,23 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What policies compute with; more cannot be read."""
 
 
+NO_KV = sys.maxsize
+"""As ``recompute_below``: no KV moves, and no memory is needed to move it through."""
+
+
 class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Get ready for degree ``tp`` while decoding goes on."""
+    """Get ready for degree ``tp`` while decoding goes on; ``recompute_below``: see :class:`Switch`."""
 
     epoch: int
     tp: int
+    recompute_below: int = 0
 
 
 class Switch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Enter the switch to degree ``tp`` at the next iteration boundary.
 
-    ``recompute_below``: requests with fewer KV tokens go over as tokens (``--pat-kv auto``).
+    ``recompute_below``: requests with fewer KV tokens go over as tokens (``--pat-kv auto``); :data:`NO_KV`: all do,
+    whatever ``--pat-kv`` says.
     """
 
     epoch: int

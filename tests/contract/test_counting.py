@@ -11,6 +11,8 @@ from types import MethodType, SimpleNamespace
 import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import ScheduleEntry, ScheduleState
 
 from .requests_made import tokenized
@@ -25,10 +27,13 @@ def test_the_warm_up_does_not_count_in_a_schedule(monkeypatch):
     manager, seen = SimpleNamespace(pat_first_schedule=["given"]), []
     monkeypatch.setattr(http, "_manager", lambda: manager)
     monkeypatch.setattr(
-        http.http_server, "_execute_server_warmup", lambda args: seen.append(manager.pat_first_schedule) or True
-    )
-    assert http._warm_up(None) is True
-    assert seen == [None] and manager.pat_first_schedule == ["given"]
+        http.http_server, "_execute_server_warmup",
+        lambda args: seen.append((manager.pat_first_schedule, args.dp_size)) or True,
+    )  # fmt: skip
+    config = AdaptiveConfig(base=ParallelLayout(1, 4))
+    assert http._warm_up(SimpleNamespace(dp_size=1, adaptive_config=lambda: config)) is True
+    assert seen == [(None, 4)], "a request for each replica"
+    assert manager.pat_first_schedule == ["given"]
 
 
 class Scheduling:

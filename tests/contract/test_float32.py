@@ -1,14 +1,17 @@
-"""Float32 on a GPU: norms by torch, and for nobody else."""
+"""Float32 on a GPU: norms by torch, products without TF32, and for nobody else."""
 
 from __future__ import annotations
 
+import inspect
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.attention.triton_ops import decode_attention, extend_attention
 from sglang.srt.layers.layernorm import RMSNorm
 
-from sglang_pat.sglang.rank.float32 import norms_by_torch
+from sglang_pat.sglang.rank.float32 import true_float32
 
 pytestmark = pytest.mark.contract
 
@@ -17,7 +20,9 @@ def made(args, monkeypatch) -> RMSNorm:
     """A norm as SGLang builds it on a GPU, of a rank with these arguments."""
     monkeypatch.setattr("sglang.srt.layers.utils.multi_platform._is_cuda", True)
     monkeypatch.setattr(RMSNorm, "forward_cuda", RMSNorm.forward_cuda)  # put back after the test
-    norms_by_torch(SimpleNamespace(**args))
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "")  # put back, too
+    monkeypatch.delenv("TRITON_F32_DEFAULT")
+    true_float32(SimpleNamespace(**args))
     return RMSNorm(8, eps=1e-6)
 
 
@@ -36,3 +41,39 @@ def test_in_float32_on_a_gpu(monkeypatch, dtype):
 @pytest.mark.parametrize("args", [{"device": "cuda", "dtype": "bfloat16"}, {"device": "cpu", "dtype": "float32"}])
 def test_otherwise_they_are_sglangs(monkeypatch, args):
     assert made(args, monkeypatch)._forward_method.__func__ is not RMSNorm.forward_native
+    assert "TRITON_F32_DEFAULT" not in os.environ
+
+
+def test_triton_multiplies_without_tf32(monkeypatch, tmp_path):
+    """Compiled for an H100, which need not be here: as Triton does it by default, and as a rank has it do it."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from .triton_product import product
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    source = ASTSource(
+        fn=product, signature={"a": "*fp32", "b": "*fp32", "c": "*fp32", "N": "constexpr"}, constexprs={"N": 16}
+    )
+
+    def compiled() -> str:
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "")
+    monkeypatch.delenv("TRITON_F32_DEFAULT")
+    assert ".tf32" in compiled()
+    made({"device": "cuda", "dtype": "float32"}, monkeypatch)
+    assert ".tf32" not in compiled()
+    for module in (extend_attention, decode_attention):
+        text = inspect.getsource(module)
+        assert "input_precision" not in text and "allow_tf32" not in text, "SGLang has a say of its own now"
+
+
+def test_torch_multiplies_without_tf32(monkeypatch):
+    torch.set_float32_matmul_precision("high")  # as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 does
+    try:
+        made({"device": "cuda", "dtype": "float32"}, monkeypatch)
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.managers import scheduler as stock
@@ -147,10 +148,14 @@ def test_steps_of_the_layout_before_are_not_reported_as_those_of_the_new_one():
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_memory_is_released_on_all_ranks_or_on_none(others, monkeypatch):
+def test_memory_is_released_on_all_ranks_or_on_none(others, monkeypatch, caplog):
     """``others``: whether they are idle; this rank is."""
     rank, released = Rank(), []
     rank.executor = SimpleNamespace(world="all ranks")
+    rank.layouts, rank.gpu_id = SimpleNamespace(runner=SimpleNamespace(device="cuda")), 3
+    rank.server_args = SimpleNamespace(pat_kept=5 << 29)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
+    caplog.set_level("INFO")
 
     def all_reduce(idle, how, group):
         assert idle.item() and how == dist.ReduceOp.MIN and group == "all ranks"
@@ -164,6 +169,10 @@ def test_memory_is_released_on_all_ranks_or_on_none(others, monkeypatch):
         with pytest.raises(RuntimeError, match="a rank still has a request"):
             rank.release_memory_occupation("all")
     assert released == (["all"] if others else [])
+    said = (
+        "by the plan a rank keeps 2.5 GiB for context, communicators and graphs of all layouts; GPU 3 has 10.0 GiB of"
+    )
+    assert (said in caplog.text) == others
 
 
 def test_an_abort_means_one_id():

@@ -14,7 +14,7 @@ from sglang.srt import server_args as sglang_arguments
 from profiler import launch
 from profiler import sweep as sweeping
 from sglang_pat import preflight
-from sglang_pat.acceptance import answers, bench, steps
+from sglang_pat.acceptance import answers, bench, cli, steps
 from sglang_pat.memory.demand import GIB
 from sglang_pat.predict import profile as profiles
 from sglang_pat.sglang import jit
@@ -63,7 +63,8 @@ class Engine:
     started: list[tuple] = []
     started_seconds = 40.0
 
-    def __init__(self, model, *flags, policy, **_):
+    def __init__(self, model, *flags, policy, **more):
+        assert more["seconds"] >= 1800, "the first one of a machine compiles"
         self.started.append((model, flags, policy))
 
     def do(self, function, **given):
@@ -99,7 +100,8 @@ def test_every_engine_of_the_acceptance_has_arguments_that_are_taken(h100s, mode
             stand_in.profile.touch()
         with suppress(Enough):
             step(stand_in)
-    assert len(Engine.started) == 6, "ours, PAT's way, float32, bfloat16, the real model, one with a policy"
+    assert len(Engine.started) == 7, "ours twice, PAT's way, float32, bfloat16, the real model, one with a policy"
+    planned = steps._plan(stand_in)
     for folder, flags, policy in Engine.started:
         args = launch.server_args(str(folder), list(flags), policy)
         assert args.device == "cuda" and args.page_size == 1 and not args.disable_overlap_schedule
@@ -107,10 +109,22 @@ def test_every_engine_of_the_acceptance_has_arguments_that_are_taken(h100s, mode
         assert args.disable_cuda_graph == (args.pat_weights == "reshard") and args.disable_piecewise_cuda_graph
         assert args.disable_custom_all_reduce == sharing
         sizes = gpus.settled(args, None).pat_graph_sizes
-        assert max(sizes[1]) == (256 if folder == stand_in.large else 16) and bool(sizes[2]) != sharing
+        most = 16 if sharing or folder != stand_in.large else 256
+        assert max(sizes[1]) == most and bool(sizes[2]) != sharing
+        assert args.chunked_prefill_size == (2048 if sharing else 8192)
+        if flags == Engine.started[0][1]:
+            assert memory.plan_of(gpus.settled(args, None)) == planned or policy != launch.MANUAL
     options = sweeping.parse(swept)
     assert launch.server_args(options.model, options.flags).device == "cuda"
     assert str(options.out) == str(stand_in.profile)
+
+
+@pytest.mark.parametrize(("ranks", "enough"), [(2, True), (cli.MOST_SHARING, True), (2 * cli.MOST_SHARING, False)])
+def test_ranks_that_share_a_gpu_have_room_for_the_steps(h100s, monkeypatch, tmp_path, ranks, enough):
+    """Those of the acceptance bring at most 16,384 tokens into one replica, and what is answered."""
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda gpu: GIB)
+    found = steps._plan(bench.prepare("cuda", ranks, tmp_path, sharing=True))
+    assert found.supply.total == 79 * GIB // ranks and (found.tokens > 20_000) == enough
 
 
 def test_memory_is_planned_for_the_gpu_that_has_least(h100s, model, monkeypatch, caplog):

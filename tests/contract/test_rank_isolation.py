@@ -76,10 +76,17 @@ def test_a_step_of_a_switch_that_fails_is_fatal():
 
 def test_every_control_request_has_an_answer_for_failure():
     """Without one its client waits for ever, and so does every switch; what leaders answer must also merge."""
-    from sglang_pat.sglang.controls import CONTROLS, failed
+    from sglang_pat.sglang.controls import CONTROLS, classify, error_of, failed
 
     for kind, (reply, options) in CONTROLS.items():
         answers = [failed(object.__new__(kind), ValueError("boom")) for _ in range(2)]
         assert type(answers[0]) is reply
         merged = options["merge"](answers) if "merge" in options else answers[0]
         assert type(merged) is reply and not getattr(merged, "success", False)
+        if options.get("needs_base"):  # the coordinator's own answer, where there is no way to the base layout
+            asked = object.__new__(kind)
+            asked.tags = None
+            (control,) = classify(asked)
+            refused = control.refusal("no way")
+            assert type(refused) is reply and error_of(refused) == "RuntimeError: no way"
+            assert not getattr(refused, "success", False)

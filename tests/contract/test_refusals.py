@@ -24,6 +24,7 @@ REFUSED = [
     (dict(enable_dp_attention=True), "--enable-dp-attention", "leave it out"),
     (dict(ep_size=2), "--ep-size 2", "must be 1"),
     (dict(speculative_algorithm="EAGLE"), "--speculative-algorithm EAGLE", "leave it out"),
+    (dict(enable_torch_compile=True), "--enable-torch-compile", "leave it out"),
     (dict(enable_lora=True), "--enable-lora", "leave it out"),
     (dict(disaggregation_mode="prefill"), "--disaggregation-mode prefill", "must be null"),
     (dict(enable_hierarchical_cache=True), "--enable-hierarchical-cache", "leave it out"),
@@ -87,7 +88,7 @@ def test_refused_models(model, tmp_path, architecture, fields, why):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_dense_decoders_are_let_in(tmp_path, architecture):
     folder = models.make_random(architecture, tmp_path / "m", layers=1)
-    assert len(arguments(folder, dp_size=4).adaptive_config().layouts) == 3
+    assert len(arguments(folder, dp_size=4, pat_policy="manual").adaptive_config().layouts) == 3
 
 
 OTHER_NAMES = {
@@ -146,8 +147,9 @@ def test_a_vocabulary_that_does_not_divide(tmp_path):
 
 
 def test_default_candidates_are_those_that_the_heads_allow(model, caplog):
-    args = arguments(model, dp_size=16)
+    args = arguments(model, dp_size=16, pat_policy="manual")
     assert args.pat_candidates == "1,2,4,8"
+    assert arguments(model, dp_size=16).pat_candidates == "1,8", "threshold uses the two ends"
     assert caplog.records[-1].message == "not a candidate: tp=16 (tp=16 does not divide the model's 8 attention heads)"
 
 
@@ -158,7 +160,7 @@ def test_only_one_layout_is_said(model, caplog):
 
 def test_accepted(model):
     args = arguments(model, dp_size=4)
-    assert [str(layout) for layout in args.adaptive_config().layouts] == ["tp1×dp4", "tp2×dp2", "tp4×dp1"]
+    assert [str(layout) for layout in args.adaptive_config().layouts] == ["tp1×dp4", "tp4×dp1"]
 
 
 def test_graphs_and_weights_that_move_exclude_each_other(model):
@@ -178,12 +180,14 @@ def test_each_layout_has_its_graphs_and_prefill_has_none(model):
     """What the ranks are told; SGLang's own choice of batch sizes for the base layout."""
     from sglang_pat.sglang.launch import cuda
 
-    args = arguments(model, dp_size=4, pat_switch_at=3)
+    args = arguments(model, dp_size=4, pat_switch_at=3, pat_candidates="1,2,4")
     assert args.disable_piecewise_cuda_graph
     args.cuda_graph_bs = [1, 2, 4, 8, 16, 32]
     view = cuda.settled(args, None)
     assert view.pat_graph_sizes == {1: [1, 2, 4, 8, 16, 32], 2: [1, 2, 4, 8], 4: [1, 2, 4, 8]}
     assert args.pat_graph_sizes == {}
+    args.pat_graphs_given = True  # who names sizes means all layouts
+    assert cuda.settled(args, None).pat_graph_sizes == dict.fromkeys((1, 2, 4), args.cuda_graph_bs)
     view.disable_cuda_graph = False
     assert cuda.lines(view)[1:] == [
         "decode graphs: tp1 up to batch 32, tp2 up to batch 8, tp4 up to batch 8; "

@@ -18,6 +18,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 
 from sglang_pat.sglang.rank import updates  # noqa: E402
 from sglang_pat.sglang.rank.runner import AdaptiveTpModelWorker  # noqa: E402
+from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler  # noqa: E402
 
 SHAPES = {"a": (2, 3), "b": (4,), "c": (5,)}
 
@@ -99,3 +100,10 @@ def test_a_later_one_ends_the_update_and_the_answer_says_that_weights_are_new(ra
 def test_errors_of_the_sender_are_told_as_they_are(rank):
     success, message = rank.update([("a", (2, 3))], [None])
     assert not success and "traceback" in message
+
+
+def test_graphs_are_not_captured_again():
+    """SGLang would make a graph runner that no layout knows of."""
+    asked = SimpleNamespace(recapture_cuda_graph=True)
+    answer = AdaptiveScheduler.update_weights_from_disk(SimpleNamespace(), asked)
+    assert not answer.success and answer.message.startswith("recapture_cuda_graph: not with --adaptive-tp")

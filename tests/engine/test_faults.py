@@ -64,6 +64,40 @@ def test_failure_before_commit_leaves_the_old_layout(servers, llama, marker, wei
         assert [bool(record["error"]) for record in status["switches"][-3:]] == [False, True, False]
 
 
+def test_a_control_request_that_does_not_get_its_layout_is_answered_and_all_goes_on(servers, llama):
+    """Three attempts, then an error; a second attempt that succeeds has moved no KV.  Requests end unchanged."""
+    server = servers.adaptive(llama)
+    expected = [answer["output_ids"] for answer in server.generate(BODIES)]
+    asked = {"name": "model.norm.weight", "truncate_size": 2}
+
+    async def asking() -> tuple[list[dict], list[int]]:
+        async with server.session() as session:
+            await server.arm(session, HELD)
+            work = asyncio.ensure_future(server.generate_async(BODIES))
+            await server.reached(session)
+            codes = []
+            for failing in (True, False):
+                assert (await server.reconfigure_async(session, 2))[0] == 200
+                epoch = server.status()["switches"][-1]["epoch"]
+                with fault(server, "PREPARE:1:raise" if failing else f"PREPARE:1:raise:{epoch + 1}"):
+                    async with session.post(f"{server.url}/get_weights_by_name", json=asked) as response:
+                        codes.append(response.status)
+                assert server.status()["layout"]["tp"] == (2 if failing else 1)
+                if failing:
+                    assert (await server.reconfigure_async(session, 1))[0] == 200
+            await server.arm(session)
+            return await work, codes
+
+    answers, codes = asyncio.run(asking())
+    assert codes == [400, 200]
+    assert [answer["output_ids"] for answer in answers] == expected
+    found = [(r["to_tp"], bool(r["error"]), r["reason"]) for r in server.status()["switches"][-7:]]
+    lost, home = (1, True, "control"), (1, False, "control")
+    assert found == [lost, lost, lost, (1, False, "request"), (2, False, "request"), lost, home]
+    last = server.status()["switches"][-1]
+    assert (last["migrated"], last["recomputed"], last["moved_bytes"]) == (0, len(BODIES), 0)
+
+
 def gone(server: Server, children: list[psutil.Process]) -> None:
     """No process and no segment of the engine is left, and the exit code says that it failed."""
     alive = wait_until_ended(children, 500)

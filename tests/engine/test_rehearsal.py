@@ -39,6 +39,7 @@ def test_what_is_not_captured_runs_without_a_graph(servers, llama):
     greedy = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
     answers = server.generate([{"input_ids": [9 + i], "sampling_params": greedy} for i in range(11)])
     assert [len(answer["output_ids"]) for answer in answers] == [4] * 11
+    assert server.log_text().count("tp2: steps of more than 8 requests, as now of ") == 1
 
 
 @pytest.mark.parametrize(

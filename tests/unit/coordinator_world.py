@@ -1,4 +1,7 @@
-"""Ranks that behave like the real ones, for tests of the coordinator; no test of its own."""
+"""Ranks that behave like the real ones, for tests of the coordinator; no test of its own.
+
+One file because ranks and wires are one world, in which each message is checked against what all of them do.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import BASE_ATTEMPTS, Coordinator
 from sglang_pat.coordinator.replies import Control
 from sglang_pat.figures import Figures
+from sglang_pat.messages import NO_KV
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,14 @@ class OutOfBand:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """The answer to a control request that did not get its layout."""
+
+    serial: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Merged:
     serial: int
     ranks: tuple[int, ...]
@@ -56,7 +68,10 @@ def merge(replies: list[Any]) -> Merged:
 
 def control(serial: int, kind: str, needs_base: bool = False) -> Control:
     reply = REPLIES[kind].__name__ if kind in REPLIES else None
-    return Control(obj=Request(serial, kind), reply=reply, merge=merge, needs_base=needs_base)
+    return Control(
+        obj=Request(serial, kind), reply=reply, merge=merge, needs_base=needs_base,
+        refusal=lambda reason: Refused(serial, reason),
+    )  # fmt: skip
 
 
 @dataclass
@@ -94,6 +109,7 @@ class World:
         self.ranks = [Rank(rank) for rank in range(config.num_ranks)]
         self.fates: dict[int, tuple[str, int]] = {}
         self.aborts = 0
+        """Switches in a row that were aborted on the way to the base layout for a control request."""
         self.finished: list[Request] = []
         self.to_leaders: list[tuple[int, Any]] = []
         self.server: list[Any] = []
@@ -105,6 +121,9 @@ class World:
         self.outstanding: set[int] = set()
         self.commanded: int | None = None
         self.preparing: int | None = None
+        self.recompute_below = 0
+        self.way_home = "fine"
+        """Fate of every switch to the base layout, if not fine."""
         self.grammatical = False
         self.kv_totals: dict[int, int] = {}
         self.decoded = m.Decoded()
@@ -118,10 +137,11 @@ class World:
         if isinstance(obj, m.Switch):
             assert not self.outstanding, f"{obj} while controls {self.outstanding} are under way"
             assert self.preparing == obj.epoch and self.commanded in (None, obj.epoch)
+            assert self.recompute_below == obj.recompute_below
             self.commanded = obj.epoch
         elif isinstance(obj, m.Prepare):
             assert self.preparing in (None, obj.epoch)
-            self.preparing = obj.epoch
+            self.preparing, self.recompute_below = obj.epoch, obj.recompute_below
         elif isinstance(obj, m.Compile):
             assert self.preparing == obj.epoch and self.commanded is None
         elif isinstance(obj, m.Cancel):
@@ -142,6 +162,9 @@ class World:
             assert obj.serial in self.outstanding
             assert obj.ranks == tuple(self.known.leaders)
             self.outstanding.remove(obj.serial)
+        if isinstance(obj, Refused):
+            assert obj.serial in self.needs_base and obj.serial not in self.outstanding, "no rank has it"
+            assert self.known != self.config.base and self.aborts == BASE_ATTEMPTS
         self.server.append(obj)
 
     def counting(self) -> None: ...
@@ -164,8 +187,13 @@ class World:
         if not record.error:
             self.known = self.config.layout(record.to_tp)
         self.records.append(record)
-        # Here, and not where ranks hear of it: the next attempt may reach one rank before this one's end another.
-        self.aborts = self.aborts + 1 if record.error else 0
+        assert self.aborts <= BASE_ATTEMPTS
+        if record.reason == "control":
+            before = self.aborts % BASE_ATTEMPTS
+            assert self.recompute_below == (NO_KV if before else 0), "a second attempt moves no KV"
+            self.aborts = before + 1 if record.error else 0
+        elif not record.error:
+            self.aborts = 0
 
     # -- the ranks ----------------------------------------------------------------------------
 
@@ -205,9 +233,8 @@ class World:
         assert rank.rank in self.layout.leaders
         group = self.layout.group(rank.rank)
         if isinstance(obj, m.Prepare):
-            if obj.epoch not in self.fates:
-                # Three aborted returns to base end the engine (test_coordinator_requests.py); not here.
-                self.fates[obj.epoch] = fate if self.aborts < BASE_ATTEMPTS - 1 else ("fine", 0)
+            home = obj.tp == self.config.base.tp and self.way_home != "fine"
+            self.fates.setdefault(obj.epoch, (self.way_home, 0) if home else fate)
             kind, victim = self.fates[obj.epoch]
             assert rank.prepared is None, "the switch before was neither made nor cancelled"
             rank.prepared = obj.epoch

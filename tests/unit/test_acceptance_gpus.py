@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_pat.acceptance import bench, steps
+from sglang_pat.acceptance import bench, cli
 from sglang_pat.memory.demand import GIB
 from sglang_pat.testing import shapes
 
@@ -49,21 +49,15 @@ def test_the_large_model_is_chosen_by_memory(gpus, tmp_path, monkeypatch, sharin
     assert made.prefork is None, "the driver does not survive a fork"
     assert made.env == ({"SGLANG_PAT_SHARE_GPU": "1"} if sharing else {})
     assert len(made.tail) == 32 and max(made.tail) == (128 if sharing else 1024)
-    assert made.memory(None) == [used * GIB // (2 if sharing else 1)] * 2
-
-
-def test_the_plan_is_made_for_what_is_free(gpus, tmp_path):
-    both, shared = (steps._plan(bench.prepare("cuda", 2, tmp_path, sharing)) for sharing in (False, True))
-    assert 60 * GIB < both.rank_bytes <= 75 * GIB and 25 * GIB < shared.rank_bytes <= 37.5 * GIB
-    # As the start does: reserves go by what a GPU has, not by what is free on it.
-    assert (both.supply.free, both.supply.total) == (75 * GIB, 80 * GIB)
-    assert (shared.supply.free, shared.supply.total) == (37.5 * GIB, 40 * GIB)
+    assert made.memory(None) == [used * GIB // (2 if sharing else 1)] * 2, "of the engine, which took all of it"
 
 
 def test_engines_on_a_gpu(gpus, tmp_path, monkeypatch):
     """In float32 only Triton's attention works there; small batches have few graphs."""
     started = []
-    monkeypatch.setattr(bench, "Worker", lambda *given, **more: started.append((given, more)) or SimpleNamespace())
+    monkeypatch.setattr(
+        bench, "Worker", lambda *given, **more: started.append((given, more)) or SimpleNamespace(stop=int)
+    )
     made = bench.prepare("cuda", 2, tmp_path, True, ("--grammar-backend", "none"))
     made.exact()
     (model, *flags), more = started[0]
@@ -71,7 +65,27 @@ def test_engines_on_a_gpu(gpus, tmp_path, monkeypatch):
     assert (
         flags
         == (
-            "--tp 1 --dp 2 --grammar-backend none --dtype float32 --attention-backend triton --cuda-graph-max-bs 16"
+            "--tp 1 --dp 2 --chunked-prefill-size 2048 --cuda-graph-max-bs 16 --grammar-backend none --dtype float32 "
+            "--attention-backend triton --cuda-graph-max-bs 16"
         ).split()
     )
     assert more["env"]["SGLANG_PAT_SHARE_GPU"] == "1" and more["env"]["SGLANG_PAT_CHECK_STEADY"] == "1"
+    made.usual()
+    assert started[1][1]["env"] == {"SGLANG_PAT_SHARE_GPU": "1"}, "checks would lie in the pauses that are measured"
+
+
+def test_memory_of_an_engine_is_what_it_has_taken_since_its_start(gpus, tmp_path, monkeypatch):
+    """This process has a context on the first GPU, too, since it has measured kernels there."""
+    used = list(USED)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda gpu: used[gpu])
+    monkeypatch.setattr(bench, "Worker", lambda *given, **more: SimpleNamespace())
+    made = bench.prepare("cuda", 2, tmp_path, False)
+    worker = made.exact()
+    used[:] = [bytes_used + 3 * GIB for bytes_used in used]
+    assert made.memory(worker) == [3 * GIB] * 2
+
+
+def test_more_ranks_than_one_gpu_has_room_for_are_refused_in_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert cli.main(["--device", "cuda", "--ranks", "8", "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "error: --ranks 8: one GPU has room for 2 or 4 ranks; give one of these\n"

@@ -14,9 +14,25 @@ pytestmark = pytest.mark.unit
 BASE = ParallelLayout(1, 4)
 
 
+@pytest.mark.parametrize(
+    ("options", "degrees"),
+    [
+        ({}, [1, 8]),  # threshold goes from the lowest to the highest only
+        ({"policy": "off"}, [1, 2, 4, 8]),
+        ({"policy": "threshold", "profile": "p"}, [1, 2, 4, 8]),  # by which a planner may choose others
+        ({"policy": "survival", "profile": "p"}, [1, 2, 4, 8]),
+        ({"degrees": (1, 2, 8)}, [1, 2, 8]),
+        ({"base": ParallelLayout(8, 1)}, [8]),
+    ],
+)
+def test_default_candidates_are_those_that_somebody_goes_to(options, degrees):
+    config = AdaptiveConfig(**{"base": ParallelLayout(1, 8)} | options)
+    assert [layout.tp for layout in config.layouts] == degrees
+
+
 def test_defaults():
     config = AdaptiveConfig(base=BASE)
-    assert [str(layout) for layout in config.layouts] == ["tp1×dp4", "tp2×dp2", "tp4×dp1"]
+    assert [str(layout) for layout in config.layouts] == ["tp1×dp4", "tp4×dp1"]
     assert (config.policy, config.switch_at, config.weights, config.kv) == (
         "threshold",
         8,

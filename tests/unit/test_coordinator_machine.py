@@ -20,7 +20,7 @@ from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.rules import RETRY_SECONDS, SETTLE_SECONDS
 from sglang_pat.policies.threshold import threshold
 
-from .coordinator_world import REPLIES, Merged, OutOfBand, Request, World, control, deliver
+from .coordinator_world import REPLIES, Merged, OutOfBand, Refused, Request, World, control, deliver
 from .drawn import examples
 
 pytestmark = pytest.mark.unit
@@ -124,6 +124,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def grammars(self, grammatical):
         self.world.grammatical = grammatical
 
+    @rule(fate=st.sampled_from(["fine", "prepare", "abort"]))
+    def way_home(self, fate):
+        self.world.way_home = fate
+
     @rule(number=RANK, action=st.sampled_from(["iterate", "deliver", "finish", *REPLIES]), fate=FATE)
     def step(self, number, action, fate):
         self._act(number, action, fate)
@@ -205,6 +209,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             for name in "ab":
                 self.coordinator.round(m.EndRound(name=name), self.now)
             self.pause(pauses=False)
+            self.world.way_home = "fine"
             self.drain()
 
     def drain(self) -> None:
@@ -231,8 +236,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert self.coordinator.layout == self.world.layout == self.world.known
         if self.config.policy != "manual":
             assert self.world.layout == self.config.base
-        merged = [obj.serial for obj in self.world.server if isinstance(obj, Merged)]
-        assert sorted(merged) == self.expected, "each control request has one reply"
+        answered = [obj.serial for obj in self.world.server if isinstance(obj, (Merged, Refused))]
+        assert sorted(answered) == self.expected, "each control request has one reply"
         assert sum(isinstance(obj, OutOfBand) for obj in self.world.server) == self.out_of_band
         assert not any(isinstance(obj, tuple(REPLIES.values())) for obj in self.world.server)
         self.check_queries()

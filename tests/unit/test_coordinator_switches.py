@@ -34,7 +34,9 @@ def test_reconfigure_and_its_record():
 def test_reconfigure_to_what_cannot_be(tp):
     rig = Rig(1, 2)
     rig.reconfigure(tp)
-    assert [(a.code, a.message) for a in rig.answers()] == [(400, f"tp={tp} is not a candidate; choose one of [1, 2]")]
+    assert [(a.code, a.message) for a in rig.answers()] == [
+        (400, f"tp={tp} is not a candidate; choose one of [1, 2] (--pat-candidates)")
+    ]
 
 
 def test_reconfigure_while_busy_and_to_where_we_are():

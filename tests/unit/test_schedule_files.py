@@ -57,7 +57,7 @@ def test_bad_schedules_get_one_line(kind, tmp_path):
 def test_a_missing_file_and_an_impossible_degree_get_one_line():
     with pytest.raises(ValueError, match="--pat-schedule /nowhere: No such file"):
         read("/nowhere")
-    layouts = AdaptiveConfig(base=BASE).layouts
+    layouts = AdaptiveConfig(base=BASE, policy="schedule").layouts
     with pytest.raises(ValueError, match=r"entry 2: tp=3 is not a candidate; choose one of \[1, 2, 4\]"):
         check_degrees(parse('[{"tp": 2}, {"tp": 3}]'), layouts)
     check_degrees(parse('[{"tp": 4}, {"step": 3}]'), layouts)

@@ -95,7 +95,7 @@ def likelihood(bench: Bench) -> Result:
 
 
 def steady(bench: Bench) -> Result:
-    """Nothing is captured or made anew over switches and weight updates, and the new weights are in every layout."""
+    """Switches make no group, pool or graph, also after weight updates, and the new weights are in every layout."""
     worker, prompts = bench.exact(), bench.prompts(4, 20)
     degrees = degrees_of(worker)
     shape = ModelShape.from_config(estimate.read_config(str(bench.small)))
@@ -103,7 +103,7 @@ def steady(bench: Bench) -> Result:
         "model.layers.0.mlp.down_proj.weight": [shape.hidden, shape.intermediate],
         "model.layers.0.self_attn.q_proj.weight": [shape.heads * shape.head_dim, shape.hidden],
     }
-    before, made = None, 0
+    before, made, memory = None, 0, []
     for number in range(UPDATES + 1):
         if number:
             worker.do(commands.update, names_and_shapes=changed, seed=number, dtype="float32")
@@ -116,8 +116,13 @@ def steady(bench: Bench) -> Result:
             return Result(verdict="failed", line=f"tokens differ after {number} updates")
         if before == static["outputs"]:
             return Result(verdict="failed", line="an update changed nothing")
+        memory = memory or bench.memory(worker)  # what the first answers take is no growth
         before = static["outputs"]
-    line = f"{made} switches and {UPDATES} weight updates: tokens equal, nothing captured or allocated anew"
+    grown = max(now - then for now, then in zip(bench.memory(worker), memory, strict=True))
+    line = (
+        f"{made} switches and {UPDATES} weight updates: tokens equal; no switch made a group, a KV pool, a graph or an "
+        f"attention backend; since before the updates the rank that grew most by {grown / 2**20:+.0f} MiB"
+    )
     return Result(verdict="passed", line=line)
 
 

@@ -21,11 +21,16 @@ from sglang_pat.testing.server import rank_processes
 from sglang_pat.testing.shapes import write_shape
 
 STEADY = {"SGLANG_PAT_CHECK_STEADY": "1", "SGLANG_PAT_CHECK_AGREEMENT": "1"}
-"""A switch that makes a group, a pool or a graph fails; ranks of a group are compared after every switch."""
+"""A switch that makes a group, a pool or a graph fails; ranks of a group are compared after every switch.  Not where
+pauses are measured, in which that would lie."""
 LARGE = (("Llama-3.1-8B", 40 * GIB), ("Qwen3-4B", 16 * GIB), ("Qwen3-0.6B", 0))
 """Shapes with the free memory of a rank's GPU that they are for, bytes."""
 FEW_GRAPHS = ("--cuda-graph-max-bs", "16")
 """Of engines on a GPU whose batches are small: to capture all of SGLang's sizes takes each layout long."""
+SHARING = ("--chunked-prefill-size", "2048", *FEW_GRAPHS)
+"""Of every engine whose ranks share a GPU: SGLang chooses, and leaves memory free, as for a GPU of their own each."""
+START_SECONDS = 1800
+"""The longest that an engine may take to start: the first one of a machine compiles."""
 
 
 @dataclass
@@ -56,6 +61,8 @@ class Bench:
     best_static: float | None = None
     prefork: Prefork | None = None
     _engine: tuple[tuple, Worker] | None = None
+    _used_before: list[int] | None = None
+    """Bytes of each GPU before the engine started: this process has a context there, too."""
 
     @property
     def layout(self) -> tuple[str, ...]:
@@ -91,15 +98,19 @@ class Bench:
         """Tokens of an answer with room for so many switches; on a GPU more steps are made between two of them."""
         return 40 + (8 if self.device == "cpu" else 64) * switches
 
-    def engine(self, model: Path, *flags: str, policy: tuple[str, ...] = MANUAL) -> Worker:
-        """An engine with these flags; the last one stays for the steps that ask for the same."""
-        key = (model, flags, policy)
+    def engine(
+        self, model: Path, *flags: str, policy: tuple[str, ...] = MANUAL, checks: dict[str, str] | None = None
+    ) -> Worker:
+        """An engine with these flags and ``checks``; the last one stays for the steps that ask for the same."""
+        key = (model, flags, policy, checks)
         if self._engine is None or self._engine[0] != key:
             self.stop()
+            if self.device == "cuda":
+                self._used_before = [_used(gpu) for gpu in range(torch.cuda.device_count())]
             log = self.folder / "engine.log"
             worker = Worker(
-                model, *self.layout, *self.flags, *flags, policy=policy, env=STEADY | self.env, log=log,
-                prefork=self.prefork,
+                model, *self.layout, *self.flags, *flags, policy=policy, env=self.env | (checks or {}), log=log,
+                prefork=self.prefork, seconds=START_SECONDS,
             )  # fmt: skip
             self._engine = key, worker
         return self._engine[1]
@@ -107,7 +118,7 @@ class Bench:
     def exact(self) -> Worker:
         """The engine whose tokens must be equal."""
         attention = ("--attention-backend", "triton") if self.device == "cuda" else ()  # the others have no float32
-        return self.engine(self.small, "--dtype", "float32", *attention, *self.few_graphs)
+        return self.engine(self.small, "--dtype", "float32", *attention, *self.few_graphs, checks=STEADY)
 
     def usual(self) -> Worker:
         """The engine with default flags."""
@@ -129,10 +140,11 @@ class Bench:
         return [[drawn.randrange(5, 500) for _ in range(length)] for _ in range(count)]
 
     def memory(self, worker: Worker) -> list[int]:
-        """Bytes of each rank: of its GPU, or of the process and its share of what processes have in common."""
+        """Bytes of each rank: what its GPU has had to give since the engine started, or of the process and its share of
+        what processes have in common."""
         if self.device == "cuda":
-            share = self.ranks if self.sharing else 1
-            return [_used(gpu) // share for gpu in range(torch.cuda.device_count())]
+            share, before = self.ranks if self.sharing else 1, self._used_before or [0] * torch.cuda.device_count()
+            return [(_used(gpu) - used) // share for gpu, used in enumerate(before)]
         return [process.memory_full_info().pss for process in rank_processes(worker.children()).values()]
 
 
@@ -154,7 +166,7 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
         large=large,
         sharing=sharing,
         large_flags=large_flags,
-        flags=flags,
+        flags=(*SHARING, *flags) if sharing else flags,
         prefork=Prefork() if device == "cpu" and cpu_shim.needed() else None,
     )
 

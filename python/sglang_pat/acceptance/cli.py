@@ -10,6 +10,9 @@ from pathlib import Path
 
 from sglang_pat.acceptance.results import Report, Result
 
+MOST_SHARING = 4
+"""Ranks on one GPU: eight leave each other too little of an H100 for the steps."""
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.acceptance", description=__doc__)
@@ -57,6 +60,8 @@ def run(args: argparse.Namespace, begun: float) -> Report:
     if device == "cuda" and 1 < gpus < ranks:
         raise ValueError(f"{ranks} ranks need {ranks} GPUs, {gpus} are visible: give --ranks, or --device cpu")
     sharing = gpus == 1
+    if sharing and ranks > MOST_SHARING:
+        raise ValueError(f"--ranks {ranks}: one GPU has room for 2 or {MOST_SHARING} ranks; give one of these")
     if sharing:
         print("one GPU: all ranks share it, through gloo; times of layouts above tp1 and of switches mean nothing")
     from profiler.launch import set_environment

@@ -9,20 +9,20 @@ import os
 import statistics
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
+from profiler.launch import server_args
 from profiler.worker import search_path
 from sglang_pat import preflight
 from sglang_pat.acceptance import commands, kernels
 from sglang_pat.acceptance.answers import degrees_of, likelihood, real_model, same_tokens, steady
-from sglang_pat.acceptance.bench import Bench, free_on_gpus
+from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.linears import views
 from sglang_pat.acceptance.results import Result
-from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory import estimate
 from sglang_pat.memory.demand import GIB
-from sglang_pat.memory.plan import make_plan
+from sglang_pat.memory.plan import MemoryPlan
 from sglang_pat.testing.prefork import run
 
 COPY_SHARE = 0.8
@@ -51,14 +51,14 @@ def check_machine(bench: Bench) -> Result:
     return Result(verdict="passed", line=line, rows=rows, figures={"rank_bytes": plan.rank_bytes})
 
 
-def _plan(bench: Bench):
-    gpus = free = None
-    if bench.device == "cuda":
-        share = bench.ranks if bench.sharing else 1
-        total = torch.cuda.get_device_properties(0).total_memory
-        gpus, free = f"{bench.ranks}x{total / share / GIB:.2f}GB", free_on_gpus() // share
-    supply = estimate.supply_of_machine(gpus, bench.ranks, free)
-    return make_plan(estimate.demand_of(bench.model, ParallelLayout(1, bench.ranks), supply), supply)
+def _plan(bench: Bench) -> MemoryPlan:
+    """That of the engine with default flags, as its start will make it."""
+    flags = [*bench.layout, *bench.flags, *bench.large_flags]
+    with mock.patch.dict(os.environ, bench.env):
+        args = server_args(str(bench.large), flags)
+        from sglang_pat.sglang.launch import cuda, memory  # once the shim is there
+
+        return memory.plan_of(cuda.settled(args, None))
 
 
 def move_kv(bench: Bench) -> Result:
@@ -104,6 +104,9 @@ def pause(bench: Bench) -> Result:
     for way, flags in ways.items():
         worker = bench.engine(bench.large, *flags)
         if way == "ours":
+            # The first start of a machine compiles what a restart finds.
+            bench.stop()
+            worker = bench.engine(bench.large, *flags)
             restart = worker.started_seconds
             restart += worker.do(commands.prefilled, tokens=points[-1][1], requests=points[-1][0])
         for requests, tokens in points:
@@ -129,7 +132,8 @@ def step_times(bench: Bench) -> Result:
     """Decode steps by layout and batch, with as many requests in all."""
     worker = bench.usual()
     degrees = degrees_of(worker)
-    totals = [bench.ranks * n for n in ((1, 4, 16, 64) if bench.device == "cuda" else (1, 4))]
+    each = (1, 4) if bench.device == "cpu" else (1, 4, 16) if bench.sharing else (1, 4, 16, 64)
+    totals = [bench.ranks * n for n in each]
     rows, found = [["requests", *(f"tp{tp}, ms" for tp in degrees)]], {}
     for total in totals:
         for tp in degrees:

@@ -6,6 +6,8 @@ and no clock: every event is a method call with the time, every effect goes thro
 
 A switch and a control request never overlap.  What arrives while ranks are switching waits in ``_backlog``, in order,
 and goes to the new leaders.
+
+One file because it is one state machine: what may happen next depends on all of its state.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from sglang_pat.policies.snapshot import Policy
 from sglang_pat.predict.predictor import Predictor
 
 BASE_ATTEMPTS = 3
-"""Attempts to get back to the base layout for a control request before the engine gives up."""
+"""Attempts to get back to the base layout for a control request before it is answered with the error; after the first
+one no KV moves, for which there may be no memory."""
 
 
 class Coordinator:
@@ -205,7 +208,8 @@ class Coordinator:
             elsewhere = self._switching.under_way or self.layout != self.config.base
             if isinstance(head, Control) and head.needs_base and elsewhere:
                 if not self._switching.under_way:
-                    self._wanted = Wanted(self.config.base, "control")
+                    again = m.NO_KV if self._base_attempts else 0
+                    self._wanted = Wanted(self.config.base, "control", recompute_below=again)
                 break
             event = self._backlog.popleft()
             self._held_requests -= isinstance(event, Generation)
@@ -275,7 +279,7 @@ class Coordinator:
             if record.reason == "control":
                 self._base_attempts += 1
                 if self._base_attempts == BASE_ATTEMPTS:
-                    raise RuntimeError(f"cannot return to the base layout for a control request: {record.error}")
+                    self._refuse_controls(f"the engine cannot return to its base layout: {record.error}")
         else:
             self._take_over(ended)
             self._follower.schedule.switched(switch.source, switch.target)
@@ -286,6 +290,15 @@ class Coordinator:
         if switch.wanted.query_id is not None:
             code = 500 if record.error else 200
             self._answer(switch.wanted.query_id, code, record.error, msgspec.to_builtins(record))
+
+    def _refuse_controls(self, reason: str) -> None:
+        """Answer all that wait for the base layout; those that come later try anew."""
+        waiting, self._backlog, self._base_attempts = self._backlog, deque(), 0
+        for event in waiting:
+            if isinstance(event, Control) and event.needs_base:
+                self._outbox.to_server(event.refusal(reason))
+            else:
+                self._backlog.append(event)
 
     def _take_over(self, ended: Ended) -> None:
         """The new leaders' load: what they have reported already, or else what they were handed."""

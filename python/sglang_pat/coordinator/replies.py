@@ -16,6 +16,7 @@ class Control:
         reply: name of the reply's type, or None if there is none.
         merge: makes one reply of all leaders' replies, which come in the order of their ranks.
         failed: whether such a reply says that nothing was done.
+        refusal: makes such a reply, of a reason.
         needs_base: only the base layout can do it (weights, memory).
         pauses: True stops generation, False lets it go on.
         releases, resumes: memory it gives away and takes back, by SGLang's tags; ``changes``: of these, what was not so
@@ -26,6 +27,7 @@ class Control:
     reply: str | None = None
     merge: Callable[[list[Any]], Any] = lambda replies: replies[0]
     failed: Callable[[Any], bool] = lambda reply: False
+    refusal: Callable[[str], Any] = lambda reason: None
     needs_base: bool = False
     pauses: bool | None = None
     releases: frozenset[str] = frozenset()

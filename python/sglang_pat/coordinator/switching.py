@@ -114,8 +114,9 @@ class Switching:
         """PREPARE, on all ranks; decoding goes on."""
         self._epoch += 1
         self.under_way = UnderWay(wanted, source, self._epoch, now)
+        about = dict(epoch=self._epoch, tp=wanted.target.tp, recompute_below=wanted.recompute_below)
         for rank in source.leaders:
-            self._outbox.to_leader(rank, m.Prepare(epoch=self._epoch, tp=wanted.target.tp))
+            self._outbox.to_leader(rank, m.Prepare(**about))
 
     def command(self) -> None:
         """The switch itself: decoding stops at the next step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from sglang_pat.layout import ParallelLayout, candidate_layouts
+from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees
 from sglang_pat.memory.demand import Demand, Supply, size_text
 from sglang_pat.memory.room import MIN_TOKENS, TOKEN_STEP, by_fraction, chosen_tokens, most_tokens, needed
 
@@ -54,7 +54,8 @@ def other_layouts(demand: Demand, supply: Supply) -> Iterator[ParallelLayout]:
 
 def with_base(demand: Demand, layout: ParallelLayout) -> Demand:
     """The same demand of an engine with another base layout, and the degrees that follow from it."""
-    return replace(demand, base=layout, degrees=demand.shape.allowed(candidate_layouts(layout)))
+    allowed = demand.shape.allowed(candidate_layouts(layout))
+    return replace(demand, base=layout, degrees=default_degrees(allowed, only_ends=len(demand.degrees) <= 2))
 
 
 def _given(demand: Demand) -> str:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import psutil
 
-from sglang_pat.layout import ParallelLayout, candidate_layouts
+from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees
 from sglang_pat.memory.available import available_memory
 from sglang_pat.memory.demand import GIB, Demand, Supply
 from sglang_pat.memory.shapes import ModelShape
@@ -92,7 +92,7 @@ def supply_of_machine(gpus: str | None, ranks: int, free: int | None = None) -> 
 
 
 def demand_of(shape: ModelShape, base: ParallelLayout, supply: Supply, tokens: int | None = None) -> Demand:
-    """An engine with SGLang's own defaults and the default candidates.
+    """An engine with SGLang's own defaults, the default policy and its candidates.
 
     Raises:
         ValueError: the model does not allow the base degree.
@@ -104,7 +104,7 @@ def demand_of(shape: ModelShape, base: ParallelLayout, supply: Supply, tokens: i
     return Demand(
         shape=shape,
         base=base,
-        degrees=shape.allowed(candidate_layouts(base)),
+        degrees=default_degrees(shape.allowed(candidate_layouts(base)), only_ends=True),
         prefill_tokens=chunk,
         graph_batch=graph_batch if graphs else 0,
         tail_graph_batch=TAIL_BATCH if graphs else 0,

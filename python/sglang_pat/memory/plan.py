@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from sglang_pat.memory.alternatives import other_layouts, refusal, with_base
 from sglang_pat.memory.demand import Demand, Supply, size_text
-from sglang_pat.memory.room import CPU_OTHERS, chosen_tokens, growing, process_bytes, rank_room, sglang_reserve
+from sglang_pat.memory.room import CPU_OTHERS, chosen_tokens, growing, kept, process_bytes, rank_room, sglang_reserve
 
 
 class DoesNotFit(ValueError):
@@ -48,6 +48,11 @@ class MemoryPlan:
         parts = dict(self.parts)
         found = self.supply.free - parts["context, communicators"]
         return (parts["weights"] + parts["other layouts"] + parts["KV"]) / found
+
+    @property
+    def kept(self) -> int:
+        """Bytes of a rank's GPU that sleep does not give back; 0 where ranks share the machine's memory."""
+        return kept(self.demand, self.supply) if self.supply.kind == "cuda" else 0
 
     def table(self) -> str:
         """The plan in a few lines."""

@@ -20,6 +20,8 @@ CUDA_CONTEXT = 1 * GIB
 """Context, cuBLAS and attention workspaces of a rank."""
 COMMUNICATOR = 256 * MIB
 """Buffers of one NCCL communicator."""
+CUSTOM_ALL_REDUCE = 40 * MIB
+"""Buffers of SGLang's custom all-reduce of one TP group (0.5.12: 27 to 32 MiB on Hopper, up to 40 on Blackwell)."""
 TAIL_WORKSPACE = 128 * MIB
 """Attention workspace and first graphs of one layout above the base."""
 GRAPH_REQUEST = 2 * MIB
@@ -74,11 +76,27 @@ def process_bytes(demand: Demand, supply: Supply) -> int:
     """Bytes of a rank that are neither tensors of the model nor of a step."""
     if supply.kind == "cpu":
         return CPU_PROCESS
-    tails, wide = len(demand.degrees) - 1, sum(tp > 1 for tp in demand.degrees)
-    # Of each TP group one for eager steps and one for graphs, and one of an exchange group for each pair of layouts.
-    communicators = 2 * wide + tails * (tails + 1) // 2
+    tails = len(demand.degrees) - 1
+    # Of an exchange group one for each pair of layouts.
+    exchanging = tails * (tails + 1) // 2 * COMMUNICATOR
     graphs = tails * (TAIL_WORKSPACE + demand.tail_graph_batch * GRAPH_REQUEST)
-    return CUDA_CONTEXT + communicators * COMMUNICATOR + graphs
+    return CUDA_CONTEXT + sum(map(_group_bytes, demand.degrees)) + exchanging + graphs
+
+
+def _group_bytes(tp: int) -> int:
+    """Buffers of one TP group: NCCL's for eager steps and for graphs, and custom all-reduce's."""
+    return 2 * COMMUNICATOR + CUSTOM_ALL_REDUCE if tp > 1 else 0
+
+
+def kept(demand: Demand, supply: Supply) -> int:
+    """Bytes of a rank's GPU that sleep does not give back: what is neither weights nor KV (nor, with a memory saver,
+    the request table), and the activations that a step leaves in PyTorch's cache are given back, too."""
+    return process_bytes(demand, supply) + demand.graph_batch * GRAPH_REQUEST
+
+
+def kept_by_stock(demand: Demand, tp: int) -> int:
+    """The same of stock SGLang of degree ``tp``, with as many graphs."""
+    return CUDA_CONTEXT + _group_bytes(tp) + demand.graph_batch * GRAPH_REQUEST
 
 
 def _largest(demand: Demand, supply: Supply, room: int) -> int:

@@ -117,7 +117,8 @@ def error_of(reply: Any) -> str:
 def _nothing(kind: Any) -> Any:
     """An empty value of a field's type."""
     kind = get_origin(kind) or kind
-    return kind() if kind in (dict, list, str, bool, int, float) else None
+    # Of weights asked for by name SGLang takes None for an error, and any list for an answer.
+    return kind() if kind in (dict, str, bool, int, float) else None
 
 
 def classify(obj: Any) -> list[Generation | Control]:
@@ -135,7 +136,8 @@ def classify(obj: Any) -> list[Generation | Control]:
     if isinstance(obj, io.BaseReq):
         _forget_sender(obj)
     reply, options = CONTROLS.get(type(obj), (None, {}))
-    return [Control(obj=obj, reply=reply.__name__ if reply else None, **options, **_effects(obj))]
+    about = dict(reply=reply.__name__ if reply else None, refusal=lambda reason: failed(obj, RuntimeError(reason)))
+    return [Control(obj=obj, **about, **options, **_effects(obj))]
 
 
 def _generation(obj: Any) -> Generation:

@@ -20,7 +20,7 @@ from sglang.srt.utils import cpu_has_amx_support, is_cuda
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.errors import one_line
 from sglang_pat.figures import job_log
-from sglang_pat.layout import ParallelLayout
+from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.settings import SETTINGS, configuration
 from sglang_pat.sglang.launch import cuda
@@ -56,12 +56,17 @@ class AdaptiveServerArgs(ServerArgs):
     """Set here: ``mem_fraction_static`` is the user's, not SGLang's default."""
     pat_in_a_job: bool = False
     """Set by ``attach``: a framework has launched it, whose log shows nothing below an error but our lines for it."""
+    pat_graphs_given: bool = False
+    """Set here: so is ``cuda_graph_bs``."""
     pat_graph_sizes: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     """Set at start (``cuda.py``): batch sizes that have a decode graph, by degree."""
+    pat_kept: int = 0
+    """Set at start (``memory.py``): bytes of a rank's GPU that sleep does not give back, by the memory plan."""
 
     def __post_init__(self) -> None:
         if self.adaptive_tp:
             self.pat_fraction_given = self.mem_fraction_static is not None
+            self.pat_graphs_given = self.cuda_graph_bs is not None
             # Before SGLang's own handling, which turns some of these into other errors.
             refuse_flags(self)
             self.adaptive_config()
@@ -87,7 +92,14 @@ class AdaptiveServerArgs(ServerArgs):
     def add_cli_args(parser) -> None:
         ServerArgs.add_cli_args(parser)
         group = parser.add_argument_group("adaptive tensor parallelism (sglang_pat)")
-        parser.set_defaults(pat_base_tp=0, pat_fraction_given=False, pat_in_a_job=False, pat_graph_sizes={})
+        parser.set_defaults(
+            pat_base_tp=0,
+            pat_fraction_given=False,
+            pat_in_a_job=False,
+            pat_graphs_given=False,
+            pat_graph_sizes={},
+            pat_kept=0,
+        )
         group.add_argument("--adaptive-tp", action="store_true", help="merge replicas as the batch drains")
         for setting in SETTINGS:
             kind = {"action": "store_true"} if setting.default is False else {"type": type(setting.default or "")}
@@ -139,7 +151,8 @@ def settle_candidates(args: AdaptiveServerArgs) -> None:
     Raises:
         ValueError: such a degree was asked for, or is the base layout's.
     """
-    shape, layouts = model_shape(ModelConfig.from_server_args(args)), args.adaptive_config().layouts
+    shape, config = model_shape(ModelConfig.from_server_args(args)), args.adaptive_config()
+    layouts = config.layouts if args.pat_candidates is not None else candidate_layouts(config.base)
     allowed = shape.allowed(layouts)
     if len(allowed) < len(layouts):
         first = layouts[len(allowed)].tp
@@ -148,7 +161,7 @@ def settle_candidates(args: AdaptiveServerArgs) -> None:
             raise ValueError(f"{reason}; leave it out of --pat-candidates or choose other --tp/--dp")
         left = ", ".join(f"tp={layout.tp}" for layout in layouts[len(allowed) :])
         job_log.warning("not a candidate: %s (%s)", left, reason)
-        args.pat_candidates = ",".join(map(str, allowed))
+        args.pat_candidates = ",".join(map(str, default_degrees(allowed, config.only_ends)))
     if len(allowed) == 1:
         job_log.warning(
             "there is only one layout, %s, so nothing will switch: %d ranks allow no other candidate",

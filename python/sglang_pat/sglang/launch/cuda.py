@@ -51,12 +51,15 @@ def settled(args: AdaptiveServerArgs, profile: Profile | None) -> AdaptiveServer
 
 
 def _graph_sizes(args: AdaptiveServerArgs, profile: Profile | None) -> dict[int, list[int]]:
-    """Batch sizes with a decode graph, by degree; the base layout's are SGLang's own."""
+    """Batch sizes with a decode graph, by degree; the base layout's are SGLang's own, and those of the user are all
+    layouts'."""
     config = args.adaptive_config()
     captured = list(args.cuda_graph_bs or ())
-    tails = {
-        layout.tp: graph_sizes(captured, largest_batch(config, layout.tp, profile)) for layout in config.layouts[1:]
-    }
+
+    def largest(tp: int) -> int | None:
+        return None if args.pat_graphs_given else largest_batch(config, tp, profile)
+
+    tails = {layout.tp: graph_sizes(captured, largest(layout.tp)) for layout in config.layouts[1:]}
     if shared():  # what goes through gloo cannot be captured
         tails = {tp: [] for tp in tails}
     return {config.base.tp: captured} | tails

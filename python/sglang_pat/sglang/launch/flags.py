@@ -86,7 +86,6 @@ GPU = {
         "debug_cuda_graph"
     ),
     "memory that RL frameworks have released between rounds": "enable_memory_saver enable_weights_cpu_backup",
-    "torch.compile, which a CPU refuses": "enable_torch_compile enable_torch_compile_debug_mode torch_compile_max_bs",
 }
 """Accepted; takes effect on GPUs, where nothing of this has run yet."""
 
@@ -171,6 +170,7 @@ UNUSED = {
     ),
     "it switches a refused flag off": "enforce_disable_flashinfer_allreduce_fusion",
     "the gRPC server is refused": "grpc_http_sidecar_port",
+    "torch.compile is refused": "enable_torch_compile_debug_mode torch_compile_max_bs",
 }
 """Accepted, and without effect: reason -> fields."""
 
@@ -251,6 +251,7 @@ REFUSED = (
         "decrypted_config_file",
     ),
     *_off("its graphs are pieces that know one layout", "enable_breakable_cuda_graph enforce_piecewise_cuda_graph"),
+    *_off("layers on views of the base weights write their results in place", "enable_torch_compile"),
 )
 
 
@@ -274,8 +275,6 @@ def refuse_flags(args: ServerArgs) -> None:
     if args.device == "cpu":
         from sglang.srt.utils import cpu_has_amx_support
 
-        if args.enable_torch_compile:
-            raise ValueError(f"--adaptive-tp does not support --enable-torch-compile on a CPU: {_OUT}")
         if cpu_has_amx_support():
             # It packs the base layout's weights in place, and the other layouts would be sliced from packed bytes.
             raise ValueError("--adaptive-tp does not support SGLang's AMX kernels: use an sgl-kernel without them")

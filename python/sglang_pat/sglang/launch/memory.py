@@ -34,7 +34,7 @@ def planned(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     """
     if args.device not in ("cpu", "cuda"):
         return args
-    plan = make_plan(demand_of(args), supply_of(args))
+    plan = plan_of(args)
     for line in plan.table().splitlines():
         logger.info(line)
     if line := advice(plan):
@@ -42,8 +42,14 @@ def planned(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     return _with(args, plan)
 
 
+def plan_of(args: AdaptiveServerArgs) -> MemoryPlan:
+    """Raises :class:`DoesNotFit`: one line that says what would fit."""
+    return make_plan(demand_of(args), supply_of(args))
+
+
 def _with(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:
     view = copy.copy(args)
+    view.pat_kept = plan.kept
     if not args.pat_fraction_given:
         ours = args.device == "cpu" or cuda.shared()
         view.mem_fraction_static = PLANNED_FRACTION if ours else round(plan.static_fraction, 4)

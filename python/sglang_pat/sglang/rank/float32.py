@@ -1,15 +1,23 @@
-"""Float32 on a GPU, in which all layouts must give the same tokens: what SGLang lacks for it."""
+"""Float32 on a GPU, in which all layouts must give the same tokens: what SGLang, Triton and torch lack for it."""
 
 from __future__ import annotations
 
+import os
+
+import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.server_args import ServerArgs
 
 
-def norms_by_torch(args: ServerArgs) -> None:
-    """In float32 on a GPU have SGLang's norms computed by torch; to be called before a model is built.
+def true_float32(args: ServerArgs) -> None:
+    """In float32 on a GPU have everything computed in it; to be called before a model is built or a kernel compiled.
 
-    SGLang's kernel library has no float32 for a norm without a residual, with which every model begins.
+    - SGLang's kernel library has no float32 for a norm without a residual, with which every model begins: by torch.
+    - Triton multiplies float32 in TF32, which has 10 bits, unless it is told otherwise, as SGLang's attention does not.
+      Layouts then differ by some 1e-3 in a logit.  What the user has set stays.
+    - Images with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 have torch multiply in TF32 as well.
     """
     if args.device == "cuda" and args.dtype in ("float32", "float"):
         RMSNorm.forward_cuda = RMSNorm.forward_native
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+        torch.set_float32_matmul_precision("highest")

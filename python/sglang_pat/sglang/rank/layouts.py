@@ -108,6 +108,7 @@ class Layouts:
         self._refuse()
         self._check(self.runner.model, base)
         self._runtimes = {base.tp: self._base_runtime(base)}
+        self._said_without_graph: set[int] = set()
         self.setup: list[LayoutSetup] = []
         """What building each layout above the base took."""
         self.current = self._runtimes[base.tp]
@@ -235,6 +236,20 @@ class Layouts:
             owner.tp_rank, owner.tp_size = tp_rank, layout.tp
         self.runner.load_config.tp_rank = tp_rank
         self.runner.server_args.tp_size = layout.tp
+
+    def say_without_graph(self, batch: int) -> None:
+        """Log, once for each layout, that a decode step of so many requests is larger than the layout's graphs."""
+        tp = self.current.layout.tp
+        if self.current.graph_runner is None or tp in self._said_without_graph:
+            return
+        largest = max(self.runner.server_args.pat_graph_sizes[tp])
+        if batch <= largest:
+            return
+        self._said_without_graph.add(tp)
+        logger.warning(
+            "tp%d: steps of more than %d requests, as now of %d, run without a CUDA graph, which takes several times "
+            "as long: give --cuda-graph-bs with the sizes that all layouts are to have", tp, largest, batch,
+        )  # fmt: skip
 
     def prepare(self, layout: ParallelLayout) -> None:
         """Make sure that ``layout`` sees the present weights; decoding may go on meanwhile.

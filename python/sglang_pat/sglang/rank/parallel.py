@@ -21,8 +21,10 @@ SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
 """Globals of ``parallel_state`` that are always groups of one rank (the degrees refused at start)."""
 
 
-LARGE_REDUCE = 8 << 20
-"""Elements (float32) of a reduction that is too large for SGLang's custom all-reduce."""
+REDUCED = (4 << 10, 1 << 20, 8 << 20, 32 << 20)
+"""Bytes of reductions that use once all that SGLang reduces with on a GPU: the kernel of its custom all-reduce that
+pushes, the one that pulls (above 160 KB to 4 MB, by ranks and GPU), and NCCL (above 16 MB).  The two kernels are
+compiled on first use, which takes tens of seconds."""
 
 
 class GroupPool:
@@ -61,12 +63,13 @@ class GroupPool:
                 mine = next(group for group in groups if rank in group)
                 self._exchange[low.tp, high.tp] = (self._new_group(groups, backend), mine)
 
-    def warm_up(self) -> None:
-        """Reduce once in every TP group: communicators are made on first use, and another one for large tensors."""
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Reduce in every TP group as a model of this type does, in each way: nothing is made or compiled later on."""
         for coordinator in self._tp.values():
-            if coordinator.world_size > 1:
-                size = LARGE_REDUCE if coordinator.device.type == "cuda" else 1
-                dist.all_reduce(torch.zeros(size, device=coordinator.device), group=coordinator.device_group)
+            if coordinator.world_size == 1:
+                continue
+            for size in REDUCED if coordinator.device.type != "cpu" else REDUCED[:1]:
+                coordinator.all_reduce(torch.zeros(size // dtype.itemsize, dtype=dtype, device=coordinator.device))
 
     def _new_group(self, groups: list[list[int]], backend: str) -> dist.ProcessGroup:
         mine = None

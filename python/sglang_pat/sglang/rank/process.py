@@ -53,10 +53,10 @@ def run_rank(
         # What SGLang compiles are a few tiny functions; asking the C++ compiler what it can do takes seconds.
         torch.compiler.set_stance("force_eager")
     try:
-        from sglang_pat.sglang.rank.float32 import norms_by_torch
+        from sglang_pat.sglang.rank.float32 import true_float32
         from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
 
-        norms_by_torch(server_args)
+        true_float32(server_args)
         args = rank_view(server_args, config)
         scheduler = AdaptiveScheduler(
             config,

@@ -34,6 +34,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightFromDiskReqOutput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -47,6 +48,7 @@ from sglang.srt.utils.watchdog import WatchdogRaw
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
+from sglang_pat.memory.demand import size_text
 from sglang_pat.messages import Cancel, Compile, Go, InjectPrefixes, Prepare, Switch, TraceQuery
 from sglang_pat.sglang.channels import ControlSender, OutputSender, RankChannel, RpcRelay
 from sglang_pat.sglang.checks import census, tokens
@@ -65,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 HELD_POLL_MILLISECONDS = 20
 """A leader that holds looks for requests this often: a bound on how long it sleeps, not a delay, as one wakes it."""
+
+RECAPTURE_REFUSED = "recapture_cuda_graph: not with --adaptive-tp, whose layouts keep their graphs; leave it out"
 
 WORK = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)
 """Types of requests that the coordinator routes to one leader."""
@@ -340,6 +344,8 @@ class AdaptiveScheduler(Scheduler):
             self.trace.idle()
         if self.is_leader:
             self.load.look(batch)
+            if batch is not None and batch.forward_mode.is_decode():
+                self.layouts.say_without_graph(len(batch.reqs))
         return batch
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
@@ -373,7 +379,18 @@ class AdaptiveScheduler(Scheduler):
         live.drain_ended(self)
         if not live.idle_everywhere(self):
             raise RuntimeError("memory is not released: a rank still has a request")
-        return super().release_memory_occupation(recv_req)
+        output = super().release_memory_occupation(recv_req)
+        self._say_what_is_kept()
+        return output
+
+    def _say_what_is_kept(self) -> None:
+        if self.rank == 0 and self.layouts.runner.device == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            logger.info(
+                "memory released: by the plan a rank keeps %s for context, communicators and graphs of all layouts; "
+                "GPU %d has %s of %s in use now, by whomever",
+                size_text(self.server_args.pat_kept), self.gpu_id, size_text(total - free), size_text(total),
+            )  # fmt: skip
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         # A pause of the mode "retract" leaves requests that wait and hold no KV.  SGLang says that the cache can be
@@ -459,6 +476,9 @@ class AdaptiveScheduler(Scheduler):
         return answer
 
     def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
+        if recv_req.recapture_cuda_graph:
+            # Nor is it needed: weights stay where the graphs of all layouts read them.
+            return UpdateWeightFromDiskReqOutput(False, RECAPTURE_REFUSED)
         return self._updated(super().update_weights_from_disk, recv_req)
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:

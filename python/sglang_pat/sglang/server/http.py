@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import json
 import logging
@@ -87,11 +88,13 @@ def launch(argv: list[str]) -> None:
 
 
 def _warm_up(server_args: AdaptiveServerArgs) -> bool:
-    """SGLang's; its requests do not count in a schedule."""
+    """SGLang's, with a request for each replica; its requests do not count in a schedule."""
     manager = _manager()
     first, manager.pat_first_schedule = manager.pat_first_schedule, None
+    view = copy.copy(server_args)
+    view.dp_size = server_args.adaptive_config().base.dp
     try:
-        return http_server._execute_server_warmup(server_args)
+        return http_server._execute_server_warmup(view)
     finally:
         manager.pat_first_schedule = first
 

@@ -63,7 +63,7 @@ class SwitchExecutor:
 
         Else communicators, kernels and buffers would be made in the first pauses.
         """
-        self.layouts.runner.groups.warm_up()
+        self.layouts.runner.groups.warm_up(self.layouts.runner.dtype)
         for old in self.config.layouts:
             self.layouts.install(old)
             for new in self.config.layouts:
@@ -99,7 +99,7 @@ class SwitchExecutor:
             with steady():
                 new = self.config.layout(command.tp)
                 self.layouts.prepare(new)
-                kv_exchange.reserve(self.scheduler, new)
+                kv_exchange.reserve(self.scheduler, new, command.recompute_below)
                 grammars = handover.seal(self.scheduler, new)
         except Exception as exc:
             logger.exception("preparing switch %d failed", command.epoch)

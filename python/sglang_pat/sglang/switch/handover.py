@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.messages import Grammar
+from sglang_pat.messages import NO_KV, Grammar
 from sglang_pat.sglang.switch import agreement, compiled, requests
 from sglang_pat.switch import parcels, plan
 
@@ -80,6 +79,14 @@ class IncomingRequests:
         return [req for req in self.waiting if req.output_ids and req.rid not in parked]
 
 
+def least_moved(scheduler: AdaptiveScheduler, recompute_below: int) -> int:
+    """KV tokens that a request must have to be moved with them, by ``--pat-kv`` and by a command's
+    ``recompute_below``."""
+    return (
+        NO_KV if recompute_below == NO_KV else {"migrate": 0, "auto": recompute_below}.get(scheduler.adaptive.kv, NO_KV)
+    )
+
+
 def seal(scheduler: AdaptiveScheduler, new: ParallelLayout) -> list[Grammar]:
     """Before the pause: pickle what of this group's requests never changes, if it is going to travel.
 
@@ -106,16 +113,19 @@ def make_offer(
 
     Args:
         rows: KV slots of the live requests, int64 ``[tokens]`` each.
-        recompute_below: with ``--pat-kv auto``, requests with fewer KV tokens go over as tokens; not in the middle of a
-            prefill: where switches come often, each piece would be lost before the next one.
+        recompute_below: of the command; but of requests in the middle of a prefill: where switches come often, each
+            piece would be lost before the next one.
     """
     layouts = scheduler.layouts
     old = layouts.current.layout
     complete = [bool(req.output_ids) and len(row) == req.seqlen - 1 for req, row in zip(live, rows, strict=True)]
     lengths = [len(row) if done else req.seqlen for req, row, done in zip(live, rows, complete, strict=True)]
     lengths += [req.seqlen for req in waiting]
-    least = {"migrate": (0, 0), "auto": (0, recompute_below), "recompute": (sys.maxsize,) * 2}[scheduler.adaptive.kv]
-    rows = [row if len(row) >= least[done] else row[:0] for row, done in zip(rows, complete, strict=True)]
+    least = least_moved(scheduler, recompute_below)
+    of_pieces = least if least == NO_KV else 0
+    rows = [
+        row if len(row) >= (least if done else of_pieces) else row[:0] for row, done in zip(rows, complete, strict=True)
+    ]
     dests = plan.destinations(old, new, old.group_of(scheduler.rank), lengths)
     live_dest = dests[: len(live)]
     shared = plan.shared_prefixes(rows, live_dest, layouts.current.kv_pool.size + 1)

@@ -13,7 +13,7 @@ from sglang_pat.kernels import kv as kernels
 from sglang_pat.kernels.transfer import synchronize, upload
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.sglang.switch import live
-from sglang_pat.sglang.switch.handover import Offer
+from sglang_pat.sglang.switch.handover import Offer, least_moved
 from sglang_pat.sglang.switch.kv_gather import KvGather
 from sglang_pat.switch import plan
 from sglang_pat.switch.gather import build_gather
@@ -26,16 +26,22 @@ GROWTH = 16
 """Tokens that a request may still get between PREPARE and the pause: memory for them costs less than taking it then."""
 
 
-def reserve(scheduler: AdaptiveScheduler, new: ParallelLayout) -> None:
+def reserve(scheduler: AdaptiveScheduler, new: ParallelLayout, recompute_below: int = 0) -> None:
     """Take memory, before the pause, for about what a switch would move now; what grows until then is taken in it.
+
+    Args:
+        recompute_below: of the command.
 
     Raises:
         OSError, RuntimeError: there is not enough memory.
     """
     layouts, pool = scheduler.layouts, scheduler.layouts.current.kv_pool
-    tokens = sum(req.kv_committed_len + GROWTH for req in scheduler.running_batch.reqs)
-    tokens += sum(req.seqlen for req in live.have_decoded(scheduler))
-    held = tokens * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes)
+    lengths = [req.kv_committed_len + GROWTH for req in scheduler.running_batch.reqs]
+    lengths += [req.seqlen for req in live.have_decoded(scheduler)]
+    least = least_moved(scheduler, recompute_below)
+    held = sum(length for length in lengths if length >= least) * (
+        pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes
+    )
     old = layouts.current.layout
     # When tp is raised what a rank keeps stays where it is; else some of it goes through the window as well.
     through = held - held * old.tp // new.tp if new.tp > old.tp else held

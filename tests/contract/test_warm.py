@@ -1,0 +1,91 @@
+"""What is made at start, so that no long prefill has to: every way in which SGLang reduces on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.distributed.device_communicators import custom_all_reduce_v2 as custom
+
+from sglang_pat.messages import NO_KV
+from sglang_pat.sglang.rank.layouts import Layouts
+from sglang_pat.sglang.rank.parallel import GroupPool
+from sglang_pat.sglang.switch import kv_exchange
+
+pytestmark = pytest.mark.contract
+
+
+def warmed(world_size: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What a rank with one group of so many ranks reduces at start."""
+    reduced: list[torch.Tensor] = []
+    pool = GroupPool.__new__(GroupPool)
+    pool._tp = {
+        size: SimpleNamespace(world_size=size, device=torch.device(device), all_reduce=reduced.append)
+        for size in (1, world_size)
+    }
+    pool.warm_up(dtype)
+    return reduced
+
+
+@pytest.mark.parametrize("blackwell", [False, True])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_both_kernels_of_custom_all_reduce_and_nccl(monkeypatch, blackwell, world_size, dtype):
+    """As SGLang chooses between them, on either kind of GPU (``meta``: nothing is computed)."""
+    monkeypatch.setattr(custom, "is_sm100_supported", lambda: blackwell)
+    monkeypatch.setattr(custom, "THRESHOLD_2_SHOT_MAP", {})
+    custom._init_config()
+    mode, reduce = custom.THRESHOLD_2_SHOT_MAP[world_size], custom.CustomAllReduceV2.__new__(custom.CustomAllReduceV2)
+    reduce.disabled, reduce.override_algo, reduce.world_size = False, None, world_size
+    reduce.max_pull_size, reduce.max_push_size = 16 << 20, mode.one_shot_push_threshold
+    reduce.max_size = max(reduce.max_pull_size, reduce.max_push_size)
+    reduce.override_shot(None)
+    tensors = warmed(world_size, "meta", dtype)
+    assert {tensor.dtype for tensor in tensors} == {dtype}
+    ways = {reduce._determine_algo(t).is_push() if reduce.should_custom_ar(t) else "NCCL" for t in tensors}
+    assert ways == {True, False, "NCCL"}
+    reduce.disabled = True  # so that nothing is freed
+
+
+def test_on_a_cpu_little_is_reduced():
+    assert [tensor.nbytes for tensor in warmed(2, "cpu", torch.bfloat16)] == [4096]
+
+
+def test_no_memory_is_taken_for_kv_that_does_not_move():
+    """So a second attempt to get to the base layout does not fail for want of it, whatever --pat-kv says."""
+    reserved: list[int] = []
+    pool = SimpleNamespace(k_buffer=[torch.zeros(4, 2, 8)], v_buffer=[torch.zeros(4, 2, 8)])
+    layouts = SimpleNamespace(
+        current=SimpleNamespace(kv_pool=pool, layout=SimpleNamespace(tp=2)),
+        windows=None,
+        staging=SimpleNamespace(reserve=lambda out, into: reserved.append(out)),
+    )
+    for mode in ("migrate", "auto", "recompute"):
+        scheduler = SimpleNamespace(
+            layouts=layouts,
+            running_batch=SimpleNamespace(reqs=[SimpleNamespace(kv_committed_len=n) for n in (10, 100)]),
+            waiting_queue=[],
+            adaptive=SimpleNamespace(kv=mode, kv_exchange="direct"),
+        )
+        for below in (0, 50, NO_KV):
+            kv_exchange.reserve(scheduler, SimpleNamespace(tp=1), below)
+    slot, both, larger = 2 * 2 * 8 * 4, 110 + 2 * kv_exchange.GROWTH, 100 + kv_exchange.GROWTH
+    assert [size / slot for size in reserved] == [both, both, 0, both, larger, 0, 0, 0, 0]
+
+
+def test_a_step_without_a_graph_is_said_once_a_layout(caplog):
+    layouts = Layouts.__new__(Layouts)
+    layouts._said_without_graph = set()
+    args = SimpleNamespace(pat_graph_sizes={1: [1, 64], 8: [1, 16]})
+    layouts.runner = SimpleNamespace(server_args=args)
+    for tp, batch in ((8, 16), (8, 40), (8, 50), (1, 64), (1, 65)):
+        layouts.current = SimpleNamespace(layout=SimpleNamespace(tp=tp), graph_runner="of this layout")
+        layouts.say_without_graph(batch)
+    assert [record.message.split(", which")[0] for record in caplog.records] == [
+        "tp8: steps of more than 16 requests, as now of 40, run without a CUDA graph",
+        "tp1: steps of more than 64 requests, as now of 65, run without a CUDA graph",
+    ]
+    layouts.current.graph_runner, layouts._said_without_graph = None, set()
+    layouts.say_without_graph(65)
+    assert len(caplog.records) == 2
