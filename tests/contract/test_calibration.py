@@ -31,6 +31,8 @@ class Manager:
         self.model_config = SimpleNamespace(vocab_size=500)
         self.did, self.made_up, self.injected = [], [], []
         self.busy = 0
+        self.decodes: asyncio.Event | None = None
+        """Of a machine so slow that only an abort ends it."""
 
     def pat_calibration_turn(self, over: bool = False) -> None:
         self.did.append("over" if over else "turn")
@@ -43,7 +45,14 @@ class Manager:
     async def pat_made_up(self, request) -> None:
         assert not self.busy, "the one before is not known to be over"
         self.made_up.append(request)
+        if self.decodes is not None:
+            await self.decodes.wait()
+            self.decodes.clear()
         self.busy = 2
+
+    def abort_request(self, rid: str) -> None:
+        assert rid == self.made_up[-1].rid and self.decodes is not None, "only where it is too slow"
+        self.decodes.set()
 
     async def pat_status(self) -> dict:
         self.busy = max(self.busy - 1, 0)
@@ -79,6 +88,18 @@ def test_a_slow_machine_takes_fewer_turns(monkeypatch):
     manager = Manager()
     asyncio.run(calibration.calibrate(manager))
     assert manager.did == ["turn", 1, 2, 4, "turn", 4, 2, 1, 1, "flush", "over"]
+
+
+def test_a_layout_whose_steps_take_too_long_makes_fewer(monkeypatch):
+    async def slowly() -> Manager:
+        manager = Manager()
+        manager.decodes = asyncio.Event()
+        await asyncio.wait_for(calibration.calibrate(manager), 30)
+        return manager
+
+    monkeypatch.setattr(calibration, "MOST_SECONDS", 0.0)
+    manager = asyncio.run(slowly())
+    assert manager.did == [*["turn", 1, 2, 4, "turn", 4, 2, 1] * 2, 1, "flush", "over"]
 
 
 def test_a_short_context_takes_shorter_requests():

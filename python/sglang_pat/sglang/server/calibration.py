@@ -6,6 +6,7 @@ took comes to the coordinator with the leaders' load reports, as ever (``message
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from typing import TYPE_CHECKING
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
 
 ENOUGH_TURNS, ENOUGH_SECONDS = 2, 5.0
 """On a slow machine so many turns do, once they have taken so long."""
+MOST_SECONDS = 15.0
+"""So long a layout decodes in one turn at most: where a step takes seconds, a few of them do."""
 FLUSH_SECONDS = 60.0
+
+RID = "pat-calibration"
+"""Of the made-up requests of a layout in a turn, all together."""
 
 FULL = 0.9
 """Of a replica's KV, so much is taken at most.  Every replica has the prompts of all: a message for each would be one
@@ -66,7 +72,7 @@ async def _turns(manager: AdaptiveTokenizerManager, begun: float) -> None:
 
 async def _decode(manager: AdaptiveTokenizerManager, requests: int, context: int, room: int, steps: int) -> None:
     """So many requests at once, whose prompts have ``context`` tokens if there is room; each makes ``steps`` steps that
-    count: the first token is prefill's, the next step follows it.
+    count: the first token is prefill's, the next step follows it.  Fewer after :data:`MOST_SECONDS`.
 
     Prompts are not computed: what is in their KV changes no time.
     """
@@ -77,4 +83,8 @@ async def _decode(manager: AdaptiveTokenizerManager, requests: int, context: int
     ids = [random.choices(range(manager.model_config.vocab_size), k=prompt) for _ in range(requests)]
     manager.pat_inject_prefixes(ids)
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
-    await manager.pat_made_up(GenerateReqInput(input_ids=ids, sampling_params=sampling))
+    enough = asyncio.get_running_loop().call_later(MOST_SECONDS, manager.abort_request, RID)
+    try:
+        await manager.pat_made_up(GenerateReqInput(rid=RID, input_ids=ids, sampling_params=sampling))
+    finally:
+        enough.cancel()
