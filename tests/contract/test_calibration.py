@@ -24,10 +24,12 @@ class Manager:
     """Notes what it is asked for; ``fails``: the number of the switch that does."""
 
     def __init__(
-        self, context_len: int = 16384, kv: int = 1 << 20, fails: int | None = None, cached: bool = True
+        self, context_len: int = 16384, kv: int = 1 << 20, fails: int | None = None, cached: bool = True, device="cuda"
     ) -> None:
         self.context_len, self._kv, self._fails = context_len, kv, fails
-        self.server_args = SimpleNamespace(adaptive_config=lambda: CONFIG, disable_radix_cache=not cached)
+        self.server_args = SimpleNamespace(
+            adaptive_config=lambda: CONFIG, disable_radix_cache=not cached, device=device
+        )
         self.model_config = SimpleNamespace(vocab_size=500)
         self.did, self.made_up, self.injected = [], [], []
         self.busy = 0
@@ -121,6 +123,12 @@ def test_without_a_cache_no_long_prompt_is_computed():
     manager = Manager(cached=False)
     asyncio.run(calibration.calibrate(manager))
     assert {len(prompt) for request in manager.made_up for prompt in request.input_ids} == {64}
+
+
+def test_without_a_gpu_prompts_are_shorter():
+    manager = Manager(device="cpu")
+    asyncio.run(calibration.calibrate(manager))
+    assert {len(prompt) for request in manager.made_up for prompt in request.input_ids} == {64, 2048}
 
 
 @pytest.mark.parametrize("switch", [0, 4])

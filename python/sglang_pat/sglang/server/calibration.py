@@ -25,6 +25,10 @@ MOST_SECONDS = 15.0
 """So long a layout decodes in one turn at most: where a step takes seconds, a few of them do."""
 FLUSH_SECONDS = 60.0
 
+CPU_CONTEXT = 2048
+"""Tokens of a request at most without a GPU: the attention there computes the square of the whole prompt for the one
+token that is not in the cache, over a minute for 7,353 tokens of SmolLM2-135M."""
+
 RID = "pat-calibration"
 """Of the made-up requests of a layout in a turn, all together."""
 
@@ -80,6 +84,8 @@ async def _decode(manager: AdaptiveTokenizerManager, requests: int, context: int
     prompt = max(1, min(context, room - tokens, manager.context_len - tokens - 16))
     if manager.server_args.disable_radix_cache:
         prompt = min(prompt, TURNS[0][1])  # it would be computed
+    if manager.server_args.device == "cpu":
+        prompt = min(prompt, CPU_CONTEXT)
     ids = [random.choices(range(manager.model_config.vocab_size), k=prompt) for _ in range(requests)]
     manager.pat_inject_prefixes(ids)
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
