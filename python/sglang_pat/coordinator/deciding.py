@@ -42,7 +42,8 @@ class Deciding:
         history: lengths of the responses that ended.
         round: requests as they come in, and what clients have said of them.
         factors: by what the profile is off in each layout; None without a profile, or if it is to be believed.
-        calibrating: requests are made up, to measure the layouts; the policy is not asked.
+        calibrating: requests are made up, to measure the layouts; the policy is not asked.  ``calibrated``: it is over,
+            or there is none to come.
         expected_seconds: until all requests are done, as the policy saw it when it was last asked; None if it does not
             predict.
     """
@@ -66,7 +67,7 @@ class Deciding:
         self.factors = StepFactors(self._degrees) if corrects else None
         self._turns: list[dict[int, Steps]] = []
         """Of a calibration: steps by degree."""
-        self.calibrating = False
+        self.calibrating, self.calibrated = False, not config.calibrates
         self._arrived = 0
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
         self._opened = False
@@ -101,7 +102,7 @@ class Deciding:
 
     def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
         """A turn of a calibration begins, or all are over."""
-        self.calibrating = not turn.over
+        self.calibrating, self.calibrated = not turn.over, turn.over
         if self.calibrating:
             return self._turns.append({})
         if self.factors is not None:
@@ -139,7 +140,7 @@ class Deciding:
         """Whether a request that is about to go in is the first of a round whose size is known: a switch stops nobody
         yet.  Says so once; the policy is then due."""
         begins = not self.round.came and not self._opened and self._config.predicts
-        if not request.counts or not begins or not len(self.round.coming(now)):
+        if self.calibrating or not request.counts or not begins or not len(self.round.coming(now)):
             return False
         self._opened = True
         self.hurry()
