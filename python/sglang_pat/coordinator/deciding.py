@@ -92,12 +92,13 @@ class Deciding:
             self.round.last = now
             return
         self._arrived += 1
-        self.round.arrived(now, goes_on=request.generated > 0)
+        # Of n responses SGLang first has the prompt computed alone, which is none of them.
+        self.round.arrived(now, sample=request.limit > 0 and not request.generated)
         self._opened = False
 
     def ended(self, response: m.Finished, now: float) -> None:
         """A response has."""
-        self.round.ended(now)
+        self.round.ended(now, sample=response.length > response.since)
         self.history.observe(response.length, response.family, not response.cut, response.since)
 
     def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
