@@ -42,7 +42,7 @@ def reserve(scheduler: AdaptiveScheduler, new: ParallelLayout, recompute_below: 
     least = least_moved(scheduler, recompute_below)
     tokens = sum(length for length in lengths if length >= least)
     if (prompt := scheduler.chunked_req) is not None and least != NO_KV and live.keeps_pieces(scheduler):
-        tokens += min(prompt.kv_committed_len + scheduler.chunked_prefill_size, prompt.seqlen)  # its next piece, too
+        tokens += min(prompt.kv_committed_len + (scheduler.chunked_prefill_size or 0), prompt.seqlen)
     held = tokens * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes)
     old = layouts.current.layout
     # When tp is raised what a rank keeps stays where it is; else some of it goes through the window as well.
