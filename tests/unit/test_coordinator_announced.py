@@ -93,6 +93,7 @@ def test_the_prompt_of_several_responses_is_none_of_them():
     rig.coordinator.receive(Generation(obj=Request(1, "work"), tokens=5, limit=0), 1.0)
     rig.settle()
     rig.coordinator._deciding.ended(m.Finished(length=0, family=1, cut=True), 1.1)
+    assert not len(rig.coordinator.history)
     rig.finish_all()
     rig.serial = 1
     rig.work(1, now=1.2)

@@ -98,8 +98,10 @@ class Deciding:
 
     def ended(self, response: m.Finished, now: float) -> None:
         """A response has."""
-        self.round.ended(now, sample=response.length > response.since)
-        self.history.observe(response.length, response.family, not response.cut, response.since)
+        sample = response.length > response.since
+        self.round.ended(now, sample=sample)
+        if sample:  # else it says nothing of lengths
+            self.history.observe(response.length, response.family, not response.cut, response.since)
 
     def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
         """A turn of a calibration begins, or all are over."""
