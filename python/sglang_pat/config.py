@@ -34,8 +34,8 @@ class AdaptiveConfig:
     base: ParallelLayout
     """Layout the engine starts in and returns to."""
     degrees: tuple[int, ...] | None = None
-    """Candidate TP degrees; None for every doubling of the base degree, or for the first and the last of them
-    (:attr:`only_ends`)."""
+    """Candidate TP degrees; None for every doubling of the base degree, or only for the lowest and the highest of
+    these (:attr:`only_ends`)."""
     policy: str = "threshold"
     """Who decides on switches: ``survival`` or ``pat`` (predict from a profile), ``threshold``, ``schedule`` (at
     given steps), ``manual`` (only /pat/reconfigure) or ``off``."""

@@ -173,7 +173,7 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         tp: the round runs in this degree at least; 0: in any.
 
     Raises:
-        ValueError: more prompts than requests.
+        ValueError: more prompts than requests, or prompts without requests.
     """
 
     name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] = "default"
@@ -184,6 +184,8 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tp: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
 
     def __post_init__(self) -> None:
+        if self.prompts is not None and self.requests is None:
+            raise ValueError(f"prompts is {self.prompts}, and requests is not given: give it, too")
         if (self.prompts or 0) > (self.requests or 0):
             raise ValueError(f"prompts is {self.prompts}, of {self.requests} requests: give at most as many")
 

@@ -87,8 +87,8 @@ class Setting:
 SETTINGS = (
     Setting(
         "candidates", None, "TP degrees to use.", "1,2,4",
-        otherwise="every doubling of --tp that the model's heads allow; for threshold without a profile only --tp and "
-        "the last of them",
+        otherwise="every doubling of --tp that the model's heads allow; for threshold without a profile only the "
+        "lowest and the highest of these",
     ),
     Setting("profile", None, "Profile of this deployment; python -m profiler.sweep makes it.", "FILE"),
     Setting(

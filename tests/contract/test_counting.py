@@ -109,3 +109,13 @@ def test_health_probes_do_not_count_in_a_schedule():
     from sglang_pat.sglang.controls import classify
 
     assert [work.counts for rid in ("r", "HEALTH_CHECK_17") for work in classify(tokenized(rid=rid))] == [True, False]
+
+
+def test_the_prompt_of_several_responses_has_no_tokens_to_come():
+    """SGLang sends it before them: it is none of the samples of a round."""
+    from sglang_pat.sglang.controls import classify
+
+    given = tokenized(rid="r")
+    for tokens in (0, 7):
+        given.sampling_params = SamplingParams(max_new_tokens=tokens)
+        assert classify(given)[0].limit == tokens

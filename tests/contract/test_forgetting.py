@@ -90,20 +90,6 @@ def test_another_one_of_the_same_id_has_its_own_answer(play):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_that_the_word_of_an_abort_has_overtaken(play, stream):
-    """The abort comes from the coordinator, the tokens through the detokenizer."""
-
-    async def scene(manager):
-        answer = manager.ask("r", stream=stream)
-        await settle()
-        manager.told_aborted("r")
-        await manager.told("r")
-        assert (await answer)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
-
-    play(scene)
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_one_whose_client_has_left_is_aborted(play, stream):
     async def scene(manager):
         answer = manager.ask("r", stream=stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -52,8 +53,8 @@ def test_on_a_cpu_little_is_reduced():
     assert [tensor.nbytes for tensor in warmed(2, "cpu", torch.bfloat16)] == [4096]
 
 
-def test_no_memory_is_taken_for_kv_that_does_not_move():
-    """So a second attempt to get to the base layout does not fail for want of it, whatever --pat-kv says."""
+def test_memory_is_taken_for_kv_that_moves():
+    """Pieces of a prompt, too.  A second attempt to get to the base layout does not fail for want of it."""
     reserved: list[int] = []
     pool = SimpleNamespace(k_buffer=[torch.zeros(4, 2, 8)], v_buffer=[torch.zeros(4, 2, 8)])
     layouts = SimpleNamespace(
@@ -61,9 +62,13 @@ def test_no_memory_is_taken_for_kv_that_does_not_move():
         windows=None,
         staging=SimpleNamespace(reserve=lambda out, into: reserved.append(out)),
     )
-    for mode in ("migrate", "auto", "recompute"):
+    prompt = SimpleNamespace(kv_committed_len=30, seqlen=500)
+    for mode, chunked_req in itertools.product(("migrate", "auto", "recompute"), (None, prompt)):
         scheduler = SimpleNamespace(
             layouts=layouts,
+            tree_cache=SimpleNamespace(is_chunk_cache=lambda: False, disable=False),
+            chunked_req=chunked_req,
+            chunked_prefill_size=20,
             running_batch=SimpleNamespace(reqs=[SimpleNamespace(kv_committed_len=n) for n in (10, 100)]),
             waiting_queue=[],
             adaptive=SimpleNamespace(kv=mode, kv_exchange="direct"),
@@ -71,7 +76,10 @@ def test_no_memory_is_taken_for_kv_that_does_not_move():
         for below in (0, 50, NO_KV):
             kv_exchange.reserve(scheduler, SimpleNamespace(tp=1), below)
     slot, both, larger = 2 * 2 * 8 * 4, 110 + 2 * kv_exchange.GROWTH, 100 + kv_exchange.GROWTH
-    assert [size / slot for size in reserved] == [both, both, 0, both, larger, 0, 0, 0, 0]
+    pieces = 30 + 20
+    migrate = [both, both, 0, both + pieces, both + pieces, 0]
+    auto = [both, larger, 0, both + pieces, larger + pieces, 0]
+    assert [size / slot for size in reserved] == [*migrate, *auto, *[0] * 6]
 
 
 def test_a_step_without_a_graph_is_said_once_a_layout(caplog):

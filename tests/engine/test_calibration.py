@@ -37,6 +37,7 @@ def test_it_begins_as_any_other_engine_but_knows_its_layouts(servers, llama, wro
         answers[steps] = [answer["output_ids"] for answer in server.generate([one(n) for n in range(3)])]
         assert server.post("/flush_cache").status_code == 200
         states[steps] = server.status()
+        del states[steps]["totals"]["seconds"]
         assert ("calibrated in" in server.log_text()) == (steps > 0), server.log_text()[-3000:]
     factors = {steps: state.pop("step_factors") for steps, state in states.items()}
     assert factors[0] == {"1": [1.0, 0.0, 0.0], "2": [1.0, 0.0, 0.0]}

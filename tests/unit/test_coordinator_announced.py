@@ -86,6 +86,25 @@ def test_the_first_round_already_starts_where_it_should_if_its_size_was_announce
     assert rig.world.decisions[-1][0].complete
 
 
+def test_the_prompt_of_several_responses_is_none_of_them():
+    """SGLang has it computed first, by a request without a response."""
+    rig = Rig(1, 2, policy="survival", profile="-", calibrate=0, decide=lambda snapshot, _: Decision(tp=snapshot.tp))
+    rig.coordinator.round(m.BeginRound(requests=2, prompts=1), 0.0)
+    rig.coordinator.receive(Generation(obj=Request(1, "work"), tokens=5, limit=0), 1.0)
+    rig.settle()
+    rig.coordinator._deciding.ended(m.Finished(length=0, family=1, cut=True), 1.1)
+    assert not len(rig.coordinator.history)
+    rig.finish_all()
+    rig.serial = 1
+    rig.work(1, now=1.2)
+    rig.coordinator.tick(1.4)
+    snapshot, _ = rig.world.decisions[-1]
+    assert len(snapshot.coming) == 2 and not snapshot.complete
+    rig.work(1, now=1.5)
+    rig.coordinator.tick(1.7)
+    assert rig.world.decisions[-1][0].complete
+
+
 def test_status_shows_what_was_announced():
     rig = Rig(1, 2)
     rig.coordinator.round(m.BeginRound(name="mine", requests=3, tp=1), 0.0)

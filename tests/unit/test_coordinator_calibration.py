@@ -10,6 +10,7 @@ from sglang_pat.policies.snapshot import Decision
 from sglang_pat.predict.correction import TURNS, StepFactor
 
 from .coordinator_rig import Rig
+from .coordinator_world import Request
 
 pytestmark = pytest.mark.unit
 
@@ -82,6 +83,32 @@ def test_the_first_round_is_the_first_round():
     assert not snapshot.complete and snapshot.switches == 0 and snapshot.peak == 2
     assert snapshot.last_switch == float("-inf") and snapshot.last_arrival == 101.0
     assert 0 < snapshot.doubts[2] < 0.1
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("tp", "reason"), [(2, "planner"), (0, "survival")])
+def test_a_round_that_is_announced_does_not_disturb_it(before, tp, reason):
+    """Nor does it lose its degree, or the decision for which its first request waits."""
+
+    def merged(snapshot, history):
+        return Decision(tp=2 if reason == "survival" and len(snapshot.coming) else snapshot.tp)
+
+    rig, begun = Rig(1, 2, merged, Predictor(), policy="survival", profile="-"), m.BeginRound(requests=3, tp=tp)
+    if before:
+        rig.coordinator.round(begun, 0.0)
+    rig.coordinator.calibrate(m.CalibrationTurn(), 0.0)
+    if not before:
+        rig.coordinator.round(begun, 0.0)
+    calibrate(rig)
+    assert {answer.code for answer in rig.answers()} == {200}
+    assert {record.reason for record in rig.world.records} == {"calibration"} and rig.world.known.tp == 1
+    sent = len(rig.world.to_leaders)
+    rig.work(3, now=101.0)
+    assert type(rig.world.to_leaders[sent][1]) is (Request if reason == "planner" else m.Prepare)
+    rig.settle()
+    rig.coordinator.tick(102.0)
+    rig.settle()
+    assert rig.world.known.tp == 2 and rig.world.records[-1].reason == reason
 
 
 def test_switches_after_it_are_counted():

@@ -104,7 +104,7 @@ def test_lines():
 @pytest.mark.parametrize(
     ("ranks", "options", "line"),
     [
-        (4, {}, "4 ranks: begins in tp1×dp4, may switch to tp2×dp2, tp4×dp1; policy threshold, merges when 8 requests"),
+        (4, {}, "4 ranks: begins in tp1×dp4, may switch to tp4×dp1; policy threshold, merges when 8 requests"),
         (3, {}, "3 ranks: begins in tp1×dp3, its only layout: nothing will switch; policy threshold"),
         (2, {"profile": "p.json", "policy": "survival"}, "tp2×dp1; policy survival; profile p.json"),
         (2, {}, "no profile: python -m profiler.sweep makes one"),

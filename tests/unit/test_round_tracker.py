@@ -167,7 +167,7 @@ def test_what_goes_on_with_a_sample_is_not_another_one():
     arrivals = told(BeginRound(requests=2))
     come(arrivals, 1)
     for _ in range(3):
-        arrivals.arrived(5.0, goes_on=True)
+        arrivals.arrived(5.0, sample=False)
     assert (arrivals.missing, arrivals.complete) == (1, False)
     come(arrivals, 1)
     assert arrivals.complete

@@ -100,7 +100,8 @@ class Coordinator:
         comes in waits for it."""
         self._deciding.round.told(message, now)
         busy = self._in_engine or self._backlog or self._switching.under_way or self._wanted or self._released
-        if self.layout.tp < self._deciding.floor and not busy:
+        # A calibration, which comes before the first request, would find its switches refused.
+        if self.layout.tp < self._deciding.floor and not busy and self._deciding.calibrated:
             self._wanted = Wanted(self.config.layout(self._deciding.floor), "planner", ahead=True)
         self._proceed(now)
 

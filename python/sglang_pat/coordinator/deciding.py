@@ -42,7 +42,8 @@ class Deciding:
         history: lengths of the responses that ended.
         round: requests as they come in, and what clients have said of them.
         factors: by what the profile is off in each layout; None without a profile, or if it is to be believed.
-        calibrating: requests are made up, to measure the layouts; the policy is not asked.
+        calibrating: requests are made up, to measure the layouts; the policy is not asked.  ``calibrated``: it is over,
+            or there is none to come.
         expected_seconds: until all requests are done, as the policy saw it when it was last asked; None if it does not
             predict.
     """
@@ -66,7 +67,7 @@ class Deciding:
         self.factors = StepFactors(self._degrees) if corrects else None
         self._turns: list[dict[int, Steps]] = []
         """Of a calibration: steps by degree."""
-        self.calibrating = False
+        self.calibrating, self.calibrated = False, not config.calibrates
         self._arrived = 0
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
         self._opened = False
@@ -91,17 +92,20 @@ class Deciding:
             self.round.last = now
             return
         self._arrived += 1
-        self.round.arrived(now, goes_on=request.generated > 0)
+        # Of n responses SGLang first has the prompt computed alone, which is none of them.
+        self.round.arrived(now, sample=request.limit > 0 and not request.generated)
         self._opened = False
 
     def ended(self, response: m.Finished, now: float) -> None:
         """A response has."""
-        self.round.ended(now)
-        self.history.observe(response.length, response.family, not response.cut, response.since)
+        sample = response.length > response.since
+        self.round.ended(now, sample=sample)
+        if sample:  # else it says nothing of lengths
+            self.history.observe(response.length, response.family, not response.cut, response.since)
 
     def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
         """A turn of a calibration begins, or all are over."""
-        self.calibrating = not turn.over
+        self.calibrating, self.calibrated = not turn.over, turn.over
         if self.calibrating:
             return self._turns.append({})
         if self.factors is not None:
@@ -139,7 +143,7 @@ class Deciding:
         """Whether a request that is about to go in is the first of a round whose size is known: a switch stops nobody
         yet.  Says so once; the policy is then due."""
         begins = not self.round.came and not self._opened and self._config.predicts
-        if not request.counts or not begins or not len(self.round.coming(now)):
+        if self.calibrating or not request.counts or not begins or not len(self.round.coming(now)):
             return False
         self._opened = True
         self.hurry()

@@ -127,17 +127,17 @@ class RoundTracker:
         if len(load) >= len(self._seen):  # of the later one more is known: siblings
             self._seen = load
 
-    def arrived(self, now: float, goes_on: bool = False) -> None:
-        """A request goes into the engine; ``goes_on``: with a sample that was there before."""
+    def arrived(self, now: float, sample: bool = True) -> None:
+        """A request goes into the engine; ``sample``: a new one, as were announced."""
         self.last = self._heard = now
         self.came += 1
         name = next((name for name, missing in self._missing.items() if missing), None)
-        if name is not None and not goes_on:
+        if name is not None and sample:
             self._missing[name] -= 1
 
-    def ended(self, now: float) -> None:
-        """A response has."""
-        self._heard, self._ended = now, True
+    def ended(self, now: float, sample: bool = True) -> None:
+        """A response has; ``sample``: it has tokens."""
+        self._heard, self._ended = now, self._ended or sample
 
     def in_engine(self, requests: int, now: float = float("-inf")) -> None:
         """So many are in it now: called after each event, or the end of a round may be missed."""

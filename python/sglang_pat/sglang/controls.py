@@ -148,7 +148,7 @@ def _generation(obj: Any) -> Generation:
     prompt = tokens - generated
     # The same number as in load reports (``rank.load_reports``).
     family = zlib.crc32(array("I", obj.input_ids[:prompt])) if prompt >= LONG_PROMPT else None
-    known = {"limit": limit} if limit else {}
+    known = {} if limit is None else {"limit": limit}
     return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, **known)
 
 

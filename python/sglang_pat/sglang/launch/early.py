@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sglang_pat.memory.estimate import read_config
 from sglang_pat.predict.profile import load
 
 GRPC_OFFSET, MAX_PORT = 10_000, 65_535
+
+FUNCTIONS = (
+    "sglang.srt.managers.scheduler.run_scheduler_process",
+    "sglang.srt.managers.detokenizer_manager.run_detokenizer_process",
+)
+"""Of SGLang's own launchers, of whose processes ours stand in the place."""
 
 
 def check_command_line(argv: Sequence[str]) -> None:
@@ -66,4 +72,15 @@ def check_second_port(port: int) -> None:
         raise ValueError(
             f"--port {port}: SGLang also reserves the port 10,000 above, and the highest is {MAX_PORT:,}; "
             f"choose one up to {MAX_PORT - GRPC_OFFSET}"
+        )
+
+
+def refuse_function(name: str, given: Callable) -> None:
+    """Raise ``ValueError`` for a function that would not be called: whoever gave it counts on what it does."""
+    # By its name, as plug-ins of SGLang's wrap its own.
+    found = f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', given)}"
+    if found not in FUNCTIONS:
+        raise ValueError(
+            f"{name} is {found}: an adaptive engine starts its processes itself, and would not call it; launch SGLang "
+            "without it, or without SGLANG_PAT"
         )

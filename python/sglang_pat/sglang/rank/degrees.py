@@ -43,8 +43,3 @@ def tell(output: Any, reqs: Iterable[Req]) -> None:
         remaining = iter(reqs)
         told = [next(req for req in remaining if req.rid == rid).pat_degrees for rid in output.rids]
         output.customized_info = (output.customized_info or {}) | {KEY: told}
-
-
-def told(output: Any) -> list[Degrees]:
-    """What :func:`tell` has added, by request; empty for an output about none."""
-    return (getattr(output, "customized_info", None) or {}).get(KEY, [])

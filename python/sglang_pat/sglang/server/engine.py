@@ -34,6 +34,7 @@ from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
 from sglang_pat.sglang.coordinator import run_coordinator  # noqa: E402
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs, outer_view  # noqa: E402
 from sglang_pat.sglang.launch.deployment import deployment  # noqa: E402
+from sglang_pat.sglang.launch.early import refuse_function  # noqa: E402
 from sglang_pat.sglang.launch.folder import engine_folder  # noqa: E402
 from sglang_pat.sglang.launch.processes import start  # noqa: E402
 from sglang_pat.sglang.launch.start import ready  # noqa: E402
@@ -74,7 +75,7 @@ class AdaptiveEngine(stock.Engine):
         Raises:
             ValueError: the launcher has a function of its own for ranks.
         """
-        _refuse_another("run_scheduler_process_func", run_scheduler_process_func)
+        refuse_function("run_scheduler_process_func", run_scheduler_process_func)
         if server_args.custom_sigquit_handler is None:
             end_if_a_child_fails()
         config = server_args.adaptive_config()
@@ -122,7 +123,7 @@ class AdaptiveEngine(stock.Engine):
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
         """SGLang's, from our process context; ``detokenizer_worker_num`` is 1 here.  Raises as the one above."""
         try:
-            _refuse_another("run_detokenizer_process_func", run_detokenizer_process_func)
+            refuse_function("run_detokenizer_process_func", run_detokenizer_process_func)
         except ValueError:
             processes.end_children()  # ranks have been started by now
             raise
@@ -149,20 +150,6 @@ def private_ports(args: AdaptiveServerArgs) -> PortArgs:
         metrics_ipc_name=f"ipc://{folder}/metrics",
         tokenizer_worker_ipc_name=None,
     )
-
-
-def _refuse_another(name: str, given: Callable) -> None:
-    """Raise ``ValueError`` for a function that would not be called: whoever gave it counts on what it does."""
-    # By its name, as plug-ins of SGLang's wrap its own.
-    found = f"{getattr(given, '__module__', '?')}.{getattr(given, '__qualname__', given)}"
-    if found not in ("sglang.srt.managers.scheduler.run_scheduler_process", _DETOKENIZER):
-        raise ValueError(
-            f"{name} is {found}: an adaptive engine starts its processes itself, and would not call it; launch SGLang "
-            "without it, or without SGLANG_PAT"
-        )
-
-
-_DETOKENIZER = "sglang.srt.managers.detokenizer_manager.run_detokenizer_process"
 
 
 class Engine(RolloutCalls, AdaptiveEngine):

@@ -224,13 +224,6 @@ class ForgettingTokenizerManager(TokenizerManager):
     # -- from the ranks ---------------------------------------------------------------------------
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
-        for rid, told in itertools.zip_longest(recv_obj.rids, degrees.told(recv_obj), fillvalue=()):
-            if (state := self.rid_to_state.get(rid)) is None:
-                continue
-            if state.finished:
-                del self.rid_to_state[rid]  # the word of its abort has overtaken these tokens: SGLang would revive it
-            else:
-                state.pat_degrees = told
         await super()._handle_batch_output(recv_obj)
         self.pat_changed()
 
@@ -241,7 +234,7 @@ class ForgettingTokenizerManager(TokenizerManager):
             return  # SGLang expects that whoever asked still waits
         super()._handle_abort_req(recv_obj)
         if state.out_list:  # none for a health check
-            state.out_list[-1]["meta_info"][degrees.KEY] = getattr(state, "pat_degrees", ())
+            state.out_list[-1]["meta_info"][degrees.KEY] = ()
         if state.pat_left and state.pat_sent:
             del self.rid_to_state[recv_obj.rid]
         self.pat_changed(state.obj.pat_number)

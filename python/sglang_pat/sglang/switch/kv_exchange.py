@@ -12,6 +12,7 @@ from sglang_pat.comm.transport import AllToAll, Direct
 from sglang_pat.kernels import kv as kernels
 from sglang_pat.kernels.transfer import synchronize, upload
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.messages import NO_KV
 from sglang_pat.sglang.switch import live
 from sglang_pat.sglang.switch.handover import Offer, least_moved
 from sglang_pat.sglang.switch.kv_gather import KvGather
@@ -39,9 +40,10 @@ def reserve(scheduler: AdaptiveScheduler, new: ParallelLayout, recompute_below: 
     lengths = [req.kv_committed_len + GROWTH for req in scheduler.running_batch.reqs]
     lengths += [req.seqlen for req in live.have_decoded(scheduler)]
     least = least_moved(scheduler, recompute_below)
-    held = sum(length for length in lengths if length >= least) * (
-        pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes
-    )
+    tokens = sum(length for length in lengths if length >= least)
+    if (prompt := scheduler.chunked_req) is not None and least != NO_KV and live.keeps_pieces(scheduler):
+        tokens += min(prompt.kv_committed_len + (scheduler.chunked_prefill_size or 0), prompt.seqlen)
+    held = tokens * (pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes)
     old = layouts.current.layout
     # When tp is raised what a rank keeps stays where it is; else some of it goes through the window as well.
     through = held - held * old.tp // new.tp if new.tp > old.tp else held
