@@ -33,7 +33,9 @@ ADAPTIVE = not os.environ.get("STOCK")
 FLAGS = {"device": "cpu", "dtype": "float32", "max_total_tokens": 40000}
 """What a CPU needs beside what a test says; SmolLM2's KV takes 46 KB a token."""
 
-SENSIBLE = ("constrained_decoding", "json_mode", "ebnf", "matched_stop", "test_openai_server.py", "penalty")
+SENSIBLE = (
+    "constrained_decoding", "json_mode", "ebnf", "matched_stop", "ignore_eos", "test_openai_server.py", "penalty"
+)  # fmt: skip
 """Parts of the names of files whose answers must make sense."""
 
 ONE_REPLICA = ("request_queue", "priority", "large_max")
