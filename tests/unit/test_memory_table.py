@@ -10,7 +10,7 @@ import pytest
 from sglang_pat.layout import ParallelLayout, candidate_layouts
 from sglang_pat.memory import estimate
 from sglang_pat.memory.demand import GIB
-from sglang_pat.memory.room import by_fraction, chosen_tokens, kept, kept_by_stock, needed
+from sglang_pat.memory.room import by_fraction, chosen_tokens, kept, needed
 
 from .test_memory_plan import shape
 
@@ -66,5 +66,5 @@ def test_the_table_of_what_sleep_keeps(degrees, tail_graphs, row):
 def test_the_table_of_what_stock_keeps(tp, graphs, row):
     supply = estimate.supply_of_machine("8x80GB", 8)
     asked = estimate.demand_of(shape("llama-3.1-8b"), ParallelLayout(1, 8), supply)
-    found = kept_by_stock(dataclasses.replace(asked, graph_batch=graphs), tp)
+    found = kept(dataclasses.replace(asked, degrees=(tp,), graph_batch=graphs), supply)
     assert f"| stock SGLang, {row} | {found / GIB:.1f} GiB |" in (ENGINE.parents[1] / "gpu.md").read_text()

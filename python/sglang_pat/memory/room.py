@@ -90,13 +90,11 @@ def _group_bytes(tp: int) -> int:
 
 def kept(demand: Demand, supply: Supply) -> int:
     """Bytes of a rank's GPU that sleep does not give back: what is neither weights nor KV (nor, with a memory saver,
-    the request table), and the activations that a step leaves in PyTorch's cache are given back, too."""
+    the request table), and the activations that a step leaves in PyTorch's cache are given back, too.
+
+    Stock SGLang keeps what an engine of one layout does.
+    """
     return process_bytes(demand, supply) + demand.graph_batch * GRAPH_REQUEST
-
-
-def kept_by_stock(demand: Demand, tp: int) -> int:
-    """The same of stock SGLang of degree ``tp``, with as many graphs."""
-    return CUDA_CONTEXT + _group_bytes(tp) + demand.graph_batch * GRAPH_REQUEST
 
 
 def _largest(demand: Demand, supply: Supply, room: int) -> int:

@@ -182,29 +182,27 @@ class PausingTokenizerManager(ForgettingTokenizerManager):
         return bool(self._pat_stopped) or all(state.pat_left for state in self.pat_going())
 
     async def update_weights_from_disk(self, obj, request=None):
-        async with self.pat_update(obj):
-            return self._pat_updated(obj, await super().update_weights_from_disk(obj, request))
+        return await self._pat_make(super().update_weights_from_disk, obj, request)
 
     async def update_weights_from_tensor(self, obj, request=None):
-        async with self.pat_update(obj):
-            return self._pat_updated(obj, await super().update_weights_from_tensor(obj, request))
+        return await self._pat_make(super().update_weights_from_tensor, obj, request)
 
     async def update_weights_from_distributed(self, obj, request=None):
-        async with self.pat_update(obj):
-            return self._pat_updated(obj, await super().update_weights_from_distributed(obj, request))
+        return await self._pat_make(super().update_weights_from_distributed, obj, request)
 
     async def update_weights_from_ipc(self, obj, request=None):
-        async with self.pat_update(obj):
-            return self._pat_updated(obj, await super().update_weights_from_ipc(obj, request))
+        return await self._pat_make(super().update_weights_from_ipc, obj, request)
 
-    def _pat_updated(self, obj: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
-        """``answer``: success, message, ….  Weights that are new have their version, whatever else has failed."""
-        success, message, *others = answer
-        if not success and all(part == NOT_FLUSHED for part in message.split(" | ")):
-            if isinstance(obj, UpdateWeightFromDiskReqInput):
-                self._update_model_path_info(obj.model_path, obj.load_format)
-            self._update_weight_version_if_provided(obj.weight_version)
-        return success, message, *others
+    async def _pat_make(self, update: Callable[..., Awaitable[Any]], obj: Any, request: Any) -> tuple[Any, ...]:
+        """What ``update``, SGLang's, answers: success, message, ….  Weights that are new have their version, whatever
+        else has failed."""
+        async with self.pat_update(obj):
+            success, message, *others = await update(obj, request)
+            if not success and all(part == NOT_FLUSHED for part in message.split(" | ")):
+                if isinstance(obj, UpdateWeightFromDiskReqInput):
+                    self._update_model_path_info(obj.model_path, obj.load_format)
+                self._update_weight_version_if_provided(obj.weight_version)
+            return success, message, *others
 
     # -- the cache, and memory --------------------------------------------------------------------
 
