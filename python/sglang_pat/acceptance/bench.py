@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ class Bench:
     @property
     def env(self) -> dict[str, str]:
         """Of every engine."""
-        return {SHARE_ENV: "1"} if self.sharing else {}
+        return {SHARE_ENV: os.environ.get(SHARE_ENV, "1")} if self.sharing else {}
 
     @property
     def model(self) -> ModelShape:

@@ -20,15 +20,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARE_ENV = "SGLANG_PAT_SHARE_GPU"
-"""``1``: all ranks run on one GPU, for ``python -m sglang_pat.acceptance`` where there is only one.  NCCL refuses that,
-so collectives go through gloo: correct, and so slow that their times mean nothing."""
+"""``1``: all ranks run on one GPU, for ``python -m sglang_pat.acceptance`` where there is only one.  They take turns
+there, so times of merged layouts and of switches mean nothing.  ``gloo``: collectives through gloo, without graphs."""
 
 PREFILL_GRAPHS = "prefill runs without CUDA graphs in every layout"
 
 
 def shared() -> bool:
     """Whether all ranks run on one GPU."""
-    return os.environ.get(SHARE_ENV) == "1"
+    return bool(os.environ.get(SHARE_ENV))
+
+
+def through_gloo() -> bool:
+    return os.environ.get(SHARE_ENV) == "gloo"
+
+
+def share(rank: int) -> None:
+    """Before the first group is made.  NCCL refuses two ranks of one machine on one GPU: let it see two machines."""
+    if shared():
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if os.environ.get(SHARE_ENV) == "custom":
+        from sglang.srt.distributed.device_communicators import custom_all_reduce, custom_all_reduce_v2
+
+        for module in (custom_all_reduce, custom_all_reduce_v2):
+            module.can_use_custom_all_reduce_with_nvlink = (
+                lambda group, **_: None if group.size() == 1 else True
+            )
 
 
 def refuse_graphs(args: AdaptiveServerArgs) -> None:
@@ -60,7 +78,7 @@ def _graph_sizes(args: AdaptiveServerArgs, profile: Profile | None) -> dict[int,
         return None if args.pat_graphs_given else largest_batch(config, tp, profile)
 
     tails = {layout.tp: graph_sizes(captured, largest(layout.tp)) for layout in config.layouts[1:]}
-    if shared():  # what goes through gloo cannot be captured
+    if through_gloo():  # cannot be captured
         tails = {tp: [] for tp in tails}
     return {config.base.tp: captured} | tails
 

@@ -36,7 +36,7 @@ class GroupPool:
 
     def __init__(self, layouts: tuple[ParallelLayout, ...], rank: int, local_device: int, device: str) -> None:
         self.rank = rank
-        backend = self._backend = shm.BACKEND if device != "cuda" else "gloo" if cuda.shared() else "nccl"
+        backend = self._backend = shm.BACKEND if device != "cuda" else "gloo" if cuda.through_gloo() else "nccl"
         own_nccl = backend == "nccl"  # SGLang's communicator for graphs
         shm.register()
         ranks = range(layouts[0].num_ranks)
