@@ -1,15 +1,8 @@
 #!/usr/bin/env bash
-# Unpack loads of gpu/bundle.sh on the GPU machine: gpu/install.sh SITE LOAD... ; then PYTHONPATH=SITE:SITE/project/python:SITE/project
+# Unpack a load of gpu/bundle.sh on the GPU machine, and say what is missing there.
 set -euo pipefail
+[ $# = 2 ] || { echo "usage: gpu/install.sh SITE LOAD.tar.xz; then PYTHONPATH=SITE:SITE/project/python:SITE/project"; exit 2; }
 site=$(mkdir -p "$1" && cd "$1" && pwd)
-shift
-for load in "$@"; do
-  wheels=("$load"/*.whl)
-  python3 -m pip --disable-pip-version-check install -q --no-index --no-deps --no-compile --target "$site" "${wheels[@]}"
-  [ ! -f "$load/sgl_kernel_sm90.tgz" ] || tar xzf "$load/sgl_kernel_sm90.tgz" -C "$site"
-  if [ -f "$load/sglang_pat.tgz" ]; then
-    mkdir -p "$site/project"
-    tar xzf "$load/sglang_pat.tgz" -C "$site/project"
-    (cd "$site/project" && python3 setup.py -q build_ext --inplace)
-  fi
-done
+tar xJf "$2" -C "$site"
+(cd "$site/project" && python3 setup.py -q build_ext --inplace)
+PYTHONPATH=$site:$site/project/python:$site/project python3 -m sglang_pat.preflight

@@ -44,3 +44,19 @@ def test_times_are_those_of_all_layers(monkeypatch):
     found = linears.measure(shape, 2, 1, "cpu", torch.float32, repeats=3)
     assert counted == [4 * linears.LAYERS] * 2, "four products a layer"
     assert found == {"tp": 2, "batch": 1, "views_seconds": 10.0, "copies_seconds": 5.0}
+
+
+def test_few_tokens_are_multiplied_by_all_pieces_at_once(monkeypatch):
+    pytest.importorskip("triton")
+    from sglang_pat.kernels import pieces_triton
+    from sglang_pat.sglang.rank.weights import PiecewiseLinear
+
+    method, weight, seen = PiecewiseLinear(), torch.zeros(64, 32), []
+    method.place([weight[:16], weight[32:48]], None)
+    assert method.at_once is None, "a CPU has other ways"
+    method.at_once = pieces_triton.pieces_of([weight[:16].half(), weight[:16].half()][:1], None)
+    multiply = lambda self, x: seen.append(len(x)) or x.new_zeros(len(x), 32)  # noqa: E731
+    monkeypatch.setattr(pieces_triton.Pieces, "multiply", multiply)
+    for tokens in (0, 1, pieces_triton.MOST_TOKENS, pieces_triton.MOST_TOKENS + 1):
+        assert method.apply(torch.nn.Module(), torch.zeros(tokens, 32)).shape == (tokens, 32)
+    assert seen == [1, pieces_triton.MOST_TOKENS]

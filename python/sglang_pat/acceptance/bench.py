@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +75,7 @@ class Bench:
     @property
     def env(self) -> dict[str, str]:
         """Of every engine."""
-        return {SHARE_ENV: os.environ.get(SHARE_ENV, "1")} if self.sharing else {}
+        return {SHARE_ENV: "1"} if self.sharing else {}
 
     @property
     def model(self) -> ModelShape:

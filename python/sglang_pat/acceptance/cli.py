@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, begun: float) -> Report:
     if sharing and ranks > MOST_SHARING:
         raise ValueError(f"--ranks {ranks}: one GPU has room for 2 or {MOST_SHARING} ranks; give one of these")
     if sharing:
-        print("one GPU: all ranks share it, through gloo; times of layouts above tp1 and of switches mean nothing")
+        print("one GPU: all ranks share it and take turns; times of layouts above tp1 and of switches mean nothing")
     from profiler.launch import set_environment
 
     set_environment(quiet=True)

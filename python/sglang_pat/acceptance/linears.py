@@ -57,7 +57,7 @@ class Linear:
         from sglang_pat.sglang.rank.weights import PiecewiseLinear  # with it comes SGLang
 
         method = PiecewiseLinear()
-        method.weights, method.biases = [part.t() for part in self.parts], None
+        method.place(self.parts, None)
         return method.apply(torch.nn.Module(), self.given)
 
     def on_copy(self) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,6 @@ class AdaptiveServerArgs(ServerArgs):
                 raise ValueError(f"--pat-rollout-dir {self.pat_rollout_dir}: no such folder; make it, or leave it out")
             _cpu_defaults(self)
             self.disable_piecewise_cuda_graph = True
-            self.disable_custom_all_reduce |= cuda.shared() and os.environ.get(cuda.SHARE_ENV) != "custom"
             check_model_path(self.model_path)
             check_second_port(self.port)
         try:

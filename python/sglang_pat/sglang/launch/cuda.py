@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_pat.policies.batches import graph_sizes, largest_batch
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from sglang_pat.predict.profile import Profile
     from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 
@@ -21,32 +23,32 @@ logger = logging.getLogger(__name__)
 
 SHARE_ENV = "SGLANG_PAT_SHARE_GPU"
 """``1``: all ranks run on one GPU, for ``python -m sglang_pat.acceptance`` where there is only one.  They take turns
-there, so times of merged layouts and of switches mean nothing.  ``gloo``: collectives through gloo, without graphs."""
+there, and NCCL goes through sockets, so times of merged layouts and of switches mean nothing."""
 
 PREFILL_GRAPHS = "prefill runs without CUDA graphs in every layout"
 
 
 def shared() -> bool:
     """Whether all ranks run on one GPU."""
-    return bool(os.environ.get(SHARE_ENV))
-
-
-def through_gloo() -> bool:
-    return os.environ.get(SHARE_ENV) == "gloo"
+    return os.environ.get(SHARE_ENV) == "1"
 
 
 def share(rank: int) -> None:
-    """Before the first group is made.  NCCL refuses two ranks of one machine on one GPU: let it see two machines."""
-    if shared():
-        os.environ["NCCL_HOSTID"] = f"rank{rank}"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    if os.environ.get(SHARE_ENV) == "custom":
-        from sglang.srt.distributed.device_communicators import custom_all_reduce, custom_all_reduce_v2
+    """Where all ranks run on one GPU: have them communicate as on several.  Before the first group is made.
 
-        for module in (custom_all_reduce, custom_all_reduce_v2):
-            module.can_use_custom_all_reduce_with_nvlink = (
-                lambda group, **_: None if group.size() == 1 else True
-            )
+    NCCL refuses two ranks of one machine on one GPU: for it, each rank is a machine.  SGLang's custom all-reduce
+    refuses GPUs without NVLink between them: a GPU reaches its own memory without.
+    """
+    if not shared():
+        return
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    from sglang.srt.distributed.device_communicators import custom_all_reduce_v2
+
+    def can_use(group: ProcessGroup, **_: Any) -> bool | None:
+        return True if group.size() > 1 else None
+
+    custom_all_reduce_v2.can_use_custom_all_reduce_with_nvlink = can_use
 
 
 def refuse_graphs(args: AdaptiveServerArgs) -> None:
@@ -78,8 +80,6 @@ def _graph_sizes(args: AdaptiveServerArgs, profile: Profile | None) -> dict[int,
         return None if args.pat_graphs_given else largest_batch(config, tp, profile)
 
     tails = {layout.tp: graph_sizes(captured, largest(layout.tp)) for layout in config.layouts[1:]}
-    if through_gloo():  # cannot be captured
-        tails = {tp: [] for tp in tails}
     return {config.base.tp: captured} | tails
 
 
@@ -93,7 +93,7 @@ def lines(args: AdaptiveServerArgs) -> list[str]:
         graphs = f"decode graphs: {upto}"
     gpus = " ".join(str(args.gpu_of_rank(rank)) for rank in range(config.num_ranks))
     return [
-        "no release of sglang_pat has run on a GPU yet: please report what you see",
+        "sglang_pat has run on one H100 that ranks shared, and on no node of several GPUs: please report what you see",
         f"{graphs}; {PREFILL_GRAPHS}",
         f"ranks 0 to {config.num_ranks - 1} run on GPUs {gpus} (--pat-gpu-order {config.gpu_order})",
     ]

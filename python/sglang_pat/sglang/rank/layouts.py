@@ -29,7 +29,7 @@ from sglang_pat.sglang.rank.reshard import reshard
 from sglang_pat.sglang.rank.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
 from sglang_pat.sglang.rank.shard_check import check_heads, check_shards
 from sglang_pat.sglang.rank.sharding import Unsupported
-from sglang_pat.sglang.rank.weights import Views, build_model
+from sglang_pat.sglang.rank.weights import PiecewiseLinear, Views, build_model
 from sglang_pat.switch.plan import kv_head_range
 
 logger = logging.getLogger(__name__)
@@ -79,10 +79,11 @@ def _reshape(layer: torch.Tensor, ratio: int) -> torch.Tensor:
     return layer.view(slots * ratio, heads // ratio, dim)
 
 
-def _compile_embedding(model: torch.nn.Module, device: str) -> None:
-    """Have SGLang's ``torch.compile`` of the sharded embedding happen now, not in the first step after a switch.
+def _compile(model: torch.nn.Module, device: str) -> None:
+    """Have what is compiled on first use compiled now, not in the first step after a switch: SGLang's ``torch.compile``
+    of the sharded embedding, once for one token and once for several, and our products of weights in pieces.
 
-    It compiles once for one token and once for several; not on a CPU, see ``run_rank``.  All ranks of a group together.
+    Not on a CPU, see ``run_rank``.  All ranks of a group together.
     """
     if device == "cpu":
         return
@@ -91,6 +92,8 @@ def _compile_embedding(model: torch.nn.Module, device: str) -> None:
             if type(module) is VocabParallelEmbedding:
                 for tokens in (1, 4):
                     module(torch.zeros(tokens, dtype=torch.int64, device=device))
+            elif isinstance(method := getattr(module, "quant_method", None), PiecewiseLinear):
+                method.compile()
 
 
 class Layouts:
@@ -178,7 +181,7 @@ class Layouts:
         model = build_model(runner.model_config, runner.load_config, runner.device)
         self._check(model, layout)
         views = None if self.resharding else Views(model, base.model, layout, self.config.base, self.rank)
-        _compile_embedding(model, runner.device)
+        _compile(model, runner.device)
         _, base_heads = kv_head_range(self.kv_heads, self.config.base, self.rank)
         _, heads = kv_head_range(self.kv_heads, layout, self.rank)
         pool = kv_pool_view(base.kv_pool, base_heads // heads)

@@ -12,7 +12,6 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_p
 
 from sglang_pat.comm import shm
 from sglang_pat.layout import ParallelLayout, exchange_groups
-from sglang_pat.sglang.launch import cuda
 
 TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
 """Globals of ``parallel_state`` that follow the layout."""
@@ -36,7 +35,7 @@ class GroupPool:
 
     def __init__(self, layouts: tuple[ParallelLayout, ...], rank: int, local_device: int, device: str) -> None:
         self.rank = rank
-        backend = self._backend = shm.BACKEND if device != "cuda" else "gloo" if cuda.through_gloo() else "nccl"
+        backend = self._backend = "nccl" if device == "cuda" else shm.BACKEND
         own_nccl = backend == "nccl"  # SGLang's communicator for graphs
         shm.register()
         ranks = range(layouts[0].num_ranks)

@@ -89,7 +89,7 @@ class AdaptiveModelRunner(ModelRunner):
             monkey_patch_p2p_access_check()  # as SGLang does, and in place of a check that is refused (flags.py)
         parallel_state.set_custom_all_reduce(on_cuda and not self.server_args.disable_custom_all_reduce)
         parallel_state.init_distributed_environment(
-            backend="nccl" if on_cuda and not cuda.through_gloo() else "gloo",
+            backend="nccl" if on_cuda else "gloo",
             world_size=self.adaptive.num_ranks,
             rank=self.rank,
             local_rank=self.gpu_id,

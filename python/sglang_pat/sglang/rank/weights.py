@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.linear import LinearBase
@@ -23,6 +23,9 @@ from torch.overrides import TorchFunctionMode
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.sglang.rank.sharding import ShardError, shard_specs
 from sglang_pat.weights.shards import Copy, copies, covered
+
+if TYPE_CHECKING:
+    from sglang_pat.kernels.pieces_triton import Pieces  # with it comes Triton
 
 
 class _NoFirstValues(TorchFunctionMode):
@@ -70,15 +73,36 @@ class PiecewiseLinear(UnquantizedLinearMethod):
     Attributes:
         weights: the pieces, transposed: ``[in, out_i]`` each.
         biases: ``[out_i]`` each; None without a bias.
+        at_once: multiplies the few tokens of a decode step by all pieces in one kernel, on a GPU; None where it cannot.
     """
 
     weights: list[torch.Tensor]
     biases: list[torch.Tensor] | None
+    at_once: Pieces | None = None
+
+    def place(self, weights: list[torch.Tensor], biases: list[torch.Tensor] | None) -> None:
+        """Multiply by these from now on: ``[out_i, in]`` and ``[out_i]`` each."""
+        self.weights, self.biases = [weight.t() for weight in weights], biases
+        if weights[0].is_cuda:
+            from sglang_pat.kernels.pieces_triton import pieces_of
+
+            self.at_once = pieces_of(weights, biases)
+
+    def compile(self) -> None:
+        """On a GPU: have what multiplies at once compiled, for every number of tokens."""
+        if self.at_once is not None:
+            from sglang_pat.kernels.pieces_triton import BLOCKS
+
+            for tokens in BLOCKS:
+                self.at_once.multiply(self.weights[0].new_zeros(tokens, len(self.weights[0])))
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[..., in]`` to ``[..., sum of out_i]``."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        out = self._one_by_one(rows) if rows.is_cuda else self._put_together(rows)
+        if self.at_once is not None and 0 < len(rows) <= self.at_once.most_tokens:
+            out = self.at_once.multiply(rows)
+        else:
+            out = self._one_by_one(rows) if rows.is_cuda else self._put_together(rows)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
     def _put_together(self, rows: torch.Tensor) -> torch.Tensor:
@@ -196,6 +220,5 @@ class Views:
         for param, source in self._whole:
             (param.data,) = source.views()
         for method, sources in self._split:
-            method.weights = [view.t() for view in sources["weight"].views()]
-            method.biases = sources["bias"].views() if "bias" in sources else None
+            method.place(sources["weight"].views(), sources["bias"].views() if "bias" in sources else None)
         self._placed = self._addresses()
