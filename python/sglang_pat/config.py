@@ -13,6 +13,8 @@ WEIGHT_MODES = ("resident", "reshard")
 KV_EXCHANGES = ("direct", "alltoall", "allgather")
 KV_MODES = ("auto", "migrate", "recompute")
 GPU_ORDERS = ("rank", "neighbours")
+VARIABLE = "SGLANG_PAT"
+"""With it set, whatever launches SGLang in a process gets the adaptive engine: ``base_tp=1,policy=survival,…``."""
 MOST_STEPS = 1000
 """Of a turn of the calibration."""
 

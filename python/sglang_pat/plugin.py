@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-VARIABLE = "SGLANG_PAT"
-"""With it set, whatever launches SGLang in a process gets the adaptive engine: ``base_tp=1,policy=survival,…``."""
+from sglang_pat.config import VARIABLE
 
 
 def plugin() -> None:

@@ -18,13 +18,13 @@ from sglang_pat.config import (
     KV_EXCHANGES,
     KV_MODES,
     POLICIES,
+    VARIABLE,
     WEIGHT_MODES,
     AdaptiveConfig,
     one_of,
     parse_degrees,
 )
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.plugin import VARIABLE
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ cpu_shim.ensure()
 
 from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: E402
 
-from sglang_pat.plugin import VARIABLE, plugin  # noqa: E402
+from sglang_pat.config import VARIABLE  # noqa: E402
+from sglang_pat.plugin import plugin  # noqa: E402
 from sglang_pat.sglang.attach import attach  # noqa: E402
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs  # noqa: E402
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sglang_pat.testing import models
-from sglang_pat.testing.architectures import ARCHITECTURES
+from sglang_pat.testing.weights import ARCHITECTURES
 
 pytestmark = pytest.mark.contract
 
@@ -165,7 +165,7 @@ def test_accepted(model):
 
 def test_graphs_and_weights_that_move_exclude_each_other(model):
     """On CUDA, where there are graphs; read here on arguments of a CPU."""
-    from sglang_pat.sglang.launch.cuda import refuse_graphs
+    from sglang_pat.sglang.launch.args import refuse_graphs
 
     args = arguments(model, pat_weights="reshard")
     args.device = "cuda"

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_pat.plugin import VARIABLE
+from sglang_pat.config import VARIABLE
 from sglang_pat.sglang import cpu_shim
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import ENVIRONMENT

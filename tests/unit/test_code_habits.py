@@ -1,13 +1,13 @@
 """Habits of the code that a reader counts on.
 
-Files are short or say why not, no class defines a method twice, and files are written whole or not at all.
+Modules import each other in one direction, no class defines a method twice, and files are written whole or not at all.
 """
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
-from itertools import takewhile
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,36 +15,44 @@ import pytest
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("python", "profiler", "tests", "bench", "examples", "csrc")
-MOST_LINES = 300
-REASON = "One file because "
-"""So begins, in the docstring of a module or the first comment of a C++ file, why it is not split."""
+FOLDERS = ("python", "profiler", "tests", "bench", "examples")
 PAIRS = {"setter", "getter", "deleter", "overload"}
 
 
-def sources(*suffixes: str) -> list[Path]:
-    files = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
-    return sorted(files)
+def sources() -> list[Path]:
+    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
-def heading(path: Path) -> str:
-    """A Python module's docstring; of a C++ file the comment that it begins with."""
-    text = path.read_text()
-    if path.suffix == ".py":
-        return ast.get_docstring(ast.parse(text)) or ""
-    return "\n".join(takewhile(lambda line: line.startswith("//"), text.splitlines()))
+def modules() -> dict[str, Path]:
+    """Those that are installed, by dotted name."""
+    found = {}
+    for base, package in ((ROOT / "python", "sglang_pat"), (ROOT, "profiler")):
+        for path in (base / package).rglob("*.py"):
+            found[".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
 
 
-def test_a_long_file_says_why_it_is_not_split():
-    long = {path: n for path in sources(".py", ".cpp", ".h") if (n := path.read_text().count("\n")) > MOST_LINES}
-    silent = {str(path.relative_to(ROOT)): n for path, n in long.items() if REASON not in heading(path)}
-    found = ", ".join(f"{name} ({n} lines)" for name, n in silent.items())
-    assert not found, (
-        f"more than {MOST_LINES} lines: {found}. Split by subject, or say in the docstring (C++: first comment) "
-        f"'{REASON}…'"
-    )
-    needless = [str(path) for path in sources(".py", ".cpp", ".h") if REASON in heading(path) and path not in long]
-    assert not needless, f"short enough, without a reason: {needless}"
+def imported(tree: ast.AST, names: set[str]) -> set[str]:
+    """Modules of ``names`` that a module imports, also inside functions and for types only."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            found |= {full if (full := f"{node.module}.{alias.name}") in names else node.module for alias in node.names}
+    return found & names
+
+
+def test_no_module_imports_itself_on_the_way():
+    """Imports for types and inside functions count: who reads one module of a circle has to read them all."""
+    paths = modules()
+    names = set(paths)
+    graph = {name: imported(ast.parse(path.read_text()), names) - {name} for name, path in paths.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(f"a circle of imports: {' <- '.join(error.args[1])}") from None
 
 
 def _paired(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -56,7 +64,7 @@ def test_methods_are_defined_once():
     """The second would silently replace the first."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     twice = []
-    for path in sources(".py"):
+    for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.ClassDef, ast.Module)):
                 names = Counter(item.name for item in node.body if isinstance(item, kinds) and not _paired(item))
@@ -69,7 +77,7 @@ def test_files_are_written_by_one_function():
     """``files.write``: whole or not at all.  ``testing/`` makes models, whole folders at once."""
     ways = {"write_text", "write_bytes", "rename", "replace"}
     found = []
-    for path in sources(".py"):
+    for path in sources():
         ours = path.relative_to(ROOT).parts
         if ours[0] not in ("python", "profiler") or "testing" in ours or path.name == "files.py":
             continue

@@ -14,7 +14,7 @@ from sglang_pat.memory import estimate
 from sglang_pat.memory.demand import GIB
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.sglang import cpu_shim
-from sglang_pat.sglang.launch.cuda import SHARE_ENV
+from sglang_pat.sglang.launch.sharing import SHARE_ENV
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork
 from sglang_pat.testing.server import rank_processes

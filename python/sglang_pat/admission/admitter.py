@@ -17,7 +17,7 @@ from typing import Any
 from sglang_pat.admission import cost, epochs
 from sglang_pat.admission.deadlines import Deadlines
 from sglang_pat.admission.ending import end_round
-from sglang_pat.admission.modes import MODES, Mode
+from sglang_pat.admission.modes import BY_NAME, Mode
 from sglang_pat.admission.opening import open_round
 from sglang_pat.admission.records import Action, Output, RoundOver, SampleId, Summary
 from sglang_pat.admission.rules import Rules
@@ -38,7 +38,7 @@ class Admitter:
     def __init__(self, rules: Rules, state: State | None = None) -> None:
         self.rules = rules
         self.state = state or State()
-        self._mode: Mode = MODES[rules.mode](rules)
+        self._mode: Mode = BY_NAME[rules.mode](rules)
         self._deadlines = self._watch()
         self._under_way: RoundUnderWay | None = None
         """The round; None between two."""

@@ -6,12 +6,9 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from sglang_pat.admission.records import Group, Judge, More
-
-if TYPE_CHECKING:
-    from sglang_pat.admission.rounds import RolloutRound
+from sglang_pat.admission.records import Group, Judge, Key, More, Summary
 
 Prompts = Sequence[tuple[Sequence[int], Any]]
 """(key, prompt) of each, see :meth:`Admitter.feed`."""
@@ -31,6 +28,20 @@ def always_of_use(group: Group) -> bool:
 def none_left(count: int) -> Prompts:
     """The prompts where nobody gives any."""
     return []
+
+
+class Asking(Protocol):
+    """The round that asks."""
+
+    summary: Summary | None
+
+    def judge(self, key: Key, keep: bool) -> object: ...
+
+    def feed(self, prompts: Prompts) -> object: ...
+
+    def no_more(self) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
 
 
 class Callbacks:
@@ -53,7 +64,7 @@ class Callbacks:
         # Nobody needs the answer that may still be in the making, nor waits for it.
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def answer(self, round_: RolloutRound, event: Judge | More) -> None:
+    def answer(self, round_: Asking, event: Judge | More) -> None:
         """Begin to answer an event of the round."""
         task = asyncio.ensure_future(self._answered(round_, event))
         self._calls.add(task)
@@ -64,7 +75,7 @@ class Callbacks:
         for call in self._calls:
             call.cancel()
 
-    async def _answered(self, round_: RolloutRound, event: Judge | More) -> None:
+    async def _answered(self, round_: Asking, event: Judge | More) -> None:
         try:
             match event:
                 case Judge(group):
@@ -78,10 +89,10 @@ class Callbacks:
         except Exception as error:
             round_.fail(error)
 
-    async def _judged(self, round_: RolloutRound, group: Group) -> None:
+    async def _judged(self, round_: Asking, group: Group) -> None:
         round_.judge(group.key, await self._called(self._verdicts, group))
 
-    async def _fed(self, round_: RolloutRound, count: int) -> None:
+    async def _fed(self, round_: Asking, count: int) -> None:
         prompts = await self._called(self._more, count)
         round_.feed(prompts)
         if len(prompts) < count:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from sglang_pat.admission.rules import MODES, Rules
 from sglang_pat.admission.starting import AnyStarting, Starting, StartingShortest, StartingWhereLeft
 from sglang_pat.admission.state import LONG, SHORT, Round, State
-
-if TYPE_CHECKING:
-    from sglang_pat.admission.rules import Rules
 
 
 class RoundShape(NamedTuple):
@@ -112,5 +110,5 @@ class Partial:
 
 
 Mode = Strict | Reorder | Partial
-MODES: dict[str, type[Mode]] = {"strict": Strict, "reorder": Reorder, "partial": Partial}
+BY_NAME: dict[str, type[Mode]] = dict(zip(MODES, (Strict, Reorder, Partial), strict=True))
 """By the name that a job gives (``Rules.mode``)."""

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_pat.admission.modes import MODES
-
+MODES = ("strict", "reorder", "partial")
 LARGEST = 1 << 20
 
 

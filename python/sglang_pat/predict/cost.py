@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_pat.predict.checks import suffices
 from sglang_pat.predict.fits import fit_control, fit_kv, fit_reshard
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.predict.profile import Profile, ProfileError, SwitchSample
+from sglang_pat.predict.profile import Profile, ProfileError, SwitchSample, suffices
 
 DRAIN_STEPS = 0.5
 """Steps lost while replicas wait for each other.  Each finishes the step in flight, and these end at unrelated

@@ -15,9 +15,8 @@ from sglang_pat.predict.cost import SwitchCosts, fitted
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
 from sglang_pat.replay.oracle import oracle
-from sglang_pat.replay.reports import Reports
 from sglang_pat.replay.shapes import Shape
-from sglang_pat.replay.simulate import SPACING, Batch, Drain, Run
+from sglang_pat.replay.simulate import SPACING, Batch, Drain, Reports, Run
 
 SIMULATED = tuple(name for name in POLICIES if name != "schedule")
 

@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
+from sglang_pat.predict.correction import TURNS, StepFactors, Steps
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
-
-if TYPE_CHECKING:
-    from sglang_pat.replay.reports import Reports
 
 CHECK_EVERY = ((8, 128), (32, 1024), (256, None))
 """Token steps after which policies are asked though nothing ended, up to a token index.  An engine asks every 0.1 s;
@@ -32,6 +29,9 @@ it matters at the start, where they wait for the batch to be complete."""
 
 SPACING = 16
 """Least token steps between two questions: load reports come every few steps, not after each."""
+
+REPORT_STEPS = 32
+"""Steps that a leader tells of in one report, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,3 +250,60 @@ def _thin(ends: np.ndarray, spacing: int, always: np.ndarray) -> np.ndarray:
     if len(ends) > 1:
         kept.append(int(ends[-1]))
     return np.array(kept)
+
+
+class Reports:
+    """What leaders report of their steps, with noise, and what is learnt from it.
+
+    Args:
+        believed: predictor of the profile that the policy has.
+        noise: standard deviation of the logarithm of the measured times, independent from report to report.
+
+    Attributes:
+        factors: what is known now; kept from round to round.
+        clock: seconds of all rounds so far.
+    """
+
+    def __init__(
+        self, believed: StepPredictor, degrees: tuple[int, ...], noise: float, random: np.random.Generator
+    ) -> None:
+        self.factors, self.clock = StepFactors(degrees), 0.0
+        self._believed, self._noise, self._random = believed, noise, random
+
+    def calibrate(self, right: StepPredictor, num_ranks: int, noise: float) -> None:
+        """As an engine does before its first request; ``noise``: as above, of a layout in one turn."""
+        degrees, turns = self.factors.degrees, list[dict[int, Steps]]()
+        for each, context in TURNS:
+            turn: dict[int, Steps] = {}
+            for tp in degrees:
+                batch = each * tp / degrees[0]
+                load = tp, batch, batch * context, num_ranks / tp
+                took = right.step_seconds(*load) * float(np.exp(noise * self._random.normal()))
+                turn[tp] = Steps(1, batch, batch * context, took, self._believed.step_seconds(*load))
+            turns.append(turn)
+        self.factors.calibrate(turns, self.clock)
+
+    def begin(self, drain: Drain) -> Callable[[int, float, int], None]:
+        """A round: a function of (point, seconds, degree since the point before) to be called at each point."""
+        predicted, before = drain.elapsed(self._believed), 0
+        prompt, length = drain.batch.prompt, drain.batch.length
+
+        def reach(point: int, now: float, tp: int) -> None:
+            nonlocal before
+            measured = drain.spent(tp, before, point)
+            expected = predicted[tp][:, point] - predicted[tp][:, before]
+            start, end = int(drain.points[before]), int(drain.points[point])
+            steps = end - start
+            replica = np.arange(len(length)) % len(measured)
+            made = np.clip(length, start, end) - start  # by each request
+            requests = np.bincount(replica, made, len(measured))
+            tokens = np.bincount(replica, made * (prompt + start + made / 2), len(measured))
+            number = -(-steps // REPORT_STEPS)
+            for *batch, took, ought in zip(requests, tokens, measured, expected, strict=True):
+                if ought > 0:
+                    for noise in np.exp(self._noise * self._random.normal(size=number)):
+                        each = (float(total) / number for total in (*batch, took * noise, ought))
+                        self.factors.observe(tp, Steps(steps // number, *each), self.clock + now)
+            before = point
+
+        return reach

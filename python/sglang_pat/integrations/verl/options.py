@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat import job_settings, settings
-from sglang_pat.plugin import VARIABLE
+from sglang_pat.config import VARIABLE
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig

@@ -10,8 +10,8 @@ import ray
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from sglang_pat.config import VARIABLE
 from sglang_pat.integrations.verl import options
-from sglang_pat.plugin import VARIABLE
 
 if TYPE_CHECKING:
     from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica

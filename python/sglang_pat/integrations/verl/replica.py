@@ -11,13 +11,13 @@ import ray
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
+from sglang_pat.config import VARIABLE
 from sglang_pat.figures import Figures, job_log
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS
 from sglang_pat.messages import BeginRound, EndRound
-from sglang_pat.plugin import VARIABLE
 from sglang_pat.sglang.attach import attach
 
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")

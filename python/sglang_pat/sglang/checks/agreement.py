@@ -16,12 +16,12 @@ from sglang_pat.sglang.switch.agreement import find
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+    from sglang_pat.sglang.switch.scheduler import SwitchingScheduler
 
 CHECK_AGREEMENT_ENV = "SGLANG_PAT_CHECK_AGREEMENT"
 
 
-def check(scheduler: AdaptiveScheduler) -> None:
+def check(scheduler: SwitchingScheduler) -> None:
     """Raise ``RuntimeError`` naming what differs within the group; called by all its ranks together."""
     if os.environ.get(CHECK_AGREEMENT_ENV) != "1" or scheduler.tp_size == 1:
         return
@@ -34,7 +34,7 @@ def check(scheduler: AdaptiveScheduler) -> None:
             raise RuntimeError(f"ranks of a TP group do not agree on {name}: {given}")
 
 
-def _agreed(scheduler: AdaptiveScheduler) -> dict[str, Any]:
+def _agreed(scheduler: SwitchingScheduler) -> dict[str, Any]:
     """Everything that the group's ranks must agree on, by name."""
     running, waiting = scheduler.running_batch.reqs, scheduler.waiting_queue
     roots = SimpleNamespace(Scheduler=scheduler, ModelRunner=scheduler.tp_worker.model_runner)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+    from sglang_pat.sglang.switch.scheduler import SwitchingScheduler
 
 CHECK_TOKENS_ENV = "SGLANG_PAT_CHECK_TOKENS"
 
 
-def check(scheduler: AdaptiveScheduler, batch: ScheduleBatch, result: Any) -> None:
+def check(scheduler: SwitchingScheduler, batch: ScheduleBatch, result: Any) -> None:
     """Raise RuntimeError if the ranks of this group sampled different tokens; called after every step."""
     token_ids = getattr(result, "next_token_ids", None)
     if os.environ.get(CHECK_TOKENS_ENV) != "1" or scheduler.tp_size == 1 or token_ids is None:

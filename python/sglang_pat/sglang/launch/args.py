@@ -23,7 +23,7 @@ from sglang_pat.figures import job_log
 from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.settings import SETTINGS, configuration
-from sglang_pat.sglang.launch import cuda
+from sglang_pat.sglang.launch import sharing
 from sglang_pat.sglang.launch.early import check_model_path, check_second_port
 from sglang_pat.sglang.launch.flags import refuse_flags
 from sglang_pat.sglang.launch.supported import refuse_model
@@ -84,7 +84,7 @@ class AdaptiveServerArgs(ServerArgs):
             refuse_model(ModelConfig.from_server_args(self))
             # Again: SGLang has chosen what was left open.
             refuse_flags(self)
-            cuda.refuse_graphs(self)
+            refuse_graphs(self)
             settle_candidates(self)
 
     @staticmethod
@@ -115,8 +115,17 @@ class AdaptiveServerArgs(ServerArgs):
 
     def gpu_of_rank(self, rank: int) -> int:
         """Number of the GPU on this machine that ``rank`` runs on."""
-        place = 0 if cuda.shared() else self.adaptive_config().place(rank)
+        place = 0 if sharing.shared() else self.adaptive_config().place(rank)
         return self.base_gpu_id + place * self.gpu_id_step
+
+
+def refuse_graphs(args: AdaptiveServerArgs) -> None:
+    """Raise ``ValueError`` where decode graphs cannot be; to be called once SGLang has decided on them."""
+    if args.pat_weights == "reshard" and args.device != "cpu" and not args.disable_cuda_graph:
+        raise ValueError(
+            "--pat-weights reshard moves weights away from where CUDA graphs read them: "
+            "add --disable-cuda-graph, or leave --pat-weights out"
+        )
 
 
 def _cpu_defaults(args: AdaptiveServerArgs) -> None:

@@ -8,56 +8,17 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_pat.policies.batches import graph_sizes, largest_batch
+from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from sglang_pat.predict.profile import Profile
-    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
 
 logger = logging.getLogger(__name__)
 
-SHARE_ENV = "SGLANG_PAT_SHARE_GPU"
-"""``1``: all ranks run on one GPU, for ``python -m sglang_pat.acceptance`` where there is only one.  They take turns
-there, and NCCL goes through sockets, so times of merged layouts and of switches mean nothing."""
-
 PREFILL_GRAPHS = "prefill runs without CUDA graphs in every layout"
-
-
-def shared() -> bool:
-    """Whether all ranks run on one GPU."""
-    return os.environ.get(SHARE_ENV) == "1"
-
-
-def share(rank: int) -> None:
-    """Where all ranks run on one GPU: have them communicate as on several.  Before the first group is made.
-
-    NCCL refuses two ranks of one machine on one GPU: for it, each rank is a machine.  SGLang's custom all-reduce
-    refuses GPUs without NVLink between them: a GPU reaches its own memory without.
-    """
-    if not shared():
-        return
-    os.environ["NCCL_HOSTID"] = f"rank{rank}"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    from sglang.srt.distributed.device_communicators import custom_all_reduce_v2
-
-    def can_use(group: ProcessGroup, **_: Any) -> bool | None:
-        return True if group.size() > 1 else None
-
-    custom_all_reduce_v2.can_use_custom_all_reduce_with_nvlink = can_use
-
-
-def refuse_graphs(args: AdaptiveServerArgs) -> None:
-    """Raise ``ValueError`` where decode graphs cannot be; to be called once SGLang has decided on them."""
-    if args.pat_weights == "reshard" and args.device != "cpu" and not args.disable_cuda_graph:
-        raise ValueError(
-            "--pat-weights reshard moves weights away from where CUDA graphs read them: "
-            "add --disable-cuda-graph, or leave --pat-weights out"
-        )
 
 
 def settled(args: AdaptiveServerArgs, profile: Profile | None) -> AdaptiveServerArgs:

@@ -17,7 +17,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.memory.available import available_memory
 from sglang_pat.memory.plan import Demand, MemoryPlan, Supply, advice, make_plan
 from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.sglang.launch import cuda
+from sglang_pat.sglang.launch import sharing
 from sglang_pat.sglang.launch.args import AdaptiveServerArgs, model_shape
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def _with(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:
     view = copy.copy(args)
     view.pat_kept = plan.kept
     if not args.pat_fraction_given:
-        ours = args.device == "cpu" or cuda.shared()
+        ours = args.device == "cpu" or sharing.shared()
         view.mem_fraction_static = PLANNED_FRACTION if ours else round(plan.static_fraction, 4)
     # On a GPU a fraction is SGLang's to apply: it has measured what is free by then.
     if args.device == "cpu" or not args.pat_fraction_given:
@@ -101,7 +101,7 @@ def supply_of(args: AdaptiveServerArgs) -> Supply:
             "choose --tp and --dp so that their product is the number of GPUs"
         )
     least = min((_gpu(device) for device in devices), key=lambda supply: supply.free)
-    if cuda.shared():
+    if sharing.shared():
         return Supply(kind="cuda", free=least.free // ranks, total=least.total // ranks)
     return least
 

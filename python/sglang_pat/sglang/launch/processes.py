@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import psutil
 import setproctitle
 
-from sglang_pat.plugin import VARIABLE
+from sglang_pat.config import VARIABLE
 from sglang_pat.sglang import cpu_shim
 from sglang_pat.sglang.launch import noise
 from sglang_pat.sglang.launch.folder import private_folder

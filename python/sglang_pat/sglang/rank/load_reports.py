@@ -14,7 +14,7 @@ from sglang_pat.messages import Decoded, Finished, LoadReport, RankTrace, Runnin
 from sglang_pat.sglang.sampling import generated_before, length_limit
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+    from sglang_pat.sglang.switch.scheduler import SwitchingScheduler
 
 REPORT_INTERVAL_STEPS = 32
 """A load report is sent at the latest every so many steps."""
@@ -35,7 +35,7 @@ def register(req: Req) -> None:
 class LoadReporter:
     """Sends a :class:`LoadReport` when the load has changed, or after :data:`REPORT_INTERVAL_STEPS` steps."""
 
-    def __init__(self, scheduler: AdaptiveScheduler) -> None:
+    def __init__(self, scheduler: SwitchingScheduler) -> None:
         self._scheduler = scheduler
         self.received = 0
         """Generation requests taken from the input socket so far."""
@@ -169,7 +169,7 @@ class StepTrace:
         tokens = int((batch.seq_lens_sum if decode else batch.extend_num_tokens) or 0)
         self._launched.append((time.monotonic(), "decode" if decode else "prefill", len(batch.reqs), tokens))
 
-    def end(self, scheduler: AdaptiveScheduler) -> None:
+    def end(self, scheduler: SwitchingScheduler) -> None:
         """The results of the oldest step launched are in.  Its time runs from the end of the one before, scheduling
         included."""
         now = time.monotonic()
@@ -183,7 +183,7 @@ class StepTrace:
             if kind == "decode" and before == self._after:
                 scheduler.load.decoded(step)
 
-    def answer(self, scheduler: AdaptiveScheduler, query: TraceQuery) -> None:
+    def answer(self, scheduler: SwitchingScheduler, query: TraceQuery) -> None:
         """Send what was kept since the last query."""
         steps, self._steps = list(self._steps), deque(maxlen=TRACE_STEPS)
         scheduler.channel.send(RankTrace(rank=scheduler.rank, query_id=query.query_id, steps=steps))

@@ -26,7 +26,7 @@ from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
 from sglang_pat.comm import rendezvous, shm
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.sglang.launch import cuda
+from sglang_pat.sglang.launch import sharing
 from sglang_pat.sglang.rank import grammars, updates
 from sglang_pat.sglang.rank.parallel import GroupPool
 from sglang_pat.sglang.rank.shared_memory import open_patiently
@@ -77,7 +77,7 @@ class AdaptiveModelRunner(ModelRunner):
 
     def init_torch_distributed(self) -> float:
         """One world of N ranks with pooled groups; returns the free memory before loading, in GB."""
-        cuda.share(self.rank)
+        sharing.share(self.rank)
         shm.register()
         rendezvous.register()
         torch.get_device_module(self.device).set_device(self.gpu_id)

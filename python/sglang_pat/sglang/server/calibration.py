@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_pat.figures import job_log
 from sglang_pat.predict.correction import BATCH, CONTEXT, TURNS
-
-if TYPE_CHECKING:
-    from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
 
 ENOUGH_TURNS, ENOUGH_SECONDS = 2, 5.0
 """On a slow machine so many turns do, once they have taken so long."""
@@ -37,7 +34,31 @@ FULL = 0.9
 more thing."""
 
 
-async def calibrate(manager: AdaptiveTokenizerManager) -> None:
+class Calibrated(Protocol):
+    """What a calibration asks of ``AdaptiveTokenizerManager``, which has it."""
+
+    server_args: Any
+    model_config: Any
+    context_len: int
+
+    async def pat_status(self) -> dict[str, Any]: ...
+
+    async def pat_reconfigure(self, tp: int) -> dict[str, Any]: ...
+
+    async def pat_until_idle(self) -> None: ...
+
+    async def pat_made_up(self, obj: GenerateReqInput) -> None: ...
+
+    def pat_calibration_turn(self, over: bool = False) -> None: ...
+
+    def pat_inject_prefixes(self, prompts: list[list[int]]) -> None: ...
+
+    async def flush_cache(self, timeout_s: float | None = None) -> Any: ...
+
+    def abort_request(self, rid: str) -> None: ...
+
+
+async def calibrate(manager: Calibrated) -> None:
     """Measure all layouts; ends in the base layout with an empty cache.  What fails is logged, and nothing else."""
     begun = time.monotonic()
     try:
@@ -53,7 +74,7 @@ async def calibrate(manager: AdaptiveTokenizerManager) -> None:
         job_log.warning("the profile is not calibrated: %s", error)
 
 
-async def _turns(manager: AdaptiveTokenizerManager, begun: float) -> None:
+async def _turns(manager: Calibrated, begun: float) -> None:
     config = manager.server_args.adaptive_config()
     degrees = [layout.tp for layout in config.layouts]
     room = FULL * min(group["kv_total"] for group in (await manager.pat_status())["groups"])
@@ -74,7 +95,7 @@ async def _turns(manager: AdaptiveTokenizerManager, begun: float) -> None:
         manager.pat_calibration_turn(over=True)
 
 
-async def _decode(manager: AdaptiveTokenizerManager, requests: int, context: int, room: int, steps: int) -> None:
+async def _decode(manager: Calibrated, requests: int, context: int, room: int, steps: int) -> None:
     """So many requests at once, whose prompts have ``context`` tokens if there is room; each makes ``steps`` steps that
     count: the first token is prefill's, the next step follows it.  Fewer after :data:`MOST_SECONDS`.
 

@@ -28,7 +28,7 @@ from sglang_pat.sglang.launch import folder, processes
 from sglang_pat.sglang.launch.processes import NAMED
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Ending:
         before: :func:`handlers`, before SGLang set its own.
     """
 
-    def __init__(self, manager: AdaptiveTokenizerManager, before: Handlers) -> None:
+    def __init__(self, manager: TokenizerManager, before: Handlers) -> None:
         self._manager = manager
         self._before = before
         self._begun = False

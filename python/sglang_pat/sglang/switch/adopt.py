@@ -20,10 +20,10 @@ from sglang_pat.sglang.switch import compiled
 from sglang_pat.sglang.switch.handover import IncomingRequests
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+    from sglang_pat.sglang.switch.scheduler import SwitchingScheduler
 
 
-def adopt(scheduler: AdaptiveScheduler, incoming: IncomingRequests) -> None:
+def adopt(scheduler: SwitchingScheduler, incoming: IncomingRequests) -> None:
     """Make ``incoming`` the requests of this scheduler."""
     for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:
         degrees.adopted(req, scheduler.tp_size)
@@ -48,7 +48,7 @@ def adopt(scheduler: AdaptiveScheduler, incoming: IncomingRequests) -> None:
         scheduler.running_batch = _decode_batch(scheduler, reqs)
 
 
-def _occupy(scheduler: AdaptiveScheduler, slots: np.ndarray) -> None:
+def _occupy(scheduler: SwitchingScheduler, slots: np.ndarray) -> None:
     """Take these KV slots out of the empty pool."""
     allocator, highest = scheduler.token_to_kv_pool_allocator, int(slots.max())
     free = np.ones(highest + 1, dtype=bool)
@@ -66,7 +66,7 @@ class _Slots:
     requests that share slots with the second one follow it.
     """
 
-    def __init__(self, scheduler: AdaptiveScheduler, place: np.ndarray) -> None:
+    def __init__(self, scheduler: SwitchingScheduler, place: np.ndarray) -> None:
         self._scheduler = scheduler
         self._tree: BasePrefixCache = scheduler.tree_cache
         self._keeps = not (self._tree.is_chunk_cache() or self._tree.disable)
@@ -118,7 +118,7 @@ def _nodes(tree: BasePrefixCache) -> list:
     return found
 
 
-def _hold(scheduler: AdaptiveScheduler, reqs: list[Req], rows: list[np.ndarray]) -> None:
+def _hold(scheduler: SwitchingScheduler, reqs: list[Req], rows: list[np.ndarray]) -> None:
     """Write the slots of ``reqs`` into the table of running requests."""
     table, device = scheduler.req_to_token_pool, scheduler.device
     for req in reqs:
@@ -135,7 +135,7 @@ def _hold(scheduler: AdaptiveScheduler, reqs: list[Req], rows: list[np.ndarray])
         req.prefix_indices = prefix
 
 
-def _decode_batch(scheduler: AdaptiveScheduler, reqs: list[Req]) -> ScheduleBatch:
+def _decode_batch(scheduler: SwitchingScheduler, reqs: list[Req]) -> ScheduleBatch:
     """A batch about to decode, of requests whose KV is in place."""
     batch = ScheduleBatch.init_new(
         reqs,

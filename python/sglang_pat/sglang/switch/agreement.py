@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_pat.layout import ParallelLayout
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+    from sglang_pat.sglang.switch.scheduler import SwitchingScheduler
 
 TAKEN = ("forward_ct", "recv_skipper._counter")
 """Attributes of SGLang's scheduler, dotted, that a rank takes over from its new leader; plain values."""
@@ -22,12 +22,12 @@ _STEP_MARKS = ("profiler_start_forward_ct", "profiler_target_forward_ct")
 """Counted in steps of this rank: they move along when ``forward_ct`` does."""
 
 
-def taken(scheduler: AdaptiveScheduler) -> dict[str, Any]:
+def taken(scheduler: SwitchingScheduler) -> dict[str, Any]:
     """The values of :data:`TAKEN` that this scheduler has."""
     return {path: value for path in TAKEN if (value := find(scheduler, path)) is not None}
 
 
-def take(scheduler: AdaptiveScheduler, values: dict[str, Any]) -> None:
+def take(scheduler: SwitchingScheduler, values: dict[str, Any]) -> None:
     """Hold what the leader holds."""
     for name in _STEP_MARKS:
         if (mark := getattr(scheduler, name, None)) is not None:

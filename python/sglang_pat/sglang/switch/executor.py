@@ -29,7 +29,7 @@ from sglang_pat.switch.order import fence_after_switch
 from sglang_pat.switch.state import SwitchState, advance
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+    from sglang_pat.sglang.switch.scheduler import SwitchingScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class SwitchAborted(RuntimeError):
 class SwitchExecutor:
     """Carries out the switches of one rank; owned and called by its scheduler."""
 
-    def __init__(self, scheduler: AdaptiveScheduler) -> None:
+    def __init__(self, scheduler: SwitchingScheduler) -> None:
         self.scheduler = scheduler
         self.layouts = scheduler.layouts
         self.config = scheduler.adaptive

@@ -17,7 +17,7 @@ from sglang_pat.sglang.switch import agreement, compiled, requests
 from sglang_pat.switch import parcels, plan
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+    from sglang_pat.sglang.switch.scheduler import SwitchingScheduler
 
 
 @dataclass
@@ -79,7 +79,7 @@ class IncomingRequests:
         return [req for req in self.waiting if req.output_ids and req.rid not in parked]
 
 
-def least_moved(scheduler: AdaptiveScheduler, recompute_below: int) -> int:
+def least_moved(scheduler: SwitchingScheduler, recompute_below: int) -> int:
     """KV tokens that a request must have to be moved with them, by ``--pat-kv`` and by a command's
     ``recompute_below``."""
     return (
@@ -87,7 +87,7 @@ def least_moved(scheduler: AdaptiveScheduler, recompute_below: int) -> int:
     )
 
 
-def seal(scheduler: AdaptiveScheduler, new: ParallelLayout) -> list[Grammar]:
+def seal(scheduler: SwitchingScheduler, new: ParallelLayout) -> list[Grammar]:
     """Before the pause: pickle what of this group's requests never changes, if it is going to travel.
 
     Returns:
@@ -102,7 +102,7 @@ def seal(scheduler: AdaptiveScheduler, new: ParallelLayout) -> list[Grammar]:
 
 
 def make_offer(
-    scheduler: AdaptiveScheduler,
+    scheduler: SwitchingScheduler,
     new: ParallelLayout,
     live: list[Req],
     waiting: list[Req],
@@ -154,7 +154,7 @@ def make_offer(
 
 
 def send_capsules(
-    scheduler: AdaptiveScheduler, new: ParallelLayout, offers: dict[int, Offer], mine: dict[int, bytes]
+    scheduler: SwitchingScheduler, new: ParallelLayout, offers: dict[int, Offer], mine: dict[int, bytes]
 ) -> dict[int, bytes]:
     """Capsules from the leaders to the ranks that need them, and to no other; all ranks take part.
 
@@ -176,7 +176,7 @@ def send_capsules(
 
 
 def plan_groups(
-    scheduler: AdaptiveScheduler, new: ParallelLayout, offers: dict[int, Offer]
+    scheduler: SwitchingScheduler, new: ParallelLayout, offers: dict[int, Offer]
 ) -> dict[int, plan.GroupPlan]:
     """The plan of every new group that a member of this rank's exchange group will belong to."""
     layouts = scheduler.layouts
@@ -189,7 +189,7 @@ def plan_groups(
 
 
 def rebuild(
-    scheduler: AdaptiveScheduler,
+    scheduler: SwitchingScheduler,
     new: ParallelLayout,
     group_plan: plan.GroupPlan,
     offers: dict[int, Offer],
@@ -234,7 +234,7 @@ def rebuild(
     return incoming
 
 
-def _rebuild_one(scheduler: AdaptiveScheduler, one: requests.Capsule | Req) -> Req:
+def _rebuild_one(scheduler: SwitchingScheduler, one: requests.Capsule | Req) -> Req:
     if not isinstance(one, Req):
         req = requests.rebuild(scheduler, one)
         if req.grammar is not None and not one.compiling:

@@ -20,14 +20,14 @@ from sglang_pat.switch import plan
 from sglang_pat.switch.gather import build_gather
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+    from sglang_pat.sglang.switch.scheduler import SwitchingScheduler
 
 
 GROWTH = 16
 """Tokens that a request may still get between PREPARE and the pause: memory for them costs less than taking it then."""
 
 
-def reserve(scheduler: AdaptiveScheduler, new: ParallelLayout, recompute_below: int = 0) -> None:
+def reserve(scheduler: SwitchingScheduler, new: ParallelLayout, recompute_below: int = 0) -> None:
     """Take memory, before the pause, for about what a switch would move now; what grows until then is taken in it.
 
     Args:
@@ -54,7 +54,7 @@ def reserve(scheduler: AdaptiveScheduler, new: ParallelLayout, recompute_below: 
 
 
 def prepare(
-    scheduler: AdaptiveScheduler,
+    scheduler: SwitchingScheduler,
     new: ParallelLayout,
     plans: dict[int, plan.GroupPlan],
     offers: dict[int, Offer],
@@ -94,7 +94,7 @@ def prepare(
 class KvExchange:
     """One rank's part of moving the KV of a switch: everything is ready, :meth:`run` moves it."""
 
-    def __init__(self, scheduler: AdaptiveScheduler, new: ParallelLayout, exchange: plan.ExchangePlan) -> None:
+    def __init__(self, scheduler: SwitchingScheduler, new: ParallelLayout, exchange: plan.ExchangePlan) -> None:
         layouts = scheduler.layouts
         self._plan = exchange
         self._source, self._target = layouts.current.kv_pool, layouts[new].kv_pool

@@ -14,13 +14,13 @@ from sglang_pat.layout import ParallelLayout
 from sglang_pat.switch.gather import Gather
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+    from sglang_pat.sglang.switch.scheduler import SwitchingScheduler
 
 
 class KvGather:
     """One rank's part of an all-gather of the KV; used as :class:`~sglang_pat.sglang.switch.kv_exchange.KvExchange`."""
 
-    def __init__(self, scheduler: AdaptiveScheduler, new: ParallelLayout, gather: Gather) -> None:
+    def __init__(self, scheduler: SwitchingScheduler, new: ParallelLayout, gather: Gather) -> None:
         layouts = scheduler.layouts
         self._plan = gather
         self._source, self._target = layouts.current.kv_pool, layouts[new].kv_pool

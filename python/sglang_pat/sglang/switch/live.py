@@ -18,10 +18,10 @@ from sglang_pat.kernels.transfer import download, upload
 from sglang_pat.sglang.switch import requests
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+    from sglang_pat.sglang.switch.scheduler import SwitchingScheduler
 
 
-def drain(scheduler: AdaptiveScheduler) -> None:
+def drain(scheduler: SwitchingScheduler) -> None:
     """Finish the step in flight and leave all decoding requests in ``running_batch``.
 
     Keeps everything valid, so that an aborted switch just goes on.
@@ -44,7 +44,7 @@ def drain(scheduler: AdaptiveScheduler) -> None:
         scheduler.maybe_send_health_check_signal()
 
 
-def drain_ended(scheduler: AdaptiveScheduler) -> None:
+def drain_ended(scheduler: SwitchingScheduler) -> None:
     """Let go of the requests in a batch if all have ended in the last step.
 
     They have been answered, and SGLang would count them up to its next turn: what is to come when nothing runs would
@@ -55,21 +55,21 @@ def drain_ended(scheduler: AdaptiveScheduler) -> None:
         drain(scheduler)
 
 
-def idle_everywhere(scheduler: AdaptiveScheduler) -> bool:
+def idle_everywhere(scheduler: SwitchingScheduler) -> bool:
     """Whether no rank of the engine has a request; all of them call this."""
     idle = torch.tensor([int(scheduler.is_fully_idle())])
-    dist.all_reduce(idle, dist.ReduceOp.MIN, group=scheduler.executor.world)
+    dist.all_reduce(idle, dist.ReduceOp.MIN, group=scheduler.layouts.runner.groups.world)
     return bool(idle.item())
 
 
-def requests_of(scheduler: AdaptiveScheduler) -> tuple[list[Req], list[Req]]:
+def requests_of(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req]]:
     """``(decoding, waiting)`` after :func:`drain`; a half-prefilled request counts as waiting."""
     chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
     waiting = chunked + scheduler.waiting_queue + scheduler.grammar_manager.grammar_queue
     return list(scheduler.running_batch.reqs), waiting
 
 
-def with_kv(scheduler: AdaptiveScheduler) -> tuple[list[Req], list[Req], list[np.ndarray]]:
+def with_kv(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req], list[np.ndarray]]:
     """``(live, waiting, rows)`` after :func:`drain`: requests that have KV, those that decode first; the others.
 
     ``rows``: KV slots of the tokens of each live one, int64 ``[tokens]``; the last token has none yet.  Of those that
@@ -82,18 +82,18 @@ def with_kv(scheduler: AdaptiveScheduler) -> tuple[list[Req], list[Req], list[np
     return decoding + [req for req, _ in parked], [req for req in waiting if id(req) not in there], rows
 
 
-def have_decoded(scheduler: AdaptiveScheduler) -> list[Req]:
+def have_decoded(scheduler: SwitchingScheduler) -> list[Req]:
     """Those that decoded and wait now: parked by a switch, or retracted."""
     return [req for req in scheduler.waiting_queue if req.output_ids]
 
 
-def keeps_pieces(scheduler: AdaptiveScheduler) -> bool:
+def keeps_pieces(scheduler: SwitchingScheduler) -> bool:
     """Whether what is computed of a prompt goes over: KV moves, and there is a tree to wait in."""
     tree = scheduler.tree_cache
     return scheduler.adaptive.kv != "recompute" and not (tree.is_chunk_cache() or tree.disable)
 
 
-def _parked(scheduler: AdaptiveScheduler) -> list[tuple[Req, torch.Tensor]]:
+def _parked(scheduler: SwitchingScheduler) -> list[tuple[Req, torch.Tensor]]:
     """Requests that wait and have KV, with its slots: those that decoded first, then prompts in pieces.
 
     An earlier switch has left it in the radix tree (``adopt``), where some may have been lost to others that decode;
@@ -118,7 +118,7 @@ def _parked(scheduler: AdaptiveScheduler) -> list[tuple[Req, torch.Tensor]]:
     return found
 
 
-def kv_rows(scheduler: AdaptiveScheduler, decoding: list[Req], parked: list[torch.Tensor]) -> list[np.ndarray]:
+def kv_rows(scheduler: SwitchingScheduler, decoding: list[Req], parked: list[torch.Tensor]) -> list[np.ndarray]:
     """KV slots of the tokens of each, int64 ``[tokens]``; one read of the device for each of the two."""
     rows: list[np.ndarray] = []
     if decoding:
@@ -132,7 +132,7 @@ def kv_rows(scheduler: AdaptiveScheduler, decoding: list[Req], parked: list[torc
     return rows
 
 
-def recompute(scheduler: AdaptiveScheduler) -> None:
+def recompute(scheduler: SwitchingScheduler) -> None:
     """Send every request back to the queue as tokens, and empty the pools: their KV may have been overwritten."""
     decoding, waiting = requests_of(scheduler)
     for req in decoding + ([scheduler.chunked_req] if scheduler.chunked_req is not None else []):
@@ -146,7 +146,7 @@ def recompute(scheduler: AdaptiveScheduler) -> None:
     scheduler.waiting_queue = decoding + [req for req in waiting if req not in grammar_queue]
 
 
-def check(scheduler: AdaptiveScheduler) -> None:
+def check(scheduler: SwitchingScheduler) -> None:
     """Raise ``RuntimeError`` naming all terms if KV slots or request slots do not add up."""
     reqs = scheduler.running_batch.reqs
     held = sum(req.kv_allocated_len - req.cache_protected_len for req in reqs)

@@ -23,7 +23,7 @@ from sglang_pat.sglang.rank.degrees import Degrees
 from sglang_pat.sglang.switch import compiled
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
+    from sglang_pat.sglang.switch.scheduler import SwitchingScheduler
 
 CARRIED = (
     "output_ids decoded_text surr_offset read_offset cur_decode_ids_len send_token_offset send_decode_id_offset "
@@ -165,7 +165,7 @@ def restore(req: Req, capsule: Capsule) -> None:
         )
 
 
-def rebuild(scheduler: AdaptiveScheduler, capsule: Capsule, held_grammar: Any | None = None) -> Req:
+def rebuild(scheduler: SwitchingScheduler, capsule: Capsule, held_grammar: Any | None = None) -> Req:
     """A ``Req`` of this scheduler, in the state in which ``capsule`` found it.
 
     ``held_grammar``: its grammar as it stands, if it was here before.

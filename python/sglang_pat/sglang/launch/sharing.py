@@ -1,0 +1,36 @@
+"""All ranks on one GPU: for the acceptance on a machine that has only one."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SHARE_ENV = "SGLANG_PAT_SHARE_GPU"
+"""``1``: all ranks run on one GPU, for ``python -m sglang_pat.acceptance`` where there is only one.  They take turns
+there, and NCCL goes through sockets, so times of merged layouts and of switches mean nothing."""
+
+
+def shared() -> bool:
+    """Whether all ranks run on one GPU."""
+    return os.environ.get(SHARE_ENV) == "1"
+
+
+def share(rank: int) -> None:
+    """Where all ranks run on one GPU: have them communicate as on several.  Before the first group is made.
+
+    NCCL refuses two ranks of one machine on one GPU: for it, each rank is a machine.  SGLang's custom all-reduce
+    refuses GPUs without NVLink between them: a GPU reaches its own memory without.
+    """
+    if not shared():
+        return
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    from sglang.srt.distributed.device_communicators import custom_all_reduce_v2
+
+    def can_use(group: ProcessGroup, **_: Any) -> bool | None:
+        return True if group.size() > 1 else None
+
+    custom_all_reduce_v2.can_use_custom_all_reduce_with_nvlink = can_use
