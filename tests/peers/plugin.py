@@ -7,6 +7,7 @@ answer must make sense.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import random
 import shutil
@@ -34,7 +35,8 @@ FLAGS = {"device": "cpu", "dtype": "float32", "max_total_tokens": 40000}
 """What a CPU needs beside what a test says; SmolLM2's KV takes 46 KB a token."""
 
 SENSIBLE = (
-    "constrained_decoding", "json_mode", "ebnf", "matched_stop", "ignore_eos", "test_openai_server.py", "penalty"
+    "constrained_decoding", "json_mode", "ebnf", "matched_stop", "ignore_eos", "test_openai_server.py",
+    "server_hidden_states", "penalty",
 )  # fmt: skip
 """Parts of the names of files whose answers must make sense."""
 
@@ -49,6 +51,8 @@ SECONDS = (0.1, 1.5)
 """Between two switches of a server, at random.  An ``Engine`` switches by a schedule, every three tokens."""
 
 _servers = _switches = 0
+_logs: list[Path] = []
+"""Decisions of each ``Engine``."""
 _test = ""
 
 
@@ -102,7 +106,8 @@ def pytest_configure(config: pytest.Config) -> None:
     ours = FLAGS | ({"tp_size": 2} if ADAPTIVE else {})
 
     def launch_in_process(stock: Any, **named: Any) -> Any:
-        _adapt(f"schedule,schedule={schedule}")
+        _logs.append(command.with_name(f"decisions{len(_logs)}.jsonl"))
+        _adapt(f"schedule,schedule={schedule},log={_logs[-1]}")
         try:
             return stock(**ours | named)
         finally:
@@ -177,10 +182,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.xfail(reason=listed[name], strict=True))
 
 
+def _all_switches() -> int:
+    """Those of servers, and decisions of engines for another layout than the one in force."""
+    events = [json.loads(line) for log in _logs if log.exists() for line in log.read_text().splitlines()]
+    decisions = [event for event in events if "decision" in event]
+    return _switches + sum(event["decision"]["tp"] != event["snapshot"]["tp"] for event in decisions)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    terminalreporter.write_line(f"{_switches} switches while the tests ran")
+    terminalreporter.write_line(f"{_all_switches()} switches while the tests ran")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if ADAPTIVE and exitstatus == 0 and _servers and not _switches:
+    if ADAPTIVE and exitstatus == 0 and (_servers or _logs) and not _all_switches():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED  # nothing was shown
