@@ -7,6 +7,7 @@ answer must make sense.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import random
@@ -183,10 +184,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _all_switches() -> int:
-    """Those of servers, and decisions of engines for another layout than the one in force."""
-    events = [json.loads(line) for log in _logs if log.exists() for line in log.read_text().splitlines()]
-    decisions = [event for event in events if "decision" in event]
-    return _switches + sum(event["decision"]["tp"] != event["snapshot"]["tp"] for event in decisions)
+    """Those of servers, and those that the decisions of engines show: at least so many."""
+    found = _switches
+    for log in filter(Path.exists, _logs):
+        events = map(json.loads, log.read_text().splitlines())
+        degrees = [event["snapshot"]["tp"] for event in events if "decision" in event]
+        found += sum(old != new for old, new in itertools.pairwise(degrees))
+    return found
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
