@@ -89,6 +89,8 @@ def pytest_configure(config: pytest.Config) -> None:
         given = [str(word) for word in named.get("other_args") or ()]
         if "--attention-backend" in given:  # one for GPUs
             del given[(at := given.index("--attention-backend")) : at + 2]
+        if not ADAPTIVE:  # xgrammar has no kernels for a CPU; the adaptive engine takes llguidance by itself
+            given = ["--grammar-backend", "llguidance", *("llguidance" if one == "xgrammar" else one for one in given)]
         if not Path(model).exists():  # a file's own choice
             model, given = str(MODELS / "peers"), ["--served-model-name", model, *given]
         named["other_args"] = [*flags, *(["--tp", "2"] if ADAPTIVE else []), *given]
