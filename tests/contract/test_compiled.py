@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from sglang_pat.messages import Grammar
 from sglang_pat.sglang.rank import degrees
-from sglang_pat.sglang.switch import compiled
+from sglang_pat.sglang.switch import compiled, handover
 from sglang_pat.sglang.switch.compiled import CompiledGrammars
 
 pytestmark = pytest.mark.contract
@@ -55,7 +55,8 @@ def backend(tokenizer):
 
 def request(grammar=None, **params) -> Req:
     req = Req("r", "", [5, 6], SamplingParams(**params))
-    req.pat_request, req.pat_prompt, req.grammar = SimpleNamespace(), array("I", [5, 6]), grammar
+    req.pat_request, req.pat_prompt, req.grammar = SimpleNamespace(input_ids=None), array("I", [5, 6]), grammar
+    req.pat_sealed = None
     degrees.begin(req, tp=1)
     return req
 
@@ -131,6 +132,50 @@ def test_one_that_waits_goes_on_waiting(backend, cached):
     assert isinstance(value, Future) and not ready and value.done() == cached
     backend.gate.set()
     assert not isinstance(value.result(), InvalidGrammarObject)
+
+
+def test_what_one_waits_for_is_compiled_once(backend):
+    """However often such requests come to a rank: else a grammar that takes longer than from switch to switch would
+    never be ready."""
+    grammars, waiting = CompiledGrammars(backend), []
+    backend.gate.clear()
+    for _ in range(4):
+        with grammars.rebuilding(None, compiling=True):
+            waiting.append(backend.get_cached_or_future_value(KEY, False)[0])
+        grammars.keep([])  # the switch is over
+    assert waiting.pop().cancel(), "this one is aborted, the others are not"
+    backend.gate.set()
+    assert len({id(one.result(60)) for one in waiting}) == 3, "each request has a state of its own"
+    assert backend.compiled == [KEY]
+
+
+def test_what_a_rank_remembers_of_them_is_bounded(backend, monkeypatch):
+    monkeypatch.setattr(compiled, "MAX_AWAITED", 2)
+    grammars = CompiledGrammars(backend)
+    for regex in "abca":
+        with grammars.rebuilding(None, compiling=True):
+            backend.get_cached_or_future_value(("regex", regex), False)[0].result(60)
+    assert [regex for _, regex in backend.compiled] == list("abca")
+
+
+def test_one_that_waits_and_stays_on_its_rank_waits_for_the_same(backend):
+    """For what SGLang began to compile when the request came."""
+    grammars = CompiledGrammars(backend)
+    backend.gate.clear()
+    begun, _ = backend.get_cached_or_future_value(KEY, False)
+
+    def construct(*_) -> Req:
+        value, ready = backend.get_cached_or_future_value(KEY, False)
+        assert not ready, "SGLang has it wait in its queue"
+        return request(value, regex=REGEX)
+
+    scheduler = SimpleNamespace(grammars=grammars, construct=construct)
+    req = request(begun, regex=REGEX)
+    for _ in range(3):
+        req = handover._rebuild_one(scheduler, req)
+        assert req.grammar is begun
+    backend.gate.set()
+    assert not isinstance(begun.result(60), InvalidGrammarObject) and backend.compiled == [KEY]
 
 
 def test_caches_of_a_group_are_alike(tokenizer):

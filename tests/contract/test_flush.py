@@ -151,8 +151,8 @@ def test_steps_of_the_layout_before_are_not_reported_as_those_of_the_new_one():
 def test_memory_is_released_on_all_ranks_or_on_none(others, monkeypatch, caplog):
     """``others``: whether they are idle; this rank is."""
     rank, released = Rank(), []
-    rank.executor = SimpleNamespace(world="all ranks")
-    rank.layouts, rank.gpu_id = SimpleNamespace(runner=SimpleNamespace(device="cuda")), 3
+    runner = SimpleNamespace(device="cuda", groups=SimpleNamespace(world="all ranks"))
+    rank.layouts, rank.gpu_id = SimpleNamespace(runner=runner), 3
     rank.server_args = SimpleNamespace(pat_kept=5 << 29)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
     caplog.set_level("INFO")

@@ -7,6 +7,8 @@ answer must make sense.
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import os
 import random
 import shutil
@@ -34,7 +36,8 @@ FLAGS = {"device": "cpu", "dtype": "float32", "max_total_tokens": 40000}
 """What a CPU needs beside what a test says; SmolLM2's KV takes 46 KB a token."""
 
 SENSIBLE = (
-    "constrained_decoding", "json_mode", "ebnf", "matched_stop", "ignore_eos", "test_openai_server.py", "penalty"
+    "constrained_decoding", "json_mode", "ebnf", "matched_stop", "ignore_eos", "test_openai_server.py",
+    "server_hidden_states", "penalty",
 )  # fmt: skip
 """Parts of the names of files whose answers must make sense."""
 
@@ -49,6 +52,8 @@ SECONDS = (0.1, 1.5)
 """Between two switches of a server, at random.  An ``Engine`` switches by a schedule, every three tokens."""
 
 _servers = _switches = 0
+_logs: list[Path] = []
+"""Decisions of each ``Engine``."""
 _test = ""
 
 
@@ -84,6 +89,8 @@ def pytest_configure(config: pytest.Config) -> None:
         given = [str(word) for word in named.get("other_args") or ()]
         if "--attention-backend" in given:  # one for GPUs
             del given[(at := given.index("--attention-backend")) : at + 2]
+        if not ADAPTIVE:  # xgrammar has no kernels for a CPU; the adaptive engine takes llguidance by itself
+            given = ["--grammar-backend", "llguidance", *("llguidance" if one == "xgrammar" else one for one in given)]
         if not Path(model).exists():  # a file's own choice
             model, given = str(MODELS / "peers"), ["--served-model-name", model, *given]
         named["other_args"] = [*flags, *(["--tp", "2"] if ADAPTIVE else []), *given]
@@ -102,7 +109,8 @@ def pytest_configure(config: pytest.Config) -> None:
     ours = FLAGS | ({"tp_size": 2} if ADAPTIVE else {})
 
     def launch_in_process(stock: Any, **named: Any) -> Any:
-        _adapt(f"schedule,schedule={schedule}")
+        _logs.append(command.with_name(f"decisions{len(_logs)}.jsonl"))
+        _adapt(f"schedule,schedule={schedule},log={_logs[-1]}")
         try:
             return stock(**ours | named)
         finally:
@@ -177,10 +185,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.xfail(reason=listed[name], strict=True))
 
 
+def _all_switches() -> int:
+    """Those of servers, and those that the decisions of engines show: at least so many."""
+    found = _switches
+    for log in filter(Path.exists, _logs):
+        events = map(json.loads, log.read_text().splitlines())
+        degrees = [event["snapshot"]["tp"] for event in events if "decision" in event]
+        found += sum(old != new for old, new in itertools.pairwise(degrees))
+    return found
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    terminalreporter.write_line(f"{_switches} switches while the tests ran")
+    terminalreporter.write_line(f"{_all_switches()} switches while the tests ran")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if ADAPTIVE and exitstatus == 0 and _servers and not _switches:
+    if ADAPTIVE and exitstatus == 0 and (_servers or _logs) and not _all_switches():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED  # nothing was shown

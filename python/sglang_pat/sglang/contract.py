@@ -15,6 +15,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+from sglang_pat.errors import one_line
 from sglang_pat.version import SGLANG_VERSIONS
 
 
@@ -62,7 +63,7 @@ class Symbol:
         try:
             parameters = self._read() if self.read else self._import()
         except (ImportError, AttributeError, OSError) as error:
-            return f"missing: {error}"
+            return f"missing: {one_line(error)}"
         if parameters != self.parameters:
             changed = sorted(set(parameters) ^ set(self.parameters)) or ["their order"]
             return f"parameters changed: {', '.join(changed)}"

@@ -1,7 +1,5 @@
 """Shapes, configs and weights of the test models, random ones and markers."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math

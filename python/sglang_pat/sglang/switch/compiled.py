@@ -1,7 +1,8 @@
 """Grammars across a switch: those that other groups hand over are compiled before the pause.
 
 A rank keeps the grammars of the requests that it has, with their state.  For those that come from other groups the
-coordinator names the grammars (``messages.Compile``), and each rank compiles them while decoding goes on.
+coordinator names the grammars (``messages.Compile``), and each rank compiles them while decoding goes on.  A request
+that waits for its grammar goes on waiting: what a rank compiles for it survives any number of switches.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ Key = tuple[str, str]
 
 MAX_BYTES = 8 << 20
 """Texts that a leader names for one switch; what is beyond is compiled in the pause."""
+
+MAX_AWAITED = 64
+"""Grammars that a rank remembers because a request came to it that waits for them: the last ones."""
 
 
 def key_of(req: Req) -> Key | None:
@@ -76,6 +80,7 @@ class CompiledGrammars:
     def __init__(self, backend: BaseGrammarBackend | None) -> None:
         self._backend = backend
         self._made: dict[Key, Future] = {}
+        self._awaited: dict[Key, Future] = {}
         self._rebuilding: Any = None
         if backend is not None:
             self._sglang_lookup = backend.get_cached_or_future_value
@@ -118,9 +123,9 @@ class CompiledGrammars:
 
     @contextmanager
     def rebuilding(self, held: Any | None, compiling: bool, given_up: bool = False) -> Iterator[None]:
-        """Inside the block SGLang makes a request again: with the grammar ``held`` by the request itself, if it was
-        here; ``compiling``: with one that may not be ready and waits for its turn; ``given_up``: it was aborted and
-        has none any more, maybe because that takes for ever."""
+        """Inside the block SGLang makes a request again: with the grammar ``held`` by the request itself, or the future
+        one, if it was here; ``compiling``: with one that may not be ready and waits for its turn; ``given_up``: it was
+        aborted and has none any more, maybe because that takes for ever."""
         self._rebuilding = held, compiling, given_up
         try:
             yield
@@ -149,12 +154,33 @@ class CompiledGrammars:
             return self._sglang_lookup(key, require_reasoning)
         held, compiling, given_up = self._rebuilding
         if held is not None or given_up:
-            return held, True
+            return held, not compiling
         if not compiling:
             return self._take(key, require_reasoning), True
-        value, ready = self._sglang_lookup(key, require_reasoning)
-        if ready:
-            done = Future()
-            done.set_result(value)
-            value = done
-        return value, False
+        if not self._backend.cache.get(key):
+            return self._await(key, require_reasoning), False
+        done = Future()
+        done.set_result(self._sglang_lookup(key, require_reasoning)[0])
+        return done, False
+
+    def _await(self, key: Key, require_reasoning: bool) -> Future:
+        """A grammar for one request, when it is compiled: once, however often requests that wait for it come and go."""
+        executor, own = self._backend.executor, Future()
+        if key not in self._awaited:
+            self._awaited[key] = executor.submit(self._make, key, 0)
+            if len(self._awaited) > MAX_AWAITED:
+                del self._awaited[next(iter(self._awaited))]
+        common = self._awaited[key]
+
+        def give() -> None:
+            if not own.set_running_or_notify_cancel():
+                return
+            try:
+                grammar = common.result()[0].copy()
+                grammar.maybe_init_reasoning(require_reasoning)
+                own.set_result(grammar)
+            except Exception as error:
+                own.set_exception(error)
+
+        common.add_done_callback(lambda _: executor.submit(give))  # a copy may take as long as the first
+        return own

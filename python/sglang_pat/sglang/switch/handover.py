@@ -240,5 +240,4 @@ def _rebuild_one(scheduler: SwitchingScheduler, one: requests.Capsule | Req) -> 
         if req.grammar is not None and not one.compiling:
             compiled.replay(req.grammar, req.output_ids)
         return req
-    capsule = requests.capture(one)
-    return requests.rebuild(scheduler, capsule, held_grammar=None if capsule.compiling else one.grammar)
+    return requests.rebuild(scheduler, requests.capture(one), held_grammar=one.grammar)

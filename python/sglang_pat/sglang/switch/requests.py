@@ -168,7 +168,7 @@ def restore(req: Req, capsule: Capsule) -> None:
 def rebuild(scheduler: SwitchingScheduler, capsule: Capsule, held_grammar: Any | None = None) -> Req:
     """A ``Req`` of this scheduler, in the state in which ``capsule`` found it.
 
-    ``held_grammar``: its grammar as it stands, if it was here before.
+    ``held_grammar``: its grammar as it stands, or the future one, if it was here before.
     """
     given, prompt = unseal(capsule.sealed)
     # In the queue an abort takes the grammar away; one that runs keeps it, on all ranks of its group or on none.
