@@ -30,8 +30,9 @@ setup(
     packages=find_packages("python", include=["sglang_pat*"]) + find_packages(".", include=["profiler*"]),
     package_dir={"": "python", "profiler": "profiler"},
     package_data={
-        "sglang_pat.sglang": ["contract.txt", "_cpu_site/*.py"],
-        "sglang_pat.sglang.checks": ["attributes.txt"],
+        "sglang_pat.launch": ["contract.txt"],
+        "sglang_pat.cpu": ["_site/*.py"],
+        "sglang_pat.checks": ["attributes.txt"],
     },
     ext_modules=[
         CppExtension(

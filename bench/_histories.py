@@ -14,7 +14,7 @@ from time import thread_time
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_pat.sglang import cpu_shim
+from sglang_pat.cpu import shim
 
 SENT_EVERY = 50
 """Tokens; what is not streamed SGLang sends so many at a time."""
@@ -26,7 +26,7 @@ def _request(top: int | None) -> Any:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from sglang_pat.sglang.rank import degrees
+    from sglang_pat.rank import degrees
 
     prompt = list(range(16))
     made = Req("r", "", prompt, SamplingParams(), return_logprob=top is not None, top_logprobs_num=top or 0)
@@ -50,7 +50,7 @@ def _with_history(top: int | None, tokens: int, rng: random.Random) -> Any:
 
 
 def _switch(reqs: list[Any], top: int | None) -> dict[str, float]:
-    from sglang_pat.sglang.switch import requests
+    from sglang_pat.switch import requests
 
     fresh = [_request(top) for _ in reqs]
     begun = thread_time()
@@ -63,8 +63,8 @@ def _switch(reqs: list[Any], top: int | None) -> dict[str, float]:
 
 def rows(requests: int, repeats: int = 5) -> list[dict[str, Any]]:
     """CPU time of the leader that offers so many requests, and of a rank that takes them; medians."""
-    if cpu_shim.needed():
-        cpu_shim.install()
+    if shim.needed():
+        shim.install()
     rng, found = random.Random(0), []
     for kind, top in KINDS.items():
         for tokens in (64, 4096):

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from _round_turns import Collector, now_of
 
-from sglang_pat.sglang import cpu_shim
+from sglang_pat.cpu import shim
 from sglang_pat.testing import models
 
 PROMPTS, TEXT_TOKENS, IDS = 1280, 345, 1000
@@ -21,8 +21,8 @@ NEW_TOKENS, CONTEXT = 4096, 8192
 
 def tokenizer() -> Any:
     """SmolLM2's."""
-    if cpu_shim.needed():
-        cpu_shim.install()
+    if shim.needed():
+        shim.install()
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(models.make_smollm2(Path(".cache/models/smollm2")))
@@ -46,7 +46,7 @@ def bodies(tok: Any) -> dict[str, bytes]:
 async def intake_slices() -> list[dict[str, Any]]:
     """Milliseconds: to read the body, the longest turn of the event loop after that, and all turns together."""
     tok, rows = tokenizer(), []
-    from sglang_pat.sglang.server.intake import Intake, parse
+    from sglang_pat.server.intake import Intake, parse
 
     manager = SimpleNamespace(
         tokenizer=tok, context_len=CONTEXT, max_req_input_len=None, model_config=SimpleNamespace(vocab_size=len(tok))

@@ -10,10 +10,10 @@ import random
 from time import thread_time
 from typing import Any
 
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Output, SampleId
-from sglang_pat.admission.rounds import RolloutRound
-from sglang_pat.admission.rules import Rules
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import Output, SampleId
+from sglang_pat.rollout.rounds import RolloutRound
+from sglang_pat.rollout.rules import Rules
 
 PATIENCE_SECONDS = 30.0
 """A round that takes longer is measured as far as it came."""

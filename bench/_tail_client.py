@@ -10,14 +10,14 @@ from typing import Any
 
 import aiohttp
 
-from sglang_pat.admission.records import Output, SampleId
+from sglang_pat.rollout.records import Output, SampleId
 from sglang_pat.testing.server import Server
 
 Lengths = Callable[[SampleId], int]
 
 
 class Client:
-    """:class:`sglang_pat.admission.backend.Backend` over HTTP, for samples of one turn.
+    """:class:`sglang_pat.rollout.backend.Backend` over HTTP, for samples of one turn.
 
     Args:
         lengths: of each sample; None: they end by themselves.  Policies are told the limit only.

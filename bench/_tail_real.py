@@ -20,10 +20,6 @@ from _tail_client import Client
 from rich.console import Console
 from rich.table import Table
 
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Group, Output, Summary
-from sglang_pat.admission.rounds import RolloutRound
-from sglang_pat.admission.rules import Rules
 from sglang_pat.demo.cases import MAKERS, QUICK, SMOLLM2, TINY, WIDE, Case
 from sglang_pat.demo.contest import KV_TOKENS, LOW, POLICY, RANKS
 from sglang_pat.demo.display import Display
@@ -32,6 +28,10 @@ from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.rounds import Engines, Simulation
 from sglang_pat.replay.shapes import Shape
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import Group, Output, Summary
+from sglang_pat.rollout.rounds import RolloutRound
+from sglang_pat.rollout.rules import Rules
 from sglang_pat.testing.server import Server, stopped
 from sglang_pat.tools.machine import machine
 from sglang_pat.tools.prompts import PROMPTS

@@ -27,13 +27,13 @@ from rich.table import Table
 from scipy.special import ndtri
 from tail_batching import CORRELATIONS, ROOT, SETTINGS
 
-from sglang_pat.admission import redraws
-from sglang_pat.admission.records import Group
-from sglang_pat.admission.rules import Rules
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.rounds import Engines, Round, Simulation
 from sglang_pat.replay.shapes import Shape, parse_shape
+from sglang_pat.rollout import redraws
+from sglang_pat.rollout.records import Group
+from sglang_pat.rollout.rules import Rules
 
 SETTING = SETTINGS[1]
 PROMPTS, SIZE, RESPONSES = 1280, 128, 8

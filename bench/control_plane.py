@@ -28,7 +28,6 @@ from _intake_turns import intake_slices
 from _round_turns import PATIENCE_SECONDS, admitter, length, loop_slices
 
 from sglang_pat import messages as m
-from sglang_pat.admission.records import Abort, Launch, Output, RoundOver, SampleId, Span
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.core import Coordinator
 from sglang_pat.coordinator.leader import Generation
@@ -38,6 +37,7 @@ from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Load, Snapshot
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.cost import fitted
+from sglang_pat.rollout.records import Abort, Launch, Output, RoundOver, SampleId, Span
 from sglang_pat.tools.machine import machine
 
 LEADERS = 8

@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sglang_pat.admission.rules import Rules
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.rounds import Engines, Simulation
 from sglang_pat.replay.shapes import parse_shape
+from sglang_pat.rollout.rules import Rules
 
 ROOT = Path(__file__).resolve().parents[1]
 CORRELATIONS = (0.0, 0.5, 0.8)

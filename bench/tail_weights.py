@@ -22,9 +22,9 @@ from types import SimpleNamespace
 from rich.console import Console
 from rich.table import Table
 
-from sglang_pat.sglang import cpu_shim
+from sglang_pat.cpu import shim
 
-cpu_shim.ensure()
+shim.ensure()
 
 import torch  # noqa: E402
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
@@ -33,12 +33,12 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_pat.layout import ParallelLayout  # noqa: E402
-from sglang_pat.sglang.rank.lone import LoneRank  # noqa: E402
-from sglang_pat.sglang.rank.sharding import shard_specs  # noqa: E402
-from sglang_pat.sglang.rank.weights import Views  # noqa: E402
+from sglang_pat.rank.sharding import shard_specs  # noqa: E402
+from sglang_pat.rank.shards import copies  # noqa: E402
+from sglang_pat.rank.weights import Views  # noqa: E402
+from sglang_pat.testing.lone import LoneRank  # noqa: E402
 from sglang_pat.testing.weights import RandomModel, config  # noqa: E402
 from sglang_pat.tools.machine import machine  # noqa: E402
-from sglang_pat.weights.shards import copies  # noqa: E402
 
 MODELS = {
     # Shapes of SmolLM2-135M as it is served here: 12 query and 4 KV heads, so that 2 and 4 divide them.

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import sglang_pat
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Group
-from sglang_pat.admission.rules import MODES, Rules
-from sglang_pat.admission.turns import Turn
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import Group
+from sglang_pat.rollout.rules import MODES, Rules
+from sglang_pat.rollout.turns import Turn
 from sglang_pat.testing import models
 
 

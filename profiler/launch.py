@@ -49,11 +49,11 @@ def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) ->
             raise UsageError(f"{flag}: the profiler decides on switches itself; leave it out")
     quiet = not any(flag.startswith("--log-level") for flag in flags)
     set_environment(quiet)
-    from sglang_pat.sglang import cpu_shim
+    from sglang_pat.cpu import shim
 
-    cpu_shim.ensure()
-    from sglang_pat.sglang.contract import SGLangMismatch, check_sglang
-    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
+    shim.ensure()
+    from sglang_pat.launch.args import AdaptiveServerArgs
+    from sglang_pat.launch.contract import SGLangMismatch, check_sglang
 
     parser = Parser(prog="profiler", allow_abbrev=True)  # SGLang's own --tp is an abbreviation
     AdaptiveServerArgs.add_cli_args(parser)
@@ -70,7 +70,7 @@ def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) ->
 
 def deployment(args: Any) -> Fingerprint:
     """The fingerprint of what ``args`` would start, but for the sizes of its pools."""
-    from sglang_pat.sglang.launch.deployment import deployment as of
+    from sglang_pat.launch.deployment import deployment as of
 
     return of(args)
 
@@ -89,17 +89,17 @@ def interrupts_held() -> Iterator[None]:
 
 
 def start(args: Any) -> Any:
-    """The engine; for a program that has no threads yet (``sglang_pat.sglang.launch.processes.fork_here``).
+    """The engine; for a program that has no threads yet (``sglang_pat.launch.processes.fork_here``).
 
     Raises:
         UsageError: it did not start.
     """
-    from sglang_pat.sglang.launch import processes
+    from sglang_pat.launch import processes
 
     with interrupts_held():
         try:
             processes.fork_here()
-            from sglang_pat.sglang.server.engine import Engine
+            from sglang_pat.server.engine import Engine
 
             return Engine(server_args=args)
         except (ValueError, RuntimeError, OSError) as error:

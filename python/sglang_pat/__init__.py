@@ -10,14 +10,14 @@ from sglang_pat.layout import ParallelLayout
 from sglang_pat.version import __version__
 
 if TYPE_CHECKING:
-    from sglang_pat.sglang.server.engine import Engine
+    from sglang_pat.server.engine import Engine
 
 __all__ = ["Engine", "ParallelLayout", "__version__"]
 
 
 def __getattr__(name: str):
     if name == "Engine":
-        from sglang_pat.sglang.server.engine import Engine
+        from sglang_pat.server.engine import Engine
 
         return Engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,7 +46,7 @@ class AdaptiveConfig:
     profile_as_is: bool = False
     """Whether its step times are believed; else those of this run correct them (``sglang_pat.predict.correction``)."""
     calibrate: int = 16
-    """Steps that each layout decodes in a turn of the calibration (``sglang_pat.sglang.server.calibration``)."""
+    """Steps that each layout decodes in a turn of the calibration (``sglang_pat.server.calibration``)."""
     log: str | None = None
     """File to which each decision is appended with its inputs (JSON lines)."""
     schedule: str | None = None

@@ -11,13 +11,13 @@ import runpy
 import signal
 import sys
 
-from sglang_pat.sglang import cpu_shim
-from sglang_pat.sglang.launch import noise, processes
+from sglang_pat.cpu import shim
+from sglang_pat.launch import noise, processes
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    cpu_shim.ensure(children=True)
+    shim.ensure(children=True)
     if "--adaptive-tp" in argv:
         _adaptive(argv)
         return
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _adaptive(argv: list[str]) -> None:
     """Serve until a signal ends it; whatever happens, no process and no socket stays."""
-    from sglang_pat.sglang.launch import early
+    from sglang_pat.launch import early
 
     processes.exit_on_signals()
     noise.hear(argv)
@@ -43,7 +43,7 @@ def _adaptive(argv: list[str]) -> None:
         except ValueError as error:
             sys.exit(f"error: {error}")
         with noise.quiet_imports():
-            from sglang_pat.sglang.server.http import launch
+            from sglang_pat.server.http import launch
 
         launch(argv)
     finally:

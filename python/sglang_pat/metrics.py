@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sglang_pat.admission.records import Summary
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.messages import SwitchRecord
 from sglang_pat.predict.correction import BATCH, CONTEXT, StepFactor
+from sglang_pat.rollout.records import Summary
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 

@@ -12,7 +12,7 @@ from sglang_pat.config import VARIABLE
 
 
 def plugin() -> None:
-    """:func:`sglang_pat.sglang.attach.attach` with the settings of ``SGLANG_PAT``.
+    """:func:`sglang_pat.launch.attach.attach` with the settings of ``SGLANG_PAT``.
 
     It fails closed: SGLang logs an exception of a plug-in and goes on without it, so an error here ends the process.
     """
@@ -21,7 +21,7 @@ def plugin() -> None:
     from sglang_pat import errors, settings
 
     try:
-        from sglang_pat.sglang import attach
+        from sglang_pat.launch import attach
 
         if not attach.attached():  # else by an adapter, which has read the variable, too
             attach.attach(settings.of_environment(), VARIABLE)

@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from sglang_pat.cpu import shim
+from sglang_pat.fixes import jit
+from sglang_pat.launch import contract
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory import estimate
 from sglang_pat.memory.demand import GIB
 from sglang_pat.memory.plan import MemoryPlan, advice, make_plan
 from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.sglang import contract, cpu_shim, jit
 from sglang_pat.version import SGLANG_VERSIONS, __version__
 
 Line = tuple[bool, str, str]
@@ -35,9 +37,9 @@ def checks() -> Iterator[Line]:
     yield installed in SGLANG_VERSIONS, "SGLang", f"{installed} ({' or '.join(SGLANG_VERSIONS)} needed)"
     if installed is None:
         return
-    shim = cpu_shim.needed()
-    cpu_shim.ensure()
-    yield True, "CPU shim", "in place: no sgl_kernel here" if shim else "not needed: sgl_kernel is installed"
+    shimmed = shim.needed()
+    shim.ensure()
+    yield True, "CPU shim", "in place: no sgl_kernel here" if shimmed else "not needed: sgl_kernel is installed"
     yield from _packages()
     yield _web()
     yield from _sglang_symbols()

@@ -7,16 +7,16 @@ import json
 import os
 import sys
 
-from sglang_pat.sglang import cpu_shim
+from sglang_pat.cpu import shim
 
-cpu_shim.ensure()
+shim.ensure()
 
 from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: E402
 
 from sglang_pat.config import VARIABLE  # noqa: E402
+from sglang_pat.launch.args import AdaptiveServerArgs  # noqa: E402
+from sglang_pat.launch.attach import attach  # noqa: E402
 from sglang_pat.plugin import plugin  # noqa: E402
-from sglang_pat.sglang.attach import attach  # noqa: E402
-from sglang_pat.sglang.launch.args import AdaptiveServerArgs  # noqa: E402
 
 
 def main(model: str) -> None:

@@ -14,7 +14,7 @@ class Checkpoint:
     def __init__(self, folder) -> None:
         from sglang.srt.server_args import ServerArgs
 
-        from sglang_pat.sglang.rank.lone import LoneRank
+        from sglang_pat.testing.lone import LoneRank
 
         self.tensors = load_file(folder / "model.safetensors")
         args = ServerArgs(model_path=str(folder), device="cpu", attention_backend="torch_native", dtype="float32")

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_pat.sglang import cpu_shim
+from sglang_pat.cpu import shim
 from sglang_pat.testing import models
 
-cpu_shim.ensure()  # before any test file imports SGLang
+shim.ensure()  # before any test file imports SGLang
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,6 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def package():
     """Where a request is checked."""
-    from sglang_pat.sglang import sampling
-    from sglang_pat.sglang.server import entrance
+    from sglang_pat.fixes import entrance, sampling
 
     return SimpleNamespace(entrance=entrance, sampling=sampling)

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 
-from sglang_pat.sglang.controls import failed
+from sglang_pat.coordinator.controls import failed
 
 from .tokenizer_world import Manager
 

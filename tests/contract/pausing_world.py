@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 
-from sglang_pat.sglang.server import pausing
+from sglang_pat.server import pausing
 
 from .pausing_rank import Rank
 from .tokenizer_world import Manager, settle

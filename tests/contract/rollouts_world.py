@@ -47,14 +47,14 @@ class Manager:
 
 def server(folder):
     """A server's rounds, whose jobs are kept in ``folder``; a second one is the server after a restart."""
-    from sglang_pat.sglang.server.rollout import Rollouts
+    from sglang_pat.server.rollout import Rollouts
 
     return Rollouts(Manager(), folder, None)
 
 
 def call(first: int, count: int, lengths=(3, 4, 5, 30), **fields):
     """The body of a round of two prompts with one response each; prompts with these indices come with it."""
-    from sglang_pat.sglang.server.bodies import parse
+    from sglang_pat.server.bodies import parse
 
     prompts = [{"key": [0, i], "input_ids": [lengths[i % len(lengths)], i]} for i in range(first, first + count)]
     given = {
@@ -66,7 +66,7 @@ def call(first: int, count: int, lengths=(3, 4, 5, 30), **fields):
 
 def more(*indices: int, **fields):
     """The body of a call with prompts of these indices for a round that is under way."""
-    from sglang_pat.sglang.server.bodies import parse_more
+    from sglang_pat.server.bodies import parse_more
 
     return parse_more(msgspec.json.encode({"prompts": [{"key": [0, i], "input_ids": [3]} for i in indices]} | fields))
 

@@ -17,7 +17,7 @@ def test_what_is_computed_anew(monkeypatch, state, paused, in_parts):
 
     SGLang's ``pause_generation("retract")`` forgets such a prompt where other requests run.
     """
-    from sglang_pat.sglang.switch import executor, live
+    from sglang_pat.switch import executor, live
     from sglang_pat.switch.state import SwitchState
 
     computed = []
@@ -42,7 +42,7 @@ def test_what_is_computed_anew(monkeypatch, state, paused, in_parts):
 def test_a_switch_waits_for_a_prompt_whose_pieces_it_would_throw_away(monkeypatch, kv, disable, waits, ends):
     """Else one that comes again and again keeps the prompt from its end."""
     from sglang_pat.messages import Prepare
-    from sglang_pat.sglang.switch import executor, handover, kv_exchange
+    from sglang_pat.switch import executor, handover, kv_exchange
     from sglang_pat.switch.state import SwitchState
 
     sent, prompt = [], object()

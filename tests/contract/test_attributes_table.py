@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 from sglang.srt.managers.scheduler_recv_skipper import SchedulerRecvSkipper
 
+from sglang_pat.checks import agreement as check
+from sglang_pat.checks import attributes, census
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.sglang.checks import agreement as check
-from sglang_pat.sglang.checks import attributes, census
-from sglang_pat.sglang.switch import agreement
+from sglang_pat.switch import agreement
 
 pytestmark = pytest.mark.contract
 

@@ -11,8 +11,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.correction import TURNS, StepFactor
-from sglang_pat.sglang.server import calibration
-from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+from sglang_pat.server import calibration
+from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 
 from .tokenizer_world import Manager as World
 from .tokenizer_world import settle
@@ -149,7 +149,7 @@ def test_first_requests_wait_for_it_and_it_does_not_wait_for_them(monkeypatch):
             made_up = GenerateReqInput(rid="made up", text="x", sampling_params={})
             await asyncio.gather(manager.pat_made_up(made_up), measured.wait())
 
-        monkeypatch.setattr("sglang_pat.sglang.server.tokenizer.calibrate", calibrate)
+        monkeypatch.setattr("sglang_pat.server.tokenizer.calibrate", calibrate)
         manager._pat_calibrates = True
         left, aborted, waits = (manager.ask(rid) for rid in ("left", "aborted", "waits"))
         await settle()

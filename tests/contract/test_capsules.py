@@ -20,9 +20,9 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pat.sglang.rank import degrees
-from sglang_pat.sglang.switch import requests
-from sglang_pat.sglang.switch.adopt import _Slots
+from sglang_pat.rank import degrees
+from sglang_pat.switch import requests
+from sglang_pat.switch.adopt import _Slots
 
 from ..unit.lines_run import lines_run
 

@@ -15,9 +15,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import AutoTokenizer
 
 from sglang_pat.messages import Grammar
-from sglang_pat.sglang.rank import degrees
-from sglang_pat.sglang.switch import compiled, handover
-from sglang_pat.sglang.switch.compiled import CompiledGrammars
+from sglang_pat.rank import degrees
+from sglang_pat.switch import compiled, handover
+from sglang_pat.switch.compiled import CompiledGrammars
 
 pytestmark = pytest.mark.contract
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.contract
 
 def test_the_warm_up_does_not_count_in_a_schedule(monkeypatch):
     """A first schedule is away while SGLang sends its own requests, and there again afterwards."""
-    from sglang_pat.sglang.server import http
+    from sglang_pat.server import http
 
     manager, seen = SimpleNamespace(pat_first_schedule=["given"]), []
     monkeypatch.setattr(http, "_manager", lambda: manager)
@@ -40,7 +40,7 @@ class Scheduling:
     """The part of the TokenizerManager that sets schedules."""
 
     def __init__(self, first, policy: str = "schedule") -> None:
-        from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager as Ours
+        from sglang_pat.server.tokenizer import AdaptiveTokenizerManager as Ours
 
         for name in ("_pat_check_schedule", "_begin_schedule", "pat_set_schedule", "pat_schedule"):
             setattr(self, name, MethodType(getattr(Ours, name), self))
@@ -76,7 +76,7 @@ def test_the_first_schedule_goes_out_once_and_not_after_another():
 
 def test_a_schedule_for_another_policy_is_refused_before_it_goes_out():
     """Else the counts of a log would begin anew."""
-    from sglang_pat.sglang.server.tokenizer import ReconfigureError
+    from sglang_pat.server.tokenizer import ReconfigureError
 
     manager = Scheduling(None, "manual")
     for ask in (lambda: manager.pat_set_schedule([]), manager.pat_schedule):
@@ -87,9 +87,9 @@ def test_a_schedule_for_another_policy_is_refused_before_it_goes_out():
 
 def test_siblings_of_long_prompts_are_known_before_a_rank_has_them():
     """By the number that load reports give; also of a response that goes on."""
+    from sglang_pat.coordinator.controls import classify
     from sglang_pat.policies.prompts import LONG_PROMPT
-    from sglang_pat.sglang.controls import classify
-    from sglang_pat.sglang.rank.load_reports import register
+    from sglang_pat.rank.load_reports import register
 
     ids = list(range(LONG_PROMPT))
     for tail in ([], [5, 6, 7]):
@@ -106,14 +106,14 @@ def test_siblings_of_long_prompts_are_known_before_a_rank_has_them():
 
 
 def test_health_probes_do_not_count_in_a_schedule():
-    from sglang_pat.sglang.controls import classify
+    from sglang_pat.coordinator.controls import classify
 
     assert [work.counts for rid in ("r", "HEALTH_CHECK_17") for work in classify(tokenized(rid=rid))] == [True, False]
 
 
 def test_the_prompt_of_several_responses_has_no_tokens_to_come():
     """SGLang sends it before them: it is none of the samples of a round."""
-    from sglang_pat.sglang.controls import classify
+    from sglang_pat.coordinator.controls import classify
 
     given = tokenized(rid="r")
     for tokens in (0, 7):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import ServerArgs
 
-from sglang_pat.sglang.launch import flags, flags_page
-from sglang_pat.sglang.launch.args import AdaptiveServerArgs
+from sglang_pat.launch import flags, flags_page
+from sglang_pat.launch.args import AdaptiveServerArgs
 
 pytestmark = pytest.mark.contract
 
@@ -26,7 +26,7 @@ def test_every_flag_is_classified():
     """A new SGLang version fails here, by the names of its new flags."""
     fields = {field.name for field in dataclasses.fields(ServerArgs)}
     found = set(flags.classified())
-    assert not fields - found, f"flags that sglang/launch/flags.py does not know: {sorted(fields - found)}"
+    assert not fields - found, f"flags that launch/flags.py does not know: {sorted(fields - found)}"
     assert not found - fields, f"flags that SGLang no longer has: {sorted(found - fields)}"
 
 
@@ -106,5 +106,5 @@ def test_variables_are_refused(model, monkeypatch, name):
 
 
 def test_the_page_is_up_to_date():
-    make = "python -m sglang_pat.sglang.launch.flags_page > docs/flags.md"
+    make = "python -m sglang_pat.launch.flags_page > docs/flags.md"
     assert (ROOT / "docs/flags.md").read_text() == flags_page.page(), make

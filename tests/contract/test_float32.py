@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.attention.triton_ops import decode_attention, extend_attention
 from sglang.srt.layers.layernorm import RMSNorm
 
-from sglang_pat.sglang.rank.float32 import true_float32
+from sglang_pat.fixes.float32 import true_float32
 
 pytestmark = pytest.mark.contract
 

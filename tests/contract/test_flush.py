@@ -16,10 +16,10 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.messages import LoadReport, Step
-from sglang_pat.sglang.rank.load_reports import LoadReporter
-from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler
-from sglang_pat.sglang.rank.updates import NOT_FLUSHED
-from sglang_pat.sglang.switch import live
+from sglang_pat.rank.load_reports import LoadReporter
+from sglang_pat.rank.scheduler import AdaptiveScheduler
+from sglang_pat.rank.updates import NOT_FLUSHED
+from sglang_pat.switch import live
 from sglang_pat.switch.gate import StepGate
 
 pytestmark = pytest.mark.contract

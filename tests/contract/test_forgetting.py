@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-from sglang_pat.sglang.rank import degrees
-from sglang_pat.sglang.server import forgetting
+from sglang_pat.rank import degrees
+from sglang_pat.server import forgetting
 
 from .tokenizer_world import LONGEST, Manager, settle
 

@@ -32,7 +32,7 @@ class Turns:
 @pytest.mark.parametrize("field", ["text", "input_ids"])
 def test_the_event_loop_goes_on_while_prompts_come_in(tmp_path, monkeypatch, field):
     """A thousand of them take a second to tokenize, a million ids a tenth of one to read: a prompt in each turn."""
-    from sglang_pat.sglang.server import intake
+    from sglang_pat.server import intake
 
     decoded, prompt = intake.decoded, {"text": "abc"} if field == "text" else {"input_ids": [3]}
     first = call(0, 0, prompts=[{"key": [0, i], **prompt} for i in range(9)])
@@ -59,7 +59,7 @@ def test_the_event_loop_goes_on_while_prompts_come_in(tmp_path, monkeypatch, fie
 
 def test_two_calls_for_a_job_at_once(tmp_path):
     """The prompts of both come in at the same time; then one is refused, and nothing of it was taken."""
-    from sglang_pat.sglang.server.jobs import Busy
+    from sglang_pat.server.jobs import Busy
 
     async def run():
         rollouts = server(tmp_path)

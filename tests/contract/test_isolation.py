@@ -55,7 +55,7 @@ class Heard:
 
 
 def from_ranks(*frames) -> tuple[list, Dropped]:
-    from sglang_pat.sglang.coordinator import _drain_ranks
+    from sglang_pat.coordinator.process import _drain_ranks
 
     heard, dropped = Heard(), Dropped()
     _drain_ranks(heard, Socket(*map(list, frames)), 0.0, dropped)
@@ -92,7 +92,7 @@ def test_a_rank_that_cannot_be_understood_in_a_switch_ends_the_engine(kind):
 
 
 def test_an_error_while_a_switch_is_accounted_for_ends_the_engine():
-    from sglang_pat.sglang.coordinator import _drain_ranks
+    from sglang_pat.coordinator.process import _drain_ranks
 
     class Lost(Heard):
         def rank_message(self, message, now):
@@ -103,7 +103,7 @@ def test_an_error_while_a_switch_is_accounted_for_ends_the_engine():
 
 
 def test_what_the_server_sends_is_dropped_if_it_cannot_be_read():
-    from sglang_pat.sglang.coordinator import _drain_server
+    from sglang_pat.coordinator.process import _drain_server
 
     heard, dropped = Heard(), Dropped()
     status = messages.StatusQuery(query_id=1)
@@ -117,7 +117,7 @@ JUNK = (b"", b"\x80\x05junk", pickle.dumps(messages.StatusQuery)[:-9], b"cnowher
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_outputs_that_cannot_be_read_are_dropped(asynchronous):
     """In the detokenizer, and in the server."""
-    from sglang_pat.sglang.channels import AsyncOrderedReceiver, OrderedReceiver
+    from sglang_pat.rank.channels import AsyncOrderedReceiver, OrderedReceiver
     from sglang_pat.switch.order import Stamped
 
     class AsyncSocket(Socket):
@@ -141,7 +141,7 @@ def test_outputs_that_cannot_be_read_are_dropped(asynchronous):
 
 def test_a_leader_drops_what_it_cannot_read():
     """SGLang reads until the socket is empty, and that is the one error that it expects."""
-    from sglang_pat.sglang.isolation import ReadableSocket
+    from sglang_pat.fixes.isolation import ReadableSocket
 
     dropped = Dropped()
     socket = ReadableSocket(Socket(*JUNK[:2], pickle.dumps("first"), *JUNK[2:]), dropped)
@@ -157,10 +157,10 @@ def test_all_receivers_are_behind_that(monkeypatch):
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from sglang_pat.sglang import channels, isolation
-    from sglang_pat.sglang.rank import scheduler
-    from sglang_pat.sglang.rank.process import AdaptiveDetokenizerManager
-    from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+    from sglang_pat.fixes import isolation
+    from sglang_pat.rank import channels, scheduler
+    from sglang_pat.rank.process import AdaptiveDetokenizerManager
+    from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 
     def made(kind: type, base: type, name: str, *args) -> object:
         monkeypatch.setattr(base, "init_ipc_channels", lambda self, *_: setattr(self, name, Socket()))
@@ -186,7 +186,7 @@ def test_the_detokenizer_drops_what_it_does_not_know_but_no_batch():
     from sglang.srt.managers import io_struct as io
     from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 
-    from sglang_pat.sglang.rank.process import AdaptiveDetokenizerManager
+    from sglang_pat.rank.process import AdaptiveDetokenizerManager
 
     manager = AdaptiveDetokenizerManager.__new__(AdaptiveDetokenizerManager)
     manager.dropped = Dropped()
@@ -201,7 +201,7 @@ def test_the_server_drops_what_it_cannot_handle(monkeypatch):
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.utils import TypeBasedDispatcher
 
-    from sglang_pat.sglang.server import tokenizer
+    from sglang_pat.server import tokenizer
 
     def made(self, server_args, port_args) -> None:
         self.server_args, self._pat_dropped = server_args, Dropped()
@@ -230,7 +230,7 @@ def test_a_trace_that_nobody_asked_for_is_left():
 
 def test_a_report_that_cannot_be_made_is_replaced_by_a_shorter_one():
     """The coordinator routes by the numbers; what it knows of each request comes with the next report."""
-    from sglang_pat.sglang.rank.load_reports import LoadReporter
+    from sglang_pat.rank.load_reports import LoadReporter
 
     sent = []
 
@@ -256,7 +256,7 @@ def test_control_requests_reach_ranks_without_what_a_client_put_into_them():
     """SGLang's loop asks every request's id whether it is a health check's, and dies of one that is no text."""
     from sglang.srt.managers import io_struct as io
 
-    from sglang_pat.sglang.controls import classify
+    from sglang_pat.coordinator.controls import classify
 
     for rid in (["a", "b"], 7, "a"):
         (control,) = classify(io.FlushCacheReqInput(rid=rid, http_worker_ipc="ipc:///tmp/nobody"))
@@ -268,7 +268,7 @@ def test_control_requests_reach_ranks_without_what_a_client_put_into_them():
 
 
 def test_a_decision_log_on_a_full_disk_ends_and_the_coordinator_goes_on(caplog):
-    from sglang_pat.sglang.coordinator import EventLog
+    from sglang_pat.coordinator.process import EventLog
 
     log = EventLog("/dev/full")
     for _ in range(3):

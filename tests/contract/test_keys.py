@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 
-from sglang_pat.sglang.server import http
+from sglang_pat.server import http
 
 pytestmark = pytest.mark.contract
 

@@ -21,8 +21,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_pat.sglang.rank import degrees, penalties
-from sglang_pat.sglang.switch import adopt, handover
+from sglang_pat.fixes import penalties
+from sglang_pat.rank import degrees
+from sglang_pat.switch import adopt, handover
 
 pytestmark = pytest.mark.contract
 

@@ -62,7 +62,7 @@ def test_weights_are_those_of_the_checkpoint(arch, tmp_path):
     from safetensors import safe_open
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_pat.sglang.launch.args import model_shape
+    from sglang_pat.launch.args import model_shape
 
     folder = models.make_random(arch, tmp_path / arch)
     with safe_open(folder / "model.safetensors", "np") as file:
@@ -76,7 +76,7 @@ def test_weights_are_those_of_the_checkpoint(arch, tmp_path):
 @pytest.mark.parametrize("kind", ["opt", "gpt_bigcode", "gptj"])
 def test_matrices_of_models_without_a_gate(kind, tmp_path):
     """Biases and the table of positions, which the plan leaves out, weigh next to nothing in a real model."""
-    from sglang_pat.sglang.launch.args import model_shape
+    from sglang_pat.launch.args import model_shape
 
     checkpoint = made_by_transformers(kind, tmp_path)
     shape = model_shape(checkpoint.rank.config)

@@ -15,12 +15,12 @@ from profiler import launch
 from profiler import sweep as sweeping
 from sglang_pat import preflight
 from sglang_pat.acceptance import answers, bench, cli, steps
+from sglang_pat.fixes import jit
+from sglang_pat.launch import args as arguments
+from sglang_pat.launch import cuda as gpus
+from sglang_pat.launch import deployment, memory
 from sglang_pat.memory.demand import GIB
 from sglang_pat.predict import profile as profiles
-from sglang_pat.sglang import jit
-from sglang_pat.sglang.launch import args as arguments
-from sglang_pat.sglang.launch import cuda as gpus
-from sglang_pat.sglang.launch import deployment, memory
 
 pytestmark = pytest.mark.contract
 

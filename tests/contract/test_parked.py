@@ -10,7 +10,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from sglang_pat.sglang.switch import live
+from sglang_pat.switch import live
 
 pytestmark = pytest.mark.contract
 

@@ -25,7 +25,7 @@ ADMINS = {("/pat/reconfigure", "POST"), ("/pat/schedule", "POST"), ("/pat/rollou
 def app():
     from fastapi import FastAPI
 
-    from sglang_pat.sglang.server.http import add_routes
+    from sglang_pat.server.http import add_routes
 
     app = FastAPI()
     add_routes(app)
@@ -73,7 +73,7 @@ def test_who_may_call_what(app, keys, key, as_user, as_admin):
 
 @pytest.mark.parametrize("path", [path for path, method in sorted(CLIENTS | ADMINS) if method == "POST"])
 def test_bodies_are_bounded(app, path, monkeypatch):
-    from sglang_pat.sglang.server import http
+    from sglang_pat.server import http
 
     monkeypatch.setattr(http, "MAX_BODY_BYTES", 1000)
     monkeypatch.setattr(http, "MAX_SMALL_BYTES", 1000)
@@ -103,8 +103,8 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     from sglang_pat.config import AdaptiveConfig
     from sglang_pat.layout import ParallelLayout
     from sglang_pat.messages import BeginRound, EndRound
-    from sglang_pat.sglang.server import http
-    from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+    from sglang_pat.server import http
+    from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 
     sent = []
     manager = object.__new__(AdaptiveTokenizerManager)
@@ -125,7 +125,7 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
 
 
 def test_a_round_is_bounded():
-    from sglang_pat.sglang.server.bodies import MAX_ROUND_SAMPLES, parse
+    from sglang_pat.server.bodies import MAX_ROUND_SAMPLES, parse
 
     assert parse(b'{"num_prompts": 512, "num_responses": 16}').started_prompts == 640
     for body in (b'{"num_prompts": 1, "num_responses": 262144}', b'{"num_prompts": 8192, "num_responses": 8}'):
@@ -137,7 +137,7 @@ def test_a_round_is_bounded():
 @pytest.mark.parametrize("number", [2**53 + 1, -(2**53) - 1, 2**64 - 1, 10**30])
 def test_numbers_are_those_of_json(number):
     """Beyond 64 bits the state of a job could not be written, and one more than the last version is computed."""
-    from sglang_pat.sglang.server.bodies import parse, parse_verdict
+    from sglang_pat.server.bodies import parse, parse_verdict
 
     for field in ("version", "end_of_epoch"):
         with pytest.raises(ValueError, match=field):
@@ -150,15 +150,15 @@ def test_numbers_are_those_of_json(number):
 
 @pytest.fixture
 def rollouts(tmp_path):
-    from sglang_pat.sglang.server.rollout import Rollouts
+    from sglang_pat.server.rollout import Rollouts
 
     return Rollouts(None, tmp_path, None)
 
 
 def add_job(rollouts, name: str, settled: bool = True, used: float | None = None) -> None:
-    from sglang_pat.admission.admitter import Admitter
-    from sglang_pat.admission.rules import Rules
-    from sglang_pat.sglang.server.jobs import Job
+    from sglang_pat.rollout.admitter import Admitter
+    from sglang_pat.rollout.rules import Rules
+    from sglang_pat.server.jobs import Job
 
     job = rollouts._jobs._jobs[name] = Job(Admitter(Rules(num_prompts=1, num_responses=1)))
     job.settled = settled
@@ -166,7 +166,7 @@ def add_job(rollouts, name: str, settled: bool = True, used: float | None = None
 
 
 def test_jobs_are_bounded(rollouts, monkeypatch):
-    from sglang_pat.sglang.server import jobs
+    from sglang_pat.server import jobs
 
     monkeypatch.setattr(jobs, "MAX_JOBS", 3)
     for name in "abc":
@@ -182,7 +182,7 @@ def test_jobs_are_bounded(rollouts, monkeypatch):
 @pytest.mark.parametrize("over", [True, False])
 def test_a_round_that_is_over_is_waited_for(rollouts, over):
     """Whoever left it cannot know what is still being done; only one that goes on is refused."""
-    from sglang_pat.sglang.server.jobs import Busy
+    from sglang_pat.server.jobs import Busy
 
     async def drop() -> None:
         add_job(rollouts, "left", settled=False)
@@ -204,7 +204,7 @@ def test_a_round_that_is_over_is_waited_for(rollouts, over):
 
 
 def test_jobs_expire_but_not_in_a_round(rollouts):
-    from sglang_pat.sglang.server.jobs import JOB_SECONDS, time
+    from sglang_pat.server.jobs import JOB_SECONDS, time
 
     now = time.monotonic()
     add_job(rollouts, "old", used=now - JOB_SECONDS - 1)
@@ -216,7 +216,7 @@ def test_jobs_expire_but_not_in_a_round(rollouts):
 
 
 def test_files_of_jobs_are_bounded(rollouts, tmp_path, monkeypatch):
-    from sglang_pat.sglang.server import jobs
+    from sglang_pat.server import jobs
 
     monkeypatch.setattr(jobs, "MAX_SAVED_JOBS", 2)
     for name in "ab":
@@ -238,8 +238,8 @@ def test_labels_are_bounded():
 
 def test_tokens_of_all_jobs_are_bounded(tmp_path, monkeypatch):
     """Each body is small enough; all that is kept of them is counted, and what has gone is not."""
-    from sglang_pat.sglang.server import bodies, intake
-    from sglang_pat.sglang.server.rollout import Rollouts
+    from sglang_pat.server import bodies, intake
+    from sglang_pat.server.rollout import Rollouts
 
     monkeypatch.setattr(intake, "MAX_PROMPT_TOKENS", 24)
     refused = pytest.raises(ValueError, match="at most 24 together; give fewer, or drop a job")

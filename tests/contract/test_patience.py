@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from sglang_pat.sglang import cpu_shim
+from sglang_pat.cpu import shim
 
 pytestmark = pytest.mark.contract
 
-cpu_shim.ensure()
-from sglang_pat.sglang.rank import shared_memory  # noqa: E402
+shim.ensure()
+from sglang_pat.rank import shared_memory  # noqa: E402
 
 
 def reader(*errors):

@@ -1,4 +1,4 @@
-"""What a stop pattern may cost: no search takes more steps than :mod:`sglang_pat.sglang.patterns` says."""
+"""What a stop pattern may cost: no search takes more steps than :mod:`sglang_pat.fixes.patterns` says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_pat.sglang import patterns
+from sglang_pat.fixes import patterns
 
 pytestmark = pytest.mark.contract
 
@@ -172,8 +172,8 @@ def test_the_patterns_of_a_request_are_bounded_together():
 
 def test_only_the_end_of_a_response_is_looked_through(monkeypatch):
     """A search takes time for each place of the text, times its length."""
-    from sglang_pat.sglang.rank import stops
-    from sglang_pat.sglang.sampling import MAX_STOP_TEXT
+    from sglang_pat.fixes import stops
+    from sglang_pat.fixes.sampling import MAX_STOP_TEXT
 
     text = "x" * 10_000 + "y" * (MAX_STOP_TEXT + 1000)
     monkeypatch.setattr(stops, "_stock", lambda req: text)
@@ -188,7 +188,7 @@ def test_only_the_end_of_a_response_is_looked_through(monkeypatch):
 def test_a_rank_looks_through_the_end_only(monkeypatch):
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_pat.sglang.rank import stops
+    from sglang_pat.fixes import stops
 
     monkeypatch.setattr(Req, "tail_str", Req.tail_str)
     stops.bound_text()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.contract
 
 PACKAGE = Path(sglang_pat.__file__).parent
 OTHERS = (
-    "sglang/rank/penalties.py comm/transport.py comm/windows.py kernels/kv.py kernels/kv_triton.py "
+    "fixes/penalties.py switch/transport.py cpu/windows.py kernels/kv.py kernels/kv_triton.py "
     "switch/plan.py switch/heads.py switch/gather.py switch/parcels.py"
 ).split()
 PAUSE = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("sglang/switch/*.py"))] + OTHERS
@@ -26,26 +26,26 @@ PAUSE = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("sglang/
 READS = {"cpu", "item", "tolist", "numpy", "nonzero", "to", "cuda", "synchronize"}
 """Methods that wait, or may."""
 IN_HOST_MEMORY = {
-    ("sglang/switch/adopt.py", "enter", "numpy"): "the tree's slots are uploaded when all are entered",
-    ("sglang/switch/handover.py", "send_capsules", "numpy"): "capsules travel in host memory",
-    ("sglang/switch/kv_exchange.py", "_lists", "tolist"): "arrays of the plan",
-    ("sglang/switch/requests.py", "restore", "tolist"): "arrays of a capsule",
-    ("sglang/switch/requests.py", "unseal", "tolist"): "arrays of a capsule",
-    ("sglang/switch/executor.py", "_vote", "item"): "votes go through shared memory",
-    ("sglang/switch/live.py", "idle_everywhere", "item"): "in no pause: before memory is released, as a vote",
-    ("comm/transport.py", "__init__", "tolist"): "arrays of the plan",
-    ("comm/transport.py", "incoming", "tolist"): "arrays of the plan",
+    ("switch/adopt.py", "enter", "numpy"): "the tree's slots are uploaded when all are entered",
+    ("switch/handover.py", "send_capsules", "numpy"): "capsules travel in host memory",
+    ("switch/kv_exchange.py", "_lists", "tolist"): "arrays of the plan",
+    ("switch/requests.py", "restore", "tolist"): "arrays of a capsule",
+    ("switch/requests.py", "unseal", "tolist"): "arrays of a capsule",
+    ("switch/executor.py", "_vote", "item"): "votes go through shared memory",
+    ("switch/live.py", "idle_everywhere", "item"): "in no pause: before memory is released, as a vote",
+    ("switch/transport.py", "__init__", "tolist"): "arrays of the plan",
+    ("switch/transport.py", "incoming", "tolist"): "arrays of the plan",
     ("kernels/kv.py", "_ints", "tolist"): "part tables are lists, but in tests",
     ("kernels/kv_triton.py", "_move", "to"): "inside the kernel",
-    ("sglang/switch/adopt.py", "_decode_batch", "to"): "from type to type, on the device",
+    ("switch/adopt.py", "_decode_batch", "to"): "from type to type, on the device",
 }
 WAITS = {
-    ("sglang/switch/kv_exchange.py", "run"): "the end of the exchange",
-    ("sglang/switch/live.py", "kv_rows"): "the request table",
+    ("switch/kv_exchange.py", "run"): "the end of the exchange",
+    ("switch/live.py", "kv_rows"): "the request table",
 }
 COMPARISON = {
-    ("sglang/switch/kv_gather.py", "run"): "the end of the exchange, --pat-kv-exchange allgather",
-    ("sglang/rank/layouts.py", "reshard"): "the end of it, --pat-weights reshard",
+    ("switch/kv_gather.py", "run"): "the end of the exchange, --pat-kv-exchange allgather",
+    ("rank/layouts.py", "reshard"): "the end of it, --pat-weights reshard",
 }
 """In PAT's way, which is there to be compared with."""
 

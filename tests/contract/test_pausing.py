@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers import io_struct as io
 
-from sglang_pat.sglang.rank.updates import NOT_FLUSHED
-from sglang_pat.sglang.server import pausing
-from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+from sglang_pat.rank.updates import NOT_FLUSHED
+from sglang_pat.server import pausing
+from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 from tests.unit.drawn import examples
 
 from .pausing_world import UPDATES, Call, World

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.sampling import penaltylib
 
-from sglang_pat.sglang.rank import penalties
+from sglang_pat.fixes import penalties
 
 pytestmark = pytest.mark.contract
 

@@ -6,13 +6,13 @@ import pytest
 
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import DecodePoint, Profile, SwitchSample
-from sglang_pat.sglang.server.http import launch
+from sglang_pat.server.http import launch
 
 pytestmark = pytest.mark.contract
 
 
 def arguments(model, **options):
-    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
+    from sglang_pat.launch.args import AdaptiveServerArgs
 
     base = dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
     return AdaptiveServerArgs(**base | options)
@@ -20,7 +20,7 @@ def arguments(model, **options):
 
 @pytest.fixture(scope="module")
 def profile(model, tmp_path_factory):
-    from sglang_pat.sglang.launch.deployment import deployment
+    from sglang_pat.launch.deployment import deployment
 
     path = tmp_path_factory.mktemp("profile") / "llama.json"
     decode = [DecodePoint(tp=tp, replicas=2 // tp, batch=1, context=64, seconds=0.01, samples=(0.01,)) for tp in (1, 2)]
@@ -40,7 +40,7 @@ def profile(model, tmp_path_factory):
 
 
 def check(args) -> None:
-    from sglang_pat.sglang.launch.deployment import check_files
+    from sglang_pat.launch.deployment import check_files
 
     check_files(args)
 

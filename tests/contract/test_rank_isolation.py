@@ -15,7 +15,7 @@ pytestmark = pytest.mark.contract
 def test_a_row_without_a_choice_gets_one():
     import torch
 
-    from sglang_pat.sglang.rank.runner import leave_a_choice
+    from sglang_pat.rank.runner import leave_a_choice
 
     logits = torch.tensor([[-math.inf, -math.inf], [math.nan, 1.0], [-math.inf, 3.0]])
     leave_a_choice(logits)
@@ -23,7 +23,7 @@ def test_a_row_without_a_choice_gets_one():
 
 
 def test_a_grammar_that_fails_aborts_its_request_alone():
-    from sglang_pat.sglang.rank import grammars
+    from sglang_pat.fixes import grammars
 
     class Grammar:
         finished = False
@@ -45,7 +45,7 @@ def test_a_request_that_cannot_be_handled_is_answered_and_ends_nothing():
     from sglang.srt.managers import io_struct as io
 
     from sglang_pat.dropped import Dropped
-    from sglang_pat.sglang.isolation import IsolatingDispatcher
+    from sglang_pat.fixes.isolation import IsolatingDispatcher
 
     def broken(obj):
         raise KeyError("boom")
@@ -63,7 +63,7 @@ def test_a_request_that_cannot_be_handled_is_answered_and_ends_nothing():
 def test_a_step_of_a_switch_that_fails_is_fatal():
     from sglang_pat import messages
     from sglang_pat.dropped import Dropped
-    from sglang_pat.sglang.isolation import IsolatingDispatcher
+    from sglang_pat.fixes.isolation import IsolatingDispatcher
 
     def broken(obj):
         raise RuntimeError("requests were lost")
@@ -76,7 +76,7 @@ def test_a_step_of_a_switch_that_fails_is_fatal():
 
 def test_every_control_request_has_an_answer_for_failure():
     """Without one its client waits for ever, and so does every switch; what leaders answer must also merge."""
-    from sglang_pat.sglang.controls import CONTROLS, classify, error_of, failed
+    from sglang_pat.coordinator.controls import CONTROLS, classify, error_of, failed
 
     for kind, (reply, options) in CONTROLS.items():
         answers = [failed(object.__new__(kind), ValueError("boom")) for _ in range(2)]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.contract
 
 
 def arguments(model, **options):
-    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
+    from sglang_pat.launch.args import AdaptiveServerArgs
 
     return AdaptiveServerArgs(**dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True) | options)
 
@@ -109,9 +109,9 @@ def test_sizes_may_have_other_names(tmp_path, architecture):
     from sglang.srt import configs
     from sglang.srt.configs.model_config import ModelConfig
 
+    from sglang_pat.launch.args import model_shape
     from sglang_pat.memory.estimate import read_config
     from sglang_pat.memory.shapes import ModelShape
-    from sglang_pat.sglang.launch.args import model_shape
 
     name, intermediate = OTHER_NAMES[architecture]
     config = (getattr(transformers, name, None) or getattr(configs, name))()
@@ -165,7 +165,7 @@ def test_accepted(model):
 
 def test_graphs_and_weights_that_move_exclude_each_other(model):
     """On CUDA, where there are graphs; read here on arguments of a CPU."""
-    from sglang_pat.sglang.launch.args import refuse_graphs
+    from sglang_pat.launch.args import refuse_graphs
 
     args = arguments(model, pat_weights="reshard")
     args.device = "cuda"
@@ -178,7 +178,7 @@ def test_graphs_and_weights_that_move_exclude_each_other(model):
 
 def test_each_layout_has_its_graphs_and_prefill_has_none(model):
     """What the ranks are told; SGLang's own choice of batch sizes for the base layout."""
-    from sglang_pat.sglang.launch import cuda
+    from sglang_pat.launch import cuda
 
     args = arguments(model, dp_size=4, pat_switch_at=3, pat_candidates="1,2,4")
     assert args.disable_piecewise_cuda_graph
@@ -197,7 +197,7 @@ def test_each_layout_has_its_graphs_and_prefill_has_none(model):
 
 
 def test_views_show_one_engine_outside_and_one_replica_inside(model):
-    from sglang_pat.sglang.launch.args import outer_view, rank_view
+    from sglang_pat.launch.args import outer_view, rank_view
 
     args = arguments(model, tp_size=2, dp_size=2)
     outer = outer_view(args)

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from sglang_pat.admission import events as round_events
-from sglang_pat.admission import rounds
 from sglang_pat.messages import EndRound
+from sglang_pat.rollout import events as round_events
+from sglang_pat.rollout import rounds
 
 from .rollouts_world import call, keys, more, read, server, waiting
 
@@ -68,7 +68,7 @@ def test_it_is_told_of_the_end_of_a_round_that_its_client_leaves(make, left):
 
 def test_prompts_that_a_round_asks_for(make):
     """All of the first ones are useless: it asks, gets others, and the batch is full."""
-    from sglang_pat.sglang.server.bodies import Verdict
+    from sglang_pat.server.bodies import Verdict
 
     async def run():
         rollouts, given, found = make(), 6, []
@@ -92,7 +92,7 @@ def test_prompts_that_a_round_asks_for(make):
 
 def test_a_round_says_what_it_waits_for(make, monkeypatch):
     """No verdict, and no prompts: it says so; without prompts it ends at last with what it has."""
-    from sglang_pat.sglang.server.bodies import Verdict
+    from sglang_pat.server.bodies import Verdict
 
     monkeypatch.setattr(round_events, "WAITING_SECONDS", 0.05)
 
@@ -115,7 +115,7 @@ def test_a_round_says_what_it_waits_for(make, monkeypatch):
 
 
 def test_a_verdict_that_is_late(make):
-    from sglang_pat.sglang.server.bodies import Verdict
+    from sglang_pat.server.bodies import Verdict
 
     async def run():
         rollouts, judged = make(), []
@@ -135,7 +135,7 @@ def test_a_verdict_that_is_late(make):
 
 def test_a_verdict_of_the_last_round(make):
     """The next one asks about the same prompt, but other responses to it."""
-    from sglang_pat.sglang.server.bodies import Verdict
+    from sglang_pat.server.bodies import Verdict
 
     async def run():
         rollouts, late = make(), None

@@ -153,7 +153,7 @@ def test_a_state_that_is_not_kept(make):
 
 def test_a_state_that_cannot_be_written_is_refused_before_and_told_after(make, monkeypatch):
     from sglang_pat import files
-    from sglang_pat.sglang.server.jobs import NotSaved
+    from sglang_pat.server.jobs import NotSaved
 
     def full(data, path):
         raise OSError(28, "No space left on device")

@@ -148,7 +148,7 @@ def test_a_resumed_request_is_reported_as_its_response():
     from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
     from sglang_pat.messages import Finished, Running
-    from sglang_pat.sglang.rank import load_reports
+    from sglang_pat.rank import load_reports
 
     def request(prompt, output, **custom):
         params = SimpleNamespace(custom_params=custom, max_new_tokens=3)

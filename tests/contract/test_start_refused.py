@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.launch import folder
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.sglang.launch import folder
 from sglang_pat.testing.ports import free_port
 
 pytestmark = pytest.mark.contract
@@ -45,7 +45,7 @@ def test_no_such_model():
 
 
 def test_the_python_engine_raises_the_same_line():
-    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
+    from sglang_pat.launch.args import AdaptiveServerArgs
 
     with pytest.raises(ValueError, match="--model-path /none/here: no such folder$"):
         AdaptiveServerArgs(model_path="/none/here", tp_size=1, dp_size=2, adaptive_tp=True)
@@ -126,9 +126,9 @@ def test_a_program_goes_on_after_a_refusal_of_a_rank(gpt2, tmp_path):
 LEFT = """
 import gc
 import zmq.asyncio
-from sglang_pat.sglang import cpu_shim
-cpu_shim.install()
-from sglang_pat.sglang.server import forgetting, tokenizer
+from sglang_pat.cpu import shim
+shim.install()
+from sglang_pat.server import forgetting, tokenizer
 
 def init(self, *_):
     context = zmq.asyncio.Context(2)
@@ -154,8 +154,8 @@ def test_the_manager_that_a_failed_start_leaves_is_no_garbage():
 
 def test_sglangs_handler_is_replaced_before_a_process_is_started(model, monkeypatch):
     """It would kill this process, and leave its folder."""
-    from sglang_pat.sglang.launch.args import AdaptiveServerArgs
-    from sglang_pat.sglang.server import ending, engine
+    from sglang_pat.launch.args import AdaptiveServerArgs
+    from sglang_pat.server import ending, engine
 
     args = AdaptiveServerArgs(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True)
     ended: list = []
@@ -183,7 +183,7 @@ def test_sglangs_handler_is_replaced_before_a_process_is_started(model, monkeypa
 
 
 def test_little_shared_memory(monkeypatch):
-    from sglang_pat.sglang.launch import start
+    from sglang_pat.launch import start
 
     config = AdaptiveConfig(base=ParallelLayout(1, 8))
     need = start.shared_memory_needed(config)
@@ -200,7 +200,7 @@ def test_little_shared_memory(monkeypatch):
     ("0.0.0.0", None, True), ("10.0.0.3", None, True), ("node7", None, True),
 ])  # fmt: skip
 def test_an_open_server_says_so(host, key, warned, caplog):
-    from sglang_pat.sglang.launch.start import warn_if_open
+    from sglang_pat.launch.start import warn_if_open
 
     warn_if_open(type("Args", (), {"host": host, "port": 30_000, "api_key": key}))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from sglang_pat.sglang.checks import steady
+from sglang_pat.checks import steady
 
 
 def test_what_is_to_be_made_at_start_is_refused_in_a_switch(monkeypatch):

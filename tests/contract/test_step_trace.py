@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.messages import TraceQuery
-from sglang_pat.sglang.rank.load_reports import StepTrace
+from sglang_pat.rank.load_reports import StepTrace
 
 
 def batch(mode: ForwardMode, requests: int, **sums: int) -> ScheduleBatch:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sglang_pat.sglang import cpu_shim
+from sglang_pat.cpu import shim
 from sglang_pat.testing import models, tokenizer, weights
 
 pytestmark = pytest.mark.contract
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.contract
 @pytest.fixture(scope="module")
 def transformers():
     """transformers, with the CPU shim where it is needed (it imports torchvision)."""
-    if cpu_shim.needed():
-        cpu_shim.install()
+    if shim.needed():
+        shim.install()
     return pytest.importorskip("transformers")
 
 
@@ -234,19 +234,19 @@ try:
 except ImportError:
     print("no scalar_type")
 print(sum(hasattr(finder, "_sglang_pat_cpu_shim") for finder in sys.meta_path))
-from sglang_pat.sglang import cpu_shim
-cpu_shim.install()
+from sglang_pat.cpu import shim
+shim.install()
 print(sum(hasattr(finder, "_sglang_pat_cpu_shim") for finder in sys.meta_path))
 """
 
 
-@pytest.mark.skipif(not cpu_shim.needed(), reason="the real sgl_kernel is installed")
+@pytest.mark.skipif(not shim.needed(), reason="the real sgl_kernel is installed")
 def test_shim_reaches_children_and_chains(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("print('another sitecustomize')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    cpu_shim.install_for_children()
-    cpu_shim.install_for_children()
-    assert os.environ["PYTHONPATH"] == os.pathsep.join([str(cpu_shim.CHILD_SITE_DIR), str(tmp_path)])
+    shim.install_for_children()
+    shim.install_for_children()
+    assert os.environ["PYTHONPATH"] == os.pathsep.join([str(shim.CHILD_SITE_DIR), str(tmp_path)])
     child = subprocess.run([sys.executable, "-c", SHIM_PROBE], capture_output=True, text=True, timeout=60)
     assert child.stderr == ""
     assert child.stdout.splitlines() == [

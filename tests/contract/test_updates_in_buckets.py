@@ -9,16 +9,16 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from sglang_pat.sglang import cpu_shim
+from sglang_pat.cpu import shim
 
 pytestmark = pytest.mark.contract
 
-cpu_shim.ensure()
+shim.ensure()
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 
-from sglang_pat.sglang.rank import updates  # noqa: E402
-from sglang_pat.sglang.rank.runner import AdaptiveTpModelWorker  # noqa: E402
-from sglang_pat.sglang.rank.scheduler import AdaptiveScheduler  # noqa: E402
+from sglang_pat.rank import updates  # noqa: E402
+from sglang_pat.rank.runner import AdaptiveTpModelWorker  # noqa: E402
+from sglang_pat.rank.scheduler import AdaptiveScheduler  # noqa: E402
 
 SHAPES = {"a": (2, 3), "b": (4,), "c": (5,)}
 

@@ -10,9 +10,9 @@ import torch
 from sglang.srt.distributed.device_communicators import custom_all_reduce_v2 as custom
 
 from sglang_pat.messages import NO_KV
-from sglang_pat.sglang.rank.layouts import Layouts
-from sglang_pat.sglang.rank.parallel import GroupPool
-from sglang_pat.sglang.switch import kv_exchange
+from sglang_pat.rank.groups import GroupPool
+from sglang_pat.rank.layouts import Layouts
+from sglang_pat.switch import kv_exchange
 
 pytestmark = pytest.mark.contract
 

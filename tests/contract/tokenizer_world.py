@@ -13,7 +13,7 @@ from sglang.srt.managers import tokenizer_manager as sglang_manager
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pat.sglang.server.tokenizer import AdaptiveTokenizerManager
+from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 
 LONGEST = 3
 """Letters of a prompt."""

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from sglang_pat.checks import faults
+from sglang_pat.cpu import shim
 from sglang_pat.memory.available import available_memory
 from sglang_pat.predict.profile import Fingerprint
-from sglang_pat.sglang import cpu_shim
-from sglang_pat.sglang.checks import faults
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork, run
 from sglang_pat.testing.server import Server
@@ -113,7 +113,7 @@ class Servers:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.prefork = Prefork() if cpu_shim.needed() else None
+        self.prefork = Prefork() if shim.needed() else None
         self._alive: OrderedDict[tuple, Server] = OrderedDict()
         self.rehearsed = folder / "rehearsed"
         self.rehearsed.mkdir()
@@ -197,7 +197,7 @@ class Servers:
 
 @contextmanager
 def fault(server: Server, spec: str) -> Iterator[None]:
-    """Inside the block switches of ``server`` meet this fault (``sglang_pat.sglang.checks.faults``)."""
+    """Inside the block switches of ``server`` meet this fault (``sglang_pat.checks.faults``)."""
     server.fault_file.write_text(spec)
     try:
         yield

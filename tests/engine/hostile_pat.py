@@ -15,7 +15,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from sglang_pat.messages import ScheduleEntry
-from sglang_pat.sglang.server.bodies import Answer, MorePrompts, Prompt, RolloutBody, Verdict
+from sglang_pat.server.bodies import Answer, MorePrompts, Prompt, RolloutBody, Verdict
 
 from .hostile_requests import Call, generate, junk, numbers, parameters, posted, token_ids, unreadable, words
 

@@ -6,8 +6,8 @@ import asyncio
 import json
 import sys
 
-from sglang_pat.sglang import cpu_shim
-from sglang_pat.sglang.launch import processes
+from sglang_pat.cpu import shim
+from sglang_pat.launch import processes
 
 FOREVER = {"temperature": 0.0, "ignore_eos": True}
 
@@ -33,10 +33,10 @@ async def leave(engine) -> int:
 
 
 async def main(model: str, context: int) -> None:
-    from sglang_pat.sglang.attach import attach
+    from sglang_pat.launch.attach import attach
 
     attach({"base_tp": 1, "policy": "manual"}, "a test")
-    from sglang_pat.sglang.server.inprocess import InProcessEngine
+    from sglang_pat.server.inprocess import InProcessEngine
 
     arguments = {
         "model_path": model, "tp_size": 2, "dtype": "float32", "max_total_tokens": 20_000, "log_level": "error",
@@ -61,6 +61,6 @@ async def main(model: str, context: int) -> None:
 
 
 if __name__ == "__main__":
-    cpu_shim.ensure(children=True)
+    shim.ensure(children=True)
     processes.fork_here()
     asyncio.run(main(sys.argv[1], int(sys.argv[2])))

@@ -12,10 +12,10 @@ from sglang_pat.predict.profile import DecodePoint, Fingerprint, PrefillPoint, P
 
 DEPLOYMENT = """
 import sys, msgspec
-from sglang_pat.sglang import cpu_shim
-cpu_shim.ensure()
-from sglang_pat.sglang.launch.args import AdaptiveServerArgs
-from sglang_pat.sglang.launch.deployment import deployment
+from sglang_pat.cpu import shim
+shim.ensure()
+from sglang_pat.launch.args import AdaptiveServerArgs
+from sglang_pat.launch.deployment import deployment
 args = AdaptiveServerArgs(model_path=sys.argv[1], tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
 print(msgspec.json.encode(deployment(args, kv_tokens=4096, max_running=8)).decode())
 """

@@ -9,7 +9,7 @@ import multiprocessing
 import sys
 from typing import TYPE_CHECKING
 
-from sglang_pat.sglang import cpu_shim
+from sglang_pat.cpu import shim
 from sglang_pat.testing.prefork import die_with_parent
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ def serve(arguments: ServerArgs) -> None:
 
 
 def main() -> None:
-    if cpu_shim.needed():
-        cpu_shim.install()
-        cpu_shim.install_for_children()
+    if shim.needed():
+        shim.install()
+        shim.install_for_children()
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     arguments = prepare_server_args(sys.argv[1:])

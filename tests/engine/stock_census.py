@@ -6,15 +6,15 @@ import json
 import os
 import sys
 
-from sglang_pat.sglang import cpu_shim
+from sglang_pat.cpu import shim
 
-cpu_shim.ensure(children=True)
+shim.ensure(children=True)
 
 from sglang.srt.entrypoints.engine import Engine  # noqa: E402
 from sglang.srt.managers import scheduler as stock  # noqa: E402
 
-from sglang_pat.sglang.checks import census  # noqa: E402
-from sglang_pat.sglang.launch import processes  # noqa: E402
+from sglang_pat.checks import census  # noqa: E402
+from sglang_pat.launch import processes  # noqa: E402
 from sglang_pat.testing.prefork import fork_stock  # noqa: E402
 
 

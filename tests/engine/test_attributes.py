@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.sglang.checks import attributes
+from sglang_pat.checks import attributes
 from sglang_pat.testing.server import Server
 
 from .conftest import SCHEDULERS, count_start

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import requests
 
-from sglang_pat.sglang.launch.processes import wait_until_ended
+from sglang_pat.launch.processes import wait_until_ended
 from sglang_pat.testing.server import Server
 
 from .conftest import fault

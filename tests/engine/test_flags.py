@@ -1,4 +1,4 @@
-"""SGLang's flags that ``sglang/launch/flags.py`` says work: turned on together, on servers that switch under load."""
+"""SGLang's flags that ``launch/flags.py`` says work: turned on together, on servers that switch under load."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def ports() -> list[int]:
 @pytest.fixture(scope="module")
 def checksums(folder, llama):
     """Of the model's files."""
-    from sglang_pat.sglang import cpu_shim
+    from sglang_pat.cpu import shim
 
-    cpu_shim.install()
+    shim.install()
     from sglang.srt.utils.model_file_verifier import generate_checksums
 
     generate_checksums(source=str(llama), output_path=str(folder / "checksums.json"))

@@ -99,7 +99,7 @@ def main(model, schedule):
     honest = prefilled(long) == (told, computed)
     try:
         engine.reconfigure(tp=3)
-    except sglang_pat.sglang.server.engine.ReconfigureError as error:
+    except sglang_pat.server.engine.ReconfigureError as error:
         code = error.code
     record = engine.reconfigure(tp=1)
     status = engine.status()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 SCRIPT = """
 import sglang_pat
-from sglang_pat.sglang.launch import processes
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Group, Summary
-from sglang_pat.admission.rules import Rules
+from sglang_pat.launch import processes
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import Group, Summary
+from sglang_pat.rollout.rules import Rules
 
 if __name__ == "__main__":
     processes.fork_here()

@@ -16,11 +16,11 @@ import os, signal, threading, time
 import psutil
 from safetensors.torch import load_file
 import sglang_pat
-from sglang_pat.sglang.launch import processes
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Group
-from sglang_pat.admission.rounds import WeightsChanged
-from sglang_pat.admission.rules import Rules
+from sglang_pat.launch import processes
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import Group
+from sglang_pat.rollout.rounds import WeightsChanged
+from sglang_pat.rollout.rules import Rules
 
 SECONDS = 400
 # For an engine that hangs: what is waited for comes, and stays until the script goes on.

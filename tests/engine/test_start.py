@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sglang_pat.launch import folder
+from sglang_pat.launch.processes import wait_until_ended
 from sglang_pat.memory.room import CPU_TOKENS
-from sglang_pat.sglang.launch import folder
-from sglang_pat.sglang.launch.processes import wait_until_ended
 
 PLAIN = ("--tp", "1", "--dp", "2", "--adaptive-tp")
 

@@ -200,8 +200,8 @@ DYING = """
 import json, os, sys
 import torch, torch.distributed as dist
 port, ranks, name = sys.argv[1:]
-from sglang_pat.sglang import cpu_shim
-cpu_shim.ensure()
+from sglang_pat.cpu import shim
+shim.ensure()
 from sglang.srt.utils import init_custom_process_group
 group = init_custom_process_group(
     backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=int(ranks), rank=0, group_name=name

@@ -57,13 +57,13 @@ def from_disk(server: Server, marker, token: int, **fields: Any) -> Any:
 
 def serialized(named: Any) -> str:
     """As an RL framework in another process tree sends it."""
-    from sglang_pat.sglang import cpu_shim
+    from sglang_pat.cpu import shim
 
-    cpu_shim.ensure()
+    shim.ensure()
     import torch.multiprocessing
     from sglang.srt.utils import MultiprocessingSerializer
 
-    from sglang_pat.sglang.rank.shared_memory import patient
+    from sglang_pat.rank.shared_memory import patient
 
     torch.multiprocessing.set_sharing_strategy("file_system")
     return patient(MultiprocessingSerializer.serialize)(named, output_str=True)
@@ -90,9 +90,9 @@ class Trainer:
     """Rank 0 of an update group of which the engine's N ranks are 1 .. N."""
 
     def __init__(self, server: Server, ranks: int) -> None:
-        from sglang_pat.sglang import cpu_shim
+        from sglang_pat.cpu import shim
 
-        cpu_shim.ensure()
+        shim.ensure()
         from sglang.srt.utils import init_custom_process_group
 
         self.server, port = server, free_port()

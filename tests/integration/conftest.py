@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.sglang import cpu_shim
+from sglang_pat.cpu import shim
 from sglang_pat.testing import models
 
 from .jobs import Job, OpenRlhfJob, VerlJob
 
-cpu_shim.ensure(children=True)
+shim.ensure(children=True)
 
 collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
 

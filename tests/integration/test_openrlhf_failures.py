@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.sglang.checks import faults
+from sglang_pat.checks import faults
 
 from .jobs import ROOT, OpenRlhfJob, nothing_left
 

@@ -30,7 +30,7 @@ def run(*command: str) -> str:
 
 
 def test_it_is_the_other_one():
-    found = run("-c", "from sglang_pat.sglang.contract import installed_version; print(installed_version())").strip()
+    found = run("-c", "from sglang_pat.launch.contract import installed_version; print(installed_version())").strip()
     assert found in SGLANG_VERSIONS and found != SGLANG_VERSIONS[0]
 
 

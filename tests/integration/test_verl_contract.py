@@ -17,7 +17,7 @@ import pytest
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from sglang_pat.integrations import verl as adapter
-from sglang_pat.sglang.contract import Symbol
+from sglang_pat.launch.contract import Symbol
 
 pytestmark = pytest.mark.integration
 

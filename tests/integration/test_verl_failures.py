@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from sglang_pat.sglang.checks import faults
+from sglang_pat.checks import faults
 
 from . import jobs, verl_routers
 from .jobs import ROOT, VerlJob

@@ -80,7 +80,7 @@ def test_reward_models_and_teachers_stay_verls_own(helper, name, monkeypatch):
 def test_their_servers_keep_sglangs_plugin_out(monkeypatch):
     replica(config())  # before the next imports: stand-ins of vLLM's modules
     from sglang_pat.integrations.verl.replica import PlainServer, SGLangHttpServer
-    from sglang_pat.sglang import attach
+    from sglang_pat.launch import attach
 
     async def launch(self, **address):
         plugin.plugin()  # as SGLang calls it when it launches an engine

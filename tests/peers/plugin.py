@@ -23,7 +23,7 @@ import pytest
 import requests
 
 from sglang_pat.config import VARIABLE
-from sglang_pat.sglang import cpu_shim
+from sglang_pat.cpu import shim
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import ENVIRONMENT
 
@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     command.chmod(0o755)
     os.environ["PATH"] = os.pathsep.join([str(command.parent), os.environ["PATH"]])
-    cpu_shim.ensure(children=True)
+    shim.ensure(children=True)
     _adapt("manual")
     schedule = command.with_name("schedule.jsonl")
     schedule.write_text("".join(f'{{"tp": {2 - at % 2}, "tokens": {3 * at + 3}}}\n' for at in range(200)))

@@ -132,7 +132,7 @@ def say(runner: Any, event: str, batch: int) -> None:
 
 def graphs_of_one_layout() -> None:
     """All layouts decode with the base layout's graphs."""
-    from sglang_pat.sglang.rank.layouts import Layouts
+    from sglang_pat.rank.layouts import Layouts
 
     install = Layouts.install
 
@@ -160,7 +160,7 @@ def prefill_graphs() -> None:
 
 def moved_weights() -> None:
     """A layout's weights are placed anew although its graphs read them where they were."""
-    from sglang_pat.sglang.rank.layouts import Layouts
+    from sglang_pat.rank.layouts import Layouts
 
     def careless(self: Layouts, layout: Any) -> None:
         if (views := self[layout].views) is not None:

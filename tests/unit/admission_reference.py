@@ -6,8 +6,8 @@ import heapq
 import math
 from collections.abc import Callable
 
-from sglang_pat.admission.records import Key
-from sglang_pat.admission.rules import Rules
+from sglang_pat.rollout.records import Key
+from sglang_pat.rollout.rules import Rules
 
 from .admission_world import AGAIN
 

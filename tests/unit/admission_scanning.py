@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.deadlines import Deadlines
-from sglang_pat.admission.records import Group, Sample
-from sglang_pat.admission.rules import Rules
-from sglang_pat.admission.starting import FRESH, Fresh, priority, to_start
-from sglang_pat.admission.state import SHORT, Round, State
-from sglang_pat.admission.under_way import RoundUnderWay
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.deadlines import Deadlines
+from sglang_pat.rollout.records import Group, Sample
+from sglang_pat.rollout.rules import Rules
+from sglang_pat.rollout.starting import FRESH, Fresh, priority, to_start
+from sglang_pat.rollout.state import SHORT, Round, State
+from sglang_pat.rollout.under_way import RoundUnderWay
 
 
 def slack(rules: Rules, group: Group, version: int, jump: int) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from sglang_pat.admission import saved
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import (
+from sglang_pat.rollout import saved
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import (
     Abort,
     Action,
     Judge,
@@ -22,7 +22,7 @@ from sglang_pat.admission.records import (
     Span,
     Summary,
 )  # fmt: skip
-from sglang_pat.admission.rules import Rules
+from sglang_pat.rollout.rules import Rules
 
 
 def fixed_length(key: Key, number: int) -> int:

@@ -7,11 +7,11 @@ import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.callbacks import Callbacks, always_of_use
-from sglang_pat.admission.records import Group, Output, Summary
-from sglang_pat.admission.rounds import RolloutRound
-from sglang_pat.admission.rules import Rules
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.callbacks import Callbacks, always_of_use
+from sglang_pat.rollout.records import Group, Output, Summary
+from sglang_pat.rollout.rounds import RolloutRound
+from sglang_pat.rollout.rules import Rules
 
 SECONDS = 60
 """Longest wait for what must come."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Output
-from sglang_pat.admission.rounds import RolloutRound
-from sglang_pat.admission.rules import Rules
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import Output
+from sglang_pat.rollout.rounds import RolloutRound
+from sglang_pat.rollout.rules import Rules
 
 STEP = 0.002
 """Seconds of a step."""

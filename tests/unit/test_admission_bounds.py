@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from sglang_pat.admission import saved
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Key
-from sglang_pat.admission.rules import Rules
+from sglang_pat.rollout import saved
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import Key
+from sglang_pat.rollout.rules import Rules
 
 from .admission_world import Clock, World, strict
 

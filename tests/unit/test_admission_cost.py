@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from sglang_pat.admission import saved
-from sglang_pat.admission.bias import Bin, bin_of
-from sglang_pat.admission.cost import longest
-from sglang_pat.admission.records import SampleId
-from sglang_pat.admission.rounds import RolloutRound
+from sglang_pat.rollout import saved
+from sglang_pat.rollout.bias import Bin, bin_of
+from sglang_pat.rollout.cost import longest
+from sglang_pat.rollout.records import SampleId
+from sglang_pat.rollout.rounds import RolloutRound
 
 from .admission_world import strict, whole_epoch
 from .rounds_world import Played, admitter, all_of

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.admission import job_files, saved
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.history import KEPT, History
-from sglang_pat.admission.job_files import JobFiles
-from sglang_pat.admission.rules import Rules
-from sglang_pat.admission.state import State
+from sglang_pat.rollout import job_files, saved
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.history import KEPT, History
+from sglang_pat.rollout.job_files import JobFiles
+from sglang_pat.rollout.rules import Rules
+from sglang_pat.rollout.state import State
 
 from .admission_world import Clock, World
 from .drawn import examples

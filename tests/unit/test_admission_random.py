@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_pat.admission import saved
-from sglang_pat.admission.records import Key
-from sglang_pat.admission.rules import Rules
+from sglang_pat.rollout import saved
+from sglang_pat.rollout.records import Key
+from sglang_pat.rollout.rules import Rules
 
 from .admission_reference import rounds as reference_rounds
 from .admission_world import Clock, World, whole_epoch

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from sglang_pat.admission import redraws
-from sglang_pat.admission.bias import Drawn
-from sglang_pat.admission.records import DONE, Group, Output, Span
-from sglang_pat.admission.rules import Rules
+from sglang_pat.rollout import redraws
+from sglang_pat.rollout.bias import Drawn
+from sglang_pat.rollout.records import DONE, Group, Output, Span
+from sglang_pat.rollout.rules import Rules
 
 from .admission_world import AGAIN, Clock, World, strict, whole_epoch
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_pat.admission import saved
-from sglang_pat.admission.admitter import Admitter, StaleOutput
-from sglang_pat.admission.records import Judge, Key, Output, Return, Span
-from sglang_pat.admission.rules import Rules
+from sglang_pat.rollout import saved
+from sglang_pat.rollout.admitter import Admitter, StaleOutput
+from sglang_pat.rollout.records import Judge, Key, Output, Return, Span
+from sglang_pat.rollout.rules import Rules
 
 from .admission_world import Clock, World, strict, whole_epoch
 

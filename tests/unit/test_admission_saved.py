@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from sglang_pat import files
-from sglang_pat.admission import saved
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.rules import Rules
+from sglang_pat.rollout import saved
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.rules import Rules
 
 from .admission_world import Clock, World, strict
 

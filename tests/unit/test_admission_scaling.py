@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang_pat.admission import saved
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Judge, Key, Launch, More, Output, Return, RoundOver, SampleId, Span
-from sglang_pat.admission.rules import Rules
+from sglang_pat.rollout import saved
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import Judge, Key, Launch, More, Output, Return, RoundOver, SampleId, Span
+from sglang_pat.rollout.rules import Rules
 from tests.unit.for_each import for_each
 
 from .admission_scanning import ScanningAdmitter

@@ -7,10 +7,10 @@ from itertools import islice
 
 import pytest
 
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Key, More, Output, RoundOver, Span
-from sglang_pat.admission.rules import Rules
-from sglang_pat.admission.state import LEAST_KEPT
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import Key, More, Output, RoundOver, Span
+from sglang_pat.rollout.rules import Rules
+from sglang_pat.rollout.state import LEAST_KEPT
 
 from .admission_world import Clock, World, strict
 

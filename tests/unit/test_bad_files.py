@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 
 from profiler import page, report, sweep, validate
+from sglang_pat.launch import early
 from sglang_pat.predict.profile import save
 from sglang_pat.replay import cli
-from sglang_pat.sglang.launch import early
 from sglang_pat.tools import commands
 
 from .drawn import examples

@@ -6,6 +6,7 @@ Modules import each other in one direction, no class defines a method twice, and
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -32,16 +33,17 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(tree: ast.AST, names: set[str]) -> set[str]:
-    """Modules of ``names`` that a module imports, also inside functions and for types only."""
+def imported(tree: ast.AST, names: set[str] | None) -> set[str]:
+    """Modules of ``names``, or all, that a module imports, also inside functions and for types only."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute"
-            found |= {full if (full := f"{node.module}.{alias.name}") in names else node.module for alias in node.names}
-    return found & names
+            dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {full if full in (names or ()) else str(node.module) for full in dotted}
+    return found if names is None else found & names
 
 
 def test_no_module_imports_itself_on_the_way():
@@ -53,6 +55,26 @@ def test_no_module_imports_itself_on_the_way():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(f"a circle of imports: {' <- '.join(error.args[1])}") from None
+
+
+PURE = ("layout", "config", "settings", "messages", "files", "errors", "figures", "version", "tools")
+"""Besides those of ``strict``."""
+IMPURE = {"sglang", "torch", "ray", "verl", "openrlhf", "transformers"}
+
+
+def test_pure_modules_compute_without_sglang_and_torch():
+    """Those of ``strict`` in pyproject.toml: what they import is pure, too."""
+    strict = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["basedpyright"]["strict"]
+    folders = [ROOT / entry for entry in strict if "*" not in entry]
+    assert all(folder.exists() for folder in folders)
+    paths = modules()
+    pure = {name for name, path in paths.items() if any(path.is_relative_to(folder) for folder in folders)}
+    pure |= {name for name in paths if name.split(".")[1:2] and name.split(".")[1] in PURE}
+    for name in pure:
+        tree = ast.parse(paths[name].read_text())
+        assert not {n.partition(".")[0] for n in imported(tree, None)} & IMPURE, name
+        rest = imported(tree, set(paths)) - pure
+        assert not rest, f"{name} imports {rest}, which is not among the pure modules"
 
 
 def _paired(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -27,7 +27,7 @@ class Predictor:
 
 
 def calibrate(rig: Rig, turns: int = 4) -> None:
-    """As ``sglang/server/calibration.py`` has it done."""
+    """As ``server/calibration.py`` has it done."""
     for turn in range(turns):
         rig.coordinator.calibrate(m.CalibrationTurn(), 0.0)
         each, context = TURNS[turn]

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from sglang_pat.sglang.launch import folder
+from sglang_pat.launch import folder
 
 pytestmark = pytest.mark.unit
 
 MAKE = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from sglang_pat.sglang.launch import folder
+from sglang_pat.launch import folder
 folder.LONGEST = 1000
 made = folder.private_folder()
 (folder.engine_folder() / "socket").touch()

@@ -54,7 +54,7 @@ def test_switch_records():
 
 
 def test_phases():
-    marks = PHASE.findall((ROOT / "python/sglang_pat/sglang/switch/executor.py").read_text())
+    marks = PHASE.findall((ROOT / "python/sglang_pat/switch/executor.py").read_text())
     phases = {name for mark in marks for name in re.findall(r'"(\w+)"', mark)}
     assert len(phases) > 5 and named("Phases") == phases | {"prepare"}  # which the coordinator adds
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.admission.importance import decoupled_objective, decoupled_weights
-from sglang_pat.admission.planner import TOO_MANY, Planner, StartDegree, profiled_degree
+from sglang_pat.integrations.importance import decoupled_objective, decoupled_weights
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile
+from sglang_pat.rollout.planner import TOO_MANY, Planner, StartDegree, profiled_degree
 
 from .profiles_for_tests import FINGERPRINT, decode_points
 

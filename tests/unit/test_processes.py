@@ -11,14 +11,14 @@ import sys
 import psutil
 import pytest
 
-from sglang_pat.sglang.launch import processes
-from sglang_pat.sglang.launch.processes import wait_until_ended
+from sglang_pat.launch import processes
+from sglang_pat.launch.processes import wait_until_ended
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
 SCRIPT = """
 import json, signal, sys, tempfile, threading
-from sglang_pat.sglang.launch import processes
+from sglang_pat.launch import processes
 
 def child(parent_pid, writer):
     writer.send([str(signal.getsignal(number)) for number in processes.ENDING])
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 START = """
 import json, os, signal, sys, tempfile, threading
 import psutil
-from sglang_pat.sglang.launch import processes
+from sglang_pat.launch import processes
 
 def child(what, parent_pid, writer):
     if what == "ready":

@@ -16,7 +16,6 @@ from profiler import accuracy, page, report
 from profiler.figures import View
 from profiler.maps import switch_groups
 from profiler.store import Store, existing
-from sglang_pat.admission.planner import profiled_degree
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.decision_log import dump_decision, load_decision
 from sglang_pat.layout import ParallelLayout
@@ -28,6 +27,7 @@ from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import LayoutSetup, Profile, ProfileError, load, save
 from sglang_pat.replay.compare import Machine, Workload, compare
 from sglang_pat.replay.shapes import parse_shape
+from sglang_pat.rollout.planner import profiled_degree
 
 from .drawn import examples
 from .mutations import wrong_json

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_pat.admission.rules import Rules
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.rounds import Engines, Round, Simulation
 from sglang_pat.replay.shapes import parse_shape
+from sglang_pat.rollout.rules import Rules
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 

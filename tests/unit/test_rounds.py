@@ -7,10 +7,10 @@ from contextlib import aclosing
 
 import pytest
 
-from sglang_pat.admission import rounds
-from sglang_pat.admission.callbacks import Callbacks
-from sglang_pat.admission.records import Group, Judge, Key, Output, Summary
-from sglang_pat.admission.rounds import RolloutRound, WeightsChanged
+from sglang_pat.rollout import rounds
+from sglang_pat.rollout.callbacks import Callbacks
+from sglang_pat.rollout.records import Group, Judge, Key, Output, Summary
+from sglang_pat.rollout.rounds import RolloutRound, WeightsChanged
 
 from .rounds_world import STEP, Played, admitter, all_of
 

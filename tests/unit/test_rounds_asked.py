@@ -9,12 +9,12 @@ import itertools
 import numpy as np
 import pytest
 
-from sglang_pat.admission import saved
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.callbacks import Callbacks
-from sglang_pat.admission.records import Group, Output, Summary
-from sglang_pat.admission.rounds import RolloutRound
-from sglang_pat.admission.rules import Rules
+from sglang_pat.rollout import saved
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.callbacks import Callbacks
+from sglang_pat.rollout.records import Group, Output, Summary
+from sglang_pat.rollout.rounds import RolloutRound
+from sglang_pat.rollout.rules import Rules
 
 from .rounds_world import STEP, Played, admitter, all_of
 

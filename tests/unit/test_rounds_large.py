@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from sglang_pat.admission import events
-from sglang_pat.admission.records import Group, Output
-from sglang_pat.admission.rounds import RolloutRound
+from sglang_pat.rollout import events
+from sglang_pat.rollout.records import Group, Output
+from sglang_pat.rollout.rounds import RolloutRound
 
 from .rounds_world import Played, admitter, all_of
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.weights.shards import WHOLE, Block, Copy, ShardSpec, copies, covered
+from sglang_pat.rank.shards import WHOLE, Block, Copy, ShardSpec, copies, covered
 from tests.unit.for_each import for_each
 
 from .drawn import examples

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.admission.rules import Rules
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.rounds import Engines, Simulation
 from sglang_pat.replay.shapes import parse_shape
+from sglang_pat.rollout.rules import Rules
 
 pytestmark = pytest.mark.unit
 

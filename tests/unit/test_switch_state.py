@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from sglang_pat.sglang.checks import faults
+from sglang_pat.checks import faults
 from sglang_pat.switch import state
 from sglang_pat.switch.state import SwitchState, advance
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from sglang_pat.comm import shm
-from sglang_pat.comm.transport import AllToAll, Direct, Staging
-from sglang_pat.comm.windows import Windows
+from sglang_pat.cpu.windows import Windows
+from sglang_pat.switch.transport import AllToAll, Direct, Staging
 
 from .ranks import emulated_link, run_ranks
 
@@ -137,7 +137,7 @@ class OneBuffer(AllToAll):
 
 def carry_on_another_stream(rank: int, n: int, kind: type[AllToAll], early: bool) -> bool:
     """Whether every layer arrived as it was sent."""
-    from sglang_pat.comm import transport
+    from sglang_pat.switch import transport
 
     transport.dist.all_to_all_single, transfer = OtherStream(early), dist.all_to_all_single
     try:

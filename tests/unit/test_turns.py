@@ -7,9 +7,9 @@ from contextlib import aclosing
 
 import pytest
 
-from sglang_pat.admission.records import Group, Output, Span
-from sglang_pat.admission.rounds import RolloutRound
-from sglang_pat.admission.turns import FAILED, LATE, Turn, Turns
+from sglang_pat.rollout.records import Group, Output, Span
+from sglang_pat.rollout.rounds import RolloutRound
+from sglang_pat.rollout.turns import FAILED, LATE, Turn, Turns
 
 from .turns_world import TOOL, Played, Tools, admitter, all_of, begun, only, run
 

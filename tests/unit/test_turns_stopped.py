@@ -8,10 +8,10 @@ from contextlib import aclosing
 
 import pytest
 
-from sglang_pat.admission import saved
-from sglang_pat.admission.records import Group, Output, Span
-from sglang_pat.admission.rounds import RolloutRound, WeightsChanged
-from sglang_pat.admission.turns import Turn, Turns, turn_of
+from sglang_pat.rollout import saved
+from sglang_pat.rollout.records import Group, Output, Span
+from sglang_pat.rollout.rounds import RolloutRound, WeightsChanged
+from sglang_pat.rollout.turns import Turn, Turns, turn_of
 
 from .turns_world import END, SAID, TOOL, Played, Tools, admitter, all_of, begun, run
 

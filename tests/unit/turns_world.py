@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Group, Output
-from sglang_pat.admission.rounds import RolloutRound
-from sglang_pat.admission.rules import Rules
-from sglang_pat.admission.turns import Turn, Turns
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import Group, Output
+from sglang_pat.rollout.rounds import RolloutRound
+from sglang_pat.rollout.rules import Rules
+from sglang_pat.rollout.turns import Turn, Turns
 
 SAID, END, TOOL = 7, 9, 5
 """Tokens: of the model; the last of its turn; of the environment."""

@@ -10,11 +10,11 @@ import torch
 
 from profiler.launch import MANUAL
 from profiler.worker import Worker
+from sglang_pat.cpu import shim
+from sglang_pat.launch.sharing import SHARE_ENV
 from sglang_pat.memory import estimate
 from sglang_pat.memory.demand import GIB
 from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.sglang import cpu_shim
-from sglang_pat.sglang.launch.sharing import SHARE_ENV
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork
 from sglang_pat.testing.server import rank_processes
@@ -167,7 +167,7 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
         sharing=sharing,
         large_flags=large_flags,
         flags=(*SHARING, *flags) if sharing else flags,
-        prefork=Prefork() if device == "cpu" and cpu_shim.needed() else None,
+        prefork=Prefork() if device == "cpu" and shim.needed() else None,
     )
 
 

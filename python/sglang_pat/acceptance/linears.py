@@ -11,8 +11,8 @@ from torch.nn.functional import linear
 from sglang_pat.acceptance import kernels
 from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.results import Result
+from sglang_pat.cpu import shim
 from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.sglang import cpu_shim
 
 LAYERS = 4
 """That are measured: so many that their weights do not stay in a cache."""
@@ -23,7 +23,7 @@ DEGREES, BATCHES = (2, 4, 8), (1, 8, 64)
 def views(bench: Bench) -> Result:
     """What the linear layers of a decode step take on views of the base weights, beside copies of them."""
     torch.set_num_threads(1)
-    cpu_shim.ensure()
+    shim.ensure()
     shape, dtype = bench.model, torch.bfloat16 if bench.device == "cuda" else torch.float32
     degrees = [tp for tp in DEGREES if shape.heads % tp == 0 and shape.intermediate % tp == 0]
     found = [measure(shape, tp, batch, bench.device, dtype, repeats=20) for tp in degrees for batch in BATCHES]
@@ -54,7 +54,7 @@ class Linear:
     def on_views(self) -> torch.Tensor:
         if len(self.parts) == 1:
             return linear(self.given, self.parts[0])
-        from sglang_pat.sglang.rank.weights import PiecewiseLinear  # with it comes SGLang
+        from sglang_pat.rank.weights import PiecewiseLinear  # with it comes SGLang
 
         method = PiecewiseLinear()
         method.place(self.parts, None)

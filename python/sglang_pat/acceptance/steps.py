@@ -56,7 +56,7 @@ def _plan(bench: Bench) -> MemoryPlan:
     flags = [*bench.layout, *bench.flags, *bench.large_flags]
     with mock.patch.dict(os.environ, bench.env):
         args = server_args(str(bench.large), flags)
-        from sglang_pat.sglang.launch import cuda, memory  # once the shim is there
+        from sglang_pat.launch import cuda, memory  # once the shim is there
 
         return memory.plan_of(cuda.settled(args, None))
 

@@ -1,6 +1,6 @@
 """The life of a switch as the coordinator sees it: prepare, compile grammars if need be, switch; or cancel.
 
-What the ranks do meanwhile is in ``sglang/switch/executor.py``.
+What the ranks do meanwhile is in ``switch/executor.py``.
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ def demonstrate(args: argparse.Namespace, place: Console) -> int:
 
 def may_fork() -> bool:
     """Whether engines may be forks of one interpreter: what has touched a CUDA driver may not fork."""
-    from sglang_pat.sglang import cpu_shim
+    from sglang_pat.cpu import shim
 
-    return cpu_shim.needed()
+    return shim.needed()
 
 
 def run_case(

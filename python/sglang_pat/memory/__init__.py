@@ -2,5 +2,5 @@
 
 ``shapes`` (what a model weighs), ``available`` (what the machine has free), ``demand`` (what is asked for), ``room``
 (how many tokens fit), ``plan`` (who gets what), ``alternatives`` (what would fit instead).
-Neither SGLang nor torch is imported here; ``sglang_pat.sglang.launch.memory`` feeds it and hands the result to SGLang.
+Neither SGLang nor torch is imported here; ``sglang_pat.launch.memory`` feeds it and hands the result to SGLang.
 """

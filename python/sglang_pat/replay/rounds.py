@@ -1,6 +1,6 @@
 """Rounds of the admitter on a simulated engine: step times of a profile, response lengths drawn in advance.
 
-The admitter is the real one (``sglang_pat.admission``); only time and tokens are made up.  Replicas run independently,
+The admitter is the real one (``sglang_pat.rollout``); only time and tokens are made up.  Replicas run independently,
 a sample goes to the one with the fewest; what does not fit its batch waits.  Prefill is left out, as in
 :mod:`sglang_pat.replay.simulate`.
 """
@@ -13,8 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import (
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.snapshot import Load, Policy, Snapshot
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.profile import Fingerprint
+from sglang_pat.replay.shapes import Shape
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import (
     Abort,
     Action,
     Group,
@@ -28,13 +34,7 @@ from sglang_pat.admission.records import (
     Span,
     Summary,
 )
-from sglang_pat.admission.rules import Rules
-from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.snapshot import Load, Policy, Snapshot
-from sglang_pat.predict.cost import SwitchCosts
-from sglang_pat.predict.predictor import Predictor
-from sglang_pat.predict.profile import Fingerprint
-from sglang_pat.replay.shapes import Shape
+from sglang_pat.rollout.rules import Rules
 
 ASK_SECONDS = 0.25
 """Time between two questions to a policy."""

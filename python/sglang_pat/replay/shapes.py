@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 
 from sglang_pat import files
-from sglang_pat.admission.records import SampleId
+from sglang_pat.rollout.records import SampleId
 
 NAMED = {
     "deepscaler": "lognormal:7.919,0.885,24576",

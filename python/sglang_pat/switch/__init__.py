@@ -1,4 +1,1 @@
-"""A switch between two layouts: its states, its plan and the order of outputs.
-
-Ranks carry it out in ``sglang/switch/executor.py``.
-"""
+"""A switch between two layouts: its states, its plan, and how a rank carries it out (``executor.py``, in order)."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from sglang_pat.sglang.cpu_shim import CHILD_SITE_DIR
+from sglang_pat.cpu.shim import CHILD_SITE_DIR
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import ENVIRONMENT
 from sglang_pat.tools.prompts import PROMPTS

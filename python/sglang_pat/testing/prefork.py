@@ -236,7 +236,7 @@ def serve(number: int) -> None:
     """
     import setproctitle
 
-    setproctitle.getproctitle()  # see sglang/launch/preload.py
+    setproctitle.getproctitle()  # see launch/preload.py
     channel = socket.socket(fileno=number)
     os.set_inheritable(number, False)
     os.dup2(2, 1)  # what is imported may print
@@ -270,13 +270,13 @@ def serve(number: int) -> None:
 
 def _import_all() -> None:
     """What a server imports, and its ranks."""
-    from sglang_pat.sglang import cpu_shim
-    from sglang_pat.sglang.launch import noise, processes
+    from sglang_pat.cpu import shim
+    from sglang_pat.launch import noise, processes
 
-    cpu_shim.ensure()
+    shim.ensure()
     warm, processes.warm = processes.warm, lambda: None  # each program forks its own fork server
     with noise.quiet_imports():
-        import sglang_pat.sglang.launch.preload  # noqa: F401
+        import sglang_pat.launch.preload  # noqa: F401
     processes.warm = warm
 
 

@@ -26,7 +26,7 @@ import aiohttp
 import psutil
 import requests
 
-from sglang_pat.sglang.launch.processes import RANK_TITLE, is_resource_tracker, wait_until_ended
+from sglang_pat.launch.processes import RANK_TITLE, is_resource_tracker, wait_until_ended
 from sglang_pat.testing.ports import free_port
 from sglang_pat.testing.prefork import ENVIRONMENT, SERVER, Fork, Prefork, popen
 

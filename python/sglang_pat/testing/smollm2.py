@@ -109,10 +109,10 @@ def _without_bars():
 
 def _transformers():
     """transformers, quiet. It imports torchvision, so it may need the CPU shim as SGLang does."""
-    from sglang_pat.sglang import cpu_shim
+    from sglang_pat.cpu import shim
 
     if "torchvision" not in sys.modules:
-        cpu_shim.ensure()
+        shim.ensure()
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from sglang_pat.figures import Figures
 from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
 from sglang_pat.integrations.openrlhf.given import WHERE, Given
-from sglang_pat.sglang.attach import attach
-from sglang_pat.sglang.server.inprocess import InProcessEngine
+from sglang_pat.launch.attach import attach
+from sglang_pat.server.inprocess import InProcessEngine
 
 ALL_TAGS = ("weights", "kv_cache")
 

@@ -71,7 +71,7 @@ class PyNcclCommunicator:
     def __post_init__(self) -> None:
         import torch
 
-        from sglang_pat.sglang.server.inprocess import init_custom_process_group
+        from sglang_pat.server.inprocess import init_custom_process_group
 
         self._pg = init_custom_process_group(
             backend="nccl" if torch.cuda.is_available() else "gloo",

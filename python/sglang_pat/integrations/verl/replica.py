@@ -17,8 +17,8 @@ from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.fields import DEGREES, STEPS
+from sglang_pat.launch.attach import attach
 from sglang_pat.messages import BeginRound, EndRound
-from sglang_pat.sglang.attach import attach
 
 _meta: ContextVar[dict[str, Any]] = ContextVar("meta")
 """Of the answer to a request of :meth:`AdaptiveServer.generate`."""

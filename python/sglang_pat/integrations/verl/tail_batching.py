@@ -3,7 +3,7 @@ a step of their own.
 
 A step starts more prompts than it trains on, takes those whose responses are all there first, and stops the rest.  They
 start anew in a later step: every response that is trained on was generated whole by the weights of its step, as without
-tail batching.  Which prompts run in which step is the decision of :class:`~sglang_pat.admission.admitter.Admitter`,
+tail batching.  Which prompts run in which step is the decision of :class:`~sglang_pat.rollout.admitter.Admitter`,
 which also bounds how often a prompt can be passed over.
 
 verl's loop sets three limits:
@@ -27,11 +27,11 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils import tensordict_utils
 
-from sglang_pat.admission import saved
-from sglang_pat.admission.admitter import Admitter
-from sglang_pat.admission.records import Abort, Action, Launch, Output, Return, RoundOver, SampleId, Span, Summary
-from sglang_pat.admission.rules import Rules
-from sglang_pat.admission.state import LONG
+from sglang_pat.rollout import saved
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import Abort, Action, Launch, Output, Return, RoundOver, SampleId, Span, Summary
+from sglang_pat.rollout.rules import Rules
+from sglang_pat.rollout.state import LONG
 
 WHERE = "trainer.v1.sglang_pat_sync"
 OPTIONS = {"tail_batching", "eta_prompts", "max_deferrals", "unbiased"}
@@ -109,7 +109,7 @@ class TailBatchingBuffer(ReplayBuffer):
         self._begun = 0.0
         """The round, by the same clock."""
         self._uids: dict[tuple[int, int], str] = {}
-        """Of this round, by index and number of the draw (``admission/redraws.py``)."""
+        """Of this round, by index and number of the draw (``rollout/redraws.py``)."""
         self._taken: list[str] = []
         self._over = True
         self.summary: Summary | None = None

@@ -1,0 +1,176 @@
+"""SGLang's control requests, as the coordinator needs to know them: reply, merge rule, layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from array import array
+from http import HTTPStatus
+from typing import Any, get_origin, get_type_hints
+
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers import io_struct as io
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from sglang_pat.coordinator.leader import Generation
+from sglang_pat.coordinator.replies import Control
+from sglang_pat.fixes.sampling import generated_before, length_limit
+from sglang_pat.policies.prompts import LONG_PROMPT
+
+MAX_MESSAGE = 500
+"""Characters of an error that a client gets to see."""
+
+
+def _all_succeed(replies: list[Any]) -> Any:
+    """One reply that succeeded if all did, with the distinct messages of those that did not (or of all)."""
+    merged = replies[0]
+    failed = [reply for reply in replies if not reply.success]
+    merged.success = not failed
+    messages = [reply.message for reply in failed or replies if getattr(reply, "message", None)]
+    if messages:
+        merged.message = " | ".join(dict.fromkeys(messages))
+    return merged
+
+
+def _sum_loads(replies: list[io.GetLoadsReqOutput]) -> io.GetLoadsReqOutput:
+    """The load of the whole engine: counts add up, usage is the mean."""
+    merged = replies[0]
+    for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "num_total_tokens", "max_total_num_tokens"):
+        if hasattr(merged, name):
+            setattr(merged, name, sum(getattr(reply, name) for reply in replies))
+    if hasattr(merged, "token_usage"):
+        merged.token_usage = sum(reply.token_usage for reply in replies) / len(replies)
+    return merged
+
+
+def _all_or_error(replies: list[Any]) -> Any:
+    """For replies that cannot say that something failed: the first one with an error of :func:`failed`, or just one."""
+    return next((reply for reply in replies if error_of(reply)), replies[0])
+
+
+_SUCCESS = dict(merge=_all_succeed)
+_MEMORY = dict(merge=_all_or_error, needs_base=True, failed=lambda reply: bool(error_of(reply)))
+_WEIGHTS = dict(merge=_all_succeed, needs_base=True)
+
+CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
+    io.FlushCacheReqInput: (io.FlushCacheReqOutput, _SUCCESS),
+    io.ClearHiCacheReqInput: (io.ClearHiCacheReqOutput, _SUCCESS),
+    io.AttachHiCacheStorageReqInput: (io.AttachHiCacheStorageReqOutput, _SUCCESS),
+    io.DetachHiCacheStorageReqInput: (io.DetachHiCacheStorageReqOutput, _SUCCESS),
+    io.AddExternalCorpusReqInput: (io.AddExternalCorpusReqOutput, _SUCCESS),
+    io.RemoveExternalCorpusReqInput: (io.RemoveExternalCorpusReqOutput, _SUCCESS),
+    io.ListExternalCorporaReqInput: (io.ListExternalCorporaReqOutput, _SUCCESS),
+    io.LoadLoRAAdapterReqInput: (io.LoRAUpdateOutput, _SUCCESS),
+    io.LoadLoRAAdapterFromTensorsReqInput: (io.LoRAUpdateOutput, _SUCCESS),
+    io.UnloadLoRAAdapterReqInput: (io.LoRAUpdateOutput, _SUCCESS),
+    io.ExpertDistributionReq: (io.ExpertDistributionReqOutput, {}),
+    io.ProfileReq: (io.ProfileReqOutput, _SUCCESS),
+    io.GetInternalStateReq: (io.GetInternalStateReqOutput, {}),
+    io.SetInternalStateReq: (io.SetInternalStateReqOutput, {}),
+    io.GetLoadsReqInput: (io.GetLoadsReqOutput, dict(merge=_sum_loads)),
+    io.SlowDownReqInput: (io.SlowDownReqOutput, {}),
+    io.DumperControlReqInput: (io.DumperControlReqOutput, _SUCCESS),
+    io.OpenSessionReqInput: (io.OpenSessionReqOutput, {}),
+    io.RpcReqInput: (io.RpcReqOutput, _SUCCESS),
+    io.UpdateWeightFromDiskReqInput: (io.UpdateWeightFromDiskReqOutput, _WEIGHTS),
+    io.UpdateWeightsFromTensorReqInput: (io.UpdateWeightsFromTensorReqOutput, _WEIGHTS),
+    io.UpdateWeightsFromDistributedReqInput: (io.UpdateWeightsFromDistributedReqOutput, _WEIGHTS),
+    io.UpdateWeightsFromIPCReqInput: (io.UpdateWeightsFromIPCReqOutput, _WEIGHTS),
+    io.InitWeightsUpdateGroupReqInput: (io.InitWeightsUpdateGroupReqOutput, _WEIGHTS),
+    io.DestroyWeightsUpdateGroupReqInput: (io.DestroyWeightsUpdateGroupReqOutput, _WEIGHTS),
+    io.InitWeightsSendGroupForRemoteInstanceReqInput: (io.InitWeightsSendGroupForRemoteInstanceReqOutput, _WEIGHTS),
+    io.SendWeightsToRemoteInstanceReqInput: (io.SendWeightsToRemoteInstanceReqOutput, _WEIGHTS),
+    io.GetWeightsByNameReqInput: (io.GetWeightsByNameReqOutput, dict(needs_base=True)),
+    io.CheckWeightsReqInput: (io.CheckWeightsReqOutput, _WEIGHTS),
+    io.ReleaseMemoryOccupationReqInput: (io.ReleaseMemoryOccupationReqOutput, _MEMORY),
+    io.ResumeMemoryOccupationReqInput: (io.ResumeMemoryOccupationReqOutput, _MEMORY),
+}
+"""Control requests that are answered: reply type, and the fields of :class:`Control`."""
+
+_BATCHES = (io.BatchTokenizedGenerateReqInput, io.BatchTokenizedEmbeddingReqInput)
+_SINGLES = (io.TokenizedGenerateReqInput, io.TokenizedEmbeddingReqInput)
+
+
+def failed(obj: Any, error: Exception) -> Any:
+    """What a leader answers to a request whose handling raised ``error``; None if nobody waits for an answer."""
+    message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+    if isinstance(obj, _SINGLES):
+        return io.AbortReq(rid=obj.rid, finished_reason=FINISH_ABORT(message, HTTPStatus.BAD_REQUEST).to_json())
+    reply, _ = CONTROLS.get(type(obj), (None, None))
+    if reply is None:
+        return None
+    values = {"success": False} | dict.fromkeys(("message", "error_msg", "error_message"), message)
+    kinds = get_type_hints(reply)
+    fields = [field for field in dataclasses.fields(reply) if field.init]
+    required = [f for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    given = {field.name: values[field.name] for field in fields if field.name in values}
+    made = reply(**{field.name: _nothing(kinds[field.name]) for field in required} | given)
+    made.pat_error = message
+    return made
+
+
+def error_of(reply: Any) -> str:
+    """What :func:`failed` was given for this reply; "" for any other."""
+    return getattr(reply, "pat_error", "")
+
+
+def _nothing(kind: Any) -> Any:
+    """An empty value of a field's type."""
+    kind = get_origin(kind) or kind
+    # Of weights asked for by name SGLang takes None for an error, and any list for an answer.
+    return kind() if kind in (dict, str, bool, int, float) else None
+
+
+def classify(obj: Any) -> list[Generation | Control]:
+    """What the coordinator makes of an object from the TokenizerManager.
+
+    Batches are taken apart, so that their requests spread over the replicas.  Anything not listed
+    goes to all leaders and is not answered (aborts, pause, continue, ...).
+    """
+    if isinstance(obj, _BATCHES):
+        return [_generation(single) for single in obj]
+    if isinstance(obj, _SINGLES):
+        return [_generation(obj)]
+    if isinstance(obj, io.WatchLoadUpdateReq):
+        return []
+    if isinstance(obj, io.BaseReq):
+        _forget_sender(obj)
+    reply, options = CONTROLS.get(type(obj), (None, {}))
+    about = dict(reply=reply.__name__ if reply else None, refusal=lambda reason: failed(obj, RuntimeError(reason)))
+    return [Control(obj=obj, **about, **options, **_effects(obj))]
+
+
+def _generation(obj: Any) -> Generation:
+    tokens, counts = len(obj.input_ids or ()), HEALTH_CHECK_RID_PREFIX not in (obj.rid or "")
+    if not obj.sampling_params:
+        return Generation(obj=obj, tokens=tokens, counts=counts)
+    limit, generated = length_limit(obj.sampling_params), min(generated_before(obj.sampling_params), tokens)
+    prompt = tokens - generated
+    # The same number as in load reports (``rank.load_reports``).
+    family = zlib.crc32(array("I", obj.input_ids[:prompt])) if prompt >= LONG_PROMPT else None
+    known = {} if limit is None else {"limit": limit}
+    return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, **known)
+
+
+def _forget_sender(obj: io.BaseReq) -> None:
+    """Take from a control request what a client may have put into it, and what nobody needs.
+
+    Ranks look for health checks by ``rid``, which an abort alone means, and die of one that is no text.
+    """
+    if not isinstance(obj, io.AbortReq):
+        obj.rid = None
+    elif not isinstance(obj.rid, str):
+        obj.rid = str(obj.rid)
+    obj.http_worker_ipc = None
+
+
+def _effects(obj: Any) -> dict[str, Any]:
+    """What a control request does to the engine, in fields of :class:`Control`."""
+    if isinstance(obj, io.PauseGenerationReqInput):
+        return {"pauses": True}
+    if isinstance(obj, io.ContinueGenerationReqInput):
+        return {"pauses": False}
+    if isinstance(obj, (io.ReleaseMemoryOccupationReqInput, io.ResumeMemoryOccupationReqInput)):
+        name = "releases" if isinstance(obj, io.ReleaseMemoryOccupationReqInput) else "resumes"
+        return {name: frozenset(obj.tags or GPU_MEMORY_ALL_TYPES)}
+    return {}

@@ -1,0 +1,263 @@
+"""The coordinator's process: sockets around ``sglang_pat.coordinator.core.Coordinator``.
+
+It stands where SGLang's data-parallel controller stands, and blocks on its sockets instead of polling.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import logging
+import pickle
+import time
+from typing import Any
+
+import msgspec
+import setproctitle
+import zmq
+
+from sglang_pat.cpu import shim
+
+shim.ensure()
+
+from sglang.srt.managers.io_struct import RpcReqOutput  # noqa: E402
+from sglang.srt.managers.scheduler import configure_logger  # noqa: E402
+from sglang.srt.server_args import PortArgs  # noqa: E402
+from sglang.srt.utils import kill_itself_when_parent_died  # noqa: E402
+from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
+
+from sglang_pat import messages  # noqa: E402
+from sglang_pat.config import AdaptiveConfig  # noqa: E402
+from sglang_pat.coordinator import decision_log  # noqa: E402
+from sglang_pat.coordinator.controls import classify  # noqa: E402
+from sglang_pat.coordinator.core import Coordinator  # noqa: E402
+from sglang_pat.coordinator.switching import CALIBRATION  # noqa: E402
+from sglang_pat.dropped import Dropped  # noqa: E402
+from sglang_pat.errors import one_line  # noqa: E402
+from sglang_pat.figures import Figures, job_log, show_to_job  # noqa: E402
+from sglang_pat.launch.args import AdaptiveServerArgs  # noqa: E402
+from sglang_pat.launch.processes import end_engine  # noqa: E402
+from sglang_pat.metrics import SwitchMetrics  # noqa: E402
+from sglang_pat.policies.registry import make_policy  # noqa: E402
+from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
+from sglang_pat.predict.cost import fitted  # noqa: E402
+from sglang_pat.predict.predictor import Predictor  # noqa: E402
+from sglang_pat.predict.profile import load  # noqa: E402
+from sglang_pat.rank.channels import SGLANG  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+TICK_MILLISECONDS = 100
+"""Longest the coordinator sleeps; policies that wait for something look again this often."""
+
+
+class EventLog:
+    """``--pat-log``: appends what the coordinator saw and decided (``sglang_pat.coordinator.decision_log``).
+
+    It ends where it cannot be written any more; the engine goes on.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file: io.FileIO | None = open(path, "ab", buffering=0)
+        self._quiet = False
+
+    def write(self, event: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(msgspec.json.encode(event) + b"\n")
+        except OSError as error:
+            logger.error("--pat-log %s: %s; nothing more is written to it", self._path, error.strerror)
+            self._file.close()
+            self._file = None
+
+    def decided(self, snapshot: Snapshot, decision: Decision) -> None:
+        # An idle engine decides to stay idle ten times a second.
+        quiet = snapshot.requests == 0 and decision.tp == snapshot.tp
+        if not (quiet and self._quiet):
+            self.write(decision_log.dump_decision(snapshot, decision))
+        self._quiet = quiet
+
+
+class Sockets:
+    """The coordinator's sockets, and its outbox."""
+
+    def __init__(
+        self, port_args: PortArgs, leader_addresses: list[str], channel_address: str, metrics, log: EventLog | None
+    ) -> None:
+        context = zmq.Context(2)
+        self.from_server = get_zmq_socket(context, zmq.PULL, port_args.scheduler_input_ipc_name, False)
+        self.from_ranks = get_zmq_socket(context, zmq.PULL, channel_address, True)
+        self.rpc = get_zmq_socket(context, zmq.DEALER, port_args.rpc_ipc_name, False)
+        self._server = get_zmq_socket(context, zmq.PUSH, port_args.tokenizer_ipc_name, False)
+        self._leaders = [get_zmq_socket(context, zmq.PUSH, address, True) for address in leader_addresses]
+        self._metrics = metrics
+        self._log = log
+
+    def to_leader(self, rank: int, obj: Any) -> None:
+        self._leaders[rank].send_pyobj(obj)
+
+    def to_server(self, obj: Any) -> None:
+        (self.rpc if isinstance(obj, RpcReqOutput) else self._server).send_pyobj(obj)
+
+    def counting(self) -> None:
+        if self._log:
+            self._log.write(decision_log.dump_counting())
+
+    def decided(self, snapshot: Snapshot, decision: Decision) -> None:
+        if self._log:
+            self._log.decided(snapshot, decision)
+        if self._metrics:
+            self._metrics.factors(snapshot.factors)
+
+    def finished(self, response: messages.Finished) -> None:
+        if self._log:
+            self._log.write(
+                decision_log.dump_length(response.length, response.family, not response.cut, response.since)
+            )
+
+    def switched(self, record: messages.SwitchRecord) -> None:
+        what = "aborted" if record.error else "done"
+        logger.info(
+            "switch %d tp%d -> tp%d %s: pause %.1f ms, %d requests, %d KV tokens, %s%s",
+            record.epoch, record.from_tp, record.to_tp, what, record.pause_seconds * 1e3, record.requests,
+            record.tokens, record.reason, f" ({record.error})" if record.error else "",
+        )  # fmt: skip
+        if self._metrics and record.reason != CALIBRATION:
+            self._metrics.observe(record)
+
+    def stepped(self, step: Figures) -> None:
+        job_log.info("step: %s", step.line())
+        if self._log:
+            self._log.write(decision_log.dump_step(step))
+
+
+def serve(coordinator: Coordinator, sockets: Sockets, dropped: Dropped) -> None:
+    """Run forever.  Events are handled in the order of arrival on each socket; what cannot be read is dropped."""
+    poller = zmq.Poller()
+    for socket in (sockets.from_server, sockets.from_ranks, sockets.rpc):
+        poller.register(socket, zmq.POLLIN)
+    # Unix time for people, but never stepping back.
+    offset = time.time() - time.monotonic()
+    while True:
+        ready = dict(poller.poll(TICK_MILLISECONDS))
+        now = time.monotonic() + offset
+        if sockets.from_ranks in ready:
+            _drain_ranks(coordinator, sockets.from_ranks, now, dropped)
+        for socket in (sockets.from_server, sockets.rpc):
+            if socket in ready:
+                _drain_server(coordinator, socket, now, dropped)
+        coordinator.tick(now)
+
+
+def _drain_ranks(coordinator: Coordinator, socket: zmq.Socket, now: float, dropped: Dropped) -> None:
+    while socket.poll(0):
+        frames = socket.recv_multipart()
+        try:
+            rank, message = _from_rank(frames, coordinator.config.num_ranks)
+        except Exception as error:
+            kind = messages.kind_of(frames[-1])
+            if kind in messages.PROTOCOL:
+                raise
+            dropped.note(kind, error)
+            continue
+        if isinstance(message, messages.FromRank):
+            coordinator.rank_message(message, now)
+        else:
+            coordinator.reply(rank, message, now)
+
+
+def _from_rank(frames: list[bytes], num_ranks: int) -> tuple[int, Any]:
+    """Who sent it, and what: one of our messages, or an object of SGLang's."""
+    kind, sender, payload = frames
+    rank = int(sender)
+    message = pickle.loads(payload) if kind == SGLANG else messages.decode_from_rank(payload)
+    if not 0 <= rank < num_ranks or (kind != SGLANG and message.rank != rank):
+        raise ValueError(f"from rank {rank} of {num_ranks}, which is not its sender")
+    return rank, message
+
+
+def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, dropped: Dropped) -> None:
+    while socket.poll(0):
+        try:
+            obj = socket.recv_pyobj()
+            events = () if isinstance(obj, messages.FromServer) else classify(obj)
+        except Exception as error:
+            dropped.note("from the server", error)
+            continue
+        if isinstance(obj, messages.StatusQuery):
+            coordinator.status(obj)
+        elif isinstance(obj, messages.Reconfigure):
+            coordinator.reconfigure(obj, now)
+        elif isinstance(obj, messages.BeginRound | messages.EndRound):
+            coordinator.round(obj, now)
+        elif isinstance(obj, messages.CalibrationTurn):
+            coordinator.calibrate(obj, now)
+        elif isinstance(obj, messages.TraceQuery):
+            coordinator.trace(obj, now)
+        elif isinstance(obj, messages.ScheduleQuery):
+            coordinator.schedule(obj)
+        elif isinstance(obj, messages.SetSchedule):
+            coordinator.receive(obj, now)
+        else:
+            for event in events:
+                coordinator.receive(event, now)
+
+
+def load_policy(config: AdaptiveConfig) -> tuple[Policy, Predictor | None]:
+    """The policy of ``config``, and the predictor of the profile that it has.
+
+    Raises:
+        ProfileError: the profile cannot be used.
+    """
+    predictor = costs = None
+    if config.profile is not None:
+        predictor, costs = fitted(load(config.profile, complete=True))
+    policy = make_policy(
+        config.policy,
+        switch_at=config.switch_at,
+        predictor=predictor,
+        costs=costs,
+        max_running=config.max_running,
+    )
+    return policy, predictor
+
+
+def run_coordinator(
+    server_args: AdaptiveServerArgs,
+    port_args: PortArgs,
+    config: AdaptiveConfig,
+    leader_addresses: list[str],
+    channel_address: str,
+    parent_pid: int,
+    pipe_writer,
+) -> None:
+    """The coordinator's process.  An exception ends the engine, as a rank's does."""
+    kill_itself_when_parent_died()
+    setproctitle.setproctitle("sglang_pat::coordinator")
+    faulthandler.enable()
+    configure_logger(server_args, prefix=" coordinator")
+    if server_args.pat_in_a_job:
+        show_to_job()
+    try:
+        metrics = SwitchMetrics(config) if server_args.enable_metrics else None
+        log = EventLog(config.log) if config.log else None
+        sockets = Sockets(port_args, leader_addresses, channel_address, metrics, log)
+        coordinator = Coordinator(config, sockets, *load_policy(config))
+        if log:
+            log.write(
+                decision_log.dump_start(
+                    config.policy,
+                    switch_at=config.switch_at,
+                    history=coordinator.history,
+                    profile=config.profile,
+                    max_running=config.max_running,
+                )
+            )
+        pipe_writer.send({"status": "ready"})
+        pipe_writer.close()
+        serve(coordinator, sockets, Dropped(server_args.enable_metrics))
+    except Exception as error:
+        logger.exception("coordinator failed")
+        end_engine(parent_pid, pipe_writer, f"the coordinator failed: {type(error).__name__}: {one_line(error)}")

@@ -1,0 +1,1 @@
+"""What only ranks without a GPU need."""

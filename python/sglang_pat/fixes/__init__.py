@@ -1,0 +1,1 @@
+"""What mends SGLang: without it the engine works, but for requests and bugs that end stock SGLang, too."""

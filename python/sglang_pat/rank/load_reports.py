@@ -1,0 +1,189 @@
+"""What a leader tells the coordinator of its replica: load reports, and a trace of its steps."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from typing import TYPE_CHECKING
+
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
+
+from sglang_pat.fixes.sampling import generated_before, length_limit
+from sglang_pat.messages import Decoded, Finished, LoadReport, RankTrace, Running, Step, TraceQuery
+
+if TYPE_CHECKING:
+    from sglang_pat.switch.scheduler import SwitchingScheduler
+
+REPORT_INTERVAL_STEPS = 32
+"""A load report is sent at the latest every so many steps."""
+
+TRACE_STEPS = 16384
+"""Steps kept for :class:`StepTrace`; older ones are forgotten."""
+
+
+def register(req: Req) -> None:
+    """Note on a new request what reports say of it: its length limit, how much of its response came with the prompt,
+    and the family of what was the prompt before."""
+    prompt = req.pat_prompt
+    req.pat_limit = length_limit(req.sampling_params)
+    req.pat_since = min(generated_before(req.sampling_params), len(prompt))
+    req.pat_family = zlib.crc32(prompt[: len(prompt) - req.pat_since] if req.pat_since else prompt)
+
+
+class LoadReporter:
+    """Sends a :class:`LoadReport` when the load has changed, or after :data:`REPORT_INTERVAL_STEPS` steps."""
+
+    def __init__(self, scheduler: SwitchingScheduler) -> None:
+        self._scheduler = scheduler
+        self.received = 0
+        """Generation requests taken from the input socket so far."""
+        self.retracted = 0
+        """Requests put back into the queue for want of KV, while this rank led, since the last report."""
+        self._finished: list[Finished] = []
+        self._decoded = Decoded()
+        self._last: tuple[int, ...] | None = None
+        self._steps = 0
+
+    def forget(self) -> None:
+        """The next look at the load is reported in any case."""
+        self._last = None
+
+    def moved(self) -> None:
+        """Part of another group: steps that were not reported are not of its layout."""
+        self.forget()
+        self._decoded = Decoded()
+
+    def finished(self, reqs: list[Req]) -> None:
+        """Called before outputs go out, when SGLang has not yet marked the finished ones as sent."""
+        for req in reqs:
+            if req.finished() and not req.finished_output and HEALTH_CHECK_RID_PREFIX not in req.rid:
+                try:
+                    self._account(req)
+                except Exception as error:
+                    self._scheduler.dropped.note("Finished", error)
+
+    def _account(self, req: Req) -> None:
+        length = req.pat_since + len(req.output_ids)
+        cut = isinstance(req.finished_reason, FINISH_ABORT) or (
+            isinstance(req.finished_reason, FINISH_LENGTH) and length >= req.pat_limit
+        )
+        self._finished.append(Finished(length=length, family=req.pat_family, cut=cut, since=req.pat_since))
+
+    def decoded(self, step: Step) -> None:
+        """A decode step that followed another one."""
+        so_far = self._decoded
+        self._decoded = Decoded(
+            so_far.steps + 1,
+            so_far.seconds + step.seconds,
+            so_far.requests + step.requests,
+            so_far.tokens + step.tokens,
+        )
+
+    def look(self, batch: ScheduleBatch | None) -> None:
+        """Report if due.  ``batch``: what is about to run."""
+        scheduler = self._scheduler
+        chunked, running = scheduler.chunked_req, scheduler.running_batch.reqs
+        if batch is not None and batch is not scheduler.running_batch:
+            running = running + [req for req in batch.reqs if req is not chunked]
+        queued = len(scheduler.waiting_queue) + len(scheduler.grammar_manager.grammar_queue) + (chunked is not None)
+        self._steps += batch is not None
+        # ``received``: a request may have come and gone since the last look.
+        load = (len(running), queued, scheduler.layouts.weight_version, self.received)
+        if load == self._last and self._steps < REPORT_INTERVAL_STEPS and not self._finished:
+            return
+        self._last, self._steps = load, 0
+        waiting = ([chunked] if chunked is not None else []) + scheduler.waiting_queue
+        self.send(running, waiting + scheduler.grammar_manager.grammar_queue)
+
+    def report_held(self) -> None:
+        """Report in any case: the replica holds between two steps.  What the last one prefilled is about to decode."""
+        scheduler = self._scheduler
+        chunked, last, running = scheduler.chunked_req, scheduler.last_batch, list(scheduler.running_batch.reqs)
+        if last is not None and last is not scheduler.running_batch:
+            running += [req for req in last.reqs if req is not chunked and req not in running]
+        waiting = ([chunked] if chunked is not None else []) + scheduler.waiting_queue
+        self._last = None
+        self.send([req for req in running if not req.finished()], waiting + scheduler.grammar_manager.grammar_queue)
+
+    def send(self, running: list[Req], waiting: list[Req]) -> None:
+        try:
+            self._send(running, waiting, running + waiting)
+        except Exception as error:
+            self._scheduler.dropped.note("LoadReport", error)
+            # What the coordinator routes by it has to know; policies wait for a report with the requests in it.
+            self._finished = []
+            self._send(running, waiting, [])
+
+    def _send(self, running: list[Req], waiting: list[Req], listed: list[Req]) -> None:
+        scheduler = self._scheduler
+        allocator = scheduler.token_to_kv_pool_allocator
+        decoding = scheduler.running_batch
+        scheduler.channel.send(
+            LoadReport(
+                rank=scheduler.rank,
+                tp=scheduler.tp_size,
+                received=self.received,
+                running=len(running),
+                waiting=len(waiting),
+                tokens=int(decoding.seq_lens_sum or 0) if decoding.reqs and running else 0,
+                kv_used=allocator.size - allocator.available_size(),
+                kv_total=allocator.size,
+                retracted=self.retracted,
+                weight_updates=scheduler.layouts.weight_version,
+                requests=[_running(req) for req in listed],
+                finished=self._finished,
+                kv_totals=scheduler.layouts.kv_totals,
+                decoded=self._decoded,
+            )
+        )
+        self._finished, self.retracted, self._decoded = [], 0, Decoded()
+
+
+def _running(req: Req) -> Running:
+    since = req.pat_since
+    return Running(len(req.origin_input_ids) - since, len(req.output_ids) + since, req.pat_limit, req.pat_family)
+
+
+class StepTrace:
+    """The last :data:`TRACE_STEPS` steps that this rank has led, and how long each took."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque(maxlen=TRACE_STEPS)
+        self._launched: deque[tuple[float, str, int, int]] = deque()
+        self._last_end: float | None = None
+        self._after: tuple[int, str] | None = None
+        """Degree and kind of the step before; None after a break."""
+
+    def idle(self) -> None:
+        """Nothing to run: the next step's time is its own.  With overlap scheduling the last step's results are still
+        to come, and that one did follow another."""
+        if not self._launched:
+            self._last_end = self._after = None
+
+    def begin(self, batch: ScheduleBatch) -> None:
+        """A step is launched.  With overlap scheduling the next one is launched before its results are in, and its
+        results come with a copy of the batch that knows less."""
+        decode = batch.forward_mode.is_decode()
+        tokens = int((batch.seq_lens_sum if decode else batch.extend_num_tokens) or 0)
+        self._launched.append((time.monotonic(), "decode" if decode else "prefill", len(batch.reqs), tokens))
+
+    def end(self, scheduler: SwitchingScheduler) -> None:
+        """The results of the oldest step launched are in.  Its time runs from the end of the one before, scheduling
+        included."""
+        now = time.monotonic()
+        begun, kind, requests, tokens = self._launched.popleft()
+        seconds = now - (begun if self._last_end is None else self._last_end)
+        self._last_end = now
+        before, self._after = self._after, (scheduler.tp_size, kind)
+        if scheduler.is_leader:
+            step = Step(now, seconds, scheduler.tp_size, kind, requests, tokens)
+            self._steps.append(step)
+            if kind == "decode" and before == self._after:
+                scheduler.load.decoded(step)
+
+    def answer(self, scheduler: SwitchingScheduler, query: TraceQuery) -> None:
+        """Send what was kept since the last query."""
+        steps, self._steps = list(self._steps), deque(maxlen=TRACE_STEPS)
+        scheduler.channel.send(RankTrace(rank=scheduler.rank, query_id=query.query_id, steps=steps))

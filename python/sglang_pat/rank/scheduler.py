@@ -1,0 +1,509 @@
+"""SGLang's scheduler on a rank of the adaptive engine.
+
+It stays the stock scheduler of one replica.  What is added: its lines to the coordinator, the
+handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and :meth:`AdaptiveScheduler.point_at`,
+which makes it the scheduler of another TP group.
+
+One file because it is one class: what it overrides of SGLang's scheduler is to be read as one list beside it.  What
+the methods do is in the modules that they call.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from array import array
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    GetInternalStateReq,
+    GetInternalStateReqOutput,
+    InitWeightsUpdateGroupReqInput,
+    OpenSessionReqInput,
+    OpenSessionReqOutput,
+    ProfileReq,
+    ProfileReqOutput,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightFromDiskReqOutput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler, SenderWrapper
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.observability.metrics_collector import SchedulerStats
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils.watchdog import WatchdogRaw
+
+from sglang_pat.checks import census, tokens
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.dropped import Dropped
+from sglang_pat.fixes import grammars, penalties, stops
+from sglang_pat.fixes.isolation import IsolatingDispatcher, ReadableSocket
+from sglang_pat.memory.demand import size_text
+from sglang_pat.messages import Cancel, Compile, Go, InjectPrefixes, Prepare, Switch, TraceQuery
+from sglang_pat.rank import degrees, outputs, prefixes
+from sglang_pat.rank.channels import ControlSender, OutputSender, RankChannel, RpcRelay
+from sglang_pat.rank.layouts import LayoutRuntime, Layouts
+from sglang_pat.rank.load_reports import LoadReporter, StepTrace, register
+from sglang_pat.rank.runner import AdaptiveTpModelWorker
+from sglang_pat.rank.updates import NOT_FLUSHED
+from sglang_pat.switch import live, requests
+from sglang_pat.switch.compiled import CompiledGrammars
+from sglang_pat.switch.executor import SwitchExecutor
+from sglang_pat.switch.gate import StepGate
+
+logger = logging.getLogger(__name__)
+
+HELD_POLL_MILLISECONDS = 20
+"""A leader that holds looks for requests this often: a bound on how long it sleeps, not a delay, as one wakes it."""
+
+RECAPTURE_REFUSED = "recapture_cuda_graph: not with --adaptive-tp, whose layouts keep their graphs; leave it out"
+
+WORK = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)
+"""Types of requests that the coordinator routes to one leader."""
+
+
+def reseed(seed: int) -> None:
+    """What SGLang's ``set_random_seed`` does, for the devices that are there.
+
+    For each kind that is not, ``torch.manual_seed`` keeps the call and a printed stack for ever, which takes
+    milliseconds.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+
+
+class AdaptiveScheduler(Scheduler):
+    """The scheduler of one rank.
+
+    Life cycle: constructed in the base layout; from then on a follower or the leader of one TP
+    group at a time, as :meth:`point_at` says.
+    """
+
+    def __init__(self, config: AdaptiveConfig, rank: int, channel_address: str, **kwargs: Any) -> None:
+        self.adaptive = config
+        self.rank = rank
+        self._channel_address = channel_address
+        self._captured: list[Req] | None = None
+        self.dropped = Dropped(kwargs["server_args"].enable_metrics)
+        self.load = LoadReporter(self)
+        self.trace = StepTrace()
+        self.gate = StepGate()
+        self._paused_turns = 0
+        penalties.fix_order()
+        stops.bound_text()
+        super().__init__(**kwargs)
+        self.base_capacity = self.max_total_num_tokens
+        self.layouts = Layouts(self.tp_worker)
+        self.grammars = CompiledGrammars(self.grammar_manager.grammar_backend)
+        self.executor = SwitchExecutor(self)
+        self.executor.warm_up()
+        self.point_at(self.layouts.base, epoch=0)
+        census.record(self, rank, epoch=0)
+
+    # -- construction: SGLang's own steps, with our channels and worker ------------------------
+
+    def init_ipc_channels(self, port_args: PortArgs) -> None:
+        super().init_ipc_channels(port_args)
+        self.channel = RankChannel(zmq.Context.instance(), self._channel_address, self.rank)
+        self._can_lead = self.recv_from_tokenizer is not None
+        self.output = OutputSender(self.send_to_detokenizer, self.rank)
+        self._control = ControlSender(self.channel, self._end_waiting)
+        self._silent = SenderWrapper(None)
+        self._idle_sleeper = self.idle_sleeper
+        if self._can_lead:
+            self.recv_from_tokenizer = ReadableSocket(self.recv_from_tokenizer, self.dropped)
+            self.recv_from_rpc = RpcRelay(self.channel)
+
+    def init_metrics(self, tp_rank: int, pp_rank: int, dp_rank: int | None) -> None:
+        # Series of their own: every rank is built as the first rank of the only replica.
+        super().init_metrics(tp_rank, pp_rank, self.rank)
+
+    def init_tp_model_worker(self) -> None:
+        self.tp_worker = AdaptiveTpModelWorker(
+            adaptive=self.adaptive,
+            rank=self.rank,
+            folder=Path(self._channel_address.removeprefix("ipc://")).parent,
+            server_args=self.server_args,
+            gpu_id=self.gpu_id,
+            tp_rank=self.tp_rank,
+            moe_ep_rank=self.moe_ep_rank,
+            pp_rank=self.pp_rank,
+            attn_cp_rank=self.attn_cp_rank,
+            moe_dp_rank=self.moe_dp_rank,
+            dp_rank=self.dp_rank,
+            nccl_port=self.nccl_port,
+        )
+
+    def init_request_dispatcher(self) -> None:
+        super().init_request_dispatcher()
+        self._request_dispatcher._mapping.update(
+            {
+                Prepare: lambda m: self.executor.prepare(m),
+                Compile: lambda m: self.executor.compile(m),
+                Switch: lambda m: self.executor.switch(m),
+                Cancel: lambda m: self.executor.cancel(m),
+                Go: lambda m: self.gate.go(m),
+                TraceQuery: lambda m: self.trace.answer(self, m),
+                InjectPrefixes: lambda m: prefixes.inject(self.tree_cache, m.prompts),
+            }
+        )
+        self._request_dispatcher = IsolatingDispatcher(self._request_dispatcher, self.dropped)
+
+    # -- holding at a step (``--pat-policy schedule``) ---------------------------------------------
+
+    @property
+    def _engine_paused(self) -> bool:
+        """What SGLang's loops ask before each step: paused by a client, or held by the schedule."""
+        return self._paused_by_client or self.gate.closed
+
+    @_engine_paused.setter
+    def _engine_paused(self, paused: bool) -> None:
+        self._paused_by_client = paused
+
+    def init_soft_watchdog(self, server_args: ServerArgs) -> None:
+        super().init_soft_watchdog(server_args)
+        if server_args.soft_watchdog_timeout is not None:
+            self._count_paused_turns(self.soft_watchdog)
+
+    def init_watch_dog_memory_saver_input_blocker(self) -> None:
+        super().init_watch_dog_memory_saver_input_blocker()
+        self._count_paused_turns(self.watchdog)
+
+    def _count_paused_turns(self, watchdog: WatchdogRaw) -> None:
+        """SGLang's watchdog counts steps, and ends a rank that makes none with requests in it; a loop that is paused
+        is alive as long as it turns."""
+        steps = watchdog.get_counter
+        watchdog.get_counter = lambda: (steps(), self._paused_turns)
+
+    def recv_requests(self) -> list[Any]:
+        self._paused_turns += self._engine_paused
+        self.executor.answer()
+        if self.is_leader and self.gate.closed and self.gate.said:
+            self.recv_from_tokenizer.poll(HELD_POLL_MILLISECONDS)
+        return super().recv_requests()
+
+    def _say_held(self) -> None:
+        if self.gate.closed and not self.gate.said:
+            held = self.gate.held(self.rank)
+            if self.is_leader:
+                self.load.report_held()
+                self.channel.send(held)
+
+    # -- which group this scheduler belongs to ---------------------------------------------------
+
+    @property
+    def is_leader(self) -> bool:
+        return self.attn_tp_rank == 0
+
+    def point_at(self, runtime: LayoutRuntime, epoch: int, fence: dict[int, int] | None = None) -> None:
+        """Become the scheduler of this rank's TP group in ``runtime.layout``, with empty pools.
+
+        Every attribute in which SGLang's scheduler keeps a group, a rank, a size or a pool is set
+        here (docs/sglang.md lists them).
+        """
+        layout = runtime.layout
+        left = self.gate.leave(self.rank)
+        if left is not None and self.is_leader:
+            self.channel.send(left)
+        self.layouts.install(layout)
+        group = self.layouts.runner.groups.tp_group(layout)
+        self.tp_rank = self.attn_tp_rank = runtime.tp_rank
+        self.tp_size = self.attn_tp_size = layout.tp
+        self.tp_group = self.attn_tp_group = self.dp_tp_group = group
+        self.tp_cpu_group = self.attn_tp_cpu_group = self.dp_tp_cpu_group = group.cpu_group
+        grammar = self.grammar_manager
+        grammar.grammar_sync_group, grammar.grammar_sync_size = group.cpu_group, group.world_size
+        grammar.grammar_sync_entry, grammar.is_grammar_sync_entry = group.first_rank, group.is_first_rank
+
+        self.token_to_kv_pool_allocator = self.tree_cache.token_to_kv_pool_allocator = runtime.allocator
+        self.max_total_num_tokens = runtime.allocator.size
+        self.clear_pools()
+
+        self.send_to_detokenizer = self.output if self.is_leader else self._silent
+        self.send_to_tokenizer = self._control if self.is_leader else self._silent
+        self.idle_sleeper = self._idle_sleeper if self.is_leader else None
+        self.output.fence = fence
+        self.is_stats_logging_rank = self.is_leader
+        self.current_scheduler_metrics_enabled = self.enable_metrics and (
+            self.is_leader or self.server_args.enable_metrics_for_all_schedulers
+        )
+        if self.enable_metrics and not self.current_scheduler_metrics_enabled:
+            # The leader tells of its requests from now on; gauges that nobody sets would count them twice.
+            self.stats = SchedulerStats()
+            self.metrics_collector.log_stats(self.stats)
+        # Ranks of one group must draw the same numbers and different groups different ones; after a
+        # switch neither holds by itself.  For a seed from (seed, switch, group) nothing has to be sent.
+        reseed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
+        # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must agree.
+        self.new_token_ratio = self.init_new_token_ratio
+        self.load.moved()
+
+    def clear_pools(self) -> None:
+        self.tree_cache.reset()
+        self.token_to_kv_pool_allocator.clear()
+        self.req_to_token_pool.clear()
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+        # Counted before handling: SGLang drops some (health checks) on the way.
+        if self.is_leader:
+            self.load.received += sum(isinstance(req, WORK) for req in recv_reqs)
+        super().process_input_requests(recv_reqs)
+        self._say_held()
+
+    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
+        self._incoming, self._prompt, self._sealed = recv_req, None, None
+        super().handle_generate_request(recv_req)
+
+    def init_req_max_new_tokens(self, req: Req) -> None:
+        # The one step that every path of SGLang's handler takes with the new request.
+        req.pat_request, req.pat_sealed = self._incoming, self._sealed
+        req.pat_prompt = array("I", req.origin_input_ids) if self._prompt is None else self._prompt
+        # A request admitted in a tail layout, where the pool holds more tokens, must still fit in
+        # the base layout.
+        capacity, self.max_total_num_tokens = self.max_total_num_tokens, self.base_capacity
+        try:
+            super().init_req_max_new_tokens(req)
+        finally:
+            self.max_total_num_tokens = capacity
+        register(req)
+        degrees.begin(req, self.tp_size)
+
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        if self._captured is not None:
+            self._set_or_validate_priority(req)  # one without a priority gets SGLang's default
+            self._captured.append(req)
+            return
+        if req.is_retracted:
+            requests.forget_pieces(req)
+        self.load.retracted += is_retracted and self.is_leader
+        super()._add_request_to_queue(req, is_retracted)
+
+    def construct(self, given: TokenizedGenerateReqInput, prompt: array, sealed: bytes) -> Req:
+        """A ``Req`` by SGLang's own path, but not queued; ``prompt`` and ``sealed`` as they came in its capsule."""
+        self._captured = []
+        self._incoming, self._prompt, self._sealed = given, prompt, sealed
+        try:
+            super().handle_generate_request(given)
+            if self.grammar_manager.grammar_queue and not self._captured:
+                self._captured.append(self.grammar_manager.grammar_queue.pop())
+            (req,) = self._captured
+        finally:
+            self._captured = None
+        return req
+
+    def open_session(self, recv_req: OpenSessionReqInput) -> OpenSessionReqOutput | None:
+        logger.warning("--adaptive-tp does not support sessions; refusing to open one")
+        return OpenSessionReqOutput(recv_req.session_id, False)
+
+    def get_new_batch_prefill(self) -> ScheduleBatch | None:
+        with requests.logprobs_after_pieces(self.waiting_queue):
+            batch = super().get_new_batch_prefill()
+        if batch is not None and any(req.output_ids for req in batch.reqs):
+            batch.sampling_info = penalties.sampling_info_with_history(batch, decode=False)
+        return batch
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        # SGLang's takes all requests whose ids begin with the given one; the others are out of its sight meanwhile.
+        decoding, waiting = live.requests_of(self)
+        reqs = {id(req): req for req in decoding + waiting + (self.cur_batch.reqs if self.cur_batch else [])}
+        others = [
+            (req, req.rid)
+            for req in reqs.values()
+            if not recv_req.abort_all and req.rid != recv_req.rid and req.rid.startswith(recv_req.rid)
+        ]
+        for req, _ in others:
+            req.rid = ""
+        try:
+            super().abort_request(recv_req)
+        finally:
+            for req, rid in others:
+                req.rid = rid
+
+    # -- load reports and the step trace ----------------------------------------------------------------
+
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        batch = super().get_next_batch_to_run()
+        if batch is None:
+            self.trace.idle()
+        if self.is_leader:
+            self.load.look(batch)
+            if batch is not None and batch.forward_mode.is_decode():
+                self.layouts.say_without_graph(len(batch.reqs))
+        return batch
+
+    def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
+        if self.is_leader:
+            self.load.finished(reqs)
+        outputs.drop_scores_without_tokens(reqs)
+        for part in outputs.alike(reqs):
+            self.output.reqs = part
+            super().stream_output(part, return_logprob, skip_req)
+
+    def _end_waiting(self, abort: AbortReq, req: Req) -> None:
+        """``req``, which waits with tokens, is aborted: all of them go to the client, as of one that runs."""
+        outputs.abort(abort, req)
+        self.stream_output([req], req.return_logprob)
+
+    def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
+        if (lengths := getattr(result, "pat_lengths", None)) is not None:
+            states = result.logits_output.hidden_states
+            result.logits_output.hidden_states = outputs.OwnRows(states, batch, lengths)
+        super().process_batch_result(batch, result)
+        if not self.gate.free and any(req.finished() for req in batch.reqs):
+            self.gate.finished()
+        self.trace.end(self)
+
+    def release_memory_occupation(self, recv_req: Any) -> Any:
+        """SGLang's, on all ranks or on none.
+
+        Raises:
+            RuntimeError: some rank still runs a request (a health probe, for one).
+        """
+        live.drain_ended(self)
+        if not live.idle_everywhere(self):
+            raise RuntimeError("memory is not released: a rank still has a request")
+        output = super().release_memory_occupation(recv_req)
+        self._say_what_is_kept()
+        return output
+
+    def _say_what_is_kept(self) -> None:
+        if self.rank == 0 and self.layouts.runner.device == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            logger.info(
+                "memory released: by the plan a rank keeps %s for context, communicators and graphs of all layouts; "
+                "GPU %d has %s of %s in use now, by whomever",
+                size_text(self.server_args.pat_kept), self.gpu_id, size_text(total - free), size_text(total),
+            )  # fmt: skip
+
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        # A pause of the mode "retract" leaves requests that wait and hold no KV.  SGLang says that the cache can be
+        # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.
+        waiting, compiling = self.waiting_queue, self.grammar_manager.grammar_queue
+        live.drain_ended(self)
+        if self._engine_paused and all(req.req_pool_idx is None for req in waiting):
+            self.waiting_queue, self.grammar_manager.grammar_queue = [], []
+        try:
+            success = super().flush_cache(empty_cache)
+        finally:
+            self.waiting_queue, self.grammar_manager.grammar_queue = waiting, compiling
+        if success and self.is_leader:
+            # No step will follow that would report the emptied pool.
+            self.load.forget()
+            self.load.send([], waiting + compiling)
+        return success
+
+    def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
+        if batch.has_grammar:
+            requests.forget_masks(batch.reqs)
+        if batch.return_logprob:
+            requests.complete_token_ids(batch)
+        self.trace.begin(batch)
+        self.gate.launched(batch.forward_mode.is_decode())
+        result = super().run_batch(batch, *args, **kwargs)
+        if batch.return_hidden_states and batch.forward_mode.is_extend():
+            result.pat_lengths = batch.extend_lens
+        if batch.has_grammar:
+            grammars.abort_failed(batch.reqs)
+        tokens.check(self, batch, result)
+        return result
+
+    # -- SGLang's profiler ---------------------------------------------------------------------------
+
+    def profile(self, recv_req: ProfileReq) -> ProfileReqOutput | None:
+        if recv_req.merge_profiles:
+            # Nobody waits until the last rank has written its file.
+            advice = "merge_profiles: not with --adaptive-tp; leave it out, each rank writes a trace of its own"
+            return ProfileReqOutput(success=False, message=advice)
+        return super().profile(recv_req)
+
+    def stop_profile(self, stage: ForwardMode | None = None) -> ProfileReqOutput | None:
+        """SGLang's, without its barrier: ranks of a group may have come together in the middle of a profile.
+
+        The trace is named by this rank's number in the engine.
+        """
+        tp_rank, group = self.tp_rank, self.dp_tp_cpu_group
+        self.tp_rank, self.dp_tp_cpu_group = self.rank, self.layouts.runner.groups.single().cpu_group
+        try:
+            return super().stop_profile(stage)
+        finally:
+            self.tp_rank, self.dp_tp_cpu_group = tp_rank, group
+
+    # -- weights: every rank, addressed by its place in the engine -------------------------------------
+
+    @contextmanager
+    def _physical_rank(self):
+        """Let SGLang address this rank by its number in the engine (per-rank tensors, update groups)."""
+        owners = (self.tp_worker, self.layouts.runner)
+        saved = [owner.tp_rank for owner in owners]
+        for owner in owners:
+            owner.tp_rank = self.rank
+        try:
+            yield
+        finally:
+            for owner, tp_rank in zip(owners, saved, strict=True):
+                owner.tp_rank = tp_rank
+
+    def flush_cache_after_weight_update(self, recv_req: Any) -> None:
+        self._not_flushed = recv_req.flush_cache and not self.flush_cache(empty_cache=recv_req.torch_empty_cache)
+
+    def _updated(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+        """What ``update``, SGLang's, answers; SGLang's asserts that the cache was flushed, when the weights are new."""
+        self._not_flushed = False
+        try:
+            answer = update(recv_req)
+        finally:
+            # After a failure as well: some of the weights may have changed, and no rank may count differently.
+            self.layouts.weight_version += 1
+        if self._not_flushed:
+            answer.success, answer.message = False, NOT_FLUSHED
+        return answer
+
+    def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
+        if recv_req.recapture_cuda_graph:
+            # Nor is it needed: weights stay where the graphs of all layouts read them.
+            return UpdateWeightFromDiskReqOutput(False, RECAPTURE_REFUSED)
+        return self._updated(super().update_weights_from_disk, recv_req)
+
+    def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
+        with self._physical_rank():
+            return self._updated(super().update_weights_from_tensor, recv_req)
+
+    def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> Any:
+        return self._updated(super().update_weights_from_distributed, recv_req)
+
+    def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> Any:
+        with self._physical_rank():
+            return self._updated(super().update_weights_from_ipc, recv_req)
+
+    def init_weights_update_group(self, recv_req: InitWeightsUpdateGroupReqInput) -> Any:
+        with self._physical_rank():
+            return super().init_weights_update_group(recv_req)
+
+    def get_init_info(self) -> dict[str, Any]:
+        info = super().get_init_info()
+        setup = [msgspec.structs.asdict(cost) for cost in self.layouts.setup]
+        return info | {"pat_setup": setup, "pat_max_running": self.max_running_requests}
+
+    def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
+        output = super().get_internal_state(recv_req)
+        # To the outside the engine has N ranks in every layout.
+        output.internal_state |= {"tp_size": self.adaptive.num_ranks, "dp_size": 1}
+        return output

@@ -1,0 +1,224 @@
+"""Weights of every layout: the base shards stay, and all other layouts are views of them.
+
+The model object of a layout is built by SGLang's own constructor under that layout's groups, without memory
+for its parameters.  A parameter that is one interval of the base shard, in rows or in columns, becomes a view
+of it.  One that is several (q, k and v; gate and up) is multiplied piece by piece.  So a weight update is in
+force in every layout at once, and there is nothing to fill, to release or to invalidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
+from sglang.srt.model_loader.utils import set_default_torch_dtype
+from torch.overrides import TorchFunctionMode
+
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.rank.sharding import ShardError, shard_specs
+from sglang_pat.rank.shards import Copy, copies, covered
+
+if TYPE_CHECKING:
+    from sglang_pat.kernels.pieces_triton import Pieces  # with it comes Triton
+
+
+class _NoFirstValues(TorchFunctionMode):
+    """Layers of torch's own draw theirs (an embedding of positions): one element cannot take them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return (kwargs or {}).get("tensor", *args[:1])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """Parameters that modules register meanwhile keep shape, dtype and device, but hold one element only."""
+    register = torch.nn.Module.register_parameter
+
+    def register_empty(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None:
+            param.data = param.data.new_empty(()).expand(param.shape)
+        register(module, name, param)
+
+    torch.nn.Module.register_parameter = register_empty
+    try:
+        with _NoFirstValues():
+            yield
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
+def build_model(model_config, load_config, device: str) -> torch.nn.Module:
+    """SGLang's model object under the groups that are installed now; its parameters hold no memory."""
+    quantization = _get_quantization_config(model_config, load_config)
+    with _without_memory(), set_default_torch_dtype(model_config.dtype), torch.device(device):
+        model = _initialize_model(model_config, load_config, quantization).eval()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()  # each parameter had its memory for a moment
+    return model
+
+
+class PiecewiseLinear(UnquantizedLinearMethod):
+    """The linear method of a layer whose rows lie in several pieces of the base layer's weight.
+
+    It has the weight and the bias; the layer itself has neither.
+
+    Attributes:
+        weights: the pieces, transposed: ``[in, out_i]`` each.
+        biases: ``[out_i]`` each; None without a bias.
+        at_once: multiplies the few tokens of a decode step by all pieces in one kernel, on a GPU; None where it cannot.
+    """
+
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor] | None
+    at_once: Pieces | None = None
+
+    def place(self, weights: list[torch.Tensor], biases: list[torch.Tensor] | None) -> None:
+        """Multiply by these from now on: ``[out_i, in]`` and ``[out_i]`` each."""
+        self.weights, self.biases = [weight.t() for weight in weights], biases
+        if weights[0].is_cuda:
+            from sglang_pat.kernels.pieces_triton import pieces_of
+
+            self.at_once = pieces_of(weights, biases)
+
+    def compile(self) -> None:
+        """On a GPU: have what multiplies at once compiled, for every number of tokens."""
+        if self.at_once is not None:
+            from sglang_pat.kernels.pieces_triton import BLOCKS
+
+            for tokens in BLOCKS:
+                self.at_once.multiply(self.weights[0].new_zeros(tokens, len(self.weights[0])))
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``[..., in]`` to ``[..., sum of out_i]``."""
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        if self.at_once is not None and 0 < len(rows) <= self.at_once.most_tokens:
+            out = self.at_once.multiply(rows)
+        else:
+            out = self._one_by_one(rows) if rows.is_cuda else self._put_together(rows)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
+
+    def _put_together(self, rows: torch.Tensor) -> torch.Tensor:
+        """On a CPU, where to write into columns costs more than to copy there (bench/tail_weights.py)."""
+        if self.biases is None:
+            return torch.cat([torch.mm(rows, weight) for weight in self.weights], dim=1)
+        pairs = zip(self.biases, self.weights, strict=True)
+        return torch.cat([torch.addmm(bias, rows, weight) for bias, weight in pairs], dim=1)
+
+    def _one_by_one(self, rows: torch.Tensor) -> torch.Tensor:
+        """On a GPU: one kernel a piece and no other."""
+        widths = [weight.shape[1] for weight in self.weights]
+        out = rows.new_empty(len(rows), sum(widths))
+        for i, part in enumerate(out.split(widths, dim=1)):
+            if self.biases is None:
+                torch.mm(rows, self.weights[i], out=part)
+            else:
+                torch.addmm(self.biases[i], rows, self.weights[i], out=part)
+        return out
+
+
+@dataclass
+class _Source:
+    """Where a parameter of a layout lies in the base layout's: pieces along ``dim``, or all of it (``dim`` None)."""
+
+    module: torch.nn.Module
+    name: str
+    dim: int | None
+    pieces: list[Copy]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return getattr(self.module, self.name).data
+
+    def views(self) -> list[torch.Tensor]:
+        if self.dim is None:
+            return [self.tensor]
+        return [self.tensor.narrow(self.dim, piece.src, piece.length) for piece in self.pieces]
+
+
+class Views:
+    """One layout's parameters, as views of the base model's.
+
+    Life cycle: placed once, and again (:meth:`place`) before a switch to the layout if base weights have moved.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        base_model: torch.nn.Module,
+        layout: ParallelLayout,
+        base: ParallelLayout,
+        rank: int,
+    ) -> None:
+        """Place ``model``'s parameters.
+
+        Raises:
+            ShardError: a parameter of this layout does not lie inside the base shard, or SGLang has packed it.
+        """
+        self._whole: list[tuple[torch.nn.Parameter, _Source]] = []
+        self._split: list[tuple[PiecewiseLinear, dict[str, _Source]]] = []
+        specs, base_specs = shard_specs(model), shard_specs(base_model)
+        base_modules = dict(base_model.named_modules())
+        for module_name, module in model.named_modules():
+            base_module, sources = base_modules[module_name], {}
+            if getattr(base_module, "use_intel_amx_backend", False):
+                raise ShardError(module_name, base.tp, "SGLang has packed it for AMX", "use --dtype float32")
+            for name, param in module.named_parameters(recurse=False):
+                full_name = f"{module_name}.{name}" if module_name else name
+                dim = specs[full_name].dim
+                held = base_specs[full_name].intervals(base.tp, base.tp_rank(rank))
+                wanted = specs[full_name].intervals(layout.tp, layout.tp_rank(rank))
+                source = sources[name] = _Source(base_module, name, dim, copies(held, wanted))
+                shape = list(source.tensor.shape)
+                if dim is not None:
+                    shape[dim] = covered(source.pieces)
+                if list(param.shape) != shape:
+                    advice = f"leave tp={layout.tp} out of --pat-candidates or use --pat-weights reshard"
+                    why = "its shard does not lie inside the base shard (vocabulary padding?)"
+                    raise ShardError(full_name, layout.tp, why, advice)
+            if any(len(source.pieces) > 1 for source in sources.values()):
+                self._divide(module, module_name, layout.tp, sources)
+            else:
+                self._whole += [(getattr(module, name), source) for name, source in sources.items()]
+        self.place()
+
+    def _divide(self, module: torch.nn.Module, name: str, tp: int, sources: dict[str, _Source]) -> None:
+        plain = isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod
+        if not plain or module.skip_bias_add or not set(sources) <= {"weight", "bias"}:
+            why = f"a {type(module).__name__} like this one cannot be multiplied piece by piece"
+            raise ShardError(name, tp, why, "use --pat-weights reshard")
+        for parameter in sources:
+            delattr(module, parameter)
+        module.register_parameter("bias", None)
+        module.quant_method = PiecewiseLinear()
+        self._split.append((module.quant_method, sources))
+
+    def _sources(self) -> Iterator[_Source]:
+        yield from (source for _, source in self._whole)
+        for _, sources in self._split:
+            yield from sources.values()
+
+    def _addresses(self) -> list[int]:
+        return [source.tensor.data_ptr() for source in self._sources()]
+
+    def moved(self) -> bool:
+        """Whether base parameters lie elsewhere than when the views were placed.
+
+        An update that writes into them, as SGLang's do, moves none; one that replaces a tensor does.
+        """
+        return self._addresses() != self._placed
+
+    def place(self) -> None:
+        """Look at the base parameters where they lie now."""
+        for param, source in self._whole:
+            (param.data,) = source.views()
+        for method, sources in self._split:
+            method.place(sources["weight"].views(), sources["bias"].views() if "bias" in sources else None)
+        self._placed = self._addresses()

@@ -1,0 +1,175 @@
+"""The admitter: a state machine without sockets, tasks or clock.
+
+    feed → begin → Launch … → finished → Return … → Abort … → stopped … → RoundOver → begin …
+
+Every method returns what is to be done (``records.Action``), in order.  What it is told may come in any order and any
+number at once; what it does depends on that order only.  Its whole state is one :class:`~.state.State`.
+
+At any time each prompt that was ever started is returned, filtered, waiting or in the round: nothing is lost, nothing
+comes twice.  A prompt is passed over in at most ``max_deferrals`` rounds: see :meth:`.deadlines.Deadlines.owed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sglang_pat.rollout import cost, epochs
+from sglang_pat.rollout.deadlines import Deadlines
+from sglang_pat.rollout.ending import end_round
+from sglang_pat.rollout.modes import BY_NAME, Mode
+from sglang_pat.rollout.opening import open_round
+from sglang_pat.rollout.records import Action, Output, RoundOver, SampleId, Summary
+from sglang_pat.rollout.rules import Rules
+from sglang_pat.rollout.state import Round, State
+from sglang_pat.rollout.under_way import RoundUnderWay, StaleOutput
+
+__all__ = ["Admitter", "StaleOutput"]
+
+
+class Admitter:
+    """Decides which prompts run in which round.
+
+    Attributes:
+        rules: what is wanted.
+        state: everything else; with a round that is under way it goes on.
+    """
+
+    def __init__(self, rules: Rules, state: State | None = None) -> None:
+        self.rules = rules
+        self.state = state or State()
+        self._mode: Mode = BY_NAME[rules.mode](rules)
+        self._deadlines = self._watch()
+        self._under_way: RoundUnderWay | None = None
+        """The round; None between two."""
+        if self.state.round is not None:
+            alive = sum(sample.alive for group in self.state.round.everyone for sample in group.samples)
+            self._under_way = self._take_up(self.state.round, alive)
+
+    def _watch(self) -> Deadlines:
+        return Deadlines(self.rules, self._mode.keeps)
+
+    def _take_up(self, round_: Round, alive: int, **about: Any) -> RoundUnderWay:
+        """``about``: see :class:`.following.Following`."""
+        return RoundUnderWay(self.rules, self.state, round_, self._mode, self._deadlines, alive, **about)
+
+    # -- prompts ---------------------------------------------------------------------------------------
+
+    def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> list[Action]:
+        """More prompts, each with a key that never came before; ``end_of``: none of this epoch come after them.
+
+        A round that is under way may start them at once.
+
+        Raises:
+            ValueError: a key that was there already or whose epoch is over; then none of them is taken.
+        """
+        before = self.state.fed
+        epochs.feed(self.state, prompts, end_of)
+        return self._after(self._under_way.fed(self.state.fed - before)) if self._under_way else []
+
+    def no_more(self) -> list[Action]:
+        """Nobody feeds the prompts that the round asked for: it ends with those that it has."""
+        return self._after(self._under_way.no_more()) if self._under_way else []
+
+    def snapshot(self) -> State:
+        """The state as it is now, to :meth:`restore` it.
+
+        Raises:
+            RuntimeError: a round is under way.
+        """
+        return self.state.copy()
+
+    def restore(self, state: State) -> None:
+        """Go on from a :meth:`snapshot`; only between two rounds."""
+        assert self._under_way is None, "a round is under way"
+        self.state = state.copy()
+
+    @property
+    def epoch(self) -> int | None:
+        """The one that prompts are drawn from: it is over before the next one begins.  None without prompts."""
+        return epochs.current(self.state)
+
+    @property
+    def wanted(self) -> int:
+        """Prompts to :meth:`feed` before the next round, so that it can be a whole one; 0 at the end of an epoch."""
+        epoch = self.epoch
+        if self.state.round is not None or (epoch is not None and epoch in self.state.ended):
+            return 0
+        keeps = self._mode.keeps
+        most = self.rules.max_deferrals
+        owed = [0] if keeps else self._deadlines.owed([most - group.deferrals for group in self.state.waiting])
+        return max(0, self._mode.needs(self.state, owed) - epochs.fresh_of(self.state, epoch))
+
+    # -- a round ---------------------------------------------------------------------------------------
+
+    @property
+    def more(self) -> bool:
+        """Whether there is more to do for :meth:`go_on`, see ``most`` of :meth:`begin`."""
+        return self._under_way is not None and self._under_way.more
+
+    def begin(self, version: int, most: int | None = None) -> list[Action]:
+        """Start a round with the weights ``version``.
+
+        Args:
+            most: samples to return, to start or to stop in one call, of this or any other method, until the round is
+                over, or a group more; None: all.  If there is :attr:`more` to do, :meth:`go_on` goes on with it.
+
+        Raises:
+            ValueError: there are no prompts, or too few of an epoch that has not ended; nothing changes.
+            RuntimeError: a round is under way.
+        """
+        round_, actions = open_round(self.rules, self.state, self._mode, self._deadlines, version)
+        borrowed = [group.order for group in round_.groups if not group.judging]
+        self._under_way = self._take_up(round_, 0, most=most, borrowed=borrowed)
+        return actions + self.go_on()
+
+    def go_on(self) -> list[Action]:
+        """Do :attr:`more` of what is to be done."""
+        return self._after(self._under_way.go_on()) if self._under_way else []
+
+    def finished(self, sample: SampleId, output: Output) -> list[Action]:
+        """A sample has ended by itself; ``output`` is what came after its prefix.
+
+        Raises:
+            StaleOutput: unless in ``partial``, for tokens of other weights than the round's.
+        """
+        return self._after(self._under_way.finished(sample, output)) if self._under_way else []
+
+    def stopped(self, sample: SampleId, output: Output) -> list[Action]:
+        """A sample is out of the engine before its end; ``output`` is what came after its prefix.
+
+        One that nobody wanted to stop is started again.
+        """
+        return self._after(self._under_way.stopped(sample, output)) if self._under_way else []
+
+    def judged(self, key: Sequence[int], keep: bool, reward: float | None = None) -> list[Action]:
+        """The verdict on a group of :class:`~.records.Judge`: a useless one leaves for good.
+
+        ``reward``: mean of its responses, for the summary only.
+        """
+        return self._after(self._under_way.judged(key, keep, reward)) if self._under_way else []
+
+    def cancel(self) -> list[Action]:
+        """Give the round up: when it is over it will not have happened, but for the tokens that it cost.
+
+        Prompts are where they were before it, those that were returned in it too; in ``partial`` what was generated is
+        kept.
+        """
+        return self._after(self._under_way.cancel()) if self._under_way else []
+
+    def engine_lost(self) -> list[Action]:
+        """No engine has anything of the round under way any more: it is cancelled, and over."""
+        return self._after(self._under_way.lost()) if self._under_way else []
+
+    def took(self, summary: Summary, seconds: float) -> Summary:
+        """A round is over, and took so long: its summary with what it cost (``cost.py``).  Called once a round."""
+        return cost.told(self.rules, self.state.cost, self.state.bias, self.state.keep_rate, summary, seconds)
+
+    def _after(self, actions: list[Action]) -> list[Action]:
+        """What a round wants done; its end as well if that was it."""
+        ended = self._under_way
+        if ended is None or not ended.over:
+            return actions
+        self._under_way = None
+        summary = end_round(self.state, ended.round, self._mode.keeps, ended.kept)
+        return [*actions, RoundOver(summary)]

@@ -1,0 +1,127 @@
+"""Who has to be returned when: no group that was started is passed over in more than ``Rules.max_deferrals`` rounds."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from sglang_pat.rollout.records import Group, Output
+from sglang_pat.rollout.rules import Rules
+
+
+class Deadlines:
+    """How many more rounds groups may wait (their *slack*), and how many groups a round must therefore return.
+
+    In every mode a group may be passed over in ``max_deferrals`` rounds.  Where tokens outlive their round
+    (``partial``) its oldest token must also not become older than ``max_staleness`` weight versions.  That is counted
+    in rounds, too: from each round to the next as many versions are expected as there were to this one.
+
+    Args:
+        keeps: whether tokens outlive their round.
+    """
+
+    def __init__(self, rules: Rules, keeps: bool) -> None:
+        self._rules, self._keeps = rules, keeps
+
+    def heard(self, group: Group, output: Output) -> None:
+        """One of its samples has generated this."""
+        oldest = output.oldest
+        if self._keeps and oldest is not None:
+            group.oldest = oldest if group.oldest is None else min(group.oldest, oldest)
+
+    def bound(self, jump: int) -> int:
+        """Rounds that a fresh prompt may have to wait; ``jump``: see :class:`~.state.Round`."""
+        most = self._rules.max_deferrals
+        return min(most, self._rules.max_staleness // jump) if self._keeps else most
+
+    def slack(self, group: Group, version: int, jump: int) -> int:
+        """How many more rounds may pass it over, as of a round with the weights ``version``.
+
+        More than anything for a group that was not begun in an earlier round: see ``Round.room``.
+        """
+        most = self._rules.max_deferrals
+        if not group.begun:
+            return most + 1
+        return min(most - group.deferrals, self._until_stale(group.oldest, version, jump))
+
+    def _until_stale(self, oldest: int | None, version: int, jump: int) -> int:
+        """Rounds until tokens from weights ``oldest`` are too old; negative if they are.
+
+        Those of this round do not count yet: so it is the same at any time of the round, see ``Round.room``.
+        """
+        if not self._keeps or oldest is None or oldest >= version:
+            return self._rules.max_deferrals
+        return (self._rules.max_staleness - (version - oldest)) // jump
+
+    def owed(self, slacks: Sequence[int]) -> list[int]:
+        """Of the groups that may wait at most j more rounds, how many the next one must return (``Round.owed``).
+
+        There may be j·P0 of them left after it, as many as the j rounds after it return.  Since a round starts no more
+        fresh prompts than ``Round.room``, and keeps the places that are owed (:meth:`RoundUnderWay._may_take`), no
+        figure here ever exceeds P0: nobody waits longer than the bound.
+
+        Args:
+            slacks: of the groups that wait.
+        """
+        size = self._rules.num_prompts
+        left = sorted(slacks)
+        last = min(self._rules.max_deferrals, len(left) // size)
+        return [max(0, bisect_right(left, j) - j * size) for j in range(last + 1)]
+
+    def check(self, waiting: Sequence[Group]) -> None:
+        """Raises ValueError: these rules would have some prompt wait too long.  They must have been changed."""
+        rules = self._rules
+        deferrals = [group.deferrals for group in waiting]
+        if self._feasible(deferrals, rules.max_deferrals):
+            return
+        enough = rules.max_deferrals
+        while not self._feasible(deferrals, enough):
+            enough += 1
+        raise ValueError(
+            f"num_prompts is {rules.num_prompts} and max_deferrals {rules.max_deferrals}: {len(waiting)} prompts wait, "
+            f"and not all can be returned in time; give max_deferrals {enough}, or a larger num_prompts"
+        )
+
+    def _feasible(self, deferrals: Sequence[int], most: int) -> bool:
+        """Whether all can be returned, P0 a round, those first that may wait least."""
+        size = self._rules.num_prompts
+        slacks = [max(0, most - count) for count in sorted(deferrals, reverse=True)]
+        return all(place // size <= slack for place, slack in enumerate(slacks))
+
+    def throw_stale(self, waiting: list[Group], version: int, jump: int) -> tuple[list[Group], int]:
+        """The groups without tokens that are too old, or will be before a round has room for them; and how many.
+
+        There are such tokens only where weights are updated more often between two rounds than before.
+        """
+        if not self._keeps:
+            return waiting, 0
+        slacks = [self.slack(group, version, jump) for group in waiting]
+        size, thrown = self._rules.num_prompts, 0
+        if min(slacks, default=0) >= 0 and max(self.owed(slacks)) <= size:
+            return waiting, 0
+        most = self._rules.max_deferrals
+        found = {group.order: group for group in waiting}
+        for rounds in range(-1, most + 1):
+            urgent = [group for group in found.values() if self.slack(group, version, jump) <= rounds]
+            too_many = max(0, len(urgent) - (rounds + 1) * size)
+            # To throw tokens away helps none that is urgent by its deferrals; but those that are too old have to go.
+            by_tokens = sorted((g for g in urgent if rounds < 0 or most - g.deferrals > rounds), key=_tokens)
+            for group in by_tokens[:too_many]:
+                found[group.order], tokens = self._without(group, version, jump, rounds)
+                thrown += tokens
+        return list(found.values()), thrown
+
+    def _without(self, group: Group, version: int, jump: int, rounds: int) -> tuple[Group, int]:
+        """Without the tokens that will be too old after so many rounds."""
+        group, thrown = group.own(), 0
+        for sample in group.samples:
+            if self._until_stale(sample.output.oldest, version, jump) <= rounds and sample.output.tokens:
+                thrown += sample.reset()
+                group.chosen = [number for number in group.chosen if number != sample.number]
+                group.complete = group.useful = False
+        group.oldest = group.oldest_token()
+        return group, thrown
+
+
+def _tokens(group: Group) -> int:
+    return group.tokens

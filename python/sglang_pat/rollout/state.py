@@ -1,0 +1,147 @@
+"""What the admitter remembers between two calls: the round under way and everything else.  All of it can be saved."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_pat.rollout.bias import Bias, Drawn
+from sglang_pat.rollout.cost import Cost
+from sglang_pat.rollout.records import Group, Key
+
+SHORT, LONG, FLUSH = "short", "long", "flush"
+
+
+class Round(msgspec.Struct, kw_only=True):
+    """A round under way.
+
+    Attributes:
+        number: counts rounds from 0.
+        epoch: of its prompts.
+        kind: ``short``, ``long`` or ``flush`` (the rest of an epoch).
+        version: of the weights.
+        target: groups wanted.
+        prompts: groups under way or taken at most (``partial``: unlimited); ``responses``: samples started for each.
+        open: groups of this round that lack responses, by order, as they joined it.
+        complete: those that have them, by order, as they were completed, but those returned or filtered.
+        taken: returned groups, in order; kept until the round is over, so that it can be taken back.
+        filtered: groups that were judged useless, likewise.
+        owed: ``[bound + 1]`` or shorter: of the groups that may wait at most so many more rounds, how many must be
+            returned in this one, or some group will wait too long; what is not there is 0.
+        jump: weight versions from the round before to this one, at least 1; as many are expected to the next one.
+        forced: those groups.
+        room: fresh prompts that may still be started.
+        judging: complete groups that wait for a verdict.
+        asked: prompts that were asked for and are not there yet; ``dry``: none come any more.
+        stopping: the batch is complete, or the round was cancelled.
+        cancelled: it will not have happened.
+        thrown: tokens thrown away; ``aborted``: lengths of the samples that were stopped.
+        drawn: lengths of all samples that came out of the engine for good, by level, see ``bias.py``.
+        redraws: draws of deferred prompts that were rejected, see ``redraws.py``; ``gave_up``: prompts whose last draw
+            was accepted although it would have been rejected.
+    """
+
+    number: int
+    epoch: int
+    kind: str
+    version: int
+    target: int
+    prompts: int
+    responses: int
+    open: dict[int, Group] = {}
+    complete: dict[int, Group] = {}
+    taken: list[Group] = []
+    filtered: list[Group] = []
+    owed: list[int] = []
+    jump: int = 1
+    forced: list[Key] = []
+    room: int = 0
+    judging: int = 0
+    asked: int = 0
+    dry: bool = False
+    stopping: bool = False
+    cancelled: bool = False
+    thrown: int = 0
+    aborted: list[int] = []
+    drawn: dict[int, Drawn] = {}
+    redraws: int = 0
+    gave_up: int = 0
+
+    @property
+    def groups(self) -> list[Group]:
+        """Of this round, those that are not returned or filtered."""
+        return [*self.complete.values(), *self.open.values()]
+
+    @property
+    def everyone(self) -> list[Group]:
+        """All groups of this round, also those that have left it."""
+        return [*self.groups, *self.taken, *self.filtered]
+
+
+LEAST_KEPT = 0.25
+"""A round starts no more than four times the prompts for the sake of those that will be useless."""
+
+
+class State(msgspec.Struct, kw_only=True):
+    """All that the admitter has to remember.
+
+    Between two rounds nothing changes a group in ``fresh`` or ``waiting``: who has to makes it its own first
+    (:meth:`Group.own`).  So a :meth:`copy` costs little, however many tokens there are.
+
+    Attributes:
+        fresh: prompts that were never started, in order; ``waiting``: those that were, oldest first.
+        round: the one under way.
+        rounds: number of rounds that were completed, by kind.
+        ended: epochs of which no more prompts come.
+        known: indices of each epoch that is not over; ``over``: epochs up to and without this one are.
+        fed: prompts that ever came.
+        drawn, returned, filtered: prompts that were ever started, returned, filtered.
+        aborted: samples that were stopped; ``thrown``: tokens thrown away.
+        lengths: number and sum of the lengths of all returned responses.
+        verdicts: groups found useful, and groups judged; older ones count less.
+        version: of the weights in the last round; None before the first.
+        bias: lengths of what was returned, and of all that was drawn, in rounds not long ago; ``cost``: what they took.
+    """
+
+    fresh: list[Group] = []
+    waiting: list[Group] = []
+    round: Round | None = None
+    rounds: dict[str, int] = {}
+    ended: list[int] = []
+    known: dict[str, list[int]] = {}
+    over: int = 0
+    fed: int = 0
+    drawn: int = 0
+    returned: int = 0
+    filtered: int = 0
+    aborted: int = 0
+    thrown: int = 0
+    lengths: list[int] = msgspec.field(default_factory=lambda: [0, 0])
+    verdicts: list[float] = msgspec.field(default_factory=lambda: [0.0, 0.0])
+    version: int | None = None
+    bias: Bias = msgspec.field(default_factory=Bias)
+    cost: Cost = msgspec.field(default_factory=Cost)
+
+    @property
+    def last(self) -> int:
+        """Number of the last round that was completed; -1 before the first."""
+        return sum(self.rounds.values()) - 1
+
+    @property
+    def keep_rate(self) -> float:
+        """Share of complete groups that are found useful, as far as is known; 1 before the first verdict."""
+        useful, judged = self.verdicts
+        return max((useful + 1) / (judged + 1), LEAST_KEPT)
+
+    def copy(self) -> State:
+        """As it is now, whatever happens to this one.
+
+        Raises:
+            RuntimeError: a round is under way.
+        """
+        if self.round is not None:
+            raise RuntimeError(f"round {self.round.number} is not over")
+        known = {epoch: list(indices) for epoch, indices in self.known.items()}
+        lists = ("fresh", "waiting", "ended", "lengths", "verdicts")
+        mine = {name: list(getattr(self, name)) for name in lists}
+        rounds, bias, cost = dict(self.rounds), self.bias.copy(), self.cost.copy()
+        return msgspec.structs.replace(self, **mine, rounds=rounds, known=known, bias=bias, cost=cost)

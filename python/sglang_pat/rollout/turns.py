@@ -1,0 +1,164 @@
+"""Samples of several turns: the model speaks, the environment answers (a tool, a game, a simulated user), and so on.
+
+    generate → the model ends its turn → environment → given tokens → generate → … → None: the sample is finished
+
+A turn is one request to the engine.  Between two the engine has nothing of the sample; to the admitter it is alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from sglang_pat.dropped import Dropped
+from sglang_pat.rollout.records import Output, SampleId, Span
+from sglang_pat.rollout.rules import Rules
+
+ENVIRONMENT_SECONDS = 60.0
+"""Longest that an environment may take for an answer, unless another limit is given."""
+
+MAX_SECONDS = 86_400
+"""Of that limit."""
+
+FAILED, LATE = "environment_error", "environment_timeout"
+"""Finish reasons of a sample whose environment raised an exception, or did not answer in time."""
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """The model has ended a turn.
+
+    Attributes:
+        number: of the turn, from 0.
+        prompt: as it was fed.
+        token_ids: all that came after the prompt so far, given tokens included.
+        said: those of them that the model generated in this turn; ``text``: the same without special tokens.
+    """
+
+    sample: SampleId
+    number: int
+    prompt: Any
+    token_ids: list[int]
+    said: list[int]
+    text: str
+
+
+Environment = Callable[[Turn], Awaitable[Sequence[int] | None]]
+"""Token ids to append to the conversation, or None: it is over.
+
+It runs in the event loop: what blocks or computes belongs into ``asyncio.to_thread``.  It may be asked the same again:
+an answer that had not come when a sample was interrupted is asked for when the sample goes on.
+"""
+
+
+class Turns:
+    """Asks an environment for the samples of a round.
+
+    Args:
+        environment: None: turns are events of the round, answered by :meth:`give`.
+        seconds: longest that it may take for an answer.
+    """
+
+    _tell: Callable[[Turn], None]
+
+    def __init__(self, environment: Environment | None, seconds: float = ENVIRONMENT_SECONDS) -> None:
+        if not 0 < seconds <= MAX_SECONDS:
+            raise ValueError(f"environment_seconds is {seconds}, must be more than 0 and at most {MAX_SECONDS}")
+        self._environment = environment or self._by_event
+        self._seconds = seconds
+        self._awaited: dict[SampleId, asyncio.Future[Sequence[int] | None]] = {}
+        self._stops: dict[SampleId, asyncio.Future[None]] = {}
+        self._failures = Dropped(False)
+
+    def join(self, rules: Rules, tell: Callable[[Turn], None]) -> None:
+        """A round; ``tell``: makes a turn an event of it.
+
+        Raises:
+            ValueError: its rules are of responses that are measured by their tokens only.
+        """
+        if rules.unbiased:
+            raise ValueError("unbiased is true, must be false with turns: what defers a prompt is time, not tokens")
+        self._tell = tell
+
+    async def answer(self, turn: Turn) -> Output:
+        """What follows the turn: given tokens; nothing but a finish reason; or nothing, still ``asked``, as it was
+        stopped.
+
+        Raises:
+            TypeError, ValueError: the answer is none; the environment is wrong, and so would be all samples.
+        """
+        asked = self._environment(turn)
+        if not inspect.isawaitable(asked):
+            raise TypeError(f"the environment gave {type(asked).__name__}, must be a coroutine function (async def)")
+        call = asyncio.ensure_future(asked)
+        stop = self._stops[turn.sample] = asyncio.get_running_loop().create_future()
+        await asyncio.wait({call, stop}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
+        del self._stops[turn.sample]
+        if not call.done():
+            # Not waited for: it may not listen.
+            call.cancel()
+            call.add_done_callback(lambda call: call.cancelled() or call.exception())
+            return Output(asked=True) if stop.done() else Output(finish_reason=LATE)
+        error = asyncio.CancelledError("cancelled") if call.cancelled() else call.exception()
+        if error is not None:
+            self._failures.note("Turn", error)
+            return Output(finish_reason=FAILED)
+        return given(call.result())
+
+    async def _by_event(self, turn: Turn) -> Sequence[int] | None:
+        answer = self._awaited[turn.sample] = asyncio.get_running_loop().create_future()
+        self._tell(turn)
+        try:
+            return await answer
+        finally:
+            del self._awaited[turn.sample]
+
+    def give(self, sample: SampleId, answer: Sequence[int] | None) -> None:
+        """The environment's answer to a turn that was an event.
+
+        Raises:
+            ValueError: none is awaited for it.
+        """
+        awaited = self._awaited.get(SampleId(*sample))
+        if awaited is None or awaited.done():
+            raise ValueError(f"sample is {list(sample)}, which awaits no answer: it had one, or was stopped")
+        awaited.set_result(answer)
+
+    def stop(self, sample: SampleId) -> bool:
+        """Wait for no answer any more; whether one was waited for."""
+        stop = self._stops.get(sample)
+        if stop is not None and not stop.done():
+            stop.set_result(None)
+        return stop is not None
+
+
+def turn_of(sample: SampleId, prompt: Any, output: Output, text: Callable[[list[int]], str]) -> Turn:
+    """The turn that ``output``, all after the prompt, ends with.  ``text``: of token ids."""
+    said = 0
+    for span in reversed(output.spans):
+        if span.version is None:
+            break
+        said += span.tokens
+    ids = output.token_ids
+    number = sum(span.version is None for span in output.spans)
+    last = ids[len(ids) - said :]
+    return Turn(sample=sample, number=number, prompt=prompt, token_ids=ids, said=last, text=text(last))
+
+
+def given(answer: object) -> Output:
+    """An environment's answer, whatever it is, as part of a response.  Raises as :meth:`Turns.answer`."""
+    if answer is None:
+        return Output(finish_reason="stop")
+    said = _items(answer)
+    ids = [token for token in said if isinstance(token, int)]
+    if not ids or len(ids) < len(said):
+        raise ValueError(f"the environment answered {str(answer)[:80]!r}, must be token ids, at least one, or None")
+    return Output(token_ids=ids, logprobs=[0.0] * len(ids), spans=[Span(None, len(ids))])
+
+
+def _items(answer: object) -> list[object]:
+    """Of a sequence; of anything else nothing."""
+    return list(cast(Sequence[object], answer)) if isinstance(answer, Sequence) else []

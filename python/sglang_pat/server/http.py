@@ -1,0 +1,281 @@
+"""SGLang's HTTP server in front of the adaptive engine, with ``/pat/*``."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import json
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from sglang.srt.entrypoints import http_server
+from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_pat import files
+from sglang_pat.coordinator import schedule as schedules
+from sglang_pat.errors import one_line
+from sglang_pat.launch.args import AdaptiveServerArgs
+from sglang_pat.launch.contract import SGLangMismatch
+from sglang_pat.launch.early import check_port
+from sglang_pat.launch.processes import NotStarted
+from sglang_pat.launch.start import ready, warn_if_open
+from sglang_pat.messages import BeginRound, EndRound
+from sglang_pat.server.bodies import MAX_BODY_BYTES, parse, parse_answer, parse_more, parse_verdict
+from sglang_pat.server.engine import AdaptiveEngine
+from sglang_pat.server.rollout import Busy, NotSaved
+from sglang_pat.server.rollout_events import server_sent
+from sglang_pat.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
+
+logger = logging.getLogger(__name__)
+
+MAX_SMALL_BYTES = 1 << 16
+"""Of a body other than that of ``POST /pat/rollout``."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """SGLang has some hundred flags: an error does not list them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (--help lists all flags)")
+
+
+def parse_args(argv: list[str]) -> AdaptiveServerArgs:
+    """Parse the command line as SGLang does, with the adaptive flags added.
+
+    Raises:
+        ValueError: for what the adaptive engine does not support.
+    """
+    parser = _Parser(prog="python -m sglang_pat.launch_server")
+    AdaptiveServerArgs.add_cli_args(parser)
+    if "--config" in argv:
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    raw = parser.parse_args(argv)
+    logging.basicConfig(level=raw.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    return AdaptiveServerArgs.from_cli_args(raw)
+
+
+def launch(argv: list[str]) -> None:
+    """Serve until a signal ends it.  Exits with one line if the arguments, the machine or SGLang do not fit."""
+    try:
+        given = parse_args(argv)
+        check_port(given.host, given.port)
+        server_args = ready(given)
+    except (ValueError, AssertionError, OSError, SGLangMismatch) as error:
+        logger.debug("refused", exc_info=True)
+        sys.exit(f"error: {one_line(error)}")
+    warn_if_open(server_args)
+    add_routes(http_server.app)
+    # SGLang's launcher takes `Engine` from its module; ours starts the ranks differently.
+    http_server.Engine = AdaptiveEngine
+    try:
+        http_server.launch_server(
+            server_args,
+            init_tokenizer_manager_func=init_adaptive_tokenizer_manager,
+            execute_warmup_func=_warm_up,
+        )
+    except NotStarted as error:
+        sys.exit(f"error: {error}")
+    finally:
+        state = http_server.get_global_state()
+        if state is not None and state.tokenizer_manager._subprocess_watchdog is not None:
+            state.tokenizer_manager._subprocess_watchdog.stop()
+
+
+def _warm_up(server_args: AdaptiveServerArgs) -> bool:
+    """SGLang's, with a request for each replica; its requests do not count in a schedule."""
+    manager = _manager()
+    first, manager.pat_first_schedule = manager.pat_first_schedule, None
+    view = copy.copy(server_args)
+    view.dp_size = server_args.adaptive_config().base.dp
+    try:
+        return http_server._execute_server_warmup(view)
+    finally:
+        manager.pat_first_schedule = first
+
+
+def add_routes(app) -> None:
+    """Add ``/pat/*`` to SGLang's FastAPI application, under its API-key rules; once."""
+    if any(getattr(route, "path", None) == "/pat/status" for route in app.routes):
+        return
+    app.add_api_route("/pat/status", status, methods=["GET"])
+    app.add_api_route("/pat/reconfigure", reconfigure, methods=["POST"])
+    app.add_api_route("/pat/round", begin_round, methods=["POST"])
+    app.add_api_route("/pat/round", end_round, methods=["DELETE"])
+    app.add_api_route("/pat/schedule", schedule, methods=["GET"])
+    app.add_api_route("/pat/schedule", set_schedule, methods=["POST"])
+    app.add_api_route("/pat/rollout", rollout, methods=["POST"])
+    app.add_api_route("/pat/rollout/verdict", verdict, methods=["POST"])
+    app.add_api_route("/pat/rollout/prompts", more_prompts, methods=["POST"])
+    app.add_api_route("/pat/rollout/turn", turn, methods=["POST"])
+    app.add_api_route("/pat/rollout/{job}", forget, methods=["DELETE"])
+
+
+def _manager():
+    return http_server.get_global_state().tokenizer_manager
+
+
+def _or_refused(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """What the handler returns; what it refuses has a status code and one line: 400 bad input, 409 not now, 507 no
+    room to save.  A plain ``dict`` becomes JSON."""
+
+    @functools.wraps(handler)
+    async def answer(*args: Any, **kwargs: Any) -> Response:
+        try:
+            found = await handler(*args, **kwargs)
+        except ValueError as error:
+            return _error(400, str(error))
+        except Busy as error:
+            return _error(409, str(error))
+        except NotSaved as error:
+            return _error(507, str(error))
+        except ReconfigureError as error:
+            return _error(error.code, str(error))
+        return found if isinstance(found, Response) else JSONResponse(found)
+
+    return answer
+
+
+async def status() -> dict:
+    """Layout, candidates, load of each group, switches so far with phase times, weight version."""
+    return await _manager().pat_status()
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@_or_refused
+async def reconfigure(request: Request) -> dict:
+    """``{"tp": 2}``: switch to degree 2 now; 200 with the switch record when it is over.
+
+    With ``"dry_run": true`` it only says what that would do to the requests that are alive: how many go over, with how
+    many KV tokens, how many would have to wait for a decode slot, and how many tokens would find no room.
+
+    400: not a body like that, or not a candidate; 409: a switch is under way; 500: aborted, the old
+    layout goes on.
+    """
+    tp, dry_run = _degree(await _body(request, MAX_SMALL_BYTES))
+    return await _manager().pat_reconfigure(tp, dry_run)
+
+
+@_or_refused
+async def begin_round(request: Request) -> dict:
+    """``{"requests": 64, "prompts": 8, "prompt_tokens": 500, "max_new_tokens": 4096}``: a round begins
+    (:class:`~sglang_pat.messages.BeginRound`); for the requests that are sent after the answer.
+
+    400: not a body like that.
+    """
+    begun = files.decode(await _body(request, MAX_SMALL_BYTES), BeginRound)
+    _manager().pat_round(begun)
+    return {}
+
+
+@_or_refused
+async def end_round(name: str = "default") -> dict:
+    """The round of this name is over; nothing happens if there is none."""
+    _manager().pat_round(EndRound(name=name))
+    return {}
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@_or_refused
+async def set_schedule(request: Request) -> dict:
+    """``[{"tp": 2, "step": 40}]``: the switches from now on (``sglang_pat.coordinator.schedule``); ``[]`` for none.
+
+    400: not such a list; 409: the policy is another one.
+    """
+    entries = schedules.parse(await _body(request, MAX_SMALL_BYTES) or b"[]")
+    schedules.check_degrees(entries, _manager().server_args.adaptive_config().layouts)
+    return await _manager().pat_set_schedule(entries)
+
+
+@_or_refused
+async def schedule(wait: bool = True) -> dict:
+    """How far the schedule is; answered when it is over or replaced, with ``?wait=false`` at once.  409: see above."""
+    return await _manager().pat_schedule(wait)
+
+
+@_or_refused
+async def rollout(request: Request) -> Response:
+    """A round in (:class:`~sglang_pat.server.bodies.RolloutBody`), its groups out as server-sent events.
+
+    400: a body that is not like that, or too few prompts; 409: the job has a round under way; 507: its state cannot be
+    written.
+    """
+    body = parse(await _body(request, MAX_BODY_BYTES))
+    events = _manager().pat_rollouts.events(body)
+    first = await anext(events)
+    return StreamingResponse(server_sent(first, events), media_type="text/event-stream")
+
+
+@_or_refused
+async def verdict(request: Request) -> dict:
+    """``{"key": [0, 17], "keep": false}``: whether a group of a ``judge`` event is of use; ``job`` as in the round.
+
+    The answer says whether it ``counted``: not if the batch was complete without this group.
+    """
+    given = parse_verdict(await _body(request, MAX_SMALL_BYTES))
+    return {"counted": _manager().pat_rollouts.judge(given)}
+
+
+@_or_refused
+async def turn(request: Request) -> dict:
+    """``{"sample": [0, 17, 2, 1], "text": "…"}``: what follows a ``turn`` event, as ``text`` or ``input_ids``; without
+    them the conversation is over; ``job`` as in the round."""
+    given = parse_answer(await _body(request, MAX_BODY_BYTES))
+    _manager().pat_rollouts.answer(given)
+    return {}
+
+
+@_or_refused
+async def more_prompts(request: Request) -> dict:
+    """Prompts for the round that is under way (:class:`~sglang_pat.server.bodies.MorePrompts`).
+
+    The answer says whether they were ``taken``: not if the round is over; then they are for the next one.
+
+    400: a body that is not like that, a key that came before, or a job without a round; then none is taken.
+    """
+    given = parse_more(await _body(request, MAX_BODY_BYTES))
+    return {"taken": await _manager().pat_rollouts.feed(given)}
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+@_or_refused
+async def forget(job: str) -> dict:
+    """Drop a job and the prompts that wait in it, for an administrator; 409 while it has a round under way."""
+    await _manager().pat_rollouts.forget(job)
+    return {}
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """Raises ValueError: longer than ``most`` bytes; no more than these are held."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            raise ValueError(f"the body is longer than {most} bytes; send less")
+    return bytes(body)
+
+
+def _degree(body: bytes) -> tuple[int, bool]:
+    example = 'send {"tp": 2}'
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ValueError(f"the body is not JSON: {example}") from None
+    if not isinstance(data, dict) or "tp" not in data:
+        raise ValueError(f"'tp' is missing: {example}")
+    if unknown := sorted(set(data) - {"tp", "dry_run"}):
+        raise ValueError(f"unknown field {unknown[0]!r}: {example}")
+    if not isinstance(data["tp"], int) or isinstance(data["tp"], bool) or data["tp"] < 1:
+        raise ValueError(f"'tp' is {data['tp']!r}, must be a positive integer: {example}")
+    if not isinstance(dry_run := data.get("dry_run", False), bool):
+        raise ValueError(f"'dry_run' is {dry_run!r}, must be true or false: {example}")
+    return data["tp"], dry_run
+
+
+def _error(code: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "code": code}}, status_code=code)

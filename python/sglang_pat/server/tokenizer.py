@@ -1,0 +1,265 @@
+"""SGLang's TokenizerManager with a line to the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from sglang.srt.entrypoints.engine import init_tokenizer_manager
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_pat import messages
+from sglang_pat.dropped import Dropped
+from sglang_pat.fixes.entrance import Entrance, route
+from sglang_pat.fixes.isolation import IsolatingDispatcher
+from sglang_pat.job_settings import first_schedule
+from sglang_pat.metrics import RolloutMetrics
+from sglang_pat.rank.channels import AsyncOrderedReceiver
+from sglang_pat.server.calibration import calibrate
+from sglang_pat.server.ending import Ending, EndingHandler, handlers
+from sglang_pat.server.pausing import PausingTokenizerManager
+from sglang_pat.server.rollout import Rollouts
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS, IDLE_SECONDS = 0.005, 60.0
+"""Between two looks whether the engine is empty, and the longest wait for it once all requests are answered."""
+
+
+_held: list[AdaptiveTokenizerManager] = []
+"""To the end of the process, as SGLang's ``Engine`` holds its own: as garbage, which a start that failed leaves, its
+ZMQ context would wait for its sockets for ever."""
+
+
+class ReconfigureError(RuntimeError):
+    """A reconfiguration that did not happen; ``code`` is 400, 409 or 500 as over HTTP."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class AdaptiveTokenizerManager(PausingTokenizerManager):
+    """Adds what clients ask of the coordinator: the ``pat_`` methods.
+
+    Attributes:
+        pat_weight_updates: number of weight updates so far.
+        pat_rollouts: rounds of training jobs.
+        pat_first_schedule: is set before the next request goes out, or is asked after (``--pat-schedule``); requests
+            count from then on.
+    """
+
+    def __init__(self, server_args, port_args) -> None:
+        super().__init__(server_args, port_args)
+        _held.append(self)
+        self.signal_handler_class = EndingHandler
+        self._pat_entrance = Entrance(self)
+        self._pat_ids = itertools.count()
+        self._pat_waiting: dict[int, asyncio.Future] = {}
+        self.pat_weight_updates = 0
+        config = server_args.adaptive_config()
+        self.pat_first_schedule = first_schedule(config)
+        self._pat_calibrates = config.calibrates
+        self._pat_calibration: asyncio.Task | None = None
+        folder = server_args.pat_rollout_dir
+        metrics = RolloutMetrics() if server_args.enable_metrics else None
+        self.pat_rollouts = Rollouts(self, Path(folder) if folder else None, metrics)
+        dispatcher: Any = self._result_dispatcher
+        dispatcher += TypeBasedDispatcher(
+            [
+                (messages.StatusReply, self._pat_reply),
+                (messages.ReconfigureReply, self._pat_reply),
+                (messages.TraceReply, self._pat_reply),
+                (messages.ScheduleReply, self._pat_reply),
+            ]
+        )
+        self._result_dispatcher = IsolatingDispatcher(dispatcher, self._pat_dropped, fatal=())
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def auto_create_handle_loop(self) -> None:
+        if self.event_loop is None:
+            before = handlers()
+            super().auto_create_handle_loop()
+            Ending(self, before)
+
+    async def sigterm_watchdog(self) -> None:
+        """SGLang's would wait for all requests, and then kill this process; :class:`Ending` acts instead."""
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def generate_request(self, obj, request=None) -> AsyncIterator[Any]:
+        """SGLang's, behind the entrance.
+
+        Raises:
+            ValueError: the request is not one that the engine takes; no rank has seen it.
+        """
+        try:
+            self._pat_entrance.admit(obj, None if request is None else route(request))
+            self._pat_calibrate()
+            if self.pat_probes(obj):
+                await self.pat_ask_ranks()
+                return
+            async with aclosing(super().generate_request(obj, request)) as answers:
+                async for answer in answers:
+                    yield answer
+        except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError) as error:
+            # What SGLang says of values that it did not expect, while it takes a request apart.
+            if getattr(obj, "pat_sent", False):
+                raise
+            logger.debug("malformed request", exc_info=True)
+            raise ValueError(f"the request is malformed: {type(error).__name__}: {error}"[:300]) from None
+
+    def _pat_calibrate(self) -> None:
+        """The first requests wait at the gate for it; it goes on without those that do not."""
+        if not self._pat_calibrates or self._pat_calibration is not None:
+            return
+        self.auto_create_handle_loop()
+        self._pat_calibration = asyncio.ensure_future(calibrate(self))
+        self._pat_calibration.add_done_callback(lambda _: self._pat_calibrated())
+
+    def _pat_calibrated(self) -> None:
+        self._pat_calibrates = False
+        self._pat_at_gate.look()
+
+    async def pat_made_up(self, obj: GenerateReqInput) -> None:
+        """Generate for a measurement: nobody sees the answer."""
+        obj.pat_made_up = True
+        async with aclosing(super().generate_request(obj)) as answers:
+            async for _ in answers:
+                pass
+
+    def pat_calibration_turn(self, over: bool = False) -> None:
+        """See :class:`~sglang_pat.messages.CalibrationTurn`."""
+        self.send_to_scheduler.send_pyobj(messages.CalibrationTurn(over=over))
+
+    def _create_tokenized_object(self, *args, **kwargs):
+        tokenized = super()._create_tokenized_object(*args, **kwargs)
+        self._pat_entrance.check(tokenized)
+        return tokenized
+
+    def _send_one_request(self, tokenized_obj) -> None:
+        self._begin_schedule()
+        super()._send_one_request(tokenized_obj)
+
+    def _send_batch_request(self, tokenized_objs) -> None:
+        self._begin_schedule()
+        super()._send_batch_request(tokenized_objs)
+
+    # -- weights --------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def pat_update(self, obj: Any) -> AsyncIterator[None]:
+        # An update waits until no request is left, unless generation is paused: a round is not to be waited for.
+        self.pat_rollouts.weights_changed()
+        try:
+            async with super().pat_update(obj):
+                yield
+        finally:
+            self.pat_weight_updates += 1  # also after one that failed: some ranks may have begun
+            self.pat_rollouts.weights_changed()
+
+    def init_ipc_channels(self, port_args) -> None:
+        super().init_ipc_channels(port_args)
+        self._pat_dropped = Dropped(self.server_args.enable_metrics)
+        self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer, self._pat_dropped)
+
+    def _pat_reply(self, reply: Any) -> None:
+        if (future := self._pat_waiting.pop(reply.query_id, None)) is not None and not future.done():
+            future.set_result(reply)
+
+    async def _pat_ask(self, kind: type, **fields: Any) -> Any:
+        self.auto_create_handle_loop()
+        query_id = next(self._pat_ids)
+        future = self._pat_waiting[query_id] = asyncio.get_running_loop().create_future()
+        self.send_to_scheduler.send_pyobj(kind(query_id=query_id, **fields))
+        return await future
+
+    async def pat_status(self) -> dict[str, Any]:
+        """Layout, candidates, load of each group, switches so far, weight version."""
+        reply = await self._pat_ask(messages.StatusQuery)
+        return reply.status | {"weight_version": self.server_args.weight_version}
+
+    async def pat_until_idle(self) -> None:
+        """Until the coordinator has heard that all requests have ended: then it has heard of their steps, too, and the
+        next batch is spread evenly.  All requests are answered.
+
+        Raises:
+            RuntimeError: it still knows some after a minute.
+        """
+        begun = time.monotonic()
+        while left := (await self.pat_status())["requests"]:
+            if time.monotonic() - begun > IDLE_SECONDS:
+                raise RuntimeError(f"the engine still has {left} requests {IDLE_SECONDS:.0f} s after all were answered")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def pat_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
+        """Switch to degree ``tp``; returns the switch record (empty if already there).
+
+        ``dry_run``: only says what that would do (``sglang_pat.coordinator.forecast``).
+
+        Raises:
+            ReconfigureError: not a candidate (400), a switch is under way (409), aborted (500).
+        """
+        reply = await self._pat_ask(messages.Reconfigure, tp=tp, dry_run=dry_run)
+        if reply.code != 200:
+            raise ReconfigureError(reply.code, reply.message)
+        return reply.record or {}
+
+    async def pat_trace(self) -> list[dict[str, Any]]:
+        """Steps of all replicas since the last call (``sglang_pat.messages.Step``), oldest first; bounded."""
+        return (await self._pat_ask(messages.TraceQuery)).steps
+
+    async def pat_set_schedule(self, entries: list[messages.ScheduleEntry]) -> dict[str, Any]:
+        """Replace the schedule, for the requests sent from now on; an empty one ends it.
+
+        Raises:
+            ReconfigureError: the policy is another one (409).
+        """
+        self._pat_check_schedule()
+        self.pat_first_schedule = None
+        return msgspec.to_builtins((await self._pat_ask(messages.SetSchedule, entries=entries)).state)
+
+    async def pat_schedule(self, wait: bool = True) -> dict[str, Any]:
+        """How far the schedule is (fields of :class:`~sglang_pat.messages.ScheduleState`).
+
+        ``wait``: until it is over, or replaced.  Raises as :meth:`pat_set_schedule`.
+        """
+        self._pat_check_schedule()
+        self._begin_schedule()
+        return msgspec.to_builtins((await self._pat_ask(messages.ScheduleQuery, wait=wait)).state)
+
+    def _pat_check_schedule(self) -> None:
+        if self.server_args.adaptive_config().policy != "schedule":
+            raise ReconfigureError(409, "this engine does not follow a schedule: start it with --pat-policy schedule")
+
+    def _begin_schedule(self) -> None:
+        entries, self.pat_first_schedule = self.pat_first_schedule, None
+        if entries is not None:
+            self.auto_create_handle_loop()
+            self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=entries))
+
+    def pat_round(self, message: messages.BeginRound | messages.EndRound) -> None:
+        """A round of the requests sent from now on begins, or ends.  Raises ValueError: its degree is no candidate."""
+        if getattr(message, "tp", 0):
+            self.server_args.adaptive_config().layout(message.tp)
+        self.auto_create_handle_loop()
+        self.send_to_scheduler.send_pyobj(message)
+
+    def pat_inject_prefixes(self, prompts: list[list[int]]) -> None:
+        """Requests sent afterwards find ``prompts`` (token ids) in the radix cache of every replica."""
+        self.auto_create_handle_loop()
+        self.send_to_scheduler.send_pyobj(messages.InjectPrefixes(prompts=prompts))
+
+
+def init_adaptive_tokenizer_manager(server_args, port_args):
+    """SGLang's ``init_tokenizer_manager`` with our class."""
+    return init_tokenizer_manager(server_args, port_args, AdaptiveTokenizerManager)

@@ -1,0 +1,299 @@
+"""The switch of one rank, step by step (states: ``sglang_pat.switch.state``).
+
+``Prepare`` and ``Switch`` arrive like any request, broadcast inside each TP group by SGLang, so every rank of a group
+handles them at the same iteration boundary.  From there on all N ranks act together: whatever goes wrong on one rank
+before COMMIT is put to a vote that all of them hear, and all go back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sglang_pat.checks import census, faults
+from sglang_pat.checks.agreement import check as check_agreement
+from sglang_pat.checks.steady import steady
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.messages import Cancel, Compile, Prepare, Prepared, RankSwitched, Switch
+from sglang_pat.switch import agreement, handover, kv_exchange, live, plan
+from sglang_pat.switch.adopt import adopt
+from sglang_pat.switch.handover import IncomingRequests, Offer
+from sglang_pat.switch.kv_exchange import KvExchange
+from sglang_pat.switch.order import fence_after_switch
+from sglang_pat.switch.state import SwitchState, advance
+
+if TYPE_CHECKING:
+    from sglang_pat.switch.scheduler import SwitchingScheduler
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 32
+"""Of each made-up request that is moved at start."""
+
+
+class SwitchAborted(RuntimeError):
+    """A rank failed before COMMIT; the message says which and why."""
+
+
+class SwitchExecutor:
+    """Carries out the switches of one rank; owned and called by its scheduler."""
+
+    def __init__(self, scheduler: SwitchingScheduler) -> None:
+        self.scheduler = scheduler
+        self.layouts = scheduler.layouts
+        self.config = scheduler.adaptive
+        self.rank = scheduler.rank
+        self.world = scheduler.layouts.runner.groups.world
+        self.state = SwitchState.IDLE
+        self._compiling: tuple[int, float] | None = None
+        """Epoch and beginning of what grammars are compiled for."""
+        self._computing: tuple[Prepared, Any] | None = None
+        """What is to be answered when this prompt is computed, whose pieces a switch would throw away."""
+        self._phases: dict[str, float] = {}
+        self._clock = 0.0
+
+    def warm_up(self) -> None:
+        """At start, by all ranks, with empty pools: use once what a switch uses, in each direction.
+
+        Else communicators, kernels and buffers would be made in the first pauses.
+        """
+        self.layouts.runner.groups.warm_up(self.layouts.runner.dtype)
+        for old in self.config.layouts:
+            self.layouts.install(old)
+            for new in self.config.layouts:
+                if new != old:
+                    self._vote(self._exchange_nothing_of_value(old, new))
+        self.layouts.install(self.config.base)
+        self.layouts.staging.release()
+
+    def _exchange_nothing_of_value(self, old: ParallelLayout, new: ParallelLayout) -> Exception | None:
+        """Move made-up requests, one from each group to each that it can go to; returns what went wrong."""
+        try:
+            requests = max(1, new.dp // old.dp)
+            tokens = min(WARM_UP_TOKENS, self.scheduler.base_capacity // (2 * self.config.num_ranks))
+            rows = [np.arange(1 + i * tokens, 1 + (i + 1) * tokens) for i in range(requests)]
+            offers = {}
+            for group in old.leaders:
+                dests = plan.destinations(old, new, group, [tokens] * requests)
+                offers[group] = Offer([plan.LiveRequest(tokens, 0, -1, dest) for dest in dests])
+            plans = handover.plan_groups(self.scheduler, new, offers)
+            exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, rows)
+        except Exception as error:
+            return error
+        return exchange.run() if exchange is not None else None
+
+    # -- handlers of the coordinator's commands -----------------------------------------------------
+
+    def prepare(self, command: Prepare) -> None:
+        """PREPARE: what can be done before the pause.  Decoding goes on after this call."""
+        started = time.perf_counter()
+        error, grammars = "", []
+        try:
+            self._enter(SwitchState.PREPARE, command.epoch)
+            with steady():
+                new = self.config.layout(command.tp)
+                self.layouts.prepare(new)
+                kv_exchange.reserve(self.scheduler, new, command.recompute_below)
+                grammars = handover.seal(self.scheduler, new)
+        except Exception as exc:
+            logger.exception("preparing switch %d failed", command.epoch)
+            error = f"rank {self.rank}: {exc}"
+        prompt = None if error or live.keeps_pieces(self.scheduler) else self.scheduler.chunked_req
+        self._computing = self._prepared(command.epoch, started, error=error, grammars=grammars), prompt
+        self.answer()
+
+    def compile(self, command: Compile) -> None:
+        """PREPARE, second part: grammars of requests that other groups will hand over, in threads of SGLang."""
+        self._compiling = command.epoch, time.perf_counter()
+        self.scheduler.grammars.compile(command.grammars)
+        if self.scheduler.is_fully_idle():
+            self.scheduler.grammars.wait()  # its loop sleeps
+
+    def answer(self) -> None:
+        """Called in every iteration: what a command has begun may be done."""
+        scheduler = self.scheduler
+        if self._compiling is not None and not scheduler.grammars.busy:
+            (epoch, started), self._compiling = self._compiling, None
+            scheduler.channel.send(self._prepared(epoch, started))
+        message, prompt = self._computing or (None, None)
+        if message and (prompt is None or prompt is not scheduler.chunked_req or scheduler._engine_paused):
+            self._computing = None
+            scheduler.channel.send(message)
+
+    def _prepared(self, epoch: int, started: float, **more: Any) -> Prepared:
+        return Prepared(rank=self.rank, epoch=epoch, seconds=time.perf_counter() - started, **more)
+
+    def cancel(self, command: Cancel) -> None:
+        """Another rank could not prepare: stay where we are."""
+        self._computing = None
+        self.scheduler.grammars.forget()
+        self.layouts.staging.release()
+        if self.state is SwitchState.PREPARE:
+            self.state = advance(advance(self.state, SwitchState.ABORT), SwitchState.IDLE)
+
+    def switch(self, command: Switch) -> None:
+        """QUIESCE to RESUME, or back to the old layout.  No step runs meanwhile: this is the pause."""
+        self._phases, self._clock = {}, time.perf_counter()
+        old, new = self.layouts.current.layout, self.config.layout(command.tp)
+        report = dict(rank=self.rank, epoch=command.epoch, tp=command.tp)
+        with steady():
+            try:
+                offers, incoming, exchange = self._quiesce(old, new, command)
+                self._exchange(old, new, exchange, command.epoch)
+            except SwitchAborted as aborted:
+                self._abort()
+                self.scheduler.channel.send(RankSwitched(**report, phases=self._phases, error=str(aborted)))
+                return
+            self._commit(new, offers, incoming, command.epoch)
+        self._resume(report, offers, incoming, exchange.bytes_sent if exchange else 0)
+        self.layouts.staging.release()
+
+    # -- the states, in order ---------------------------------------------------------------------
+
+    def _quiesce(self, old: ParallelLayout, new: ParallelLayout, command: Switch):
+        """Stop at the step boundary, tell everyone what is alive, lay out the new groups.
+
+        Nothing is changed that an aborted switch would miss.
+        """
+        error, offer, held, rows, capsules = None, Offer(), [], [], {}
+        try:
+            self._enter(SwitchState.QUIESCE, command.epoch)
+            live.drain(self.scheduler)
+            self._mark("drain")
+            has_kv, waiting, rows = live.with_kv(self.scheduler)
+            held = has_kv + waiting
+            offer, capsules = handover.make_offer(self.scheduler, new, has_kv, waiting, rows, command.recompute_below)
+            self._mark("capsules")
+        except Exception as exc:
+            error = exc
+        self._vote(error)
+        self._mark("drain")  # of the others: their last step, and their offers where they come later
+        # Only a leader's offer counts; its followers hold the same requests.
+        gathered: list[Offer | None] = [None] * self.config.num_ranks
+        dist.all_gather_object(gathered, offer if self.scheduler.is_leader else None, group=self.world)
+        offers = {group: gathered[group] for group in old.leaders}
+        if new.tp > old.tp:
+            capsules = handover.send_capsules(self.scheduler, new, offers, capsules)
+        self._mark("capsules")
+        incoming, exchange = IncomingRequests(), None
+        try:
+            plans = handover.plan_groups(self.scheduler, new, offers)
+            exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, rows)
+            place = exchange.place if exchange else np.zeros(1, dtype=np.int64)
+            incoming = handover.rebuild(
+                self.scheduler, new, plans[new.group_of(self.rank)], offers, capsules, held, place
+            )
+        except Exception as exc:
+            error = exc
+        self._vote(error)
+        self._mark("plan")
+        return offers, incoming, exchange
+
+    def _exchange(self, old: ParallelLayout, new: ParallelLayout, exchange: KvExchange | None, epoch: int) -> None:
+        """Move the live KV, layer by layer.
+
+        A rank that fails takes part in the collectives all the same, so that nobody waits for it, and votes so.
+        """
+        error = None
+        try:
+            self._enter(SwitchState.EXCHANGE, epoch)
+        except Exception as exc:
+            error = exc
+            self.state = SwitchState.EXCHANGE
+        if exchange is not None:
+            error = exchange.run(error)
+        self._mark("kv")
+        if self.layouts.resharding:
+            # Has its own collectives and cannot be half done: a failure here ends the engine.
+            self.layouts.reshard(old, new)
+            self._mark("weights")
+        try:
+            self._vote(error)
+        except SwitchAborted:
+            if self.layouts.resharding:
+                self.layouts.reshard(new, old)
+            raise
+        self._mark("weights" if self.layouts.resharding else "kv")  # of the others, where they are done later
+
+    def _commit(self, new: ParallelLayout, offers: dict[int, Offer], incoming: IncomingRequests, epoch: int) -> None:
+        """Become part of the new layout.  There is no way back from here: an error ends the engine."""
+        self._enter(SwitchState.COMMIT, epoch)
+        sent = {leader: offer.sent for leader, offer in offers.items()}
+        fence = fence_after_switch(self.rank, sent, [offer.fence for offer in offers.values()])
+        leader = agreement.leader_before(self.rank, self.layouts.current.layout, new)
+        self.scheduler.point_at(self.layouts[new], epoch, fence)
+        agreement.take(self.scheduler, offers[leader].taken)
+        for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:
+            stats = req.time_stats
+            stats.wait_queue_entry_time = incoming.entered.get(req.rid, stats.wait_queue_entry_time)
+        adopt(self.scheduler, incoming)
+        self._mark("install")
+
+    def _resume(self, report: dict, offers: dict[int, Offer], incoming: IncomingRequests, moved: int) -> None:
+        """Check that nothing was lost, say so, and let SGLang's loop go on."""
+        self._enter(SwitchState.RESUME, report["epoch"])
+        live.check(self.scheduler)
+        check_agreement(self.scheduler)
+        census.record(self.scheduler, self.rank, report["epoch"])
+        versions = {offer.weight_version for offer in offers.values()} | {self.layouts.weight_version}
+        if len(versions) > 1:
+            raise RuntimeError(f"ranks hold different weight versions after the switch: {sorted(versions)}")
+        mine = offers.get(self.rank)
+        leads, recomputed = self.scheduler.is_leader, incoming.recomputed
+        self._mark("check")
+        self.scheduler.channel.send(
+            RankSwitched(
+                **report,
+                phases=self._phases,
+                moved_bytes=moved,
+                requests_in=len(mine.live) + len(mine.waiting) if mine else 0,
+                requests_out=len(incoming.decoding) + len(incoming.waiting) if leads else 0,
+                migrated=len(incoming.decoding) if leads else 0,
+                parked=len(incoming.parked) if leads else 0,
+                recomputed=len(recomputed) if leads else 0,
+                recomputed_tokens=sum(req.seqlen for req in recomputed) if leads else 0,
+                tokens=incoming.num_slots if leads else 0,
+            )
+        )
+        self.state = advance(self.state, SwitchState.IDLE)
+
+    def _abort(self) -> None:
+        """Go on in the old layout.  If KV may have been overwritten, recompute it from the tokens."""
+        self.scheduler.grammars.forget()
+        self.layouts.staging.release()
+        overwritten = self.state is SwitchState.EXCHANGE
+        self.state = advance(self.state, SwitchState.ABORT)
+        # A client's pause: nobody goes on with a prompt in parts, and a second pause ("retract") would drop it.
+        in_parts = self.scheduler._engine_paused and self.scheduler.chunked_req is not None
+        if overwritten or in_parts:
+            live.recompute(self.scheduler)
+        self.state = advance(self.state, SwitchState.IDLE)
+        self._mark("abort")
+
+    # -- agreement and book-keeping ---------------------------------------------------------------------
+
+    def _enter(self, state: SwitchState, epoch: int) -> None:
+        self.state = advance(self.state, state)
+        faults.check(state, self.rank, epoch)
+
+    def _vote(self, error: Exception | None) -> None:
+        """All ranks say whether they can go on; raises :class:`SwitchAborted` everywhere if one cannot."""
+        fine = torch.tensor([0 if error else 1])
+        dist.all_reduce(fine, dist.ReduceOp.MIN, group=self.world)
+        if fine.item():
+            return
+        if error:
+            logger.error("switch fails on rank %d", self.rank, exc_info=error)
+        reasons: list[str | None] = [None] * self.config.num_ranks
+        dist.all_gather_object(reasons, f"rank {self.rank}: {error}" if error else None, group=self.world)
+        raise SwitchAborted("; ".join(reason for reason in reasons if reason))
+
+    def _mark(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._clock
+        self._clock = now

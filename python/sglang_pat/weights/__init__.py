@@ -1,1 +1,0 @@
-"""Which part of a weight a rank holds at a degree, and how to get from one degree to another."""
