@@ -20,7 +20,7 @@ OTHERS = (
     "fixes/penalties.py switch/transport.py cpu/windows.py kernels/kv.py kernels/kv_triton.py "
     "switch/plan.py switch/heads.py switch/gather.py switch/parcels.py"
 ).split()
-PAUSE = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("sglang/switch/*.py"))] + OTHERS
+PAUSE = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("switch/*.py"))] + OTHERS
 """What runs between QUIESCE and RESUME, but for SGLang's own code and ``drain``, which waits for the step in flight."""
 
 READS = {"cpu", "item", "tolist", "numpy", "nonzero", "to", "cuda", "synchronize"}

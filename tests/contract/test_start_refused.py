@@ -210,7 +210,7 @@ def test_help_says_where_our_flags_are(monkeypatch, capsys):
     from sglang_pat import launch_server
 
     ran = []
-    monkeypatch.setattr(launch_server.cpu_shim, "ensure", lambda **_: None)
+    monkeypatch.setattr(launch_server.shim, "ensure", lambda **_: None)
     monkeypatch.setattr(launch_server.runpy, "run_module", lambda name, **_: ran.append(name))
     monkeypatch.setattr(sys, "argv", ["launch_server"])
     launch_server.main(["--model-path", "M"])

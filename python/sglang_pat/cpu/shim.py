@@ -57,7 +57,9 @@ def install() -> None:
     if installed():
         return
     if "sglang.srt.utils" in sys.modules:
-        raise RuntimeError("the CPU shim comes too late: sglang is imported already; call cpu_shim.install() before it")
+        raise RuntimeError(
+            "the CPU shim comes too late: sglang is imported already; call sglang_pat.cpu.shim.ensure() before"
+        )
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     sys.meta_path.insert(0, _Finder(stub_kernel=needed()))
 

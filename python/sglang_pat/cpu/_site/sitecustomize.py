@@ -1,7 +1,7 @@
 """Python runs this at start-up if this folder is on ``PYTHONPATH``: it installs the CPU shim and steps aside.
 
 It must stay cheap and must never stop the interpreter, since it runs in every child, whatever that child is
-for. A process that cannot do without the shim asks ``cpu_shim.installed()`` itself.
+for. A process that cannot do without the shim asks ``shim.installed()`` itself.
 """
 
 import importlib.machinery
@@ -25,7 +25,7 @@ def _install_shim() -> None:
     # found.
     name = "_sglang_pat_cpu_shim"
     try:
-        _load(name, os.path.join(os.path.dirname(HERE), "cpu_shim.py"))
+        _load(name, os.path.join(os.path.dirname(HERE), "shim.py"))
         sys.modules[name].install()
     except Exception as error:
         print(f"sglang_pat: the CPU shim is not installed in this process: {error!r}", file=sys.stderr)
