@@ -81,3 +81,12 @@ def test_the_register_has_every_route():
     rows = re.findall(r"^\| `(\w+) (/pat/\S+)` \|", (DOCS / "sglang.md").read_text(), re.MULTILINE)
     assert routes
     assert set(rows) == routes
+
+
+def test_readmes_picture_says_what_its_table_says():
+    from bench import readme_picture
+
+    text = (ROOT / "README.md").read_text()
+    said = readme_picture.message(readme_picture.percents(readme_picture.rows(text)))
+    assert f"![{said}](docs/img/layouts.png)" in text
+    assert f"![{said}](img/layouts.png)" in (DOCS / "index.md").read_text()
