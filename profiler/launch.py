@@ -72,7 +72,7 @@ def deployment(args: Any) -> Fingerprint:
     """The fingerprint of what ``args`` would start, but for the sizes of its pools."""
     from sglang_pat.launch.deployment import deployment as of
 
-    return of(args)
+    return of(args, args.read_config())
 
 
 @contextmanager

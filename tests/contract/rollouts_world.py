@@ -20,7 +20,7 @@ class Manager:
     def __init__(self) -> None:
         self.model_config = SimpleNamespace(vocab_size=5000, hf_eos_token_id=None)
         config = SimpleNamespace(base=SimpleNamespace(tp=2), layouts=[SimpleNamespace(tp=tp) for tp in (1, 2)])
-        self.server_args = SimpleNamespace(pat_profile=None, adaptive_config=lambda: config)
+        self.server_args = SimpleNamespace(spec=SimpleNamespace(config=config, profile=None))
         self.rid_to_state: dict[str, None] = {}
         self.stopped: dict[str, asyncio.Event] = {}
         self.told: list[BeginRound | EndRound] = []

@@ -28,7 +28,7 @@ class Manager:
     ) -> None:
         self.context_len, self._kv, self._fails = context_len, kv, fails
         self.server_args = SimpleNamespace(
-            adaptive_config=lambda: CONFIG, disable_radix_cache=not cached, device=device
+            spec=SimpleNamespace(config=CONFIG), disable_radix_cache=not cached, device=device
         )
         self.model_config = SimpleNamespace(vocab_size=500)
         self.did, self.made_up, self.injected = [], [], []

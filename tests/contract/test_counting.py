@@ -31,7 +31,7 @@ def test_the_warm_up_does_not_count_in_a_schedule(monkeypatch):
         lambda args: seen.append((manager.pat_first_schedule, args.dp_size)) or True,
     )  # fmt: skip
     config = AdaptiveConfig(base=ParallelLayout(1, 4))
-    assert http._warm_up(SimpleNamespace(dp_size=1, adaptive_config=lambda: config)) is True
+    assert http._warm_up(SimpleNamespace(dp_size=1, spec=SimpleNamespace(config=config))) is True
     assert seen == [(None, 4)], "a request for each replica"
     assert manager.pat_first_schedule == ["given"]
 
@@ -45,7 +45,7 @@ class Scheduling:
         for name in ("_pat_check_schedule", "_begin_schedule", "pat_set_schedule", "pat_schedule"):
             setattr(self, name, MethodType(getattr(Ours, name), self))
         self.pat_first_schedule, self.sent, self._pat_ids = first, [], count()
-        self.server_args = SimpleNamespace(adaptive_config=lambda: SimpleNamespace(policy=policy))
+        self.server_args = SimpleNamespace(spec=SimpleNamespace(config=SimpleNamespace(policy=policy)))
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
 
     def auto_create_handle_loop(self) -> None: ...

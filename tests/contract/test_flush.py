@@ -153,7 +153,7 @@ def test_memory_is_released_on_all_ranks_or_on_none(others, monkeypatch, caplog)
     rank, released = Rank(), []
     runner = SimpleNamespace(device="cuda", groups=SimpleNamespace(world="all ranks"))
     rank.layouts, rank.gpu_id = SimpleNamespace(runner=runner), 3
-    rank.server_args = SimpleNamespace(pat_kept=5 << 29)
+    rank.server_args = SimpleNamespace(spec=SimpleNamespace(memory=SimpleNamespace(kept=5 << 29)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
     caplog.set_level("INFO")
 

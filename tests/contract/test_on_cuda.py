@@ -17,8 +17,8 @@ from sglang_pat import preflight
 from sglang_pat.acceptance import answers, bench, cli, steps
 from sglang_pat.fixes import jit
 from sglang_pat.launch import args as arguments
-from sglang_pat.launch import cuda as gpus
-from sglang_pat.launch import deployment, memory
+from sglang_pat.launch import cuda, memory, start
+from sglang_pat.launch.deployment import deployment
 from sglang_pat.memory.demand import GIB
 from sglang_pat.predict import profile as profiles
 
@@ -51,6 +51,10 @@ def h100s(monkeypatch):
 def made(model: Path, *flags: str, policy=launch.MANUAL):
     """The arguments of an engine of two ranks."""
     return launch.server_args(str(model), ["--tp", "1", "--dp", "2", *flags], policy)
+
+
+def fingerprint(args, **sizes):
+    return deployment(args, args.read_config(), **sizes)
 
 
 class Enough(Exception):
@@ -108,12 +112,12 @@ def test_every_engine_of_the_acceptance_has_arguments_that_are_taken(h100s, mode
         assert args.attention_backend == ("triton" if args.dtype == "float32" else "fa3")
         assert args.disable_cuda_graph == (args.pat_weights == "reshard") and args.disable_piecewise_cuda_graph
         assert not args.disable_custom_all_reduce
-        sizes = gpus.settled(args, None).pat_graph_sizes
+        sizes = cuda.graph_sizes(args, args.read_config(), None)
         most = 16 if sharing or folder != stand_in.large else 256
         assert max(sizes[1]) == most and sizes[2]
         assert args.chunked_prefill_size == (2048 if sharing else 8192)
-        if flags == Engine.started[0][1]:
-            assert memory.plan_of(gpus.settled(args, None)) == planned or policy != launch.MANUAL
+        if flags == Engine.started[0][1] and policy == launch.MANUAL:
+            assert start.resolve(args).memory == planned
     options = sweeping.parse(swept)
     assert launch.server_args(options.model, options.flags).device == "cuda"
     assert str(options.out) == str(stand_in.profile)
@@ -129,22 +133,23 @@ def test_ranks_that_share_a_gpu_have_room_for_the_steps(h100s, monkeypatch, tmp_
 
 def test_memory_is_planned_for_the_gpu_that_has_least(h100s, model, monkeypatch, caplog):
     args = made(model)
-    supply = memory.supply_of(args)
+    spec = start.resolve(args)
+    supply = spec.memory.supply
     assert (supply.kind, supply.free, supply.total) == ("cuda", 72 * GIB, 79 * GIB)
-    planned = memory.planned(gpus.settled(args, None))
+    planned = memory.with_pool(args, spec.memory)
     assert 0 < planned.mem_fraction_static < 72 / 79 and planned.max_total_tokens > 100_000
     monkeypatch.setenv("SGLANG_PAT_SHARE_GPU", "1")
-    assert memory.supply_of(args).free == 76 * GIB // 2, "both ranks run on the first one"
+    assert start.resolve(args).memory.supply.free == 76 * GIB // 2, "both ranks run on the first one"
     monkeypatch.delenv("SGLANG_PAT_SHARE_GPU")
 
     def no_nvml(gpu):
         raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
 
     monkeypatch.setattr(torch.cuda, "device_memory_used", no_nvml)
-    assert memory.supply_of(args).free == 79 * GIB
+    assert start.resolve(args).memory.supply.free == 79 * GIB
     assert "cannot read how much memory GPU 1 has free, taken as empty" in caplog.text
     with pytest.raises(ValueError, match="4 ranks need GPUs 0 to 3, 2 are visible: choose --tp and --dp"):
-        memory.supply_of(made(model, "--dp", "4"))
+        start.resolve(made(model, "--dp", "4"))
 
 
 def test_preflight_plans_what_the_start_will(h100s, model, monkeypatch):
@@ -156,21 +161,21 @@ def test_preflight_plans_what_the_start_will(h100s, model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda gpu: 79 * GIB - free[gpu])
     asked = SimpleNamespace(model_path=str(model), dtype="auto", tp=1, dp=2, gpus=None, max_total_tokens=None)
     found, args = preflight.plan_of(asked), made(model, policy=())
-    started = memory.make_plan(memory.demand_of(gpus.settled(args, None)), memory.supply_of(args))
+    started = start.resolve(args).memory
     assert (found.supply.free, found.supply.total) == (59 * GIB, 79 * GIB)
     assert found.supply == started.supply and found.tokens == started.tokens
 
 
 def test_a_profile_is_of_one_kind_of_gpu(h100s, model, monkeypatch):
-    mark = deployment.deployment(made(model), kv_tokens=4096, max_running=8)
+    mark = fingerprint(made(model), kv_tokens=4096, max_running=8)
     assert (mark.device, mark.attention, mark.kv_exchange) == ("NVIDIA H100 80GB HBM3", "fa3", "direct")
     profile = profiles.Profile(fingerprint=mark, complete=True)
-    profiles.check_fits(profile, deployment.deployment(made(model)), "p.json")
+    profiles.check_fits(profile, fingerprint(made(model)), "p.json")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     with pytest.raises(
         profiles.ProfileError, match="device='NVIDIA H100 80GB HBM3', this deployment has 'NVIDIA H200'"
     ):
-        profiles.check_fits(profile, deployment.deployment(made(model)), "p.json")
+        profiles.check_fits(profile, fingerprint(made(model)), "p.json")
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     sent = []
     manager = object.__new__(AdaptiveTokenizerManager)
     config = AdaptiveConfig(base=ParallelLayout(1, 2))
-    manager.server_args = SimpleNamespace(adaptive_config=lambda: config)
+    manager.server_args = SimpleNamespace(spec=SimpleNamespace(config=config))
     manager.auto_create_handle_loop = lambda: None
     manager.send_to_scheduler = SimpleNamespace(send_pyobj=sent.append)
     monkeypatch.setattr(http, "_manager", lambda: manager)

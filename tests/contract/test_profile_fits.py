@@ -33,7 +33,7 @@ def profile(model, tmp_path_factory):
         for a in (1, 2)
         for n in (0, 2)
     ]  # fmt: skip
-    mark = deployment(arguments(model), kv_tokens=4096, max_running=8)
+    mark = deployment(arguments(model), arguments(model).read_config(), kv_tokens=4096, max_running=8)
     found = Profile(fingerprint=mark, complete=True, decode=tuple(decode), switches=tuple(switches))
     profiles.save(found, path)
     return path
@@ -42,15 +42,15 @@ def profile(model, tmp_path_factory):
 def check(args) -> None:
     from sglang_pat.launch.deployment import check_files
 
-    check_files(args)
+    check_files(args, args.read_config())
 
 
 def test_fits_and_means_survival(model, profile, tmp_path):
     args = arguments(model, pat_profile=str(profile), pat_log=str(tmp_path / "log"))
     check(args)
-    assert args.adaptive_config().policy == "survival"
-    assert arguments(model).adaptive_config().policy == "threshold"
-    assert arguments(model, pat_profile=str(profile), pat_policy="pat").adaptive_config().policy == "pat"
+    assert args.read_config().policy == "survival"
+    assert arguments(model).read_config().policy == "threshold"
+    assert arguments(model, pat_profile=str(profile), pat_policy="pat").read_config().policy == "pat"
 
 
 def test_the_pool_may_differ(model, profile):

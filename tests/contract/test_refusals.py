@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pickle
 
 import pytest
 
@@ -88,7 +90,7 @@ def test_refused_models(model, tmp_path, architecture, fields, why):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_dense_decoders_are_let_in(tmp_path, architecture):
     folder = models.make_random(architecture, tmp_path / "m", layers=1)
-    assert len(arguments(folder, dp_size=4, pat_policy="manual").adaptive_config().layouts) == 3
+    assert len(arguments(folder, dp_size=4, pat_policy="manual").read_config().layouts) == 3
 
 
 OTHER_NAMES = {
@@ -154,13 +156,13 @@ def test_default_candidates_are_those_that_the_heads_allow(model, caplog):
 
 
 def test_only_one_layout_is_said(model, caplog):
-    assert len(arguments(model, dp_size=3).adaptive_config().layouts) == 1
+    assert len(arguments(model, dp_size=3).read_config().layouts) == 1
     assert "only one layout, tp1×dp3" in caplog.records[-1].message
 
 
 def test_accepted(model):
     args = arguments(model, dp_size=4)
-    assert [str(layout) for layout in args.adaptive_config().layouts] == ["tp1×dp4", "tp4×dp1"]
+    assert [str(layout) for layout in args.read_config().layouts] == ["tp1×dp4", "tp4×dp1"]
 
 
 def test_graphs_and_weights_that_move_exclude_each_other(model):
@@ -178,18 +180,19 @@ def test_graphs_and_weights_that_move_exclude_each_other(model):
 
 def test_each_layout_has_its_graphs_and_prefill_has_none(model):
     """What the ranks are told; SGLang's own choice of batch sizes for the base layout."""
-    from sglang_pat.launch import cuda
+    from sglang_pat.launch import cuda, start
 
     args = arguments(model, dp_size=4, pat_switch_at=3, pat_candidates="1,2,4")
     assert args.disable_piecewise_cuda_graph
-    args.cuda_graph_bs = [1, 2, 4, 8, 16, 32]
-    view = cuda.settled(args, None)
-    assert view.pat_graph_sizes == {1: [1, 2, 4, 8, 16, 32], 2: [1, 2, 4, 8], 4: [1, 2, 4, 8]}
-    assert args.pat_graph_sizes == {}
+    args.cuda_graph_bs, config = [1, 2, 4, 8, 16, 32], args.read_config()
+    sizes = cuda.graph_sizes(args, config, None)
+    assert sizes == {1: [1, 2, 4, 8, 16, 32], 2: [1, 2, 4, 8], 4: [1, 2, 4, 8]}
+    spec = start.resolve(args)
+    assert (spec.config, spec.graph_sizes, spec.gpus) == (config, sizes, (0, 1, 2, 3))
     args.pat_graphs_given = True  # who names sizes means all layouts
-    assert cuda.settled(args, None).pat_graph_sizes == dict.fromkeys((1, 2, 4), args.cuda_graph_bs)
-    view.disable_cuda_graph = False
-    assert cuda.lines(view)[1:] == [
+    assert cuda.graph_sizes(args, config, None) == dict.fromkeys((1, 2, 4), args.cuda_graph_bs)
+    args.disable_cuda_graph = False
+    assert cuda.lines(args, spec)[1:] == [
         "decode graphs: tp1 up to batch 32, tp2 up to batch 8, tp4 up to batch 8; "
         "prefill runs without CUDA graphs in every layout",
         "ranks 0 to 3 run on GPUs 0 1 2 3 (--pat-gpu-order rank)",
@@ -197,11 +200,15 @@ def test_each_layout_has_its_graphs_and_prefill_has_none(model):
 
 
 def test_views_show_one_engine_outside_and_one_replica_inside(model):
-    from sglang_pat.launch.args import outer_view, rank_view
+    from sglang_pat.launch.args import rank_view
+    from sglang_pat.launch.start import ready
 
     args = arguments(model, tp_size=2, dp_size=2)
-    outer = outer_view(args)
-    assert (outer.tp_size, outer.dp_size) == (4, 1)
-    assert outer.adaptive_config() == args.adaptive_config() == outer_view(outer).adaptive_config()
-    inner = rank_view(outer, outer.adaptive_config())
+    outer = ready(args)
+    assert (outer.tp_size, outer.dp_size) == (4, 1) and not args.resolved
+    assert outer.spec.config == args.read_config() and ready(outer) is outer
+    assert outer.max_total_tokens == outer.spec.memory.tokens
+    assert pickle.loads(pickle.dumps(outer)).spec == outer.spec, "as each process gets it"
+    assert not {"spec", "_spec"} & set(dataclasses.asdict(outer)), "clients see the fields"
+    inner = rank_view(outer)
     assert (inner.tp_size, inner.dp_size) == (2, 1)

@@ -21,18 +21,6 @@ def make(tmp_path):
     return partial(server, tmp_path)
 
 
-def test_a_profile_that_is_gone_is_refused_before_a_round_begins(make, tmp_path):
-    async def run():
-        rollouts = make()
-        rollouts._manager.server_args.pat_profile = str(tmp_path / "gone.json")
-        with pytest.raises(ValueError, match=r"gone\.json"):
-            await read(rollouts, call(0, 6, planner=True))
-        assert rollouts._jobs.get("default") is None
-        assert (await read(rollouts, call(0, 6)))[-1]["number"] == 0
-
-    asyncio.run(run())
-
-
 def test_the_engine_is_told_of_each_round(make):
     """How much will come, from the first sample on; with the planner's lowest degree for this round only."""
 

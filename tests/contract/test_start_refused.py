@@ -155,9 +155,10 @@ def test_the_manager_that_a_failed_start_leaves_is_no_garbage():
 def test_sglangs_handler_is_replaced_before_a_process_is_started(model, monkeypatch):
     """It would kill this process, and leave its folder."""
     from sglang_pat.launch.args import AdaptiveServerArgs
+    from sglang_pat.launch.start import ready
     from sglang_pat.server import ending, engine
 
-    args = AdaptiveServerArgs(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True)
+    args = ready(AdaptiveServerArgs(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True))
     ended: list = []
     monkeypatch.setattr(ending.processes, "end_children", lambda seconds: ended.append("children"))
     monkeypatch.setattr(ending.folder, "remove", lambda: ended.append("folder"))

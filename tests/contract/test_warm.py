@@ -85,7 +85,7 @@ def test_memory_is_taken_for_kv_that_moves():
 def test_a_step_without_a_graph_is_said_once_a_layout(caplog):
     layouts = Layouts.__new__(Layouts)
     layouts._said_without_graph = set()
-    args = SimpleNamespace(pat_graph_sizes={1: [1, 64], 8: [1, 16]})
+    args = SimpleNamespace(spec=SimpleNamespace(graph_sizes={1: [1, 64], 8: [1, 16]}))
     layouts.runner = SimpleNamespace(server_args=args)
     for tp, batch in ((8, 16), (8, 40), (8, 50), (1, 64), (1, 65)):
         layouts.current = SimpleNamespace(layout=SimpleNamespace(tp=tp), graph_runner="of this layout")

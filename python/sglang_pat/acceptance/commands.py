@@ -25,7 +25,7 @@ async def describe(rig: Rig) -> dict[str, Any]:
     return {
         "degrees": [layout.tp for layout in rig.layouts],
         "kv_tokens": rig.engine.deployment().kv_tokens,
-        "graph_sizes": {str(tp): sizes for tp, sizes in info.pat_graph_sizes.items()},
+        "graph_sizes": {str(tp): sizes for tp, sizes in info.spec.graph_sizes.items()},
         "graphs": not info.disable_cuda_graph,
     }
 

@@ -56,9 +56,11 @@ def _plan(bench: Bench) -> MemoryPlan:
     flags = [*bench.layout, *bench.flags, *bench.large_flags]
     with mock.patch.dict(os.environ, bench.env):
         args = server_args(str(bench.large), flags)
-        from sglang_pat.launch import cuda, memory  # once the shim is there
+        from sglang_pat.launch.start import resolve  # once the shim is there
 
-        return memory.plan_of(cuda.settled(args, None))
+        plan = resolve(args).memory
+        assert plan is not None, "on a CPU or CUDA"
+        return plan
 
 
 def move_kv(bench: Bench) -> Result:

@@ -42,7 +42,7 @@ from sglang_pat.policies.registry import make_policy  # noqa: E402
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
 from sglang_pat.predict.cost import fitted  # noqa: E402
 from sglang_pat.predict.predictor import Predictor  # noqa: E402
-from sglang_pat.predict.profile import load  # noqa: E402
+from sglang_pat.predict.profile import Profile  # noqa: E402
 from sglang_pat.rank.channels import SGLANG  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -205,15 +205,11 @@ def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, drop
                 coordinator.receive(event, now)
 
 
-def load_policy(config: AdaptiveConfig) -> tuple[Policy, Predictor | None]:
-    """The policy of ``config``, and the predictor of the profile that it has.
-
-    Raises:
-        ProfileError: the profile cannot be used.
-    """
+def load_policy(config: AdaptiveConfig, profile: Profile | None) -> tuple[Policy, Predictor | None]:
+    """The policy of ``config``, and the predictor of the profile."""
     predictor = costs = None
-    if config.profile is not None:
-        predictor, costs = fitted(load(config.profile, complete=True))
+    if profile is not None:
+        predictor, costs = fitted(profile)
     policy = make_policy(
         config.policy,
         switch_at=config.switch_at,
@@ -227,7 +223,6 @@ def load_policy(config: AdaptiveConfig) -> tuple[Policy, Predictor | None]:
 def run_coordinator(
     server_args: AdaptiveServerArgs,
     port_args: PortArgs,
-    config: AdaptiveConfig,
     leader_addresses: list[str],
     channel_address: str,
     parent_pid: int,
@@ -238,13 +233,14 @@ def run_coordinator(
     setproctitle.setproctitle("sglang_pat::coordinator")
     faulthandler.enable()
     configure_logger(server_args, prefix=" coordinator")
+    config, profile = server_args.spec.config, server_args.spec.profile
     if server_args.pat_in_a_job:
         show_to_job()
     try:
         metrics = SwitchMetrics(config) if server_args.enable_metrics else None
         log = EventLog(config.log) if config.log else None
         sockets = Sockets(port_args, leader_addresses, channel_address, metrics, log)
-        coordinator = Coordinator(config, sockets, *load_policy(config))
+        coordinator = Coordinator(config, sockets, *load_policy(config, profile))
         if log:
             log.write(
                 decision_log.dump_start(

@@ -20,9 +20,9 @@ from sglang.srt.utils import cpu_has_amx_support, is_cuda
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.errors import one_line
 from sglang_pat.figures import job_log
-from sglang_pat.launch import sharing
 from sglang_pat.launch.early import check_model_path, check_second_port
 from sglang_pat.launch.flags import refuse_flags
+from sglang_pat.launch.spec import EngineSpec
 from sglang_pat.launch.supported import refuse_model
 from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees
 from sglang_pat.memory.shapes import ModelShape
@@ -50,18 +50,14 @@ class AdaptiveServerArgs(ServerArgs):
     pat_rollout_dir: str | None = _DEFAULT["pat_rollout_dir"]
     pat_cpu_overlap: bool = _DEFAULT["pat_cpu_overlap"]
     pat_gpu_order: str = _DEFAULT["pat_gpu_order"]
-    pat_base_tp: int = 0
-    """Set by :func:`outer_view`: degree of the base layout, once ``tp_size`` shows all ranks."""
     pat_fraction_given: bool = False
     """Set here: ``mem_fraction_static`` is the user's, not SGLang's default."""
     pat_in_a_job: bool = False
     """Set by ``attach``: a framework has launched it, whose log shows nothing below an error but our lines for it."""
     pat_graphs_given: bool = False
     """Set here: so is ``cuda_graph_bs``."""
-    pat_graph_sizes: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    """Set at start (``cuda.py``): batch sizes that have a decode graph, by degree."""
-    pat_kept: int = 0
-    """Set at start (``memory.py``): bytes of a rank's GPU that sleep does not give back, by the memory plan."""
+
+    _spec = None  # no field: SGLang shows these to clients
 
     def __post_init__(self) -> None:
         if self.adaptive_tp:
@@ -69,7 +65,7 @@ class AdaptiveServerArgs(ServerArgs):
             self.pat_graphs_given = self.cuda_graph_bs is not None
             # Before SGLang's own handling, which turns some of these into other errors.
             refuse_flags(self)
-            self.adaptive_config()
+            self.read_config()
             if self.pat_rollout_dir is not None and not Path(self.pat_rollout_dir).is_dir():
                 raise ValueError(f"--pat-rollout-dir {self.pat_rollout_dir}: no such folder; make it, or leave it out")
             _cpu_defaults(self)
@@ -92,12 +88,9 @@ class AdaptiveServerArgs(ServerArgs):
         ServerArgs.add_cli_args(parser)
         group = parser.add_argument_group("adaptive tensor parallelism (sglang_pat)")
         parser.set_defaults(
-            pat_base_tp=0,
             pat_fraction_given=False,
             pat_in_a_job=False,
             pat_graphs_given=False,
-            pat_graph_sizes={},
-            pat_kept=0,
         )
         group.add_argument("--adaptive-tp", action="store_true", help="merge replicas as the batch drains")
         for setting in SETTINGS:
@@ -107,16 +100,24 @@ class AdaptiveServerArgs(ServerArgs):
             about = f"{setting.help} Default: {setting.shown_default}."
             group.add_argument(setting.flag, default=setting.default, help=about, **kind)
 
-    def adaptive_config(self) -> AdaptiveConfig:
-        """Raises ``ValueError`` for an impossible layout, candidate or mode."""
-        given = ParallelLayout(self.tp_size, self.dp_size)
-        base = given.with_tp(self.pat_base_tp) if self.pat_base_tp else given
-        return configuration(vars(self), base, self.max_running_requests)
+    @property
+    def resolved(self) -> bool:
+        return self._spec is not None
 
-    def gpu_of_rank(self, rank: int) -> int:
-        """Number of the GPU on this machine that ``rank`` runs on."""
-        place = 0 if sharing.shared() else self.adaptive_config().place(rank)
-        return self.base_gpu_id + place * self.gpu_id_step
+    @property
+    def spec(self) -> EngineSpec:
+        """What the engine is; there from :func:`sglang_pat.launch.start.ready` on, in all its processes."""
+        assert self._spec is not None, "not resolved"
+        return self._spec
+
+    def read_config(self) -> AdaptiveConfig:
+        """What the settings say, for what comes before :attr:`spec`.
+
+        Raises:
+            ValueError: an impossible layout, candidate or mode.
+        """
+        base = ParallelLayout(self.tp_size, self.dp_size)
+        return configuration(vars(self), base, self.max_running_requests)
 
 
 def refuse_graphs(args: AdaptiveServerArgs) -> None:
@@ -159,7 +160,7 @@ def settle_candidates(args: AdaptiveServerArgs) -> None:
     Raises:
         ValueError: such a degree was asked for, or is the base layout's.
     """
-    shape, config = model_shape(ModelConfig.from_server_args(args)), args.adaptive_config()
+    shape, config = model_shape(ModelConfig.from_server_args(args)), args.read_config()
     layouts = config.layouts if args.pat_candidates is not None else candidate_layouts(config.base)
     allowed = shape.allowed(layouts)
     if len(allowed) < len(layouts):
@@ -177,19 +178,19 @@ def settle_candidates(args: AdaptiveServerArgs) -> None:
         )  # fmt: skip
 
 
-def outer_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
+def outer_view(args: AdaptiveServerArgs, spec: EngineSpec) -> AdaptiveServerArgs:
     """``args`` as one engine of N ranks: what the TokenizerManager and ``/server_info`` show.
 
     With ``dp_size == 1`` SGLang's control calls expect one reply, whatever the layout.
     """
     view = copy.copy(args)
-    view.pat_base_tp = args.adaptive_config().base.tp
-    view.tp_size, view.dp_size = args.tp_size * args.dp_size, 1
+    view._spec = spec
+    view.tp_size, view.dp_size = spec.config.num_ranks, 1
     return view
 
 
-def rank_view(args: AdaptiveServerArgs, config: AdaptiveConfig) -> AdaptiveServerArgs:
+def rank_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     """``args`` as one replica of the base layout: what each rank's scheduler is built with."""
     view = copy.copy(args)
-    view.tp_size, view.dp_size = config.base.tp, 1
+    view.tp_size, view.dp_size = args.spec.config.base.tp, 1
     return view

@@ -6,53 +6,39 @@ in every layout: SGLang's are pieces of one layout's model, and their runner wou
 
 from __future__ import annotations
 
-import copy
-import logging
 from typing import TYPE_CHECKING
 
+from sglang_pat.config import AdaptiveConfig
 from sglang_pat.launch.args import AdaptiveServerArgs
-from sglang_pat.policies.batches import graph_sizes, largest_batch
+from sglang_pat.launch.spec import EngineSpec
+from sglang_pat.policies import batches
 
 if TYPE_CHECKING:
     from sglang_pat.predict.profile import Profile
 
-logger = logging.getLogger(__name__)
-
 PREFILL_GRAPHS = "prefill runs without CUDA graphs in every layout"
 
 
-def settled(args: AdaptiveServerArgs, profile: Profile | None) -> AdaptiveServerArgs:
-    """``args`` with what is decided here; on CUDA it is said as well.  ``profile``: of this deployment."""
-    view = copy.copy(args)
-    view.pat_graph_sizes = _graph_sizes(args, profile)
-    if args.device == "cuda":
-        for line in lines(view):
-            logger.warning(line)
-    return view
-
-
-def _graph_sizes(args: AdaptiveServerArgs, profile: Profile | None) -> dict[int, list[int]]:
+def graph_sizes(args: AdaptiveServerArgs, config: AdaptiveConfig, profile: Profile | None) -> dict[int, list[int]]:
     """Batch sizes with a decode graph, by degree; the base layout's are SGLang's own, and those of the user are all
     layouts'."""
-    config = args.adaptive_config()
     captured = list(args.cuda_graph_bs or ())
 
     def largest(tp: int) -> int | None:
-        return None if args.pat_graphs_given else largest_batch(config, tp, profile)
+        return None if args.pat_graphs_given else batches.largest_batch(config, tp, profile)
 
-    tails = {layout.tp: graph_sizes(captured, largest(layout.tp)) for layout in config.layouts[1:]}
+    tails = {layout.tp: batches.graph_sizes(captured, largest(layout.tp)) for layout in config.layouts[1:]}
     return {config.base.tp: captured} | tails
 
 
-def lines(args: AdaptiveServerArgs) -> list[str]:
+def lines(args: AdaptiveServerArgs, spec: EngineSpec) -> list[str]:
     """What a user should know of an engine on GPUs."""
-    config = args.adaptive_config()
     if args.disable_cuda_graph:
         graphs = "decode runs without CUDA graphs"
     else:
-        upto = ", ".join(f"tp{tp} up to batch {max(sizes)}" for tp, sizes in args.pat_graph_sizes.items() if sizes)
+        upto = ", ".join(f"tp{tp} up to batch {max(sizes)}" for tp, sizes in spec.graph_sizes.items() if sizes)
         graphs = f"decode graphs: {upto}"
-    gpus = " ".join(str(args.gpu_of_rank(rank)) for rank in range(config.num_ranks))
+    gpus, config = " ".join(map(str, spec.gpus)), spec.config
     return [
         "sglang_pat has run on one H100 that ranks shared, and on no node of several GPUs: please report what you see",
         f"{graphs}; {PREFILL_GRAPHS}",

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_pat.comm import shm
+from sglang_pat.config import AdaptiveConfig
 from sglang_pat.job_settings import read_files
 from sglang_pat.launch.args import AdaptiveServerArgs
 from sglang_pat.predict import profile as profiles
@@ -15,13 +16,14 @@ from sglang_pat.predict.profile import Fingerprint, Profile
 from sglang_pat.version import __version__
 
 
-def deployment(args: AdaptiveServerArgs, kv_tokens: int = 0, max_running: int = 0) -> Fingerprint:
+def deployment(
+    args: AdaptiveServerArgs, config: AdaptiveConfig, kv_tokens: int = 0, max_running: int = 0
+) -> Fingerprint:
     """The fingerprint of an engine with these arguments.
 
     Args:
         kv_tokens, max_running: of one replica of the base layout; known once a rank is up.
     """
-    config = args.adaptive_config()
     model = ModelConfig.from_server_args(args)
     hf = model.hf_text_config
     sizes = (
@@ -47,13 +49,13 @@ def deployment(args: AdaptiveServerArgs, kv_tokens: int = 0, max_running: int = 
     )
 
 
-def check_files(args: AdaptiveServerArgs) -> Profile | None:
+def check_files(args: AdaptiveServerArgs, config: AdaptiveConfig) -> Profile | None:
     """The profile of ``--pat-profile``.
 
     Raises:
         ValueError: it is not of this deployment; as :func:`~sglang_pat.job_settings.read_files`.
     """
-    profile = read_files(args.adaptive_config())
+    profile = read_files(config)
     if profile is not None:
-        profiles.check_fits(profile, deployment(args), args.pat_profile)
+        profiles.check_fits(profile, deployment(args, config), args.pat_profile)
     return profile

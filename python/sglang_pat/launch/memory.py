@@ -17,7 +17,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.launch import sharing
 from sglang_pat.launch.args import AdaptiveServerArgs, model_shape
 from sglang_pat.memory.available import available_memory
-from sglang_pat.memory.plan import Demand, MemoryPlan, Supply, advice, make_plan
+from sglang_pat.memory.plan import Demand, MemoryPlan, Supply, make_plan
 from sglang_pat.memory.shapes import ModelShape
 
 logger = logging.getLogger(__name__)
@@ -26,30 +26,20 @@ PLANNED_FRACTION = 0.98
 """SGLang's own limit where ranks share memory, and the plan decides: out of the way."""
 
 
-def planned(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
-    """``args`` with the pool size of the plan; what the user gave stays, if it fits.
+def plan(
+    args: AdaptiveServerArgs, config: AdaptiveConfig, graph_sizes: dict[int, list[int]], gpus: tuple[int, ...]
+) -> MemoryPlan:
+    """The memory plan of an engine with these arguments.
 
     Raises:
         DoesNotFit: one line that says what would fit.
     """
-    if args.device not in ("cpu", "cuda"):
-        return args
-    plan = plan_of(args)
-    for line in plan.table().splitlines():
-        logger.info(line)
-    if line := advice(plan):
-        logger.warning(line)
-    return _with(args, plan)
+    return make_plan(demand_of(args, config, graph_sizes), supply_of(args.device, gpus))
 
 
-def plan_of(args: AdaptiveServerArgs) -> MemoryPlan:
-    """Raises :class:`DoesNotFit`: one line that says what would fit."""
-    return make_plan(demand_of(args), supply_of(args))
-
-
-def _with(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:
+def with_pool(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:
+    """``args`` with the pool size of the plan; what the user gave stays."""
     view = copy.copy(args)
-    view.pat_kept = plan.kept
     if not args.pat_fraction_given:
         ours = args.device == "cpu" or sharing.shared()
         view.mem_fraction_static = PLANNED_FRACTION if ours else round(plan.static_fraction, 4)
@@ -59,11 +49,10 @@ def _with(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:
     return view
 
 
-def demand_of(args: AdaptiveServerArgs) -> Demand:
-    config = args.adaptive_config()
+def demand_of(args: AdaptiveServerArgs, config: AdaptiveConfig, graph_sizes: dict[int, list[int]]) -> Demand:
     shape = model_shape(ModelConfig.from_server_args(args))
     graphs = args.device == "cuda" and not args.disable_cuda_graph
-    tails = [args.pat_graph_sizes.get(layout.tp) or [0] for layout in config.layouts[1:]]
+    tails = [graph_sizes.get(layout.tp) or [0] for layout in config.layouts[1:]]
     chunk = args.chunked_prefill_size
     return Demand(
         shape=shape,
@@ -88,19 +77,18 @@ def tail_weights(shape: ModelShape, config: AdaptiveConfig) -> int:
     return 2 * shape.padded_vocab * shape.hidden * shape.item if config.weights == "reshard" else 0
 
 
-def supply_of(args: AdaptiveServerArgs) -> Supply:
-    """What is free now: of the machine, or of the GPU that has least."""
-    if args.device == "cpu":
+def supply_of(device: str, gpus: tuple[int, ...]) -> Supply:
+    """What is free now: of the machine, or of the GPU that has least; ``gpus``: of each rank."""
+    if device == "cpu":
         return Supply(kind="cpu", free=available_memory(), total=psutil.virtual_memory().total)
-    ranks = args.adaptive_config().num_ranks
-    devices = [args.gpu_of_rank(rank) for rank in range(ranks)]
+    ranks = len(gpus)
     present = torch.cuda.device_count()
-    if max(devices) >= present:
+    if max(gpus) >= present:
         raise ValueError(
-            f"{ranks} ranks need GPUs {min(devices)} to {max(devices)}, {present} are visible: "
+            f"{ranks} ranks need GPUs {min(gpus)} to {max(gpus)}, {present} are visible: "
             "choose --tp and --dp so that their product is the number of GPUs"
         )
-    least = min((_gpu(device) for device in devices), key=lambda supply: supply.free)
+    least = min((_gpu(gpu) for gpu in gpus), key=lambda supply: supply.free)
     if sharing.shared():
         return Supply(kind="cuda", free=least.free // ranks, total=least.total // ranks)
     return least

@@ -9,12 +9,13 @@ import shutil
 from pathlib import Path
 
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.launch import cuda
+from sglang_pat.launch import cuda, memory, sharing
 from sglang_pat.launch.args import AdaptiveServerArgs, outer_view
 from sglang_pat.launch.contract import check_sglang
 from sglang_pat.launch.deployment import check_files
 from sglang_pat.launch.folder import private_folder
-from sglang_pat.launch.memory import planned
+from sglang_pat.launch.spec import EngineSpec
+from sglang_pat.memory.plan import advice
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +27,39 @@ CHANNEL_BYTES = 132 << 10
 
 
 def ready(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
-    """The outer view of ``args``, checked and with its memory planned; what is ready already comes back as it is.
+    """The outer view of ``args``, checked, with its :class:`EngineSpec`; what is ready already comes back as it is.
 
     Raises:
         SGLangMismatch: another SGLang.
         ValueError: files that cannot be used, memory that does not suffice.
     """
-    if args.pat_base_tp:
+    if args.resolved:
         return args
     check_sglang()
-    args = cuda.settled(args, check_files(args))
     private_folder()
-    check_shared_memory(args.adaptive_config())
-    return outer_view(planned(args))
+    spec = resolve(args)
+    check_shared_memory(spec.config)
+    if args.device == "cuda":
+        for line in cuda.lines(args, spec):
+            logger.warning(line)
+    if spec.memory is not None:
+        for line in spec.memory.table().splitlines():
+            logger.info(line)
+        if line := advice(spec.memory):
+            logger.warning(line)
+        args = memory.with_pool(args, spec.memory)
+    return outer_view(args, spec)
+
+
+def resolve(args: AdaptiveServerArgs) -> EngineSpec:
+    """Everything that is decided before the first process is started.  Raises ValueError, as :func:`ready`."""
+    config = args.read_config()
+    profile = check_files(args, config)
+    sizes = cuda.graph_sizes(args, config, profile)
+    places = [0 if sharing.shared() else config.place(rank) for rank in range(config.num_ranks)]
+    gpus = tuple(args.base_gpu_id + place * args.gpu_id_step for place in places)
+    plan = memory.plan(args, config, sizes, gpus) if args.device in ("cpu", "cuda") else None
+    return EngineSpec(config=config, profile=profile, graph_sizes=sizes, memory=plan, gpus=gpus)
 
 
 def check_shared_memory(config: AdaptiveConfig) -> None:

@@ -195,7 +195,7 @@ class Layouts:
         runner.init_attention_backend()
         clock.append(time.perf_counter())
         runner.graph_runner = None
-        if runner.server_args.pat_graph_sizes[layout.tp]:
+        if runner.server_args.spec.graph_sizes[layout.tp]:
             with self._graph_sizes(layout):
                 runner.init_device_graphs()
         clock.append(time.perf_counter())
@@ -225,7 +225,7 @@ class Layouts:
         """Have SGLang capture the batch sizes of ``layout``."""
         args = self.runner.server_args
         saved = args.cuda_graph_bs
-        args.cuda_graph_bs = list(args.pat_graph_sizes[layout.tp])  # SGLang adds to it
+        args.cuda_graph_bs = list(args.spec.graph_sizes[layout.tp])  # SGLang adds to it
         try:
             yield
         finally:
@@ -245,7 +245,7 @@ class Layouts:
         tp = self.current.layout.tp
         if self.current.graph_runner is None or tp in self._said_without_graph:
             return
-        largest = max(self.runner.server_args.pat_graph_sizes[tp])
+        largest = max(self.runner.server_args.spec.graph_sizes[tp])
         if batch <= largest:
             return
         self._said_without_graph.add(tp)

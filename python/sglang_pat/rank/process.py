@@ -17,7 +17,6 @@ from sglang.srt.managers.scheduler import configure_logger, configure_scheduler_
 from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
 
-from sglang_pat.config import AdaptiveConfig  # noqa: E402
 from sglang_pat.dropped import Dropped  # noqa: E402
 from sglang_pat.errors import one_line  # noqa: E402
 from sglang_pat.fixes.isolation import IsolatingDispatcher  # noqa: E402
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 def run_rank(
     server_args: AdaptiveServerArgs,
     port_args: PortArgs,
-    config: AdaptiveConfig,
     rank: int,
     gpu_id: int,
     channel_address: str,
@@ -43,6 +41,7 @@ def run_rank(
 
     Any exception ends the whole engine, so no client waits for a rank that is gone.
     """
+    config = server_args.spec.config
     load_plugins()
     tp_rank = config.base.tp_rank(rank)
     # With all ranks as one group: the cores of a machine are shared out over them.
@@ -57,7 +56,7 @@ def run_rank(
         from sglang_pat.rank.scheduler import AdaptiveScheduler
 
         true_float32(server_args)
-        args = rank_view(server_args, config)
+        args = rank_view(server_args)
         scheduler = AdaptiveScheduler(
             config,
             rank,

@@ -387,10 +387,11 @@ class AdaptiveScheduler(Scheduler):
     def _say_what_is_kept(self) -> None:
         if self.rank == 0 and self.layouts.runner.device == "cuda":
             free, total = torch.cuda.mem_get_info()
+            plan = self.server_args.spec.memory
             logger.info(
                 "memory released: by the plan a rank keeps %s for context, communicators and graphs of all layouts; "
                 "GPU %d has %s of %s in use now, by whomever",
-                size_text(self.server_args.pat_kept), self.gpu_id, size_text(total - free), size_text(total),
+                size_text(plan.kept), self.gpu_id, size_text(total - free), size_text(total),
             )  # fmt: skip
 
     def flush_cache(self, empty_cache: bool = True) -> bool:

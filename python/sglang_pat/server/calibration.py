@@ -75,7 +75,7 @@ async def calibrate(manager: Calibrated) -> None:
 
 
 async def _turns(manager: Calibrated, begun: float) -> None:
-    config = manager.server_args.adaptive_config()
+    config = manager.server_args.spec.config
     degrees = [layout.tp for layout in config.layouts]
     room = FULL * min(group["kv_total"] for group in (await manager.pat_status())["groups"])
     try:

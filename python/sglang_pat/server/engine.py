@@ -29,7 +29,7 @@ from sglang_pat import files  # noqa: E402
 from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.figures import job_log, start_line  # noqa: E402
-from sglang_pat.launch.args import AdaptiveServerArgs, outer_view  # noqa: E402
+from sglang_pat.launch.args import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.launch.deployment import deployment  # noqa: E402
 from sglang_pat.launch.early import refuse_function  # noqa: E402
 from sglang_pat.launch.folder import engine_folder  # noqa: E402
@@ -78,13 +78,14 @@ class AdaptiveEngine(stock.Engine):
         refuse_function("run_scheduler_process_func", run_scheduler_process_func)
         if server_args.custom_sigquit_handler is None:
             end_if_a_child_fails()
-        config = server_args.adaptive_config()
+        spec = server_args.spec
+        config = spec.config
         folder = engine_folder()
         leader_addresses = [f"ipc://{folder}/leader{rank}" for rank in config.base.leaders]
         channel_address = f"ipc://{folder}/channel"
         saver = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
         name = "the coordinator"
-        arguments = server_args, port_args, config, leader_addresses, channel_address
+        arguments = server_args, port_args, leader_addresses, channel_address
         started = {name: start(name, run_coordinator, *arguments)}
         for rank in range(config.num_ranks):
             rank_ports = copy(port_args)
@@ -93,12 +94,12 @@ class AdaptiveEngine(stock.Engine):
                 rank_ports.rpc_ipc_name = f"ipc://{folder}/rpc{rank}"
             # As SGLang starts its schedulers: one visible GPU each if so asked, bound to the GPU's NUMA node.
             with (
-                maybe_reindex_device_id(server_args.gpu_of_rank(rank)) as gpu_id,
+                maybe_reindex_device_id(spec.gpus[rank]) as gpu_id,
                 saver.configure_subprocess(),
                 numa_utils.configure_subprocess(server_args, gpu_id),
             ):
                 name = f"rank {rank}"
-                arguments = server_args, rank_ports, config, rank, gpu_id, channel_address
+                arguments = server_args, rank_ports, rank, gpu_id, channel_address
                 started[name] = start(name, run_rank, *arguments)
         children = [process for process, _ in started.values()]
         infos: list[dict[str, Any]] = []
@@ -167,9 +168,8 @@ class Engine(RolloutCalls, AdaptiveEngine):
         if "server_args" not in kwargs and not kwargs.get("adaptive_tp"):
             raise ValueError("sglang_pat.Engine needs adaptive_tp=True; for a static layout use sglang.Engine")
         super().__init__(**kwargs)
-        self._given = self.server_args
         # SGLang keeps the arguments as given; show it the engine as it is: N ranks.
-        self.server_args = outer_view(self.server_args)
+        self.server_args = self.tokenizer_manager.server_args
         if not self.loop.is_running():  # else it is the caller's; SGLang has just made this one, and not used it
             self.loop.close()
             self.loop = EngineLoop()
@@ -264,8 +264,8 @@ class Engine(RolloutCalls, AdaptiveEngine):
 
     def deployment(self) -> Fingerprint:
         """What a profile taken on this engine holds for."""
-        info = self._scheduler_init_result.scheduler_infos[0]
-        return deployment(self._given, info["max_total_num_tokens"], info["pat_max_running"])
+        info, args = self._scheduler_init_result.scheduler_infos[0], self.server_args
+        return deployment(args, args.spec.config, info["max_total_num_tokens"], info["pat_max_running"])
 
     def setup_costs(self) -> list[LayoutSetup]:
         """What each layout above the base cost at start, on rank 0."""
@@ -285,7 +285,7 @@ class Engine(RolloutCalls, AdaptiveEngine):
 
     async def async_set_schedule(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
         checked = schedules.check(entries)
-        schedules.check_degrees(checked, self._given.adaptive_config().layouts)
+        schedules.check_degrees(checked, self.server_args.spec.config.layouts)
         return await self.tokenizer_manager.pat_set_schedule(checked)
 
     async def async_schedule(self, wait: bool = True) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _warm_up(server_args: AdaptiveServerArgs) -> bool:
     manager = _manager()
     first, manager.pat_first_schedule = manager.pat_first_schedule, None
     view = copy.copy(server_args)
-    view.dp_size = server_args.adaptive_config().base.dp
+    view.dp_size = server_args.spec.config.base.dp
     try:
         return http_server._execute_server_warmup(view)
     finally:
@@ -188,7 +188,7 @@ async def set_schedule(request: Request) -> dict:
     400: not such a list; 409: the policy is another one.
     """
     entries = schedules.parse(await _body(request, MAX_SMALL_BYTES) or b"[]")
-    schedules.check_degrees(entries, _manager().server_args.adaptive_config().layouts)
+    schedules.check_degrees(entries, _manager().server_args.spec.config.layouts)
     return await _manager().pat_set_schedule(entries)
 
 

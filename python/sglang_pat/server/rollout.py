@@ -15,7 +15,6 @@ import msgspec
 
 from sglang_pat.messages import EndRound
 from sglang_pat.metrics import RolloutMetrics
-from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.events import let_go
@@ -118,7 +117,6 @@ class Rollouts:
         job, admitter = self._jobs.resumed(body.job, body.rules, body.after)
         self._intake.fits(admitter, prompts, params["max_new_tokens"], self._jobs.tokens_beside(body.job))
         version = self._version(body, admitter, known)
-        profile = self._profile() if body.planner and job.planner is None else None
         start = admitter.snapshot()
         try:
             admitter.feed(prompts, end_of=body.end_of_epoch)
@@ -132,7 +130,7 @@ class Rollouts:
         self.watch(round_)
         tp = 0
         if body.planner and admitter.state.round is not None:
-            job.planner = job.planner or self._planner(job, round_, params["max_new_tokens"], profile)
+            job.planner = job.planner or self._planner(job, round_, params["max_new_tokens"])
             tp = job.planner.tp(round_.kind)
         # Goes out before the first sample: its tasks have not run yet.
         self._manager.pat_round(announced(round_, tp))
@@ -237,15 +235,10 @@ class Rollouts:
 
     # -- the planner -----------------------------------------------------------------------------------
 
-    def _profile(self) -> profiles.Profile | None:
-        """The server's, if it has one.  Raises ValueError: it cannot be read any more."""
-        path = self._manager.server_args.pat_profile
-        return None if path is None else profiles.load(path, complete=True)
-
-    def _planner(self, job: Job, round_: RolloutRound, limit: int, profile: profiles.Profile | None) -> Planner:
+    def _planner(self, job: Job, round_: RolloutRound, limit: int) -> Planner:
         """Starts with what the profile says of this round; without one, with the base layout."""
-        rules, config = round_.admitter.rules, self._manager.server_args.adaptive_config()
-        start = config.base.tp
+        rules, spec = round_.admitter.rules, self._manager.server_args.spec
+        config, profile, start = spec.config, spec.profile, spec.config.base.tp
         if profile is not None:
             state = round_.admitter.state
             prompt = mean(len(group.prompt["input_ids"]) for group in (*state.round.groups, *state.fresh))

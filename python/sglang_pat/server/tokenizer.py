@@ -65,7 +65,7 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self.pat_weight_updates = 0
-        config = server_args.adaptive_config()
+        config = server_args.spec.config
         self.pat_first_schedule = first_schedule(config)
         self._pat_calibrates = config.calibrates
         self._pat_calibration: asyncio.Task | None = None
@@ -238,7 +238,7 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
         return msgspec.to_builtins((await self._pat_ask(messages.ScheduleQuery, wait=wait)).state)
 
     def _pat_check_schedule(self) -> None:
-        if self.server_args.adaptive_config().policy != "schedule":
+        if self.server_args.spec.config.policy != "schedule":
             raise ReconfigureError(409, "this engine does not follow a schedule: start it with --pat-policy schedule")
 
     def _begin_schedule(self) -> None:
@@ -250,7 +250,7 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
     def pat_round(self, message: messages.BeginRound | messages.EndRound) -> None:
         """A round of the requests sent from now on begins, or ends.  Raises ValueError: its degree is no candidate."""
         if getattr(message, "tp", 0):
-            self.server_args.adaptive_config().layout(message.tp)
+            self.server_args.spec.config.layout(message.tp)
         self.auto_create_handle_loop()
         self.send_to_scheduler.send_pyobj(message)
 
