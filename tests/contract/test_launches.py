@@ -116,3 +116,12 @@ def test_a_launch_for_each_request_would_be_counted():
         for part in slots.split([4, 4]):
             part.add_(1)
     assert launches.counted.total() == 3
+
+
+def test_one_that_was_retracted_and_has_all_its_kv_is_so_no_more():
+    """Its next step is a decode step, in which SGLang drops the tokens of a retracted request: it would never end."""
+    req = request(0, {})
+    req.is_retracted = True
+    table = ReqToTokenPool(4, 64, "cpu", False)
+    adopt._hold(SimpleNamespace(req_to_token_pool=table, device="cpu"), [req], [np.arange(5)])
+    assert not req.is_retracted and req.kv_committed_len == 5

@@ -133,6 +133,9 @@ def _hold(scheduler: SwitchingScheduler, reqs: list[Req], rows: list[np.ndarray]
     for req, prefix in zip(reqs, prefixes, strict=True):
         req.fill_ids = (req.origin_input_ids + req.output_ids)[: len(prefix)]
         req.kv_committed_len = req.kv_allocated_len = len(prefix)
+        # SGLang says so when it prefills a request again, which is not needed where all its KV is in the tree; else it
+        # would drop each of the tokens, and the request would decode for ever.
+        req.is_retracted = False
         req.prefix_indices = prefix
 
 
