@@ -25,7 +25,7 @@ platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 for package in \
   sglang==0.5.12.post1 sglang-kernel==0.4.2.post2 flashinfer-python==0.6.11.post1 apache-tvm-ffi==0.1.9 \
   torch_memory_saver \
-  transformers tokenizers huggingface_hub fastapi starlette uvicorn orjson msgspec pyzmq setproctitle \
+  transformers tokenizers huggingface_hub fastapi starlette uvicorn uvloop orjson msgspec pyzmq setproctitle \
   interegular outlines outlines_core lark diskcache nest-asyncio airportsdata pycountry referencing jsonschema \
   jsonschema-specifications rpds-py partial_json_parser python-multipart pydantic pydantic_core annotated-types \
   typing-inspection openai anthropic httpx2 httpcore2 truststore opentelemetry-api jiter distro sniffio \

@@ -137,9 +137,10 @@ def pieces_of(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | 
         if rest or weight.stride() != first.stride():
             return None
         starts.append(rows)
-    for start, bias in zip(starts, (biases or ())[1:], strict=False):
-        if biases and bias.data_ptr() - biases[0].data_ptr() != start * bias.element_size():
-            return None
+    if biases:
+        for start, bias in zip(starts, biases[1:], strict=True):
+            if bias.data_ptr() - biases[0].data_ptr() != start * bias.element_size():
+                return None
     tile = _tile(gcd(*sizes, 64), sum(sizes), width)
     if tile is None:
         return None
