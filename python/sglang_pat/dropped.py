@@ -9,6 +9,7 @@ dropped: an error there ends the engine.
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -60,3 +61,16 @@ class Dropped:
         silent = self._silent.pop(kind, 0)
         more = f" (and {silent} more before it)" if silent else ""
         logger.error("dropped a message: %s%s: %s", kind, more, error, exc_info=error)
+
+
+def read(frame: bytes, dropped: Dropped) -> list[Any]:
+    """The object that another of our processes has sent, alone in a list; none if it cannot be read.
+
+    Our processes send what they can read themselves: what cannot be read is none of their messages, and nobody waits
+    for it.
+    """
+    try:
+        return [pickle.loads(frame)]
+    except Exception as error:
+        dropped.note("unreadable", error)
+        return []

@@ -117,8 +117,7 @@ JUNK = (b"", b"\x80\x05junk", pickle.dumps(messages.StatusQuery)[:-9], b"cnowher
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_outputs_that_cannot_be_read_are_dropped(asynchronous):
     """In the detokenizer, and in the server."""
-    from sglang_pat.rank.channels import AsyncOrderedReceiver, OrderedReceiver
-    from sglang_pat.switch.order import Stamped
+    from sglang_pat.switch.order import AsyncOrderedReceiver, OrderedReceiver, Stamped
 
     class AsyncSocket(Socket):
         async def recv(self, flags: int = 0) -> bytes:

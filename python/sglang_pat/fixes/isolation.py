@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 from sglang_pat.coordinator.controls import failed
-from sglang_pat.dropped import Dropped
+from sglang_pat.dropped import Dropped, read
 from sglang_pat.messages import Cancel, Compile, Go, Prepare, Switch
 
 FATAL = (Prepare, Compile, Switch, Cancel, Go)
 """Steps of a switch, and of a schedule: ranks that are not in step with each other cannot go on."""
-
-
-def read(frame: bytes, dropped: Dropped) -> list[Any]:
-    """The object that another of our processes has sent, alone in a list; none if it cannot be read.
-
-    Our processes send what they can read themselves: what cannot be read is none of their messages, and nobody waits
-    for it.
-    """
-    try:
-        return [pickle.loads(frame)]
-    except Exception as error:
-        dropped.note("unreadable", error)
-        return []
 
 
 class ReadableSocket:

@@ -51,10 +51,10 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
 from sglang_pat.fixes import grammars, penalties, stops
 from sglang_pat.fixes.isolation import IsolatingDispatcher, ReadableSocket
-from sglang_pat.memory.demand import size_text
+from sglang_pat.memory.plan import size_text
 from sglang_pat.messages import Cancel, Compile, Go, InjectPrefixes, Prepare, Switch, TraceQuery
 from sglang_pat.rank import degrees, outputs, prefixes
-from sglang_pat.rank.channels import ControlSender, OutputSender, RankChannel, RpcRelay
+from sglang_pat.rank.channels import ControlSender, RankChannel, RpcRelay
 from sglang_pat.rank.layouts import LayoutRuntime, Layouts
 from sglang_pat.rank.load_reports import LoadReporter, StepTrace, register
 from sglang_pat.rank.runner import AdaptiveTpModelWorker
@@ -63,6 +63,7 @@ from sglang_pat.switch import live, requests
 from sglang_pat.switch.compiled import CompiledGrammars
 from sglang_pat.switch.executor import SwitchExecutor
 from sglang_pat.switch.gate import StepGate
+from sglang_pat.switch.order import OutputSender
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class AdaptiveScheduler(Scheduler):
         super().init_ipc_channels(port_args)
         self.channel = RankChannel(zmq.Context.instance(), self._channel_address, self.rank)
         self._can_lead = self.recv_from_tokenizer is not None
-        self.output = OutputSender(self.send_to_detokenizer, self.rank)
+        self.output = OutputSender(self.send_to_detokenizer, self.rank, degrees.tell)
         self._control = ControlSender(self.channel, self._end_waiting)
         self._silent = SenderWrapper(None)
         self._idle_sleeper = self.idle_sleeper

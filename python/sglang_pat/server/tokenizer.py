@@ -22,11 +22,11 @@ from sglang_pat.fixes.entrance import Entrance, route
 from sglang_pat.fixes.isolation import IsolatingDispatcher
 from sglang_pat.job_settings import first_schedule
 from sglang_pat.metrics import RolloutMetrics
-from sglang_pat.rank.channels import AsyncOrderedReceiver
 from sglang_pat.server.calibration import calibrate
-from sglang_pat.server.ending import Ending, EndingHandler, handlers
 from sglang_pat.server.pausing import PausingTokenizerManager
 from sglang_pat.server.rollout import Rollouts
+from sglang_pat.server.shutdown import Ending, EndingHandler, handlers
+from sglang_pat.switch.order import AsyncOrderedReceiver
 
 logger = logging.getLogger(__name__)
 
