@@ -34,12 +34,6 @@ def last_line(*flags: str, before: str = "", lines: int = 20, env: dict[str, str
     return line
 
 
-def folder_with(tmp_path, text: str | None) -> str:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    return str(tmp_path)
-
-
 def test_no_such_model():
     assert "--model-path /none/here: no such folder" in last_line("--model-path", "/none/here")
 
@@ -49,11 +43,6 @@ def test_the_python_engine_raises_the_same_line():
 
     with pytest.raises(ValueError, match="--model-path /none/here: no such folder$"):
         AdaptiveServerArgs(model_path="/none/here", tp_size=1, dp_size=2, adaptive_tp=True)
-
-
-@pytest.mark.parametrize("text,said", [(None, "there is no config.json"), ("{", "is not JSON"), ("[1]", "JSON object")])
-def test_a_model_without_a_config(tmp_path, text, said):
-    assert said in last_line("--model-path", folder_with(tmp_path, text))
 
 
 def test_ports(model):
