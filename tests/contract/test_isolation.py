@@ -157,9 +157,10 @@ def test_all_receivers_are_behind_that(monkeypatch):
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     from sglang_pat.fixes import isolation
-    from sglang_pat.rank import channels, scheduler
+    from sglang_pat.rank import scheduler
     from sglang_pat.rank.process import AdaptiveDetokenizerManager
     from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
+    from sglang_pat.switch import order
 
     def made(kind: type, base: type, name: str, *args) -> object:
         monkeypatch.setattr(base, "init_ipc_channels", lambda self, *_: setattr(self, name, Socket()))
@@ -175,9 +176,9 @@ def test_all_receivers_are_behind_that(monkeypatch):
     leader = made(scheduler.AdaptiveScheduler, Scheduler, "recv_from_tokenizer", None)
     assert isinstance(leader, isolation.ReadableSocket)
     detokenizer = made(AdaptiveDetokenizerManager, DetokenizerManager, "recv_from_scheduler", None, args)
-    assert type(detokenizer) is channels.OrderedReceiver
+    assert type(detokenizer) is order.OrderedReceiver
     server = made(AdaptiveTokenizerManager, TokenizerManager, "recv_from_detokenizer", None)
-    assert type(server) is channels.AsyncOrderedReceiver
+    assert type(server) is order.AsyncOrderedReceiver
 
 
 def test_the_detokenizer_drops_what_it_does_not_know_but_no_batch():

@@ -212,9 +212,9 @@ def test_a_layer_in_pieces_multiplies_as_one(qwen2, shape):
 
 def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
     """Intervals that are not the loader's: the parameter is named in one line."""
-    from sglang_pat.rank import shard_check, sharding
+    from sglang_pat.rank import shard_check, weights
 
-    specs = sharding.shard_specs
+    specs = weights.shard_specs
 
     def wrong(model):
         found = specs(model)
@@ -224,7 +224,7 @@ def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
     for tp_rank in range(2):
         shard_check.check_shards(llama.rank.model(2, tp_rank), 2, tp_rank)
     monkeypatch.setattr(shard_check, "shard_specs", wrong)
-    with pytest.raises(sharding.ShardError, match=r"model\.layers\.0\.mlp\.gate_up_proj\.weight at tp=2") as caught:
+    with pytest.raises(weights.ShardError, match=r"model\.layers\.0\.mlp\.gate_up_proj\.weight at tp=2") as caught:
         shard_check.check_shards(llama.rank.model(2, 1), 2, 1)
     assert "\n" not in str(caught.value)
 

@@ -50,7 +50,7 @@ RANK_TITLE = "sglang_pat::rank"
 """Before a rank's number: the title of its process."""
 
 
-FOLDER_PREFIX = "sglang_pat-"
+FOLDER_PREFIX = "sglang_pat_"
 LONGEST_PLACE = 50
 """Characters of the temporary folder's path: a socket's path has 107 at most."""
 _engines = count()
