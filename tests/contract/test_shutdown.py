@@ -157,8 +157,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "background"])
-@pytest.mark.parametrize("thread, failure", [("main", "child"), ("another", "child"), ("another", "signal")])
+@pytest.mark.parametrize(
+    "thread, failure, ignored", [("main", "child", True), ("another", "child", False), ("another", "signal", False)]
+)
 def test_the_end_of_a_child_ends_all_and_says_so(thread, failure, ignored):
     """As in a script, and as in a Ray actor; a shell's ``command &`` ignores SIGQUIT for all of a job."""
 

@@ -58,11 +58,6 @@ def test_no_temporary_folder(model):
     assert "set TMPDIR to a folder that can be written" in last_line("--model-path", model, before=before)
 
 
-def test_a_refusal_of_sglang_and_of_ours_are_the_last_line(model):
-    """After all imports: nothing that they print, here or in the fork server, comes later."""
-    assert "--pp-size 2" in last_line("--model-path", model, "--port", free_port(), "--pp-size", 2)
-
-
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory) -> Path:
     """SGLang's runs at tp 1 only, which a rank finds out once it has loaded it."""
