@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.switch import parcels
+from sglang_pat.switch import plan
 
 pytestmark = pytest.mark.unit
 
@@ -29,11 +29,11 @@ def test_each_rank_gets_what_it_does_not_hold(old: ParallelLayout, new: Parallel
     sizes = {g: {to: len(data) for to, data in capsules(old, new, g).items()} for g in range(old.dp)}
     leads = set(old.leaders)
     sent = [
-        parcels.outgoing(old, new, rank, capsules(old, new, old.group_of(rank)) if rank in leads else {})
+        plan.capsules_to_send(old, new, rank, capsules(old, new, old.group_of(rank)) if rank in leads else {})
         for rank in range(old.num_ranks)
     ]
     for rank in range(old.num_ranks):
-        comes = parcels.incoming(old, new, rank, sizes)
+        comes = plan.capsule_sizes(old, new, rank, sizes)
         assert comes == [len(sent[source][rank]) for source in range(old.num_ranks)]
         needed = {old.group_of(other) for other in new.group(new.group_of(rank))} - {old.group_of(rank)}
         expected = {g: data for g in needed if (data := b"".join(capsules(old, new, g).values()))}
