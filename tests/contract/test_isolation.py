@@ -209,7 +209,9 @@ def test_the_server_drops_what_it_cannot_handle(monkeypatch):
 
     monkeypatch.setattr(TokenizerManager, "__init__", made)
     args = SimpleNamespace(
-        pat_rollout_dir=None, enable_metrics=False, spec=SimpleNamespace(config=SimpleNamespace(calibrates=False))
+        pat_rollout_dir=None,
+        enable_metrics=False,
+        spec=SimpleNamespace(config=SimpleNamespace(calibrates=False, log=None)),
     )
     manager = tokenizer.AdaptiveTokenizerManager(args, None)
     manager._result_dispatcher(("what", "is this"))

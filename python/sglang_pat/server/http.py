@@ -199,7 +199,8 @@ async def set_schedule(request: Request) -> dict:
 
     400: not such a list; 409: the policy is another one.
     """
-    return await _manager().pat_set_schedule(files.decode(await _body(request, MAX_SMALL_BYTES) or b"[]", list[Any]))
+    entries = files.decode(await _body(request, MAX_SMALL_BYTES) or b"[]", list[Any])
+    return await _manager().pat_set_schedule(entries)
 
 
 @_or_refused
