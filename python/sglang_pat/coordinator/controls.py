@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_pat.coordinator.leader import Generation
 from sglang_pat.coordinator.replies import Control
-from sglang_pat.fixes.sampling import generated_before, length_limit
+from sglang_pat.messages import generated_before, length_limit
 from sglang_pat.policies.prompts import LONG_PROMPT
 
 MAX_MESSAGE = 500

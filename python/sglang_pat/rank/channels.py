@@ -14,8 +14,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_pat import messages
-from sglang_pat.dropped import Dropped
-from sglang_pat.fixes.isolation import read
+from sglang_pat.dropped import Dropped, read
 from sglang_pat.rank import degrees
 from sglang_pat.switch.order import OutputOrder, Stamped
 
