@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import pickle
@@ -118,29 +117,15 @@ def test_what_the_server_sends_is_dropped_if_it_cannot_be_read():
 JUNK = (b"", b"\x80\x05junk", pickle.dumps(messages.StatusQuery)[:-9], b"cnowhere\nnobody\n.")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_outputs_that_cannot_be_read_are_dropped(asynchronous):
+def test_outputs_that_cannot_be_read_are_dropped():
     """In the detokenizer, and in the server."""
-    from sglang_pat.rank.channels import AsyncOrderedReceiver, OrderedReceiver
+    from sglang_pat.rank.channels import OrderedReceiver
     from sglang_pat.switch.order import Stamped
-
-    class AsyncSocket(Socket):
-        async def recv(self, flags: int = 0) -> bytes:
-            return super().recv(flags)
 
     frames = (JUNK[0], pickle.dumps(Stamped(0, 1, None, "first")), *JUNK[1:], pickle.dumps("second"))
     dropped = Dropped()
-    if asynchronous:
-        receiver = AsyncOrderedReceiver(AsyncSocket(*frames), dropped)
-
-        async def both() -> list:
-            return [await receiver.recv_pyobj(), await receiver.recv_pyobj()]
-
-        found = asyncio.run(both())
-    else:
-        receiver = OrderedReceiver(Socket(*frames), dropped)
-        found = [receiver.recv_pyobj(), receiver.recv_pyobj()]
-    assert found == ["first", "second"] and dropped.total == len(JUNK)
+    receiver = OrderedReceiver(Socket(*frames), dropped)
+    assert [receiver.recv_pyobj(), receiver.recv_pyobj()] == ["first", "second"] and dropped.total == len(JUNK)
 
 
 def test_a_leader_drops_what_it_cannot_read():
@@ -151,35 +136,6 @@ def test_a_leader_drops_what_it_cannot_read():
     with pytest.raises(zmq.Again):
         socket.recv_pyobj(zmq.NOBLOCK)
     assert dropped.total == len(JUNK) and not socket.poll(0), "everything else is the socket's"
-
-
-def test_all_receivers_are_behind_that(monkeypatch):
-    """What SGLang reads from, in each process, after it has made its sockets."""
-    from sglang.srt.managers.detokenizer_manager import DetokenizerManager
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
-
-    from sglang_pat.rank import channels, scheduler
-    from sglang_pat.rank.process import AdaptiveDetokenizerManager
-    from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
-
-    def made(kind: type, base: type, name: str, *args) -> object:
-        monkeypatch.setattr(base, "init_ipc_channels", lambda self, *_: setattr(self, name, Socket()))
-        manager = kind.__new__(kind)
-        manager.dropped, manager.rank, manager._channel_address = Dropped(), 0, ""
-        manager.server_args = SimpleNamespace(enable_metrics=False)
-        manager.send_to_detokenizer = manager.idle_sleeper = None
-        manager.init_ipc_channels(*args)
-        return getattr(manager, name)
-
-    monkeypatch.setattr(scheduler, "RankChannel", lambda *args: None)
-    args = SimpleNamespace(enable_metrics=False)
-    leader = made(scheduler.AdaptiveScheduler, Scheduler, "recv_from_tokenizer", None)
-    assert isinstance(leader, ReadableSocket)
-    detokenizer = made(AdaptiveDetokenizerManager, DetokenizerManager, "recv_from_scheduler", None, args)
-    assert type(detokenizer) is channels.OrderedReceiver
-    server = made(AdaptiveTokenizerManager, TokenizerManager, "recv_from_detokenizer", None)
-    assert type(server) is channels.AsyncOrderedReceiver
 
 
 def test_the_detokenizer_drops_what_it_does_not_know_but_no_batch():
