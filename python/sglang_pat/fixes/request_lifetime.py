@@ -4,6 +4,12 @@ SGLang itself forgets a request with the output that ends it.  Many have none: t
 a rank, those that are aborted while they wait, and the ones that it copies n responses from.  Partial rollouts abort
 thousands in each step.  And a request whose caller leaves goes on in SGLang, or some of its parts do.  One that no rank
 has yet cannot be aborted there.
+
+Upstream: https://github.com/sgl-project/sglang/pull/28694 (refused requests),
+https://github.com/sgl-project/sglang/pull/24070 (those that are aborted while they wait),
+https://github.com/sgl-project/sglang/issues/21173 (an abort that comes too late),
+https://github.com/sgl-project/sglang/issues/36333 (clients that leave), ``docs/upstream/abort_at_the_gate.md``,
+``docs/upstream/abort_by_prefix.md``
 """
 
 from __future__ import annotations
@@ -50,11 +56,11 @@ class Waiters:
                 future.set_result(None)
 
 
-class ForgettingTokenizerManager(TokenizerManager):
+class TrackingTokenizerManager(TokenizerManager):
     """Knows of each request whether it may go to a rank, whether one has it, and whether somebody waits for it.
 
     A *call* of ``generate_request`` has one request (*part*) for each prompt and each of its n responses.  Of each
-    part's state ``pat_inside`` says that its call has passed the gate (:mod:`~sglang_pat.server.pausing`),
+    part's state ``pat_inside`` says that its call has passed the gate (:mod:`~sglang_pat.fixes.pauses`),
     ``pat_sent`` that a rank has it, ``pat_left`` that nobody waits for it any more: it is being aborted.
     """
 

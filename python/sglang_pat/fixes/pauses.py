@@ -3,6 +3,9 @@
 Requests wait at a *gate* before they go to the ranks.  SGLang has a condition and a lock of its own there.  With them
 an abort does not reach who waits, an update and a pause wait for each other, and of several updates one is answered.
 ``docs/pauses.md`` has a table of what happens, which ``tests/contract/test_pausing.py`` holds.
+
+Upstream: https://github.com/sgl-project/sglang/issues/25319 and ``docs/upstream/update_and_pause.md``,
+``docs/upstream/abort_at_the_gate.md``, ``docs/upstream/health_in_a_pause.md``
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_pat.coordinator.controls import error_of
-from sglang_pat.rank.updates import NOT_FLUSHED
-from sglang_pat.server.forgetting import ForgettingTokenizerManager, Waiters
+from sglang_pat.fixes.request_lifetime import TrackingTokenizerManager, Waiters
+from sglang_pat.fixes.weight_updates import NOT_FLUSHED
 
 AGAIN_SECONDS = 1.0
 """A pause that aborts does so again after it, as SGLang's does."""
@@ -53,7 +56,7 @@ class Gate:
         await self._enter()
 
 
-class PausingTokenizerManager(ForgettingTokenizerManager):
+class PausingTokenizerManager(TrackingTokenizerManager):
     """One gate for requests: shut in a pause, while memory is released, and for an update of the weights."""
 
     _pat_calibrates = False

@@ -4,6 +4,8 @@ SGLang writes tensor after tensor, and finds a wrong one when half of the weight
 know it says so in its log and goes on.  Here a whole request is looked at first, by all ranks: either each of them
 takes all of its tensors, or none takes any.  An update may be many requests, and over IPC (checkpoint-engine) a request
 many buckets: what will be in the next ones nobody knows, and what earlier ones brought stays.
+
+Upstream: ``docs/upstream/update_as_a_whole.md``
 """
 
 from __future__ import annotations
@@ -14,9 +16,20 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
+from sglang.srt.managers.io_struct import (
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.model_runner import LocalSerializedTensor
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
 from sglang_pat.errors import one_line
+from sglang_pat.fixes.shared_memory import open_patiently
 from sglang_pat.rank.shards import ShardSpec
 from sglang_pat.rank.weights import checkpoint_parts, shard_specs
 
@@ -202,3 +215,75 @@ class Buckets:
     def __getattr__(self, name: str) -> Any:
         # SGLang goes through the model's modules when all has come.
         return getattr(self._model, name)
+
+
+class WholeUpdatesTpModelWorker(TpModelWorker):
+    """SGLang's, of which each rank of the engine takes all tensors of a request, or none does.
+
+    Attributes:
+        rank: of the engine; what a request has for this rank stands at this place.
+    """
+
+    rank: int
+
+    def expect(self, empty: torch.nn.Module) -> None:
+        """Updates must fit ``empty``, a model without memory."""
+        self.expected = Expected(empty, partial(checkpoint_names, self.model_runner.model_config.model_path))
+
+    def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:
+        """SGLang's, on all ranks together."""
+        tensors, problem = None, None
+        try:
+            monkey_patch_torch_reductions()
+            open_patiently()
+            tensors = self._opened(recv_req)
+            if (given := shapes(tensors, recv_req.load_format)) is not None:
+                problem = self.expected.problem(given, recv_req.load_format)
+        except Exception as error:  # the other ranks wait to hear of it
+            problem = refused(error)
+        wrong = torch.tensor([problem is not None], dtype=torch.int32)
+        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self.model_runner.groups.world)
+        if wrong.item():
+            return False, problem or ""
+        return self.model_runner.update_weights_from_tensor(tensors, recv_req.load_format)
+
+    def _opened(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
+        """What the request has for this rank."""
+        items = recv_req.serialized_named_tensors
+        if len(items) <= self.rank:
+            raise ValueError(f"{len(items)} items for {dist.get_world_size()} ranks, must be one for each")
+        tensors = MultiprocessingSerializer.deserialize(items[self.rank])
+        if recv_req.load_format == "flattened_bucket":
+            return tensors
+        return [
+            (name, tensor.get(self.rank) if isinstance(tensor, LocalSerializedTensor) else tensor)
+            for name, tensor in tensors
+        ]
+
+    def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> tuple[bool, str]:
+        """SGLang's; what does not fit is received all the same, since its sender waits for us."""
+        try:
+            problem = self.expected.problem(zip(recv_req.names, recv_req.shapes, strict=True))
+        except Exception as error:
+            problem = refused(error)
+        runner = self.model_runner
+        model, runner.model = runner.model, Receiver(runner.model, problem)
+        try:
+            success, message = super().update_weights_from_distributed(recv_req)
+            loaded = runner.model.loaded
+        finally:
+            runner.model = model
+        if success or loaded:
+            return success, message
+        return False, problem or not_received(message)
+
+    def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> tuple[bool, str]:
+        """SGLang's; nothing is loaded from the first bucket on that does not fit."""
+        runner = self.model_runner
+        model = runner.model
+        buckets = runner.model = Buckets(model, self.expected)
+        try:
+            success, message = super().update_weights_from_ipc(recv_req)
+        finally:
+            runner.model = model
+        return success, message if success else buckets.problem or message

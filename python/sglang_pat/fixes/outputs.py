@@ -1,6 +1,11 @@
 """What a rank sends of requests that ask for different things, and happen to be in one batch.
 
-SGLang (0.5.12) lays some of it out as if all had asked for the same.
+SGLang (0.5.12) lays some of it out as if all had asked for the same: a request gets what belongs to another one, or the
+server or a rank ends.
+
+Upstream: https://github.com/sgl-project/sglang/issues/34719 (logprobs of given tokens),
+``docs/upstream/hidden_states.md``, ``docs/upstream/scores_without_tokens.md``,
+``docs/upstream/aborted_while_waiting.md``
 """
 
 from __future__ import annotations
@@ -67,3 +72,13 @@ class OwnRows:
 
     def __getitem__(self, _: slice) -> torch.Tensor:
         return next(self._rows)
+
+
+def complete_token_ids(batch: ScheduleBatch) -> None:
+    """Where some requests of ``batch`` ask for the logprobs of given tokens, let the others ask for none.
+
+    A rank of SGLang (0.5.12) dies of None beside a list.  Replicas that had one kind each become one batch in a switch.
+    """
+    wanted = batch.token_ids_logprobs
+    if wanted and any(ids is not None for ids in wanted):
+        batch.token_ids_logprobs = [ids or [] for ids in wanted]
