@@ -54,6 +54,15 @@ def keys(profile):
     return decode + [("prefill", p.tp, p.replicas, p.batch, p.length) for p in profile.prefill]
 
 
+def check_validation(folder):
+    """What ``profiler.validate`` wrote: three runs of each layout."""
+    assert [file.name for file in folder.iterdir()] == ["validation.json"]
+    found = json.loads((folder / "validation.json").read_text())
+    assert set(found["slowness"]) == set(found["between"]["beside"]) == {"tp1×dp2", "tp2×dp1"}
+    assert all(len(runs) == 3 and all(0.02 < run < 50 for run in runs) for runs in found["slowness"].values())
+    return found
+
+
 @pytest.fixture(scope="module")
 def swept(llama, servers, tmp_path_factory):
     """(profile file, the profile when interrupted, output of the second run)."""
@@ -143,12 +152,9 @@ def test_validation_of_a_real_batch(swept, servers, llama, tmp_path):
     result = servers.run(*command("profiler.validate", llama, swept[0], *extra))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "tp1×dp2" in result.stdout and "tp2×dp1" in result.stdout
-    written = {file.name for file in (tmp_path / "out").iterdir()}
-    assert written == {"validation.json", "throughput_tp1_dp2.png", "throughput_tp2_dp1.png"}
-    rows = json.loads((tmp_path / "out" / "validation.json").read_text())["figures"]
-    assert [row["layout"] for row in rows] == ["tp1×dp2", "tp2×dp1"]
-    # A loaded machine may be far off; what must hold is that steps were found and compared.
-    assert all(row["steps"] > 40 and 0 <= row["error a step"] < 20 for row in rows)
+    # A loaded machine may be far off; what must hold is that all runs were compared.
+    found = check_validation(tmp_path / "out")
+    assert f"{100 * found['between']['error']:.1f} %" in result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +196,4 @@ def test_a_validation_as_on_cuda(rehearsed, servers, llama, tmp_path):
     asked = command("profiler.validate", llama, rehearsed[0], *extra, *AS_ON_CUDA)
     done = servers.run(*asked, env=servers.rehearsal)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "validation.json").read_text())["figures"]
-    assert [row["layout"] for row in rows] == ["tp1×dp2", "tp2×dp1"]
-    assert all(row["steps"] > 40 and row["beyond the grid"] < 1 for row in rows)
+    check_validation(tmp_path)

@@ -10,8 +10,8 @@ from sglang_pat.policies.outlook import Outlook
 from sglang_pat.policies.prompts import computed
 from sglang_pat.policies.snapshot import Snapshot
 from sglang_pat.predict.correction import Corrected
-from sglang_pat.predict.predictor import Number
-from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
+from sglang_pat.predict.cost import SwitchPredictor
+from sglang_pat.predict.predictor import Number, StepPredictor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.rules import forced, may_raise, patience
 from sglang_pat.policies.snapshot import Decision, Load, Policy, Snapshot
 from sglang_pat.predict.correction import Corrected
-from sglang_pat.predict.cost import SwitchCost
-from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
+from sglang_pat.predict.cost import SwitchCost, SwitchPredictor
+from sglang_pat.predict.predictor import StepPredictor
 
 
 def pat(predictor: StepPredictor, costs: SwitchPredictor) -> Policy:

@@ -10,7 +10,8 @@ from sglang_pat.policies.pat import pat
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
 from sglang_pat.policies.survival import survival
 from sglang_pat.policies.threshold import threshold
-from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
+from sglang_pat.predict.cost import SwitchPredictor
+from sglang_pat.predict.predictor import StepPredictor
 
 
 def stay(snapshot: Snapshot, history: LengthHistory) -> Decision:
