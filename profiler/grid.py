@@ -21,7 +21,7 @@ SWITCH_ANSWER = 256
 LEAST_CONTEXT, LEAST_GAP = 48, 16
 """Tokens: shortest context (the steps must fit below it), and the least distance of two."""
 
-BATCHES, CONTEXTS = (1, 4, 16, 64, 256), (64, 512, 2048, 8192, 32768)
+BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (64, 512, 2048, 8192, 32768)
 """Coarse: a finer grid decides no better (docs/results/profiler.md)."""
 LONE = (1, 4)
 PREFILL_BATCHES, PREFILL_LENGTHS = (1, 4), (64, 1024, 8192)
@@ -168,15 +168,14 @@ class Point:
 def points(grid: Grid, limits: Limits) -> list[Point]:
     """Every point that fits, in the order of measurement.
 
-    Short contexts come first, and there the smallest and the largest batch.  Layouts take turns at each batch and
-    context: what disturbs the machine for a while falls on all, and a policy compares layouts.
+    Short contexts come first, there the smallest and the largest batch, then those between.  Layouts take turns at each
+    batch and context: what disturbs the machine for a while falls on all, and a policy compares layouts.
 
     Raises:
         UsageError: more than a profile may have.
     """
-    found = [
-        point for rounds in range(max(map(len, grid.as_lists().values()))) for point in _round(grid, limits, rounds)
-    ]
+    rounds = range(max(map(len, grid.as_lists().values())))
+    found = [point for number in rounds for point in _round(grid, limits, number)]
     for kind in ("decode", "prefill", "switch"):
         if (count := sum(point.kind == kind for point in found)) > MOST_POINTS:
             raise UsageError(f"--grid: {count} {kind} points, a profile has at most {MOST_POINTS}; give fewer numbers")
@@ -188,7 +187,7 @@ def _round(grid: Grid, limits: Limits, number: int) -> Iterator[Point]:
     layouts = limits.layouts
     for context in grid.context[number : number + 1]:
         for alone, batches in ((False, grid.batch), (True, grid.lone)):
-            for place, batch in enumerate(_ends_first(batches)):
+            for place, batch in enumerate(_coarse_first(batches)):
                 for tp, dp in ((one.tp, one.dp) for one in layouts[:: -1 if place % 2 else 1]):  # the fewest switches
                     if limits.holds(tp, batch, length_needed(context)) and not (alone and dp == 1):
                         yield Point(kind="decode", tp=tp, replicas=1 if alone else dp, batch=batch, context=context)
@@ -207,9 +206,13 @@ def _round(grid: Grid, limits: Limits, number: int) -> Iterator[Point]:
                     yield Point(kind="prefill", tp=layout.tp, replicas=layout.dp, batch=batch, context=length)
 
 
-def _ends_first(values: Sequence[int]) -> Sequence[int]:
-    """The largest after the smallest: beyond it a policy has only a guess."""
-    return (*values[:1], *values[:0:-1][:1], *values[1:-1])
+def _coarse_first(values: Sequence[int]) -> list[int]:
+    """Both ends, the middle, the quarters, ...: beyond the ends a policy has only a guess."""
+    found, step = [*values[:1], *values[-1:]], 1 << len(values).bit_length()
+    while step > 1:
+        step //= 2
+        found += values[step::step]
+    return list(dict.fromkeys(found))
 
 
 def needed(found: Sequence[Point]) -> set[Point]:

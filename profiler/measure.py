@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from statistics import median
 from typing import Any
 
@@ -29,10 +31,13 @@ class TooSlow(NotMeasured):
     """It took longer than it may: what has more requests or tokens does so, too."""
 
 
-async def decode(rig: Rig, point: Point, steps: int = STEPS, seconds: float | None = None) -> DecodePoint:
+async def decode(
+    rig: Rig, point: Point, steps: int = STEPS, share: float | None = None, limit: float = math.inf
+) -> DecodePoint:
     """Decode step time at ``point`` from ``steps`` steps, the median of its windows.
 
-    The prompts are injected, not computed.  After ``seconds`` the requests are aborted; the steps made so far count.
+    The prompts are injected, not computed.  After ``share`` seconds the requests are aborted as soon as the steps made
+    so far are enough, and after ``limit`` seconds in any case.
 
     Raises:
         NotMeasured: never was the batch full for :data:`~profiler.grid.LEAST_STEPS` steps.
@@ -44,15 +49,23 @@ async def decode(rig: Rig, point: Point, steps: int = STEPS, seconds: float | No
         await rig.flush()
         rig.inject(ids)
         await rig.trace()
-        in_time = await rig.finish_within(seconds, _start(rig, point, ids, WARM_UP + steps + SLACK))
-        found = decode_windows(await rig.trace(), tp=point.tp, replicas=point.replicas, batch=point.batch, most=steps)
+        begun, wait, trace = time.monotonic(), share, []
+        tasks = _start(rig, point, ids, WARM_UP + steps + SLACK)
+        while True:
+            _, late = await asyncio.wait(tasks, timeout=wait)
+            trace += await rig.trace()
+            found = decode_windows(trace, tp=point.tp, replicas=point.replicas, batch=point.batch, most=steps)
+            if not late or found is not None or time.monotonic() - begun > limit:
+                break
+            wait = share and share / 4
+        await (rig.abort(tasks) if late else rig.finish(tasks))
         if found is not None:
             return DecodePoint(
                 tp=point.tp, replicas=point.replicas, batch=point.batch, context=round(found.context),
                 seconds=median(found.samples), samples=found.samples,
             )  # fmt: skip
-        if not in_time:
-            raise TooSlow(f"{point}: takes over {seconds:.0f} s")
+        if late:
+            raise TooSlow(f"{point}: takes over {limit:.0f} s")
     raise NotMeasured(f"{point}: the batch was never full for long enough")
 
 
@@ -75,19 +88,22 @@ def _dp(rig: Rig, point: Point) -> int:
     return next(layout.dp for layout in rig.layouts if layout.tp == point.tp)
 
 
-async def prefill(rig: Rig, point: Point, seconds: float | None = None) -> PrefillPoint:
+async def prefill(rig: Rig, point: Point, limit: float = math.inf) -> PrefillPoint:
     """Time to prefill fresh random prompts; median of up to :data:`PREFILLS` runs, of one where it takes long.
 
     Raises:
-        NotMeasured: the requests never were spread as they should be, or it takes longer than ``seconds``.
+        NotMeasured: the requests never were spread as they should be, or it takes longer than ``limit`` seconds.
     """
     samples: list[float] = []
     for _ in range(ATTEMPTS):
         await rig.flush()
         batch = [rig.tokens(point.context) for _ in range(point.replicas * point.batch)]
         await rig.trace()
-        if not await rig.finish_within(seconds, rig.send(batch, [1] * len(batch))):
-            raise TooSlow(f"{point}: takes over {seconds:.0f} s")
+        tasks = rig.send(batch, [1] * len(batch))
+        _, late = await asyncio.wait(tasks, timeout=limit if limit < math.inf else None)
+        await (rig.abort(tasks) if late else rig.finish(tasks))
+        if late:
+            raise TooSlow(f"{point}: takes over {limit:.0f} s")
         found = prefill_seconds(
             await rig.trace(), tp=point.tp, replicas=point.replicas, batch=point.batch, length=point.context
         )
@@ -102,12 +118,12 @@ async def prefill(rig: Rig, point: Point, seconds: float | None = None) -> Prefi
     )  # fmt: skip
 
 
-async def switches(rig: Rig, point: Point, seconds: float | None = None) -> list[SwitchSample]:
+async def switches(rig: Rig, point: Point, limit: float = math.inf) -> list[SwitchSample]:
     """From ``point.tp`` to ``point.to_tp`` and back, :data:`SWITCH_ROUNDS` times with the same live requests, which
     decode a little in between.  Their prompts are injected, not computed.
 
     Raises:
-        NotMeasured: they ended too soon, or do not begin within ``seconds``.
+        NotMeasured: they ended too soon, or do not begin within ``limit`` seconds.
     """
     await rig.reconfigure(point.tp)
     await rig.flush()
@@ -120,11 +136,11 @@ async def switches(rig: Rig, point: Point, seconds: float | None = None) -> list
         for _ in range(SWITCH_ROUNDS):
             for target in (point.to_tp, point.tp):
                 if point.batch:
-                    async with asyncio.timeout(seconds):
+                    async with asyncio.timeout(limit if limit < math.inf else None):
                         await rig.until_decoding(tasks, point.batch)
                 records.append(await rig.reconfigure(target))
     except TimeoutError:
-        raise TooSlow(f"{point}: takes over {seconds:.0f} s") from None
+        raise TooSlow(f"{point}: takes over {limit:.0f} s") from None
     finally:
         if tasks:
             await rig.abort(tasks)

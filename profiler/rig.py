@@ -73,12 +73,6 @@ class Rig:
         await self.until_idle()
         return answers
 
-    async def finish_within(self, seconds: float | None, tasks: Sequence[asyncio.Task]) -> bool:
-        """All answers, or what there is after ``seconds``: whether they were in time.  The engine is empty again."""
-        _, late = await asyncio.wait(tasks, timeout=seconds)
-        await (self.abort(tasks) if late else self.finish(tasks))
-        return not late
-
     async def abort(self, tasks: Sequence[asyncio.Task]) -> None:
         """Give up what is still running."""
         self._manager.abort_request(abort_all=True)

@@ -8,6 +8,7 @@ Interrupted (Ctrl-C or kill), the file has all points measured so far and the sa
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from contextlib import suppress
@@ -31,8 +32,10 @@ from sglang_pat.tools.commands import Parser, UsageError, run
 from sglang_pat.tools.cpu_share import Meter
 
 SHARES = 3
-"""A point may take so many times its share of the budget.  What is slower is left out, and what has more requests or
+"""A point may take so many times its share of the time left.  What is slower is left out, and what has more requests or
 tokens is not tried: there the predictor goes on with the last slope."""
+LEAST_SHARE = 0.5
+"""Seconds of a point, however little time is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +177,6 @@ class Sweep:
         self.store, self._rig, self._limits, self._display = store, rig, limits, display
         self._budget, self._began = budget, began - store.spent
         self._points = points(Grid(**{name: tuple(values) for name, values in store.profile.grid.items()}), limits)
-        self._limit = SHARES * budget / max(1, len(self._points))
         self._slow: list[Point] = []
         have = store.done()
         self._todo = [point for point in self._points if point not in have]
@@ -198,18 +200,21 @@ class Sweep:
         must = needed(self._points)
         with self._display.following(progress):
             await self._warm_up()
-            for point in self._todo:
+            for place, point in enumerate(self._todo):
                 if point not in must and (self.left <= 0 or any(is_beyond(point, slow) for slow in self._slow)):
                     progress.left_out += 1
                     continue
-                await self._measure(point, None if point in must else self._limit)
+                share = max(LEAST_SHARE, self.left / (len(self._todo) - place))
+                await self._measure(point, share, math.inf if point in must else SHARES * share)
             # A machine changes in minutes, more than the steps of one visit show.
-            for point in self._points:
-                if point.kind == "decode" and self.left > self._limit and point in store.done():
-                    await self._measure(point, self._limit)
-        share, failed = round(meter.share(), 3), len(progress.notes)
+            again = [point for point in self._points if point.kind == "decode" and point in store.done()]
+            for place, point in enumerate(again):
+                share = self.left / (len(again) - place)
+                if share >= LEAST_SHARE:
+                    await self._measure(point, share, share)
+        others, failed = round(meter.share(), 3), len(progress.notes)
         left = {"left_out": progress.left_out, "failed": failed, "spent_seconds": round(self.spent, 1)}
-        store.change(machine=store.profile.machine | {"others_share": share} | left)
+        store.change(machine=store.profile.machine | {"others_share": others} | left)
 
     async def _warm_up(self) -> None:
         """Each layout once, not counted: the first steps of an engine are slow."""
@@ -221,12 +226,12 @@ class Sweep:
                 with suppress(NotMeasured):
                     await measure.decode(self._rig, first, LEAST_STEPS)
 
-    async def _measure(self, point: Point, seconds: float | None) -> None:
+    async def _measure(self, point: Point, share: float, limit: float) -> None:
         progress = self.progress
         progress.what, progress.left = str(point), max(0.0, self.left)
         again = point in self.store.done()
         try:
-            found = await self._one(point, seconds)
+            found = await self._one(point, share, limit)
         except NotMeasured as error:
             if isinstance(error, TooSlow):
                 self._slow.append(point)
@@ -236,13 +241,13 @@ class Sweep:
         self.store.add(found, self.spent)
         progress.done += not again
 
-    async def _one(self, point: Point, seconds: float | None) -> DecodePoint | PrefillPoint | list[SwitchSample]:
+    async def _one(self, point: Point, share: float, limit: float) -> DecodePoint | PrefillPoint | list[SwitchSample]:
         if point.kind == "switch":
-            return await measure.switches(self._rig, point, seconds)
+            return await measure.switches(self._rig, point, limit)
         await self._rig.reconfigure(point.tp)
         if point.kind == "prefill":
-            return await measure.prefill(self._rig, point, seconds)
-        found = await measure.decode(self._rig, point, seconds=seconds)
+            return await measure.prefill(self._rig, point, limit)
+        found = await measure.decode(self._rig, point, share=share, limit=limit)
         if found.context < 1 or self.store.point_of(found) != point:
             raise NotMeasured(f"{point}: its requests had {found.context} tokens, as the engine counts them")
         return found

@@ -175,10 +175,10 @@ def run_sweep(monkeypatch, tmp_path, seconds=0.01, budget=600.0, off=-3, slow=la
     """
     tried, now = [], [100.0]
 
-    async def one(rig, point, limit=None):
+    async def one(rig, point, limit):
         tried.append(point)
         now[0] += seconds
-        if limit is not None and slow(point):
+        if slow(point):
             raise TooSlow(f"{point}: takes over {limit:.0f} s")
         what = dict(tp=point.tp, replicas=point.replicas, batch=point.batch, seconds=0.01, samples=(0.01,))
         if point.kind == "decode":
@@ -188,10 +188,10 @@ def run_sweep(monkeypatch, tmp_path, seconds=0.01, budget=600.0, off=-3, slow=la
         about = {"requests": point.batch, "tokens": point.batch * point.context}
         return [switch_sample(a, b, **about) for a, b in ((point.tp, point.to_tp), (point.to_tp, point.tp))]
 
-    async def decoded(rig, point, steps=0, seconds=None):
+    async def decoded(rig, point, steps=0, share=0.0, limit=0.0):
         if steps:
             raise NotMeasured("warming up")
-        return await one(rig, point, seconds)
+        return await one(rig, point, limit)
 
     async def reconfigure(tp):
         pass
@@ -288,6 +288,44 @@ def test_prefill_of_a_batch():
     assert prefill_seconds(chunks, **asked) == pytest.approx(0.8)
     uneven = prefills(0, (5, 2560, 1.0)) + prefills(1, (3, 1536, 0.6))
     assert prefill_seconds(uneven, **asked) is None
+
+
+class SlowRig:
+    """An engine whose requests do not end; each look at the trace finds ``made`` more steps."""
+
+    def __init__(self, made):
+        self.layouts, self.made, self.steps, self.aborted = LAYOUTS[2:], made, 0, 0
+
+    def tokens(self, count):
+        return [0] * count
+
+    def inject(self, prompts):
+        pass
+
+    def send(self, prompts, answers):
+        return [asyncio.ensure_future(asyncio.sleep(60)) for _ in prompts]
+
+    async def flush(self):
+        pass
+
+    async def trace(self):
+        self.steps += self.made
+        return steps(0, self.made, 0.1, 2, begin=0.1 * self.steps, tp=4, tokens=400)
+
+    async def abort(self, tasks):
+        self.aborted += len(tasks)
+        for task in tasks:
+            task.cancel()
+
+
+def test_where_a_step_is_slow_few_of_them_do():
+    point = Point(kind="decode", tp=4, replicas=1, batch=2, context=200)
+    rig = SlowRig(made=5)
+    found = asyncio.run(measure.decode(rig, point, share=0.02, limit=5.0))
+    assert found.seconds == pytest.approx(0.1) and found.context == 200 and rig.aborted == 2
+    assert rig.steps == 5 + 3 * 5, "5 and 10 are not enough: 4 do not count"
+    with pytest.raises(TooSlow, match="takes over 0 s"):
+        asyncio.run(measure.decode(SlowRig(made=0), point, share=0.02, limit=0.1))
 
 
 # -- the check between layouts ------------------------------------------------------------------------
