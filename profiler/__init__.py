@@ -4,7 +4,7 @@
     python -m profiler.validate profile.json --model-path M --out DIR               checks the ratio of the layouts
     python -m profiler.report   profile.json --out DIR                              draws
 
-``sweep`` goes over the points of ``grid`` → ``measure`` (one point, by ``windows`` of a trace) → ``rig`` (the engine that
-``launch`` started); ``store`` keeps the file.  ``worker`` runs an engine for acceptance and benches.  The file's format
-is :mod:`sglang_pat.predict.profile`.
+``sweep`` goes over the points of ``grid`` → ``measure`` (one point, by ``windows`` of a trace) → ``rig`` (the engine
+that ``launch`` started); ``store`` keeps the file.  ``worker`` runs an engine for acceptance and benches.  The file's
+format is :mod:`sglang_pat.predict.profile`.
 """

@@ -148,7 +148,11 @@ def picture(profile: Profile, between: Between | None) -> bytes:
         axes[-1].bar(list(off), list(off.values()), yerr=100 * between.noise, color=colors, width=0.5)
         axes[-1].axhline(0, color=pictures.LINE, linewidth=0.8)
         pictures.labels(axes[-1], "", "% slower than predicted, beside the others")
-        pictures.title(axes[-1], f"Check between layouts: the profile is off by {between.error:.1%}", 50)
+        pictures.title(
+            axes[-1],
+            f"Check between layouts: off by {between.error:.1%}, the machine's noise is {between.noise:.1%}",
+            50,
+        )
     link = "" if mark.link == "none" else f", emulated link {mark.link}"
     pictures.footer(figure, f"{profile.kind}: {mark.model}, {mark.dtype}, {ranks} × {mark.device}{link}")
     return pictures.drawn(figure)

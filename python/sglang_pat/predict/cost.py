@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from scipy.optimize import nnls
@@ -48,14 +47,6 @@ class SwitchCost:
 
 STAY = SwitchCost(seconds=0.0, control_seconds=0.0, state_seconds=0.0, weights_seconds=0.0, recompute_below=0)
 """Of staying where one is."""
-
-
-class SwitchPredictor(Protocol):
-    """Cost of a switch; :class:`SwitchCosts` says what the arguments are."""
-
-    def estimate(
-        self, from_tp: int, to_tp: int, lengths: np.ndarray | tuple[()] = (), waiting: int = 0
-    ) -> SwitchCost: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ import numpy as np
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
 from sglang_pat.predict.correction import TURNS, StepFactors, Steps
-from sglang_pat.predict.cost import SwitchPredictor
+from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import StepPredictor
 from sglang_pat.predict.profile import Fingerprint
 
@@ -65,7 +65,7 @@ class Drain:
     def __init__(
         self,
         predictor: StepPredictor,
-        costs: SwitchPredictor,
+        costs: SwitchCosts,
         fingerprint: Fingerprint,
         batch: Batch,
         spacing: int = SPACING,
