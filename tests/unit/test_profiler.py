@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import subprocess
-import sys
 from contextlib import nullcontext
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -32,7 +29,6 @@ from .profiles_for_tests import FINGERPRINT, decode_points, profile, switch_samp
 
 pytestmark = pytest.mark.unit
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = (ParallelLayout(1, 4), ParallelLayout(2, 2), ParallelLayout(4, 1))
 LIMITS = Limits(layouts=LAYOUTS, kv_tokens={1: 8192, 2: 16384, 4: 16384}, max_running=48, max_length=4000)
 ALL = points(grids.resolve({}, LIMITS), LIMITS)
@@ -254,7 +250,7 @@ def test_only_full_batches_count():
     assert found.samples == pytest.approx((0.01, 0.01, 0.01)) and found.size == 10 and found.context == 100
     assert decode_windows(trace, tp=1, replicas=1, batch=5) is None
     assert decode_windows(trace, tp=2, replicas=1, batch=4) is None
-    assert decode_windows(trace[:14], tp=1, replicas=1, batch=4) is None, "too few steps"
+    assert decode_windows(trace[:10], tp=1, replicas=1, batch=4) is None, "too few steps"
 
 
 def test_several_replicas_count_only_while_all_are_full():
@@ -323,7 +319,7 @@ def test_where_a_step_is_slow_few_of_them_do():
     rig = SlowRig(made=5)
     found = asyncio.run(measure.decode(rig, point, share=0.02, limit=5.0))
     assert found.seconds == pytest.approx(0.1) and found.context == 200 and rig.aborted == 2
-    assert rig.steps == 5 + 3 * 5, "5 and 10 are not enough: 4 do not count"
+    assert rig.steps == 5 + 2 * 5, "5 are not enough: 4 do not count"
     with pytest.raises(TooSlow, match="takes over 0 s"):
         asyncio.run(measure.decode(SlowRig(made=0), point, share=0.02, limit=0.1))
 
@@ -420,12 +416,6 @@ def test_which_layout_is_fastest():
 
 
 # -- bad input to the three commands ------------------------------------------------------------------
-
-
-def test_the_command_ends_with_its_code():
-    command = [sys.executable, "-m", "profiler.sweep", "--out", "x.json"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):
