@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -19,20 +20,20 @@ class Progress:
     Attributes:
         total, done, left_out: points.
         what: being measured now.
-        left: seconds of the budget.
+        ends: monotonic seconds at which the budget is used up.
         notes: points that could not be measured, and why.
     """
 
     total: int
     done: int
+    ends: float
     left_out: int = 0
     what: str = ""
-    left: float = 0.0
     notes: list[str] = field(default_factory=list)
 
     @property
     def line(self) -> str:
-        text = f"  {self.done:3d} of {self.total} points, {clock(self.left)} left: {self.what}"
+        text = f"  {self.done:3d} of {self.total} points, {clock(max(0.0, self.ends - time.monotonic()))} left: {self.what}"
         return text + (f"; {self.left_out} left out" if self.left_out else "")
 
 

@@ -180,7 +180,8 @@ class Sweep:
         self._slow: list[Point] = []
         have = store.done()
         self._todo = [point for point in self._points if point not in have]
-        self.progress = displays.Progress(total=len(self._points), done=len(self._points) - len(self._todo))
+        done = len(self._points) - len(self._todo)
+        self.progress = displays.Progress(total=len(self._points), done=done, ends=self._began + budget)
 
     @property
     def spent(self) -> float:
@@ -222,14 +223,14 @@ class Sweep:
         for layout in self._limits.layouts:
             first = next((p for p in self._points if (p.kind, p.tp) == ("decode", layout.tp)), None)
             if first is not None:
-                self.progress.what, self.progress.left = f"warming up {layout}", self.left
+                self.progress.what = f"warming up {layout}"
                 await self._rig.reconfigure(layout.tp)
                 with suppress(NotMeasured):
                     await measure.decode(self._rig, first, LEAST_STEPS)
 
     async def _measure(self, point: Point, share: float, limit: float) -> None:
         progress = self.progress
-        progress.what, progress.left = str(point), max(0.0, self.left)
+        progress.what = str(point)
         again = point in self.store.done()
         try:
             found = await self._one(point, share, limit)

@@ -8,8 +8,9 @@ import pytest
 
 from profiler import report, sweep, validate
 from sglang_pat import job_settings
-from sglang_pat.coordinator import schedule
+from sglang_pat.coordinator import decision_log, schedule
 from sglang_pat.launch import early
+from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import ProfileError, save
 from sglang_pat.replay import cli
@@ -22,6 +23,8 @@ from .profiles_for_tests import profile
 
 pytestmark = pytest.mark.unit
 
+START = decision_log.dump_start("threshold", switch_at=8, history=LengthHistory())
+LOG = "\n".join(map(json.dumps, [START, {"event": "decision", "snapshot": 1, "decision": {}}, START])).encode()
 GOOD = json.loads(profiles.msgspec.json.encode(crossing()))
 
 
@@ -53,6 +56,7 @@ PROFILES = [
 ]
 OTHERS = [
     (lambda path: list(replay_log(path)), b"7\n7\n", "line 1: expected object, got int"),
+    (lambda path: list(replay_log(path)), LOG, "line 2: snapshot is 1: expected object"),
     (parse_shape, b'[5, {"length": -3}]', "entry 2"),
     (schedule.read, b"tp 2 at 40", "not JSON"),
     (schedule.read, b'[{"tp": 0}]', "tp is 0"),
@@ -108,3 +112,10 @@ def test_a_profile_whose_grid_cannot_be_gone_on_with(tmp_path, capsys, grid):
     save(profile(grid=grid), path)
     assert commands.run("sweep", sweep.main, ["--model-path", str(tmp_path), "--out", str(path)]) == 2
     assert "no grid to go on with" in capsys.readouterr().err
+
+
+def test_more_than_fits_into_memory_is_not_simulated(tmp_path, capsys):
+    save(crossing(), tmp_path / "p.json")
+    words = ["--lengths", "partial-rollout", "--batch", "65536", "--rounds", "100000"]
+    assert cli.main(["--profile", str(tmp_path / "p.json"), *words]) == 2
+    assert "GiB of memory, 2 GiB are allowed" in capsys.readouterr().err
