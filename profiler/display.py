@@ -33,7 +33,8 @@ class Progress:
 
     @property
     def line(self) -> str:
-        text = f"  {self.done:3d} of {self.total} points, {clock(max(0.0, self.ends - time.monotonic()))} left: {self.what}"
+        left = clock(max(0.0, self.ends - time.monotonic()))
+        text = f"  {self.done:3d} of {self.total} points, {left} left: {self.what}"
         return text + (f"; {self.left_out} left out" if self.left_out else "")
 
 
