@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 
 import msgspec
@@ -17,6 +15,7 @@ from sglang_pat.launch import early
 from sglang_pat.predict.profile import save
 from sglang_pat.replay import cli
 from sglang_pat.tools import commands
+from studies import policies
 
 from .drawn import examples
 from .mutations import ODD, wrong_json
@@ -26,7 +25,6 @@ from .test_profile_fuzz import GOOD, change
 
 pytestmark = pytest.mark.unit
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 BAD_PROFILES = {
     "empty": b"",
     "array": b"[]",
@@ -48,17 +46,6 @@ def bad(tmp_path, request):
     path = tmp_path / "bad.json"
     path.write_bytes(BAD_PROFILES[request.param])
     return path
-
-
-def bench_replay(argv) -> int:
-    spec = importlib.util.spec_from_file_location("bench_replay_under_test", BENCH / "replay.py")
-    sys.path.insert(0, str(BENCH))
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCH))
-    return commands.run("bench/replay.py", module.main, argv)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -95,7 +82,7 @@ def test_a_bad_profile(bad, refused, tmp_path):
         refused(of("profiler.validate", validate), bad, "--model-path", model, "--out", out, named=bad),
         refused(of("profiler.sweep", sweep), "--model-path", model, "--out", bad, named=bad),
         refused(cli.main, "--profile", bad, "--lengths", "sft", "--out", out, named=bad),
-        refused(bench_replay, "--quick", "--profiles", bad, named=bad),
+        refused(of("studies.policies", policies), "--quick", "--profiles", bad, named=bad),
     }
     lines = {line.partition("error: ")[2] for line in said}
     assert len(lines) == 1, "the same line, whoever says it"
@@ -112,7 +99,7 @@ def test_an_interrupted_profile(refused, tmp_path):
     path = tmp_path / "half.json"
     save(profile(complete=False), path)
     assert "interrupted" in refused(cli.main, "--profile", path, "--lengths", "sft", named=path)
-    assert "interrupted" in refused(bench_replay, "--quick", "--profiles", path, named=path)
+    assert "interrupted" in refused(of("studies.policies", policies), "--quick", "--profiles", path, named=path)
     refused(of("profiler.sweep", sweep), "--model-path", tmp_path, "--out", path, named=path)
 
 

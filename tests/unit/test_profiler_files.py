@@ -165,7 +165,7 @@ def test_a_report_of_little(tmp_path, parts):
 
 
 def test_a_report_of_a_reference_profile(tmp_path):
-    assert report.main([str(ROOT / "profiles" / "8xH100-qwen3-14b.json"), "--out", str(tmp_path)]) == 0
+    assert report.main([str(ROOT / "studies" / "profiles" / "8xH100-qwen3-14b.json"), "--out", str(tmp_path)]) == 0
     assert REPORT < {made.name for made in tmp_path.iterdir()}
 
 

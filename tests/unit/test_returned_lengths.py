@@ -10,13 +10,13 @@ import pytest
 
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.rounds import Engines, Round, Simulation
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.rollout.rules import Rules
+from studies.rounds import Engines, Round, Simulation
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
-PROFILE = Path(__file__).resolve().parents[2] / "profiles" / "8xH100-qwen3-14b.json"
+PROFILE = Path(__file__).resolve().parents[2] / "studies" / "profiles" / "8xH100-qwen3-14b.json"
 SHAPE = parse_shape("body-atom:6.363,0.70,16384,0.01")
 PROMPTS, SIZE, RESPONSES = 480, 48, 8
 CORRELATIONS = (0.0, 0.5, 0.8)
