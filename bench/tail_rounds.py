@@ -29,7 +29,6 @@ from rich.table import Table
 
 from sglang_pat.demo.cases import MAKERS, QUICK, SMOLLM2, TINY, WIDE, Case
 from sglang_pat.demo.contest import KV_TOKENS, LOW, POLICY, RANKS
-from sglang_pat.demo.display import Display
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
@@ -39,6 +38,7 @@ from sglang_pat.rollout.records import Group, Output, Summary
 from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.testing.server import Server, stopped
+from sglang_pat.tools.console import Speaker
 from sglang_pat.tools.machine import machine
 from sglang_pat.tools.prompts import PROMPTS
 
@@ -143,7 +143,7 @@ def run(console: Console, jobs: dict[str, RealJob], budget: str) -> dict:
 
 def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]:
     model = MAKERS[job.case.model]()
-    profile = rollout.sweep(job.case, model, budget, Display(console))
+    profile = rollout.sweep(job.case, model, budget, Speaker(console))
     with ExitStack() as stack:
         servers: list[Server] = []
         for flags in (["--pat-policy", "off"], ["--pat-policy", POLICY, "--pat-profile", str(profile)]):
