@@ -112,14 +112,18 @@ def make_marker_model(out_dir: str | os.PathLike, token_id: int, *, seed: int = 
     """
 
     def write(folder: Path) -> None:
-        _write(folder, config(**{"layers": 2} | shape), marker_state_dict(token_id, seed=seed, **shape))
+        _write(folder, config(**_marker(shape)), marker_state_dict(token_id, seed=seed, **shape))
 
     return _write_once(out_dir, {"kind": "marker", "token_id": token_id, "seed": seed, **shape}, write)
 
 
+def _marker(shape: dict[str, Any]) -> dict[str, Any]:
+    return {"layers": 2} | shape
+
+
 def marker_state_dict(token_id: int, *, seed: int = 0, **shape) -> dict[str, Any]:
     """The tensors of :func:`make_marker_model` by Hugging Face name, for a weight update.  Same arguments."""
-    return marker_tensors(config(**{"layers": 2} | shape), token_id, seed)
+    return marker_tensors(config(**_marker(shape)), token_id, seed)
 
 
 def make_smollm2(out_dir: str | os.PathLike) -> Path:
@@ -137,8 +141,8 @@ def make_shape(out_dir: str | os.PathLike, name: str) -> Path:
     """
 
     def write(folder: Path) -> None:
-        shape = dict(kv_heads=8, head_dim=128, vocab=151936, context=40960, dtype="bfloat16") | SHAPES[name]
-        _write(folder, config(**shape), None)
+        shape: dict[str, Any] = dict(kv_heads=8, head_dim=128, vocab=151936, context=40960, dtype="bfloat16")
+        _write(folder, config(**shape | SHAPES[name]), None)
 
     return _write_once(out_dir, {"kind": "shape", "name": name}, write)
 
