@@ -104,7 +104,7 @@ def demonstrate(args: argparse.Namespace, place: Console) -> int:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     files.write(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", args.out / "demo.json")
-    footer = f"{described}. {about['cores']} CPU cores ({about['cpu']}); layouts in turns, rounds: {len(result.rounds)}; {same}"
+    footer = f"{described}. {about['cores']} CPU cores ({about['cpu']}), rounds in turns: {len(result.rounds)}; {same}"
     picture.draw(result, headline(result), footer, args.out / "demo.png")
     speaker.say(f"picture: {args.out / 'demo.png'}\nfigures: {args.out / 'demo.json'}")
     speaker.say(f"{time.monotonic() - begin:.0f} s in all")
