@@ -13,6 +13,12 @@ from sglang_pat.acceptance.results import Result
 pytestmark = pytest.mark.unit
 
 
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch):
+    """To make one takes seconds, and no step here asks for it."""
+    monkeypatch.setattr("sglang_pat.testing.models.make_random", lambda arch, folder, **_: folder)
+
+
 def fine(bench) -> Result:
     """All is well."""
     return Result(verdict="passed", line="as it should be", rows=[["a", "b"], ["1", "2|3"]])
