@@ -21,11 +21,17 @@ SHAPE = parse_shape("body-atom:6.363,0.70,16384,0.01")
 PROMPTS, SIZE, RESPONSES = 480, 48, 8
 
 
+class Linear:
+    """A step takes 10 ms, and 0.1 ms more for each request."""
+
+    def step_seconds(self, tp, batch, tokens, replicas=None):
+        return 0.01 + 1e-4 * batch
+
+
 @functools.cache
 def epoch(rho: float, seed: int, **rules) -> list[Round]:
     profile = load(PROFILE)
-    predictor, costs = fitted(profile)
-    engines = Engines(predictor=predictor, costs=costs, fingerprint=profile.fingerprint, nodes=2, tp=2)
+    engines = Engines(predictor=Linear(), costs=fitted(profile)[1], fingerprint=profile.fingerprint, nodes=2, tp=2)
     given = Rules(num_prompts=SIZE, num_responses=RESPONSES, max_deferrals=64, **rules)
     return Simulation(engines, given, SHAPE, rho, seed, prompts=PROMPTS).epoch()
 
