@@ -8,6 +8,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
 # Tests run in so many processes side by side; engine tests in two at most.
 WORKERS ?= 2
+STUDIES := policies alternatives tail_batching bias
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -16,7 +17,7 @@ INTEGRATION := .venv-integration
 PIP_COMMAND = -m pip --disable-pip-version-check install --quiet --no-input
 PIP = $(PY) $(PIP_COMMAND)
 SOURCES := requirements/torch.txt requirements/cpu.txt requirements/sglang.txt
-CODE := python profiler tests bench examples
+CODE := python profiler studies tests bench examples
 EXTENSION := pyproject.toml $(wildcard setup.py) $(shell find csrc -type f 2>/dev/null)
 
 # One thread a rank: the ranks of an engine share the cores. Offline: nothing here is ever to be downloaded by a test.
@@ -79,6 +80,7 @@ demo: setup
 
 bench: setup
 	@set -e; for script in bench/[!_]*.py; do echo "== $$script $(BENCH_ARGS)"; $(PY) $$script $(BENCH_ARGS); done
+	@set -e; for study in $(STUDIES); do echo "== studies.$$study $(BENCH_ARGS)"; $(PY) -m studies.$$study $(BENCH_ARGS); done
 
 # Does it work on this machine, and what does a switch cost here?  See docs/gpu.md.  Not in .venv, which has no CUDA: in
 # the environment in which SGLang for GPUs is installed, and this package.
@@ -110,7 +112,7 @@ $(VENV)/.sglang_pat_docs: $(VENV)/.sglang_pat_setup requirements/docs.txt
 
 clean:
 	rm -rf build dist out/site python/*.egg-info .pytest_cache .hypothesis .ruff_cache
-	find python profiler tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find python profiler studies tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 	find python -name '*.so' -delete
 	rm -f $(VENV)/.sglang_pat_setup
 

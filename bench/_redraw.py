@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # studies/ is not installed
 PAGES, IMAGES = ROOT / "docs" / "results", ROOT / "docs" / "img"
 MACHINE = "AMD EPYC, 2 cores"
 
@@ -82,48 +83,22 @@ def _case(row: dict[str, str]):
 
 
 def tail_batching() -> Path:
-    """The tables of ``tail_batching.md``."""
-    from _tail_picture import Found, draw
+    """The table of ``tail_batching.md`` that has both together."""
+    from studies.tail_picture import draw
 
-    (node,) = with_columns("tail_batching.md", "setting", "with both", "gain of both")
-    (more,) = with_columns("tail_batching.md", "more of", "ρ")
-    (real,) = with_columns("tail_batching.md", "model", "s a round: mean (median)")
-    found = Found(
-        node={(row["setting"], float(row["ρ"])): _node(row) for row in node},
-        more={
-            (row["more of"], float(row["ρ"])): {
-                float(name.removeprefix("η = ")): number(cell) for name, cell in row.items() if name.startswith("η = ")
-            }
-            for row in more
-        },
-        middle="14B, 16K",
-        real=_real(real),
-        machine=MACHINE,
-        source="Drawn from the tables of docs/results/tail_batching.md, which has dates and commits.",
-    )
-    return draw(found, IMAGES / "tail_batching.png")
+    (rows,) = with_columns("tail_batching.md", "setting", "with both", "gain of both")
+    found = {(row["setting"], float(row["ρ"])): _round_seconds(row) for row in rows}
+    source = "Drawn from a table of docs/results/tail_batching.md."
+    return draw(found, source, IMAGES / "tail_batching.png")
 
 
-def _node(row: dict[str, str]) -> dict[str, float]:
+def _round_seconds(row: dict[str, str]) -> dict[str, float]:
     """Seconds by way.  The last one is the base over the gain: the same to a second, and with more digits."""
-    from _tail_picture import ADAPTIVE, BASE, BOTH, TAIL
+    from studies.tail_picture import ADAPTIVE, BASE, BOTH, TAIL
 
     seconds = {way: number(row[column]) for way, column in
                ((BASE, "base, s"), (ADAPTIVE, "with adaptive TP"), (TAIL, "tail batching"))}  # fmt: skip
-    both = seconds[BASE] / number(row["gain of both"])
-    if abs(both - number(row["with both"])) > 0.75:
-        raise ValueError(f"tail_batching.md: {row} has a gain that is not that of its seconds")
-    return seconds | {BOTH: both}
-
-
-def _real(rows: list[dict[str, str]]) -> dict[str, dict[str, tuple[float, list[float]]]]:
-    from _tail_picture import REAL
-
-    found: dict[str, dict[str, tuple[float, list[float]]]] = {}
-    for row in rows:
-        seconds = number(row["s a round: mean (median)"].split()[0])
-        found.setdefault(row["model"], {})[REAL[row["way"]]] = seconds, []
-    return found
+    return seconds | {BOTH: seconds[BASE] / number(row["gain of both"])}
 
 
 def about(page: str) -> str:

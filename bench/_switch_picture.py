@@ -37,11 +37,12 @@ def draw(settings: dict[str, Rows], about: str, path: Path) -> Path:
 
 
 def title(settings: dict[str, Rows]) -> str:
-    """How long ours takes, and how PAT's way compares."""
+    """How long ours takes with the drain and without, and how PAT's way compares."""
     everything = [row for rows in settings.values() for row in rows]
-    ours = pictures.span((1e3 * row["own"] for row in everything if row["way"] == "ours"), ".0f")
+    ours = [row for row in everything if row["way"] == "ours"]
+    whole, own = (pictures.span((1e3 * row.get(part, row["own"]) for row in ours), ".0f") for part in ("pause", "own"))
     ratios = [ratio for rows in settings.values() for ratio in times(rows)]
-    return f"A switch stops decoding for {ours} ms once the steps in flight are done{_compared(ratios)}"
+    return f"A switch stops decoding for {whole} ms; without the drain for {own} ms{_compared(ratios)}"
 
 
 def panel_title(rows: Rows) -> str:
@@ -59,8 +60,8 @@ def _compared(ratios: list[float]) -> str:
         return ""
     times_as_long = f"{pictures.span(ratios, '.1f')} times as long"
     if min(ratios) >= 1:
-        return f"; PAT's way takes {times_as_long}"
-    return f"; PAT's way is faster at {sum(r < 1 for r in ratios)} of {len(ratios)} points: it takes {times_as_long}"
+        return f", and PAT's way {times_as_long}"
+    return f", and PAT's way {times_as_long} (it is faster at {sum(r < 1 for r in ratios)} of {len(ratios)} points)"
 
 
 def times(rows: Rows) -> list[float]:

@@ -1,4 +1,4 @@
-"""A server as a round in this process sees it: ``bench/tail_batching.py`` gives each sample its length, which
+"""A server as a round in this process sees it: ``bench/tail_rounds.py`` gives each sample its length, which
 ``/pat/rollout`` cannot."""
 
 from __future__ import annotations

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from sglang_pat.demo import contest
 from sglang_pat.demo.cases import BANDWIDTH, MAKERS, NATURAL, QUICK, SMOLLM2, WIDE, Case, LognormalBatch
-from sglang_pat.demo.contest import HIGH, LOW, POLICY, Sweep
-from sglang_pat.demo.display import Display
-from sglang_pat.demo.records import DemoError, Result, Run, StepTime
+from sglang_pat.demo.contest import HIGH, LOW, POLICY, DemoError, Result, Run, StepTime, Sweep
 from sglang_pat.tools import console
+from sglang_pat.tools.console import Speaker
 from sglang_pat.tools.machine import machine
 
 CACHE = Path(".cache")
@@ -46,10 +45,10 @@ REGIMES = {
 }
 
 
-def sweep(case: Case, model: Path, budget: str, display: Display) -> Path:
+def sweep(case: Case, model: Path, budget: str, speaker: Speaker) -> Path:
     """The profile of this model over this link; a sweep that was interrupted goes on."""
     out = CACHE / "profiles" / f"rollout-{model.name}-{case.link.replace(':', '_')}.json"
-    return contest.profile(case, model, out, Sweep(budget, GRID), display, None)
+    return contest.profile(case, model, out, Sweep(budget, GRID), speaker, None)
 
 
 def ratios(times: list[StepTime]) -> dict[int, float]:
@@ -57,24 +56,30 @@ def ratios(times: list[StepTime]) -> dict[int, float]:
     return {time.requests: round(time.seconds[str(HIGH)] / time.seconds[str(LOW)], 2) for time in times}
 
 
-def figures(result: Result) -> dict:
+def figures(case: Case, result: Result) -> dict:
     """What ``--json`` keeps of a case."""
     return {
-        "link": result.link,
-        "work": result.work,
+        "link": case.link,
+        "work": asdict(case.work),
         "tokens": result.rounds[0][0].tokens,
-        "best_static": result.best_static,
+        "best_static": result.static[0],
         "runs": {
-            POLICY if name == result.adaptive else name: {
+            POLICY if name == contest.ADAPTIVE else name: {
                 "seconds": result.seconds(name),
                 "median": result.median(name),
                 # Round by round, since the machine's speed drifts from one to the next.
-                "against_best_static": statistics.median(result.gains(name)),
+                "against_best_static": statistics.median(gains(result, name)),
                 "switches": [_switches(runs[at]) for runs in result.rounds],
             }
             for at, name in enumerate(result.contenders)
         },
     }
+
+
+def gains(result: Result, name: str) -> list[float]:
+    """Seconds of the better static layout over those of a contender, round by round."""
+    best = result.seconds(result.static[0])
+    return [one / other for one, other in zip(best, result.seconds(name), strict=True)]
 
 
 def _switches(run: Run) -> list[dict]:
@@ -112,24 +117,20 @@ def main() -> int:
     results = {}
     if args.json and args.json.is_file():
         results = {result["regime"]: result for result in json.loads(args.json.read_text())["results"]}
-    display = Display(console.make())
+    speaker = Speaker(console.make())
     for name, case in regimes.items():
         model = MAKERS[case.model]()
         print(f"{name}: {case.work.batch} requests, {sum(case.work.lengths())} tokens, {case.link_name}")
         try:
-            profile = sweep(case, model, budget, display)
+            profile = sweep(case, model, budget, speaker)
             steps = contest.step_times(profile, (1, 4, 16, case.work.batch))
             over = ratios(steps)
             shown = ", ".join(f"{ratio} at {batch}" for batch, ratio in over.items())
             print(f"  a step of tp2 over one of tp1, by requests: {shown}", flush=True)
-            played = contest.play(case, model, profile, lambda done, _: done < rounds, display)
+            played = contest.play(case, model, profile, lambda done, _: done < rounds, speaker)
         except DemoError as error:
             sys.exit(f"error: {error}")
-        result = Result(
-            name=name, model=case.model, link=case.link, link_name=case.link_name, work=asdict(case.work), steps=steps,
-            rounds=played,
-        )  # fmt: skip
-        found = figures(result)
+        found = figures(case, Result(steps, played))
         results[name] = {"regime": name, "model": case.model, "tp2_over_tp1": over, "machine": about} | found
         for contender, run in found["runs"].items():
             ratio = found["runs"][found["best_static"]]["median"] / run["median"]

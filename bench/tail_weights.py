@@ -36,16 +36,14 @@ from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.rank.shards import copies  # noqa: E402
 from sglang_pat.rank.weights import Views, shard_specs  # noqa: E402
 from sglang_pat.testing.lone import LoneRank  # noqa: E402
-from sglang_pat.testing.weights import RandomModel, config  # noqa: E402
+from sglang_pat.testing.models import config  # noqa: E402
 from sglang_pat.tools.machine import machine  # noqa: E402
 
 MODELS = {
     # Shapes of SmolLM2-135M as it is served here: 12 query and 4 KV heads, so that 2 and 4 divide them.
-    "smollm2": RandomModel(
-        layers=30, hidden=576, heads=12, kv_heads=4, head_dim=64, intermediate=1536, vocab=49152, tie=True
-    ),
+    "smollm2": dict(layers=30, hidden=576, heads=12, kv_heads=4, head_dim=64, intermediate=1536, vocab=49152, tie=True),
     # As in rollout.py: two layers, whose steps are mostly weights.
-    "wide": RandomModel(layers=2, hidden=2048, heads=16, kv_heads=4, head_dim=128, intermediate=10240, vocab=2048),
+    "wide": dict(layers=2, hidden=2048, heads=16, kv_heads=4, head_dim=128, intermediate=10240, vocab=2048),
 }
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 128
@@ -54,14 +52,15 @@ CONTEXT = 128
 class Stepper:
     """Decode steps of the models of one rank."""
 
-    def __init__(self, model: RandomModel) -> None:
+    def __init__(self, shape: dict) -> None:
         folder = Path(tempfile.mkdtemp())
-        (folder / "config.json").write_text(json.dumps(config(model)))
+        self.config = config("llama", **shape)
+        self.config.save_pretrained(folder)
         args = ServerArgs(
-            model_path=str(folder), device="cpu", dtype=model.dtype, attention_backend="torch_native",
+            model_path=str(folder), device="cpu", dtype="float32", attention_backend="torch_native",
             skip_tokenizer_init=True, disable_cuda_graph=True,
         )  # fmt: skip
-        self.shape, self.rank = model, LoneRank(args)
+        self.rank = LoneRank(args)
         self.base = self.rank.model(1, 0)
         for param in self.base.parameters():
             param.data = torch.randn(param.shape, dtype=param.dtype) * 0.02
@@ -86,10 +85,10 @@ class Stepper:
 
     def step(self, model: torch.nn.Module, tp: int, batch: int) -> Callable[[], torch.Tensor]:
         """A decode step of ``model``: ``batch`` requests with ``CONTEXT`` tokens each, to the logits."""
-        shape, tokens = self.shape, batch * CONTEXT
+        shape, tokens = self.config, batch * CONTEXT
         pool = MHATokenToKVPool(
-            size=tokens, page_size=1, dtype=torch.float32, head_num=max(1, shape.kv_heads // tp),
-            head_dim=shape.head_dim, layer_num=shape.layers, device="cpu", enable_memory_saver=False,
+            size=tokens, page_size=1, dtype=torch.float32, head_num=max(1, shape.num_key_value_heads // tp),
+            head_dim=shape.head_dim, layer_num=shape.num_hidden_layers, device="cpu", enable_memory_saver=False,
         )  # fmt: skip
         requests = ReqToTokenPool(size=batch, max_context_len=CONTEXT, device="cpu", enable_memory_saver=False)
         requests.req_to_token[1:] = torch.arange(1, tokens + 1).view(batch, CONTEXT)

@@ -16,8 +16,10 @@ import sys
 from functools import reduce
 from pathlib import Path
 
-from sglang_pat.integrations import picture
 from sglang_pat.testing import cpu_jobs, deepspeed_ops
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import training_picture as picture
 
 HERE = Path(__file__).resolve().parent
 MODES = {

@@ -16,8 +16,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from sglang_pat.integrations import picture
 from sglang_pat.testing import cpu_jobs
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import training_picture as picture
 
 HERE = Path(__file__).resolve().parent
 CPU_PLATFORM = "sglang_pat.testing.verl_cpu"

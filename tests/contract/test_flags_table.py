@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import ServerArgs
 
-from sglang_pat.launch import flags, flags_page
+from sglang_pat.launch import flags
 from sglang_pat.launch.spec import AdaptiveServerArgs
+
+from . import flags as tables
 
 pytestmark = pytest.mark.contract
 
@@ -25,23 +27,23 @@ def arguments(model, **options):
 def test_every_flag_is_classified():
     """A new SGLang version fails here, by the names of its new flags."""
     fields = {field.name for field in dataclasses.fields(ServerArgs)}
-    found = set(flags.classified())
-    assert not fields - found, f"flags that launch/flags.py does not know: {sorted(fields - found)}"
+    found = set(tables.classified())
+    assert not fields - found, f"flags that tests/contract/flags.py does not know: {sorted(fields - found)}"
     assert not found - fields, f"flags that SGLang no longer has: {sorted(found - fields)}"
 
 
 def test_a_flag_in_two_tables_is_found(monkeypatch):
-    monkeypatch.setattr(flags, "GPU", flags.GPU | {"twice": "dtype"})
+    monkeypatch.setattr(tables, "GPU", tables.GPU | {"twice": "dtype"})
     with pytest.raises(AssertionError, match="dtype is in two tables"):
-        flags.classified()
+        tables.classified()
 
 
-@pytest.mark.parametrize("test", flags.WORKING)
+@pytest.mark.parametrize("test", tables.WORKING)
 def test_what_works_is_used_by_the_test_named(test):
     """Among the words of its code, or of what starts its servers; comments and docstrings do not count."""
     shared = ("tests/engine/conftest.py", "python/sglang_pat/testing/server.py")
     words = {word for name in (test, *shared) for word in _words(ROOT / name)}
-    unused = [name for name in flags.WORKING[test].split() if not {_option(name), name} & words]
+    unused = [name for name in tables.WORKING[test].split() if not {_option(name), name} & words]
     assert not unused, f"{test} does not use {unused}"
 
 
@@ -106,5 +108,5 @@ def test_variables_are_refused(model, monkeypatch, name):
 
 
 def test_the_page_is_up_to_date():
-    make = "python -m sglang_pat.launch.flags_page > docs/flags.md"
-    assert (ROOT / "docs/flags.md").read_text() == flags_page.page(), make
+    make = "python -m tests.contract.flags > docs/flags.md"
+    assert (ROOT / "docs/flags.md").read_text() == tables.page(), make

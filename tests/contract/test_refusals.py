@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from sglang_pat.testing import models
-from sglang_pat.testing.weights import ARCHITECTURES
+from sglang_pat.testing.models import ARCHITECTURES
 
 pytestmark = pytest.mark.contract
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank.shards import Block, ShardSpec
 from sglang_pat.testing import models
-from sglang_pat.testing.weights import ARCHITECTURES
+from sglang_pat.testing.models import ARCHITECTURES
 
 from .checkpoints import Checkpoint, made_by_transformers
 

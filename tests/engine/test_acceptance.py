@@ -46,7 +46,6 @@ def test_on_a_cpu(servers, tmp_path):
     points = found["pause"]["figures"]["points"]
     assert {point["way"] for point in points} == {"ours", "PAT's"} and len(points) == 4
     assert all(record["migrated"] == point["requests"] for point in points for record in point["records"])
-    assert (tmp_path / "acceptance.png").stat().st_size > 10_000
 
 
 def test_the_step_of_the_real_model_with_a_stand_in(servers, llama, tmp_path, monkeypatch):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from sglang_pat.acceptance import cli, steps
-from sglang_pat.acceptance.picture import draw
-from sglang_pat.acceptance.results import Report, Result
+from sglang_pat.acceptance.results import Result
 
 pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch):
+    """To make one takes seconds, and no step here asks for it."""
+    monkeypatch.setattr("sglang_pat.testing.models.make_random", lambda arch, folder, **_: folder)
 
 
 def fine(bench) -> Result:
@@ -58,13 +62,6 @@ def test_what_cannot_be_run_is_left_out_and_fails_nothing(monkeypatch, tmp_path,
     assert "| absent | left out | install it |" in (tmp_path / "acceptance.md").read_text()
 
 
-def test_without_matplotlib_there_is_a_report_all_the_same(made_up, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sglang_pat.acceptance.picture", None)
-    assert cli.main(["--device", "cpu", "--out", str(tmp_path), "--only", "fine"]) == 0
-    assert "no picture: import of sglang_pat.acceptance.picture" in capsys.readouterr().out
-    assert (tmp_path / "acceptance.md").exists()
-
-
 def test_steps_are_chosen_by_name(made_up, tmp_path):
     assert cli.main(["--device", "cpu", "--out", str(tmp_path), "--only", "fine"]) == 0
     found = json.loads((tmp_path / "acceptance.json").read_text())
@@ -86,25 +83,6 @@ def test_refused_in_one_line(arguments, said, tmp_path, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_the_picture_shows_what_was_measured(tmp_path):
-    report = Report(machine={}, options={"device": "cpu", "ranks": 2})
-    assert draw(report, tmp_path / "none.png") is None
-    ways = {"ours": 1e-5, "PAT's": 9e-5}
-    points = [{"way": way, "tokens": n, "up": n * each} for way, each in ways.items() for n in (256, 2048)]
-    steps_taken = {f"{n} tp{tp}": n / 1e3 / tp for n in (2, 8) for tp in (1, 2)}
-    report.results = [
-        Result(name="pause", verdict="measured", line="", figures={"points": points, "restart": 14.0}),
-        Result(
-            name="step-times",
-            verdict="measured",
-            line="",
-            figures={"steps": steps_taken, "one": {"1": 0.01, "2": 0.006}},
-        ),
-    ]
-    picture = draw(report, tmp_path / "a.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_step_says_what_it_shows():

@@ -117,10 +117,6 @@ def test_without_its_package_the_real_model_is_left_out(monkeypatch, tmp_path):
         answers.real_model(stand_in)
 
 
-def test_the_question_by_which_sense_is_checked_is_asked():
-    assert answers.PROMPTS.index(answers.QUESTION) < answers.QUESTIONS
-
-
 def test_equal():
     assert answers.equal({"tp1": [[1], [2]], "tp2": [[1], [2]]}) == (True, "all equal")
     assert answers.equal({"tp1": [[1], [2]], "tp2": [[1], [3]], "up": [[4], [2]]}) == (

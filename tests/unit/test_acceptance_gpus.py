@@ -9,7 +9,6 @@ import torch
 
 from sglang_pat.acceptance import bench, cli
 from sglang_pat.memory.machine import GIB
-from sglang_pat.testing import shapes
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +22,8 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(USED))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda gpu: USED[gpu])
-    monkeypatch.setattr(shapes, "write_tokenizer", lambda *_: None)  # of 150,000 words
+    monkeypatch.setattr(bench.models, "make_random", lambda arch, folder, **_: folder)
+    monkeypatch.setattr(bench.models, "make_shape", lambda folder, name: folder)
 
 
 def no_nvml(gpu):

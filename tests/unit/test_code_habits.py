@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections import Counter
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -16,8 +17,13 @@ import pytest
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("python", "profiler", "tests", "bench", "examples")
+FOLDERS = ("python", "profiler", "studies", "tests", "bench", "examples")
 PAIRS = {"setter", "getter", "deleter", "overload"}
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def sources() -> list[Path]:
@@ -25,9 +31,9 @@ def sources() -> list[Path]:
 
 
 def modules() -> dict[str, Path]:
-    """Those that are installed, by dotted name."""
+    """Those that are installed, and the studies, by dotted name."""
     found = {}
-    for base, package in ((ROOT / "python", "sglang_pat"), (ROOT, "profiler")):
+    for base, package in ((ROOT / "python", "sglang_pat"), (ROOT, "profiler"), (ROOT, "studies")):
         for path in (base / package).rglob("*.py"):
             found[".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")] = path
     return found
@@ -50,11 +56,17 @@ def test_no_module_imports_itself_on_the_way():
     """Imports for types and inside functions count: who reads one module of a circle has to read them all."""
     paths = modules()
     names = set(paths)
-    graph = {name: imported(ast.parse(path.read_text()), names) - {name} for name, path in paths.items()}
+    graph = {name: imported(parse(path), names) - {name} for name, path in paths.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(f"a circle of imports: {' <- '.join(error.args[1])}") from None
+
+
+def test_what_is_installed_imports_no_study():
+    installed = {name: path for name, path in modules().items() if not name.startswith("studies")}
+    found = {name: imported(parse(path), None) for name, path in installed.items()}
+    assert not [name for name, modules in found.items() if any(m.partition(".")[0] == "studies" for m in modules)]
 
 
 PURE = ("layout", "config", "removed", "settings", "messages", "files", "errors", "figures", "dropped", "version")
@@ -72,7 +84,7 @@ def test_pure_modules_compute_without_sglang_and_torch():
     pure |= {name for name in paths if name.split(".")[1:2] and name.split(".")[1] in PURE}
     allowed = pure | {name for name in paths if name.startswith("sglang_pat.tools.")}
     for name in pure:
-        tree = ast.parse(paths[name].read_text())
+        tree = parse(paths[name])
         assert not {n.partition(".")[0] for n in imported(tree, None)} & IMPURE, name
         rest = imported(tree, set(paths)) - allowed
         assert not rest, f"{name} imports {rest}, which is not among the pure modules"
@@ -88,7 +100,7 @@ def test_methods_are_defined_once():
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     twice = []
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, (ast.ClassDef, ast.Module)):
                 names = Counter(item.name for item in node.body if isinstance(item, kinds) and not _paired(item))
                 where = f"{path.relative_to(ROOT)}: {getattr(node, 'name', path.stem)}"
@@ -104,7 +116,7 @@ def test_files_are_written_by_one_function():
         ours = path.relative_to(ROOT).parts
         if ours[0] not in ("python", "profiler") or "testing" in ours or path.name == "files.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             # Strings and dataclasses have a ``replace``, too.
             if isinstance(node, ast.Attribute) and node.attr in ways:
                 if node.attr != "replace" or (isinstance(node.value, ast.Name) and node.value.id == "os"):

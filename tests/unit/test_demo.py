@@ -1,95 +1,55 @@
-"""The demonstration's work, records and verdict."""
+"""The demonstration: its work, its contenders on a server that is none, what it says and writes."""
 
+import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import aiohttp
 import psutil
 import pytest
 
-from sglang_pat.demo import cases, verdict
-from sglang_pat.demo.records import (
-    StepTime,
-    name_of,
-    switches_of,
-)
+from sglang_pat.demo import cases, cli, contest
+from sglang_pat.demo.contest import Answer, DemoError, Result, Run, StepTime, Switch
+from sglang_pat.predict.profile import save
+from sglang_pat.testing.server import ServerDied
 from sglang_pat.tools.cpu_share import Meter
-from sglang_pat.tools.prompts import PROMPTS
-from tests.unit.demo_world import HIGH, LOW, WORK, result, run, switch
+from tests.unit.profiles_for_tests import profile
 
 pytestmark = pytest.mark.unit
 
-
-# -- the work -------------------------------------------------------------------------------------
-
-
-def test_lengths_are_the_same_each_time_and_long_tailed():
-    work = cases.LognormalBatch(128, 32, 1.0, 448)
-    lengths = work.lengths()
-    assert lengths == work.lengths() == sorted(lengths) and len(lengths) == 128
-    assert max(lengths) <= 448 and min(lengths) >= 4
-    assert 28 <= lengths[64] <= 36 and max(lengths) > 8 * lengths[64]
+LOW, HIGH = "tp1×dp2", "tp2×dp1"
+WORK = cases.LognormalBatch(4, 8, 1.0, 64)
 
 
-def test_a_share_runs_into_the_limit():
-    lengths = cases.LognormalBatch(50, 16, 0.3, 200, capped=0.06).lengths()
-    assert len(lengths) == 50 and lengths[-3:] == [200] * 3 and lengths[-4] < 60
+def run(name, seconds, texts="abcd", **changes):
+    answers = [Answer(seconds * (i + 1) / 4, 10, text) for i, text in enumerate(texts)]
+    return Run(**dict(contender=name, answers=answers, switches=[], others=0.25) | changes)
 
 
-def test_rounds_are_the_same_work_and_no_prompt_comes_twice():
-    assert len(set(PROMPTS)) == len(PROMPTS) >= 16
+def result(*rounds):
+    """Of rounds of seconds: static tp1×dp2, static tp2×dp1, adaptive."""
+    names = (f"static {LOW}", f"static {HIGH}", contest.ADAPTIVE)
+    made = [[run(name, seconds) for name, seconds in zip(names, each, strict=True)] for each in rounds]
+    return Result([StepTime(1, {LOW: 0.06, HIGH: 0.04})], made)
+
+
+def test_rounds_are_the_same_long_tailed_work_and_no_prompt_comes_twice():
+    lengths = cases.LognormalBatch(128, 32, 1.0, 448, capped=0.02).lengths()
+    assert len(lengths) == 128 and 28 <= lengths[64] <= 36 and lengths[-3:] == [448] * 3 and min(lengths) >= 4
     rounds = [WORK.bodies(number) for number in range(3)]
-    assert len({body["text"] for bodies in rounds for body in bodies}) == 12
+    assert len({body["text"] for bodies in rounds for body in bodies}) == 12 and rounds[1] == WORK.bodies(1)
     for bodies in rounds:
         params = [body["sampling_params"] for body in bodies]
         assert sorted(p["max_new_tokens"] for p in params) == WORK.lengths()
-        assert all(p["temperature"] == 0 and p["ignore_eos"] for p in params)
         assert {p["custom_params"]["pat_limit"] for p in params} == {64}, "policies are not told the lengths"
-    assert rounds[1] == WORK.bodies(1)
-
-
-def test_a_round_that_does_not_count_tells_no_length():
     params = [body["sampling_params"] for body in WORK.bodies(0, tokens=4)]
     assert {(p["max_new_tokens"], p["custom_params"]["pat_limit"]) for p in params} == {(4, 4)}
 
 
 def test_an_emulated_link_is_called_so():
-    assert cases.CASES["real-link"].link_name == "real link"
-    assert cases.CASES["slow-link"].link_name == "emulated link of 5 µs, 0.03 GB/s"
-
-
-# -- records --------------------------------------------------------------------------------------
-
-
-def test_gains_are_of_neighbours():
-    one = result((10.0, 12.0, 8.0), (30.0, 36.0, 20.0), (10.0, 12.0, 20.0))
-    assert one.best_static == f"static {LOW}" and one.worst_static == f"static {HIGH}"
-    assert one.gains(one.adaptive) == [1.25, 1.5, 0.5] and one.gain == 1.25
-    assert one.median(one.adaptive) == 20.0
-    assert one.typical == one.rounds[0] and one.switched
-
-
-def test_of_two_rounds_the_smaller_gain_is_drawn():
-    one = result((10.0, 12.0, 8.0), (10.0, 12.0, 10.0))
-    assert one.typical == one.rounds[1]
-
-
-def test_differences_are_counted_by_response():
-    one = result()
-    one.rounds[0][1] = run(f"static {HIGH}", texts="abXY")
-    assert (one.different(), one.responses()) == (2, 4)
-
-
-def test_switches_of_a_status():
-    record = {
-        "started": 103.0, "phases": {"prepare": 0.5, "kv": 0.1}, "from_tp": 1, "to_tp": 2, "pause_seconds": 0.25,
-        "requests": 3, "tokens": 70, "moved_bytes": 9, "error": "",
-    }  # fmt: skip
-    status = {"base": {"tp": 1, "dp": 2}, "switches": [record | {"started": 1.0}, record]}
-    (found,) = switches_of(status, 100.0, 1)
-    assert (found.before, found.after, found.at, found.pause, found.requests) == (LOW, HIGH, 3.5, 0.25, 3)
-    assert switches_of(status, 100.0, 0) == []
-    assert name_of({"tp": 2, "dp": 1}) == HIGH
+    assert cases.CASE.link_name == "emulated link of 5 µs, 0.03 GB/s"
 
 
 def test_meter_tells_own_work_from_that_of_others():
@@ -98,66 +58,134 @@ def test_meter_tells_own_work_from_that_of_others():
         process = psutil.Process(child.pid)
         mine, theirs = Meter([psutil.Process(), process]), Meter([psutil.Process()])
         before = process.cpu_times().user
-        while process.cpu_times().user - before < 0.5:
-            time.sleep(0.05)
+        while process.cpu_times().user - before < 0.2:
+            time.sleep(0.02)
         assert theirs.share() > mine.share()
     finally:
         child.kill()
         child.wait()
 
 
-# -- the verdict ------------------------------------------------------------------------------------
+# -- contenders
 
 
-def test_headline_says_where_it_is_ahead_and_where_not():
-    ahead = result()
-    behind = result((10.0, 12.0, 12.5), model="wide", link_name="emulated link 5:1")
-    even = result((10.0, 12.0, 10.0))
-    assert verdict.headline([ahead]) == "Adaptive is ahead of the better static layout: SmolLM2, real link (×1.25)"
-    both = verdict.headline([ahead, behind])
-    assert "ahead of the better static layout: SmolLM2, real link (×1.25); behind" in both
-    assert "behind the better static layout: wide, emulated link 5:1 (×0.80)" in both
-    assert verdict.headline([even]).startswith("Adaptive is level with")
+class FakeServer:
+    """Answers ``/generate``; the second response is one token short if ``short``."""
+
+    def __init__(self, short=False):
+        self.short, self.asked, self.reconfigured = short, 0, []
+        self.process = SimpleNamespace(pid=psutil.Process().pid)
+        self.session = aiohttp.ClientSession
+
+    def children(self):
+        return []
+
+    def reconfigure(self, tp):
+        self.reconfigured.append(tp)
+
+    def status(self):
+        made = [dict(started=time.time(), phases={"prepare": 0.5}, from_tp=1, to_tp=2, pause_seconds=0.1, requests=2,
+                     tokens=5, error="")] * bool(self.asked)  # fmt: skip
+        layout = {"tp": 1, "dp": 2}
+        return dict(num_switches=len(made), layout=layout, base=layout, requests=0, switches=made)
+
+    async def one(self, session, body):
+        self.asked += 1
+        tokens = body["sampling_params"]["max_new_tokens"] - (self.short and self.asked == 2)
+        return {"text": body["text"][-3:], "meta_info": {"completion_tokens": tokens}}
 
 
-def test_choice_of_the_static_layout():
-    low, high = result((10.0, 12.0, 8.0)), result((15.0, 10.0, 8.0))
-    assert verdict.choice([low, high]).startswith(
-        "No static layout is best in all cases: the wrong one takes up to 50%"
-    )
-    assert (
-        verdict.choice([low]) == f"static {LOW} is the better static layout here; the other one takes up to 20% longer."
-    )
+def test_a_contender_runs_a_batch():
+    server = FakeServer()
+    found = contest.Contender("adaptive", server, None).run(WORK.bodies(0))
+    assert found.tokens == sum(WORK.lengths()) and server.reconfigured == []
+    assert [(switch.to_tp, switch.requests, switch.pause) for switch in found.switches] == [(2, 2, 0.1)]
+    contest.Contender(f"static {HIGH}", server := FakeServer(), contest.HIGH).run(WORK.bodies(0))
+    assert server.reconfigured == [2]
+    with pytest.raises(DemoError, match="shorter or longer"):
+        contest.Contender("adaptive", FakeServer(short=True), None).run(WORK.bodies(0))
 
 
-def test_reasons_name_measured_steps():
-    flat = [StepTime(requests=n, seconds={LOW: 0.06, HIGH: 0.04}) for n in (1, 64)]
-    high = result((12.0, 10.0, 10.0), steps=flat)
-    assert f"{HIGH} is the faster layout for any number" in verdict.reason(high)
-    assert "60 / 40 ms with 1, 60 / 40 ms with 64 requests" in verdict.reason(high)
-    assert f"takes {HIGH} for the faster layout, but static {LOW} was" in verdict.reason(result(steps=flat))
-    still = result()
-    still.rounds[0][-1] = run("adaptive", switches=[])
-    assert "expected no gain" in verdict.reason(still)
-    crossing = verdict.reason(result((8.0, 9.0, 10.0)))
-    assert f"the faster layout is {LOW} with 64 left and {HIGH} with 1" in crossing
+def test_step_times_are_the_profiles(tmp_path):
+    save(profile(), tmp_path / "p.json")
+    found = contest.step_times(tmp_path / "p.json", (1, 4))
+    assert [step.requests for step in found] == [1, 4]
+    assert all(set(step.seconds) == {LOW, HIGH} and min(step.seconds.values()) > 0 for step in found)
 
 
-@pytest.mark.parametrize(("adaptive", "said"), [(9.7, "ahead"), (10.0, "even"), (10.1, "even"), (11.0, "behind")])
-def test_standing(adaptive, said):
-    assert verdict.standing(result((10.0, 12.0, adaptive))) == said
+def test_a_dead_server_is_blamed_with_its_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("out of memory")
+    dead = SimpleNamespace(process=SimpleNamespace(wait=lambda _: 1, poll=lambda: 1), log=log, log_text=log.read_text)
+
+    def fail(error):
+        raise error
+
+    with pytest.raises(DemoError, match=r"(?s)the server died \(exit code 1\).*out of memory"):
+        contest._blaming(dead, lambda: fail(ConnectionError("refused")))
+    with pytest.raises(DemoError, match="gone"):
+        contest._blaming(dead, lambda: fail(ServerDied("gone")))
 
 
-def test_an_engine_that_stayed_in_the_better_layout_is_level_with_it():
-    still = result((10.0, 12.0, 5.0))
-    still.rounds[0][-1] = run("adaptive", 5.0, switches=[])
-    assert verdict.standing(still) == "even"
-    at_once = result((12.0, 10.0, 9.0))
-    at_once.rounds[0][-1] = run("adaptive", 9.0, switches=[switch(at=0.1, pause=0.01, requests=0)])
-    assert verdict.standing(at_once) == "even"
-    astray = result((10.0, 12.0, 12.0))
-    astray.rounds[0][-1] = run("adaptive", 12.0, switches=[switch(at=0.1, pause=0.01, requests=0)])
-    assert verdict.standing(astray) == "behind"
-    wrong = result((12.0, 10.0, 12.0))  # it should have switched
-    wrong.rounds[0][-1] = run("adaptive", 12.0, switches=[])
-    assert verdict.standing(wrong) == "behind"
+# -- the command
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--minutes", "0"], "--minutes 0: must be above 0"),
+    (["--only", "slow-link"], "--only, --model: the demonstration has one case; bench/rollout.py runs others"),
+])  # fmt: skip
+def test_bad_command_lines(capsys, argv, words):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_rounds_end_with_the_time():
+    more = cli.until(time.monotonic() + 100, 2, 4)
+    assert more(1, 1e9) and more(2, 50.0) and not more(2, 200.0) and not more(4, 1.0)
+
+
+@pytest.mark.parametrize(("adaptive", "said"), [(8.0, "1.25 times"), (10.1, "as fast as"), (12.5, "0.80 times")])
+def test_headline(adaptive, said):
+    found = cli.headline(result((10.0, 12.0, adaptive), (10.0, 12.0, adaptive), (99.0, 99.0, 99.0)))
+    assert said in found and f"static {LOW}" in found and f"{12 / adaptive:.2f} times as fast as static {HIGH}" in found
+
+
+def test_whole_command_with_rounds_given(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(cases.MAKERS, cases.TINY, lambda: tmp_path)
+    monkeypatch.setattr(cli, "may_fork", lambda: False)
+    monkeypatch.setattr(contest, "profile", lambda *_: tmp_path)
+    given = result((10.0, 12.0, 8.0))
+    monkeypatch.setattr(contest, "step_times", lambda *_: given.steps)
+    monkeypatch.setattr(contest, "play", lambda *_: given.rounds)
+    assert cli.main(["--quick", "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "1.25 times as fast" in said and "texts equal in all layouts: 4 of 4" in said
+    assert json.loads((tmp_path / "out" / "demo.json").read_text())["median_seconds"]["adaptive"] == 8.0
+    assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_model_is_one_line(monkeypatch, capsys):
+    def fail():
+        raise FileNotFoundError("no weights")
+
+    monkeypatch.setitem(cases.MAKERS, cases.TINY, fail)
+    assert cli.main(["--quick"]) == 1
+    assert capsys.readouterr().err == "error: the model cannot be made: no weights\n"
+
+
+def test_an_aborted_switch_and_many_different_texts_are_errors():
+    found = result((10.0, 12.0, 8.0))
+    cli.verify(found)
+    found.rounds[0][1] = run(f"static {HIGH}", 12.0, texts="abXY")
+    with pytest.raises(DemoError, match="2 of 4 responses are not the same in all layouts"):
+        cli.verify(found)
+    found.rounds[0][-1] = run("adaptive", 8.0, switches=[Switch(1, 2, 3.0, 0.5, 2, 77, error="no memory")])
+    with pytest.raises(DemoError, match="a switch was aborted: no memory"):
+        cli.verify(found)
+
+
+def test_help_needs_no_engine():
+    code = "import sys; from sglang_pat.demo import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "assert not {'torch', 'sglang', 'matplotlib'} & set(sys.modules), sorted(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.DEVNULL)

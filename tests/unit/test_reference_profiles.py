@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import check_fits, load, save
-from sglang_pat.replay.modelled import reference
+from studies import modelled
 
 pytestmark = pytest.mark.unit
 
-FOLDER = Path(__file__).parents[2] / "profiles"
-NAMES = sorted(reference.references())
+FOLDER = modelled.FOLDER
+NAMES = sorted(modelled.references())
 NINE_OF_12K = np.full(9, 12288)
 
 
@@ -27,9 +25,9 @@ def loaded(name: str):
 
 def test_files_are_what_the_code_makes(tmp_path):
     assert sorted(path.name for path in FOLDER.glob("*.json")) == NAMES
-    for name, made in reference.references().items():
+    for name, made in modelled.references().items():
         save(made, tmp_path / name)
-        assert load(FOLDER / name) == load(tmp_path / name), f"{name}: python -m sglang_pat.replay.modelled.reference"
+        assert load(FOLDER / name) == load(tmp_path / name), f"{name}: python -m studies.modelled"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,25 +77,25 @@ def test_our_exchange_of_9_requests(name, from_tp, seconds):
 
 
 def test_pat_section_5_3_generation():
-    h100, lengths = reference.h100(reference.LLAMA), reference.deepscaler_lengths(24576)
+    h100, lengths = modelled.h100(modelled.LLAMA), modelled.deepscaler_lengths(24576)
     assert h100.generation_seconds(2, lengths, 4) == pytest.approx(134.3, rel=0.01)
     assert lengths.max() == 24576 and np.mean(lengths > 8192) == pytest.approx(0.1085, abs=0.005)
-    qwen = reference.h100(reference.QWEN).generation_seconds(2, reference.deepscaler_lengths(16384), 4)
+    qwen = modelled.h100(modelled.QWEN).generation_seconds(2, modelled.deepscaler_lengths(16384), 4)
     # Not calibrated: a check of the model.
     assert qwen == pytest.approx(133.9, rel=0.06)
 
 
 def test_the_calibration_is_physical():
-    a40, h100 = reference.a40_llama(), reference.h100(reference.LLAMA)
-    assert 0.7 < a40.read_rate / reference.A40.memory_rate < 1
-    assert 0.1 < a40.reduce_rate / reference.A40.link_rate < 1
+    a40, h100 = modelled.a40_llama(), modelled.h100(modelled.LLAMA)
+    assert 0.7 < a40.read_rate / modelled.A40.memory_rate < 1
+    assert 0.1 < a40.reduce_rate / modelled.A40.link_rate < 1
     assert 0.1 < a40.prefill_share < 1
     assert 1e-6 < a40.hop_seconds < 20e-6
     assert 20e-6 < a40.layer_seconds < 150e-6 and 20e-6 < h100.layer_seconds < 150e-6
 
 
 def test_generation_against_a_loop():
-    a40, lengths = reference.a40_llama(), np.array([5, 9, 3, 9, 1, 7])
+    a40, lengths = modelled.a40_llama(), np.array([5, 9, 3, 9, 1, 7])
     seconds = 0.0
     for step in range(9):  # replica 0 of 2 has 9, 7, 3
         live = [length for length in (9, 7, 3) if length > step]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from sglang_pat.replay.shapes import NAMED, Shape, parse_shape
+from sglang_pat.replay.shapes import parse_shape
 
 pytestmark = pytest.mark.unit
 
@@ -42,27 +42,14 @@ def test_files_of_lengths(tmp_path, text):
     assert parse_shape(str(path), limit=6).draw(100, 0.0, 8, np.random.default_rng(0)).max() == 6
 
 
-BAD_SHAPES = ["lognormal:1,2", "lognormal:a,b,c", "lognormal:1,-1,5", "lognormal:1,1,0", "body-atom:1,1,9,1", "/none"]
+BAD = ["", "[]", "5\nx\n", "-1\n", "[1.5]", "[true]", '{"len": 5}\n', "[1,", "\xff"]
 
 
-@pytest.mark.parametrize("text", BAD_SHAPES)
-def test_bad_shapes(text):
+@pytest.mark.parametrize("text", ["lognormal:1,2", "lognormal:1,-1,5", "body-atom:1,1,9,1", "/none", *BAD])
+def test_bad_shapes_and_files(tmp_path, text):
+    if text in BAD:
+        (tmp_path / "lengths").write_text(text, encoding="latin-1")
+        text = str(tmp_path / "lengths")
     with pytest.raises(ValueError, match="--lengths") as caught:
         parse_shape(text)
     assert "\n" not in str(caught.value)
-
-
-BAD_FILES = ["", "[]", "5\nx\n", "-1\n", "[1.5]", "[true]", '{"len": 5}\n', "[1,", "[null]", "\xff"]
-
-
-@pytest.mark.parametrize("text", BAD_FILES)
-def test_bad_files(tmp_path, text):
-    path = tmp_path / "lengths"
-    path.write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match="--lengths") as caught:
-        parse_shape(str(path))
-    assert "\n" not in str(caught.value)
-
-
-def test_every_named_shape_parses():
-    assert all(isinstance(parse_shape(name), Shape) for name in NAMED)

@@ -10,23 +10,28 @@ import pytest
 
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.rounds import Engines, Round, Simulation
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.rollout.rules import Rules
+from studies.rounds import Engines, Round, Simulation
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
-PROFILE = Path(__file__).resolve().parents[2] / "profiles" / "8xH100-qwen3-14b.json"
+PROFILE = Path(__file__).resolve().parents[2] / "studies" / "profiles" / "8xH100-qwen3-14b.json"
 SHAPE = parse_shape("body-atom:6.363,0.70,16384,0.01")
 PROMPTS, SIZE, RESPONSES = 480, 48, 8
-CORRELATIONS = (0.0, 0.5, 0.8)
+
+
+class Linear:
+    """A step takes 10 ms, and 0.1 ms more for each request."""
+
+    def step_seconds(self, tp, batch, tokens, replicas=None):
+        return 0.01 + 1e-4 * batch
 
 
 @functools.cache
 def epoch(rho: float, seed: int, **rules) -> list[Round]:
     profile = load(PROFILE)
-    predictor, costs = fitted(profile)
-    engines = Engines(predictor=predictor, costs=costs, fingerprint=profile.fingerprint, nodes=2, tp=2)
+    engines = Engines(predictor=Linear(), costs=fitted(profile)[1], fingerprint=profile.fingerprint, nodes=2, tp=2)
     given = Rules(num_prompts=SIZE, num_responses=RESPONSES, max_deferrals=64, **rules)
     return Simulation(engines, given, SHAPE, rho, seed, prompts=PROMPTS).epoch()
 
@@ -57,8 +62,8 @@ def chance(mine: np.ndarray, other: np.ndarray) -> float:
     return (1 + (swapped >= np.abs(apart.sum(0)).max()).sum()) / 1000
 
 
-@pytest.mark.parametrize("rho", CORRELATIONS)
-def test_unbiased_rounds_return_what_the_model_gives_and_those_of_the_paper_do_not(rho: float):
+def test_unbiased_rounds_return_what_the_model_gives_and_those_of_the_paper_do_not():
+    rho = 0.5
     other = true(rho, seed=1)
     assert chance(returned(epoch(rho, seed=1, unbiased=True)), other) > 0.05
     assert chance(returned(epoch(rho, seed=1, eta_responses=1.25)), other) < 0.01

@@ -1,4 +1,4 @@
-"""Rounds of the admitter on a simulated engine (``sglang_pat.replay.rounds``)."""
+"""Rounds of the admitter on a simulated engine (``studies.rounds``)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.rounds import Engines, Simulation
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.rollout.rules import Rules
+from studies.rounds import Engines, Simulation
 
 pytestmark = pytest.mark.unit
 
-PROFILE = Path(__file__).resolve().parents[2] / "profiles" / "8xH100-qwen3-14b.json"
+PROFILE = Path(__file__).resolve().parents[2] / "studies" / "profiles" / "8xH100-qwen3-14b.json"
 
 
 class Constant:

@@ -17,7 +17,6 @@ from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork
 from sglang_pat.testing.server import rank_processes
-from sglang_pat.testing.shapes import write_shape
 
 STEADY = {"SGLANG_PAT_CHECK_STEADY": "1", "SGLANG_PAT_CHECK_AGREEMENT": "1"}
 """A switch that makes a group, a pool or a graph fails; ranks of a group are compared after every switch.  Not where
@@ -155,7 +154,8 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
     large, large_flags = small, ("--dtype", "float32")
     if device == "cuda":
         free = 0 if sharing else free_on_gpus()  # what moves between ranks that share a GPU moves slowly
-        large = write_shape(cache, next(name for name, least in LARGE if free >= least))
+        name = next(name for name, least in LARGE if free >= least)
+        large = models.make_shape(cache / name, name)
         large_flags = ("--load-format", "dummy")
     return Bench(
         device=device,

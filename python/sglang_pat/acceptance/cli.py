@@ -18,9 +18,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.acceptance", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
     parser.add_argument("--ranks", type=int, help="default: all GPUs; 2 on a CPU")
-    parser.add_argument(
-        "--out", type=Path, default=Path("out/acceptance"), metavar="DIR", help="report, picture, models"
-    )
+    parser.add_argument("--out", type=Path, default=Path("out/acceptance"), metavar="DIR", help="report, models")
     parser.add_argument("--engine-flags", default="", metavar="FLAGS", help="SGLang's, for every engine")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps, by name")
     return parser.parse_args(argv)
@@ -87,12 +85,6 @@ def run(args: argparse.Namespace, begun: float) -> Report:
             report.save(args.out)
     finally:
         bench.close()
-    try:
-        from sglang_pat.acceptance.picture import draw
-
-        draw(report, args.out / "acceptance.png")
-    except Exception as error:  # the figures are saved, and a GPU machine may have no matplotlib
-        print(f"no picture: {error}")
     return report
 
 

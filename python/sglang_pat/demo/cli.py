@@ -1,4 +1,4 @@
-"""The command: make the models, profile them, run the rounds; tables, picture and figures."""
+"""The command: make the model, profile it, run the rounds; a table, a sentence, a picture and figures."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Console
+from rich.table import Table
 
+from sglang_pat import files
 from sglang_pat.demo import cases
 from sglang_pat.demo.cases import Case
-from sglang_pat.demo.records import DemoError, Result, Run
 from sglang_pat.tools import console
+from sglang_pat.tools.console import Speaker
 
 if TYPE_CHECKING:
-    from sglang_pat.demo.display import Display
-    from sglang_pat.demo.report import Report
-    from sglang_pat.testing.prefork import Prefork
+    from sglang_pat.demo.contest import Result, StepTime
 
 MINUTES = 8.0
 ROUNDS = {True: (1, 1), False: (2, 5)}
-"""Rounds of a case, quick or not: at least, at most."""
-
+"""Rounds, quick or not: at least, at most."""
 CONCLUSION_SECONDS = 15.0
-"""Kept for tables and picture, and for the end of the engines."""
-
+"""Kept for table and picture, and for the end of the engines."""
 GRID = "batch=1,4,16,48;context=64;lone=1;prefill_batch=1,8;prefill_length=32;switch_requests=8;switch_context=64"
 QUICK_GRID = "batch=1,4,8;context=64;lone=1;prefill_batch=1;prefill_length=32;switch_requests=4;switch_context=64"
 BUDGET = {True: "15s", False: "80s"}
 """Of a sweep, quick or not; the start of its engine, which takes up to half of it, counts."""
-
+EVEN = 0.02
+"""Times nearer to each other than this share are level."""
 WRONG_SHARE = 0.05
 """Where more responses than this differ between the layouts, it is not rounding."""
 
@@ -44,26 +43,26 @@ WRONG_SHARE = 0.05
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m sglang_pat.demo",
-        description="Long-tailed batches on an engine that changes its layout as they drain, and on both static ones.",
+        description="A long-tailed batch on an engine that changes its layout as it drains, and on both static ones.",
     )
     parser.add_argument("--quick", action="store_true", help="a tiny random model, one round: two minutes")
-    parser.add_argument("--only", choices=cases.CASES, metavar="CASE", help=f"one of {', '.join(cases.CASES)}")
     parser.add_argument("--minutes", type=float, default=MINUTES, metavar="N", help=f"at most; default {MINUTES:g}")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="for demo.png and demo.json")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="of the case real-link; default: SmolLM2, made here")
+    for gone in ("--only", "--model"):
+        parser.add_argument(gone, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.only or args.model:
+        parser.error("--only, --model: the demonstration has one case; bench/rollout.py runs others")
     if args.minutes <= 0:
         parser.error(f"--minutes {args.minutes:g}: must be above 0")
-    if args.quick and (args.only or args.model):
-        parser.error("--quick has a case and a model of its own; leave out --only and --model")
-    if args.model and not (args.model / "config.json").is_file():
-        parser.error(f"--model {args.model}: no config.json there; give the folder of a model, or leave it out")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 0, or 1 if something went wrong; 2 (by argparse) for a bad command line."""
     args = parse(argv)
+    from sglang_pat.demo.contest import DemoError  # late, so that a bad command line is told at once
+
     try:
         return demonstrate(args, console.make())
     except DemoError as error:
@@ -75,36 +74,41 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def demonstrate(args: argparse.Namespace, place: Console) -> int:
-    # Late, so that a bad command line is told at once.
-    from sglang_pat.demo.display import Display
-    from sglang_pat.demo.report import Report
+    from sglang_pat.demo import picture
+    from sglang_pat.demo.contest import Result, Sweep, play, profile, step_times
     from sglang_pat.testing.prefork import ENVIRONMENT, Prefork
     from sglang_pat.tools.machine import machine
 
     begin = time.monotonic()
     os.environ.update(ENVIRONMENT)
-    display, about = Display(place), machine()
-    chosen = cases.QUICK if args.quick else {args.only: cases.CASES[args.only]} if args.only else cases.CASES
-    display.say(f"{about['cores']} cores of {about['cpu']}; {args.minutes:g} minutes at most")
-    results = []
+    speaker, about = Speaker(place), machine()
+    case = cases.QUICK["quick"] if args.quick else cases.CASE
+    lengths = case.work.lengths()
+    described = f"{case.model}, {case.link_name}; {len(lengths)} prompts, {lengths[0]} to {lengths[-1]} tokens long"
+    speaker.say(f"{about['cores']} cores of {about['cpu']}; {args.minutes:g} minutes at most\n{described}")
+    model = make_model(case, speaker)
     with ExitStack() as stack:
         prefork = stack.enter_context(Prefork()) if may_fork() else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang_pat_demo_")))
-        end, needed = begin + 60 * args.minutes - CONCLUSION_SECONDS, 0.0
-        for number, (name, case) in enumerate(chosen.items()):
-            began = time.monotonic()
-            if began + needed > end:
-                display.say(
-                    f"{name}: left out, {args.minutes:g} minutes are not enough for it on this machine; try it with "
-                    f"--only {name}"
-                )
-                continue
-            over = began + (end - began) / (len(chosen) - number)
-            results.append(run_case(name, case, args, over, folder, display, prefork))
-            needed = time.monotonic() - began - extra(results[-1].rounds, ROUNDS[args.quick][0])
-    report = Report(results=results, machine=about, seconds=time.monotonic() - begin)
-    conclude(report, args.out, display)
-    verify(results)
+        sweep = Sweep(BUDGET[args.quick], QUICK_GRID if args.quick else GRID)
+        found = profile(case, model, folder / "profile.json", sweep, speaker, prefork)
+        steps = step_times(found, tuple(sorted({1, 4, 16, case.work.batch})))
+        speaker.say(f"  {said_of_steps(steps)}")
+        more = until(begin + 60 * args.minutes - CONCLUSION_SECONDS, *ROUNDS[args.quick])
+        result = Result(steps, play(case, model, found, more, speaker, prefork))
+    speaker.console.print(table(result))
+    same = f"texts equal in all layouts: {result.responses() - result.different()} of {result.responses()}"
+    speaker.say(f"\n{headline(result)}\n{same}")
+    content = {"machine": about, "case": case, "steps": steps, "rounds": result.rounds} | {
+        "median_seconds": {name: result.median(name) for name in result.contenders}
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    files.write(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", args.out / "demo.json")
+    footer = f"{described}. {about['cores']} CPU cores ({about['cpu']}), rounds in turns: {len(result.rounds)}; {same}"
+    picture.draw(result, headline(result), footer, args.out / "demo.png")
+    speaker.say(f"picture: {args.out / 'demo.png'}\nfigures: {args.out / 'demo.json'}")
+    speaker.say(f"{time.monotonic() - begin:.0f} s in all")
+    verify(result)
     return 0
 
 
@@ -115,37 +119,15 @@ def may_fork() -> bool:
     return shim.needed()
 
 
-def run_case(
-    name: str,
-    case: Case,
-    args: argparse.Namespace,
-    over: float,
-    folder: Path,
-    display: Display,
-    prefork: Prefork | None,
-) -> Result:
-    """One case, from its model to its figures; ``over``: when it should be (``time.monotonic``)."""
-    from sglang_pat.demo import verdict
-    from sglang_pat.demo.contest import Sweep, play, profile, step_times
+def make_model(case: Case, speaker: Speaker) -> Path:
+    """Its folder."""
+    from sglang_pat.demo.contest import DemoError
 
-    if args.model and case.link == cases.NATURAL:
-        case, model = replace(case, model=args.model.resolve().name), args.model
-    else:
-        model = make_model(case, display)
-    lengths = case.work.lengths()
-    display.say(
-        f"{name}: {case.model}, {case.link_name}; {len(lengths)} chat prompts, responses of {lengths[0]} to "
-        f"{lengths[-1]} tokens, {sum(lengths)} in all"
-    )
-    sweep = Sweep(BUDGET[args.quick], QUICK_GRID if args.quick else GRID)
-    found = profile(case, model, folder / f"{name}.json", sweep, display, prefork)
-    times = step_times(found, tuple(sorted({1, 4, 16, case.work.batch})))
-    display.say(f"  {verdict.steps(times)}")
-    rounds = play(case, model, found, until(over, *ROUNDS[args.quick]), display, prefork)
-    return Result(
-        name=name, model=case.model, link=case.link, link_name=case.link_name, work=asdict(case.work), steps=times,
-        rounds=rounds,
-    )  # fmt: skip
+    try:
+        with speaker.waiting(f"making the model {case.model}, once"):
+            return cases.MAKERS[case.model]()
+    except (ValueError, OSError) as error:
+        raise DemoError(f"the model cannot be made: {error}") from error
 
 
 def until(over: float, least: int, most: int) -> Callable[[int, float], bool]:
@@ -153,49 +135,47 @@ def until(over: float, least: int, most: int) -> Callable[[int, float], bool]:
     return lambda done, longest: done < least or (done < most and time.monotonic() + longest < over)
 
 
-def extra(rounds: Sequence[Sequence[Run]], least: int) -> float:
-    """Seconds of the rounds beyond the first ``least``."""
-    return sum(run.seconds for runs in rounds[least:] for run in runs)
+def headline(result: Result) -> str:
+    """The message: the adaptive engine against both static layouts, by the medians."""
+    better, worse = result.static
+    ours = result.median(result.contenders[-1])
+    ratio = result.median(better) / ours
+    level = abs(ratio - 1) <= EVEN
+    said = f"as fast as {better}" if level else f"{ratio:.2f} times as fast as {better}, the better static layout"
+    return f"Adaptive is {said}, and {result.median(worse) / ours:.2f} times as fast as {worse}"
 
 
-def make_model(case: Case, display: Display) -> Path:
-    """Its folder."""
-    try:
-        with display.waiting(f"making the model {case.model}, once"):
-            return cases.MAKERS[case.model]()
-    except (ValueError, OSError) as error:
-        raise DemoError(f"the model cannot be made: {error}") from error
+def said_of_steps(times: list[StepTime]) -> str:
+    """The measured step times in one line."""
+    said = (f"{' / '.join(f'{s * 1e3:.0f}' for s in t.seconds.values())} ms with {t.requests}" for t in times)
+    return f"a decode step takes, as {' / '.join(times[0].seconds)}: {', '.join(said)} requests"
 
 
-def conclude(report: Report, out: Path, display: Display) -> None:
-    """Tables, sentences, picture, figures."""
-    from sglang_pat.demo import picture, tables, verdict
-    from sglang_pat.demo.report import write
-
-    for result in report.results:
-        display.console.print(tables.table(result))
-    display.say("")
-    display.say(verdict.headline(report.results))
-    display.say(verdict.choice(report.results))
-    for result in report.results:
-        if verdict.standing(result) != "ahead":
-            display.say(f"why not ahead with {result.model}, {result.link_name}: {verdict.reason(result)}")
-    display.say(report.summary())
-    write(report, out / "demo.json")
-    picture.save(picture.draw(report), out / "demo.png")
-    display.say(f"picture: {out / 'demo.png'}\nfigures: {out / 'demo.json'}\n{report.seconds:.0f} s in all")
+def table(result: Result) -> Table:
+    """One row a contender."""
+    made = Table(box=None)
+    for name in ("", "seconds, median", "rounds", "other programs", "switches"):
+        made.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for at, name in enumerate(result.contenders):
+        runs = [of_round[at] for of_round in result.rounds]
+        made.add_row(
+            name, f"{result.median(name):.1f}", " ".join(f"{run.seconds:.1f}" for run in runs),
+            f"{max(run.others for run in runs):.0%} of the cores",
+            " ".join(str(sum(bool(switch.requests) for switch in run.switches)) for run in runs),
+        )  # fmt: skip
+    return made
 
 
-def verify(results: list[Result]) -> None:
+def verify(result: Result) -> None:
     """Raises DemoError if a switch failed, or if responses differ that should be equal."""
-    for result in results:
-        for runs in result.rounds:
-            for switch in runs[-1].switches:
-                if switch.error:
-                    raise DemoError(f"{result.name}: a switch was aborted: {switch.error}")
-        different, responses = result.different(), result.responses()
-        if different > WRONG_SHARE * responses:
-            raise DemoError(
-                f"{result.name}: {different} of {responses} responses are not the same in all layouts; two tokens of "
-                "equal probability can do that now and then, all else is a bug"
-            )
+    from sglang_pat.demo.contest import DemoError
+
+    for switch in (switch for runs in result.rounds for switch in runs[-1].switches):
+        if switch.error:
+            raise DemoError(f"a switch was aborted: {switch.error}")
+    different, responses = result.different(), result.responses()
+    if different > WRONG_SHARE * responses:
+        raise DemoError(
+            f"{different} of {responses} responses are not the same in all layouts; two tokens of equal probability "
+            "can do that now and then, all else is a bug"
+        )

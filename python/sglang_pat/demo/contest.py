@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -21,19 +22,19 @@ import psutil
 from sglang_pat.coordinator.round_tracker import ALIKE
 from sglang_pat.cpu.shm import LINK_ENV
 from sglang_pat.demo.cases import NATURAL, Case
-from sglang_pat.demo.display import Display, Progress
-from sglang_pat.demo.records import Answer, DemoError, Run, Sample, StepTime, name_of, switches_of
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import load
 from sglang_pat.testing import prefork as programs
 from sglang_pat.testing.prefork import Prefork
 from sglang_pat.testing.server import Server, ServerDied, stopped
+from sglang_pat.tools.console import Speaker
 from sglang_pat.tools.cpu_share import Meter
 
 T = TypeVar("T")
 
 LOW, HIGH = ParallelLayout(1, 2), ParallelLayout(2, 1)
+ADAPTIVE = "adaptive"
 POLICY = "survival"
 RANKS = ("--tp", "1", "--dp", "2", "--max-running-requests", "128", "--device", "cpu")
 KV_TOKENS = 20_000
@@ -42,11 +43,94 @@ WARM_REQUESTS, WARM_TOKENS = 8, 4
 """Of the runs that do not count, and the length of their responses.  The adaptive engine gets ``ALIKE`` whole batches
 of this length, too: then policies know how large a round is (``coordinator/round_tracker.py``)."""
 
-POLL_SECONDS = 0.5
-"""How often the engine is asked for its layout and loads, for display and picture."""
-
 RETURN_SECONDS = 30.0
 """How long an engine that has run empty may take to go back to its base layout."""
+
+
+class DemoError(Exception):
+    """Something went wrong; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``end``: seconds after the first request."""
+
+    end: float
+    tokens: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Switch:
+    """``at``: seconds after the first request, without the preparation; ``pause``: seconds; what was alive."""
+
+    from_tp: int
+    to_tp: int
+    at: float
+    pause: float
+    requests: int
+    tokens: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One batch in a static layout, or with the policy; ``others``: share of the cores that other programs took."""
+
+    contender: str
+    answers: list[Answer]
+    switches: list[Switch]
+    others: float
+
+    @property
+    def seconds(self) -> float:
+        return max(answer.end for answer in self.answers)
+
+    @property
+    def tokens(self) -> int:
+        return sum(answer.tokens for answer in self.answers)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a decode step with so many requests in the engine, by layout, as profiled."""
+
+    requests: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Step times, and the runs of each round, one of each contender; the last contender is the adaptive engine."""
+
+    steps: list[StepTime]
+    rounds: list[list[Run]]
+
+    @property
+    def contenders(self) -> list[str]:
+        return [run.contender for run in self.rounds[0]]
+
+    def seconds(self, contender: str) -> list[float]:
+        """Of its batches, by round."""
+        at = self.contenders.index(contender)
+        return [runs[at].seconds for runs in self.rounds]
+
+    def median(self, contender: str) -> float:
+        return statistics.median(self.seconds(contender))
+
+    @property
+    def static(self) -> list[str]:
+        """The static layouts, the faster one first."""
+        return sorted(self.contenders[:-1], key=self.median)
+
+    def different(self) -> int:
+        """Responses of all rounds whose texts are not the same with all contenders."""
+        texts = (zip(*([answer.text for answer in run.answers] for run in runs), strict=True) for runs in self.rounds)
+        return sum(len(set(of_one)) > 1 for of_round in texts for of_one in of_round)
+
+    def responses(self) -> int:
+        """Responses of all rounds, of one contender."""
+        return sum(len(runs[0].answers) for runs in self.rounds)
 
 
 @dataclass(frozen=True)
@@ -61,7 +145,7 @@ def link_environment(link: str) -> dict[str, str]:
     return {} if link == NATURAL else {LINK_ENV: link}
 
 
-def profile(case: Case, model: Path, out: Path, sweep: Sweep, display: Display, prefork: Prefork | None) -> Path:
+def profile(case: Case, model: Path, out: Path, sweep: Sweep, speaker: Speaker, prefork: Prefork | None) -> Path:
     """The profile of this model over this link, at ``out``; a file that is there is gone on with.
 
     Raises:
@@ -73,13 +157,13 @@ def profile(case: Case, model: Path, out: Path, sweep: Sweep, display: Display, 
     environment = {name: value for name, value in os.environ.items() if name != LINK_ENV}
     environment |= programs.ENVIRONMENT | link_environment(case.link)
     said: list[str] = []
-    with display.waiting(f"profiling both layouts of {case.model}, {case.link_name}: {sweep.budget} at most"):
+    with speaker.waiting(f"profiling both layouts of {case.model}, {case.link_name}: {sweep.budget} at most"):
         files = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         process = programs.popen(prefork, "profiler.sweep", argv, environment, **files)
         try:
             for line in process.stdout or ():
                 said.append(line)
-                display.say(f"  {line.rstrip()}")
+                speaker.say(f"  {line.rstrip()}")
             code = process.wait()
         finally:
             process.kill()
@@ -109,7 +193,7 @@ class Contender:
     def __init__(self, name: str, server: Server, layout: ParallelLayout | None) -> None:
         self.name, self.server, self.layout = name, server, layout
 
-    def run(self, bodies: list[dict[str, Any]], display: Display, title: str) -> Run:
+    def run(self, bodies: list[dict[str, Any]]) -> Run:
         """Send the batch at once, wait for its last answer.
 
         Raises:
@@ -117,21 +201,15 @@ class Contender:
         """
         if self.layout is not None:
             self.server.reconfigure(self.layout.tp)
-        status = self.server.status()
-        before, layout = status["num_switches"], name_of(status["layout"])
+        before = self.server.status()["num_switches"]
         meter = Meter([psutil.Process(), psutil.Process(self.server.process.pid), *self.server.children()])
-        progress = Progress(f"{title}, {self.name}", len(bodies))
-        with display.following(progress):
-            began, answers, samples = asyncio.run(_send(self.server, bodies, progress))
+        began, answers = asyncio.run(_send(self.server, bodies))
         others = meter.share()
         wanted = [body["sampling_params"]["max_new_tokens"] for body in bodies]
         if [answer.tokens for answer in answers] != wanted:
             raise DemoError(f"{self.name}: a response is shorter or longer than asked for")
         status = self._back()
-        switches = switches_of(status, began, status["num_switches"] - before)
-        return Run(
-            contender=self.name, layout=layout, answers=answers, switches=switches, samples=samples, others=others
-        )
+        return Run(self.name, answers, switches_of(status, began, status["num_switches"] - before), others)
 
     def _back(self) -> dict[str, Any]:
         """The status once the engine is empty, and, if it is adaptive, in its base layout."""
@@ -145,37 +223,29 @@ class Contender:
             time.sleep(0.1)
 
 
-async def _send(
-    server: Server, bodies: list[dict[str, Any]], progress: Progress
-) -> tuple[float, list[Answer], list[Sample]]:
-    """The unix time of the first request, the answers, and the engine meanwhile."""
-    samples: list[Sample] = []
+async def _send(server: Server, bodies: list[dict[str, Any]]) -> tuple[float, list[Answer]]:
+    """The unix time of the first request, and the answers."""
     async with server.session() as session:
-        began = progress.began = time.time()
+        began = time.time()
 
         async def one(body: dict[str, Any]) -> Answer:
             data = await server.one(session, body)
-            progress.done += 1
-            tokens = data["meta_info"]["completion_tokens"]
-            progress.tokens += tokens
-            return Answer(end=time.time() - began, tokens=tokens, text=data["text"])
+            return Answer(time.time() - began, data["meta_info"]["completion_tokens"], data["text"])
 
-        async def watch() -> None:
-            while True:
-                async with session.get(server.url + "/pat/status") as response:
-                    status = await response.json()
-                progress.layout = name_of(status["layout"])
-                loads = [group["in_flight"] + group["waiting"] + group["running"] for group in status["groups"]]
-                samples.append(Sample(at=time.time() - began, layout=progress.layout, loads=loads))
-                await asyncio.sleep(POLL_SECONDS)
+        return began, await asyncio.gather(*map(one, bodies))
 
-        watcher = asyncio.create_task(watch())
-        try:
-            answers = await asyncio.gather(*map(one, bodies))
-        finally:
-            watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)
-    return began, list(answers), samples
+
+def switches_of(status: dict[str, Any], began: float, made: int) -> list[Switch]:
+    """The last ``made`` switches of a ``/pat/status``; ``began`` is the unix time of the run's beginning."""
+    records = status["switches"]
+    return [
+        Switch(
+            at=record["started"] + record["phases"].get("prepare", 0.0) - began,
+            pause=record["pause_seconds"],
+            **{name: record[name] for name in ("from_tp", "to_tp", "requests", "tokens", "error")},
+        )
+        for record in records[len(records) - made :]
+    ]
 
 
 def play(
@@ -183,7 +253,7 @@ def play(
     model: Path,
     profile: Path,
     more: Callable[[int, float], bool],
-    display: Display,
+    speaker: Speaker,
     prefork: Prefork | None = None,
 ) -> list[list[Run]]:
     """The rounds of a case.
@@ -195,18 +265,18 @@ def play(
         DemoError: whatever went wrong; with the end of the server's log if a server is to blame.
     """
     with ExitStack() as stack:
-        contenders = _contenders(case, model, profile, display, prefork, stack)
+        contenders = _contenders(case, model, profile, speaker, prefork, stack)
         servers = list({contender.server: None for contender in contenders})
 
-        def run(contender: Contender, bodies: list[dict[str, Any]], title: str) -> Run:
-            with stopped(*(server for server in servers if server is not contender.server)):
-                return _blaming(contender.server, partial(contender.run, bodies, display, title))
+        def run(contender: Contender, bodies: list[dict[str, Any]], doing: str) -> Run:
+            others = (server for server in servers if server is not contender.server)
+            with stopped(*others), speaker.waiting(f"{doing}, {contender.name}"):
+                return _blaming(contender.server, partial(contender.run, bodies))
 
         for contender in contenders:
             run(contender, case.work.bodies(0, WARM_TOKENS)[:WARM_REQUESTS], "warming up")
         for number in range(1, 1 + ALIKE):
-            title = f"warming up, whole batch {number} of {ALIKE}"
-            run(contenders[-1], case.work.bodies(number, WARM_TOKENS), title)
+            run(contenders[-1], case.work.bodies(number, WARM_TOKENS), f"warming up, whole batch {number} of {ALIKE}")
         rounds: list[list[Run]] = []
         longest = 0.0
         while not rounds or more(len(rounds), longest):
@@ -217,18 +287,18 @@ def play(
             rounds.append([runs[contender.name] for contender in contenders])
             longest = max(longest, time.monotonic() - began)
             shown = ", ".join(f"{one.contender} {one.seconds:.1f} s" for one in rounds[-1])
-            display.say(f"  round {number + 1}: {shown}")
+            speaker.say(f"  round {number + 1}: {shown}")
     for server in servers:
         server.log.unlink(missing_ok=True)
     return rounds
 
 
 def _contenders(
-    case: Case, model: Path, profile: Path, display: Display, prefork: Prefork | None, stack: ExitStack
+    case: Case, model: Path, profile: Path, speaker: Speaker, prefork: Prefork | None, stack: ExitStack
 ) -> list[Contender]:
     servers: list[Server] = []
     for flags in (["--pat-policy", "manual"], ["--pat-policy", POLICY, "--pat-profile", str(profile)]):
-        with stopped(*servers), display.waiting(f"starting engine {len(servers) + 1} of 2"):
+        with stopped(*servers), speaker.waiting(f"starting engine {len(servers) + 1} of 2"):
             server = Server(
                 model, *RANKS, "--adaptive-tp", *flags, max_total_tokens=KV_TOKENS, env=link_environment(case.link),
                 prefork=prefork, wait=False,
@@ -240,7 +310,7 @@ def _contenders(
     return [
         Contender(f"static {LOW}", fixed, LOW),
         Contender(f"static {HIGH}", fixed, HIGH),
-        Contender("adaptive", switching, None),
+        Contender(ADAPTIVE, switching, None),
     ]
 
 

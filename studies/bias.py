@@ -1,6 +1,6 @@
 """What tail batching does to the lengths of what is returned, and what it costs to undo it (simulated).
 
-    python bench/bias.py [--quick] [--epochs N] [--jobs N] [--json FILE]
+    python -m studies.bias [--quick] [--epochs N] [--jobs N] [--json FILE]
 
 Whole epochs of 1,280 prompts with 8 responses each, RollPacker's 14B with 16K tokens (see ``tail_batching.py``): the
 admitter itself on simulated engines.  Lengths are drawn, those to one prompt with correlation ρ.  What is returned is
@@ -25,15 +25,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from scipy.special import ndtri
-from tail_batching import CORRELATIONS, ROOT, SETTINGS
 
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.rounds import Engines, Round, Simulation
 from sglang_pat.replay.shapes import Shape, parse_shape
 from sglang_pat.rollout import redraws
 from sglang_pat.rollout.records import Group
 from sglang_pat.rollout.rules import Rules
+from studies.rounds import Engines, Round, Simulation
+from studies.tail_batching import CORRELATIONS, PROFILES, SETTINGS
 
 SETTING = SETTINGS[1]
 PROMPTS, SIZE, RESPONSES = 1280, 128, 8
@@ -66,7 +66,7 @@ class Job:
 
 def simulate(job: Job) -> dict[str, dict[str, float]]:
     """What one epoch gives, and what its truth is; by way: inverse-probability weights are ways of their own."""
-    profile = load(ROOT / "profiles" / f"{SETTING.profile}.json")
+    profile = load(PROFILES / f"{SETTING.profile}.json")
     predictor, costs = fitted(profile)
     engines = Engines(
         predictor=predictor, costs=costs, fingerprint=profile.fingerprint, tp=SETTING.tp,

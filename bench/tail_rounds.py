@@ -1,12 +1,19 @@
-"""The real part of ``bench/tail_batching.py``: rounds of a model on this machine.
+"""Tail batching on this machine: real rounds without it, with it, and with it and adaptive TP, in turn.
 
-The admitter is in this process, on the same code as in a server (``RolloutRound``).
+    python bench/tail_rounds.py [--quick] [--models MODEL ...] [--json FILE]
+
+SmolLM2 with natural lengths; ``wide``, whose weights are random, with lengths given in advance that have a tail.  The
+admitter is in this process, on the same code as in a server (``RolloutRound``).  ``studies/tail_batching.py`` simulates
+RollPacker's settings.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import math
+import sys
 import time
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -22,19 +29,21 @@ from rich.table import Table
 
 from sglang_pat.demo.cases import MAKERS, QUICK, SMOLLM2, TINY, WIDE, Case
 from sglang_pat.demo.contest import KV_TOKENS, LOW, POLICY, RANKS
-from sglang_pat.demo.display import Display
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.rounds import Engines, Simulation
 from sglang_pat.replay.shapes import Shape
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Group, Output, Summary
 from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.testing.server import Server, stopped
+from sglang_pat.tools.console import Speaker
 from sglang_pat.tools.machine import machine
 from sglang_pat.tools.prompts import PROMPTS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from studies.rounds import Engines, Simulation
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PROMPT_TOKENS = 32
@@ -134,7 +143,7 @@ def run(console: Console, jobs: dict[str, RealJob], budget: str) -> dict:
 
 def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]:
     model = MAKERS[job.case.model]()
-    profile = rollout.sweep(job.case, model, budget, Display(console))
+    profile = rollout.sweep(job.case, model, budget, Speaker(console))
     with ExitStack() as stack:
         servers: list[Server] = []
         for flags in (["--pat-policy", "off"], ["--pat-policy", POLICY, "--pat-profile", str(profile)]):
@@ -205,3 +214,20 @@ def _cells(rounds: list[dict]) -> list[str]:
 
 def _mean(values: list[float], form: str = ".0f") -> str:
     return format(mean(values), form) if values else "–"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model, fewer rounds")
+    parser.add_argument("--models", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    args = parser.parse_args()
+    jobs = QUICK_JOBS if args.quick else {name: JOBS[name] for name in args.models}
+    found = run(Console(width=170), jobs, "20s" if args.quick else "4m")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

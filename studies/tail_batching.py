@@ -1,11 +1,9 @@
-"""Tail batching: simulated in RollPacker's settings, and real on this machine.
+"""Tail batching, simulated in RollPacker's settings.  ``bench/tail_rounds.py`` makes real rounds.
 
-    python bench/tail_batching.py [--quick] [--only replay|real] [--models MODEL ...] [--json FILE] [--png FILE]
+    python -m studies.tail_batching [--quick] [--jobs N] [--json FILE] [--png FILE]
 
-Replay: the admitter itself on an engine whose step times come from a profile (``sglang_pat.replay.rounds``); response
-lengths are drawn, those to one prompt with correlation ρ.  No machine matters; the same seeds give the same figures.
-Real: rounds of two models on this machine, without tail batching, with it, and with it and adaptive TP, in turn.
-SmolLM2 with natural lengths; ``wide``, whose weights are random, with lengths given in advance that have a tail.
+The admitter itself on an engine whose step times come from a profile (``rounds.py``); response lengths are drawn, those
+to one prompt with correlation ρ.  No machine matters; the same seeds give the same figures.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-import _tail_real as real
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,11 +24,12 @@ from rich.table import Table
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.rounds import Engines, Simulation
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.rollout.rules import Rules
+from studies import tail_picture
+from studies.rounds import Engines, Simulation
 
-ROOT = Path(__file__).resolve().parents[1]
+PROFILES = Path(__file__).resolve().parent / "profiles"
 CORRELATIONS = (0.0, 0.5, 0.8)
 ETAS = (1.0, 1.125, 1.25, 1.375, 1.5)
 ROLLOUT_SHARE = 0.71
@@ -105,7 +103,7 @@ class Slower:
 def simulate(job: Job) -> dict:
     """Mean seconds of a round, rounds by kind, switches a round, tokens thrown away over all, tokens returned a s."""
     setting = job.setting
-    profile = load(ROOT / "profiles" / f"{setting.profile}.json", complete=True)
+    profile = load(PROFILES / f"{setting.profile}.json", complete=True)
     predictor, costs = fitted(profile)
     policy = make_policy("survival", predictor=predictor, costs=costs) if job.adaptive else None
     nodes = job.nodes or setting.gpus // profile.fingerprint.num_ranks
@@ -272,27 +270,18 @@ def recipe_example(batches: int = 100, slow: float = 120.0, usual: float = 30.0)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and settings, a tiny model")
-    parser.add_argument("--only", choices=("replay", "real"), help="one of the two parts")
-    parser.add_argument("--models", nargs="+", choices=real.JOBS, default=list(real.JOBS), help="of the real part")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes of the replay")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and settings")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here")
     args = parser.parse_args()
-    console, written = Console(width=170), {}
-    if args.only != "real":
-        result = replay(6 if args.quick else 40, SETTINGS[1:2] if args.quick else SETTINGS, args.jobs)
-        show_replay(console, result)
-        written["replay"] = {" / ".join(map(str, key)): value for key, value in result["found"].items()}
-    if args.only != "replay":
-        jobs = real.QUICK_JOBS if args.quick else {name: real.JOBS[name] for name in args.models}
-        written["real"] = real.run(console, jobs, "20s" if args.quick else "4m")
+    result = replay(6 if args.quick else 40, SETTINGS[1:2] if args.quick else SETTINGS, args.jobs)
+    show_replay(Console(width=170), result)
     if args.json:
+        written = {" / ".join(map(str, key)): value for key, value in result["found"].items()}
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     if args.png:
-        import _tail_picture
-
-        _tail_picture.draw(_tail_picture.of(written), args.png)
+        tail_picture.draw(tail_picture.of(result["found"]), "", args.png)
     return 0
 
 

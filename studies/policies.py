@@ -1,12 +1,12 @@
 """Policies on simulated batches: the study over length shapes, correlations, batch sizes and profiles.
 
-    python bench/replay.py [--quick] [--json FILE] [--image FILE] [--jobs N] [--profiles FILE ...]
-    python bench/replay.py --wrong 0.2 --seeds 5 [--errors KIND ...] [the same]
+    python -m studies.policies [--quick] [--json FILE] [--image FILE] [--jobs N] [--profiles FILE ...]
+    python -m studies.policies --wrong 0.2 --seeds 5 [--errors KIND ...] [the same]
 
 For every cell (profile × shape × ρ × batch) some rounds are drawn and generated under every static layout, ``pat``,
 ``survival`` and the oracle (``python -m sglang_pat.replay`` does one cell). Simulated, so that the machine does not
 matter; the same seeds give the same figures.  Cells whose KV would not fit the profile's pool are left out and counted.
-With ``--wrong`` the policies' profiles are off by this share, see ``_replay_wrong.py``; 0 for the right ones.
+With ``--wrong`` the policies' profiles are off by this share, see ``wrong_profiles.py``; 0 for the right ones.
 Policies are calibrated, as an engine is before its first request.
 """
 
@@ -21,8 +21,6 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-import _replay_pat
-import _replay_wrong
 import numpy as np
 from rich.console import Console
 from rich.progress import track
@@ -33,6 +31,7 @@ from sglang_pat.replay.compare import KNOWN, Machine, Workload, compare, regrets
 from sglang_pat.replay.shapes import NAMED, parse_shape
 from sglang_pat.replay.simulate import crowded
 from sglang_pat.tools.commands import Parser, run
+from studies import pat_settings, wrong_profiles
 
 ROOT = Path(__file__).resolve().parents[1]
 CORRELATIONS = (0.0, 0.5, 0.8)
@@ -86,7 +85,7 @@ def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
         return None
     statics = [f"static:{tp}" for tp in on.profile.fingerprint.degrees]
     names = ["pat", "survival", "pat" + KNOWN, "survival" + KNOWN, *statics]
-    noise = {"noise": _replay_wrong.NOISE, "calibration": _replay_wrong.CALIBRATION_NOISE}
+    noise = {"noise": wrong_profiles.NOISE, "calibration": wrong_profiles.CALIBRATION_NOISE}
     runs = compare(on, workload, names, SPACING, **noise)
     mean = {name: np.mean([run.seconds for run in found]) for name, found in runs.items()}
     best = min(mean[name] for name in statics)
@@ -173,19 +172,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths (default 0)")
     parser.add_argument("--wrong", type=float, metavar="SHARE", help="by which each layout's step times are off")
-    about = f"with --wrong: of {', '.join(_replay_wrong.KINDS)} (default layout), or another machine's profile"
+    about = f"with --wrong: of {', '.join(wrong_profiles.KINDS)} (default layout), or another machine's profile"
     parser.add_argument("--errors", nargs="+", default=["layout"], metavar="KIND", help=about)
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="with --wrong: so many, from --seed on")
-    default = _replay_wrong.CALIBRATION_NOISE
+    default = wrong_profiles.CALIBRATION_NOISE
     about = f"with --wrong: of a turn of the calibration (default {default})"
     parser.add_argument("--calibration", type=float, default=default, metavar="NOISE", help=about)
     parser.add_argument("--uncalibrated", action="store_true", help="with --wrong: there is no calibration")
-    parser.add_argument("--profiles", nargs="+", type=Path, metavar="FILE", help="default: profiles/*.json")
+    parser.add_argument("--profiles", nargs="+", type=Path, metavar="FILE", help="default: studies/profiles/*.json")
     args = parser.parse_args(argv)
-    args.profiles = args.profiles or sorted((ROOT / "profiles").glob("*.json"))
+    args.profiles = args.profiles or sorted((ROOT / "studies" / "profiles").glob("*.json"))
     if not args.profiles:
         parser.error(f"no profiles in {ROOT / 'profiles'}; give --profiles FILE")
-    for path in [*args.profiles, *(Path(e) for e in args.errors if e not in _replay_wrong.KINDS)]:
+    for path in [*args.profiles, *(Path(e) for e in args.errors if e not in wrong_profiles.KINDS)]:
         try:
             load(path, complete=True)
         except ValueError as error:
@@ -202,7 +201,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def wrong(args: argparse.Namespace, console: Console, cells: list[tuple[str, float, int]], rounds: int) -> int:
     """The study on wrong profiles; ``cells``: (shape, ρ, batch)."""
     tasks = [
-        _replay_wrong.Task(
+        wrong_profiles.Task(
             path=str(path), shape=shape, rho=rho, batch=batch, rounds=rounds, seed=args.seed + number,
             wrong=args.wrong, error=error, calibration=None if args.uncalibrated else args.calibration, spacing=SPACING,
         )
@@ -210,9 +209,9 @@ def wrong(args: argparse.Namespace, console: Console, cells: list[tuple[str, flo
         for number in range(args.seeds)
     ]  # fmt: skip
     with ProcessPoolExecutor(args.jobs) as pool:
-        done = pool.map(_replay_wrong.study, tasks)
+        done = pool.map(wrong_profiles.study, tasks)
         found = [cell for cell in track(done, "cells", len(tasks), console=Console(stderr=True)) if cell is not None]
-    console.print(_replay_wrong.table(found, args.wrong))
+    console.print(wrong_profiles.table(found, args.wrong))
     if args.json:
         args.json.write_text(json.dumps([asdict(cell) for cell in found], indent=1) + "\n")
     return 0
@@ -241,10 +240,10 @@ def main(argv: list[str] | None = None) -> int:
         f"{every['worst_reachable']:.3f} (goal: at least {STATIC_GOAL}). In {every['unreachable']} cells it cannot: "
         f"the base layout and the switch cost more.\nMost switches in a round: {every['most_switches']}."
     )
-    settings = _replay_pat.settings(2 if args.quick else 8)
-    console.print(_replay_pat.table(settings))
+    settings = pat_settings.settings(2 if args.quick else 8)
+    console.print(pat_settings.table(settings))
     if args.image:
-        from _replay_picture import draw
+        from studies.policies_picture import draw
 
         draw([asdict(cell) for cell in cells], args.image)
         console.print(f"wrote {args.image}")
@@ -255,4 +254,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run("bench/replay.py", main))
+    sys.exit(run("studies.policies", main))

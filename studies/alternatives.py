@@ -1,6 +1,6 @@
 """Ways that policies could have gone, against the ones that they go (simulated).
 
-    python bench/alternatives.py [--quick] [--json FILE]
+    python -m studies.alternatives [--quick] [--json FILE]
 
 - Steps left: how many token steps a batch still takes, as ``survival`` expects it, against what it then takes.  Beside
   it two other ways to reckon with a request's siblings: not at all, and by a gamma frailty, the usual choice.
@@ -34,7 +34,7 @@ from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.replay.simulate import Batch
 from sglang_pat.tools.commands import Parser, run
 
-PROFILES = Path(__file__).resolve().parents[1] / "profiles"
+PROFILES = Path(__file__).resolve().parent / "profiles"
 SHAPE = "deepscaler"
 CORRELATIONS = (0.0, 0.5, 0.8)
 BATCH, GROUP, LEARN = 128, 8, 8
@@ -195,4 +195,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run("bench/alternatives.py", main))
+    sys.exit(run("studies.alternatives", main))

@@ -1,4 +1,7 @@
-"""What a training run looked like: reward, where a step's time went, and the layouts of each engine over time."""
+"""A picture of a training run: reward, where a step's time went, and the layouts of each engine over time.
+
+Drawn by ``verl_grpo/run_cpu.py`` and ``openrlhf_grpo/run_cpu.py``.
+"""
 
 from __future__ import annotations
 

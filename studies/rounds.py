@@ -205,7 +205,7 @@ class Simulation:
             assert sample is not None, "it was advanced to the end of one"
             del self._where[sample]
             length = self._length(sample)
-            self._history.observe(length, sample.index, length < self._shape.limit, self._had[sample])
+            self._learn(sample, length, length < self._shape.limit)
             self._do(self.admitter.finished(sample, self._output(sample, length - self._had[sample], "stop")))
         seconds = self.now - begun
         return Round(seconds, self.admitter.took(self._over.summary, seconds), self._returned, self._switched)
@@ -226,6 +226,10 @@ class Simulation:
             self._lengths[key] = self._shape.of_sample(self._seed, drawn, self._correlation)
         return self._lengths[key]
 
+    def _learn(self, sample: SampleId, length: int, finished: bool) -> None:
+        if self.engines.policy is not None:
+            self._history.observe(length, sample.index, finished, self._had[sample])
+
     def _output(self, sample: SampleId, tokens: int, reason: str) -> Output:
         spans = [Span(self._version, tokens)] if tokens else []
         return Output(spans=spans, finish_reason=reason, seconds=self.now - self._since.pop(sample))
@@ -242,7 +246,7 @@ class Simulation:
                 case Abort(sample):
                     context = self._where.pop(sample).remove(sample, self.now)
                     tokens = context - self.prompt_tokens - self._had[sample]
-                    self._history.observe(context - self.prompt_tokens, sample.index, False, self._had[sample])
+                    self._learn(sample, context - self.prompt_tokens, finished=False)
                     self._do(self.admitter.stopped(sample, self._output(sample, tokens, "")))
                 case Judge(group):
                     self._do(self.admitter.judged(group.key, True))

@@ -1,4 +1,7 @@
-"""The picture of ``bench/replay.py``: what ``survival`` and ``pat`` lose against the oracle and the static layouts."""
+"""The picture of ``policies``: what ``survival`` and ``pat`` lose against the oracle and the static layouts.
+
+On profiles with this package's switch costs.  PAT's are in the table, and no engine here has them.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,18 @@ FLOOR = 1e-4
 HALF, WITHIN = 0.5, 0.98
 """Goals: of ``pat``'s regret at most; of the best static layout's speed at least."""
 PAT_COSTS = "-pat-costs"
-"""How profiles with PAT's switch costs end: drawn hollow."""
+"""How profiles with PAT's switch costs end: not drawn."""
 Cells = Sequence[dict]
-"""As of ``bench/replay.py --json``: ``Cell`` as a dict."""
+"""As of ``policies --json``: ``Cell`` as a dict."""
 
 
 def draw(cells: Cells, path: Path) -> Path:
     """Left: regret of one policy over the other's, cell by cell; right: speed against the best static layout."""
+    cells = [cell for cell in cells if not cell["profile"].endswith(PAT_COSTS)]
     figure, (left, right) = pictures.panels(2, width=6.4, height=5.2)
-    models = list(dict.fromkeys(cell["profile"].removesuffix(PAT_COSTS) for cell in cells))
-    for profile in dict.fromkeys(cell["profile"] for cell in cells):
-        shade = pictures.SERIES[models.index(profile.removesuffix(PAT_COSTS)) % len(pictures.SERIES)]
-        face = "white" if profile.endswith(PAT_COSTS) else shade
-        style = dict(marker="o", linestyle="none", color=shade, mfc=face, ms=4, alpha=0.8, label=profile)
+    for number, profile in enumerate(dict.fromkeys(cell["profile"] for cell in cells)):
+        shade = pictures.SERIES[number % len(pictures.SERIES)]
+        style = dict(marker="o", linestyle="none", color=shade, ms=4, alpha=0.8, label=profile)
         mine = [cell for cell in cells if cell["profile"] == profile]
         left.plot(_floored(mine, "pat_decided"), _floored(mine, "survival_decided"), **style)
         right.plot([c["static_over_oracle"] for c in mine], [c["static_over_survival"] for c in mine], **style)
@@ -44,10 +46,9 @@ def draw(cells: Cells, path: Path) -> Path:
 def title(cells: Cells) -> str:
     """Mean regrets of the decisions."""
     ours, theirs = mean(c["survival_decided"] for c in cells), mean(c["pat_decided"] for c in cells)
-    told = "less" if ours < theirs else "no less"
     return (
-        f"survival loses {told} against the oracle than pat: {ours:.2%} of the time, pat {theirs:.2%} "
-        f"(decisions, {len(cells)} simulated cells)"
+        f"By its decisions survival loses {ours:.2%} of the time against the oracle, pat {theirs:.2%} "
+        f"({len(cells)} simulated cells)"
     )
 
 

@@ -1,0 +1,243 @@
+"""What ``--adaptive-tp`` makes of each flag of SGLang, and docs/flags.md, which says so.
+
+    python -m tests.contract.flags > docs/flags.md
+
+A field of SGLang's ``ServerArgs`` is in exactly one of the tables below or among the refusals of ``launch/flags.py``,
+or ``test_flags_table.py`` fails by its name: that is how flags of a new SGLang version are met.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+from sglang_pat.cpu import shim
+
+shim.ensure()
+
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+from sglang_pat import settings  # noqa: E402
+from sglang_pat.launch import flags  # noqa: E402
+
+WORKING = {
+    "tests/engine/test_smoke.py": (
+        "model_path port skip_server_warmup dtype max_total_tokens random_seed tp_size dp_size"
+    ),
+    "tests/engine/test_flags.py": (
+        # what is scheduled, when and how much of it
+        "schedule_policy schedule_conservativeness radix_eviction_policy max_prefill_tokens prefill_max_requests "
+        "max_queued_requests allow_auto_truncate context_length disable_radix_cache chunked_prefill_size "
+        "disable_priority_preemption abort_on_priority_when_disabled enable_dynamic_batch_tokenizer "
+        "dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout "
+        # what comes out, and in which pieces
+        "stream_interval incremental_streaming_output stream_response_default_include_usage batch_notify_size "
+        "enable_return_hidden_states enable_custom_logit_processor enable_nan_detection enable_fp32_lm_head "
+        "preferred_sampling_params sampling_defaults enable_cache_report disable_tokenizer_batch_decode "
+        "enable_tokenizer_batch_encode constrained_json_whitespace_pattern constrained_json_disable_any_whitespace "
+        "sampling_backend attention_backend grammar_backend device disable_cuda_graph sleep_on_idle "
+        # the OpenAI API
+        "served_model_name chat_template completion_template reasoning_parser tool_call_parser weight_version "
+        "strip_thinking_cache fastapi_root_path host "
+        # the model's files
+        "load_format trust_remote_code tokenizer_path tokenizer_mode tokenizer_backend json_model_override_args "
+        "download_dir weight_loader_disable_mmap weight_loader_prefetch_checkpoints "
+        "weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load model_loader_extra_config "
+        "model_checksum model_config_parser custom_weight_loader "
+        # where the ranks of the world meet
+        "nccl_port dist_init_addr "
+        # logs and metrics
+        "log_level log_level_http log_requests log_requests_level log_requests_format log_requests_target "
+        "uvicorn_access_log_exclude_prefixes show_time_cost decode_log_interval enable_request_time_stats_logging "
+        "enable_metrics_for_all_schedulers enable_mfu_metrics tokenizer_metrics_custom_labels_header "
+        "tokenizer_metrics_allowed_custom_labels extra_metric_labels bucket_time_to_first_token "
+        "bucket_inter_token_latency bucket_e2e_request_latency prompt_tokens_buckets generation_tokens_buckets "
+        "gc_warning_threshold_secs gc_threshold export_metrics_to_file export_metrics_to_file_dir crash_dump_folder "
+        "watchdog_timeout soft_watchdog_timeout dist_timeout"
+    ),
+    "tests/engine/test_agreement.py": (
+        "scheduler_recv_interval enable_priority_scheduling schedule_low_priority_values_first "
+        "priority_scheduling_preemption_threshold default_priority_value"
+    ),
+    "tests/engine/test_cramped.py": "max_running_requests",
+    "tests/engine/test_threshold.py": "enable_metrics api_key admin_api_key",
+    "tests/engine/test_python_api.py": "skip_tokenizer_init",
+    "tests/contract/test_start_refused.py": "custom_sigquit_handler",
+}
+"""Shown by a test, which switches with it (the last: starts with it): test -> fields."""
+
+OUTSIDE = {
+    "TLS ends in uvicorn, and what is behind it is the same": (
+        "ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh"
+    ),
+    "it names a version of a repository, and models of tests are folders": "revision",
+    "before the server is ready it waits for an update by the package checkpoint_engine, which is not installed": (
+        "checkpoint_engine_wait_weights_before_ready"
+    ),
+    "the server picks one of several chat templates, and tokenizers of tests have one": "hf_chat_template_name",
+    "it deletes the model's folder when the server is ready, and tests share theirs": "delete_ckpt_after_loading",
+}
+"""Left as it is: the adaptive engine has no part in it, and for this reason no test shows it: reason -> fields."""
+
+GPU = {
+    "memory and kernels of a GPU": (
+        "mem_fraction_static base_gpu_id gpu_id_step decode_attention_backend prefill_attention_backend "
+        "disable_flashinfer_autotune triton_attention_reduce_in_fp32 triton_attention_num_kv_splits "
+        "triton_attention_split_tile_size disable_custom_all_reduce enable_nccl_nvls disable_overlap_schedule"
+    ),
+    "memory and cores near a rank's GPU": "numa_node",
+    "it needs the grammar backend xgrammar, which has no kernels for a CPU": "enable_strict_thinking",
+    "CUDA graphs, which each layout has": (
+        "cuda_graph_max_bs cuda_graph_bs disable_cuda_graph_padding enable_cudagraph_gc enable_profile_cuda_graph "
+        "debug_cuda_graph"
+    ),
+    "memory that RL frameworks have released between rounds": "enable_memory_saver enable_weights_cpu_backup",
+}
+"""Accepted; takes effect on GPUs, where nothing of this has run yet."""
+
+UNUSED = {
+    "pipeline parallelism is refused": "pp_max_micro_batch_size pp_async_batch_depth enable_dynamic_chunking",
+    "LoRA is refused": (
+        "enable_lora_overlap_loading max_lora_rank lora_target_modules max_loaded_loras max_loras_per_batch "
+        "lora_eviction_policy lora_backend max_lora_chunk_size experts_shared_outer_loras lora_use_virtual_experts "
+        "lora_strict_loading lora_drain_wait_threshold record_nolora_graph"
+    ),
+    "speculative decoding is refused": (
+        "speculative_draft_model_path speculative_draft_model_revision speculative_draft_load_format "
+        "speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens speculative_dflash_block_size "
+        "speculative_accept_threshold_single speculative_accept_threshold_acc speculative_token_map "
+        "speculative_attention_mode speculative_draft_attention_backend speculative_draft_window_size "
+        "speculative_moe_runner_backend speculative_moe_a2a_backend speculative_draft_model_quantization "
+        "speculative_adaptive speculative_adaptive_config speculative_skip_dp_mlp_sync "
+        "speculative_ngram_min_bfs_breadth speculative_ngram_max_bfs_breadth speculative_ngram_match_type "
+        "speculative_ngram_max_trie_depth speculative_ngram_capacity speculative_ngram_external_corpus_path "
+        "speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens enable_multi_layer_eagle "
+        "enable_draft_weights_cpu_backup decrypted_draft_config_file"
+    ),
+    "mixture-of-experts models are refused": (
+        "moe_runner_backend flashinfer_mxfp4_moe_precision deepep_mode ep_num_redundant_experts ep_dispatch_algorithm "
+        "init_expert_location eplb_algorithm eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk "
+        "eplb_min_rebalancing_utilization_threshold expert_distribution_recorder_buffer_size deepep_config "
+        "moe_dense_tp_size mooncake_ib_device elastic_ep_rejoin enable_elastic_expert_backup enable_deepep_waterfill "
+        "disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion enforce_shared_experts_fusion "
+        "enable_fused_moe_sum_all_reduce tbo_token_distribution_threshold enable_fused_qk_norm_rope "
+        "enable_expert_distribution_metrics kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts "
+        "kt_max_deferred_experts_per_token"
+    ),
+    "hybrid, sliding-window and state-space models are refused": (
+        "max_mamba_cache_size mamba_ssm_dtype mamba_full_memory_ratio mamba_scheduler_strategy mamba_track_interval "
+        "mamba_backend linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend "
+        "swa_full_tokens_ratio disable_hybrid_swa_memory"
+    ),
+    "MLA and sparse-attention models are refused": (
+        "nsa_prefill_backend nsa_decode_backend flashinfer_mla_disable_ragged disable_chunked_prefix_cache "
+        "nsa_prefill_cp_mode hisparse_config"
+    ),
+    "multimodal models are refused": (
+        "mm_attention_backend disable_fast_image_processor keep_mm_feature_on_device "
+        "enable_broadcast_mm_inputs_process enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config "
+        "limit_mm_data_per_request enable_mm_global_cache enable_precise_embedding_interpolation encoder_urls "
+        "encoder_transfer_backend enable_adaptive_dispatch_to_encoder warmups"
+    ),
+    "the hierarchical cache is refused": (
+        "hicache_ratio hicache_size hicache_write_policy hicache_io_backend hicache_mem_layout "
+        "hicache_storage_prefetch_policy hicache_storage_backend_extra_config"
+    ),
+    "prefill/decode disaggregation and multiplexing are refused": (
+        "disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device "
+        "disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache "
+        "num_reserved_decode_tokens disaggregation_decode_polling_interval pdmux_config_path sm_group_num"
+    ),
+    "quantisation is refused": (
+        "quantization_param_path modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path "
+        "rl_quant_profile fp8_gemm_runner_backend fp4_gemm_runner_backend"
+    ),
+    "what it is for is refused: offloading, prefill delaying, DP attention, context parallelism, diffusion": (
+        "offload_num_in_group offload_prefetch_step offload_mode prefill_delayer_max_delay_passes "
+        "prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets "
+        "prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio prefill_delayer_max_delay_ms "
+        "enable_dp_attention_local_control_broadcast enable_dp_lm_head prefill_cp_mode dllm_algorithm_config"
+    ),
+    "what it is for is refused: tracing, forward-pass metrics, debug dumps, seeds of weights": (
+        "otlp_traces_endpoint forward_pass_metrics_worker_id forward_pass_metrics_ipc_name debug_tensor_dump_layers "
+        "debug_tensor_dump_input_file debug_tensor_dump_inject remote_instance_weight_loader_seed_instance_ip "
+        "remote_instance_weight_loader_seed_instance_service_port "
+        "remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_loader_backend "
+        "remote_instance_weight_loader_start_seed_via_transfer_engine engine_info_bootstrap_port modelexpress_config"
+    ),
+    "the coordinator routes requests": "load_balance_method",
+    "one node is the engine": "node_rank",
+    "every group's communicator is made at start": "pre_warm_nccl",
+    "read by nothing in this SGLang": "num_continuous_decode_steps disable_outlines_disk_cache file_storage_path",
+    "its tools are for gpt-oss, which is refused": "tool_server",
+    "prefill runs without CUDA graphs in every layout": (
+        "disable_piecewise_cuda_graph piecewise_cuda_graph_max_tokens piecewise_cuda_graph_tokens "
+        "piecewise_cuda_graph_compiler"
+    ),
+    "it switches a refused flag off": "enforce_disable_flashinfer_allreduce_fusion",
+    "the gRPC server is refused": "grpc_http_sidecar_port",
+    "torch.compile is refused": "enable_torch_compile_debug_mode torch_compile_max_bs",
+}
+"""Accepted, and without effect: reason -> fields."""
+
+LIMITS = """\
+## Limits of a replica
+
+These hold for each replica, as in stock SGLang with `--dp`. So the engine takes as many times more
+as it has replicas.
+
+- `--max-running-requests`: how many requests a replica decodes at once. A merged replica has the
+  same limit.
+- `--max-queued-requests`: how many requests wait in a replica. A merge may bring more together.
+  None is refused for that, only the next that comes.
+- Priorities order the requests of a replica. A request preempts only those of its own replica.""".splitlines()
+
+
+def classified() -> dict[str, tuple[str, str]]:
+    """field -> (status, test or reason).  A field in two tables is an error."""
+    found: dict[str, tuple[str, str]] = {}
+    tables = (("works", WORKING), ("as in SGLang", OUTSIDE), ("GPU, not run yet", GPU), ("no effect", UNUSED))
+    rows = [(name, status, note) for status, table in tables for note, names in table.items() for name in names.split()]
+    rows += [(refusal.field, "refused", refusal.reason) for refusal in flags.REFUSED]
+    for name, status, note in rows:
+        assert name not in found, f"{name} is in two tables"
+        found[name] = status, note
+    return found
+
+
+def page() -> str:
+    """docs/flags.md."""
+    found = classified()
+    fields = [field.name for field in dataclasses.fields(ServerArgs)]
+    lines = [
+        "# Flags",
+        "",
+        "Made by `python -m tests.contract.flags`; do not edit.",
+        "",
+        "## Ours",
+        "",
+        *settings.table(),
+        "",
+        "## SGLang's, under --adaptive-tp",
+        "",
+        "Every field of SGLang's `ServerArgs`, in its order.",
+        "",
+        "- **works**: the test that is named switches with it.",
+        "- **as in SGLang**: the adaptive engine has no part in it; why no test here shows it.",
+        "- **GPU, not run yet**: accepted; takes effect on GPUs, where it has not been run with switches.",
+        "- **no effect**: accepted and ignored, for the reason given.",
+        "- **refused**: at start, in one line that says what to change.",
+        "",
+        "| flag | status | test or reason |",
+        "| --- | --- | --- |",
+    ]
+    for name in fields:
+        status, note = found[name]
+        lines.append(f"| `{name}` | {status} | {f'`{note}`' if status == 'works' else note} |")
+    lines += ["", *LIMITS, "", "Variables that are refused:", ""]
+    lines += [f"- `{name}`: {reason}" for name, reason in flags.ENVIRONMENT.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
