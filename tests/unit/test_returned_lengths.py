@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +11,12 @@ from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.rollout.rules import Rules
+from studies import PROFILES
 from studies.rounds import Engines, Round, Simulation
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
-PROFILE = Path(__file__).resolve().parents[2] / "studies" / "profiles" / "8xH100-qwen3-14b.json"
+PROFILE = PROFILES / "8xH100-qwen3-14b.json"
 SHAPE = parse_shape("body-atom:6.363,0.70,16384,0.01")
 PROMPTS, SIZE, RESPONSES = 480, 48, 8
 
