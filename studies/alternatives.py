@@ -33,8 +33,8 @@ from sglang_pat.replay.compare import Machine, Workload, compare, regrets
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.replay.simulate import Batch
 from sglang_pat.tools.commands import Parser, run
+from studies import PROFILES
 
-PROFILES = Path(__file__).resolve().parent / "profiles"
 SHAPE = "deepscaler"
 CORRELATIONS = (0.0, 0.5, 0.8)
 BATCH, GROUP, LEARN = 128, 8, 8

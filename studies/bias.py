@@ -32,8 +32,9 @@ from sglang_pat.replay.shapes import Shape, parse_shape
 from sglang_pat.rollout import redraws
 from sglang_pat.rollout.records import Group
 from sglang_pat.rollout.rules import Rules
+from studies import PROFILES
 from studies.rounds import Engines, Round, Simulation
-from studies.tail_batching import CORRELATIONS, PROFILES, SETTINGS
+from studies.tail_batching import CORRELATIONS, SETTINGS
 
 SETTING = SETTINGS[1]
 PROMPTS, SIZE, RESPONSES = 1280, 128, 8

@@ -20,8 +20,7 @@ from scipy.special import ndtri
 
 from sglang_pat.predict.predictor import Number
 from sglang_pat.predict.profile import DecodePoint, Fingerprint, PrefillPoint, Profile, SwitchSample, save
-
-FOLDER = Path(__file__).resolve().parent / "profiles"
+from studies import PROFILES
 
 # -- step and prefill times, from bytes, operations and bandwidths -------------------------------------------------
 
@@ -439,7 +438,7 @@ def _rounded(seconds: Number) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to")
+    parser.add_argument("--out", type=Path, default=PROFILES, help="folder to write to")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     for name, profile in references().items():

@@ -15,8 +15,8 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.compare import Machine, Workload
 from sglang_pat.replay.shapes import parse_shape
+from studies import PROFILES
 
-PROFILES = Path(__file__).resolve().parent / "profiles"
 CAPS = {
     "8xA40-llama3.1-8b": (6144, 8192, 12288, 16384),
     "8xH100-llama3.1-8b": (6144, 8192, 12288, 16384, 24576),

@@ -31,7 +31,7 @@ from sglang_pat.replay.compare import KNOWN, Machine, Workload, compare, regrets
 from sglang_pat.replay.shapes import NAMED, parse_shape
 from sglang_pat.replay.simulate import crowded
 from sglang_pat.tools.commands import Parser, run
-from studies import pat_settings, wrong_profiles
+from studies import PROFILES, pat_settings, wrong_profiles
 
 ROOT = Path(__file__).resolve().parents[1]
 CORRELATIONS = (0.0, 0.5, 0.8)
@@ -181,7 +181,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--uncalibrated", action="store_true", help="with --wrong: there is no calibration")
     parser.add_argument("--profiles", nargs="+", type=Path, metavar="FILE", help="default: studies/profiles/*.json")
     args = parser.parse_args(argv)
-    args.profiles = args.profiles or sorted((ROOT / "studies" / "profiles").glob("*.json"))
+    args.profiles = args.profiles or sorted(PROFILES.glob("*.json"))
     if not args.profiles:
         parser.error(f"no profiles in {ROOT / 'profiles'}; give --profiles FILE")
     for path in [*args.profiles, *(Path(e) for e in args.errors if e not in wrong_profiles.KINDS)]:

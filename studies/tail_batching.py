@@ -26,10 +26,9 @@ from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.rollout.rules import Rules
-from studies import tail_picture
+from studies import PROFILES, tail_picture
 from studies.rounds import Engines, Simulation
 
-PROFILES = Path(__file__).resolve().parent / "profiles"
 CORRELATIONS = (0.0, 0.5, 0.8)
 ETAS = (1.0, 1.125, 1.25, 1.375, 1.5)
 ROLLOUT_SHARE = 0.71

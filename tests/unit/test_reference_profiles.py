@@ -8,31 +8,30 @@ import pytest
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import check_fits, load, save
-from studies import modelled
+from studies import PROFILES, modelled
 
 pytestmark = pytest.mark.unit
 
-FOLDER = modelled.FOLDER
 NAMES = sorted(modelled.references())
 NINE_OF_12K = np.full(9, 12288)
 
 
 def loaded(name: str):
-    found = load(FOLDER / f"{name}.json")
+    found = load(PROFILES / f"{name}.json")
     predictor = Predictor(found)
     return predictor, SwitchCosts(found, predictor)
 
 
 def test_files_are_what_the_code_makes(tmp_path):
-    assert sorted(path.name for path in FOLDER.glob("*.json")) == NAMES
+    assert sorted(path.name for path in PROFILES.glob("*.json")) == NAMES
     for name, made in modelled.references().items():
         save(made, tmp_path / name)
-        assert load(FOLDER / name) == load(tmp_path / name), f"{name}: python -m studies.modelled"
+        assert load(PROFILES / name) == load(tmp_path / name), f"{name}: python -m studies.modelled"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_file_is_marked_and_usable(name):
-    found = load(FOLDER / name)
+    found = load(PROFILES / name)
     assert found.kind == "modelled" and len(found.sources) > 4
     check_fits(found, found.fingerprint)
     predictor = Predictor(found)
@@ -71,7 +70,7 @@ def test_pat_section_5_4_switch():
 @pytest.mark.parametrize("name, from_tp, seconds", [("8xA40-llama3.1-8b", 2, 72e-3), ("8xH100-llama3.1-8b", 1, 6.3e-3)])
 def test_our_exchange_of_9_requests(name, from_tp, seconds):
     """The floor: the bytes that must move, over the one-way bandwidth of the links."""
-    samples = load(FOLDER / f"{name}.json").switches
+    samples = load(PROFILES / f"{name}.json").switches
     kv = [s.phases["kv"] for s in samples if (s.from_tp, s.to_tp, s.tokens) == (from_tp, 8, 9 * 12288)]
     assert kv == pytest.approx([seconds], rel=0.01)
 

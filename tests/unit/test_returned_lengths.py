@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +11,14 @@ from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.rollout.rules import Rules
+from studies import PROFILES
 from studies.rounds import Engines, Round, Simulation
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
-PROFILE = Path(__file__).resolve().parents[2] / "studies" / "profiles" / "8xH100-qwen3-14b.json"
+PROFILE = PROFILES / "8xH100-qwen3-14b.json"
 SHAPE = parse_shape("body-atom:6.363,0.70,16384,0.01")
-PROMPTS, SIZE, RESPONSES = 480, 48, 8
+PROMPTS, SIZE, RESPONSES = 240, 24, 8
 
 
 class Linear:
@@ -31,7 +31,7 @@ class Linear:
 @functools.cache
 def epoch(rho: float, seed: int, **rules) -> list[Round]:
     profile = load(PROFILE)
-    engines = Engines(predictor=Linear(), costs=fitted(profile)[1], fingerprint=profile.fingerprint, nodes=2, tp=2)
+    engines = Engines(predictor=Linear(), costs=fitted(profile)[1], fingerprint=profile.fingerprint, nodes=1, tp=2)
     given = Rules(num_prompts=SIZE, num_responses=RESPONSES, max_deferrals=64, **rules)
     return Simulation(engines, given, SHAPE, rho, seed, prompts=PROMPTS).epoch()
 
@@ -70,8 +70,8 @@ def test_unbiased_rounds_return_what_the_model_gives_and_those_of_the_paper_do_n
 
 
 def test_more_prompts_only_lose_the_longest_responses_and_unbiased_rounds_do_not():
-    """Responses at the cap, of 38 that are to be expected."""
+    """Responses at the cap, of 19 that are to be expected."""
     at_cap = [int((returned(epoch(0.0, 1, **rules)) == SHAPE.limit).sum()) for rules in
               ({"eta_prompts": 1.0, "eta_responses": 1.0}, {"eta_responses": 1.0}, {"unbiased": True})]  # fmt: skip
     assert at_cap[1] < 0.4 * min(at_cap[0], at_cap[2])
-    assert at_cap[2] == pytest.approx(38, rel=0.4)
+    assert at_cap[2] == pytest.approx(19, rel=0.4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from sglang_pat.policies.registry import make_policy
@@ -11,11 +9,12 @@ from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.rollout.rules import Rules
+from studies import PROFILES
 from studies.rounds import Engines, Simulation
 
 pytestmark = pytest.mark.unit
 
-PROFILE = Path(__file__).resolve().parents[2] / "studies" / "profiles" / "8xH100-qwen3-14b.json"
+PROFILE = PROFILES / "8xH100-qwen3-14b.json"
 
 
 class Constant:

@@ -15,12 +15,14 @@ def draw(result: Result, message: str, about: str, path: Path) -> Path:
     for place, name in enumerate(result.contenders):
         rounds, median = result.seconds(name), result.median(name)
         axes.bar(place, median, color=COLORS[name], width=0.62)
-        axes.plot([place] * len(rounds), rounds, "o", color=pictures.LINE, markersize=3)
+        if len(rounds) > 1:
+            axes.plot([place] * len(rounds), rounds, "o", color=pictures.LINE, markersize=3)
         axes.text(place, max(rounds), f"{median:.1f} s", ha="center", va="bottom", fontweight="bold")
     axes.set_xticks(range(len(result.contenders)), result.contenders)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.1)
-    pictures.labels(axes, "", "seconds for the batch: median, dots are rounds")
+    dots = "; dots: rounds" if len(result.rounds) > 1 else ""
+    pictures.labels(axes, "", f"seconds for the batch, median{dots}")
     pictures.message(figure, message)
     pictures.footer(figure, about)
     return pictures.save(figure, path)
