@@ -12,7 +12,7 @@ import signal
 import sys
 
 from sglang_pat.cpu import shim
-from sglang_pat.launch import noise, processes
+from sglang_pat.launch import processes
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,15 +35,13 @@ def _adaptive(argv: list[str]) -> None:
     from sglang_pat.launch import refusals
 
     processes.exit_on_signals()
-    noise.hear(argv)
     try:
         try:
             refusals.check_command_line(argv)
             processes.fork_here()
         except ValueError as error:
             sys.exit(f"error: {error}")
-        with noise.quiet_imports():
-            from sglang_pat.server.http import launch
+        from sglang_pat.server.http import launch
 
         launch(argv)
     finally:

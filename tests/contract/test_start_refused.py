@@ -112,15 +112,16 @@ import gc
 import zmq.asyncio
 from sglang_pat.cpu import shim
 shim.install()
-from sglang_pat.server import forgetting, tokenizer
+from sglang_pat.fixes import request_lifetime, request_validation
+from sglang_pat.server import tokenizer
 
 def init(self, *_):
     context = zmq.asyncio.Context(2)
     self.recv_from_detokenizer = context.socket(zmq.PULL)
-    self.again = self
+    self.again = self._result_dispatcher = self.pat_dropped = self
 
-forgetting.TokenizerManager.__init__ = init
-tokenizer.Entrance = lambda _: 1 / 0
+request_lifetime.TokenizerManager.__init__ = init
+request_validation.IsolatingDispatcher = lambda *_: 1 / 0
 try:
     tokenizer.AdaptiveTokenizerManager(None, None)
 except ZeroDivisionError:

@@ -1,4 +1,9 @@
-"""Tensors that a trainer hands over in shared memory, on a machine that is busy."""
+"""Tensors that a trainer hands over in shared memory, on a machine that is busy.
+
+Without this an update of the weights is refused now and then, since torch waits a second only.
+
+Upstream: https://github.com/pytorch/pytorch/issues/2482
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ import signal
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -34,7 +33,6 @@ import setproctitle
 
 from sglang_pat.config import VARIABLE
 from sglang_pat.cpu import shim
-from sglang_pat.launch import noise
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +102,7 @@ def warm() -> None:
     if not shim.needed():
         return
     context().set_forkserver_preload(PRELOAD)
-    with _sockets_in_the_private_folder(), _deaf_children(), noise.quiet_children():
+    with _sockets_in_the_private_folder(), _deaf_children():
         forkserver.ensure_running()
 
 
@@ -119,9 +117,8 @@ def fork_here() -> None:
     if not shim.needed():
         return
     private_folder()
-    with noise.quiet_imports():
-        for name in PRELOAD:
-            importlib.import_module(name)
+    for name in PRELOAD:
+        importlib.import_module(name)
     spawn, util.spawnv_passfds = util.spawnv_passfds, _fork_instead
     try:
         warm()
@@ -142,8 +139,6 @@ def _fork_instead(_path: bytes, command: list[str], keep: list[int]) -> int:
         for number in [*sorted(keep), os.sysconf("SC_OPEN_MAX")]:
             os.closerange(first, number)
             first = number + 1
-        if os.environ.get("PYTHONWARNINGS") == "ignore":  # noise.quiet_children: read by new interpreters only
-            warnings.simplefilter("ignore")
         # Held by the thread that forks us.
         forkserver._forkserver._lock = threading.Lock()
         # Whoever ends the engine spares resource trackers: they remove what the dead left in shared memory.

@@ -20,8 +20,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
-from sglang_pat.comm import shm
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.cpu import shm
 from sglang_pat.errors import one_line
 from sglang_pat.figures import job_log
 from sglang_pat.job_settings import read_files
@@ -74,7 +74,6 @@ class AdaptiveServerArgs(ServerArgs):
     adaptive_tp: bool = False
     pat_candidates: str | None = _DEFAULT["pat_candidates"]
     pat_policy: str | None = _DEFAULT["pat_policy"]
-    pat_schedule: str | None = _DEFAULT["pat_schedule"]
     pat_switch_at: int = _DEFAULT["pat_switch_at"]
     pat_weights: str = _DEFAULT["pat_weights"]
     pat_kv: str = _DEFAULT["pat_kv"]
