@@ -88,19 +88,16 @@ sys.exit(subprocess.call(sys.argv[1:]))
 
 @pytest.fixture(params=["warm", "fork_here"])
 def engine(request, tmp_path_factory):
-    """A main process with two children, and what these said of their signals; the fork server is started either way."""
+    """A main process with two children; the fork server is started either way."""
     place = tmp_path_factory.mktemp("p")
     script = place / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(place), request.param]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        process.said = json.loads(process.stdout.readline())
+        said = json.loads(process.stdout.readline())
+        assert said == [[str(signal.SIG_IGN)] * 2] * 2, "children ignore what ends the engine"
         yield process
         process.kill()
-
-
-def test_children_ignore_what_ends_the_engine(engine):
-    assert engine.said == [[str(signal.SIG_IGN)] * 2] * 2
 
 
 def test_children_end_with_a_killed_parent(engine):

@@ -173,8 +173,9 @@ class Engine(RolloutCalls, AdaptiveEngine):
             asyncio.set_event_loop(self.loop)
 
     def __getattr__(self, name: str) -> Any:
-        instead = removed.METHODS.get(name)
-        raise AttributeError(f"Engine.{name} is gone: {instead}" if instead else f"Engine has no attribute {name!r}")
+        if name in removed.METHODS:
+            raise AttributeError(f"Engine.{name} is gone: {removed.METHODS[name]}")
+        return self.__getattribute__(name)  # raises what it did
 
     def shutdown(self) -> None:
         """As :meth:`AdaptiveEngine.shutdown`; a rollout that is under way ends with an error."""

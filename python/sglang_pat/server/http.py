@@ -40,7 +40,7 @@ MAX_SMALL_BYTES = 1 << 16
 class _Reconfigure(msgspec.Struct, forbid_unknown_fields=True):
     """The body of ``POST /pat/reconfigure``."""
 
-    tp: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    tp: Annotated[int, msgspec.Meta(ge=1)]
     dry_run: bool = False
 
 
