@@ -52,8 +52,8 @@ def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) ->
     from sglang_pat.cpu import shim
 
     shim.ensure()
-    from sglang_pat.launch.args import AdaptiveServerArgs
     from sglang_pat.launch.contract import SGLangMismatch, check_sglang
+    from sglang_pat.launch.spec import AdaptiveServerArgs
 
     parser = Parser(prog="profiler", allow_abbrev=True)  # SGLang's own --tp is an abbreviation
     AdaptiveServerArgs.add_cli_args(parser)
@@ -70,7 +70,7 @@ def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) ->
 
 def deployment(args: Any) -> Fingerprint:
     """The fingerprint of what ``args`` would start, but for the sizes of its pools."""
-    from sglang_pat.launch.deployment import deployment as of
+    from sglang_pat.launch.spec import deployment as of
 
     return of(args, args.read_config())
 

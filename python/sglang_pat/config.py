@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees, device_of_rank
+from sglang_pat.removed import refuse_value
 
 POLICIES = ("survival", "pat", "threshold", "schedule", "manual", "off")
 PREDICTING = ("survival", "pat")
@@ -22,6 +23,7 @@ MOST_STEPS = 1000
 def one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ``ValueError`` unless ``value``, given with ``flag``, is allowed."""
     if value not in allowed:
+        refuse_value(flag, value)
         raise ValueError(f"{flag} {value!r}: choose one of {', '.join(allowed)}")
 
 
@@ -40,7 +42,7 @@ class AdaptiveConfig:
     these (:attr:`only_ends`)."""
     policy: str = "threshold"
     """Who decides on switches: ``survival`` or ``pat`` (predict from a profile), ``threshold``, ``schedule`` (at
-    given steps), ``manual`` (only /pat/reconfigure) or ``off``."""
+    given steps: POST /pat/schedule), ``manual`` (only /pat/reconfigure) or ``off``."""
     profile: str | None = None
     """File that ``python -m profiler.sweep`` wrote for this deployment."""
     profile_as_is: bool = False
@@ -49,8 +51,6 @@ class AdaptiveConfig:
     """Steps that each layout decodes in a turn of the calibration (``sglang_pat.server.calibration``)."""
     log: str | None = None
     """File to which each decision is appended with its inputs (JSON lines)."""
-    schedule: str | None = None
-    """``schedule`` policy: file with the switches to begin with (``sglang_pat.coordinator.schedule``)."""
     switch_at: int = 8
     """``threshold`` policy: merge when this many requests or fewer are left."""
     max_running: int | None = None
@@ -80,8 +80,6 @@ class AdaptiveConfig:
                 f"--pat-policy {self.policy} needs a profile: give --pat-profile FILE "
                 "(python -m profiler.sweep makes one) or choose --pat-policy threshold"
             )
-        if self.schedule is not None and self.policy != "schedule":
-            raise ValueError(f"--pat-schedule {self.schedule} needs --pat-policy schedule, not {self.policy}")
         if not 0 <= self.calibrate <= MOST_STEPS:
             raise ValueError(f"--pat-calibrate {self.calibrate}: must be 0 to {MOST_STEPS}")
         if self.switch_at < 1:

@@ -32,12 +32,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def _adaptive(argv: list[str]) -> None:
     """Serve until a signal ends it; whatever happens, no process and no socket stays."""
-    from sglang_pat.launch import early
+    from sglang_pat.launch import refusals
 
     processes.exit_on_signals()
     try:
         try:
-            early.check_command_line(argv)
+            refusals.check_command_line(argv)
             processes.fork_here()
         except ValueError as error:
             sys.exit(f"error: {error}")

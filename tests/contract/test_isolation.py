@@ -119,8 +119,7 @@ JUNK = (b"", b"\x80\x05junk", pickle.dumps(messages.StatusQuery)[:-9], b"cnowher
 
 def test_outputs_that_cannot_be_read_are_dropped():
     """In the detokenizer, and in the server."""
-    from sglang_pat.rank.channels import OrderedReceiver
-    from sglang_pat.switch.order import Stamped
+    from sglang_pat.switch.order import OrderedReceiver, Stamped
 
     frames = (JUNK[0], pickle.dumps(Stamped(0, 1, None, "first")), *JUNK[1:], pickle.dumps("second"))
     dropped = Dropped()
@@ -165,9 +164,10 @@ def test_the_server_drops_what_it_cannot_handle(monkeypatch):
         self._result_dispatcher = TypeBasedDispatcher([])
 
     monkeypatch.setattr(TokenizerManager, "__init__", made)
-    monkeypatch.setattr(tokenizer, "first_schedule", lambda args: None)
     args = SimpleNamespace(
-        pat_rollout_dir=None, enable_metrics=False, spec=SimpleNamespace(config=SimpleNamespace(calibrates=False))
+        pat_rollout_dir=None,
+        enable_metrics=False,
+        spec=SimpleNamespace(config=SimpleNamespace(calibrates=False, log=None)),
     )
     manager = tokenizer.AdaptiveTokenizerManager(args, None)
     manager._result_dispatcher(("what", "is this"))
@@ -207,7 +207,7 @@ def test_control_requests_reach_ranks_without_what_a_client_put_into_them():
     """SGLang's loop asks every request's id whether it is a health check's, and dies of one that is no text."""
     from sglang.srt.managers import io_struct as io
 
-    from sglang_pat.coordinator.controls import classify
+    from sglang_pat.coordinator.process import classify
 
     for rid in (["a", "b"], 7, "a"):
         (control,) = classify(io.FlushCacheReqInput(rid=rid, http_worker_ipc="ipc:///tmp/nobody"))
@@ -284,7 +284,8 @@ def test_a_request_that_cannot_be_handled_is_answered_and_a_step_of_a_switch_is_
 
 def test_every_control_request_has_an_answer_for_failure():
     """Without one its client waits for ever, and so does every switch; what leaders answer must also merge."""
-    from sglang_pat.coordinator.controls import CONTROLS, classify, error_of, failed
+    from sglang_pat.coordinator.controls import CONTROLS, error_of, failed
+    from sglang_pat.coordinator.process import classify
 
     for kind, (reply, options) in CONTROLS.items():
         answers = [failed(object.__new__(kind), ValueError("boom")) for _ in range(2)]

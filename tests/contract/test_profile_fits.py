@@ -12,7 +12,7 @@ pytestmark = pytest.mark.contract
 
 
 def arguments(model, **options):
-    from sglang_pat.launch.args import AdaptiveServerArgs
+    from sglang_pat.launch.spec import AdaptiveServerArgs
 
     base = dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
     return AdaptiveServerArgs(**base | options)
@@ -20,7 +20,7 @@ def arguments(model, **options):
 
 @pytest.fixture(scope="module")
 def profile(model, tmp_path_factory):
-    from sglang_pat.launch.deployment import deployment
+    from sglang_pat.launch.spec import deployment
 
     path = tmp_path_factory.mktemp("profile") / "llama.json"
     decode = [DecodePoint(tp=tp, replicas=2 // tp, batch=1, context=64, seconds=0.01, samples=(0.01,)) for tp in (1, 2)]
@@ -40,9 +40,9 @@ def profile(model, tmp_path_factory):
 
 
 def check(args) -> None:
-    from sglang_pat.launch.deployment import check_files
+    from sglang_pat.launch.spec import read_profile
 
-    check_files(args, args.read_config())
+    read_profile(args, args.read_config())
 
 
 def test_fits_and_means_survival(model, profile, tmp_path):

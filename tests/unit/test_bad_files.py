@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 
 from profiler import page, report, sweep, validate
-from sglang_pat.launch import early
+from sglang_pat.launch import refusals
 from sglang_pat.predict.profile import save
 from sglang_pat.replay import cli
 from sglang_pat.tools import commands
@@ -100,7 +100,7 @@ def test_a_bad_profile(bad, refused, tmp_path):
     lines = {line.partition("error: ")[2] for line in said}
     assert len(lines) == 1, "the same line, whoever says it"
     with pytest.raises(ValueError) as caught:
-        early.check_command_line(["--port", "0", "--pat-profile", str(bad)])
+        refusals.check_command_line(["--port", "0", "--pat-profile", str(bad)])
     assert f"{caught.value}\n" in lines
 
 

@@ -26,7 +26,7 @@ from sglang_pat.coordinator.controls import failed
 from sglang_pat.dropped import FATAL, Dropped, IsolatingDispatcher, ReadableSocket
 from sglang_pat.fixes import float32, grammars, outputs, penalties, stop_patterns
 from sglang_pat.fixes.weight_updates import NOT_FLUSHED
-from sglang_pat.switch import live, requests
+from sglang_pat.switch import requests
 
 
 class MendedScheduler(Scheduler):
@@ -77,7 +77,7 @@ class MendedScheduler(Scheduler):
         # A pause of the mode "retract" leaves requests that wait and hold no KV.  SGLang says that the cache can be
         # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.
         waiting, compiling = self.waiting_queue, self.grammar_manager.grammar_queue
-        live.drain_ended(self)
+        requests.drain_ended(self)
         if self._engine_paused and all(req.req_pool_idx is None for req in waiting):
             self.waiting_queue, self.grammar_manager.grammar_queue = [], []
         try:
@@ -115,8 +115,8 @@ class MendedScheduler(Scheduler):
         Raises:
             RuntimeError: some rank still runs a request (a health probe, for one).
         """
-        live.drain_ended(self)
-        if not live.idle_everywhere(self):
+        requests.drain_ended(self)
+        if not requests.idle_everywhere(self):
             raise RuntimeError("memory is not released: a rank still has a request")
         return super().release_memory_occupation(recv_req)
 
@@ -127,7 +127,7 @@ class MendedScheduler(Scheduler):
 
         The others are out of its sight meanwhile.
         """
-        decoding, waiting = live.requests_of(self)
+        decoding, waiting = requests.requests_of(self)
         reqs = {id(req): req for req in decoding + waiting + (self.cur_batch.reqs if self.cur_batch else [])}
         others = [
             (req, req.rid)

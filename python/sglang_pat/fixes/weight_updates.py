@@ -30,8 +30,8 @@ from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
 from sglang_pat.errors import one_line
 from sglang_pat.fixes.shared_memory import open_patiently
-from sglang_pat.rank.sharding import checkpoint_parts, shard_specs
 from sglang_pat.rank.shards import ShardSpec
+from sglang_pat.rank.weights import checkpoint_parts, shard_specs
 
 REFUSED = "weight update refused, no tensor of this request was written; send the whole update again"
 NOT_FLUSHED = (

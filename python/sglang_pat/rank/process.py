@@ -19,10 +19,10 @@ from sglang.srt.server_args import PortArgs  # noqa: E402
 
 from sglang_pat.dropped import Dropped, IsolatingDispatcher  # noqa: E402
 from sglang_pat.errors import one_line  # noqa: E402
-from sglang_pat.launch.args import AdaptiveServerArgs, rank_view  # noqa: E402
 from sglang_pat.launch.processes import RANK_TITLE, end_engine  # noqa: E402
-from sglang_pat.rank.channels import OrderedReceiver  # noqa: E402
-from sglang_pat.rank.sharding import Unsupported  # noqa: E402
+from sglang_pat.launch.spec import AdaptiveServerArgs, rank_view  # noqa: E402
+from sglang_pat.rank.weights import Unsupported  # noqa: E402
+from sglang_pat.switch.order import OrderedReceiver  # noqa: E402
 
 logger = logging.getLogger(__name__)
 

@@ -47,17 +47,18 @@ from sglang.srt.server_args import PortArgs
 from sglang_pat.checks import census, tokens
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.fixes.scheduler import MendedScheduler
-from sglang_pat.memory.demand import size_text
+from sglang_pat.memory.plan import size_text
 from sglang_pat.messages import Cancel, Compile, Go, InjectPrefixes, Prepare, Switch, TraceQuery
 from sglang_pat.rank import degrees, prefixes
-from sglang_pat.rank.channels import ControlSender, OutputSender, RankChannel, RpcRelay
+from sglang_pat.rank.channels import ControlSender, RankChannel, RpcRelay
 from sglang_pat.rank.layouts import LayoutRuntime, Layouts
 from sglang_pat.rank.load_reports import LoadReporter, StepTrace, register
 from sglang_pat.rank.runner import AdaptiveTpModelWorker
+from sglang_pat.rank.step_gate import StepGate
 from sglang_pat.switch import requests
-from sglang_pat.switch.compiled import CompiledGrammars
 from sglang_pat.switch.executor import SwitchExecutor
-from sglang_pat.switch.gate import StepGate
+from sglang_pat.switch.grammars import CompiledGrammars
+from sglang_pat.switch.order import OutputSender
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class AdaptiveScheduler(MendedScheduler):
         super().init_ipc_channels(port_args)
         self.channel = RankChannel(zmq.Context.instance(), self._channel_address, self.rank)
         self._can_lead = self.recv_from_tokenizer is not None
-        self.output = OutputSender(self.send_to_detokenizer, self.rank)
+        self.output = OutputSender(self.send_to_detokenizer, self.rank, degrees.tell)
         self._control = ControlSender(self.channel, self.end_waiting)
         self._silent = SenderWrapper(None)
         self._idle_sleeper = self.idle_sleeper
@@ -311,8 +312,6 @@ class AdaptiveScheduler(MendedScheduler):
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
         super().process_batch_result(batch, result)
-        if not self.gate.free and any(req.finished() for req in batch.reqs):
-            self.gate.finished()
         self.trace.end(self)
 
     def release_memory_occupation(self, recv_req: Any) -> Any:

@@ -25,23 +25,19 @@ from sglang.srt.server_args import PortArgs  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer, maybe_reindex_device_id, numa_utils  # noqa: E402
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
-from sglang_pat import files  # noqa: E402
-from sglang_pat.coordinator import schedule as schedules  # noqa: E402
+from sglang_pat import files, removed  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.figures import job_log, start_line  # noqa: E402
-from sglang_pat.launch.args import AdaptiveServerArgs  # noqa: E402
-from sglang_pat.launch.deployment import deployment  # noqa: E402
-from sglang_pat.launch.early import refuse_function  # noqa: E402
-from sglang_pat.launch.folder import engine_folder  # noqa: E402
-from sglang_pat.launch.processes import start  # noqa: E402
-from sglang_pat.launch.start import ready  # noqa: E402
+from sglang_pat.launch.processes import engine_folder, start  # noqa: E402
+from sglang_pat.launch.refusals import refuse_function  # noqa: E402
+from sglang_pat.launch.spec import AdaptiveServerArgs, deployment, ready  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
 from sglang_pat.rank.process import run_detokenizer, run_rank  # noqa: E402
-from sglang_pat.server.ending import end_if_a_child_fails, watchdog_of  # noqa: E402
 from sglang_pat.server.loop import EngineLoop  # noqa: E402
 from sglang_pat.server.rollout_calls import RolloutCalls  # noqa: E402
+from sglang_pat.server.shutdown import end_if_a_child_fails, watchdog_of  # noqa: E402
 from sglang_pat.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 
 if TYPE_CHECKING:
@@ -167,6 +163,7 @@ class Engine(RolloutCalls, AdaptiveEngine):
     def __init__(self, **kwargs: Any) -> None:
         if "server_args" not in kwargs and not kwargs.get("adaptive_tp"):
             raise ValueError("sglang_pat.Engine needs adaptive_tp=True; for a static layout use sglang.Engine")
+        removed.refuse_flags(kwargs)
         super().__init__(**kwargs)
         # SGLang keeps the arguments as given; show it the engine as it is: N ranks.
         self.server_args = self.tokenizer_manager.server_args
@@ -174,6 +171,10 @@ class Engine(RolloutCalls, AdaptiveEngine):
             self.loop.close()
             self.loop = EngineLoop()
             asyncio.set_event_loop(self.loop)
+
+    def __getattr__(self, name: str) -> Any:
+        instead = removed.METHODS.get(name)
+        raise AttributeError(f"Engine.{name} is gone: {instead}" if instead else f"Engine has no attribute {name!r}")
 
     def shutdown(self) -> None:
         """As :meth:`AdaptiveEngine.shutdown`; a rollout that is under way ends with an error."""
@@ -198,25 +199,12 @@ class Engine(RolloutCalls, AdaptiveEngine):
     def reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         """Switch to degree ``tp`` now; returns the switch record, times in seconds (empty if already there).
 
-        ``dry_run``: only says what that would do, as :func:`sglang_pat.coordinator.forecast.forecast` does.
+        ``dry_run``: only says what that would do, as :func:`sglang_pat.coordinator.replicas.forecast` does.
 
         Raises:
             ReconfigureError: not a candidate, a switch under way, or aborted.
         """
         return self._await(self.tokenizer_manager.pat_reconfigure(tp, dry_run))
-
-    def set_schedule(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        """Switch at given steps from now on (policy ``schedule``; :class:`~sglang_pat.messages.ScheduleEntry`).
-
-        Raises:
-            ValueError: an entry that cannot be.
-            ReconfigureError: the policy is another one.
-        """
-        return self._await(self.async_set_schedule(entries))
-
-    def schedule(self, wait: bool = True) -> dict[str, Any]:
-        """How far the schedule is (:class:`~sglang_pat.messages.ScheduleState`); ``wait``: when it is over."""
-        return self._await(self.async_schedule(wait))
 
     def trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call, oldest first (the last 16,384 of each rank).
@@ -282,14 +270,6 @@ class Engine(RolloutCalls, AdaptiveEngine):
 
     async def async_status(self) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_status()
-
-    async def async_set_schedule(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        checked = schedules.check(entries)
-        schedules.check_degrees(checked, self.server_args.spec.config.layouts)
-        return await self.tokenizer_manager.pat_set_schedule(checked)
-
-    async def async_schedule(self, wait: bool = True) -> dict[str, Any]:
-        return await self.tokenizer_manager.pat_schedule(wait)
 
     async def async_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_reconfigure(tp, dry_run)

@@ -49,7 +49,7 @@ class Manager:
 
 @pytest.fixture
 def ending(monkeypatch):
-    from sglang_pat.server import ending
+    from sglang_pat.server import shutdown as ending
 
     monkeypatch.setattr(ending, "ABORT_SECONDS", 0.5)
     monkeypatch.setattr(ending, "ANSWER_SECONDS", 0)
@@ -130,8 +130,8 @@ import os, signal, sys, threading
 from multiprocessing import get_context
 from sglang_pat.cpu import shim
 shim.ensure()
-from sglang_pat.launch import folder
-from sglang_pat.server.ending import end_if_a_child_fails, watchdog_of
+from sglang_pat.launch import processes
+from sglang_pat.server.shutdown import end_if_a_child_fails, watchdog_of
 
 def launch():
     end_if_a_child_fails()
@@ -145,7 +145,7 @@ def launch():
         print("still there", flush=True)
         child.kill()
 
-print(folder.private_folder(), flush=True)
+print(processes.private_folder(), flush=True)
 if sys.argv[1] == "main":
     launch()
 else:
@@ -157,8 +157,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "background"])
-@pytest.mark.parametrize("thread, failure", [("main", "child"), ("another", "child"), ("another", "signal")])
+@pytest.mark.parametrize(
+    "thread, failure, ignored", [("main", "child", True), ("another", "child", False), ("another", "signal", False)]
+)
 def test_the_end_of_a_child_ends_all_and_says_so(thread, failure, ignored):
     """As in a script, and as in a Ray actor; a shell's ``command &`` ignores SIGQUIT for all of a job."""
 
@@ -178,7 +179,7 @@ def test_whoever_launches_sglang_makes_our_watchdog():
     from sglang.srt.entrypoints import engine
 
     import sglang_pat.server.engine  # noqa: F401
-    from sglang_pat.server.ending import watchdog_of
+    from sglang_pat.server.shutdown import watchdog_of
 
     assert "SubprocessWatchdog" in engine.Engine._launch_subprocesses.__func__.__code__.co_names
     assert engine.SubprocessWatchdog is watchdog_of
@@ -186,7 +187,7 @@ def test_whoever_launches_sglang_makes_our_watchdog():
 
 def test_the_end_after_a_failure_takes_no_lock(ending, monkeypatch):
     """The signal comes at any moment: while this thread stops the watchdog, or within the handler itself."""
-    from sglang_pat.server.ending import ChildrenWatchdog
+    from sglang_pat.server.shutdown import ChildrenWatchdog
 
     ended = threading.Event()
     monkeypatch.setattr(ending, "_end_all", ended.set)
@@ -218,7 +219,7 @@ from types import SimpleNamespace
 from multiprocessing import get_context
 from sglang_pat.cpu import shim
 shim.ensure()
-from sglang_pat.server.ending import EndingHandler, watchdog_of
+from sglang_pat.server.shutdown import EndingHandler, watchdog_of
 
 child = get_context("fork").Process(target=signal.pause, name="sglang_pat: rank 1")
 child.start()

@@ -1,12 +1,52 @@
-"""Memory that a process may still take: the machine's, or less where a control group limits it."""
+"""The memory that there is: of GPUs as a user describes them, or what a process may still take of this machine."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path("/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supply:
+    """Memory to plan with."""
+
+    kind: str
+    """``cpu`` or ``cuda``."""
+    free: int
+    """Bytes that can be taken: on the GPU that has least, or on the whole machine."""
+    total: int
+    """Bytes of that GPU or of the machine."""
+
+    @property
+    def owner(self) -> str:
+        """The beginning of a sentence on what is free."""
+        return "each GPU has" if self.kind == "cuda" else "the machine has"
+
+
+def supply_of_cpu() -> Supply:
+    """This machine's memory, for ranks on its CPU."""
+    return Supply(kind="cpu", free=available_memory(), total=psutil.virtual_memory().total)
+
+
+def supply_of_gpus(text: str, ranks: int) -> Supply:
+    """Empty GPUs as described: ``"8x80GB"``, GB as vendors say it, taken as GiB.
+
+    Raises:
+        ValueError: not of that form, or fewer GPUs than ranks.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)G(?:i?B)?", text, re.IGNORECASE)
+    if match is None or int(match[1]) < 1 or float(match[2]) <= 0:
+        raise ValueError(f"--gpus {text!r}: give a number and a size, e.g. 8x80GB")
+    count, size = int(match[1]), int(float(match[2]) * GIB)
+    if count < ranks:
+        raise ValueError(f"{ranks} ranks need {ranks} GPUs, --gpus {text} has {count}: choose other --tp/--dp")
+    return Supply(kind="cuda", free=size, total=size)
 
 
 def available_memory(root: Path = ROOT) -> int:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang.srt.managers.tokenizer_manager import SignalHandler
 from sglang.srt.utils.watchdog import SubprocessWatchdog
 
-from sglang_pat.launch import folder, processes
+from sglang_pat.launch import processes
 from sglang_pat.launch.processes import NAMED
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _end_all() -> NoReturn:
         logger.error("a process of the engine failed: all end")
     try:
         processes.end_children(seconds=2)
-        folder.remove()
+        processes.remove_private_folder()
     finally:
         os._exit(1)
 
