@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from profiler.rig import model_folder_error
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.testing.prefork import ENVIRONMENT
 from sglang_pat.tools.commands import Parser, UsageError, one_line
@@ -42,7 +43,7 @@ def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) ->
     Raises:
         UsageError: one that neither knows, or that the adaptive engine does not support.
     """
-    if wrong := model_folder_error(model):
+    if wrong := _model_folder_error(model):
         raise UsageError(wrong)
     for flag in flags:
         if flag.split("=")[0] in OURS:
@@ -66,6 +67,22 @@ def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) ->
         raise
     except (ValueError, OSError, SGLangMismatch, AssertionError) as error:
         raise UsageError(one_line(error)) from None
+
+
+def _model_folder_error(model: str) -> str | None:
+    """What is wrong with ``--model-path`` if it is meant as a folder."""
+    folder = Path(model)
+    if folder.is_dir():
+        config = folder / "config.json"
+        if not config.is_file():
+            return f"--model-path {model}: no config.json there; give the folder of a model"
+        try:
+            json.loads(config.read_text())
+        except ValueError:
+            return f"--model-path {model}: its config.json is not JSON; give the folder of a model"
+    elif folder.is_absolute() or model.startswith(".") or model.count("/") > 1 or folder.exists():
+        return f"--model-path {model}: no such folder; give the folder of a model"
+    return None
 
 
 def deployment(args: Any) -> Fingerprint:
