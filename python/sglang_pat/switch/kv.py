@@ -186,18 +186,7 @@ def _check(k, v, slots, offsets, begins, head_count, flat, flat_name) -> None:
         )
 
 
-# -- carriers: one layer after another, the next one is packed while one travels ----------------------
-#
-# Both are used in the same way, by all ranks of a group together::
-#
-#     transport.outgoing(0)                      # a flat buffer: pack layer 0: peers in order, what stays here last
-#     for layer in ...:
-#         transport.start(layer)
-#         transport.outgoing(layer + 1)          # pack the next one meanwhile
-#         transport.incoming(layer)              # waits; pieces to unpack
-#
-# Layer ``i`` is unpacked before ``start(i + 1)``, and the buffer of layer ``i`` is packed again only after it: so two
-# buffers for what goes out are enough, and one for what comes in.
+# -- carriers: layers from rank to rank -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -263,7 +252,17 @@ def _wait(work: dist.Work | None) -> None:
 class AllToAll:
     """Through :class:`Staging` and the group's ``all_to_all_single``: any backend, any device.
 
-    On CUDA the transfer runs on the backend's own stream beside the caller's.
+    Used by all ranks of a group together, as is :class:`Direct`::
+
+        carrier.outgoing(0)                      # a flat buffer: pack layer 0: peers in order, what stays here last
+        for layer in ...:
+            carrier.start(layer)
+            carrier.outgoing(layer + 1)          # pack the next one meanwhile
+            carrier.incoming(layer)              # waits; pieces to unpack
+
+    Layer ``i`` is unpacked before ``start(i + 1)``, and the buffer of layer ``i`` is packed again only after it: so two
+    buffers for what goes out are enough, and one for what comes in.  On CUDA the transfer runs on the backend's own
+    stream beside the caller's.
 
     Args:
         elements: what each rank of the group sends to each, int ``[ranks, ranks]``, zero on the diagonal.
@@ -298,7 +297,7 @@ class AllToAll:
 class Direct:
     """Through :class:`Windows`: peers unpack from where this rank packed.
 
-    Before another transport begins all ranks must have met: a peer may still read the last layer.
+    Before another carrier begins all ranks must have met: a peer may still read the last layer.
 
     Args:
         members: rank in the windows' group of each rank of ``group``.
