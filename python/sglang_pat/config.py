@@ -9,6 +9,8 @@ from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees
 POLICIES = ("survival", "pat", "threshold", "schedule", "manual", "off")
 PREDICTING = ("survival", "pat")
 """Policies that need a profile."""
+DECIDING = (*PREDICTING, "threshold")
+"""Policies that choose by the load."""
 WEIGHT_MODES = ("resident", "reshard")
 KV_EXCHANGES = ("direct", "alltoall", "allgather")
 KV_MODES = ("auto", "migrate", "recompute")

@@ -66,7 +66,6 @@ rollout = body(
         "job": job,
         "turns": st.booleans(),
         "environment_seconds": st.floats(0.01, 2),
-        "planner": st.booleans(),
     },
     always=("prompts", "sampling_params", "job", "filter_groups", "turns"),
 )

@@ -70,7 +70,7 @@ EXAMPLES = [
     SWITCHED,
     LOAD,
     m.RankTrace(rank=1, query_id=2, steps=[m.Step(1.5, 0.25, 2, "decode", 3, 4)]),
-    m.BeginRound(name="mine", requests=64, prompts=8, prompt_tokens=500, max_new_tokens=4096, tp=2),
+    m.BeginRound(name="mine", requests=64, prompts=8, prompt_tokens=500, max_new_tokens=4096),
     m.BeginRound(),
     m.EndRound(name="mine"),
     m.CalibrationTurn(over=True),

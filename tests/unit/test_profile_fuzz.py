@@ -19,15 +19,13 @@ from profiler.store import Store, existing
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.decision_log import dump_decision, load_decision
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.policies.batches import largest_batch
 from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.registry import largest_batch, make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import LayoutSetup, Profile, ProfileError, load, save
 from sglang_pat.replay.compare import Machine, Workload, compare
 from sglang_pat.replay.shapes import parse_shape
-from sglang_pat.rollout.planner import profiled_degree
 
 from .drawn import examples
 from .mutations import wrong_json
@@ -116,7 +114,6 @@ def predicts(found: Profile) -> None:
     for low, high in itertools.permutations(mark.degrees, 2):
         for lengths in ((), (1,), (100, 100, 5000), (1 << 22,) * 40):
             assert 0 <= costs.estimate(low, high, np.array(lengths, dtype=float), 3).seconds < math.inf
-    assert profiled_degree(predictor, mark, 1024, 100, 4096) in mark.degrees
     decides(found)
     runs = compare(
         Machine(found), Workload(shape=parse_shape("lognormal:3,1,64"), batch=6, rounds=2), ["pat", "survival"]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import lognorm
 
-from sglang_pat.policies import outlook
+from sglang_pat.policies import course
 from sglang_pat.policies.course import LayoutPlan, LayoutPlanner
 from sglang_pat.policies.lengths import LengthHistory, Lognormal
 from sglang_pat.policies.registry import make_policy
@@ -95,32 +95,13 @@ def test_pat_would_take_the_bound():
     assert make_policy("pat", predictor=predictor, costs=costs)(situation, learnt(median=640, sigma=0.02)).tp == 4
 
 
-def test_siblings_decide():
-    """The same requests, the same history of lengths; once their siblings ended just before, once long after."""
-    predictor, costs = machine(crossing(control=1.5))
-    decide = make_policy("survival", predictor=predictor, costs=costs)
-    tps = []
-    for sibling in (615, 4000):
-        history = LengthHistory()
-        random = np.random.default_rng(0)
-        for family in range(100):
-            common = random.normal()
-            for _ in range(8):
-                history.observe(int(np.exp(6.5 + 0.95 * common + 0.3 * random.normal())), -1 - family)
-        for family in (1, 2):
-            for _ in range(7):
-                history.observe(sibling, family)
-        tps.append(decide(snapshot([600] * 2, peak=64, families=[1, 2]), history).tp)
-    assert tps == [1, 4]
-
-
 def test_estimates_of_one_request_by_hand():
     """One request that surely ends at 1000 tokens: steps left times step time, plus the switch."""
     predictor, costs = machine(crossing())
     planner = LayoutPlanner(predictor, costs)
     history = LengthHistory(prior=Lognormal(20.0, 0.1))  # ends at its limit only
     situation = snapshot([500], limit=1000)
-    plan = planner.plan(situation, outlook.look_ahead(situation.load, history))
+    plan = planner.plan(situation, course.look_ahead(situation.load, history))
     for tp in (1, 4):
         step = predictor.step_seconds(tp, 1, 850, 1)
         cost = costs.estimate(1, tp, [600]).seconds
@@ -133,7 +114,7 @@ def test_expected_number_alive():
     """Lognormal lengths, no history: number and probability by the closed form."""
     prior = Lognormal(6.0, 1.0)
     situation = snapshot([200] * 10, limit=100_000)
-    ahead = outlook.look_ahead(situation.load, LengthHistory(prior=prior, strength=1e9))
+    ahead = course.look_ahead(situation.load, LengthHistory(prior=prior, strength=1e9))
     middle = np.cumsum(ahead.width) - ahead.width / 2
     alive = lognorm(1.0, scale=np.exp(6.0)).sf(200 + middle) / lognorm(1.0, scale=np.exp(6.0)).sf(200)
     assert ahead.any_alive == pytest.approx(1 - (1 - alive) ** 10, rel=0.02, abs=1e-6)
@@ -146,12 +127,12 @@ def test_expected_number_alive():
 def test_counting_alike_requests_together_changes_little(snap):
     if len(snap.load) == 0:
         return
-    exact = outlook.look_ahead(snap.load, LEARNT)
-    before, outlook.CLASSES = outlook.CLASSES, 16
+    exact = course.look_ahead(snap.load, LEARNT)
+    before, course.CLASSES = course.CLASSES, 16
     try:
-        coarse = outlook.look_ahead(snap.load, LEARNT)
+        coarse = course.look_ahead(snap.load, LEARNT)
     finally:
-        outlook.CLASSES = before
+        course.CLASSES = before
     if exact is None:
         assert coarse is None
         return
@@ -282,7 +263,6 @@ def test_a_decision_is_a_matter_of_milliseconds():
     machine whose caches others use too; what this is to catch, work for each request and step, would take hundreds."""
     random = np.random.default_rng(0)
     history = learnt(responses=4096)
-    history.correlation = 0.5
     situation = snapshot(np.full(512, 300), peak=1024, families=random.integers(0, 64, 512))
     seconds = np.array(timeit.repeat(lambda: DECIDE(situation, history), timer=time.thread_time, number=1, repeat=40))
     assert np.quantile(seconds, 0.2) < 10e-3

@@ -96,13 +96,8 @@ class Coordinator:
         self._proceed(now)
 
     def round(self, message: m.BeginRound | m.EndRound, now: float) -> None:
-        """A client's round begins or ends.  To its lowest degree, if it has one, an empty engine goes at once, and what
-        comes in waits for it."""
+        """A client's round begins or ends."""
         self._deciding.round.told(message, now)
-        busy = self._in_engine or self._backlog or self._switching.under_way or self._wanted or self._released
-        # A calibration, which comes before the first request, would find its switches refused.
-        if self.layout.tp < self._deciding.floor and not busy and self._deciding.calibrated:
-            self._wanted = Wanted(self.config.layout(self._deciding.floor), "planner", ahead=True)
         self._proceed(now)
 
     def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
@@ -174,6 +169,7 @@ class Coordinator:
 
     def _load_report(self, report: m.LoadReport, now: float) -> None:
         self._retracted += report.retracted
+        self._deciding.round.retracted += 0 if self._deciding.calibrating else report.retracted
         for response in () if self._deciding.calibrating else report.finished:
             self._follower.ended(response.length)
             self._deciding.ended(response, now)
@@ -202,7 +198,8 @@ class Coordinator:
         arrivals = self._deciding.round
         arrivals.in_engine(self._in_engine, now)
         complete = arrivals.complete
-        if self._backlog and isinstance(head := self._backlog[0], Generation) and self._deciding.opens(head, now):
+        head = self._backlog[0] if self._backlog else None
+        if isinstance(head, Generation) and self._deciding.opens(head, self.layout, now):
             self._decide(now, ahead=True)
         while self._backlog and not self._held:
             head = self._backlog[0]

@@ -25,7 +25,6 @@ from msgspec import Meta
 
 from sglang_pat import files
 from sglang_pat.figures import Figures
-from sglang_pat.policies.families import MAX_CORRELATION
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Decision, Load, Snapshot
 from sglang_pat.predict.correction import StepFactor
@@ -77,8 +76,6 @@ class _History(msgspec.Struct, frozen=True, kw_only=True):
     prior: tuple[Annotated[float, Meta(ge=-100, le=100)], Annotated[float, Meta(ge=1e-3, le=100)]] | None
     window: Annotated[int, Meta(ge=1, le=1 << 20)]
     strength: Annotated[float, Meta(ge=1e-6, le=1e6)]
-    correlation: Annotated[float, Meta(ge=0, le=MAX_CORRELATION)]
-    observed: Annotated[int, Meta(ge=0, le=1 << 62)]
     responses: list[tuple[_Tokens, _Number, bool]]
 
 

@@ -22,8 +22,7 @@ class Wanted:
     """A switch that is to start as soon as nothing stands in its way.
 
     Attributes:
-        reason: who wants it: a policy's name, ``request``, ``control``, ``planner``, ``schedule`` or
-            :data:`CALIBRATION`.
+        reason: who wants it: a policy's name, ``request``, ``control``, ``schedule`` or :data:`CALIBRATION`.
         query_id: of the client who waits for an answer.
         recompute_below: requests with fewer KV tokens are recomputed.
         ahead: of a round, whose requests wait for it.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.launch.args import AdaptiveServerArgs
 from sglang_pat.launch.spec import EngineSpec
-from sglang_pat.policies import batches
+from sglang_pat.policies import registry
 
 if TYPE_CHECKING:
     from sglang_pat.predict.profile import Profile
@@ -25,9 +25,9 @@ def graph_sizes(args: AdaptiveServerArgs, config: AdaptiveConfig, profile: Profi
     captured = list(args.cuda_graph_bs or ())
 
     def largest(tp: int) -> int | None:
-        return None if args.pat_graphs_given else batches.largest_batch(config, tp, profile)
+        return None if args.pat_graphs_given else registry.largest_batch(config, tp, profile)
 
-    tails = {layout.tp: batches.graph_sizes(captured, largest(layout.tp)) for layout in config.layouts[1:]}
+    tails = {layout.tp: registry.graph_sizes(captured, largest(layout.tp)) for layout in config.layouts[1:]}
     return {config.base.tp: captured} | tails
 
 

@@ -29,6 +29,7 @@ from sglang_pat import files  # noqa: E402
 from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.figures import job_log, start_line  # noqa: E402
+from sglang_pat.gone import refuse_gone  # noqa: E402
 from sglang_pat.launch.args import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.launch.deployment import deployment  # noqa: E402
 from sglang_pat.launch.early import refuse_function  # noqa: E402
@@ -244,6 +245,7 @@ class Engine(RolloutCalls, AdaptiveEngine):
         Raises:
             ValueError: a field that cannot be, one line with its name.
         """
+        refuse_gone("a round's", about)
         begun = files.convert({"requests": requests, **about}, BeginRound)
         self._in_loop(lambda: self.tokenizer_manager.pat_round(begun))
 
