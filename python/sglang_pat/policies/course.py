@@ -126,7 +126,10 @@ class LayoutPlanner:
         degrees, here = snapshot.degrees, snapshot.degrees.index(snapshot.tp)
         shares = {tp: _share_after(snapshot, tp) for tp in degrees}
         predictor = Corrected(self.predictor, snapshot.factors)
-        running = np.stack([self._seconds(predictor, snapshot, outlook, tp, share) for tp, share in shares.items()])
+        most = self._at_once(snapshot, outlook)
+        running = np.stack(
+            [self._seconds(predictor, snapshot, outlook, tp, share, most[tp]) for tp, share in shares.items()]
+        )
         switching, now, below = self._switching(snapshot, outlook)
         totals = np.zeros((len(degrees), len(degrees)))  # [from, to]
         for step in range(len(outlook.width) - 1, -1, -1):
@@ -156,17 +159,25 @@ class LayoutPlanner:
         work = computed(load.prompt[new], load.family[new], outlook.response, replicas)
         return predictor.prefill_uniform(tp, *work, replicas)
 
-    def _seconds(self, predictor: Corrected, snapshot: Snapshot, outlook: Outlook, tp: int, share: float) -> np.ndarray:
+    def _at_once(self, snapshot: Snapshot, outlook: Outlook) -> dict[int, np.ndarray]:
+        """Requests that a replica of each degree can run at once, ``[intervals]``; at least 1."""
+        own = np.maximum(outlook.context - shared(snapshot.load.prompt, snapshot.load.family), 1.0)
+        slots = self.max_running or np.inf
+        return {tp: np.maximum(np.minimum(snapshot.room.get(tp, np.inf) / own, slots), 1.0) for tp in snapshot.degrees}
+
+    def _seconds(
+        self, predictor: Corrected, snapshot: Snapshot, outlook: Outlook, tp: int, share: float, most: np.ndarray
+    ) -> np.ndarray:
         """Expected seconds of each interval in a layout, ``[intervals]``.
 
-        ``share``: of the other requests left, those on the replica of one that is left.
+        Args:
+            share: of the other requests left, those on the replica of one that is left.
+            most: requests that a replica can run at once; the others wait for their turn.
         """
         batch = 1 + (outlook.number - 1) * share
         replicas = snapshot.num_ranks // tp
         active = replicas * -np.expm1(outlook.number * np.log1p(-1 / replicas)) if replicas > 1 else 1.0
-        own = np.maximum(outlook.context - shared(snapshot.load.prompt, snapshot.load.family), 1.0)
-        room = snapshot.room.get(tp, np.inf) / own
-        turns = np.maximum(batch / np.maximum(np.minimum(self.max_running or np.inf, room), 1.0), 1.0)
+        turns = np.maximum(batch / most, 1.0)
         batch = batch / turns
         step = predictor.step_seconds(tp, batch, batch * outlook.context, active)
         return outlook.width * outlook.any_alive * turns * step
