@@ -25,7 +25,7 @@ from sglang.srt.server_args import PortArgs  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer, maybe_reindex_device_id, numa_utils  # noqa: E402
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
-from sglang_pat import files  # noqa: E402
+from sglang_pat import files, removed  # noqa: E402
 from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.figures import job_log, start_line  # noqa: E402
@@ -168,6 +168,7 @@ class Engine(RolloutCalls, AdaptiveEngine):
     def __init__(self, **kwargs: Any) -> None:
         if "server_args" not in kwargs and not kwargs.get("adaptive_tp"):
             raise ValueError("sglang_pat.Engine needs adaptive_tp=True; for a static layout use sglang.Engine")
+        removed.refuse_flags(kwargs)
         super().__init__(**kwargs)
         # SGLang keeps the arguments as given; show it the engine as it is: N ranks.
         self.server_args = self.tokenizer_manager.server_args
@@ -175,6 +176,10 @@ class Engine(RolloutCalls, AdaptiveEngine):
             self.loop.close()
             self.loop = EngineLoop()
             asyncio.set_event_loop(self.loop)
+
+    def __getattr__(self, name: str) -> Any:
+        instead = removed.METHODS.get(name)
+        raise AttributeError(f"Engine.{name} is gone: {instead}" if instead else f"Engine has no attribute {name!r}")
 
     def shutdown(self) -> None:
         """As :meth:`AdaptiveEngine.shutdown`; a rollout that is under way ends with an error."""

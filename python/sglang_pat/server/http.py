@@ -17,7 +17,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_pat import files
+from sglang_pat import files, removed
 from sglang_pat.coordinator import schedule as schedules
 from sglang_pat.errors import one_line
 from sglang_pat.gone import refuse_gone
@@ -56,6 +56,7 @@ def parse_args(argv: list[str]) -> AdaptiveServerArgs:
     AdaptiveServerArgs.add_cli_args(parser)
     if "--config" in argv:
         argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    removed.refuse_flags(argv)
     raw = parser.parse_args(argv)
     logging.basicConfig(level=raw.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     return AdaptiveServerArgs.from_cli_args(raw)
@@ -115,6 +116,18 @@ def add_routes(app) -> None:
     app.add_api_route("/pat/rollout/prompts", more_prompts, methods=["POST"])
     app.add_api_route("/pat/rollout/turn", turn, methods=["POST"])
     app.add_api_route("/pat/rollout/{job}", forget, methods=["DELETE"])
+    for name, instead in removed.ROUTES.items():
+        method, path = name.split()
+        app.add_api_route(path, _gone(f"{name} is gone: {instead}"), methods=[method], include_in_schema=False)
+
+
+def _gone(line: str) -> Callable[[], Awaitable[Response]]:
+    """A handler for a route that is no more: 410 with this line."""
+
+    async def refuse() -> Response:
+        return _error(410, line)
+
+    return refuse
 
 
 def _manager():
