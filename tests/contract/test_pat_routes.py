@@ -95,7 +95,7 @@ def test_bodies_are_bounded(app, path, monkeypatch):
         ({"samples": 4}, "object contains unknown field samples"),
         ({"name": "a b"}, 'name is "a b": expected str matching regex'),
         ([], "expected object, got array"),
-        ({"requests": 4, "tp": 3}, "a round's tp is gone: the policy chooses the degree in which a round starts"),
+        ({"requests": 4, "tp": 3}, "round: tp is gone: the policy chooses the degree in which a round starts"),
     ],
     ids=str,
 )

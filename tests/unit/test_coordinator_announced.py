@@ -113,4 +113,5 @@ def test_status_shows_what_was_announced():
     assert rig.world.server[-1].status["rounds"] == {
         "open": [{"name": "mine", "requests": 3, "prompts": None, "prompt_tokens": 256, "max_new_tokens": 4096}],
         "missing": 2,
+        "start": 1,
     }

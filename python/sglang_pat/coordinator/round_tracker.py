@@ -96,7 +96,11 @@ class RoundTracker:
 
     def status(self) -> dict[str, Any]:
         """For ``/pat/status``."""
-        return {"open": [msgspec.to_builtins(round_) for round_ in self.open.values()], "missing": self.missing}
+        return {
+            "open": [msgspec.to_builtins(round_) for round_ in self.open.values()],
+            "missing": self.missing,
+            "start": self.start,
+        }
 
     @property
     def expected(self) -> int:

@@ -29,7 +29,6 @@ from sglang_pat import files, removed  # noqa: E402
 from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.figures import job_log, start_line  # noqa: E402
-from sglang_pat.gone import refuse_gone  # noqa: E402
 from sglang_pat.launch.args import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.launch.deployment import deployment  # noqa: E402
 from sglang_pat.launch.early import refuse_function  # noqa: E402
@@ -250,7 +249,7 @@ class Engine(RolloutCalls, AdaptiveEngine):
         Raises:
             ValueError: a field that cannot be, one line with its name.
         """
-        refuse_gone("a round's", about)
+        removed.refuse_fields("round", about)
         begun = files.convert({"requests": requests, **about}, BeginRound)
         self._in_loop(lambda: self.tokenizer_manager.pat_round(begun))
 

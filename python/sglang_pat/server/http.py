@@ -20,7 +20,6 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang_pat import files, removed
 from sglang_pat.coordinator import schedule as schedules
 from sglang_pat.errors import one_line
-from sglang_pat.gone import refuse_gone
 from sglang_pat.launch.args import AdaptiveServerArgs
 from sglang_pat.launch.contract import SGLangMismatch
 from sglang_pat.launch.early import check_port
@@ -183,7 +182,7 @@ async def begin_round(request: Request) -> dict:
     400: not a body like that.
     """
     values = files.decode(await _body(request, MAX_SMALL_BYTES), dict[str, Any])
-    refuse_gone("a round's", values)
+    removed.refuse_fields("round", values)
     _manager().pat_round(files.convert(values, BeginRound))
     return {}
 
