@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sglang_pat import messages as m
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.rules import RETRY_SECONDS
+from sglang_pat.policies.snapshot import Decision
 from sglang_pat.policies.start import LONGEST_QUIET, TOO_MANY, StartDegree, StartDegrees
 
 from .coordinator_rig import Rig
@@ -167,6 +168,15 @@ def test_a_switch_to_the_start_that_fails_is_not_repeated_at_once():
     rig.settle("abort")
     assert [record.error for record in rig.world.records] == ["rank 0: no"]
     assert sum(len(rank.requests) for rank in rig.world.ranks) == 8
+
+
+def test_policies_that_predict_are_shown_the_room():
+    rig = Rig(1, 2, decide=lambda snapshot, _: Decision(tp=snapshot.tp), policy="survival", profile="-", calibrate=0)
+    rig.world.kv_totals = {1: 100, 2: 200}
+    rig.work(1)
+    rig.settle()
+    rig.coordinator.tick(1.0)
+    assert rig.world.decisions[-1][0].room == {1: 100, 2: 200}
 
 
 def test_where_the_user_decides_nothing_starts_by_itself():
