@@ -85,7 +85,7 @@ def _sglang_symbols() -> Iterator[Line]:
 
 
 def _backend() -> Iterator[Line]:
-    from sglang_pat.comm import shm
+    from sglang_pat.cpu import shm
 
     built = shm.is_available()
     yield built, "compiled backend", "sglang_pat._C loads" if built else "sglang_pat._C is not built: run make setup"

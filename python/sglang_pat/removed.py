@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-SETTINGS: dict[str, str] = {}
+SETTINGS: dict[str, str] = {"schedule": "POST the entries as a JSON list to /pat/schedule"}
 """By a setting's name, as in ``sglang_pat/settings.py`` (``rollout_dir`` for ``--pat-rollout-dir``)."""
 
 VALUES: dict[tuple[str, str], str] = {}
@@ -23,8 +23,15 @@ VALUES: dict[tuple[str, str], str] = {}
 ROUTES: dict[str, str] = {}
 """By method and path of the HTTP server, as FastAPI writes it: ``"DELETE /pat/rollout/{job}"``; answered with 410."""
 
-METHODS: dict[str, str] = {}
-"""By name, of ``Engine``: ``"set_schedule"``."""
+_SCHEDULE = "a server takes a schedule by POST /pat/schedule; a program calls reconfigure(tp)"
+
+METHODS: dict[str, str] = {
+    "set_schedule": _SCHEDULE,
+    "schedule": _SCHEDULE,
+    "async_set_schedule": _SCHEDULE,
+    "async_schedule": _SCHEDULE,
+}
+"""By name, of ``Engine``."""
 
 FIELDS: dict[tuple[str, str], str] = {
     ("round", "tp"): "the policy chooses the degree in which a round starts, from KV room and retractions",

@@ -112,9 +112,6 @@ SETTINGS = (
         "FILE",
     ),
     Setting("rollout_dir", None, "Keep here the prompts that wait between rounds of /pat/rollout.", "DIR"),
-    Setting(
-        "schedule", None, "For schedule: switches at given steps (JSON lines), or a decision log to repeat.", "FILE"
-    ),
     Setting("switch_at", 8, "For threshold: merge when N requests or fewer are left."),
     Setting(
         "cpu_overlap", False,

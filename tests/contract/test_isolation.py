@@ -208,9 +208,10 @@ def test_the_server_drops_what_it_cannot_handle(monkeypatch):
         self._result_dispatcher = TypeBasedDispatcher([])
 
     monkeypatch.setattr(TokenizerManager, "__init__", made)
-    monkeypatch.setattr(tokenizer, "first_schedule", lambda args: None)
     args = SimpleNamespace(
-        pat_rollout_dir=None, enable_metrics=False, spec=SimpleNamespace(config=SimpleNamespace(calibrates=False))
+        pat_rollout_dir=None,
+        enable_metrics=False,
+        spec=SimpleNamespace(config=SimpleNamespace(calibrates=False, log=None)),
     )
     manager = tokenizer.AdaptiveTokenizerManager(args, None)
     manager._result_dispatcher(("what", "is this"))
@@ -223,7 +224,7 @@ def test_the_server_drops_what_it_cannot_handle(monkeypatch):
 
 
 def test_a_trace_that_nobody_asked_for_is_left():
-    from sglang_pat.coordinator.traces import Traces
+    from sglang_pat.coordinator.router import Traces
 
     Traces(2, None).heard(messages.RankTrace(rank=0, query_id=5, steps=[]))
 
@@ -256,7 +257,7 @@ def test_control_requests_reach_ranks_without_what_a_client_put_into_them():
     """SGLang's loop asks every request's id whether it is a health check's, and dies of one that is no text."""
     from sglang.srt.managers import io_struct as io
 
-    from sglang_pat.coordinator.controls import classify
+    from sglang_pat.coordinator.process import classify
 
     for rid in (["a", "b"], 7, "a"):
         (control,) = classify(io.FlushCacheReqInput(rid=rid, http_worker_ipc="ipc:///tmp/nobody"))

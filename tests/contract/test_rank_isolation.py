@@ -76,7 +76,8 @@ def test_a_step_of_a_switch_that_fails_is_fatal():
 
 def test_every_control_request_has_an_answer_for_failure():
     """Without one its client waits for ever, and so does every switch; what leaders answer must also merge."""
-    from sglang_pat.coordinator.controls import CONTROLS, classify, error_of, failed
+    from sglang_pat.coordinator.controls import CONTROLS, error_of, failed
+    from sglang_pat.coordinator.process import classify
 
     for kind, (reply, options) in CONTROLS.items():
         answers = [failed(object.__new__(kind), ValueError("boom")) for _ in range(2)]

@@ -44,7 +44,7 @@ class Manager(AdaptiveTokenizerManager):
         self.rid_to_state, self.event_loop, self.tokenizer = {}, asyncio.get_event_loop_policy(), None
         self.dump_requests_folder = self.crash_dump_folder = ""
         self.enable_metrics = self.enable_priority_scheduling = self.is_pause = self._pat_calibrates = False
-        self.default_priority_value = self.pat_first_schedule = None
+        self.default_priority_value, self.pat_log_begins = None, False
         self.disaggregation_mode, self.is_generation = DisaggregationMode.NULL, True
         self.request_logger = MagicMock()
         self.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)

@@ -20,7 +20,10 @@ BAD = [
     ({"switch_at": "0"}, "--pat-switch-at 0: must be at least 1"),
     ({"calibrate": -1}, "--pat-calibrate -1: must be 0 to"),
     ({"profile": "/nowhere"}, "profile /nowhere: No such file or directory; make one with"),
-    ({"policy": "schedule", "schedule": "/nowhere"}, "--pat-schedule /nowhere: No such file or directory; give a file"),
+    (
+        {"policy": "schedule", "schedule": "/nowhere"},
+        "schedule is gone: POST the entries as a JSON list",
+    ),
     ({"log": "/nowhere/log"}, "--pat-log /nowhere/log: No such file or directory; give a file that can be written"),
     ({"base_tp": 3}, "base_tp is 3, must divide the engine's 8 GPUs: 1, 2, 4, 8"),
     ({"polcy": "pat"}, " has no setting 'polcy' (did you mean 'policy'?); choose from "),
@@ -47,12 +50,8 @@ def test_the_command_says_the_same(given, said):
 
 
 def test_accepted(tmp_path):
-    (tmp_path / "schedule").write_text('[{"tp": 8, "left": 3}]')
     job_settings.check({}, 8, "here")
     job_settings.check({"base_tp": 2, "candidates": [2, 8], "log": tmp_path / "log"}, 8, "here")
-    job_settings.check({"policy": "schedule", "schedule": tmp_path / "schedule"}, 8, "here")
-    with pytest.raises(ValueError, match="^here: --pat-schedule .*entry 1: tp=8 is not a candidate"):
-        job_settings.check({"policy": "schedule", "schedule": tmp_path / "schedule"}, 4, "here")
 
 
 CONFIG = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512, intermediate_size=128)

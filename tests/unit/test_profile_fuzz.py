@@ -17,7 +17,7 @@ from profiler.figures import View
 from profiler.maps import switch_groups
 from profiler.store import Store, existing
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.decision_log import dump_decision, load_decision
+from sglang_pat.coordinator.decision_log import dump_decision
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import largest_batch, make_policy
@@ -25,6 +25,7 @@ from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import LayoutSetup, Profile, ProfileError, load, save
 from sglang_pat.replay.compare import Machine, Workload, compare
+from sglang_pat.replay.log import load_decision
 from sglang_pat.replay.shapes import parse_shape
 
 from .drawn import examples

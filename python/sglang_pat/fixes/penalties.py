@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from sglang_pat.kernels.transfer import upload
+from sglang_pat.switch.transfer import upload
 
 _StockPenalties = penaltylib.BatchedPenalizerOrchestrator
 

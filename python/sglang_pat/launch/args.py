@@ -38,7 +38,6 @@ class AdaptiveServerArgs(ServerArgs):
     adaptive_tp: bool = False
     pat_candidates: str | None = _DEFAULT["pat_candidates"]
     pat_policy: str | None = _DEFAULT["pat_policy"]
-    pat_schedule: str | None = _DEFAULT["pat_schedule"]
     pat_switch_at: int = _DEFAULT["pat_switch_at"]
     pat_weights: str = _DEFAULT["pat_weights"]
     pat_kv: str = _DEFAULT["pat_kv"]

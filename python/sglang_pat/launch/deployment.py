@@ -7,8 +7,8 @@ from importlib import metadata
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 
-from sglang_pat.comm import shm
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.cpu import shm
 from sglang_pat.job_settings import read_files
 from sglang_pat.launch.args import AdaptiveServerArgs
 from sglang_pat.predict import profile as profiles

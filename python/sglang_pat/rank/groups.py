@@ -10,7 +10,7 @@ import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_parallel_group
 
-from sglang_pat.comm import shm
+from sglang_pat.cpu import shm
 from sglang_pat.layout import ParallelLayout, exchange_groups
 
 TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")

@@ -24,8 +24,8 @@ from sglang.srt.utils import MultiprocessingSerializer, get_available_gpu_memory
 from sglang.srt.utils.network import NetworkAddress
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-from sglang_pat.comm import rendezvous, shm
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.cpu import rendezvous, shm
 from sglang_pat.fixes import grammars
 from sglang_pat.launch import sharing
 from sglang_pat.rank import updates

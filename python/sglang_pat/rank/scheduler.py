@@ -58,11 +58,11 @@ from sglang_pat.rank.channels import ControlSender, OutputSender, RankChannel, R
 from sglang_pat.rank.layouts import LayoutRuntime, Layouts
 from sglang_pat.rank.load_reports import LoadReporter, StepTrace, register
 from sglang_pat.rank.runner import AdaptiveTpModelWorker
+from sglang_pat.rank.step_gate import StepGate
 from sglang_pat.rank.updates import NOT_FLUSHED
-from sglang_pat.switch import live, requests
-from sglang_pat.switch.compiled import CompiledGrammars
+from sglang_pat.switch import requests
 from sglang_pat.switch.executor import SwitchExecutor
-from sglang_pat.switch.gate import StepGate
+from sglang_pat.switch.grammars import CompiledGrammars
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ class AdaptiveScheduler(Scheduler):
 
     def abort_request(self, recv_req: AbortReq) -> None:
         # SGLang's takes all requests whose ids begin with the given one; the others are out of its sight meanwhile.
-        decoding, waiting = live.requests_of(self)
+        decoding, waiting = requests.requests_of(self)
         reqs = {id(req): req for req in decoding + waiting + (self.cur_batch.reqs if self.cur_batch else [])}
         others = [
             (req, req.rid)
@@ -367,8 +367,6 @@ class AdaptiveScheduler(Scheduler):
             states = result.logits_output.hidden_states
             result.logits_output.hidden_states = outputs.OwnRows(states, batch, lengths)
         super().process_batch_result(batch, result)
-        if not self.gate.free and any(req.finished() for req in batch.reqs):
-            self.gate.finished()
         self.trace.end(self)
 
     def release_memory_occupation(self, recv_req: Any) -> Any:
@@ -377,8 +375,8 @@ class AdaptiveScheduler(Scheduler):
         Raises:
             RuntimeError: some rank still runs a request (a health probe, for one).
         """
-        live.drain_ended(self)
-        if not live.idle_everywhere(self):
+        requests.drain_ended(self)
+        if not requests.idle_everywhere(self):
             raise RuntimeError("memory is not released: a rank still has a request")
         output = super().release_memory_occupation(recv_req)
         self._say_what_is_kept()
@@ -398,7 +396,7 @@ class AdaptiveScheduler(Scheduler):
         # A pause of the mode "retract" leaves requests that wait and hold no KV.  SGLang says that the cache can be
         # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.
         waiting, compiling = self.waiting_queue, self.grammar_manager.grammar_queue
-        live.drain_ended(self)
+        requests.drain_ended(self)
         if self._engine_paused and all(req.req_pool_idx is None for req in waiting):
             self.waiting_queue, self.grammar_manager.grammar_queue = [], []
         try:

@@ -25,7 +25,7 @@ from sglang_pat.rank.sharding import ShardError, shard_specs
 from sglang_pat.rank.shards import Copy, copies, covered
 
 if TYPE_CHECKING:
-    from sglang_pat.kernels.pieces_triton import Pieces  # with it comes Triton
+    from sglang_pat.rank.pieces_triton import Pieces  # with it comes Triton
 
 
 class _NoFirstValues(TorchFunctionMode):
@@ -84,14 +84,14 @@ class PiecewiseLinear(UnquantizedLinearMethod):
         """Multiply by these from now on: ``[out_i, in]`` and ``[out_i]`` each."""
         self.weights, self.biases = [weight.t() for weight in weights], biases
         if weights[0].is_cuda:
-            from sglang_pat.kernels.pieces_triton import pieces_of
+            from sglang_pat.rank.pieces_triton import pieces_of
 
             self.at_once = pieces_of(weights, biases)
 
     def compile(self) -> None:
         """On a GPU: have what multiplies at once compiled, for every number of tokens."""
         if self.at_once is not None:
-            from sglang_pat.kernels.pieces_triton import BLOCKS
+            from sglang_pat.rank.pieces_triton import BLOCKS
 
             for tokens in BLOCKS:
                 self.at_once.multiply(self.weights[0].new_zeros(tokens, len(self.weights[0])))

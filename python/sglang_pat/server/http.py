@@ -18,7 +18,6 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_pat import files, removed
-from sglang_pat.coordinator import schedule as schedules
 from sglang_pat.errors import one_line
 from sglang_pat.launch.args import AdaptiveServerArgs
 from sglang_pat.launch.contract import SGLangMismatch
@@ -89,15 +88,15 @@ def launch(argv: list[str]) -> None:
 
 
 def _warm_up(server_args: AdaptiveServerArgs) -> bool:
-    """SGLang's, with a request for each replica; its requests do not count in a schedule."""
+    """SGLang's, with a request for each replica; its requests do not count in a decision log."""
     manager = _manager()
-    first, manager.pat_first_schedule = manager.pat_first_schedule, None
+    begins, manager.pat_log_begins = manager.pat_log_begins, False
     view = copy.copy(server_args)
     view.dp_size = server_args.spec.config.base.dp
     try:
         return http_server._execute_server_warmup(view)
     finally:
-        manager.pat_first_schedule = first
+        manager.pat_log_begins = begins
 
 
 def add_routes(app) -> None:
@@ -201,15 +200,18 @@ async def set_schedule(request: Request) -> dict:
 
     400: not such a list; 409: the policy is another one.
     """
-    entries = schedules.parse(await _body(request, MAX_SMALL_BYTES) or b"[]")
-    schedules.check_degrees(entries, _manager().server_args.spec.config.layouts)
+    entries = files.decode(await _body(request, MAX_SMALL_BYTES) or b"[]", list[Any])
     return await _manager().pat_set_schedule(entries)
 
 
 @_or_refused
-async def schedule(wait: bool = True) -> dict:
-    """How far the schedule is; answered when it is over or replaced, with ``?wait=false`` at once.  409: see above."""
-    return await _manager().pat_schedule(wait)
+async def schedule(wait: str = "") -> dict:
+    """When the schedule is over or replaced, how it went (:class:`~sglang_pat.messages.ScheduleState`)."""
+    if wait:
+        raise ValueError(
+            "wait is gone: this answers when the schedule is over; GET /pat/status has the switches so far"
+        )
+    return await _manager().pat_schedule()
 
 
 @_or_refused

@@ -17,10 +17,10 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
+from sglang_pat.coordinator import schedule
 from sglang_pat.dropped import Dropped
 from sglang_pat.fixes.entrance import Entrance, route
 from sglang_pat.fixes.isolation import IsolatingDispatcher
-from sglang_pat.job_settings import first_schedule
 from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.rank.channels import AsyncOrderedReceiver
 from sglang_pat.server.calibration import calibrate
@@ -53,8 +53,7 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
     Attributes:
         pat_weight_updates: number of weight updates so far.
         pat_rollouts: rounds of training jobs.
-        pat_first_schedule: is set before the next request goes out, or is asked after (``--pat-schedule``); requests
-            count from then on.
+        pat_log_begins: in the decision log requests count from the next one on.
     """
 
     def __init__(self, server_args, port_args) -> None:
@@ -66,7 +65,7 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self.pat_weight_updates = 0
         config = server_args.spec.config
-        self.pat_first_schedule = first_schedule(config)
+        self.pat_log_begins = config.log is not None
         self._pat_calibrates = config.calibrates
         self._pat_calibration: asyncio.Task | None = None
         folder = server_args.pat_rollout_dir
@@ -147,11 +146,11 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
         return tokenized
 
     def _send_one_request(self, tokenized_obj) -> None:
-        self._begin_schedule()
+        self._pat_begin_log()
         super()._send_one_request(tokenized_obj)
 
     def _send_batch_request(self, tokenized_objs) -> None:
-        self._begin_schedule()
+        self._pat_begin_log()
         super()._send_batch_request(tokenized_objs)
 
     # -- weights --------------------------------------------------------------------------------
@@ -204,7 +203,7 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
     async def pat_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         """Switch to degree ``tp``; returns the switch record (empty if already there).
 
-        ``dry_run``: only says what that would do (``sglang_pat.coordinator.forecast``).
+        ``dry_run``: only says what that would do (``sglang_pat.coordinator.replicas.forecast``).
 
         Raises:
             ReconfigureError: not a candidate (400), a switch is under way (409), aborted (500).
@@ -218,34 +217,38 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
         """Steps of all replicas since the last call (``sglang_pat.messages.Step``), oldest first; bounded."""
         return (await self._pat_ask(messages.TraceQuery)).steps
 
-    async def pat_set_schedule(self, entries: list[messages.ScheduleEntry]) -> dict[str, Any]:
+    async def pat_set_schedule(self, entries: list[Any]) -> dict[str, Any]:
         """Replace the schedule, for the requests sent from now on; an empty one ends it.
 
+        Args:
+            entries: fields of :class:`~sglang_pat.messages.ScheduleEntry` each.
+
         Raises:
+            ValueError: no such entries.
             ReconfigureError: the policy is another one (409).
         """
         self._pat_check_schedule()
-        self.pat_first_schedule = None
-        return msgspec.to_builtins((await self._pat_ask(messages.SetSchedule, entries=entries)).state)
+        checked = schedule.check(entries, self.server_args.spec.config.layouts)
+        self.pat_log_begins = False
+        return msgspec.to_builtins((await self._pat_ask(messages.SetSchedule, entries=checked)).state)
 
-    async def pat_schedule(self, wait: bool = True) -> dict[str, Any]:
-        """How far the schedule is (fields of :class:`~sglang_pat.messages.ScheduleState`).
+    async def pat_schedule(self) -> dict[str, Any]:
+        """How the schedule went, when it is over or replaced (fields of :class:`~sglang_pat.messages.ScheduleState`).
 
-        ``wait``: until it is over, or replaced.  Raises as :meth:`pat_set_schedule`.
+        Raises as :meth:`pat_set_schedule`.
         """
         self._pat_check_schedule()
-        self._begin_schedule()
-        return msgspec.to_builtins((await self._pat_ask(messages.ScheduleQuery, wait=wait)).state)
+        return msgspec.to_builtins((await self._pat_ask(messages.ScheduleQuery)).state)
 
     def _pat_check_schedule(self) -> None:
         if self.server_args.spec.config.policy != "schedule":
             raise ReconfigureError(409, "this engine does not follow a schedule: start it with --pat-policy schedule")
 
-    def _begin_schedule(self) -> None:
-        entries, self.pat_first_schedule = self.pat_first_schedule, None
-        if entries is not None:
+    def _pat_begin_log(self) -> None:
+        if self.pat_log_begins:
+            self.pat_log_begins = False
             self.auto_create_handle_loop()
-            self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=entries))
+            self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=[]))
 
     def pat_round(self, message: messages.BeginRound | messages.EndRound) -> None:
         """A round of the requests sent from now on begins, or ends."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from sglang_pat import messages as m
 from sglang_pat.config import DECIDING, AdaptiveConfig
-from sglang_pat.coordinator.leader import Generation, Leader, load_of
-from sglang_pat.coordinator.outbox import Outbox
+from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, load_of
 from sglang_pat.coordinator.round_tracker import RoundTracker
-from sglang_pat.coordinator.switching import Wanted
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
@@ -28,7 +27,29 @@ LONGEST_INTERVAL_SECONDS = 1.0
 """But at least this often, as aborts may empty half of a batch at any time."""
 
 
-class Deciding:
+CALIBRATION = "calibration"
+"""Reason of switches that no status, record or metric counts."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A switch that is to start as soon as nothing stands in its way.
+
+    Attributes:
+        reason: who wants it: a policy's name, ``request``, ``control``, ``schedule`` or :data:`CALIBRATION`.
+        query_id: of the client who waits for an answer.
+        recompute_below: requests with fewer KV tokens are recomputed.
+        ahead: of a round, whose requests wait for it.
+    """
+
+    target: ParallelLayout
+    reason: str
+    query_id: int | None = None
+    recompute_below: int = 0
+    ahead: bool = False
+
+
+class Decisions:
     """The policy, and what it goes by beside the load.
 
     Args:

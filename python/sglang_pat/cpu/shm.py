@@ -1,6 +1,6 @@
 """The shared-memory ``torch.distributed`` backend for CPU tensors, ``"pat_shm"``.
 
-    from sglang_pat.comm import shm
+    from sglang_pat.cpu import shm
     shm.register()
     dist.init_process_group(backend=shm.BACKEND, ...)      # or
     group = dist.new_group(ranks, backend=shm.BACKEND)     # under a world of any backend

@@ -1,4 +1,6 @@
-"""A rank takes over the requests of a finished switch: their KV lies in place, and the pools are empty.
+"""COMMIT: a rank takes over its new leader's counters and the requests of its new group.
+
+The requests' KV lies in place, and the pools are empty.
 
 Everything is laid out in host memory and then uploaded at once: what is launched on the device does not depend on the
 number of requests, and nothing is waited for.
@@ -6,7 +8,7 @@ number of requests, and nothing is waited for.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,22 +17,62 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_pat.fixes import penalties
-from sglang_pat.kernels.transfer import upload
+from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank import degrees
-from sglang_pat.switch import compiled
-from sglang_pat.switch.handover import IncomingRequests
+from sglang_pat.switch import grammars
+from sglang_pat.switch.requests import IncomingRequests
+from sglang_pat.switch.transfer import upload
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
 
+COUNTERS = ("forward_ct", "recv_skipper._counter")
+"""Attributes of SGLang's scheduler, dotted, that a rank takes over from its new leader; plain values.
 
-def adopt(scheduler: SwitchingScheduler, incoming: IncomingRequests) -> None:
+Ranks of one TP group run the same scheduler side by side: where two of them differ in a counter or an order, one waits
+in a broadcast and the other in an all-reduce, for ever.  Ranks that come together from different groups differ in
+whatever has counted their steps or read their clocks.  What else must be equal is made anew by
+``AdaptiveScheduler.point_at`` and :func:`install_requests`.
+"""
+
+_STEP_MARKS = ("profiler_start_forward_ct", "profiler_target_forward_ct")
+"""Counted in steps of this rank: they move along when ``forward_ct`` does."""
+
+
+def counters_of(scheduler: SwitchingScheduler) -> dict[str, Any]:
+    """The values of :data:`COUNTERS` that this scheduler has."""
+    return {path: value for path in COUNTERS if (value := find(scheduler, path)) is not None}
+
+
+def take_counters(scheduler: SwitchingScheduler, values: dict[str, Any]) -> None:
+    """Hold what the leader holds."""
+    for name in _STEP_MARKS:
+        if (mark := getattr(scheduler, name, None)) is not None:
+            setattr(scheduler, name, mark + values["forward_ct"] - scheduler.forward_ct)
+    for path, value in values.items():
+        owner, _, name = path.rpartition(".")
+        setattr(find(scheduler, owner) if owner else scheduler, name, value)
+
+
+def leader_before(rank: int, old: ParallelLayout, new: ParallelLayout) -> int:
+    """The old leader whose group the leader of ``rank``'s new group comes from."""
+    return old.group_of(new.group_of(rank))
+
+
+def find(root: Any, path: str) -> Any:
+    """The attribute at this dotted path, or None."""
+    for name in path.split("."):
+        root = getattr(root, name, None)
+    return root
+
+
+def install_requests(scheduler: SwitchingScheduler, incoming: IncomingRequests) -> None:
     """Make ``incoming`` the requests of this scheduler."""
     for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:
         degrees.adopted(req, scheduler.tp_size)
     scheduler.chunked_req, scheduler._chunked_req_scheduled_last_iter = None, False
-    scheduler.grammar_manager.grammar_queue = [req for req in incoming.waiting if compiled.is_compiling(req)]
-    scheduler.waiting_queue = [req for req in incoming.waiting if not compiled.is_compiling(req)]
+    scheduler.grammar_manager.grammar_queue = [req for req in incoming.waiting if grammars.is_compiling(req)]
+    scheduler.waiting_queue = [req for req in incoming.waiting if not grammars.is_compiling(req)]
     scheduler.grammars.keep([req for req, _, _ in incoming.decoding] + scheduler.waiting_queue)
     for req in scheduler.waiting_queue:
         req.retracted_stain |= bool(req.output_ids or req.extend_batch_idx)  # what it finds in the tree is its own

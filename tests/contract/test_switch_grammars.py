@@ -16,8 +16,9 @@ from transformers import AutoTokenizer
 
 from sglang_pat.messages import Grammar
 from sglang_pat.rank import degrees
-from sglang_pat.switch import compiled, handover
-from sglang_pat.switch.compiled import CompiledGrammars
+from sglang_pat.switch import grammars as switch_grammars
+from sglang_pat.switch import requests
+from sglang_pat.switch.grammars import CompiledGrammars
 
 pytestmark = pytest.mark.contract
 
@@ -65,15 +66,15 @@ def test_what_a_leader_names():
     waits = request(Future(), regex="[a-z]")
     reqs = [request(object(), regex=REGEX), request(), request(object(), regex=REGEX), waits]
     reqs.append(request(object(), json_schema="{}"))
-    assert compiled.needed(reqs) == [
+    assert switch_grammars.needed(reqs) == [
         Grammar(kind="regex", text=REGEX, count=2), Grammar(kind="json", text="{}", count=1)
     ]  # fmt: skip
-    assert compiled.is_compiling(waits) and not compiled.is_compiling(reqs[0])
+    assert switch_grammars.is_compiling(waits) and not switch_grammars.is_compiling(reqs[0])
 
 
 def test_what_it_names_is_bounded(monkeypatch):
-    monkeypatch.setattr(compiled, "MAX_BYTES", 10)
-    found = compiled.needed(request(object(), regex="[a-f]" * i) for i in range(1, 4))
+    monkeypatch.setattr(switch_grammars, "MAX_BYTES", 10)
+    found = switch_grammars.needed(request(object(), regex="[a-f]" * i) for i in range(1, 4))
     assert [grammar.text for grammar in found] == ["[a-f]"]
 
 
@@ -150,7 +151,7 @@ def test_what_one_waits_for_is_compiled_once(backend):
 
 
 def test_what_a_rank_remembers_of_them_is_bounded(backend, monkeypatch):
-    monkeypatch.setattr(compiled, "MAX_AWAITED", 2)
+    monkeypatch.setattr(switch_grammars, "MAX_AWAITED", 2)
     grammars = CompiledGrammars(backend)
     for regex in "abca":
         with grammars.rebuilding(None, compiling=True):
@@ -172,7 +173,7 @@ def test_one_that_waits_and_stays_on_its_rank_waits_for_the_same(backend):
     scheduler = SimpleNamespace(grammars=grammars, construct=construct)
     req = request(begun, regex=REGEX)
     for _ in range(3):
-        req = handover._rebuild_one(scheduler, req)
+        req = requests._rebuild_one(scheduler, req)
         assert req.grammar is begun
     backend.gate.set()
     assert not isinstance(begun.result(60), InvalidGrammarObject) and backend.compiled == [KEY]
@@ -214,7 +215,7 @@ def test_a_replayed_grammar_is_where_sglang_has_it(backend, tokenizer):
     for token in tokens:
         here.accept_token(token)
         here.finished = False  # as SGLang's process_batch_result_decode, of a request that goes on
-    compiled.replay(there, tokens)
+    switch_grammars.replay(there, tokens)
     assert here.finished == there.finished and here.is_terminated() == there.is_terminated()
     masks = []
     for grammar in (here, there):

@@ -1,7 +1,7 @@
 """How far a rank may go on by itself: the ranks' side of ``--pat-policy schedule``.
 
-All ranks of a group count the same steps and see the same responses end, and ``Go`` reaches them at the same iteration
-of SGLang's loop.  So they close their gates in the same iteration, without a word to each other.
+All ranks of a group count the same steps, and ``Go`` reaches them at the same iteration of SGLang's loop.  So they
+close their gates in the same iteration, without a word to each other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepGate:
     def free(self) -> bool:
         """Whether nothing will close it."""
         go = self._go
-        return go.steps is None and go.batches is None and not go.finish
+        return go.steps is None and go.batches is None
 
     def launched(self, decode: bool) -> None:
         """A step was begun."""
@@ -42,11 +42,6 @@ class StepGate:
         self._batches += 1
         self._steps += decode
         if self._batches == self._go.batches or self._steps == self._go.steps:
-            self.closed = True
-
-    def finished(self) -> None:
-        """A response ended."""
-        if self._go.finish:
             self.closed = True
 
     def leave(self, rank: int) -> Held | None:
