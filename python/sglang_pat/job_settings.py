@@ -11,10 +11,9 @@ from typing import Any
 from sglang_pat import settings
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.launch.flags import REFUSED
-from sglang_pat.launch.supported import refuse_config
+from sglang_pat.launch.refusals import refuse_config
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory.estimate import read_config
-from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import Profile
 

@@ -137,6 +137,35 @@ GENERATED_PARAM = "pat_generated"
 """In ``custom_params`` of a request that resumes a response: how many of the last tokens of its prompt are that
 response's."""
 
+LIMIT_PARAM = "pat_limit"
+"""In ``custom_params``: the longest response that policies are to reckon with, where ``max_new_tokens`` would give a
+response's length away (benchmarks with lengths fixed in advance)."""
+
+INT32 = 2**31 - 1
+
+
+def length_limit(params: Any) -> int | None:
+    """The longest response that policies reckon with, from SGLang's ``SamplingParams``; a number of 32 bits.
+
+    What came with the prompt of it counts.  None if neither the request nor SGLang has set one yet.
+    """
+    limit = _custom(params, LIMIT_PARAM)
+    if limit is None and params.max_new_tokens is not None:
+        limit = params.max_new_tokens + generated_before(params)
+    return None if limit is None else max(0, min(int(limit), INT32))
+
+
+def generated_before(params: Any) -> int:
+    """Tokens of the response that came with the prompt, from SGLang's ``SamplingParams``; a number of 32 bits."""
+    return max(0, min(_custom(params, GENERATED_PARAM) or 0, INT32))
+
+
+def _custom(params: Any, name: str) -> int | None:
+    """A whole number of ``custom_params``; None if there is none."""
+    custom = params.custom_params
+    value = cast("dict[str, Any]", custom).get(name) if isinstance(custom, dict) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
     """One step of a replica of degree ``tp``.

@@ -10,8 +10,8 @@ import torch
 from sglang.srt.distributed.device_communicators import custom_all_reduce_v2 as custom
 
 from sglang_pat.messages import NO_KV
-from sglang_pat.rank.groups import GroupPool
 from sglang_pat.rank.layouts import Layouts
+from sglang_pat.rank.runner import GroupPool
 from sglang_pat.switch import kv, requests
 
 pytestmark = pytest.mark.contract

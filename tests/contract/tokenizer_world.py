@@ -13,6 +13,7 @@ from sglang.srt.managers import tokenizer_manager as sglang_manager
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_pat.fixes import request_validation
 from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 
 LONGEST = 3
@@ -32,6 +33,7 @@ class Manager(AdaptiveTokenizerManager):
 
     def __init__(self, monkeypatch) -> None:
         monkeypatch.setattr(sglang_manager, "wrap_shm_features", lambda obj: obj)
+        monkeypatch.setattr(request_validation, "check_request", lambda *_: None)
         self.server_args = SimpleNamespace(
             **SETTINGS,
             weight_version="7",
@@ -50,7 +52,7 @@ class Manager(AdaptiveTokenizerManager):
         self.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)
         self.sent: list[Any] = []
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self._sends)
-        self._pat_entrance, self.pat_rollouts = SimpleNamespace(admit=lambda *_: None), MagicMock()
+        self.pat_rollouts = MagicMock()
         self.pat_weight_updates, self._pat_calibration = 0, None
         self.init_request_dispatcher()
         self.pat_begin()

@@ -38,9 +38,9 @@ from sglang_pat.coordinator.router import Control, Coordinator  # noqa: E402
 from sglang_pat.dropped import Dropped  # noqa: E402
 from sglang_pat.errors import one_line  # noqa: E402
 from sglang_pat.figures import Figures, job_log, show_to_job  # noqa: E402
-from sglang_pat.fixes.sampling import generated_before, length_limit  # noqa: E402
-from sglang_pat.launch.args import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.launch.processes import end_engine  # noqa: E402
+from sglang_pat.launch.spec import AdaptiveServerArgs  # noqa: E402
+from sglang_pat.messages import generated_before, length_limit  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
 from sglang_pat.policies.prompts import LONG_PROMPT  # noqa: E402
 from sglang_pat.policies.registry import make_policy  # noqa: E402

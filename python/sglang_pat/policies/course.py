@@ -10,7 +10,8 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.prompts import computed, shared
 from sglang_pat.policies.snapshot import Load, Snapshot
 from sglang_pat.predict.correction import Corrected
-from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import StepPredictor
 
 STEPS = 48
 """Intervals of the grid over future tokens."""
@@ -118,7 +119,7 @@ class LayoutPlanner:
             those for which a replica has no room (``Snapshot.room``).
     """
 
-    def __init__(self, predictor: StepPredictor, costs: SwitchPredictor, max_running: int | None = None) -> None:
+    def __init__(self, predictor: StepPredictor, costs: SwitchCosts, max_running: int | None = None) -> None:
         self.predictor, self.costs, self.max_running = predictor, costs, max_running
         self._typical: dict[tuple[int, int], tuple[float, float]] = {}
 

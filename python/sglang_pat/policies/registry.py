@@ -15,9 +15,9 @@ from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
 from sglang_pat.policies.start import from_start
 from sglang_pat.policies.survival import survival
 from sglang_pat.policies.threshold import SPLIT_FACTOR, threshold
-from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import Predictor, StepPredictor
 from sglang_pat.predict.profile import Profile
-from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
 
 SLACK = 2
 """Batches of replicas are uneven, and predictions are not exact: so many times the batch up to which a layout pays."""
@@ -38,7 +38,7 @@ def make_policy(
     *,
     switch_at: int = 8,
     predictor: StepPredictor | None = None,
-    costs: SwitchPredictor | None = None,
+    costs: SwitchCosts | None = None,
     max_running: int | None = None,
 ) -> Policy:
     """The policy called ``name``.

@@ -23,11 +23,9 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_pat.cpu.windows import Windows
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.profile import LayoutSetup
-from sglang_pat.rank.reshard import reshard
 from sglang_pat.rank.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
 from sglang_pat.rank.shard_check import check_heads, check_shards
-from sglang_pat.rank.sharding import Unsupported
-from sglang_pat.rank.weights import PiecewiseLinear, Views, build_model
+from sglang_pat.rank.weights import PiecewiseLinear, Unsupported, Views, build_model, reshard
 from sglang_pat.switch.plan import kv_head_range
 from sglang_pat.switch.transfer import synchronize
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sglang_pat import files
-from sglang_pat.memory.demand import GIB
+from sglang_pat.memory.machine import GIB
 from sglang_pat.predict.profile import Profile, load
 from sglang_pat.replay.compare import SIMULATED, Machine, Workload, check_policy, compare
 from sglang_pat.replay.log import Replayed, read_schedule, replay_log

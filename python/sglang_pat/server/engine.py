@@ -28,19 +28,16 @@ from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter 
 from sglang_pat import files, removed  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.figures import job_log, start_line  # noqa: E402
-from sglang_pat.launch.args import AdaptiveServerArgs  # noqa: E402
-from sglang_pat.launch.deployment import deployment  # noqa: E402
-from sglang_pat.launch.early import refuse_function  # noqa: E402
-from sglang_pat.launch.folder import engine_folder  # noqa: E402
-from sglang_pat.launch.processes import start  # noqa: E402
-from sglang_pat.launch.start import ready  # noqa: E402
+from sglang_pat.launch.processes import engine_folder, start  # noqa: E402
+from sglang_pat.launch.refusals import refuse_function  # noqa: E402
+from sglang_pat.launch.spec import AdaptiveServerArgs, deployment, ready  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
 from sglang_pat.rank.process import run_detokenizer, run_rank  # noqa: E402
-from sglang_pat.server.ending import end_if_a_child_fails, watchdog_of  # noqa: E402
 from sglang_pat.server.loop import EngineLoop  # noqa: E402
 from sglang_pat.server.rollout_calls import RolloutCalls  # noqa: E402
+from sglang_pat.server.shutdown import end_if_a_child_fails, watchdog_of  # noqa: E402
 from sglang_pat.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 
 if TYPE_CHECKING:

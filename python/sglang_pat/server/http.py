@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import json
+import ipaddress
 import logging
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
+import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from sglang.srt.entrypoints import http_server
@@ -19,11 +20,10 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_pat import files, removed
 from sglang_pat.errors import one_line
-from sglang_pat.launch.args import AdaptiveServerArgs
 from sglang_pat.launch.contract import SGLangMismatch
-from sglang_pat.launch.early import check_port
 from sglang_pat.launch.processes import NotStarted
-from sglang_pat.launch.start import ready, warn_if_open
+from sglang_pat.launch.refusals import check_port
+from sglang_pat.launch.spec import AdaptiveServerArgs, ready
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.server.bodies import MAX_BODY_BYTES, parse, parse_answer, parse_more, parse_verdict
 from sglang_pat.server.engine import AdaptiveEngine
@@ -35,6 +35,13 @@ logger = logging.getLogger(__name__)
 
 MAX_SMALL_BYTES = 1 << 16
 """Of a body other than that of ``POST /pat/rollout``."""
+
+
+class _Reconfigure(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of ``POST /pat/reconfigure``."""
+
+    tp: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    dry_run: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,7 +76,7 @@ def launch(argv: list[str]) -> None:
     except (ValueError, AssertionError, OSError, SGLangMismatch) as error:
         logger.debug("refused", exc_info=True)
         sys.exit(f"error: {one_line(error)}")
-    warn_if_open(server_args)
+    _warn_if_open(server_args)
     add_routes(http_server.app)
     # SGLang's launcher takes `Engine` from its module; ours starts the ranks differently.
     http_server.Engine = AdaptiveEngine
@@ -85,6 +92,21 @@ def launch(argv: list[str]) -> None:
         state = http_server.get_global_state()
         if state is not None and state.tokenizer_manager._subprocess_watchdog is not None:
             state.tokenizer_manager._subprocess_watchdog.stop()
+
+
+def _warn_if_open(args: AdaptiveServerArgs) -> None:
+    """Say so if others than this machine's users can send requests, with no key."""
+    if args.api_key is None and not _is_loopback(args.host):
+        logger.warning(
+            "listening on %s without --api-key: whoever reaches port %d can use this server", args.host, args.port
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _warm_up(server_args: AdaptiveServerArgs) -> bool:
@@ -277,20 +299,11 @@ async def _body(request: Request, most: int) -> bytes:
 
 
 def _degree(body: bytes) -> tuple[int, bool]:
-    example = 'send {"tp": 2}'
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ValueError(f"the body is not JSON: {example}") from None
-    if not isinstance(data, dict) or "tp" not in data:
-        raise ValueError(f"'tp' is missing: {example}")
-    if unknown := sorted(set(data) - {"tp", "dry_run"}):
-        raise ValueError(f"unknown field {unknown[0]!r}: {example}")
-    if not isinstance(data["tp"], int) or isinstance(data["tp"], bool) or data["tp"] < 1:
-        raise ValueError(f"'tp' is {data['tp']!r}, must be a positive integer: {example}")
-    if not isinstance(dry_run := data.get("dry_run", False), bool):
-        raise ValueError(f"'dry_run' is {dry_run!r}, must be true or false: {example}")
-    return data["tp"], dry_run
+        asked = files.decode(body, _Reconfigure)
+    except ValueError as error:
+        raise ValueError(f'{error}: send {{"tp": 2}}') from None
+    return asked.tp, asked.dry_run
 
 
 def _error(code: int, message: str) -> JSONResponse:

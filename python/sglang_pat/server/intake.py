@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pat.fixes.sampling import Sampling, checked
+from sglang_pat.fixes.request_validation import Sampling, check_sampling_params
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.server.bodies import NOTHING, Answer, Prompt, decoded
 from sglang_pat.server.jobs import held
@@ -38,7 +38,7 @@ class Intake:
     def params(self, given: dict[str, Any], mode: str) -> dict[str, Any]:
         """Sampling parameters of every sample."""
         where = "sampling_params"
-        params = {name: value for name, value in checked(given).items() if value is not None}
+        params = {name: value for name, value in check_sampling_params(given).items() if value is not None}
         typed = Sampling(**params)
         if typed.n != 1:
             raise ValueError(f"{where}.n is {typed.n}, must be 1: num_responses says how many")

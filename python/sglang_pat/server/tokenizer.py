@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -14,21 +13,15 @@ from typing import Any
 import msgspec
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
 from sglang_pat.coordinator import schedule
-from sglang_pat.dropped import Dropped
-from sglang_pat.fixes.entrance import Entrance, route
-from sglang_pat.fixes.isolation import IsolatingDispatcher
+from sglang_pat.fixes.request_validation import ValidatingTokenizerManager
 from sglang_pat.metrics import RolloutMetrics
-from sglang_pat.rank.channels import AsyncOrderedReceiver
 from sglang_pat.server.calibration import calibrate
-from sglang_pat.server.ending import Ending, EndingHandler, handlers
-from sglang_pat.server.pausing import PausingTokenizerManager
 from sglang_pat.server.rollout import Rollouts
-
-logger = logging.getLogger(__name__)
+from sglang_pat.server.shutdown import Ending, EndingHandler, handlers
+from sglang_pat.switch.order import AsyncOrderedReceiver
 
 POLL_SECONDS, IDLE_SECONDS = 0.005, 60.0
 """Between two looks whether the engine is empty, and the longest wait for it once all requests are answered."""
@@ -47,7 +40,7 @@ class ReconfigureError(RuntimeError):
         self.code = code
 
 
-class AdaptiveTokenizerManager(PausingTokenizerManager):
+class AdaptiveTokenizerManager(ValidatingTokenizerManager):
     """Adds what clients ask of the coordinator: the ``pat_`` methods.
 
     Attributes:
@@ -57,10 +50,9 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
     """
 
     def __init__(self, server_args, port_args) -> None:
-        super().__init__(server_args, port_args)
         _held.append(self)
+        super().__init__(server_args, port_args)
         self.signal_handler_class = EndingHandler
-        self._pat_entrance = Entrance(self)
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self.pat_weight_updates = 0
@@ -71,16 +63,8 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
         folder = server_args.pat_rollout_dir
         metrics = RolloutMetrics() if server_args.enable_metrics else None
         self.pat_rollouts = Rollouts(self, Path(folder) if folder else None, metrics)
-        dispatcher: Any = self._result_dispatcher
-        dispatcher += TypeBasedDispatcher(
-            [
-                (messages.StatusReply, self._pat_reply),
-                (messages.ReconfigureReply, self._pat_reply),
-                (messages.TraceReply, self._pat_reply),
-                (messages.ScheduleReply, self._pat_reply),
-            ]
-        )
-        self._result_dispatcher = IsolatingDispatcher(dispatcher, self._pat_dropped, fatal=())
+        replies = (messages.StatusReply, messages.ReconfigureReply, messages.TraceReply, messages.ScheduleReply)
+        self._result_dispatcher._mapping.update(dict.fromkeys(replies, self._pat_reply))
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -95,27 +79,9 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
 
     # -- requests ---------------------------------------------------------------------------------
 
-    async def generate_request(self, obj, request=None) -> AsyncIterator[Any]:
-        """SGLang's, behind the entrance.
-
-        Raises:
-            ValueError: the request is not one that the engine takes; no rank has seen it.
-        """
-        try:
-            self._pat_entrance.admit(obj, None if request is None else route(request))
-            self._pat_calibrate()
-            if self.pat_probes(obj):
-                await self.pat_ask_ranks()
-                return
-            async with aclosing(super().generate_request(obj, request)) as answers:
-                async for answer in answers:
-                    yield answer
-        except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError) as error:
-            # What SGLang says of values that it did not expect, while it takes a request apart.
-            if getattr(obj, "pat_sent", False):
-                raise
-            logger.debug("malformed request", exc_info=True)
-            raise ValueError(f"the request is malformed: {type(error).__name__}: {error}"[:300]) from None
+    def pat_admit(self, obj: Any, request: Any) -> None:
+        super().pat_admit(obj, request)
+        self._pat_calibrate()
 
     def _pat_calibrate(self) -> None:
         """The first requests wait at the gate for it; it goes on without those that do not."""
@@ -140,11 +106,6 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
         """See :class:`~sglang_pat.messages.CalibrationTurn`."""
         self.send_to_scheduler.send_pyobj(messages.CalibrationTurn(over=over))
 
-    def _create_tokenized_object(self, *args, **kwargs):
-        tokenized = super()._create_tokenized_object(*args, **kwargs)
-        self._pat_entrance.check(tokenized)
-        return tokenized
-
     def _send_one_request(self, tokenized_obj) -> None:
         self._pat_begin_log()
         super()._send_one_request(tokenized_obj)
@@ -168,8 +129,7 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
 
     def init_ipc_channels(self, port_args) -> None:
         super().init_ipc_channels(port_args)
-        self._pat_dropped = Dropped(self.server_args.enable_metrics)
-        self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer, self._pat_dropped)
+        self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer, self.pat_dropped)
 
     def _pat_reply(self, reply: Any) -> None:
         if (future := self._pat_waiting.pop(reply.query_id, None)) is not None and not future.done():

@@ -360,28 +360,6 @@ def logprobs_after_pieces(waiting: list[Req]) -> Iterator[None]:
             req.logprob_start_len = start
 
 
-def forget_masks(reqs: list[Req]) -> None:
-    """Have the grammars of ``reqs`` make their vocabulary masks anew in the next step.
-
-    SGLang's llguidance backend (our choice on a CPU) keeps one mask from step to step and fills the
-    rows of constrained requests only: once rows move up, a free request would inherit another's mask.
-    """
-    for req in reqs:
-        grammar = getattr(req.grammar, "grammar", req.grammar)  # what a reasoning wrapper holds
-        if getattr(grammar, "bitmask", None) is not None:
-            grammar.bitmask = None
-
-
-def complete_token_ids(batch: ScheduleBatch) -> None:
-    """Where some requests of ``batch`` ask for the logprobs of given tokens, let the others ask for none.
-
-    SGLang (0.5.12) dies of None beside a list; replicas that had one kind each become one batch in a switch.
-    """
-    wanted = batch.token_ids_logprobs
-    if wanted and any(ids is not None for ids in wanted):
-        batch.token_ids_logprobs = [ids or [] for ids in wanted]
-
-
 # -- from the old groups to the new ones ----------------------------------------------------------------
 
 
