@@ -10,6 +10,8 @@ from sglang_pat.removed import refuse_value
 POLICIES = ("survival", "pat", "threshold", "schedule", "manual", "off")
 PREDICTING = ("survival", "pat")
 """Policies that need a profile."""
+DECIDING = (*PREDICTING, "threshold")
+"""Policies that choose by the load."""
 WEIGHT_MODES = ("resident", "reshard")
 KV_EXCHANGES = ("direct", "alltoall", "allgather")
 KV_MODES = ("auto", "migrate", "recompute")

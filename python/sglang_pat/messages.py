@@ -199,7 +199,6 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             turns of an agent) is not another one.
         prompts: different ones among them; None: as many as requests.
         prompt_tokens: of a prompt, on average; ``max_new_tokens``: of a response at most.
-        tp: the round runs in this degree at least; 0: in any.
 
     Raises:
         ValueError: more prompts than requests, or prompts without requests.
@@ -210,7 +209,6 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prompts: Annotated[int, msgspec.Meta(ge=1, le=MOST_IN_ROUND)] | None = None
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 256
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 4096
-    tp: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
 
     def __post_init__(self) -> None:
         if self.prompts is not None and self.requests is None:

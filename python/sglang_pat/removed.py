@@ -33,6 +33,12 @@ METHODS: dict[str, str] = {
 }
 """By name, of ``Engine``."""
 
+FIELDS: dict[tuple[str, str], str] = {
+    ("round", "tp"): "the policy chooses the degree in which a round starts, from KV room and retractions",
+}
+"""By what has it, and the name of the field that is gone: of a body, or of the method of ``Engine`` that takes the
+same."""
+
 
 def refuse_settings(names: Iterable[str], where: str) -> None:
     """Raise ``ValueError`` for a setting that is gone.
@@ -59,3 +65,10 @@ def refuse_value(flag: str, value: str) -> None:
     """Raise ``ValueError`` for a choice of ``flag`` that is gone."""
     if (instead := VALUES.get((flag.removeprefix("--pat-").replace("-", "_"), value))) is not None:
         raise ValueError(f"{flag} {value} is gone: {instead}")
+
+
+def refuse_fields(whose: str, names: Iterable[str]) -> None:
+    """Raise ``ValueError`` for a field of ``whose`` that is gone."""
+    for name in names:
+        if (instead := FIELDS.get((whose, name))) is not None:
+            raise ValueError(f"{whose}: {name} is gone: {instead}")

@@ -22,11 +22,11 @@ def make(tmp_path):
 
 
 def test_the_engine_is_told_of_each_round(make):
-    """How much will come, from the first sample on; with the planner's lowest degree for this round only."""
+    """How much will come, from the first sample on."""
 
     async def run():
         rollouts = make()
-        await read(rollouts, call(0, 6, planner=True))
+        await read(rollouts, call(0, 6))
         await read(rollouts, call(6, 3))
         await read(rollouts, call(9, 6, job="other", mode="partial"))
         return rollouts._manager.told
@@ -35,7 +35,7 @@ def test_the_engine_is_told_of_each_round(make):
     begun, ended = told[::2], told[1::2]
     assert [type(one) for one in ended] == [EndRound] * 3
     assert [one.name for one in begun] == [one.name for one in ended] and len({one.name for one in begun}) == 3
-    assert [(one.requests, one.prompts, one.tp) for one in begun] == [(3, 3, 2), (3, 3, 0), (None, None, 0)]
+    assert [(one.requests, one.prompts) for one in begun] == [(3, 3), (3, 3), (None, None)]
     assert {one.max_new_tokens for one in begun} == {100}
 
 

@@ -48,7 +48,7 @@ step and after every switch; no switch makes what should have been made at start
 SIDES = {
     "llama": (
         "agreement attributes smoke control sglang_routes threshold python_api features commands requests cramped "
-        "mixtures features_otherwise same_tokens gauges rollout rollout_bodies rollout_planner rollout_python "
+        "mixtures features_otherwise same_tokens gauges rollout rollout_bodies start_degree rollout_python "
         "rollout_left rollout_thread rehearsal hostile policies calibration flags attach faults"
     ).split(),
     "others": (

@@ -61,7 +61,7 @@ if __name__ == "__main__":
     engine.begin_round(6, prompts=2, name="mine")
     assert engine.status()["rounds"]["missing"] == 6
     engine.end_round("mine")
-    assert engine.status()["rounds"] == {{"open": [], "missing": 0}}
+    assert engine.status()["rounds"] == {{"open": [], "missing": 0, "start": 1}}
     try:
         engine.begin_round(6, prompts=7)
     except ValueError as error:

@@ -125,9 +125,11 @@ class World:
         self.way_home = "fine"
         """Fate of every switch to the base layout, if not fine."""
         self.grammatical = False
+        """Whether requests have grammars."""
         self.kv_totals: dict[int, int] = {}
         self.decoded = m.Decoded()
-        """Whether requests have grammars."""
+        self.retracted = 0
+        """What the next load report says."""
         self.last_serial = -1
 
     # -- the outbox ---------------------------------------------------------------------------
@@ -222,12 +224,13 @@ class World:
                 requests=[m.Running(4, 6, 100, 1)] * len(rank.requests),
                 kv_used=0,
                 kv_total=100,
-                retracted=0,
+                retracted=self.retracted,
                 weight_updates=0,
                 kv_totals=self.kv_totals,
                 decoded=self.decoded,
             )
         )
+        self.retracted = 0
 
     def _handle(self, rank: Rank, obj: Any, fate: tuple[str, int]) -> None:
         assert rank.rank in self.layout.leaders

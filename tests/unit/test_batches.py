@@ -6,8 +6,7 @@ import pytest
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.policies.batches import SLACK, graph_sizes, largest_batch
-from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.registry import SLACK, graph_sizes, largest_batch, make_policy
 
 from .policy_world import snapshot
 from .profiles_for_tests import decode_points, profile

@@ -10,7 +10,6 @@ from sglang_pat.policies.snapshot import Decision
 from sglang_pat.predict.correction import TURNS, StepFactor
 
 from .coordinator_rig import Rig
-from .coordinator_world import Request
 
 pytestmark = pytest.mark.unit
 
@@ -86,14 +85,13 @@ def test_the_first_round_is_the_first_round():
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize(("tp", "reason"), [(2, "planner"), (0, "survival")])
-def test_a_round_that_is_announced_does_not_disturb_it(before, tp, reason):
-    """Nor does it lose its degree, or the decision for which its first request waits."""
+def test_a_round_that_is_announced_does_not_disturb_it(before):
+    """Nor does it lose the decision for which its first request waits."""
 
     def merged(snapshot, history):
-        return Decision(tp=2 if reason == "survival" and len(snapshot.coming) else snapshot.tp)
+        return Decision(tp=2 if len(snapshot.coming) else snapshot.tp)
 
-    rig, begun = Rig(1, 2, merged, Predictor(), policy="survival", profile="-"), m.BeginRound(requests=3, tp=tp)
+    rig, begun = Rig(1, 2, merged, Predictor(), policy="survival", profile="-"), m.BeginRound(requests=3)
     if before:
         rig.coordinator.round(begun, 0.0)
     rig.coordinator.calibrate(m.CalibrationTurn(), 0.0)
@@ -104,11 +102,11 @@ def test_a_round_that_is_announced_does_not_disturb_it(before, tp, reason):
     assert {record.reason for record in rig.world.records} == {"calibration"} and rig.world.known.tp == 1
     sent = len(rig.world.to_leaders)
     rig.work(3, now=101.0)
-    assert type(rig.world.to_leaders[sent][1]) is (Request if reason == "planner" else m.Prepare)
+    assert type(rig.world.to_leaders[sent][1]) is m.Prepare
     rig.settle()
     rig.coordinator.tick(102.0)
     rig.settle()
-    assert rig.world.known.tp == 2 and rig.world.records[-1].reason == reason
+    assert rig.world.known.tp == 2 and rig.world.records[-1].reason == "survival"
 
 
 def test_switches_after_it_are_counted():

@@ -93,10 +93,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.queries[query] = dict(tp=tp, allowed=allowed, busy=busy, here=tp == self.world.known.tp)
         self.coordinator.reconfigure(m.Reconfigure(query_id=query, tp=tp), self.now)
 
-    @rule(name=st.sampled_from("ab"), requests=st.sampled_from([None, 1, 5]), which=st.integers(-2, 2))
-    def round_begins(self, name, requests, which):
-        tp = 0 if which < 0 else self.config.layouts[which % len(self.config.layouts)].tp
-        self.coordinator.round(m.BeginRound(name=name, requests=requests, tp=tp), self.now)
+    @rule(name=st.sampled_from("ab"), requests=st.sampled_from([None, 1, 5]), retracted=st.integers(0, 9))
+    def round_begins(self, name, requests, retracted):
+        """The next report says that so many were retracted."""
+        self.world.retracted = retracted
+        self.coordinator.round(m.BeginRound(name=name, requests=requests), self.now)
 
     @rule(name=st.sampled_from("ab"))
     def round_ends(self, name):

@@ -12,7 +12,6 @@ from hypothesis import given
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.pat import algorithm_1 as algorithm
 from sglang_pat.policies.registry import make_policy
-from sglang_pat.policies.rules import RETRY_SECONDS, SETTLE_SECONDS
 from sglang_pat.predict.cost import STAY
 
 from .drawn import examples
@@ -68,17 +67,6 @@ def test_as_transcribed(found, snap):
         assert decision.tp == tp
 
 
-@examples(200)
-@given(profiles(), snapshots())
-def test_pure_and_within_the_candidates(found, snap):
-    predictor, costs = machine(found)
-    decide = make_policy("pat", predictor=predictor, costs=costs)
-    first = decide(snap, HISTORY)
-    assert first.tp in snap.degrees and set(first.estimates) <= set(snap.degrees)
-    decide(snapshot([5, 5], tp=2), HISTORY)
-    assert decide(snap, HISTORY) == first
-
-
 def test_the_tokens_of_the_fullest_replica_are_those_of_its_requests():
     """Five requests on four replicas: the batch is 2, so are the tokens those of two requests."""
     asked = []
@@ -107,27 +95,6 @@ def test_nothing_left_to_generate_is_no_division_by_zero():
 
 DECIDE = make_policy("pat", **dict(zip(("predictor", "costs"), machine(crossing()), strict=True)))
 
-CASES = [
-    ("full batch", dict(outputs=[100] * 64, peak=128), 1),
-    ("tail", dict(outputs=[1000] * 2, peak=64), 4),
-    ("tail, nearly at the limit: not worth it", dict(outputs=[4090] * 2, peak=64), 1),
-    ("merged and the load came back", dict(outputs=[100] * 64, tp=4), 1),
-    ("empty", dict(tp=4), 1),
-    ("a few, just come in", dict(outputs=[0] * 2, quiet=0.0), 1),
-    ("a few, nothing else came", dict(outputs=[0] * 2, quiet=SETTLE_SECONDS), 4),
-    ("a few, just come in, and no more are expected", dict(outputs=[0] * 2, quiet=0.0, complete=True), 4),
-    ("no more are expected, but just switched", dict(outputs=[0] * 2, complete=True, since_switch=0.5), 1),
-    ("no more are expected, and a full batch it is", dict(outputs=[10] * 128, quiet=0.0, complete=True), 1),
-    ("just switched", dict(outputs=[1000] * 2, peak=64, since_switch=0.5), 1),
-    ("just aborted", dict(outputs=[1000] * 2, peak=64, since_abort=RETRY_SECONDS - 0.1), 1),
-    ("known by number only", dict(requests=5, tp=2), 2),
-]
-
-
-@pytest.mark.parametrize(("kwargs", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_situations(kwargs, expected):
-    assert DECIDE(snapshot(**kwargs), HISTORY).tp == expected
-
 
 def test_may_fire_several_times():
     """As the batch drains it goes up step by step."""
@@ -136,11 +103,3 @@ def test_may_fire_several_times():
         tp = DECIDE(snapshot([500] * requests, tp=tp, peak=256), HISTORY).tp
         seen.append(tp)
     assert seen == sorted(seen) and len(set(seen)) >= 2
-
-
-@pytest.mark.parametrize("name", ["threshold", "pat", "survival"])
-def test_an_empty_engine_goes_to_the_base_layout_unless_a_round_goes_on(name):
-    predictor, costs = machine(crossing())
-    policy = make_policy(name, predictor=predictor, costs=costs)
-    assert policy(snapshot(tp=4), HISTORY).tp == 1
-    assert policy(snapshot(tp=4, in_round=True), HISTORY).tp == 4

@@ -36,6 +36,6 @@ def test_no_row_is_in_use_and_each_is_one_line():
     for name, value in removed.VALUES:
         assert name in used and value not in used[name] and value not in config.POLICIES
     assert all(len(name.split()) == 2 for name in removed.ROUTES)
-    for table in (removed.SETTINGS, removed.VALUES, removed.ROUTES, removed.METHODS):
+    for table in (removed.SETTINGS, removed.VALUES, removed.ROUTES, removed.METHODS, removed.FIELDS):
         for text in table.values():
             assert text and "\n" not in text and not text.endswith(".")

@@ -35,50 +35,29 @@ def come(arrivals: RoundTracker, requests: int) -> list[bool]:
     return result
 
 
-def test_nothing_is_known_of_the_first_round():
-    arrivals = RoundTracker()
-    assert (arrivals.peak, arrivals.came, arrivals.last) == (0, 0, float("-inf"))
-    assert come(arrivals, 100) == [False] * 100
-    assert (arrivals.peak, arrivals.came, arrivals.last) == (100, 100, 100.0)
+COMPLETE = [
+    ("nothing is known of the first round", [], 100, []),
+    ("nor is the first one believed, which may be a warm-up", [3], 3, []),
+    ("which may be smaller", [4], 16, []),
+    ("the third is complete with its last request", [3, 3], 3, [3]),
+    ("a warm-up does not matter", [2, 3, 3], 3, [3]),
+    ("rounds of one, health probes, do not count", [1, 1], 5, []),
+    ("nor are they among the four that are remembered", [3, 3, 1, 1, 1, 1, 1], 3, [3]),
+    ("one that outgrows the others: as nothing tells the first time", [2, 2], 4, [2]),
+    ("then nothing is known", [2, 2, 4], 4, []),
+    ("until two have had the new size", [2, 2, 4, 4], 4, [4]),
+    ("the largest of the last four counts", [5, 5, 2, 2], 5, [5]),
+    ("one of 5 is left: either may come", [5, 5, 2, 2, 2], 2, []),
+    ("none is left", [5, 5, 2, 2, 2, 2], 2, [2]),
+]
 
 
-def test_nor_is_the_first_one_believed():
-    """It may have been a warm-up: the demo's is smaller than its batch, which looked complete when half was there."""
-    assert come(after(3), 3) == [False] * 3
-    assert come(after(4), 16) == [False] * 16
-
-
-def test_the_third_is_complete_with_its_last_request():
-    assert come(after(3, 3), 3) == [False, False, True]
-
-
-def test_a_warm_up_does_not_matter():
-    assert come(after(2, 3, 3), 3) == [False, False, True]
-
-
-def test_an_empty_engine_is_not_complete():
-    assert not after(3, 3).complete
-
-
-def test_rounds_of_one_do_not_count():
-    """Health probes and warm-ups: neither as rounds to learn from, nor among the four that are remembered."""
-    assert come(after(1, 1), 5) == [False] * 5
-    assert come(after(3, 3, 1, 1, 1, 1, 1), 3) == [False, False, True]
-
-
-def test_a_round_that_outgrows_the_others():
-    """It is taken for complete at the old size, as nothing tells the first time, but not above it.
-
-    Then nothing is known until two rounds have had the new size."""
-    assert come(after(2, 2), 4) == [False, True, False, False]
-    assert come(after(2, 2, 4), 4) == [False] * 4
-    assert come(after(2, 2, 4, 4), 4) == [False, False, False, True]
-
-
-def test_the_largest_of_the_last_four_counts():
-    assert come(after(5, 5, 2, 2), 5) == [False] * 4 + [True]
-    assert come(after(5, 5, 2, 2, 2), 2) == [False, False], "one of 5 is left: either may come"
-    assert come(after(5, 5, 2, 2, 2, 2), 2) == [False, True]
+@pytest.mark.parametrize(("sizes", "requests", "at"), [c[1:] for c in COMPLETE], ids=[c[0] for c in COMPLETE])
+def test_when_a_round_is_complete(sizes, requests, at):
+    arrivals = after(*sizes)
+    assert not arrivals.complete, "an empty engine is not"
+    assert [number for number, found in enumerate(come(arrivals, requests), 1) if found] == at
+    assert (arrivals.peak, arrivals.came, arrivals.last) == (requests, requests, float(requests))
 
 
 def test_requests_that_end_while_others_come():

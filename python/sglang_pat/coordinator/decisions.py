@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_pat import messages as m
-from sglang_pat.config import AdaptiveConfig
+from sglang_pat.config import DECIDING, AdaptiveConfig
 from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, load_of
 from sglang_pat.coordinator.round_tracker import RoundTracker
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
-from sglang_pat.policies.rules import RETRY_SECONDS
 from sglang_pat.policies.snapshot import NO_LOAD, Policy, Snapshot
 from sglang_pat.predict.correction import StepFactors, Steps
 from sglang_pat.predict.predictor import Predictor
@@ -37,8 +36,7 @@ class Wanted:
     """A switch that is to start as soon as nothing stands in its way.
 
     Attributes:
-        reason: who wants it: a policy's name, ``request``, ``control``, ``planner``, ``schedule`` or
-            :data:`CALIBRATION`.
+        reason: who wants it: a policy's name, ``request``, ``control``, ``schedule`` or :data:`CALIBRATION`.
         query_id: of the client who waits for an answer.
         recompute_below: requests with fewer KV tokens are recomputed.
         ahead: of a round, whose requests wait for it.
@@ -64,8 +62,7 @@ class Decisions:
         history: lengths of the responses that ended.
         round: requests as they come in, and what clients have said of them.
         factors: by what the profile is off in each layout; None without a profile, or if it is to be believed.
-        calibrating: requests are made up, to measure the layouts; the policy is not asked.  ``calibrated``: it is over,
-            or there is none to come.
+        calibrating: requests are made up, to measure the layouts; the policy is not asked.
         expected_seconds: until all requests are done, as the policy saw it when it was last asked; None if it does not
             predict.
     """
@@ -79,25 +76,20 @@ class Decisions:
         predictor: Predictor | None = None,
     ) -> None:
         self.history = LengthHistory()
-        self.round = RoundTracker()
         self.expected_seconds: float | None = None
         self.policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._degrees, self._num_ranks = tuple(layout.tp for layout in config.layouts), config.num_ranks
+        self.round = RoundTracker(self._degrees if config.policy in DECIDING else (config.base.tp,))
         self._predictor = predictor
         corrects = predictor is not None and not config.profile_as_is
         self.factors = StepFactors(self._degrees) if corrects else None
         self._turns: list[dict[int, Steps]] = []
         """Of a calibration: steps by degree."""
-        self.calibrating, self.calibrated = False, not config.calibrates
+        self.calibrating = False
         self._arrived = 0
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
         self._opened = False
-
-    @property
-    def floor(self) -> int:
-        """Lowest degree of the rounds that are open."""
-        return max((self._config.base.tp, *(round_.tp for round_ in self.round.open.values())))
 
     # -- what has happened ------------------------------------------------------------------------
 
@@ -122,12 +114,13 @@ class Decisions:
         """A response has."""
         sample = response.length > response.since
         self.round.ended(now, sample=sample)
+        self.round.tokens += response.length - response.since
         if sample:  # else it says nothing of lengths
             self.history.observe(response.length, response.family, not response.cut, response.since)
 
     def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
         """A turn of a calibration begins, or all are over."""
-        self.calibrating, self.calibrated = not turn.over, turn.over
+        self.calibrating = not turn.over
         if self.calibrating:
             return self._turns.append({})
         if self.factors is not None:
@@ -161,11 +154,13 @@ class Decisions:
 
     # -- when to ask ------------------------------------------------------------------------------
 
-    def opens(self, request: Generation, now: float) -> bool:
-        """Whether a request that is about to go in is the first of a round whose size is known: a switch stops nobody
-        yet.  Says so once; the policy is then due."""
-        begins = not self.round.came and not self._opened and self._config.predicts
-        if self.calibrating or not request.counts or not begins or not len(self.round.coming(now)):
+    def opens(self, request: Generation, layout: ParallelLayout, now: float) -> bool:
+        """Whether a request that is about to go in is the first of a round that may start in another layout: its size
+        is known, or there was too little room in earlier ones.  A switch stops nobody yet.  Says so once; the policy is
+        then due."""
+        if self.calibrating or not request.counts or self.round.came or self._opened:
+            return False
+        if not (self._config.predicts and len(self.round.coming(now))) and layout.tp >= self.round.start:
             return False
         self._opened = True
         self.hurry()
@@ -190,7 +185,7 @@ class Decisions:
     def decide(
         self, layout: ParallelLayout, in_engine: int, held: int, now: float, ahead: bool = False
     ) -> Wanted | None:
-        """The switch that the floor or the policy wants, if any.
+        """The switch that the policy wants, if any.
 
         Args:
             layout: the one in force.
@@ -198,9 +193,6 @@ class Decisions:
             ahead: of a round, whose requests wait for the switch.
         """
         self._last_decision = now
-        # Without requests it stays where a control request has led it: the next round says again what it wants.
-        if layout.tp < self.floor and in_engine and now - self._last_abort >= RETRY_SECONDS:
-            return Wanted(self._config.layout(self.floor), "planner", ahead=ahead)
         snapshot = self.snapshot(layout, in_engine + held, now)
         self.round.saw(snapshot.load)
         decision = self.policy(snapshot, self.history)
@@ -213,13 +205,13 @@ class Decisions:
 
     def snapshot(self, layout: ParallelLayout, requests: int, now: float) -> Snapshot:
         """What the policy is shown; ``requests``: in the engine and in the backlog."""
-        lowest, predicts = min(self.floor, layout.tp), self._config.predicts
+        predicts = self._config.predicts
         # Policies that do not predict do not look at it, and are asked at every event.
         load = load_of(self._leaders, layout.leaders) if predicts else NO_LOAD
         return Snapshot(
             now=now,
             tp=layout.tp,
-            degrees=self._degrees if lowest <= self._degrees[0] else tuple(tp for tp in self._degrees if tp >= lowest),
+            degrees=self._degrees,
             num_ranks=self._num_ranks,
             requests=requests,
             peak=self.round.peak,
@@ -230,8 +222,15 @@ class Decisions:
             last_abort=self._last_abort,
             load=load,
             coming=self.round.coming(now) if predicts and requests else NO_LOAD,
+            start=self.round.start,
+            room=self._room(layout) if predicts else {},
             switches=self.round.switches,
             arrived=self._arrived,
             factors=self.factors.factors() if self.factors else {},
             doubts=self.factors.doubts(layout.tp, self._num_ranks, load.prompt + load.output) if self.factors else {},
         )
+
+    def _room(self, layout: ParallelLayout) -> dict[int, int]:
+        """KV tokens of one replica, by degree, as the first leader has reported it: all ranks have as much."""
+        report = self._leaders[layout.leaders[0]].report
+        return dict(report.kv_totals) if report is not None else {}

@@ -6,7 +6,7 @@ Where nobody announces them: in RL one is much like the one before, so its size 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.rules import SETTLE_SECONDS
 from sglang_pat.policies.snapshot import NO_LOAD, Load
+from sglang_pat.policies.start import StartDegrees
 
 ROUNDS = 4
 """Rounds that are remembered: a validation set among batches of training is not forgotten at once."""
@@ -41,21 +42,27 @@ class RoundTracker:
     A round that nobody announced ends when the engine becomes empty.  One of a single request (health probe, warm-up)
     does not count.
 
+    Args:
+        degrees: in which rounds may start.
+
     Attributes:
         open: rounds that were announced and are not over, by name.  Several count as one, with the sum of their
             requests.
         peak: most requests in the engine in this round.
         last: time of the last arrival, or minus infinity.
         came: requests that came in this round; ``switches``: switches in it.
+        retracted: requests put back for want of KV in this round; ``tokens``: generated in it, by responses that ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, degrees: Sequence[int] = (1,)) -> None:
         self.open: dict[str, BeginRound] = {}
         self._missing: dict[str, int] = {}
         """Of each, its requests that have not come; what comes is taken to be of the one that began first."""
         self.peak = 0
         self.last = float("-inf")
-        self.came = self.switches = 0
+        self.came = self.switches = self.retracted = self.tokens = 0
+        self._starts, self._size = StartDegrees(degrees), 0
+        self._began = self._last_end = float("-inf")
         self._here = 0
         self._heard = float("-inf")
         """When something of a round was last heard of."""
@@ -89,7 +96,11 @@ class RoundTracker:
 
     def status(self) -> dict[str, Any]:
         """For ``/pat/status``."""
-        return {"open": [msgspec.to_builtins(round_) for round_ in self.open.values()], "missing": self.missing}
+        return {
+            "open": [msgspec.to_builtins(round_) for round_ in self.open.values()],
+            "missing": self.missing,
+            "start": self.start,
+        }
 
     @property
     def expected(self) -> int:
@@ -101,6 +112,14 @@ class RoundTracker:
     def complete(self) -> bool:
         """Whether no more are expected: all have come that were announced, or exactly as many as in a round."""
         return not self.missing if self._sized else 0 < self.came == self.expected
+
+    @property
+    def start(self) -> int:
+        """Lowest degree of this round, or of the next one if none has begun, by the retractions of earlier ones."""
+        return self._starts.of(self._size if self.came else self._expected_size()).tp
+
+    def _expected_size(self) -> int:
+        return self.missing if self._sized else self.expected
 
     @property
     def _sized(self) -> bool:
@@ -130,6 +149,8 @@ class RoundTracker:
     def arrived(self, now: float, sample: bool = True) -> None:
         """A request goes into the engine; ``sample``: a new one, as were announced."""
         self.last = self._heard = now
+        if not self.came:
+            self._size, self._began = self._expected_size(), now
         self.came += 1
         name = next((name for name, missing in self._missing.items() if missing), None)
         if name is not None and sample:
@@ -137,7 +158,8 @@ class RoundTracker:
 
     def ended(self, now: float, sample: bool = True) -> None:
         """A response has; ``sample``: it has tokens."""
-        self._heard, self._ended = now, self._ended or sample
+        self._heard = self._last_end = now
+        self._ended = self._ended or sample
 
     def in_engine(self, requests: int, now: float = float("-inf")) -> None:
         """So many are in it now: called after each event, or the end of a round may be missed."""
@@ -159,7 +181,9 @@ class RoundTracker:
         self._new()
 
     def _new(self) -> None:
-        self.peak = self.came = self.switches = 0
+        if self.came > 1:
+            self._starts.of(self._size).observe(self.retracted, self.tokens, max(self._last_end - self._began, 0.0))
+        self.peak = self.came = self.switches = self.retracted = self.tokens = 0
         self._ended = False
         self._seen = NO_LOAD
 

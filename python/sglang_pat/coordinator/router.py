@@ -18,7 +18,7 @@ import msgspec
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.decisions import Decisions, Wanted
+from sglang_pat.coordinator.decisions import Decisions
 from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, Places
 from sglang_pat.coordinator.schedule import Schedule
 from sglang_pat.coordinator.switching import Ended, Switching, Traffic
@@ -185,14 +185,8 @@ class Coordinator:
             self._proceed(now)
 
     def round(self, message: m.BeginRound | m.EndRound, now: float) -> None:
-        """A client's round begins or ends.  To its lowest degree, if it has one, an empty engine goes at once, and what
-        comes in waits for it."""
+        """A client's round begins or ends."""
         self._decisions.round.told(message, now)
-        busy = self._in_engine or self._backlog or self._released
-        busy = busy or self._switching.under_way or self._switching.wanted
-        # A calibration, which comes before the first request, would find its switches refused.
-        if self.layout.tp < self._decisions.floor and not busy and self._decisions.calibrated:
-            self._switching.wanted = Wanted(self.config.layout(self._decisions.floor), "planner", ahead=True)
         self._proceed(now)
 
     def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
@@ -264,6 +258,7 @@ class Coordinator:
 
     def _load_report(self, report: m.LoadReport, now: float) -> None:
         self._retracted += report.retracted
+        self._decisions.round.retracted += 0 if self._decisions.calibrating else report.retracted
         for response in () if self._decisions.calibrating else report.finished:
             self._schedule.ended(response.length)
             self._decisions.ended(response, now)
@@ -290,7 +285,8 @@ class Coordinator:
         arrivals = self._decisions.round
         arrivals.in_engine(self._in_engine, now)
         complete = arrivals.complete
-        if self._backlog and isinstance(head := self._backlog[0], Generation) and self._decisions.opens(head, now):
+        head = self._backlog[0] if self._backlog else None
+        if isinstance(head, Generation) and self._decisions.opens(head, self.layout, now):
             self._switching.decide(self._traffic, now, ahead=True)
         while self._backlog and not self._switching.holds_requests:
             head = self._backlog[0]

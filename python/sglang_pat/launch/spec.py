@@ -34,7 +34,7 @@ from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees
 from sglang_pat.memory.machine import Supply, supply_of_cpu
 from sglang_pat.memory.plan import Demand, MemoryPlan, advice, make_plan
 from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.policies import batches
+from sglang_pat.policies import registry
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import Fingerprint, Profile
 from sglang_pat.settings import SETTINGS, configuration
@@ -286,9 +286,9 @@ def graph_sizes(args: AdaptiveServerArgs, config: AdaptiveConfig, profile: Profi
     captured = list(args.cuda_graph_bs or ())
 
     def largest(tp: int) -> int | None:
-        return None if args.pat_graphs_given else batches.largest_batch(config, tp, profile)
+        return None if args.pat_graphs_given else registry.largest_batch(config, tp, profile)
 
-    tails = {layout.tp: batches.graph_sizes(captured, largest(layout.tp)) for layout in config.layouts[1:]}
+    tails = {layout.tp: registry.graph_sizes(captured, largest(layout.tp)) for layout in config.layouts[1:]}
     return {config.base.tp: captured} | tails
 
 

@@ -1,4 +1,4 @@
-"""The cheapest course from here: when to be in which layout while the expected batch drains."""
+"""The cheapest course from here: what is expected of the running batch, and when to be in which layout meanwhile."""
 
 from __future__ import annotations
 
@@ -6,12 +6,89 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_pat.policies.outlook import Outlook
-from sglang_pat.policies.prompts import computed
-from sglang_pat.policies.snapshot import Snapshot
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.prompts import computed, shared
+from sglang_pat.policies.snapshot import Load, Snapshot
 from sglang_pat.predict.correction import Corrected
 from sglang_pat.predict.cost import SwitchCosts
-from sglang_pat.predict.predictor import Number, StepPredictor
+from sglang_pat.predict.predictor import StepPredictor
+
+STEPS = 48
+"""Intervals of the grid over future tokens."""
+
+FIRST_STEP = 16
+"""Tokens of its first interval; the others grow geometrically up to the most that any request may still generate."""
+
+CLASSES = 96
+"""Requests alike in length and limit are counted together, into about this many classes at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """The batch in each interval of the grid, float64 ``[intervals]``, taken at the interval's middle.
+
+    Attributes:
+        width: token steps in the interval.
+        any_alive: probability that a request is left.
+        number: requests left, given that one is.
+        context: KV tokens of one that is left, on average.
+        response: tokens that a response has, as requests are routed by it; one number.
+    """
+
+    width: np.ndarray
+    any_alive: np.ndarray
+    number: np.ndarray
+    context: np.ndarray
+    response: float = np.inf
+
+
+def grid(longest: int, steps: int = STEPS) -> np.ndarray:
+    """Interval ends ``[intervals + 1]``, from 0 to ``longest`` tokens ahead; increasing integers."""
+    if longest <= FIRST_STEP:
+        return np.array([0.0, longest])
+    ends = FIRST_STEP * (longest / FIRST_STEP) ** (np.arange(steps) / (steps - 1))
+    return np.concatenate([[0.0], np.unique(np.round(ends))])
+
+
+def look_ahead(load: Load, history: LengthHistory) -> Outlook | None:
+    """Survival of every running request given its present length; None if all are at their limit."""
+    left = load.limit - load.output
+    longest = int(left.max())
+    if longest <= 0:
+        return None
+    curve = history.curve(int(load.limit.max()), load.output)
+    # One at its limit ends with the next step; averaged with others it would end them too.
+    on = left > 0
+    members, output, left, prompt = _classes(load.output[on], left[on], load.prompt[on])
+    ends = grid(longest)
+    ahead = (ends[:-1] + ends[1:]) / 2
+    alive = np.exp(curve.hazard(output)[:, None] - curve.hazard(output[:, None] + ahead))  # [classes, intervals]
+    alive = np.where(ahead < left[:, None], alive, 0.0)
+    number = members @ alive
+    none_alive = np.exp(members @ np.log1p(-np.minimum(alive, 1 - 1e-15)))
+    any_alive = np.maximum(1 - none_alive, 1e-12)
+    tokens = (members * (prompt + output)) @ alive + number * ahead
+    number = np.maximum(number, 1e-12)
+    return Outlook(
+        width=np.diff(ends),
+        any_alive=any_alive,
+        number=np.maximum(number / any_alive, 1.0),
+        context=tokens / number,
+        response=history.expected(int(load.limit.max())),
+    )
+
+
+def _classes(output: np.ndarray, left: np.ndarray, prompt: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Requests counted together: members of each class, and the mean of each quantity in it, float64 ``[classes]``."""
+    keys = [np.log(output + 16.0), np.log(np.maximum(left, 1.0))]
+    resolution = 32.0
+    while True:
+        codes = [np.floor((key - key.min()) * resolution).astype(np.int64) for key in keys]
+        _, index, members = np.unique(codes[0] * 4096 + codes[1], return_inverse=True, return_counts=True)
+        if len(members) <= CLASSES:
+            means = (np.bincount(index, quantity) / members for quantity in (output, left, prompt))
+            return members.astype(float), *means
+        resolution /= 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +115,8 @@ class LayoutPlanner:
     """Backward induction over intervals of the outlook and layouts; switches in both directions, any number.
 
     Args:
-        max_running: requests that one replica decodes at once, or None for no bound; the rest waits for them.
+        max_running: requests that one replica decodes at once, or None for no bound.  The rest waits for them, as do
+            those for which a replica has no room (``Snapshot.room``).
     """
 
     def __init__(self, predictor: StepPredictor, costs: SwitchCosts, max_running: int | None = None) -> None:
@@ -49,7 +127,10 @@ class LayoutPlanner:
         degrees, here = snapshot.degrees, snapshot.degrees.index(snapshot.tp)
         shares = {tp: _share_after(snapshot, tp) for tp in degrees}
         predictor = Corrected(self.predictor, snapshot.factors)
-        running = np.stack([self._seconds(predictor, snapshot, outlook, tp, share) for tp, share in shares.items()])
+        most = self._at_once(snapshot, outlook)
+        running = np.stack(
+            [self._seconds(predictor, snapshot, outlook, tp, share, most[tp]) for tp, share in shares.items()]
+        )
         switching, now, below = self._switching(snapshot, outlook)
         totals = np.zeros((len(degrees), len(degrees)))  # [from, to]
         for step in range(len(outlook.width) - 1, -1, -1):
@@ -79,20 +160,28 @@ class LayoutPlanner:
         work = computed(load.prompt[new], load.family[new], outlook.response, replicas)
         return predictor.prefill_uniform(tp, *work, replicas)
 
-    def _seconds(self, predictor: Corrected, snapshot: Snapshot, outlook: Outlook, tp: int, share: float) -> np.ndarray:
+    def _at_once(self, snapshot: Snapshot, outlook: Outlook) -> dict[int, np.ndarray]:
+        """Requests that a replica of each degree can run at once, ``[intervals]``; at least 1."""
+        own = np.maximum(outlook.context - shared(snapshot.load.prompt, snapshot.load.family), 1.0)
+        slots = self.max_running or np.inf
+        return {tp: np.maximum(np.minimum(snapshot.room.get(tp, np.inf) / own, slots), 1.0) for tp in snapshot.degrees}
+
+    def _seconds(
+        self, predictor: Corrected, snapshot: Snapshot, outlook: Outlook, tp: int, share: float, most: np.ndarray
+    ) -> np.ndarray:
         """Expected seconds of each interval in a layout, ``[intervals]``.
 
-        ``share``: of the other requests left, those on the replica of one that is left.
+        Args:
+            share: of the other requests left, those on the replica of one that is left.
+            most: requests that a replica can run at once; the others wait for their turn.
         """
         batch = 1 + (outlook.number - 1) * share
         replicas = snapshot.num_ranks // tp
         active = replicas * -np.expm1(outlook.number * np.log1p(-1 / replicas)) if replicas > 1 else 1.0
-        factor: Number = 1.0
-        if self.max_running is not None:
-            factor = np.maximum(batch / self.max_running, 1.0)
-            batch = batch / factor
+        turns = np.maximum(batch / most, 1.0)
+        batch = batch / turns
         step = predictor.step_seconds(tp, batch, batch * outlook.context, active)
-        return outlook.width * outlook.any_alive * factor * step
+        return outlook.width * outlook.any_alive * turns * step
 
     def _switching(self, snapshot: Snapshot, outlook: Outlook) -> tuple[np.ndarray, dict[int, float], dict[int, int]]:
         """Expected seconds of a switch at the start of each interval, ``[intervals, from, to]``; of one now; and its

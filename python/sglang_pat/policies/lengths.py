@@ -7,8 +7,8 @@ The survival curve is Kaplan-Meier's in discrete time with a prior on the hazard
 
 so that data rules where there are data, and beyond the longest response seen the prior's hazard does.  A request that
 still runs, or was cut (aborted, or at its limit), is censored at its length: it counts as at risk up to there, and as
-ended nowhere.  What responses to
-the same prompt say about each other is added in :mod:`~sglang_pat.policies.families`.
+ended nowhere.  That responses to one prompt are alike in length is left out: it moves no figure
+(``docs/results/policies.md``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from scipy.special import log_ndtr, ndtri_exp
-
-from sglang_pat.policies.families import Response, estimate_correlation, expected_scores
+from scipy.special import log_ndtr
 
 PRIOR_MEDIAN = 0.125
 """Median response of the prior, as a share of the limit: the shapes of long-tail RL lie between 1/4 and 1/30."""
@@ -35,15 +33,9 @@ PRIOR_STRENGTH = 2.0
 WINDOW = 4096
 """Responses remembered: some tens of rounds' worth, since lengths drift as training goes on."""
 
-REFRESH = 64
-"""The correlation within families is estimated anew after this many responses."""
-
 EDGES = np.unique(np.round(2.0 ** np.arange(0, 22.001, 0.125)).astype(np.int64))
 """Ends of the bins in tokens: bin b holds lengths in (EDGES[b-1], EDGES[b]], the first one those of 0 and 1; ratio
 1.09, up to 4 million tokens.  Longer responses count as that long."""
-
-LOWEST_SCORE = -8.0
-"""Normal score of a length that no response falls short of (probability 6e-16)."""
 
 _STARTS = np.concatenate([[0], EDGES[:-1]])
 _KNOTS = np.concatenate([[0], EDGES]).astype(float)
@@ -74,21 +66,20 @@ def _lognormal_hazard(mu: float, sigma: float) -> np.ndarray:
 class Curve:
     """Survival curve of response lengths.
 
-    ``knots`` tokens, ``hazards`` cumulative hazard there and ``scores`` the same as normal scores (P(length <= knot) =
-    Φ(score)), float64 ``[bins + 1]``; linear in between.
+    ``knots`` tokens, ``hazards`` cumulative hazard there, float64 ``[bins + 1]``; linear in between.
     """
 
     knots: np.ndarray
     hazards: np.ndarray
-    scores: np.ndarray
+
+    def hazard(self, tokens: np.ndarray) -> np.ndarray:
+        """Cumulative hazard up to ``tokens``, of the same shape: P(length > a, given length > b) is
+        exp(hazard(b) - hazard(a))."""
+        return np.interp(tokens, self.knots, self.hazards)
 
     def survival(self, tokens: np.ndarray) -> np.ndarray:
         """P(length > tokens), the shape of ``tokens``."""
-        return np.exp(-np.interp(tokens, self.knots, self.hazards))
-
-    def score(self, tokens: np.ndarray) -> np.ndarray:
-        """Normal score of lengths, the shape of ``tokens``."""
-        return np.interp(tokens, self.knots, self.scores)
+        return np.exp(-self.hazard(tokens))
 
 
 class LengthHistory:
@@ -109,13 +100,10 @@ class LengthHistory:
         if window < 1 or strength <= 0:
             raise ValueError(f"window {window}, strength {strength}: both must be positive")
         self.prior, self.window, self.strength = prior, window, strength
-        self.correlation = 0.0
         self._responses: deque[tuple[int, int, bool]] = deque()
         self._tokens = 0
-        self._families: dict[int, list[Response]] = {}
         self._ended = np.zeros(len(EDGES))
         self._at_risk = np.zeros(len(EDGES))
-        self._observed = 0
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -124,28 +112,19 @@ class LengthHistory:
         """A response left the engine.
 
         Args:
-            length: its tokens, all of them.
+            length: its tokens, all of them; ``family``: the same for responses to one prompt.
             finished: False for one that was cut (aborted, or at its limit): it would have gone on.
             since: tokens that it had when it came, of an earlier request that was cut there; this one takes its place.
         """
         earlier = int(since), int(family), False
         if since and earlier in self._responses:
             self._responses.remove(earlier)
-            self._drop(*earlier)
+            self._count(earlier[0], False, -1)
         self._responses.append((int(length), int(family), bool(finished)))
-        self._families.setdefault(int(family), []).append((int(length), bool(finished)))
         self._count(length, finished, 1)
         if len(self._responses) > self.window:
-            self._drop(*self._responses.popleft())
-        self._observed += 1
-        if self._observed % REFRESH == 0:
-            self.correlation = estimate_correlation(self._families.values())
-
-    def _drop(self, length: int, family: int, finished: bool) -> None:
-        self._count(length, finished, -1)
-        self._families[family].remove((length, finished))
-        if not self._families[family]:
-            del self._families[family]
+            oldest, _, ended = self._responses.popleft()
+            self._count(oldest, ended, -1)
 
     def expected(self, limit: int) -> float:
         """Mean length of the responses that ended; before the first one the prior's median for this ``limit``."""
@@ -172,29 +151,7 @@ class LengthHistory:
         hazard = (self.strength * prior.hazard() + self._ended) / (self.strength + at_risk)
         steps = -np.log1p(-np.minimum(hazard, 1 - 1e-9))
         hazards = np.concatenate([[0.0], np.cumsum(steps)])
-        return Curve(_KNOTS, hazards, np.maximum(-ndtri_exp(-hazards), LOWEST_SCORE))
-
-    def expect(self, curve: Curve, family: np.ndarray, output: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and deviation of the normal score of each running request's length, ``[requests]`` each.
-
-        Given its siblings, finished and running; its own present length is left to the caller.
-
-        Args:
-            family, output: of the running requests, int64 ``[requests]``.
-        """
-        if self.correlation == 0:
-            return np.zeros(len(family)), np.ones(len(family))
-        families, index = np.unique(family, return_inverse=True)
-        known, cut = (
-            [
-                curve.score(
-                    np.array([n for n, ended in self._families.get(int(name), ()) if ended == ends], dtype=float)
-                )
-                for name in families
-            ]
-            for ends in (True, False)
-        )
-        return expected_scores(self.correlation, known, cut, index, curve.score(output))
+        return Curve(_KNOTS, hazards)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values from which :meth:`from_dict` makes an equal history."""
@@ -202,8 +159,6 @@ class LengthHistory:
             "prior": None if self.prior is None else [self.prior.mu, self.prior.sigma],
             "window": self.window,
             "strength": self.strength,
-            "correlation": self.correlation,
-            "observed": self._observed,
             "responses": [list(response) for response in self._responses],
         }
 
@@ -213,7 +168,6 @@ class LengthHistory:
         history = cls(prior=prior, window=values["window"], strength=values["strength"])
         for length, family, finished in values["responses"]:
             history.observe(length, family, finished)
-        history.correlation, history._observed = values["correlation"], values["observed"]
         return history
 
 

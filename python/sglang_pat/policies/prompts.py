@@ -35,6 +35,16 @@ def allowance(prompt: np.ndarray | int, response: float) -> np.ndarray:
     return np.where((prompt >= LONG_PROMPT) & (requests >= 2), requests, 0).astype(np.int64)
 
 
+def shared(prompt: np.ndarray, family: np.ndarray) -> float:
+    """KV tokens that a request shares with its siblings, on average: of long prompts, which one replica has.
+
+    Args:
+        prompt, family: as in :func:`computed`.
+    """
+    _, index, siblings = np.unique(family, return_inverse=True, return_counts=True)
+    return float(np.where(prompt >= LONG_PROMPT, prompt * (1 - 1 / siblings[index]), 0.0).mean())
+
+
 def computed(prompt: np.ndarray, family: np.ndarray, response: float, replicas: int) -> tuple[int, float]:
     """What one replica has to compute if these requests come in now: prompts, and their root-mean-square length.
 

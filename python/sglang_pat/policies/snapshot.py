@@ -59,6 +59,9 @@ class Snapshot:
         load: the requests, one by one; empty for policies that do not look at it.
         coming: while a round comes in, all requests it is expected to have, those that are here already included
             (``replica`` means nothing); empty if nothing is known of it or all have come.
+        start: lowest degree of this round, since too many requests were retracted in lower ones in earlier rounds
+            (:mod:`~sglang_pat.policies.start`).
+        room: KV tokens that one replica has room for, by degree; empty if not known.
         switches: made in this round.
         arrived: requests passed on to replicas so far, the server's warm-up left out: for the log; None if not known.
         factors: measured over predicted time of a step by degree, as far as this run has told; 1 where there is none.
@@ -79,6 +82,8 @@ class Snapshot:
     in_round: bool = False
     load: Load = NO_LOAD
     coming: Load = NO_LOAD
+    start: int = 1
+    room: Mapping[int, int] = field(default_factory=dict[int, int])
     switches: int = 0
     arrived: int | None = None
     factors: Mapping[int, StepFactor] = field(default_factory=dict[int, StepFactor])

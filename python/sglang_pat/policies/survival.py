@@ -1,9 +1,9 @@
 """Policy ``survival``: the least expected time, given how long responses have been in this run.
 
 PAT bounds the time that is left by the longest response allowed.  Here each running request has a probability of being
-left after so many more tokens (:mod:`~sglang_pat.policies.lengths`, :mod:`~sglang_pat.policies.outlook`), and the
-best course over all layouts and later moments is computed (:mod:`~sglang_pat.policies.course`).  It is followed as
-far as the first move, and only where that move gains more than the estimates can be trusted to tell apart.
+left after so many more tokens (:mod:`~sglang_pat.policies.lengths`), and the best course over all layouts and later
+moments is computed (:mod:`~sglang_pat.policies.course`).  It is followed as far as the first move, and only where that
+move gains more than the estimates can be trusted to tell apart.
 
 Step times are the profile's, times what this run has told (``Snapshot.factors``).  A layout that it says nothing of yet
 may be tried out: see :func:`_explored`.
@@ -17,9 +17,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from sglang_pat.policies.course import LayoutPlan, LayoutPlanner
+from sglang_pat.policies.course import LayoutPlan, LayoutPlanner, Outlook, look_ahead
 from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.outlook import Outlook, look_ahead
 from sglang_pat.policies.rules import SETTLE_SECONDS, forced, may_raise, patience
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
 from sglang_pat.predict.correction import StepFactor
@@ -34,7 +33,6 @@ MARGIN_SECONDS = 0.02
 
 COOLDOWN = 2.0
 """No switch for this many times its cost after the last one: at most a third of the time goes into switching."""
-
 
 LOWER = 0.5
 """To lower tp must gain this share of the switch's cost on top: a wrong estimate costs the way back as well.  Asked of

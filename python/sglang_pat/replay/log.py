@@ -62,8 +62,6 @@ class _History(msgspec.Struct, frozen=True, kw_only=True):
     prior: tuple[float, float] | None
     window: int
     strength: float
-    correlation: float
-    observed: int
     responses: list[tuple[int, int, bool]]
 
 

@@ -4,7 +4,7 @@
 file for each part of a round's life: ``epochs.py`` (prompts come in), ``opening.py``, ``under_way.py`` (on top of
 ``following.py``), ``ending.py``.  ``ready.py``, ``starting.py`` and ``deadlines.py`` say what is next and who must be
 returned when, ``redraws.py`` which response set of a deferred prompt is kept.  ``modes.py`` says how a round is put
-together in each mode, ``planner.py`` in which layout it starts.  ``state.py`` is what the admitter remembers,
+together in each mode.  ``state.py`` is what the admitter remembers,
 ``history.py`` that of earlier rounds, ``saved.py`` and ``job_files.py`` both in files; ``bias.py`` says how much
 shorter than drawn what is returned is, ``cost.py`` what it costs.  ``rounds.py`` drives an engine (``backend.py``) with
 it: ``requests.py``, ``turns.py``, ``callbacks.py``.

@@ -1,4 +1,4 @@
-"""A training job's state as bytes: its rules, what the admitter knows, and the planner's courses."""
+"""A training job's state as bytes: its rules, and what the admitter knows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import msgspec
 
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.planner import StartDegree
 from sglang_pat.rollout.records import Group
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import State
@@ -22,12 +21,11 @@ class Header(msgspec.Struct):
 
 
 class Saved(msgspec.Struct, kw_only=True):
-    """A job; ``courses``: of its planner, by kind of round."""
+    """A job."""
 
     version: int
     rules: Rules
     state: State
-    courses: dict[str, StartDegree] = {}
 
 
 EMPTY = b'"fresh":[],"waiting":[]'
@@ -39,10 +37,10 @@ def dumps(admitter: Admitter) -> bytes:
     return b"".join(pieces(admitter.rules, admitter.state))
 
 
-def pieces(rules: Rules, state: State, courses: dict[str, StartDegree] | None = None) -> Iterator[bytes]:
+def pieces(rules: Rules, state: State) -> Iterator[bytes]:
     """The same in pieces, one for each group that waits: to encode all tokens at once would hold up other threads."""
     without = msgspec.structs.replace(state, fresh=[], waiting=[])
-    saved = Saved(version=VERSION, rules=rules, state=without, courses=courses or {})
+    saved = Saved(version=VERSION, rules=rules, state=without)
     # What comes before it are numbers, and names that are known.
     before, after = msgspec.json.encode(saved).split(EMPTY, 1)
     yield before + b'"fresh":['

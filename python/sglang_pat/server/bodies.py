@@ -48,7 +48,6 @@ class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
         job: whose prompts wait; rounds of different jobs have nothing to do with each other.
         turns: samples go on after the model's turn: a ``turn`` event waits for an :class:`Answer`.
         environment_seconds: longest that it waits.
-        planner: retractions of earlier rounds of a kind decide on the lowest tp of the next (RollPacker section 4.2).
     """
 
     prompts: list[Prompt] = []
@@ -59,7 +58,6 @@ class RolloutBody(Rules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     job: str = "default"
     turns: bool = False
     environment_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = ENVIRONMENT_SECONDS
-    planner: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -233,6 +233,7 @@ class Engine(RolloutCalls, AdaptiveEngine):
         Raises:
             ValueError: a field that cannot be, one line with its name.
         """
+        removed.refuse_fields("round", about)
         begun = files.convert({"requests": requests, **about}, BeginRound)
         self._in_loop(lambda: self.tokenizer_manager.pat_round(begun))
 

@@ -202,8 +202,9 @@ async def begin_round(request: Request) -> dict:
 
     400: not a body like that.
     """
-    begun = files.decode(await _body(request, MAX_SMALL_BYTES), BeginRound)
-    _manager().pat_round(begun)
+    values = files.decode(await _body(request, MAX_SMALL_BYTES), dict[str, Any])
+    removed.refuse_fields("round", values)
+    _manager().pat_round(files.convert(values, BeginRound))
     return {}
 
 

@@ -12,7 +12,6 @@ from sglang_pat.rollout import saved
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.history import History
 from sglang_pat.rollout.job_files import JobFiles
-from sglang_pat.rollout.planner import Planner, StartDegree
 from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import State
@@ -58,7 +57,6 @@ class Job:
         tokens: of its prompts (:func:`held`), when it was last saved or fed.
         used: when its last round began or ended, seconds of the machine's monotonic clock.
         settling: what is done when it is over, once.
-        planner: of start degrees, once it was asked for; ``courses``: what a planner that was saved has learnt.
     """
 
     def __init__(self, admitter: Admitter) -> None:
@@ -69,8 +67,6 @@ class Job:
         self.settled = True
         self.settling: asyncio.Task | None = None
         self.updates: dict[int, int] = {}
-        self.planner: Planner | None = None
-        self.courses: dict[str, StartDegree] = {}
         self.tokens = 0
         self.used = time.monotonic()
 
@@ -143,7 +139,6 @@ class Jobs:
         admitter = saved.restored(found, rules, source)
         if job is None:
             job = Job(admitter)
-            job.courses = found.courses
         return job, admitter
 
     def put(self, name: str, job: Job, admitter: Admitter) -> None:
@@ -179,9 +174,8 @@ class Jobs:
         job.tokens = held(state)
         if self._files is None:
             return ""
-        courses = job.planner.courses if job.planner is not None else job.courses
         # A copy, which nothing changes while it is encoded in another thread.
-        data = saved.pieces(job.admitter.rules, state.copy(), dict(courses))
+        data = saved.pieces(job.admitter.rules, state.copy())
         try:
             await asyncio.to_thread(self._files.write, name, data, ended)
         except OSError as error:

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from statistics import mean
 from typing import Any
 from weakref import WeakSet
 
@@ -15,10 +14,8 @@ import msgspec
 
 from sglang_pat.messages import EndRound
 from sglang_pat.metrics import RolloutMetrics
-from sglang_pat.predict.predictor import Predictor
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.events import let_go
-from sglang_pat.rollout.planner import Planner, profiled_degree
 from sglang_pat.rollout.records import Summary
 from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.rollout.state import State
@@ -128,12 +125,8 @@ class Rollouts:
         job.round, job.settled, job.settling = round_, False, None
         job.began(version, self._manager.pat_weight_updates)
         self.watch(round_)
-        tp = 0
-        if body.planner and admitter.state.round is not None:
-            job.planner = job.planner or self._planner(job, round_, params["max_new_tokens"])
-            tp = job.planner.tp(round_.kind)
         # Goes out before the first sample: its tasks have not run yet.
-        self._manager.pat_round(announced(round_, tp))
+        self._manager.pat_round(announced(round_))
         return job, start
 
     def _version(self, body: RolloutBody, admitter: Admitter, known: Job | None) -> int:
@@ -201,9 +194,6 @@ class Rollouts:
         after["retracted"] -= before["retracted"] if before is not None else after["retracted"]
         if self._metrics is not None:
             self._metrics.observe(body.job, summary, after)
-        if body.planner and job.planner is not None and not summary.cancelled:
-            tokens = sum(summary.kept_lengths) + summary.thrown
-            job.planner.observe(summary.kind, after["retracted"], tokens)
         if not summary.cancelled:
             let_go(job.history.add(job.admitter.state))
         problem = await self._jobs.save(body.job, job.admitter.state, None if summary.cancelled else summary.number)
@@ -232,19 +222,6 @@ class Rollouts:
         check_job(name)
         await self._over(name)
         self._jobs.drop(name)
-
-    # -- the planner -----------------------------------------------------------------------------------
-
-    def _planner(self, job: Job, round_: RolloutRound, limit: int) -> Planner:
-        """Starts with what the profile says of this round; without one, with the base layout."""
-        rules, spec = round_.admitter.rules, self._manager.server_args.spec
-        config, profile, start = spec.config, spec.profile, spec.config.base.tp
-        if profile is not None:
-            state = round_.admitter.state
-            prompt = mean(len(group.prompt["input_ids"]) for group in (*state.round.groups, *state.fresh))
-            samples = rules.num_prompts * rules.num_responses
-            start = profiled_degree(Predictor(profile), profile.fingerprint, samples, prompt, limit)
-        return Planner([layout.tp for layout in config.layouts], start, job.courses)
 
     # -- the engine ------------------------------------------------------------------------------------
 

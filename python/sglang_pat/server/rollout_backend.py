@@ -14,13 +14,13 @@ from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.server.intake import Intake
 
 
-def announced(round_: RolloutRound, tp: int = 0) -> BeginRound:
+def announced(round_: RolloutRound) -> BeginRound:
     """What the engine is told of a round that has just begun.
 
     How many samples there will be is not known where groups are filtered, and where samples go on that were stopped.
     """
     state, rules = round_.admitter.state, round_.admitter.rules
-    about = {"name": round_.name, "max_new_tokens": round_.params["max_new_tokens"], "tp": tp}
+    about = {"name": round_.name, "max_new_tokens": round_.params["max_new_tokens"]}
     begun = state.round
     if begun is None:  # and over
         return BeginRound(**about)

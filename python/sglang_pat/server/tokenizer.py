@@ -211,9 +211,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
             self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=[]))
 
     def pat_round(self, message: messages.BeginRound | messages.EndRound) -> None:
-        """A round of the requests sent from now on begins, or ends.  Raises ValueError: its degree is no candidate."""
-        if getattr(message, "tp", 0):
-            self.server_args.spec.config.layout(message.tp)
+        """A round of the requests sent from now on begins, or ends."""
         self.auto_create_handle_loop()
         self.send_to_scheduler.send_pyobj(message)
 

@@ -1,0 +1,185 @@
+"""The degree in which a round starts: RollPacker's rule, and what the coordinator makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_pat import messages as m
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.rules import RETRY_SECONDS
+from sglang_pat.policies.snapshot import Decision
+from sglang_pat.policies.start import LONGEST_QUIET, TOO_MANY, StartDegree, StartDegrees
+
+from .coordinator_rig import Rig
+from .policy_world import crossing, machine, snapshot
+from .test_survival import LEARNT, policy
+
+pytestmark = pytest.mark.unit
+
+TOKENS = 100_000
+MANY, SOME = 2 * int(TOO_MANY * TOKENS), int(TOO_MANY * TOKENS) // 2
+
+
+def degrees(start: StartDegree, counts: list[int], tokens: int = TOKENS, seconds: float = 1.0) -> list[int]:
+    return [start.observe(count, tokens, seconds) for count in counts]
+
+
+def at(tp: int, degrees: tuple[int, ...] = (1, 2, 4)) -> StartDegree:
+    """Doubled up to ``tp``."""
+    start = StartDegree(degrees)
+    while start.tp < tp:
+        start.observe(MANY, TOKENS, 1.0)
+    return start
+
+
+def test_retractions_double_tp():
+    assert degrees(StartDegree([1, 2, 4]), [10_000] * 4) == [2, 4, 4, 4]
+
+
+def test_it_goes_back_where_doubling_does_not_pay_and_tries_again_late():
+    """KV is short in the whole engine, or steps are slow in tp2: with or without retractions there."""
+    for there in (0, MANY):
+        start, found = StartDegree([1, 2, 4]), [1]
+        for _ in range(2 * LONGEST_QUIET):
+            slow = found[-1] == 2
+            found.append(start.observe(there if slow else MANY, TOKENS, 1.3 if slow else 1.0))
+        assert found[:4] == [1, 2, 1, 1] and found.count(2) == 2 and max(found) == 2
+
+
+def test_it_is_the_retractions_a_token_that_count():
+    assert degrees(StartDegree([1, 2]), [MANY], TOKENS) == [2]
+    assert degrees(StartDegree([1, 2]), [MANY], 10 * TOKENS) == [1]
+    assert degrees(StartDegree([1, 2]), [1, 3], tokens=100) == [1, 1], "too few to say anything"
+
+
+def test_between_the_thresholds_the_degree_stays():
+    assert set(degrees(at(2), [SOME] * 50)) == {2}
+
+
+def test_noise_does_not_carry_it_to_the_top():
+    """Poisson(100) in 10 million tokens: far below the threshold, however it varies."""
+    counts = np.random.default_rng(1).poisson(100, 200).tolist()
+    assert max(degrees(StartDegree([1, 2, 4, 8]), counts, tokens=10_000_000)) == 1
+
+
+def test_quiet_rounds_halve_it():
+    assert degrees(at(4), [0] * 9) == [4, 4, 4, 2, 2, 2, 2, 1, 1]
+
+
+def test_a_degree_that_was_too_low_is_tried_again_later_and_later():
+    """tp 1 never does: it is tried after 4, 8, 16, … quiet rounds."""
+    start, tp, lowered = at(2, (1, 2)), 2, []
+    for number in range(130):
+        now = start.observe(MANY if tp == 1 else 0, TOKENS, 1.0)
+        lowered += [number] * (now < tp)
+        tp = now
+    assert [after - before for before, after in pairwise([-2, *lowered])] == [5, 9, 17, 33, 65]
+
+
+@given(st.lists(st.integers(0, 2 * MANY), max_size=60))
+def test_degrees_change_one_step_at_a_time(retractions):
+    start, tp = at(2, (1, 2, 4, 8)), 2
+    for count in retractions:
+        after = start.observe(count, TOKENS, 1.0)
+        assert after in (tp // 2, tp, tp * 2) and 1 <= after <= 8
+        tp = after
+
+
+def test_rounds_of_another_size_have_a_degree_of_their_own():
+    starts = StartDegrees([1, 2])
+    starts.of(100).observe(MANY, TOKENS, 1.0)
+    assert [starts.of(requests).tp for requests in (0, 50, 95, 105, 200)] == [1, 1, 2, 2, 1]
+
+
+# -- the policies ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["threshold", "pat", "survival"])
+def test_no_policy_goes_below_the_degree_in_which_the_round_started(name):
+    predictor, costs = machine(crossing())
+    decide = make_policy(name, switch_at=4, predictor=predictor, costs=costs)
+
+    def tp(outputs=(10,) * 64, start=2, **kwargs) -> int:
+        return decide(replace(snapshot(list(outputs), **kwargs), start=start), LEARNT).tp
+
+    assert tp(start=1) == 1 and tp() == 2 and tp(tp=2) == 2 and tp(tp=4, start=4) == 4
+    assert tp((1000,), tp=2, peak=64) == 4, "above it the load decides"
+    assert tp((), tp=2) == 1, "an empty engine goes home, where weights are updated"
+    assert tp(since_abort=RETRY_SECONDS / 2) == 1 and tp(since_switch=0.1) == 1, "as with any raise"
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"), [({}, 1), (dict.fromkeys((1, 2, 4), 10**6), 1), ({1: 600, 2: 4000, 4: 20_000}, 2)], ids=str
+)
+def test_survival_starts_where_kv_lets_most_of_the_round_run_at_once(room, expected):
+    """With 600 tokens one request runs in a replica of tp1: the others wait, and the step is not much shorter."""
+    situation = snapshot(requests=1, coming=128, quiet=0.0)
+    assert policy(crossing())(replace(situation, room=room), LEARNT).tp == expected
+
+
+# -- the coordinator ---------------------------------------------------------------------------------
+
+
+def crowded(rig: Rig, requests: int, retracted: int, announced: bool) -> None:
+    """A round in which so many were retracted."""
+    if announced:
+        rig.coordinator.round(m.BeginRound(requests=requests), 0.0)
+    rig.work(requests)
+    rig.settle()
+    rig.world.retracted = retracted
+    rig.finish_all()
+    if announced:
+        rig.coordinator.round(m.EndRound(), 0.0)
+    rig.settle()
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_the_round_after_a_crowded_one_starts_in_twice_the_degree(announced):
+    rig = Rig(1, 4, policy="threshold", switch_at=1, degrees=(1, 2, 4))
+    crowded(rig, 16, 10, announced)
+    assert not rig.world.records
+    if announced:
+        rig.coordinator.round(m.BeginRound(requests=16), 0.0)
+        assert not rig.world.records, "there is nothing to do yet"
+    rig.world.to_leaders.clear()
+    rig.work(16)
+    assert {type(obj) for _, obj in rig.world.to_leaders} == {m.Prepare}, "the requests wait for the switch"
+    rig.settle()
+    assert [(record.to_tp, record.reason, record.requests) for record in rig.world.records] == [(2, "threshold", 0)]
+    assert sum(len(rank.requests) for rank in rig.world.ranks[:2]) == 16
+    rig.finish_all()
+    if announced:
+        assert rig.world.known.tp == 2, "more of the round may come"
+        rig.coordinator.round(m.EndRound(), 0.0)
+        rig.settle()
+    assert rig.world.known.tp == 1
+
+
+def test_a_switch_to_the_start_that_fails_is_not_repeated_at_once():
+    rig = Rig(1, 2, policy="threshold", switch_at=1)
+    crowded(rig, 8, 10, announced=False)
+    rig.work(8)
+    rig.settle("abort")
+    assert [record.error for record in rig.world.records] == ["rank 0: no"]
+    assert sum(len(rank.requests) for rank in rig.world.ranks) == 8
+
+
+def test_policies_that_predict_are_shown_the_room():
+    rig = Rig(1, 2, decide=lambda snapshot, _: Decision(tp=snapshot.tp), policy="survival", profile="-", calibrate=0)
+    rig.world.kv_totals = {1: 100, 2: 200}
+    rig.work(1)
+    rig.settle()
+    rig.coordinator.tick(1.0)
+    assert rig.world.decisions[-1][0].room == {1: 100, 2: 200}
+
+
+def test_where_the_user_decides_nothing_starts_by_itself():
+    rig = Rig(1, 4, policy="manual")
+    crowded(rig, 16, 10, announced=True)
+    assert rig.work(16) and not rig.world.records
