@@ -45,6 +45,12 @@ class Scripted:
         self._waiting: dict[str, tuple[asyncio.Future, int]] = {}
         self._now = 0
 
+    async def begin_round(self, begun: Any) -> None:
+        """Nobody asks."""
+
+    async def end_round(self, name: str) -> None:
+        """Nobody asks."""
+
     def updates(self) -> int:
         return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees, device_of_rank
+from sglang_pat.removed import refuse_value
 
 POLICIES = ("survival", "pat", "threshold", "schedule", "manual", "off")
 PREDICTING = ("survival", "pat")
@@ -22,6 +23,7 @@ MOST_STEPS = 1000
 def one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ``ValueError`` unless ``value``, given with ``flag``, is allowed."""
     if value not in allowed:
+        refuse_value(flag, value)
         raise ValueError(f"{flag} {value!r}: choose one of {', '.join(allowed)}")
 
 

@@ -25,6 +25,7 @@ from sglang_pat.config import (
     parse_degrees,
 )
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.removed import refuse_settings
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,6 @@ SETTINGS = (
         "python -m sglang_pat.replay --log FILE decides again.",
         "FILE",
     ),
-    Setting("rollout_dir", None, "Keep here the prompts that wait between rounds of /pat/rollout.", "DIR"),
     Setting(
         "schedule", None, "For schedule: switches at given steps (JSON lines), or a decision log to repeat.", "FILE"
     ),
@@ -145,7 +145,7 @@ SETTINGS = (
 BASE_TP = Setting("base_tp", 1, "TP degree of the base layout")
 """Only where somebody else says how many GPUs the engine has, and calls that number its TP degree."""
 
-_NOT_OF_THE_CONFIGURATION = ("rollout_dir", "cpu_overlap")
+_NOT_OF_THE_CONFIGURATION = ("cpu_overlap",)
 _NAMED = {setting.name: setting for setting in (BASE_TP, *SETTINGS)}
 
 
@@ -195,8 +195,9 @@ def fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     ``base_tp`` comes back under its own name.
 
     Raises:
-        ValueError: an unknown setting, a value of the wrong type or none of the choices; one line.
+        ValueError: an unknown setting, one that is gone, a value of the wrong type or none of the choices; one line.
     """
+    refuse_settings(given, where)
     found: dict[str, Any] = {}
     for name, value in given.items():
         setting = _NAMED.get(name)

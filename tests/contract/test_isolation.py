@@ -209,9 +209,7 @@ def test_the_server_drops_what_it_cannot_handle(monkeypatch):
 
     monkeypatch.setattr(TokenizerManager, "__init__", made)
     monkeypatch.setattr(tokenizer, "first_schedule", lambda args: None)
-    args = SimpleNamespace(
-        pat_rollout_dir=None, enable_metrics=False, spec=SimpleNamespace(config=SimpleNamespace(calibrates=False))
-    )
+    args = SimpleNamespace(enable_metrics=False, spec=SimpleNamespace(config=SimpleNamespace(calibrates=False)))
     manager = tokenizer.AdaptiveTokenizerManager(args, None)
     manager._result_dispatcher(("what", "is this"))
     answers: list = []

@@ -50,7 +50,7 @@ class Manager(AdaptiveTokenizerManager):
         self.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)
         self.sent: list[Any] = []
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self._sends)
-        self._pat_entrance, self.pat_rollouts = SimpleNamespace(admit=lambda *_: None), MagicMock()
+        self._pat_entrance, self.pat_rounds = SimpleNamespace(admit=lambda *_: None), set()
         self.pat_weight_updates, self._pat_calibration = 0, None
         self.init_request_dispatcher()
         self.pat_begin()

@@ -19,7 +19,7 @@ import psutil
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from sglang_pat.testing.server import Server, sent_event
+from sglang_pat.testing.server import Server
 
 from .hostile_requests import Call
 
@@ -27,8 +27,8 @@ BATCH = 25
 """Requests under way at once."""
 
 BATCH_SECONDS = 4.0
-"""After this long all requests of a batch are aborted, and clients leave their rounds: most are short, but some ask for
-all that fits, and a schedule may hold all of them."""
+"""After this long all requests of a batch are aborted: most are short, but some ask for all that fits, and a schedule
+may hold all of them."""
 
 PATIENCE_SECONDS = 30.0
 """Then a client gives up."""
@@ -158,9 +158,6 @@ async def _batch(server: Server, calls: Sequence[Call]) -> Counter:
         await server.arm(session)
         async with session.post(server.url + "/abort_request", json={"abort_all": True}) as answer:
             await answer.read()
-        for call, task in zip(calls, tasks, strict=True):
-            if call.path == ROUND:
-                task.cancel()
         await asyncio.wait(tasks, timeout=PATIENCE_SECONDS)
         for call, task in zip(calls, tasks, strict=True):
             if not task.done():
@@ -171,55 +168,25 @@ async def _batch(server: Server, calls: Sequence[Call]) -> Counter:
     return found
 
 
-ROUND, VERDICT, TURN, PROMPTS = "/pat/rollout", "/pat/rollout/verdict", "/pat/rollout/turn", "/pat/rollout/prompts"
-FORGET = "DELETE /pat/rollout/JOB"
-
-
 def _where(call: Call) -> str:
     """What its answer is counted under."""
-    return FORGET if call.method == "DELETE" and call.path.startswith(ROUND) else call.path.split("?")[0]
+    return call.path.split("?")[0]
 
 
 async def _one(session: aiohttp.ClientSession, url: str, call: Call, found: Counter) -> None:
-    """Send ``call`` and count its answer; of a round as soon as it has begun."""
+    """Send ``call`` and count its answer."""
     from yarl import URL
 
     headers = {"Content-Type": call.content_type}
     try:
         target = URL(url + call.path, encoded=True)
         async with session.request(call.method, target, data=call.body, headers=headers) as answer:
-            if call.path == ROUND and answer.status == 200:
-                found[ROUND, 200] += 1
-                await _take_part(session, url, answer, json.loads(call.body)["job"], found)
-                return
             said = await answer.read()
             found[_where(call), answer.status] += 1
             if answer.status >= 500:  # pytest shows it with the failure
                 print(answer.status, call, said[:1000])
     except (aiohttp.ClientError, ConnectionError):
         found[_where(call), NO_ANSWER] += 1
-
-
-async def _take_part(
-    session: aiohttp.ClientSession, url: str, answer: aiohttp.ClientResponse, job: str, found: Counter
-) -> None:
-    """Give a round what it asks for, every second time in its favour."""
-    asked = 0
-    async for line in answer.content:
-        event = sent_event(line) or {"type": "end"}
-        asked += 1
-        match event["type"]:
-            case "judge":
-                path, given = VERDICT, {"key": event["key"], "number": event["number"], "keep": asked % 2 == 0}
-            case "turn":
-                path, given = TURN, {"sample": event["sample"]} | ({"input_ids": [5, 6]} if asked % 2 else {})
-            case "more":
-                path, given = PROMPTS, {"no_more": True, "number": event["number"]}
-            case _:
-                continue
-        async with session.post(url + path, json=given | {"job": job}) as said:
-            await said.read()
-            found[path, said.status] += 1
 
 
 async def _switch(session: aiohttp.ClientSession, server: Server, tasks: Sequence[asyncio.Task]) -> None:

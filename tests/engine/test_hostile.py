@@ -10,21 +10,7 @@ import requests
 
 from sglang_pat.testing.server import Server
 
-from .hostile import (
-    ENDLESS,
-    FORGET,
-    GAVE_UP,
-    NO_ANSWER,
-    PROMPTS,
-    ROUND,
-    STREAM_BROKEN_OFF,
-    TURN,
-    VERDICT,
-    drawn,
-    memory,
-    send,
-    walked,
-)  # fmt: skip
+from .hostile import ENDLESS, GAVE_UP, NO_ANSWER, STREAM_BROKEN_OFF, drawn, memory, send, walked
 from .hostile_pat import calls
 from .schedule_runs import check_idle
 
@@ -148,7 +134,7 @@ def answered(counts: Counter) -> None:
 
 def reached(counts: Counter) -> None:
     """Each path of ours took requests, and refused some."""
-    paths = ("/generate", ROUND, VERDICT, TURN, PROMPTS, FORGET, "/pat/schedule", "/pat/reconfigure")
+    paths = ("/generate", "/pat/round", "/pat/schedule", "/pat/reconfigure")
     assert not [(path, status) for path in paths for status in (200, 400) if not counts[path, status]]
 
 

@@ -19,10 +19,12 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.fixes.sampling import INT64, checked, checked_all
-from sglang_pat.rollout.requests import RID_PREFIX
 
 MAX_SAMPLES = 65_536
 """Samples that one request may ask for: prompts times ``n``."""
+
+RID_PREFIX = "pat-"
+"""What the ids of the engine's own requests begin with."""
 
 MAX_RID = 512
 """Characters of a request's id."""

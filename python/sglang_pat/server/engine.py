@@ -25,7 +25,7 @@ from sglang.srt.server_args import PortArgs  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer, maybe_reindex_device_id, numa_utils  # noqa: E402
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
-from sglang_pat import files  # noqa: E402
+from sglang_pat import files, removed  # noqa: E402
 from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.figures import job_log, start_line  # noqa: E402
@@ -39,9 +39,9 @@ from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
 from sglang_pat.rank.process import run_detokenizer, run_rank  # noqa: E402
+from sglang_pat.rollout.loop import EngineLoop  # noqa: E402
 from sglang_pat.server.ending import end_if_a_child_fails, watchdog_of  # noqa: E402
-from sglang_pat.server.loop import EngineLoop  # noqa: E402
-from sglang_pat.server.rollout_calls import RolloutCalls  # noqa: E402
+from sglang_pat.server.rollout import EngineRollouts  # noqa: E402
 from sglang_pat.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def private_ports(args: AdaptiveServerArgs) -> PortArgs:
     )
 
 
-class Engine(RolloutCalls, AdaptiveEngine):
+class Engine(EngineRollouts, AdaptiveEngine):
     """SGLang's ``Engine``, offline API included, plus ``layout``, ``reconfigure``, ``status`` and ``rollout``.
 
     ``Engine(model_path=..., tp_size=1, dp_size=2, adaptive_tp=True, ...)``; without ``adaptive_tp`` use
@@ -167,6 +167,7 @@ class Engine(RolloutCalls, AdaptiveEngine):
     def __init__(self, **kwargs: Any) -> None:
         if "server_args" not in kwargs and not kwargs.get("adaptive_tp"):
             raise ValueError("sglang_pat.Engine needs adaptive_tp=True; for a static layout use sglang.Engine")
+        removed.refuse_flags(kwargs)
         super().__init__(**kwargs)
         # SGLang keeps the arguments as given; show it the engine as it is: N ranks.
         self.server_args = self.tokenizer_manager.server_args
@@ -174,6 +175,10 @@ class Engine(RolloutCalls, AdaptiveEngine):
             self.loop.close()
             self.loop = EngineLoop()
             asyncio.set_event_loop(self.loop)
+
+    def __getattr__(self, name: str) -> Any:
+        instead = removed.METHODS.get(name)
+        raise AttributeError(f"Engine.{name} is gone: {instead}" if instead else f"Engine has no attribute {name!r}")
 
     def shutdown(self) -> None:
         """As :meth:`AdaptiveEngine.shutdown`; a rollout that is under way ends with an error."""

@@ -8,8 +8,8 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
@@ -21,12 +21,11 @@ from sglang_pat.dropped import Dropped
 from sglang_pat.fixes.entrance import Entrance, route
 from sglang_pat.fixes.isolation import IsolatingDispatcher
 from sglang_pat.job_settings import first_schedule
-from sglang_pat.metrics import RolloutMetrics
 from sglang_pat.rank.channels import AsyncOrderedReceiver
+from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.server.calibration import calibrate
 from sglang_pat.server.ending import Ending, EndingHandler, handlers
 from sglang_pat.server.pausing import PausingTokenizerManager
-from sglang_pat.server.rollout import Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
 
     Attributes:
         pat_weight_updates: number of weight updates so far.
-        pat_rollouts: rounds of training jobs.
+        pat_rounds: those that this process drives, to be cancelled when weights are updated.
         pat_first_schedule: is set before the next request goes out, or is asked after (``--pat-schedule``); requests
             count from then on.
     """
@@ -69,9 +68,7 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
         self.pat_first_schedule = first_schedule(config)
         self._pat_calibrates = config.calibrates
         self._pat_calibration: asyncio.Task | None = None
-        folder = server_args.pat_rollout_dir
-        metrics = RolloutMetrics() if server_args.enable_metrics else None
-        self.pat_rollouts = Rollouts(self, Path(folder) if folder else None, metrics)
+        self.pat_rounds: WeakSet[RolloutRound] = WeakSet()
         dispatcher: Any = self._result_dispatcher
         dispatcher += TypeBasedDispatcher(
             [
@@ -110,6 +107,8 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
                 return
             async with aclosing(super().generate_request(obj, request)) as answers:
                 async for answer in answers:
+                    for one in answer if isinstance(answer, list) else [answer]:
+                        one["meta_info"]["weight_updates"] = self.pat_weight_updates
                     yield answer
         except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError) as error:
             # What SGLang says of values that it did not expect, while it takes a request apart.
@@ -159,13 +158,17 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
     @asynccontextmanager
     async def pat_update(self, obj: Any) -> AsyncIterator[None]:
         # An update waits until no request is left, unless generation is paused: a round is not to be waited for.
-        self.pat_rollouts.weights_changed()
+        self._pat_cancel_rounds()
         try:
             async with super().pat_update(obj):
                 yield
         finally:
             self.pat_weight_updates += 1  # also after one that failed: some ranks may have begun
-            self.pat_rollouts.weights_changed()
+            self._pat_cancel_rounds()
+
+    def _pat_cancel_rounds(self) -> None:
+        for round_ in list(self.pat_rounds):
+            round_.weights_changed()
 
     def init_ipc_channels(self, port_args) -> None:
         super().init_ipc_channels(port_args)
