@@ -44,6 +44,8 @@ class PlayedServer:
                 return web.Response()
             case "POST", "/pat/round":
                 self.bodies.append(await request.json())
+                if self.fault == "older":
+                    return web.json_response({})
                 return web.json_response({"weight_updates": self.updates, "room": 100, "stop_token_ids": [2]})
             case "GET", "/pat/status" if self.fault == "silent":
                 await asyncio.sleep(60)
@@ -133,6 +135,7 @@ def test_a_round_and_what_is_left_of_it():
         ("refuses later", ValueError, "answered 400: prompt 3 is too long"),
         ("breaks off", ConnectionError, "is gone, or cannot be reached"),
         ("other server", ValueError, "answered 404: .* with --adaptive-tp"),
+        ("older", ValueError, "runs another version of sglang_pat"),
         ("updates", WeightsChanged, "weights were updated"),
     ],
 )

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from sglang_pat.messages import BeginRound
+from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Output
 from sglang_pat.rollout.requests import output_of
 from sglang_pat.rollout.rounds import RolloutCalls, RolloutRound
@@ -56,13 +57,16 @@ class RolloutClient(RolloutCalls):
 
     def __init__(self, url: str, tokenizer: Any = None, api_key: str | None = None, name: str = "default") -> None:
         self.url = url.rstrip("/")
-        self._tokenizer, self._name = tokenizer, name
+        self._tokenizer, self._name, self._loop = tokenizer, name, EngineLoop()
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def _watch(self, round_: RolloutRound) -> None:
         """Each answer says how often weights had been updated."""
+
+    def _loop_for_rounds(self) -> EngineLoop:
+        return self._loop
 
     @asynccontextmanager
     async def _connect(self) -> AsyncGenerator[HttpBackend]:
@@ -119,6 +123,8 @@ class HttpBackend:
 
     async def begin_round(self, begun: BeginRound) -> None:
         about = await self._call("POST", "/pat/round", msgspec.structs.replace(begun, name=self._name))
+        if "weight_updates" not in about:
+            raise ValueError(f"{self._url} runs another version of sglang_pat; use the same one here and there")
         self._updates, self._room = about["weight_updates"], about["room"]
         self._stop_tokens = about["stop_token_ids"]
         self._look = asyncio.ensure_future(self._look_after())
@@ -246,17 +252,17 @@ class HttpBackend:
 
     async def _look_after(self) -> None:
         """A server that is stopped, or unplugged, closes no connection: ask it something now and then."""
-        heard = now = asyncio.get_running_loop().time()
-        while now - heard < LOST_SECONDS:
+        now = asyncio.get_running_loop().time
+        heard = now()
+        while True:
             await asyncio.sleep(LOOK_SECONDS)
-            now = asyncio.get_running_loop().time()
             try:
                 await self._call("GET", "/pat/status")
-                heard = now
+                heard = now()
             except (ValueError, ConnectionError) as error:
                 logger.warning("%s", error)
-        for call in list(self._calls.values()):
-            call.expire(0.0)
+            for call in list(self._calls.values()) if now() - heard > LOST_SECONDS else ():
+                call.expire(0.0)
 
     async def _call(self, method: str, path: str, body: Any = None) -> Any:
         """A small call.  Raises as :meth:`generate`."""

@@ -131,9 +131,9 @@ class RolloutCalls(ABC):
                 await round_.wait()
                 (round_.confirm if told else round_.take_back)()
 
+    @abstractmethod
     def _loop_for_rounds(self) -> EngineLoop:
-        """For :meth:`rollout`."""
-        return EngineLoop()
+        """For :meth:`rollout`; it runs in a thread until the round is over."""
 
     def rollout(self, *args: Any, **kwargs: Any) -> Iterator[Group | Summary]:
         """:meth:`async_rollout` for those without an event loop: one runs in a thread until the round is over.

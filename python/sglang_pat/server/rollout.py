@@ -30,7 +30,7 @@ class EngineRollouts(RolloutCalls):
         self.tokenizer_manager.pat_rounds.add(round_)
 
     def _loop_for_rounds(self) -> EngineLoop:
-        """The engine's, which runs in a thread until the round is over."""
+        """The engine's own."""
         if not isinstance(self.loop, EngineLoop):
             raise RuntimeError("this engine was made inside an event loop; use async_rollout there")
         if self.tokenizer_manager.event_loop is None:
