@@ -127,7 +127,6 @@ async def turns_of(round_: RolloutRound, engine: Scripted, collector: Collector,
         if cancel and state is not None and not state.cancelled and len(state.taken) > third:
             round_.cancel()
     reader.cancel()
-    round_.confirm()
     return found
 
 

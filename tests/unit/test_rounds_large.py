@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sglang_pat.rollout import rounds
-from sglang_pat.rollout.records import Group, Output
+from sglang_pat.rollout.records import Output
 from sglang_pat.rollout.rounds import RolloutRound
 
 from .rounds_world import Played, admitter, all_of
@@ -98,32 +98,5 @@ def test_a_round_leaves_no_timer_behind_for_each_of_its_groups():
         round_ = RolloutRound(admitter(lengths=(3,) * 40, num_prompts=30, eta_prompts=1.0), AtOnce(), 0, {})
         assert len(await all_of(round_)) == 31
         assert timers == 0
-
-    asyncio.run(run())
-
-
-def test_what_is_let_go_is_let_go_in_slices():
-    async def run():
-        groups = [Group(epoch=0, index=index) for index in range(5 * rounds.SLICE)]
-        rounds.let_go(groups)
-        for left in (4, 3, 2, 1, 0):
-            assert len(groups) == left * rounds.SLICE
-            await asyncio.sleep(0)
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("mode", ["strict", "partial"])
-def test_a_round_that_is_confirmed_keeps_nothing_of_before(mode):
-    async def run():
-        mine = admitter(mode, lengths=(3,) * 40, num_prompts=4, eta_prompts=2.0)
-        for version in range(3):
-            waited = [group.key for group in mine.state.waiting]
-            round_ = RolloutRound(mine, AtOnce(), version, {})
-            await all_of(round_)
-            assert [group.key for group in round_.before.waiting] == waited
-            round_.confirm()
-            await asyncio.sleep(0.01)
-            assert not round_.before.waiting and not round_._taken
 
     asyncio.run(run())

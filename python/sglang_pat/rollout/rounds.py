@@ -129,7 +129,8 @@ class RolloutCalls(ABC):
             finally:
                 round_.cancel()
                 await round_.wait()
-                (round_.confirm if told else round_.take_back)()
+                if not told:
+                    round_.take_back()
 
     @abstractmethod
     def _loop_for_rounds(self) -> EngineLoop:
@@ -150,7 +151,7 @@ class RolloutRound:
     """One round; iterate over it to get its groups as they are completed, then its summary.
 
     Left before its end (``aclose``), it is cancelled: what it had started is aborted in the background, see
-    :meth:`wait`.  Who knows that nobody has read its end calls :meth:`take_back`, who knows of one :meth:`confirm`.
+    :meth:`wait`.  Who knows that nobody has read its end calls :meth:`take_back`.
     """
 
     def __init__(
@@ -194,8 +195,6 @@ class RolloutRound:
         self._over = asyncio.Event()
         self._again: asyncio.Task[None] | None = None
         actions = admitter.begin(version, most=SLICE)
-        begun = admitter.state.round
-        self._taken = begun.taken if begun else []
         self._updates: int | None = None
         """Weight updates before the first sample; None: the engine has not been told of the round yet."""
         self._telling = asyncio.ensure_future(self._tell(announcement(admitter, self.name, params)))
@@ -233,10 +232,6 @@ class RolloutRound:
             self.admitter.restore(self.before)
             for prompts, end_of in self._fed:
                 self.admitter.feed(prompts, end_of)
-
-    def confirm(self) -> None:
-        """Its end has been read: it is not taken back any more."""
-        let_go(self.before.waiting)
 
     def weights_changed(self) -> None:
         """Weights were updated: the round is cancelled, whoever iterates gets :class:`WeightsChanged`."""
@@ -317,7 +312,6 @@ class RolloutRound:
             logger.warning("the engine was not told that a round is over: %s", error)
         self._events.put_nowait(last)
         self._over.set()
-        let_go(self._taken)
 
     def _next_slice(self) -> None:
         """Start and abort what is queued, a slice of it, then let others have the event loop."""
@@ -457,10 +451,3 @@ def announcement(admitter: Admitter, name: str, params: dict[str, Any]) -> Begin
     there = len(begun.everyone) + len(state.waiting) + state.fresh_of(begun.epoch)
     count = min(begun.prompts, there)
     return BeginRound(name=name, requests=count * begun.responses, prompts=count, **limit)
-
-
-def let_go(groups: list[Group]) -> None:
-    """Empty this list, a few groups in each turn of the event loop: to free tens of thousands of samples takes long."""
-    del groups[-SLICE:]
-    if groups:
-        asyncio.get_running_loop().call_soon(let_go, groups)
