@@ -35,7 +35,7 @@ launch_server.main(["--model-path", sys.argv[1], "--tp", "1"])
 """
     name, argv, modules = json.loads(python(code, str(llama)).stdout.splitlines()[-1])
     assert name == "sglang.launch_server" and argv == ["--model-path", str(llama), "--tp", "1"]
-    launcher = {"config", "layout", "version", "launch_server", "plugin", "cpu", "cpu.shim", "launch"}
+    launcher = {"config", "layout", "removed", "version", "launch_server", "plugin", "cpu", "cpu.shim", "launch"}
     launcher |= {f"launch.{name}" for name in ("processes", "noise", "folder")}
     assert set(modules) <= {"sglang_pat"} | {f"sglang_pat.{name}" for name in launcher}
 
