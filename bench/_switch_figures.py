@@ -13,7 +13,7 @@ from rich.table import Table
 from scipy.stats import bootstrap
 
 from profiler.measure import sample
-from sglang_pat.predict.fits import fit_control, fit_kv
+from sglang_pat.predict.cost import fit_control, fit_kv
 
 PHASES = ("drain", "capsules", "plan", "kv", "weights", "install", "check")
 

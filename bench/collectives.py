@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from sglang_pat.comm import shm
+from sglang_pat.cpu import shm
 from sglang_pat.tools.machine import machine
 
 CASES = [

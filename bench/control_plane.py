@@ -28,8 +28,8 @@ from _round_turns import PATIENCE_SECONDS, admitter, length, loop_slices
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.core import Coordinator
-from sglang_pat.coordinator.leader import Generation
+from sglang_pat.coordinator.replicas import Generation
+from sglang_pat.coordinator.router import Coordinator
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy

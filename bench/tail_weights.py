@@ -33,9 +33,8 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_pat.layout import ParallelLayout  # noqa: E402
-from sglang_pat.rank.sharding import shard_specs  # noqa: E402
 from sglang_pat.rank.shards import copies  # noqa: E402
-from sglang_pat.rank.weights import Views  # noqa: E402
+from sglang_pat.rank.weights import Views, shard_specs  # noqa: E402
 from sglang_pat.testing.lone import LoneRank  # noqa: E402
 from sglang_pat.testing.weights import RandomModel, config  # noqa: E402
 from sglang_pat.tools.machine import machine  # noqa: E402

@@ -5,7 +5,7 @@
 
 namespace pat {
 
-// See sglang_pat/kernels/kv.py for the arguments and the layout of `staged`. Shapes are checked there and, as far as
+// See sglang_pat/switch/kv.py for the arguments and the layout of `staged`. Shapes are checked there and, as far as
 // memory safety needs it, here again. Errors: ValueError (a slot, part or head outside the pool, a wrong size).
 void kv_pack(const at::Tensor& k, const at::Tensor& v, const at::Tensor& slots, const at::Tensor& part_offsets,
              const at::Tensor& head_begin, int64_t head_count, const at::Tensor& out);

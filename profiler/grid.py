@@ -1,32 +1,31 @@
-"""The axes along which a deployment is measured, from ``--grid`` and from what the deployment holds."""
+"""The points that are measured, and their order: from ``--grid`` and from what the deployment holds."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.predict.profile import MOST_POINTS
 from sglang_pat.tools.commands import UsageError
 
 WARM_UP = 4
 """Decode steps of a full batch that are not counted."""
-STEPS = 60
-"""Decode steps measured at a point if time allows, as PAT."""
-LEAST_STEPS = 8
+STEPS, LEAST_STEPS = 32, 4
+"""Decode steps measured at a point; so many at least, where a step is slow."""
 SLACK = 6
 """Decode steps by which requests of one batch may start apart."""
 SWITCH_ANSWER = 256
 """Tokens that a request may decode while switches are measured with it, and so the least distance of their contexts."""
 LEAST_CONTEXT, LEAST_GAP = 48, 16
-"""Tokens: shortest context (a window must fit below it), and the least distance of two."""
+"""Tokens: shortest context (the steps must fit below it), and the least distance of two."""
 
-BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-CONTEXTS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768, 65536)
-"""Denser where PAT found latency least linear: at short contexts."""
-LONE = (1, 2, 4)
-PREFILL_BATCHES, PREFILL_LENGTHS = (1, 4, 16), (64, 256, 1024, 4096, 16384)
-SWITCH_CONTEXTS = (128, 512, 2048, 8192)
+BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (64, 512, 2048, 8192, 32768)
+"""Coarse: a finer grid decides no better (docs/results/profiler.md)."""
+LONE = (1, 4)
+PREFILL_BATCHES, PREFILL_LENGTHS = (1, 4), (64, 1024, 8192)
+SWITCH_CONTEXTS = (128, 2048)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +97,7 @@ def parse(text: str | None) -> dict[str, tuple[int, ...]]:
             axes[name.strip()] = tuple(int(number) for number in filter(None, numbers.split(",")))
         except ValueError:
             raise UsageError(f"--grid {part!r}: give numbers separated by commas, as in batch=1,2,4") from None
-    check = {"batch": (1,), "context": (LEAST_CONTEXT,)} | axes
-    Grid(**check)
+    Grid(**{"batch": (1,), "context": (LEAST_CONTEXT,)} | axes)
     return axes
 
 
@@ -109,23 +107,24 @@ def canonical(axes: dict[str, tuple[int, ...]]) -> str:
 
 
 def length_needed(context: int) -> int:
-    """Tokens that a request has in the end whose window lies about ``context``."""
+    """Tokens that a request has in the end whose steps lie about ``context``."""
     return context + STEPS // 2 + 2 * SLACK
 
 
 def resolve(axes: dict[str, tuple[int, ...]], limits: Limits) -> Grid:
-    """``axes`` completed with defaults that fit the deployment.
+    """``axes`` completed with defaults that fit the deployment; its largest batch is always one of them.
 
     Raises:
         UsageError: nothing of it fits.
     """
     ranks, base = limits.layouts[0].num_ranks, limits.layouts[0].tp
     most = min(limits.max_running, max(BATCHES))
-    batch = {size for size in BATCHES if size <= most}
-    requests = tuple(n for n in (ranks, 4 * ranks, 16 * ranks) if n <= limits.max_running)
     longest = min(limits.max_length, limits.kv_tokens[base])
-    context = tuple(c for c in CONTEXTS if c + STEPS <= longest)
-    defaults = {"batch": tuple(sorted(batch)), "context": context, "switch_requests": requests}
+    defaults = {
+        "batch": (*(size for size in BATCHES if size < most), most),
+        "context": tuple(c for c in CONTEXTS if c + STEPS <= longest),
+        "switch_requests": tuple(n for n in (ranks, 8 * ranks) if n <= limits.max_running),
+    }
     grid = Grid(**defaults | axes)
     if not any(limits.holds(base, grid.batch[0], length_needed(c)) for c in grid.context):
         raise UsageError(
@@ -135,12 +134,92 @@ def resolve(axes: dict[str, tuple[int, ...]], limits: Limits) -> Grid:
     return grid
 
 
-def nearest(values: tuple[int, ...], value: int) -> int:
-    """The one of ascending ``values`` next to ``value``."""
-    at = bisect_right(values, value)
-    return min(values[max(at - 1, 0) : at + 1], key=lambda other: abs(other - value))
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Something to measure.
+
+    Attributes:
+        kind: ``decode``, ``prefill`` or ``switch``.
+        tp: degree; for a switch the lower one, ``to_tp`` the higher.
+        replicas: replicas at work; for a switch those of the lower degree.
+        batch: requests of each replica; for a switch those of the engine.
+        context: tokens of each request in the middle of the steps, or its prompt's length.
+    """
+
+    kind: str
+    tp: int
+    replicas: int
+    batch: int
+    context: int
+    to_tp: int = 0
+
+    @property
+    def row(self) -> tuple:
+        """What it has in common with those that differ in batch and context."""
+        return (self.kind, self.tp, self.to_tp, self.replicas)
+
+    def __str__(self) -> str:
+        if self.kind == "switch":
+            return f"switch tp{self.tp} ↔ tp{self.to_tp}, {self.batch} requests of {self.context} tokens"
+        lone = "" if self.kind == "prefill" else f" on {self.replicas} replica{'s' * (self.replicas > 1)}"
+        return f"{self.kind} tp{self.tp}, batch {self.batch} × {self.context} tokens{lone}"
 
 
-def at_most(values: tuple[int, ...], value: int) -> int:
-    """The largest of ascending ``values`` that is not above ``value``, or the first."""
-    return values[max(bisect_right(values, value) - 1, 0)]
+def points(grid: Grid, limits: Limits) -> list[Point]:
+    """Every point that fits, in the order of measurement.
+
+    Short contexts come first, there the smallest and the largest batch, then those between.  Layouts take turns at each
+    batch and context: what disturbs the machine for a while falls on all, and a policy compares layouts.
+
+    Raises:
+        UsageError: more than a profile may have.
+    """
+    rounds = range(max(map(len, grid.as_lists().values())))
+    found = [point for number in rounds for point in _round(grid, limits, number)]
+    for kind in ("decode", "prefill", "switch"):
+        if (count := sum(point.kind == kind for point in found)) > MOST_POINTS:
+            raise UsageError(f"--grid: {count} {kind} points, a profile has at most {MOST_POINTS}; give fewer numbers")
+    return found
+
+
+def _round(grid: Grid, limits: Limits, number: int) -> Iterator[Point]:
+    """The points at the context of this number, of each kind."""
+    layouts = limits.layouts
+    for context in grid.context[number : number + 1]:
+        for alone, batches in ((False, grid.batch), (True, grid.lone)):
+            for place, batch in enumerate(_coarse_first(batches)):
+                for tp, dp in ((one.tp, one.dp) for one in layouts[:: -1 if place % 2 else 1]):  # the fewest switches
+                    if limits.holds(tp, batch, length_needed(context)) and not (alone and dp == 1):
+                        yield Point(kind="decode", tp=tp, replicas=1 if alone else dp, batch=batch, context=context)
+    for low, high in combinations(layouts, 2):
+        pair = {"kind": "switch", "tp": low.tp, "to_tp": high.tp, "replicas": low.dp}
+        if number == 0:
+            yield Point(**pair, batch=0, context=0)
+        for context in grid.switch_context[number : number + 1]:
+            for requests in grid.switch_requests:
+                if limits.holds(low.tp, -(-requests // low.dp), context + SWITCH_ANSWER):
+                    yield Point(**pair, batch=requests, context=context)
+    for length in grid.prefill_length[number : number + 1]:
+        for batch in grid.prefill_batch:
+            for layout in layouts:
+                if limits.holds(layout.tp, batch, length + 2):
+                    yield Point(kind="prefill", tp=layout.tp, replicas=layout.dp, batch=batch, context=length)
+
+
+def _coarse_first(values: Sequence[int]) -> list[int]:
+    """Both ends, the middle, the quarters, ...: beyond the ends a policy has only a guess."""
+    found, step = [*values[:1], *values[-1:]], 1 << len(values).bit_length()
+    while step > 1:
+        step //= 2
+        found += values[step::step]
+    return list(dict.fromkeys(found))
+
+
+def needed(found: Sequence[Point]) -> set[Point]:
+    """Those without which nothing can be predicted: the first decode point of each layout with all its replicas, and
+    the first switch of each pair that moves KV."""
+    first: dict[tuple[int, int], Point] = {}
+    for point in found:
+        if point.kind == "decode" or (point.kind == "switch" and point.batch):
+            first.setdefault((point.tp, point.to_tp), point)
+    return set(first.values())

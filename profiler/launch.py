@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from profiler.rig import model_folder_error
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.testing.prefork import ENVIRONMENT
 from sglang_pat.tools.commands import Parser, UsageError, one_line
@@ -42,7 +43,7 @@ def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) ->
     Raises:
         UsageError: one that neither knows, or that the adaptive engine does not support.
     """
-    if wrong := model_folder_error(model):
+    if wrong := _model_folder_error(model):
         raise UsageError(wrong)
     for flag in flags:
         if flag.split("=")[0] in OURS:
@@ -52,8 +53,8 @@ def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) ->
     from sglang_pat.cpu import shim
 
     shim.ensure()
-    from sglang_pat.launch.args import AdaptiveServerArgs
     from sglang_pat.launch.contract import SGLangMismatch, check_sglang
+    from sglang_pat.launch.spec import AdaptiveServerArgs
 
     parser = Parser(prog="profiler", allow_abbrev=True)  # SGLang's own --tp is an abbreviation
     AdaptiveServerArgs.add_cli_args(parser)
@@ -68,9 +69,25 @@ def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) ->
         raise UsageError(one_line(error)) from None
 
 
+def _model_folder_error(model: str) -> str | None:
+    """What is wrong with ``--model-path`` if it is meant as a folder."""
+    folder = Path(model)
+    if folder.is_dir():
+        config = folder / "config.json"
+        if not config.is_file():
+            return f"--model-path {model}: no config.json there; give the folder of a model"
+        try:
+            json.loads(config.read_text())
+        except ValueError:
+            return f"--model-path {model}: its config.json is not JSON; give the folder of a model"
+    elif folder.is_absolute() or model.startswith(".") or model.count("/") > 1 or folder.exists():
+        return f"--model-path {model}: no such folder; give the folder of a model"
+    return None
+
+
 def deployment(args: Any) -> Fingerprint:
     """The fingerprint of what ``args`` would start, but for the sizes of its pools."""
-    from sglang_pat.launch.deployment import deployment as of
+    from sglang_pat.launch.spec import deployment as of
 
     return of(args, args.read_config())
 

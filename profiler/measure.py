@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from statistics import median
 from typing import Any
 
-from profiler.budget import PREFILLS, QUICK_SECONDS, SWITCH_ROUNDS
-from profiler.grid import LEAST_STEPS, SLACK, SWITCH_ANSWER, WARM_UP
-from profiler.points import Point
+from profiler.grid import SLACK, STEPS, SWITCH_ANSWER, WARM_UP, Point
 from profiler.rig import Rig
-from profiler.windows import by_rank, decode_windows, prefill_seconds
+from profiler.windows import decode_windows, prefill_seconds
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
 
 ATTEMPTS = 5
-"""Runs in which the batch was not what it should be (requests placed or started otherwise), before giving up."""
-PLUG, PLUG_LEAD = 256, 0.004
-"""Tokens of the request behind which a batch is held, and the seconds by which it is sent earlier."""
+"""Runs in which the batch was not what it should be (requests placed otherwise), before giving up."""
 FILLER_STEPS = 12
 """Decode steps of the requests that keep the other replicas' places while one is filled."""
+PREFILLS, QUICK_SECONDS = 3, 1.0
+"""A prefill is repeated, so many times at most, until its runs took so long together."""
+SWITCH_ROUNDS = 3
+"""There and back, so many times with the same requests."""
 
 
 class NotMeasured(RuntimeError):
     """The batch could not be brought about."""
 
 
-async def decode(rig: Rig, point: Point, steps: int) -> tuple[DecodePoint, float]:
-    """Decode step time at ``point`` from a run of ``steps`` steps, the median of its windows; and the seconds that its
-    prefill took.  The prompts are injected, not computed.
+class TooSlow(NotMeasured):
+    """It took longer than it may: what has more requests or tokens does so, too."""
+
+
+async def decode(
+    rig: Rig, point: Point, steps: int = STEPS, share: float | None = None, limit: float = math.inf
+) -> DecodePoint:
+    """Decode step time at ``point`` from ``steps`` steps, the median of its windows.
+
+    The prompts are injected, not computed.  After ``share`` seconds the requests are aborted as soon as the steps made
+    so far are enough, and after ``limit`` seconds in any case.
 
     Raises:
         NotMeasured: never was the batch full for :data:`~profiler.grid.LEAST_STEPS` steps.
@@ -39,24 +49,27 @@ async def decode(rig: Rig, point: Point, steps: int) -> tuple[DecodePoint, float
         await rig.flush()
         rig.inject(ids)
         await rig.trace()
-        await rig.finish(_start(rig, point, ids, WARM_UP + steps + SLACK))
-        trace = await rig.trace()
-        found = decode_windows(
-            trace, tp=point.tp, replicas=point.replicas, batch=point.batch, warm_up=WARM_UP, most=steps
-        )
-        if found is not None and len(found.samples) * found.size >= LEAST_STEPS:
-            break
-    else:
-        raise NotMeasured(f"{point}: the batch was never full for {LEAST_STEPS} steps")
-    measured = DecodePoint(
-        tp=point.tp, replicas=point.replicas, batch=point.batch, context=round(found.context),
-        seconds=median(found.samples), samples=found.samples,
-    )  # fmt: skip
-    prefills = by_rank(trace, kind="prefill").values()
-    return measured, max((sum(step["seconds"] for step in mine) for mine in prefills), default=0.0)
+        begun, wait, trace = time.monotonic(), share, []
+        tasks = _start(rig, point, ids, WARM_UP + steps + SLACK)
+        while True:
+            _, late = await asyncio.wait(tasks, timeout=wait)
+            trace += await rig.trace()
+            found = decode_windows(trace, tp=point.tp, replicas=point.replicas, batch=point.batch, most=steps)
+            if not late or found is not None or time.monotonic() - begun > limit:
+                break
+            wait = share and share / 4
+        await (rig.abort(tasks) if late else rig.finish(tasks))
+        if found is not None:
+            return DecodePoint(
+                tp=point.tp, replicas=point.replicas, batch=point.batch, context=round(found.context),
+                seconds=median(found.samples), samples=found.samples,
+            )  # fmt: skip
+        if late:
+            raise TooSlow(f"{point}: takes over {limit:.0f} s")
+    raise NotMeasured(f"{point}: the batch was never full for long enough")
 
 
-def _start(rig: Rig, point: Point, ids: list[list[int]], answer: int) -> list:
+def _start(rig: Rig, point: Point, ids: list[list[int]], answer: int) -> list[asyncio.Task]:
     """Send the batch.
 
     Requests go to the replica with the fewest, so each prompt is sent once for every replica in a row: whichever
@@ -75,47 +88,42 @@ def _dp(rig: Rig, point: Point) -> int:
     return next(layout.dp for layout in rig.layouts if layout.tp == point.tp)
 
 
-async def prefill(rig: Rig, point: Point) -> PrefillPoint:
+async def prefill(rig: Rig, point: Point, limit: float = math.inf) -> PrefillPoint:
     """Time to prefill fresh random prompts; median of up to :data:`PREFILLS` runs, of one where it takes long.
 
-    After a run in which the requests were not prefilled together, the next one holds them behind a plug.
-
     Raises:
-        NotMeasured: the requests never were spread as they should be.
+        NotMeasured: the requests never were spread as they should be, or it takes longer than ``limit`` seconds.
     """
-    together: list[float] = []
-    apart: list[float] = []
+    samples: list[float] = []
     for _ in range(ATTEMPTS):
         await rig.flush()
-        plug = min(PLUG, point.context) if apart else 0
         batch = [rig.tokens(point.context) for _ in range(point.replicas * point.batch)]
         await rig.trace()
-        plugs = [rig.tokens(plug) for _ in range(point.replicas if plug else 0)]
-        tasks = rig.send(plugs, [1] * len(plugs))
-        await asyncio.sleep(PLUG_LEAD if plug else 0)
-        await rig.finish([*tasks, *rig.send(batch, [1] * len(batch))])
+        tasks = rig.send(batch, [1] * len(batch))
+        _, late = await asyncio.wait(tasks, timeout=limit if limit < math.inf else None)
+        await (rig.abort(tasks) if late else rig.finish(tasks))
+        if late:
+            raise TooSlow(f"{point}: takes over {limit:.0f} s")
         found = prefill_seconds(
-            await rig.trace(), tp=point.tp, replicas=point.replicas, batch=point.batch, length=point.context, plug=plug
+            await rig.trace(), tp=point.tp, replicas=point.replicas, batch=point.batch, length=point.context
         )
-        if found is not None:
-            (together if found[1] else apart).append(found[0])
-        if len(together) >= PREFILLS or sum(together) > QUICK_SECONDS or sum(apart) > 2 * QUICK_SECONDS:
+        samples += [] if found is None else [found]
+        if len(samples) >= PREFILLS or sum(samples) > QUICK_SECONDS:
             break
-    samples = tuple(together or apart)
     if not samples:
         raise NotMeasured(f"{point}: requests were never spread evenly")
     return PrefillPoint(
         tp=point.tp, replicas=point.replicas, batch=point.batch, length=point.context, seconds=median(samples),
-        samples=samples,
+        samples=tuple(samples),
     )  # fmt: skip
 
 
-async def switches(rig: Rig, point: Point) -> list[SwitchSample]:
-    """From ``point.tp`` to ``point.to_tp`` and back, :data:`~profiler.budget.SWITCH_ROUNDS` times with the same live
-    requests, which decode a little in between.  Their prompts are injected, not computed.
+async def switches(rig: Rig, point: Point, limit: float = math.inf) -> list[SwitchSample]:
+    """From ``point.tp`` to ``point.to_tp`` and back, :data:`SWITCH_ROUNDS` times with the same live requests, which
+    decode a little in between.  Their prompts are injected, not computed.
 
     Raises:
-        NotMeasured: they ended too soon.
+        NotMeasured: they ended too soon, or do not begin within ``limit`` seconds.
     """
     await rig.reconfigure(point.tp)
     await rig.flush()
@@ -128,8 +136,11 @@ async def switches(rig: Rig, point: Point) -> list[SwitchSample]:
         for _ in range(SWITCH_ROUNDS):
             for target in (point.to_tp, point.tp):
                 if point.batch:
-                    await rig.until_decoding(tasks, point.batch)
+                    async with asyncio.timeout(limit if limit < math.inf else None):
+                        await rig.until_decoding(tasks, point.batch)
                 records.append(await rig.reconfigure(target))
+    except TimeoutError:
+        raise TooSlow(f"{point}: takes over {limit:.0f} s") from None
     finally:
         if tasks:
             await rig.abort(tasks)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from profiler.grid import Limits
@@ -126,19 +124,3 @@ class Rig:
         record = await self.engine.async_reconfigure(tp)
         self.tp = tp
         return record
-
-
-def model_folder_error(model: str) -> str | None:
-    """What is wrong with ``--model-path`` if it is meant as a folder."""
-    folder = Path(model)
-    if folder.is_dir():
-        config = folder / "config.json"
-        if not config.is_file():
-            return f"--model-path {model}: no config.json there; give the folder of a model"
-        try:
-            json.loads(config.read_text())
-        except ValueError:
-            return f"--model-path {model}: its config.json is not JSON; give the folder of a model"
-    elif folder.is_absolute() or model.startswith(".") or model.count("/") > 1 or folder.exists():
-        return f"--model-path {model}: no such folder; give the folder of a model"
-    return None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
-from profiler.grid import Grid, at_most, nearest
-from profiler.points import Point
+from profiler.grid import Grid, Point
 from sglang_pat.predict.profile import (
     INFORMATIVE,
     DecodePoint,
@@ -81,71 +81,60 @@ class Store:
     """A profile on its way to ``path``.  Every ``add`` saves."""
 
     def __init__(self, path: Path, profile: Profile) -> None:
-        self.path = path
-        self.profile = profile
+        self.path, self.profile = path, profile
 
-    @classmethod
-    def fresh(cls, path: Path, fingerprint: Fingerprint, grid: Grid, asked: dict[str, str | float]) -> Store:
-        """An empty profile; ``asked``: see :func:`check_asked`."""
-        return cls(path, Profile(fingerprint=fingerprint, grid=grid.as_lists(), machine=dict(asked)))
+    @property
+    def spent(self) -> float:
+        """Seconds of all sessions so far."""
+        return float(self.profile.machine.get("spent_seconds", 0.0))
 
-    def decode_points(self, points: list[Point]) -> dict[Point, DecodePoint]:
-        """Those of ``points`` that are in the profile, and what was measured there."""
-        found = {self._key(measured): measured for measured in self.profile.decode}
-        return {point: found[point.key] for point in points if point.key in found}
+    def point_of(self, measured: DecodePoint | PrefillPoint | SwitchSample) -> Point:
+        """The point of the grid that was measured; its context is not exactly the one that was asked for."""
+        if isinstance(measured, DecodePoint):
+            context = min(self.profile.grid["context"], key=lambda c: abs(c - measured.context))
+            return Point(
+                kind="decode", tp=measured.tp, replicas=measured.replicas, batch=measured.batch, context=context
+            )
+        if isinstance(measured, PrefillPoint):
+            return Point(
+                kind="prefill", tp=measured.tp, replicas=measured.replicas, batch=measured.batch,
+                context=measured.length,
+            )  # fmt: skip
+        low, high = sorted((measured.from_tp, measured.to_tp))
+        # Longer than their prompts by what they decoded; a few tokens fewer where random prompts begin alike.
+        tokens = measured.tokens // measured.requests + 8 if measured.requests else 0
+        axis: Sequence[int] = self.profile.grid["switch_context"] if tokens else (0,)
+        context = max((c for c in axis if c <= tokens), default=axis[0])
+        replicas = self.profile.fingerprint.num_ranks // low
+        return Point(kind="switch", tp=low, to_tp=high, replicas=replicas, batch=measured.requests, context=context)
 
-    def is_of(self, measured: DecodePoint, point: Point) -> bool:
-        """Whether a profile with ``measured`` has ``point``."""
-        return measured.context > 0 and self._key(measured) == point.key
-
-    def _key(self, measured: DecodePoint) -> tuple:
-        context = nearest(tuple(self.profile.grid["context"]), measured.context)
-        return ("decode", measured.tp, 0, measured.replicas, measured.batch, context)
-
-    def done(self) -> set[tuple]:
-        """Keys of the points (:attr:`profiler.points.Point.key`) that are in the profile."""
-        grid = self.profile.grid
-        keys: set[tuple] = {self._key(measured) for measured in self.profile.decode}
-        keys |= {("prefill", p.tp, 0, p.replicas, p.batch, p.length) for p in self.profile.prefill}
-        contexts = tuple(grid["switch_context"])
-        for s in self.profile.switches:
-            if s.from_tp < s.to_tp:
-                replicas = self.profile.fingerprint.num_ranks // s.from_tp
-                # Longer than their prompts by what they decoded; a few tokens fewer where random prompts begin alike.
-                context = at_most(contexts, s.tokens // s.requests + 8) if s.requests else 0
-                keys.add(("switch", s.from_tp, s.to_tp, replicas, s.requests, context))
-        return keys
+    def done(self) -> set[Point]:
+        """The points that are in the profile."""
+        profile = self.profile
+        up = [sample for sample in profile.switches if sample.from_tp < sample.to_tp]
+        return {self.point_of(measured) for measured in (*profile.decode, *profile.prefill, *up)}
 
     def add(self, measured: DecodePoint | PrefillPoint | list[SwitchSample], spent: float) -> None:
-        """Keep what was measured at a point; ``spent``: seconds of all sessions so far."""
+        """Keep what was measured; ``spent``: seconds of all sessions so far.
+
+        Another visit to a decode point: the median of all samples counts, as within a visit.  The fastest would be what
+        the machine does at its best, and the more so the more often a point was visited.
+        """
         profile = self.profile
-        if isinstance(measured, DecodePoint):
-            change = {"decode": (*profile.decode, measured)}
+        if isinstance(measured, list):
+            change: dict[str, object] = {"switches": (*profile.switches, *measured)}
         elif isinstance(measured, PrefillPoint):
             change = {"prefill": (*profile.prefill, measured)}
         else:
-            change = {"switches": (*profile.switches, *measured)}
-        self._keep(spent, **change)
-
-    def again(self, before: DecodePoint, measured: DecodePoint, spent: float) -> None:
-        """Keep another visit to the same point.
-
-        The median of all samples counts, as within a visit: the fastest would be what the machine does at its best, and
-        the more so the more often a point was visited.
-        """
-        samples = before.samples + measured.samples
-        both = msgspec.structs.replace(before, samples=samples, seconds=median(samples))
-        decode = tuple(both if point is before else point for point in self.profile.decode)
-        self._keep(spent, decode=decode)
-
-    def _keep(self, spent: float, **fields: object) -> None:
-        self.change(**fields, machine=self.profile.machine | {"spent_seconds": round(spent, 1)})
+            points = {self.point_of(found): found for found in profile.decode}
+            point = self.point_of(measured)
+            if before := points.get(point):
+                samples = before.samples + measured.samples
+                measured = msgspec.structs.replace(before, samples=samples, seconds=median(samples))
+            change = {"decode": tuple((points | {point: measured}).values())}
+        self.change(**change, machine=profile.machine | {"spent_seconds": round(spent, 1)})
 
     def change(self, **fields: object) -> None:
         """Replace fields of the profile and save it."""
         self.profile = msgspec.structs.replace(self.profile, **fields)
         save(self.profile, self.path)
-
-    @property
-    def spent(self) -> float:
-        return float(self.profile.machine.get("spent_seconds", 0.0))

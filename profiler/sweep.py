@@ -8,23 +8,34 @@ Interrupted (Ctrl-C or kill), the file has all points measured so far and the sa
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from profiler import display as displays
 from profiler import grid as grids
-from profiler import launch
-from profiler.budget import parse_budget
+from profiler import launch, measure
+from profiler.grid import LEAST_STEPS, STEPS, Grid, Limits, Point, needed, points
+from profiler.measure import NotMeasured, TooSlow
 from profiler.rig import Rig
-from profiler.session import Clock, Session, describe
 from profiler.store import Store, check_asked, check_same, existing
-from profiler.windows import WINDOW
+from profiler.windows import WINDOWS
 from sglang_pat.predict.cost import fitted
-from sglang_pat.predict.profile import LayoutSetup, Profile, ProfileError
+from sglang_pat.predict.profile import DecodePoint, PrefillPoint, Profile, ProfileError, SwitchSample
 from sglang_pat.tools.commands import Parser, UsageError, run
+from sglang_pat.tools.cpu_share import Meter
+
+SHARES, LEAST_LIMIT = 5, 0.05
+"""A point may take so many times its share of the time left, and this part of the budget in any case.  What is slower
+is left out, and what has more requests or tokens is not tried: there the predictor goes on with the last slope."""
+LEAST_SHARE = 0.5
+"""Seconds of a point, however little time is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +69,29 @@ def parse(argv: list[str] | None) -> Options:
     parser.add_argument("--grid", metavar="AXES", help=f"batch=1,2,4;context=64,128; axes: {axes}")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of sampling, 0 greedy; default 1")
     args, flags = parser.parse_known_args(argv)
-    try:
-        budget = parse_budget(args.budget)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     if not 0 <= args.temperature <= 10:
         raise UsageError(f"--temperature {args.temperature}: must be from 0 to 10")
     return Options(
-        model=args.model_path, out=args.out, budget=budget, axes=grids.parse(args.grid), temperature=args.temperature,
-        flags=flags,
+        model=args.model_path, out=args.out, budget=parse_budget(args.budget), axes=grids.parse(args.grid),
+        temperature=args.temperature, flags=flags,
     )  # fmt: skip
+
+
+def parse_budget(text: str) -> float:
+    """``90s``, ``10m``, ``1.5h`` or seconds → seconds.
+
+    Raises:
+        UsageError: none of these, or not more than 0.
+    """
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    unit = units.get(text[-1:].lower())
+    try:
+        value = float(text[:-1] if unit else text) * (unit or 1.0)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise UsageError(f"--budget {text!r}: give a time such as 90s, 10m or 1.5h")
+    return value
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,95 +107,164 @@ def main(argv: list[str] | None = None) -> int:
     display = displays.make()
     with display.waiting("starting the engine"):
         engine = launch.start(args)
-    sweep = None
     try:
-        sweep = _Sweep(engine, options, found, display, began, tuple(engine.setup_costs()))
-        return launch.run(engine, sweep.run)
+        return launch.run(engine, lambda: measure_all(engine, options, found, display, began))
     except KeyboardInterrupt:
-        display.say(sweep.interrupted() if sweep else "interrupted before the first point")
+        kept = f": what was measured is in {options.out}; the same command goes on" if options.out.exists() else ""
+        display.say(f"interrupted{kept}")
         return 130
     finally:
         engine.shutdown()
 
 
-class _Sweep:
-    """The command once the engine runs."""
+async def measure_all(
+    engine: Any, options: Options, found: Profile | None, display: displays.Display, began: float
+) -> int:
+    """The command once the engine runs; ``found``: the profile to go on with, ``began``: monotonic seconds."""
+    rig = Rig(engine, options.temperature)
+    await rig.connect()
+    fingerprint = engine.deployment()
+    limits = rig.limits(fingerprint.kv_tokens, fingerprint.max_running)
+    if found is None:
+        found = Profile(
+            fingerprint=fingerprint, grid=grids.resolve(options.axes, limits).as_lists(), machine=dict(options.asked),
+            setup=tuple(engine.setup_costs()),
+        )  # fmt: skip
+    sweep = Sweep(rig, Store(options.out, found), limits, options.budget, display, began)
+    progress, clock = sweep.progress, displays.clock
+    if found.complete and progress.done == progress.total:
+        display.say(f"{options.out} is complete: {progress.done} points; nothing to do")
+        return 0
+    before = f", {progress.done} measured before" if progress.done else ""
+    budget = f"{clock(max(0, sweep.left))} left of {clock(options.budget)}"
+    display.say(f"{fingerprint.model}, {len(limits.layouts)} layouts, {progress.total} points{before}; {budget}")
+    await sweep.run()
+    for note in progress.notes:
+        display.say(f"not measured: {note}")
+    profile = sweep.store.profile
+    try:
+        fitted(profile)
+    except ProfileError as error:
+        display.say(f"{options.out}: not enough was measured ({error}); the same command goes on")
+        return 1
+    sweep.store.change(complete=True)
+    others = float(profile.machine["others_share"])
+    display.say(
+        f"{options.out}: {len(profile.decode)} decode, {len(profile.prefill)} prefill points, "
+        f"{len(profile.switches)} switches in {clock(sweep.spent)}"
+        + (f"; {progress.left_out} points left out, a larger --budget adds them" if progress.left_out else "")
+        + (f"; other programs took {others:.0%} of the cores" if others > 0.1 else "")
+    )
+    return 0
+
+
+class Sweep:
+    """Measures those points of the store's grid that are not in it yet.
+
+    Life cycle: :meth:`run` once; it may be interrupted anywhere, the store has all points that were completed.
+
+    Args:
+        budget: seconds in all, of this session and those before.
+        began: monotonic seconds at which the session began; the start of the engine counts.
+
+    Raises:
+        UsageError: the grid has too many points.
+    """
 
     def __init__(
-        self,
-        engine: Any,
-        options: Options,
-        found: Profile | None,
-        display: displays.Display,
-        began: float,
-        setup: tuple[LayoutSetup, ...],
+        self, rig: Rig, store: Store, limits: Limits, budget: float, display: displays.Display, began: float
     ) -> None:
-        self._engine, self._options, self._found, self._display = engine, options, found, display
-        self._began, self._fingerprint, self._setup = began, engine.deployment(), setup
-        self._session: Session | None = None
+        self.store, self._rig, self._limits, self._display = store, rig, limits, display
+        self._budget, self._began = budget, began - store.spent
+        self._points = points(Grid(**{name: tuple(values) for name, values in store.profile.grid.items()}), limits)
+        self._slow: list[Point] = []
+        have = store.done()
+        self._todo = [point for point in self._points if point not in have]
+        done = len(self._points) - len(self._todo)
+        self.progress = displays.Progress(total=len(self._points), done=done, ends=self._began + budget)
 
-    async def run(self) -> int:
-        options, fingerprint = self._options, self._fingerprint
-        rig = Rig(self._engine, options.temperature)
-        await rig.connect()
-        limits = rig.limits(fingerprint.kv_tokens, fingerprint.max_running)
-        if self._found is None:
-            grid = grids.resolve(options.axes, limits)
-            store = Store.fresh(options.out, fingerprint, grid, options.asked)
-        else:
-            grid = grids.Grid(**{name: tuple(values) for name, values in self._found.grid.items()})
-            store = Store(options.out, self._found)
-        clock = Clock(self._began, store.spent, options.budget)
-        self._session = session = Session(rig, store, grid, limits, clock)
-        progress = session.progress
-        if self._found and self._found.complete and progress.done == progress.total:
-            self._display.say(f"{options.out} is complete: {progress.done} points; nothing to do")
-            return 0
-        self._start_file(store)
-        self._display.say(
-            f"{fingerprint.model}, {len(limits.layouts)} layouts, {progress.total} points"
-            + (f", {progress.done} measured before" if progress.done else "")
-            + f"; {displays.clock(max(0, clock.left))} left of {displays.clock(options.budget)}"
-        )
-        left_out = await session.run(self._display)
-        for note in self._session.progress.notes:
-            self._display.say(f"not measured: {note}")
-        try:
-            fitted(store.profile)
-        except ProfileError as error:
-            self._display.say(f"{options.out}: not enough was measured ({error}); the same command goes on")
-            return 1
-        machine = store.profile.machine | {"spent_seconds": round(clock.spent, 1)}
-        store.change(complete=True, machine=machine)
-        self._display.say(self._summary(store.profile, left_out, clock))
-        return 0
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self._began
 
-    def _start_file(self, store: Store) -> None:
+    @property
+    def left(self) -> float:
+        return self._budget - self.spent
+
+    async def run(self) -> None:
+        """Measure each point once, then the decode points a second time, as long as there is time."""
         from sglang_pat.tools.machine import machine
 
-        store.change(
-            machine=describe(machine(), store.profile.machine), setup=store.profile.setup or self._setup,
-            window=WINDOW, complete=False,
-        )  # fmt: skip
+        progress, store = self.progress, self.store
+        store.change(machine=describe(machine(), store.profile.machine), window=STEPS // WINDOWS, complete=False)
+        meter = Meter([psutil.Process(), *psutil.Process().children(recursive=True)])
+        must = needed(self._points)
+        with self._display.following(progress):
+            await self._warm_up()
+            for place, point in enumerate(self._todo):
+                if point not in must and (self.left <= 0 or any(is_beyond(point, slow) for slow in self._slow)):
+                    progress.left_out += 1
+                    continue
+                share = max(LEAST_SHARE, self.left / (len(self._todo) - place))
+                limit = max(SHARES * share, LEAST_LIMIT * self._budget)
+                await self._measure(point, share, math.inf if point in must else limit)
+            # A machine changes in minutes, more than the steps of one visit show.
+            again = [point for point in self._points if point.kind == "decode" and point in store.done()]
+            for place, point in enumerate(again):
+                share = self.left / (len(again) - place)
+                if share >= LEAST_SHARE:
+                    await self._measure(point, share, share)
+        others, failed = round(meter.share(), 3), len(progress.notes)
+        left = {"left_out": progress.left_out, "failed": failed, "spent_seconds": round(self.spent, 1)}
+        store.change(machine=store.profile.machine | {"others_share": others} | left)
 
-    def _summary(self, profile: Profile, left_out: int, clock: Clock) -> str:
-        share = profile.machine.get("others_share", 0)
-        busy = "" if isinstance(share, str) or share <= 0.1 else f"; other programs took {share:.0%} of the cores"
-        return (
-            f"{self._options.out}: {len(profile.decode)} decode, {len(profile.prefill)} prefill points, "
-            f"{len(profile.switches)} switches in {displays.clock(clock.spent)}"
-            + (f"; {left_out} points left out for the budget, a larger --budget adds them" if left_out else "")
-            + busy
-        )
+    async def _warm_up(self) -> None:
+        """Each layout once, not counted: the first steps of an engine are slow."""
+        for layout in self._limits.layouts:
+            first = next((p for p in self._points if (p.kind, p.tp) == ("decode", layout.tp)), None)
+            if first is not None:
+                self.progress.what = f"warming up {layout}"
+                await self._rig.reconfigure(layout.tp)
+                with suppress(NotMeasured):
+                    await measure.decode(self._rig, first, LEAST_STEPS)
 
-    def interrupted(self) -> str:
-        if self._session is None:
-            return "interrupted before the first point"
-        progress = self._session.progress
-        return (
-            f"interrupted: {progress.done} of {progress.total} points are in {self._options.out}; "
-            "the same command goes on"
-        )
+    async def _measure(self, point: Point, share: float, limit: float) -> None:
+        progress = self.progress
+        progress.what = str(point)
+        again = point in self.store.done()
+        try:
+            found = await self._one(point, share, limit)
+        except NotMeasured as error:
+            if isinstance(error, TooSlow):
+                self._slow.append(point)
+            if not again:
+                progress.notes.append(str(error))
+            return
+        self.store.add(found, self.spent)
+        progress.done += not again
+
+    async def _one(self, point: Point, share: float, limit: float) -> DecodePoint | PrefillPoint | list[SwitchSample]:
+        if point.kind == "switch":
+            return await measure.switches(self._rig, point, limit)
+        await self._rig.reconfigure(point.tp)
+        if point.kind == "prefill":
+            return await measure.prefill(self._rig, point, limit)
+        found = await measure.decode(self._rig, point, share=share, limit=limit)
+        if found.context < 1 or self.store.point_of(found) != point:
+            raise NotMeasured(f"{point}: its requests had {found.context} tokens, as the engine counts them")
+        return found
+
+
+def is_beyond(point: Point, slow: Point) -> bool:
+    """Whether ``point`` takes at least as long as ``slow``."""
+    return point.row == slow.row and point.batch >= slow.batch and point.context >= slow.context
+
+
+def describe(machine: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """``machine`` for the profile; sessions are counted, and the first one's load is kept."""
+    sessions = int(earlier.get("sessions", 0)) + 1
+    machine = {name: str(value) if isinstance(value, str) else value for name, value in machine.items()}
+    return machine | earlier | {"sessions": sessions, "date": time.strftime("%Y-%m-%d %H:%M")}
 
 
 if __name__ == "__main__":

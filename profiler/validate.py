@@ -1,106 +1,115 @@
-"""Compare a profile with real decoding.
+"""Check what a profile says of the layouts beside each other: on this the decisions hang.
 
     python -m profiler.validate profile.json --model-path M --tp 1 --dp 2 [SGLang flags] [--out DIR]
 
 Chat prompts are answered once in the base layout to learn their natural lengths.  Then each layout decodes the same
-batch three times, every answer held to its length, so that all runs and layouts do the same work whatever is sampled.
-Each decode step is predicted from its batch, its tokens and the number of replicas at work.  The difference between
-runs is what no predictor can do better than.
+batch three times, every answer held to its length, so that all runs do the same work whatever is sampled.  A profile
+that is wrong in all layouts alike changes no decision; what it gets wrong between them does.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+import msgspec
+import numpy as np
 
 from profiler import display as displays
-from profiler import launch, trajectory
+from profiler import launch
 from profiler.rig import Rig
+from profiler.windows import Step, by_rank
 from sglang_pat import files
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile, check_fits, load
 from sglang_pat.tools.commands import Parser, UsageError, output_folder, run, writing
+from sglang_pat.tools.prompts import PROMPTS
 
 RUNS = 3
+VALIDATION = "validation.json"
+"""In the folder of a report."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command line; ``flags`` are SGLang's."""
+class Between(msgspec.Struct, frozen=True, kw_only=True):
+    """What a profile gets wrong between layouts.
 
-    profile: Path
-    model: str
-    out: Path | None
-    requests: int
-    max_new_tokens: int
-    flags: list[str]
+    Attributes:
+        common: by how much all layouts are slower than predicted.
+        beside: by how much each is slower than that.
+        error: standard deviation of ``beside``, with the machine's noise taken out; 0 where that explains all of it.
+        noise: standard deviation of ``beside`` that the runs' own differences explain.
+    """
+
+    common: float
+    beside: dict[str, float]
+    error: float
+    noise: float
+
+    def __str__(self) -> str:
+        beside = ", ".join(f"{layout} {100 * off:+.1f} %" for layout, off in self.beside.items())
+        return (
+            f"all layouts are slower than predicted by {100 * self.common:.1f} %; beside that {beside}\n"
+            f"error between layouts: {100 * self.error:.1f} %; the machine's noise: {100 * self.noise:.1f} % more"
+        )
 
 
-def parse(argv: list[str] | None) -> Options:
-    """Raises UsageError."""
-    from sglang_pat.tools.prompts import PROMPTS
+class Validation(msgspec.Struct, frozen=True, kw_only=True):
+    """A ``validation.json``."""
 
+    between: Between
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Raises UsageError or ProfileError."""
     parser = Parser(prog="python -m profiler.validate", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("profile", type=Path, metavar="profile.json")
     parser.add_argument("--model-path", "--model", required=True, metavar="M")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="for validation.json and the figures")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"for {VALIDATION}, which the report shows")
     parser.add_argument("--requests", type=int, default=len(PROMPTS), metavar="N", help=f"default {len(PROMPTS)}")
     parser.add_argument("--max-new-tokens", type=int, default=240, metavar="N", help="longest answer; default 240")
     args, flags = parser.parse_known_args(argv)
     for name, least in (("requests", 2), ("max_new_tokens", 16)):
         if getattr(args, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} {getattr(args, name)}: must be at least {least}")
-    return Options(
-        profile=args.profile, model=args.model_path, out=args.out and output_folder(args.out), requests=args.requests,
-        max_new_tokens=args.max_new_tokens, flags=flags,
-    )  # fmt: skip
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
-    profile = load(options.profile)
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    folder = args.out and output_folder(args.out)
+    profile = load(args.profile)
     if profile.kind != "measured":
-        raise UsageError(f"{options.profile} is a {profile.kind} profile; give one that profiler.sweep measured here")
-    predictor = Predictor(profile)
-    args = launch.server_args(options.model, options.flags)
-    check_fits(profile, launch.deployment(args), options.profile)
+        raise UsageError(f"{args.profile} is a {profile.kind} profile; give one that profiler.sweep measured here")
+    server_args = launch.server_args(args.model_path, flags)
+    check_fits(profile, launch.deployment(server_args), args.profile)
     display = displays.make()
     with display.waiting("starting the engine"):
-        engine = launch.start(args)
+        engine = launch.start(server_args)
     try:
-        result = launch.run(engine, lambda: _validate(engine, options, profile, predictor, display))
+        found = launch.run(engine, lambda: _decode_all(engine, profile, args.requests, args.max_new_tokens, display))
     finally:
         engine.shutdown()
-    rows = [trajectory.summary(name, runs) for name, runs in result.items()]
-    display.console.print(_table(rows))
-    between = trajectory.between_layouts(result)
-    display.console.print(_told(between))
-    if options.out:
-        with writing(options.out):
-            for path in write(options.out, rows, result, between):
-                display.say(str(path))
+    between = between_layouts(found)
+    display.say(str(between))
+    if folder:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            written = {"between": msgspec.structs.asdict(between), "slowness": found}
+            files.write(json.dumps(written, indent=1).encode() + b"\n", folder / VALIDATION)
     return 0
 
 
-async def _validate(
-    engine: Any, options: Options, profile: Profile, predictor: Predictor, display: displays.Display
-) -> dict[str, list[list[trajectory.Decoded]]]:
-    """Layout → its runs."""
+async def _decode_all(
+    engine: Any, profile: Profile, requests: int, most: int, display: displays.Display
+) -> dict[str, list[float]]:
+    """Layout → the slowness of each of its runs."""
+    predictor = Predictor(profile)
     rig = Rig(engine, float(profile.machine.get("temperature", 1.0)))
     await rig.connect()
-    prompts = chat_prompts(engine.tokenizer_manager.tokenizer, options.requests)
+    prompts = chat_prompts(engine.tokenizer_manager.tokenizer, requests)
     with display.waiting("natural lengths, in the base layout"):
-        free = rig.send(prompts, [options.max_new_tokens] * len(prompts), ignore_eos=False)
+        free = rig.send(prompts, [most] * requests, ignore_eos=False)
         lengths = [answer["meta_info"]["completion_tokens"] for answer in await rig.finish(free)]
-    display.say(f"{len(prompts)} prompts; answers of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all")
-    result: dict[str, list[list[trajectory.Decoded]]] = {}
+    display.say(f"{requests} prompts; answers of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all")
+    found: dict[str, list[float]] = {str(layout): [] for layout in rig.layouts}
     for number in range(RUNS):  # layouts in turn: what disturbs the machine for a while falls on all
         for layout in rig.layouts:
             await rig.reconfigure(layout.tp)
@@ -108,16 +117,13 @@ async def _validate(
                 await rig.flush()
                 await rig.trace()
                 await rig.finish(rig.send(prompts, lengths))
-                steps = trajectory.decoded(await rig.trace(), predictor, layout.tp)
-            result.setdefault(str(layout), []).append(steps)
+                found[str(layout)].append(slowness(await rig.trace(), predictor, layout.tp))
     await rig.reconfigure(rig.layouts[0].tp)
-    return result
+    return found
 
 
 def chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
     """Token ids of ``count`` prompts of the demonstration, again from the first when they run out."""
-    from sglang_pat.tools.prompts import PROMPTS
-
     found = []
     for index in range(count):
         text = PROMPTS[index % len(PROMPTS)]
@@ -128,55 +134,40 @@ def chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
     return found
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="predicted step time against real decoding, mean absolute relative error", title_justify="left")
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "layout" else "right")
-    for row in rows:
-        table.add_row(*(_shown(value) for value in row.values()))
-    return table
+def slowness(trace: list[Step], predictor: Predictor, tp: int) -> float:
+    """Measured over predicted time of all decode steps of a run.
+
+    Each step is predicted from its batch, its tokens and the number of replicas at work in its middle.
+    """
+    ranks = by_rank(trace, tp=tp)
+    ends = {rank: [step["at"] for step in steps] for rank, steps in ranks.items()}
+
+    def works(rank: int, moment: float) -> bool:
+        place = bisect_left(ends[rank], moment)
+        return place < len(ends[rank]) and ranks[rank][place]["at"] - ranks[rank][place]["seconds"] <= moment
+
+    measured = predicted = 0.0
+    for step in (step for steps in ranks.values() for step in steps if step["kind"] == "decode"):
+        active = sum(works(rank, step["at"] - step["seconds"] / 2) for rank in ranks)
+        measured += step["seconds"]
+        predicted += float(predictor.step_seconds(tp, step["requests"], step["tokens"], max(active, 1)))
+    return measured / predicted
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return "–" if math.isnan(value) else f"{100 * value:.2f} %"
-    return str(value)
-
-
-def _told(between: trajectory.Between) -> str:
-    beside = ", ".join(f"{layout} {100 * off:+.1f} %" for layout, off in between.beside.items())
-    return (
-        f"all layouts are slower than predicted by {100 * between.common:.1f} %; beside that {beside}\n"
-        f"error between layouts: {100 * between.error:.1f} %; the machine's noise: {100 * between.noise:.1f} % more"
+def between_layouts(found: dict[str, list[float]]) -> Between:
+    """Layout → the slowness of its runs, as many of each and in turn: what slows the machine down for a while is common
+    to a turn."""
+    logs = np.log(list(found.values()))  # [layouts, runs]
+    common = logs.mean(axis=0)
+    beside = logs - common
+    means, runs, free = beside.mean(axis=1), logs.shape[1], max(len(logs) - 1, 1)
+    noise = float((beside.var(axis=1, ddof=1) / runs).sum() / free) if runs > 1 else 0.0
+    return Between(
+        common=float(np.expm1(common.mean())),
+        beside=dict(zip(found, np.expm1(means).tolist(), strict=True)),
+        error=float(np.sqrt(max(0.0, (means**2).sum() / free - noise))),
+        noise=float(np.sqrt(noise)),
     )
-
-
-def write(
-    folder: Path,
-    rows: list[dict[str, Any]],
-    result: dict[str, list[list[trajectory.Decoded]]],
-    between: trajectory.Between,
-) -> list[Path]:
-    """``validation.json`` and a ``throughput_*.png`` for each layout; the files written."""
-    from profiler.curves import throughput_figure
-
-    curves = {name: trajectory.throughput([s for run in runs for s in run]) for name, runs in result.items()}
-    data = {
-        "table": [{name: _shown(value) for name, value in row.items()} for row in rows],
-        "figures": rows,
-        "between": asdict(between),
-        "throughput": {
-            name: [{"remaining": n, "measured": m, "predicted": p} for n, (m, p) in sorted(curve.items())]
-            for name, curve in curves.items()
-        },
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / "validation.json"
-    files.write(json.dumps(data, indent=1).encode() + b"\n", target)
-    written = [target]
-    for number, (name, curve) in enumerate(curves.items()):
-        written.append(throughput_figure(folder, name, curve, rows[number], number))
-    return written
 
 
 if __name__ == "__main__":

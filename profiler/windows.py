@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
-WINDOWS, WINDOW = 3, 20
-"""The steps of one run are cut into so many windows of at most so many steps: one that was disturbed is outvoted."""
+from profiler.grid import LEAST_STEPS, STEPS, WARM_UP
+
+WINDOWS = 3
+"""The steps of one run are cut into so many windows, where there are enough: one that was disturbed is outvoted."""
 
 Step = dict[str, Any]
 
@@ -33,7 +35,7 @@ def by_rank(trace: list[Step], **wanted: Any) -> dict[int, list[Step]]:
     return {rank: list(group) for rank, group in groupby(steps, key=lambda step: step["rank"])}
 
 
-def decode_windows(trace: list[Step], *, tp: int, replicas: int, batch: int, warm_up: int, most: int) -> Windows | None:
+def decode_windows(trace: list[Step], *, tp: int, replicas: int, batch: int, most: int = STEPS) -> Windows | None:
     """Step times while exactly ``replicas`` replicas decoded ``batch`` requests each; None if they hardly did.
 
     ``most``: steps to use of each replica at most.  With several replicas only the time counts in which all of them
@@ -44,19 +46,19 @@ def decode_windows(trace: list[Step], *, tp: int, replicas: int, batch: int, war
         lone = max(full, key=lambda rank: full[rank][-1]["at"])
         others = [step["at"] for step in trace if step["rank"] != lone]
         full = {lone: [step for step in full[lone] if step["at"] - step["seconds"] >= max(others, default=0.0)]}
-    if len(full) != replicas or any(len(steps) <= warm_up for steps in full.values()):
+    if len(full) != replicas or any(len(steps) <= WARM_UP for steps in full.values()):
         return None
-    begin = max(steps[warm_up]["at"] - steps[warm_up]["seconds"] for steps in full.values())
+    begin = max(steps[WARM_UP]["at"] - steps[WARM_UP]["seconds"] for steps in full.values())
     end = min(steps[-1]["at"] for steps in full.values())
     kept = [
         [step for step in steps if begin <= step["at"] - step["seconds"] + 1e-9 and step["at"] <= end][:most]
         for steps in full.values()
     ]
     usable = min(map(len, kept))
-    if usable < 1:
+    if usable < LEAST_STEPS:
         return None
-    count = min(WINDOWS, max(1, usable // 8))
-    size = min(WINDOW, usable // count)
+    count = min(WINDOWS, usable // LEAST_STEPS)
+    size = usable // count
     samples = tuple(
         mean(mean(step["seconds"] for step in steps[i * size : (i + 1) * size]) for steps in kept) for i in range(count)
     )
@@ -64,35 +66,12 @@ def decode_windows(trace: list[Step], *, tp: int, replicas: int, batch: int, war
     return Windows(samples, context, size)
 
 
-def prefill_seconds(
-    trace: list[Step], *, tp: int, replicas: int, batch: int, length: int, plug: int = 0
-) -> tuple[float, bool] | None:
-    """Time to prefill ``batch`` requests of ``length`` tokens on each replica, and whether they were together.
-
-    With ``plug`` tokens, one other request goes ahead and keeps the scheduler busy while the rest arrive.  Together:
-    the first of them did not start alone, nor with the plug; else the seconds are their share by tokens of the whole
-    time.  Mean over replicas; None if not every replica got its share.
-    """
+def prefill_seconds(trace: list[Step], *, tp: int, replicas: int, batch: int, length: int) -> float | None:
+    """Time to prefill ``batch`` requests of ``length`` tokens on each replica, in however many steps; mean over
+    replicas, None if not every replica got its share."""
     found = by_rank(trace, kind="prefill", tp=tp)
-    if len(found) != replicas:
+    work = {rank: sum(step["tokens"] for step in steps) for rank, steps in found.items()}
+    even = all(0.9 * batch * length - batch <= tokens <= 1.1 * batch * length + batch for tokens in work.values())
+    if len(found) != replicas or not even:
         return None
-    seconds, together = [], True
-    for steps in found.values():
-        total = sum(step["tokens"] for step in steps)
-        if not 0.9 * batch * length - batch <= total - plug <= 1.1 * batch * length + batch:
-            return None
-        ahead = 1 if plug else 0
-        plug_alone = not plug or (steps[0]["requests"] == 1 and abs(steps[0]["tokens"] - plug) <= 4)
-        mine = steps[ahead:]
-        first_alone = len(mine) > 1 and mine[0]["requests"] == 1 and abs(mine[0]["tokens"] - length) <= 4
-        if plug_alone and mine and not first_alone:
-            seconds.append(sum(step["seconds"] for step in mine))
-        else:
-            together = False
-            seconds.append(sum(step["seconds"] for step in steps) * batch * length / total)
-    return mean(seconds), together
-
-
-def spread(samples: tuple[float, ...]) -> float:
-    """(largest - smallest) / median."""
-    return (max(samples) - min(samples)) / median(samples) if samples else 0.0
+    return mean(sum(step["seconds"] for step in steps) for steps in found.values())

@@ -42,7 +42,7 @@ class AdaptiveConfig:
     these (:attr:`only_ends`)."""
     policy: str = "threshold"
     """Who decides on switches: ``survival`` or ``pat`` (predict from a profile), ``threshold``, ``schedule`` (at
-    given steps), ``manual`` (only /pat/reconfigure) or ``off``."""
+    given steps: POST /pat/schedule), ``manual`` (only /pat/reconfigure) or ``off``."""
     profile: str | None = None
     """File that ``python -m profiler.sweep`` wrote for this deployment."""
     profile_as_is: bool = False
@@ -51,8 +51,6 @@ class AdaptiveConfig:
     """Steps that each layout decodes in a turn of the calibration (``sglang_pat.server.calibration``)."""
     log: str | None = None
     """File to which each decision is appended with its inputs (JSON lines)."""
-    schedule: str | None = None
-    """``schedule`` policy: file with the switches to begin with (``sglang_pat.coordinator.schedule``)."""
     switch_at: int = 8
     """``threshold`` policy: merge when this many requests or fewer are left."""
     max_running: int | None = None
@@ -82,8 +80,6 @@ class AdaptiveConfig:
                 f"--pat-policy {self.policy} needs a profile: give --pat-profile FILE "
                 "(python -m profiler.sweep makes one) or choose --pat-policy threshold"
             )
-        if self.schedule is not None and self.policy != "schedule":
-            raise ValueError(f"--pat-schedule {self.schedule} needs --pat-policy schedule, not {self.policy}")
         if not 0 <= self.calibrate <= MOST_STEPS:
             raise ValueError(f"--pat-calibrate {self.calibrate}: must be 0 to {MOST_STEPS}")
         if self.switch_at < 1:

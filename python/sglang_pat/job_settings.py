@@ -10,13 +10,10 @@ from typing import Any
 
 from sglang_pat import settings
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator import schedule
 from sglang_pat.launch.flags import REFUSED
-from sglang_pat.launch.supported import refuse_config
+from sglang_pat.launch.refusals import refuse_config
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory.estimate import read_config
-from sglang_pat.memory.shapes import ModelShape
-from sglang_pat.messages import ScheduleEntry
+from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import Profile
 
@@ -92,9 +89,8 @@ def read_files(config: AdaptiveConfig) -> Profile | None:
     """The profile, if one is given.
 
     Raises:
-        ValueError: it cannot be read or is none; the schedule is none for these layouts; the log cannot be written.
+        ValueError: it cannot be read or is none; or the log cannot be written.
     """
-    first_schedule(config)
     profile = None if config.profile is None else profiles.load(config.profile, complete=True)
     if config.log is not None:
         try:
@@ -102,19 +98,3 @@ def read_files(config: AdaptiveConfig) -> Profile | None:
         except OSError as error:
             raise ValueError(f"--pat-log {config.log}: {error.strerror}; give a file that can be written") from None
     return profile
-
-
-def first_schedule(config: AdaptiveConfig) -> list[ScheduleEntry] | None:
-    """The entries of ``--pat-schedule``, or none with ``--pat-log``, which counts requests as a schedule does.
-
-    Raises:
-        ValueError: one line; there are none to be had from the file.
-    """
-    if config.schedule is None:
-        return None if config.log is None else []
-    entries = schedule.read(config.schedule)
-    try:
-        schedule.check_degrees(entries, config.layouts)
-    except ValueError as error:
-        raise ValueError(f"--pat-schedule {config.schedule}: {error}") from None
-    return entries

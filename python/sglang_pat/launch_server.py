@@ -12,7 +12,7 @@ import signal
 import sys
 
 from sglang_pat.cpu import shim
-from sglang_pat.launch import noise, processes
+from sglang_pat.launch import processes
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,18 +32,16 @@ def main(argv: list[str] | None = None) -> None:
 
 def _adaptive(argv: list[str]) -> None:
     """Serve until a signal ends it; whatever happens, no process and no socket stays."""
-    from sglang_pat.launch import early
+    from sglang_pat.launch import refusals
 
     processes.exit_on_signals()
-    noise.hear(argv)
     try:
         try:
-            early.check_command_line(argv)
+            refusals.check_command_line(argv)
             processes.fork_here()
         except ValueError as error:
             sys.exit(f"error: {error}")
-        with noise.quiet_imports():
-            from sglang_pat.server.http import launch
+        from sglang_pat.server.http import launch
 
         launch(argv)
     finally:

@@ -21,10 +21,9 @@ from sglang_pat.cpu import shim
 from sglang_pat.fixes import jit
 from sglang_pat.launch import contract
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory import estimate
-from sglang_pat.memory.demand import GIB
-from sglang_pat.memory.plan import MemoryPlan, advice, make_plan
-from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.memory.machine import Supply, supply_of_cpu, supply_of_gpus
+from sglang_pat.memory.plan import MemoryPlan, advice, demand_of, make_plan
+from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.version import SGLANG_VERSIONS, __version__
 
 Line = tuple[bool, str, str]
@@ -85,7 +84,7 @@ def _sglang_symbols() -> Iterator[Line]:
 
 
 def _backend() -> Iterator[Line]:
-    from sglang_pat.comm import shm
+    from sglang_pat.cpu import shm
 
     built = shm.is_available()
     yield built, "compiled backend", "sglang_pat._C loads" if built else "sglang_pat._C is not built: run make setup"
@@ -114,23 +113,22 @@ def plan_of(args: argparse.Namespace) -> MemoryPlan:
     Raises:
         ValueError: no such model, no such layout, or it does not fit; one line.
     """
-    shape = ModelShape.from_config(estimate.read_config(args.model_path), args.dtype)
+    shape = ModelShape.from_config(read_config(args.model_path), args.dtype)
     base = ParallelLayout(args.tp, args.dp)
-    gpus, free = (args.gpus, None) if args.gpus else _gpus_here(base.num_ranks)
-    supply = estimate.supply_of_machine(gpus, base.num_ranks, free)
-    return make_plan(estimate.demand_of(shape, base, supply, args.max_total_tokens), supply)
+    supply = supply_of_gpus(args.gpus, base.num_ranks) if args.gpus else _supply_here(base.num_ranks)
+    return make_plan(demand_of(shape, base, supply, args.max_total_tokens), supply)
 
 
-def _gpus_here(ranks: int) -> tuple[str | None, int | None]:
-    """This machine's GPUs as ``--gpus`` describes them, and the bytes that are free on the one of the ranks' that has
-    least; None without CUDA."""
+def _supply_here(ranks: int) -> Supply:
+    """Of this machine's GPUs that the ranks would have, the one that has least; without CUDA its memory."""
     import torch
 
     if not torch.cuda.is_available():
-        return None, None
-    count = torch.cuda.device_count()
-    free, total = min(torch.cuda.mem_get_info(index) for index in range(min(ranks, count)))
-    return f"{count}x{total / GIB:.2f}GB", free
+        return supply_of_cpu()
+    if (count := torch.cuda.device_count()) < ranks:
+        raise ValueError(f"{ranks} ranks need {ranks} GPUs, {count} are visible: choose other --tp/--dp")
+    free, total = min(torch.cuda.mem_get_info(index) for index in range(ranks))
+    return Supply(kind="cuda", free=free, total=total)
 
 
 def report() -> int:

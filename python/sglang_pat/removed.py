@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 SETTINGS: dict[str, str] = {
     "rollout_dir": "put admitter.state_dict() into the trainer's checkpoint (docs/rollouts.md)",
+    "schedule": "POST the entries as a JSON list to /pat/schedule",
 }
 """By a setting's name, as in ``sglang_pat/settings.py`` (``rollout_dir`` for ``--pat-rollout-dir``)."""
 
@@ -33,8 +34,15 @@ ROUTES: dict[str, str] = {
 }
 """By method and path of the HTTP server, as FastAPI writes it: ``"DELETE /pat/rollout/{job}"``; answered with 410."""
 
-METHODS: dict[str, str] = {}
-"""By name, of ``Engine``: ``"set_schedule"``."""
+_SCHEDULE = "a server takes a schedule by POST /pat/schedule; a program calls reconfigure(tp)"
+
+METHODS: dict[str, str] = {
+    "set_schedule": _SCHEDULE,
+    "schedule": _SCHEDULE,
+    "async_set_schedule": _SCHEDULE,
+    "async_schedule": _SCHEDULE,
+}
+"""By name, of ``Engine``."""
 
 
 def refuse_settings(names: Iterable[str], where: str) -> None:

@@ -111,9 +111,6 @@ SETTINGS = (
         "python -m sglang_pat.replay --log FILE decides again.",
         "FILE",
     ),
-    Setting(
-        "schedule", None, "For schedule: switches at given steps (JSON lines), or a decision log to repeat.", "FILE"
-    ),
     Setting("switch_at", 8, "For threshold: merge when N requests or fewer are left."),
     Setting(
         "cpu_overlap", False,

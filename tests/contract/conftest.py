@@ -1,9 +1,6 @@
-"""What contract tests need: SGLang, on a machine without CUDA too; the model that they read arguments for; what checks
-requests."""
+"""What contract tests need: SGLang, on a machine without CUDA too; the model that they read arguments for."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,11 +13,3 @@ shim.ensure()  # before any test file imports SGLang
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     return models.make_random("llama", tmp_path_factory.mktemp("models") / "llama", heads=8, kv_heads=4)
-
-
-@pytest.fixture(scope="module")
-def package():
-    """Where a request is checked."""
-    from sglang_pat.fixes import entrance, sampling
-
-    return SimpleNamespace(entrance=entrance, sampling=sampling)

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 
-from sglang_pat.server import pausing
+from sglang_pat.fixes import pauses
 
 from .pausing_rank import Rank
 from .tokenizer_world import Manager, settle
@@ -48,7 +48,7 @@ class World:
     """
 
     def __init__(self, monkeypatch: Any) -> None:
-        monkeypatch.setattr(pausing, "FLUSH_SECONDS", 1e-3)
+        monkeypatch.setattr(pauses, "FLUSH_SECONDS", 1e-3)
         self.manager = Manager(monkeypatch)
         self.rank = Rank(self.manager)
         self.calls: list[Call] = []

@@ -1,12 +1,28 @@
-"""What an aborted switch does to the requests of its ranks; and when a rank is prepared."""
+"""The states of a switch, what an aborted one does to the requests of its ranks, and when a rank is prepared."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
 pytestmark = pytest.mark.contract
+
+
+def test_a_switch_goes_through_its_states_in_order_and_is_aborted_before_commit_only():
+    from sglang_pat.switch.executor import SwitchState as S
+    from sglang_pat.switch.executor import advance
+
+    main = [S.IDLE, S.PREPARE, S.QUIESCE, S.EXCHANGE, S.COMMIT, S.RESUME, S.IDLE]
+    allowed = {*itertools.pairwise(main), (S.ABORT, S.IDLE)}
+    allowed |= {(state, S.ABORT) for state in (S.PREPARE, S.QUIESCE, S.EXCHANGE)}
+    for current, to in itertools.product(S, repeat=2):
+        if (current, to) in allowed:
+            assert advance(current, to) is to
+        else:
+            with pytest.raises(RuntimeError, match=f"switch cannot go from {current.name} to {to.name}"):
+                advance(current, to)
 
 
 @pytest.mark.parametrize("state", ["QUIESCE", "EXCHANGE"])
@@ -17,17 +33,17 @@ def test_what_is_computed_anew(monkeypatch, state, paused, in_parts):
 
     SGLang's ``pause_generation("retract")`` forgets such a prompt where other requests run.
     """
-    from sglang_pat.switch import executor, live
-    from sglang_pat.switch.state import SwitchState
+    from sglang_pat.switch import executor, requests
+    from sglang_pat.switch.executor import SwitchState
 
     computed = []
-    monkeypatch.setattr(live, "recompute", computed.append)
+    monkeypatch.setattr(requests, "recompute_all", computed.append)
     aborted = executor.SwitchExecutor.__new__(executor.SwitchExecutor)
     nothing = SimpleNamespace(forget=lambda: None, release=lambda: None)
     aborted.scheduler = SimpleNamespace(
         grammars=nothing, _engine_paused=paused, chunked_req=object() if in_parts else None
     )
-    aborted.layouts = SimpleNamespace(staging=nothing)
+    aborted.staging = nothing
     aborted.state = SwitchState[state]
     aborted._mark = lambda _: None
     aborted._abort()
@@ -42,8 +58,9 @@ def test_what_is_computed_anew(monkeypatch, state, paused, in_parts):
 def test_a_switch_waits_for_a_prompt_whose_pieces_it_would_throw_away(monkeypatch, kv, disable, waits, ends):
     """Else one that comes again and again keeps the prompt from its end."""
     from sglang_pat.messages import Prepare
-    from sglang_pat.switch import executor, handover, kv_exchange
-    from sglang_pat.switch.state import SwitchState
+    from sglang_pat.switch import executor, requests
+    from sglang_pat.switch import kv as exchange
+    from sglang_pat.switch.executor import SwitchState
 
     sent, prompt = [], object()
     tree = SimpleNamespace(is_chunk_cache=lambda: False, disable=disable)
@@ -51,10 +68,12 @@ def test_a_switch_waits_for_a_prompt_whose_pieces_it_would_throw_away(monkeypatc
         adaptive=SimpleNamespace(kv=kv), tree_cache=tree, chunked_req=prompt, _engine_paused=False,
         channel=SimpleNamespace(send=sent.append),
     )  # fmt: skip
-    monkeypatch.setattr(kv_exchange, "reserve", lambda *_: None)
-    monkeypatch.setattr(handover, "seal", lambda *_: [])
+    monkeypatch.setattr(exchange, "reserve", lambda *_: None)
+    monkeypatch.setattr(requests, "seal_requests", lambda *_: [])
     made = executor.SwitchExecutor.__new__(executor.SwitchExecutor)
     made.scheduler, made.rank, made.state, made._compiling, made._computing = rank, 0, SwitchState.IDLE, None, None
+    monkeypatch.setattr(requests, "tokens_to_move", lambda *_: 0)
+    made.staging = None
     made.config = made.layouts = SimpleNamespace(layout=lambda tp: tp, prepare=lambda _: None)
     made.prepare(Prepare(epoch=1, tp=2))
     made.answer()

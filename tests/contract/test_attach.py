@@ -71,7 +71,9 @@ def test_without_the_variable_nothing_is_imported():
     run = plugin(None)
     assert run.returncode == 0
     ours = {name for name in json.loads(run.stdout) if name.startswith("sglang")}
-    assert ours == {"sglang_pat"} | {f"sglang_pat.{name}" for name in ("config", "layout", "plugin", "version")}
+    assert ours == {"sglang_pat"} | {
+        f"sglang_pat.{name}" for name in ("config", "layout", "plugin", "removed", "version")
+    }
 
 
 @pytest.mark.parametrize("value", ["yes", "polcy=pat", "switch_at=soon"])
@@ -82,7 +84,7 @@ def test_it_fails_closed(value):
 
 
 def test_every_setting_is_a_field_of_the_arguments():
-    from sglang_pat.launch.args import AdaptiveServerArgs
+    from sglang_pat.launch.spec import AdaptiveServerArgs
 
     fields = AdaptiveServerArgs.__dataclass_fields__
     for setting in SETTINGS:
@@ -98,7 +100,7 @@ def test_functions_that_would_not_be_called_are_refused(what, model, monkeypatch
     from sglang.srt.entrypoints import engine
 
     from sglang_pat.launch import processes
-    from sglang_pat.launch.args import AdaptiveServerArgs
+    from sglang_pat.launch.spec import AdaptiveServerArgs
     from sglang_pat.server.engine import AdaptiveEngine
 
     def areal_run_scheduler_process(*_):

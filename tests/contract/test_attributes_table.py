@@ -11,7 +11,7 @@ from sglang.srt.managers.scheduler_recv_skipper import SchedulerRecvSkipper
 from sglang_pat.checks import agreement as check
 from sglang_pat.checks import attributes, census
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.switch import agreement
+from sglang_pat.switch import install
 
 pytestmark = pytest.mark.contract
 
@@ -62,7 +62,7 @@ def scheduler(steps: int, counter: int) -> SimpleNamespace:
 def test_the_leaders_counters_become_everyones():
     """A profile that had seven steps to go still has."""
     leader, other = scheduler(100, 1), scheduler(30, 2)
-    agreement.take(other, agreement.taken(leader))
+    install.take_counters(other, install.counters_of(leader))
     assert (other.forward_ct, other.recv_skipper._counter) == (100, 1)
     assert other.profiler_target_forward_ct == 107 and other.profiler_start_forward_ct is None
 
@@ -129,7 +129,7 @@ def test_nothing_is_gathered_outside_test_builds_and_in_a_group_of_one(monkeypat
 
 
 def test_what_is_taken_is_classified_as_equal():
-    for path in agreement.TAKEN:
+    for path in install.COUNTERS:
         assert attributes.line_of(f"Scheduler.{path}").kind == "group"
 
 
@@ -138,8 +138,8 @@ def test_the_new_leader_speaks_through_its_old_one(old, new):
     layouts = ParallelLayout(old, 4 // old), ParallelLayout(new, 4 // new)
     for rank in range(4):
         new_leader = layouts[1].group_of(rank)
-        assert agreement.leader_before(rank, *layouts) == layouts[0].group_of(new_leader)
-        assert agreement.leader_before(rank, *layouts) in layouts[0].leaders
+        assert install.leader_before(rank, *layouts) == layouts[0].group_of(new_leader)
+        assert install.leader_before(rank, *layouts) in layouts[0].leaders
 
 
 class Root(SimpleNamespace):

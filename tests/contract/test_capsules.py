@@ -22,7 +22,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pat.rank import degrees
 from sglang_pat.switch import requests
-from sglang_pat.switch.adopt import _Slots
+from sglang_pat.switch.install import _Slots
 
 from ..unit.lines_run import lines_run
 

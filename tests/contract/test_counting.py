@@ -20,32 +20,32 @@ from .requests_made import tokenized
 pytestmark = pytest.mark.contract
 
 
-def test_the_warm_up_does_not_count_in_a_schedule(monkeypatch):
-    """A first schedule is away while SGLang sends its own requests, and there again afterwards."""
+def test_the_warm_up_does_not_count_in_a_log(monkeypatch):
     from sglang_pat.server import http
 
-    manager, seen = SimpleNamespace(pat_first_schedule=["given"]), []
+    manager, seen = SimpleNamespace(pat_log_begins=True), []
     monkeypatch.setattr(http, "_manager", lambda: manager)
     monkeypatch.setattr(
         http.http_server, "_execute_server_warmup",
-        lambda args: seen.append((manager.pat_first_schedule, args.dp_size)) or True,
+        lambda args: seen.append((manager.pat_log_begins, args.dp_size)) or True,
     )  # fmt: skip
     config = AdaptiveConfig(base=ParallelLayout(1, 4))
     assert http._warm_up(SimpleNamespace(dp_size=1, spec=SimpleNamespace(config=config))) is True
-    assert seen == [(None, 4)], "a request for each replica"
-    assert manager.pat_first_schedule == ["given"]
+    assert seen == [(False, 4)], "a request for each replica"
+    assert manager.pat_log_begins
 
 
 class Scheduling:
     """The part of the TokenizerManager that sets schedules."""
 
-    def __init__(self, first, policy: str = "schedule") -> None:
+    def __init__(self, begins: bool, policy: str = "schedule") -> None:
         from sglang_pat.server.tokenizer import AdaptiveTokenizerManager as Ours
 
-        for name in ("_pat_check_schedule", "_begin_schedule", "pat_set_schedule", "pat_schedule"):
+        for name in ("_pat_check_schedule", "_pat_begin_log", "pat_set_schedule", "pat_schedule"):
             setattr(self, name, MethodType(getattr(Ours, name), self))
-        self.pat_first_schedule, self.sent, self._pat_ids = first, [], count()
-        self.server_args = SimpleNamespace(spec=SimpleNamespace(config=SimpleNamespace(policy=policy)))
+        self.pat_log_begins, self.sent, self._pat_ids = begins, [], count()
+        layouts = [ParallelLayout(1, 4), ParallelLayout(2, 2)]
+        self.server_args = SimpleNamespace(spec=SimpleNamespace(config=SimpleNamespace(policy=policy, layouts=layouts)))
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self.sent.append)
 
     def auto_create_handle_loop(self) -> None: ...
@@ -55,30 +55,24 @@ class Scheduling:
         return SimpleNamespace(state=ScheduleState(entries=0, done=0, holding=False, switches=[]))
 
 
-def test_the_first_schedule_goes_out_once_and_not_after_another():
-    """With ``--pat-log`` alone an empty one does: requests count from then on."""
-    from sglang_pat.job_settings import first_schedule
-
-    given = SimpleNamespace(schedule=None, log=None)
-    assert first_schedule(given) is None
-    given.log = "decisions.jsonl"
-    assert first_schedule(given) == []
-    for first, entries in ((None, []), ([], [[]])):
-        manager = Scheduling(first)
+def test_a_log_begins_once_and_not_after_a_schedule():
+    """An empty schedule does it: requests count from then on."""
+    for begins, entries in ((False, []), (True, [[]])):
+        manager = Scheduling(begins)
         for _ in range(2):
-            manager._begin_schedule()
+            manager._pat_begin_log()
         assert [message.entries for message in manager.sent] == entries
-    manager, mine = Scheduling([ScheduleEntry(tp=4)]), [ScheduleEntry(tp=2)]
-    asyncio.run(manager.pat_set_schedule(mine))
-    manager._begin_schedule()
-    assert [message.entries for message in manager.sent] == [mine]
+    manager = Scheduling(True)
+    asyncio.run(manager.pat_set_schedule([{"tp": 2}]))
+    manager._pat_begin_log()
+    assert [message.entries for message in manager.sent] == [[ScheduleEntry(tp=2)]]
 
 
 def test_a_schedule_for_another_policy_is_refused_before_it_goes_out():
     """Else the counts of a log would begin anew."""
     from sglang_pat.server.tokenizer import ReconfigureError
 
-    manager = Scheduling(None, "manual")
+    manager = Scheduling(False, "manual")
     for ask in (lambda: manager.pat_set_schedule([]), manager.pat_schedule):
         with pytest.raises(ReconfigureError, match="does not follow a schedule") as refused:
             asyncio.run(ask())
@@ -87,7 +81,7 @@ def test_a_schedule_for_another_policy_is_refused_before_it_goes_out():
 
 def test_siblings_of_long_prompts_are_known_before_a_rank_has_them():
     """By the number that load reports give; also of a response that goes on."""
-    from sglang_pat.coordinator.controls import classify
+    from sglang_pat.coordinator.process import classify
     from sglang_pat.policies.prompts import LONG_PROMPT
     from sglang_pat.rank.load_reports import register
 
@@ -106,14 +100,14 @@ def test_siblings_of_long_prompts_are_known_before_a_rank_has_them():
 
 
 def test_health_probes_do_not_count_in_a_schedule():
-    from sglang_pat.coordinator.controls import classify
+    from sglang_pat.coordinator.process import classify
 
     assert [work.counts for rid in ("r", "HEALTH_CHECK_17") for work in classify(tokenized(rid=rid))] == [True, False]
 
 
 def test_the_prompt_of_several_responses_has_no_tokens_to_come():
     """SGLang sends it before them: it is none of the samples of a round."""
-    from sglang_pat.coordinator.controls import classify
+    from sglang_pat.coordinator.process import classify
 
     given = tokenized(rid="r")
     for tokens in (0, 7):

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.launch import flags, flags_page
-from sglang_pat.launch.args import AdaptiveServerArgs
+from sglang_pat.launch.spec import AdaptiveServerArgs
 
 pytestmark = pytest.mark.contract
 

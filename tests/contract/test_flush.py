@@ -15,12 +15,12 @@ from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput, U
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_pat.fixes.weight_updates import NOT_FLUSHED
 from sglang_pat.messages import LoadReport, Step
 from sglang_pat.rank.load_reports import LoadReporter
 from sglang_pat.rank.scheduler import AdaptiveScheduler
-from sglang_pat.rank.updates import NOT_FLUSHED
-from sglang_pat.switch import live
-from sglang_pat.switch.gate import StepGate
+from sglang_pat.rank.step_gate import StepGate
+from sglang_pat.switch import requests
 
 pytestmark = pytest.mark.contract
 
@@ -107,7 +107,7 @@ def test_a_replica_admits_requests_after_all_have_ended_at_once(overlap, prefill
         rank.waiting_queue = [request(False)]
     else:
         rank.waiting_queue = [request(False)]
-        assert not rank.flush_cache() if between == "a flush that fails" else not live.drain(rank)
+        assert not rank.flush_cache() if between == "a flush that fails" else not requests.drain(rank)
     with pytest.raises(Admits):
         rank.get_next_batch_to_run()
 

@@ -10,8 +10,8 @@ import pytest
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
+from sglang_pat.fixes import request_lifetime
 from sglang_pat.rank import degrees
-from sglang_pat.server import forgetting
 
 from .tokenizer_world import LONGEST, Manager, settle
 
@@ -224,7 +224,7 @@ def test_all_that_runs_is_ended(play):
 
 
 def test_an_update_does_not_wait_for_ever(play, monkeypatch):
-    monkeypatch.setattr(forgetting, "LEFT_SECONDS", 0.0)
+    monkeypatch.setattr(request_lifetime, "LEFT_SECONDS", 0.0)
 
     async def scene(manager):
         answer = manager.ask("r")

@@ -1,8 +1,9 @@
-"""A message that cannot be read is dropped by whoever gets it; one of a switch ends the engine."""
+"""A message that cannot be read or handled is dropped by whoever gets it; one of a switch ends the engine."""
 
 from __future__ import annotations
 
-import asyncio
+import logging
+import math
 import pickle
 from collections import deque
 from types import SimpleNamespace
@@ -12,7 +13,9 @@ import pytest
 import zmq
 
 from sglang_pat import messages
-from sglang_pat.dropped import Dropped
+from sglang_pat.dropped import FATAL, LOG_SECONDS, MAX_KINDS, Dropped, IsolatingDispatcher, ReadableSocket
+
+from .requests_made import tokenized
 
 pytestmark = pytest.mark.contract
 
@@ -114,71 +117,24 @@ def test_what_the_server_sends_is_dropped_if_it_cannot_be_read():
 JUNK = (b"", b"\x80\x05junk", pickle.dumps(messages.StatusQuery)[:-9], b"cnowhere\nnobody\n.")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_outputs_that_cannot_be_read_are_dropped(asynchronous):
+def test_outputs_that_cannot_be_read_are_dropped():
     """In the detokenizer, and in the server."""
-    from sglang_pat.rank.channels import AsyncOrderedReceiver, OrderedReceiver
-    from sglang_pat.switch.order import Stamped
-
-    class AsyncSocket(Socket):
-        async def recv(self, flags: int = 0) -> bytes:
-            return super().recv(flags)
+    from sglang_pat.switch.order import OrderedReceiver, Stamped
 
     frames = (JUNK[0], pickle.dumps(Stamped(0, 1, None, "first")), *JUNK[1:], pickle.dumps("second"))
     dropped = Dropped()
-    if asynchronous:
-        receiver = AsyncOrderedReceiver(AsyncSocket(*frames), dropped)
-
-        async def both() -> list:
-            return [await receiver.recv_pyobj(), await receiver.recv_pyobj()]
-
-        found = asyncio.run(both())
-    else:
-        receiver = OrderedReceiver(Socket(*frames), dropped)
-        found = [receiver.recv_pyobj(), receiver.recv_pyobj()]
-    assert found == ["first", "second"] and dropped.total == len(JUNK)
+    receiver = OrderedReceiver(Socket(*frames), dropped)
+    assert [receiver.recv_pyobj(), receiver.recv_pyobj()] == ["first", "second"] and dropped.total == len(JUNK)
 
 
 def test_a_leader_drops_what_it_cannot_read():
     """SGLang reads until the socket is empty, and that is the one error that it expects."""
-    from sglang_pat.fixes.isolation import ReadableSocket
-
     dropped = Dropped()
     socket = ReadableSocket(Socket(*JUNK[:2], pickle.dumps("first"), *JUNK[2:]), dropped)
     assert socket.recv_pyobj(zmq.NOBLOCK) == "first"
     with pytest.raises(zmq.Again):
         socket.recv_pyobj(zmq.NOBLOCK)
     assert dropped.total == len(JUNK) and not socket.poll(0), "everything else is the socket's"
-
-
-def test_all_receivers_are_behind_that(monkeypatch):
-    """What SGLang reads from, in each process, after it has made its sockets."""
-    from sglang.srt.managers.detokenizer_manager import DetokenizerManager
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
-
-    from sglang_pat.fixes import isolation
-    from sglang_pat.rank import channels, scheduler
-    from sglang_pat.rank.process import AdaptiveDetokenizerManager
-    from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
-
-    def made(kind: type, base: type, name: str, *args) -> object:
-        monkeypatch.setattr(base, "init_ipc_channels", lambda self, *_: setattr(self, name, Socket()))
-        manager = kind.__new__(kind)
-        manager.dropped, manager.rank, manager._channel_address = Dropped(), 0, ""
-        manager.server_args = SimpleNamespace(enable_metrics=False)
-        manager.send_to_detokenizer = manager.idle_sleeper = None
-        manager.init_ipc_channels(*args)
-        return getattr(manager, name)
-
-    monkeypatch.setattr(scheduler, "RankChannel", lambda *args: None)
-    args = SimpleNamespace(enable_metrics=False)
-    leader = made(scheduler.AdaptiveScheduler, Scheduler, "recv_from_tokenizer", None)
-    assert isinstance(leader, isolation.ReadableSocket)
-    detokenizer = made(AdaptiveDetokenizerManager, DetokenizerManager, "recv_from_scheduler", None, args)
-    assert type(detokenizer) is channels.OrderedReceiver
-    server = made(AdaptiveTokenizerManager, TokenizerManager, "recv_from_detokenizer", None)
-    assert type(server) is channels.AsyncOrderedReceiver
 
 
 def test_the_detokenizer_drops_what_it_does_not_know_but_no_batch():
@@ -204,26 +160,22 @@ def test_the_server_drops_what_it_cannot_handle(monkeypatch):
     from sglang_pat.server import tokenizer
 
     def made(self, server_args, port_args) -> None:
-        self.server_args, self._pat_dropped = server_args, Dropped()
+        self.server_args, self.pat_dropped = server_args, Dropped()
         self._result_dispatcher = TypeBasedDispatcher([])
 
     monkeypatch.setattr(TokenizerManager, "__init__", made)
-    monkeypatch.setattr(tokenizer, "first_schedule", lambda args: None)
-    args = SimpleNamespace(enable_metrics=False, spec=SimpleNamespace(config=SimpleNamespace(calibrates=False)))
+    args = SimpleNamespace(
+        enable_metrics=False,
+        spec=SimpleNamespace(config=SimpleNamespace(calibrates=False, log=None)),
+    )
     manager = tokenizer.AdaptiveTokenizerManager(args, None)
     manager._result_dispatcher(("what", "is this"))
     answers: list = []
     manager._pat_waiting[3] = SimpleNamespace(done=lambda: False, set_result=answers.append)
     manager._result_dispatcher(messages.StatusReply(query_id=[], status={}))
-    assert manager._pat_dropped.total == 2
+    assert manager.pat_dropped.total == 2
     manager._result_dispatcher(messages.StatusReply(query_id=3, status={}))
     assert len(answers) == 1
-
-
-def test_a_trace_that_nobody_asked_for_is_left():
-    from sglang_pat.coordinator.traces import Traces
-
-    Traces(2, None).heard(messages.RankTrace(rank=0, query_id=5, steps=[]))
 
 
 def test_a_report_that_cannot_be_made_is_replaced_by_a_shorter_one():
@@ -254,7 +206,7 @@ def test_control_requests_reach_ranks_without_what_a_client_put_into_them():
     """SGLang's loop asks every request's id whether it is a health check's, and dies of one that is no text."""
     from sglang.srt.managers import io_struct as io
 
-    from sglang_pat.coordinator.controls import classify
+    from sglang_pat.coordinator.process import classify
 
     for rid in (["a", "b"], 7, "a"):
         (control,) = classify(io.FlushCacheReqInput(rid=rid, http_worker_ipc="ipc:///tmp/nobody"))
@@ -274,3 +226,112 @@ def test_a_decision_log_on_a_full_disk_ends_and_the_coordinator_goes_on(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "--pat-log /dev/full: No space left on device; nothing more is written to it"
     ]
+
+
+# -- on a rank ------------------------------------------------------------------------------------------------
+
+
+def test_a_row_without_a_choice_gets_one():
+    import torch
+
+    from sglang_pat.fixes import grammars
+
+    logits = torch.tensor([[-math.inf, -math.inf], [math.nan, 1.0], [-math.inf, 3.0]])
+    grammars.leave_a_choice(logits)
+    assert logits.tolist() == [[0.0, 0.0], [0.0, 0.0], [-math.inf, 3.0]]
+
+
+def test_a_grammar_that_fails_aborts_its_request_alone():
+    from sglang_pat.fixes import grammars
+
+    class Grammar:
+        finished = False
+
+        def fill_vocab_mask(self, mask, idx):
+            raise ValueError("too large")
+
+    failing, fine = SimpleNamespace(grammar=Grammar(), to_finish=None), SimpleNamespace(grammar=None, to_finish=None)
+    info = SimpleNamespace(grammars=[failing.grammar, None])
+    grammars.guard(info)
+    info.grammars[0].fill_vocab_mask(None, 0)
+    assert info.grammars[0].finished is False and info.grammars[1] is None
+    grammars.abort_failed([failing, fine])
+    assert failing.to_finish.to_json()["status_code"] == 400 and "too large" in failing.to_finish.message
+    assert fine.to_finish is None
+
+
+def test_a_request_that_cannot_be_handled_is_answered_and_a_step_of_a_switch_is_fatal():
+    from sglang.srt.managers import io_struct as io
+
+    from sglang_pat.coordinator.controls import failed
+
+    def broken(obj):
+        raise KeyError("boom")
+
+    dropped = Dropped()
+    dispatch = IsolatingDispatcher(broken, dropped, FATAL, failed)
+    answer = dispatch(tokenized(rid="mine"))
+    assert isinstance(answer, io.AbortReq) and answer.rid == "mine"
+    assert answer.finished_reason["type"] == "abort" and "boom" in answer.finished_reason["message"]
+    assert dispatch(io.FlushCacheReqInput()).success is False
+    assert dispatch(io.AbortReq(rid="x")) is None
+    assert dropped.total == 3
+    for message in (messages.Prepare(epoch=1, tp=2), messages.Switch(epoch=1, tp=2), messages.Cancel(epoch=1)):
+        with pytest.raises(KeyError):
+            dispatch(message)
+
+
+def test_every_control_request_has_an_answer_for_failure():
+    """Without one its client waits for ever, and so does every switch; what leaders answer must also merge."""
+    from sglang_pat.coordinator.controls import CONTROLS, error_of, failed
+    from sglang_pat.coordinator.process import classify
+
+    for kind, (reply, options) in CONTROLS.items():
+        answers = [failed(object.__new__(kind), ValueError("boom")) for _ in range(2)]
+        assert type(answers[0]) is reply
+        merged = options["merge"](answers) if "merge" in options else answers[0]
+        assert type(merged) is reply and not getattr(merged, "success", False)
+        if options.get("needs_base"):  # the coordinator's own answer, where there is no way to the base layout
+            asked = object.__new__(kind)
+            asked.tags = None
+            (control,) = classify(asked)
+            refused = control.refusal("no way")
+            assert type(refused) is reply and error_of(refused) == "RuntimeError: no way"
+            assert not getattr(refused, "success", False)
+
+
+# -- counted, and said in the log now and then ------------------------------------------------------------------
+
+
+def test_all_are_counted_and_a_flood_is_logged_once_a_second(caplog):
+    now = [0.0]
+    dropped = Dropped(clock=lambda: now[0])
+    with caplog.at_level(logging.ERROR):
+        for _ in range(50):
+            dropped.note("LoadReport", ValueError("no"))
+        assert dropped.total == 50 and len(caplog.records) == 1
+        now[0] = LOG_SECONDS
+        dropped.note("LoadReport", ValueError("again"))
+        dropped.note("Finished", ValueError("no"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "dropped a message: LoadReport: no", "dropped a message: LoadReport (and 49 more before it): again",
+        "dropped a message: Finished: no",
+    ]  # fmt: skip
+
+
+def test_kinds_are_bounded(monkeypatch):
+    """They are a label of a metric, and some come from bytes that somebody sent."""
+    import prometheus_client
+
+    registry = prometheus_client.CollectorRegistry()
+    counter = prometheus_client.Counter
+    monkeypatch.setattr(
+        prometheus_client, "Counter", lambda *args, **kwargs: counter(*args, **kwargs, registry=registry)
+    )
+    dropped = Dropped(metrics=True, clock=lambda: 0.0)
+    for i in range(10 * MAX_KINDS):
+        dropped.note(f"kind {i}", ValueError())
+    samples = [s for metric in registry.collect() for s in metric.samples if s.name.endswith("_total")]
+    assert {s.name for s in samples} == {"sglang_pat_dropped_messages_total"}
+    assert len(samples) == MAX_KINDS + 1
+    assert sum(s.value for s in samples) == dropped.total == 10 * MAX_KINDS

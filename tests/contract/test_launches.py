@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_pat.fixes import penalties
 from sglang_pat.rank import degrees
-from sglang_pat.switch import adopt, handover
+from sglang_pat.switch import install, requests
 
 pytestmark = pytest.mark.contract
 
@@ -48,7 +48,7 @@ class Launches(TorchDispatchMode):
 
 
 def upload(values, dtype, device):
-    """As :func:`sglang_pat.kernels.transfer.upload` to a GPU: one copy."""
+    """As :func:`sglang_pat.switch.transfer.upload` to a GPU: one copy."""
     return torch.as_tensor(values, dtype=dtype).to(device)
 
 
@@ -63,7 +63,7 @@ def request(number: int, sampling: dict) -> Req:
 
 
 def launched(count: int, sampling: dict, monkeypatch) -> Counter[str]:
-    for module in (adopt, penalties):
+    for module in (install, penalties):
         monkeypatch.setattr(module, "upload", upload)
     args = SimpleNamespace(
         speculative_algorithm=None, enable_deterministic_inference=False, enable_custom_logit_processor=False,
@@ -85,13 +85,13 @@ def launched(count: int, sampling: dict, monkeypatch) -> Counter[str]:
     rows = [np.arange(1 + number * held, 1 + (number + 1) * held) for number in range(count)]
     parked = [request(number, sampling) for number in range(count, count + count // 2)]
     more = [np.arange(1 + number * held, 1 + (number + 1) * held) for number in range(count, count + count // 2)]
-    arrivals = handover.IncomingRequests(
+    arrivals = requests.IncomingRequests(
         decoding=[(req, row, 0) for req, row in zip(reqs, rows, strict=True)],
         waiting=parked, parked=[(req, row, 0) for req, row in zip(parked, more, strict=True)],
         place=np.arange(1 + (count + count // 2) * held),
     )  # fmt: skip
     with Launches() as launches:
-        adopt.adopt(scheduler, arrivals)
+        install.install_requests(scheduler, arrivals)
     assert len(scheduler.running_batch.reqs) == count and len(scheduler.waiting_queue) == count // 2
     return launches.counted
 
@@ -123,5 +123,5 @@ def test_one_that_was_retracted_and_has_all_its_kv_is_so_no_more():
     req = request(0, {})
     req.is_retracted = True
     table = ReqToTokenPool(4, 64, "cpu", False)
-    adopt._hold(SimpleNamespace(req_to_token_pool=table, device="cpu"), [req], [np.arange(5)])
+    install._hold(SimpleNamespace(req_to_token_pool=table, device="cpu"), [req], [np.arange(5)])
     assert not req.is_retracted and req.kv_committed_len == 5

@@ -48,7 +48,7 @@ def test_times_are_those_of_all_layers(monkeypatch):
 
 def test_few_tokens_are_multiplied_by_all_pieces_at_once(monkeypatch):
     pytest.importorskip("triton")
-    from sglang_pat.kernels import pieces_triton
+    from sglang_pat.rank import pieces_triton
     from sglang_pat.rank.weights import PiecewiseLinear
 
     method, weight, seen = PiecewiseLinear(), torch.zeros(64, 32), []

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory import estimate
-from sglang_pat.memory.demand import GIB, Demand, Supply
-from sglang_pat.memory.room import sglang_reserve
-from sglang_pat.memory.shapes import UNGATED, ModelShape
+from sglang_pat.memory.machine import GIB, Supply
+from sglang_pat.memory.plan import Demand, default_reserve, sglang_defaults
+from sglang_pat.memory.shapes import UNGATED, ModelShape, read_config
 from sglang_pat.testing import models
 
 from .checkpoints import made_by_transformers
@@ -47,12 +46,12 @@ def settings_of(gigabytes: int, tp: int):
 def test_defaults_and_reserve_are_sglangs(gigabytes, tp):
     args = settings_of(gigabytes, tp)
     supply = Supply(kind="cuda", free=gigabytes * GIB, total=gigabytes * GIB)
-    chunk, graph_batch = estimate.sglang_defaults(supply.total, tp)
+    chunk, graph_batch = sglang_defaults(supply.total, tp)
     assert (chunk, graph_batch) == (args.chunked_prefill_size, args.cuda_graph_max_bs)
     demand = Demand(
         shape=FULL, base=ParallelLayout(tp, 1), degrees=(tp,), prefill_tokens=chunk, graph_batch=graph_batch,
     )  # fmt: skip
-    fraction = 1 - sglang_reserve(supply.total, demand) / supply.total
+    fraction = 1 - default_reserve(demand, supply) / supply.total
     assert fraction == pytest.approx(args.mem_fraction_static, abs=0.0006)
 
 
@@ -62,7 +61,7 @@ def test_weights_are_those_of_the_checkpoint(arch, tmp_path):
     from safetensors import safe_open
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_pat.launch.args import model_shape
+    from sglang_pat.launch.spec import model_shape
 
     folder = models.make_random(arch, tmp_path / arch)
     with safe_open(folder / "model.safetensors", "np") as file:
@@ -70,13 +69,13 @@ def test_weights_are_those_of_the_checkpoint(arch, tmp_path):
     shape = model_shape(ModelConfig(str(folder), dtype="float32"))
     padding = (shape.padded_vocab - shape.vocab) * shape.hidden * (1 if shape.tied else 2)
     assert shape.parameters() - padding == stored
-    assert shape == ModelShape.from_config(estimate.read_config(str(folder)), "float32")
+    assert shape == ModelShape.from_config(read_config(str(folder)), "float32")
 
 
 @pytest.mark.parametrize("kind", ["opt", "gpt_bigcode", "gptj"])
 def test_matrices_of_models_without_a_gate(kind, tmp_path):
     """Biases and the table of positions, which the plan leaves out, weigh next to nothing in a real model."""
-    from sglang_pat.launch.args import model_shape
+    from sglang_pat.launch.spec import model_shape
 
     checkpoint = made_by_transformers(kind, tmp_path)
     shape = model_shape(checkpoint.rank.config)

@@ -70,6 +70,11 @@ def test_who_may_call_what(app, keys, key, as_user, as_admin):
         assert (answer.status_code != 401) == allowed, (path, method, answer)
 
 
+def test_a_schedule_answers_at_its_end_only(app):
+    answer = client(app).get("/pat/schedule?wait=false")
+    assert answer.status_code == 400 and "GET /pat/status has the switches so far" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", [path for path, method in sorted(CLIENTS | ADMINS) if method == "POST"])
 def test_bodies_are_bounded(app, path, monkeypatch):
     from sglang_pat.server import http

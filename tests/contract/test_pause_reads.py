@@ -1,6 +1,6 @@
 """Where a pause waits for the device: read in the source, since a CPU waits for nothing.
 
-A GPU is waited for by ``kernels/transfer.py`` alone, and there by ``download`` and ``synchronize``.  What is called on
+A GPU is waited for by ``switch/transfer.py`` alone, and there by ``download`` and ``synchronize``.  What is called on
 a tensor and would wait as well is listed here with the reason why that tensor lies in host memory.
 """
 
@@ -16,35 +16,32 @@ import sglang_pat
 pytestmark = pytest.mark.contract
 
 PACKAGE = Path(sglang_pat.__file__).parent
-OTHERS = (
-    "fixes/penalties.py switch/transport.py cpu/windows.py kernels/kv.py kernels/kv_triton.py "
-    "switch/plan.py switch/heads.py switch/gather.py switch/parcels.py"
-).split()
-PAUSE = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("switch/*.py"))] + OTHERS
+OTHERS = ["fixes/penalties.py", "cpu/windows.py"]
+SWITCH = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("switch/*.py")) if path.name != "transfer.py"]
+PAUSE = SWITCH + OTHERS
 """What runs between QUIESCE and RESUME, but for SGLang's own code and ``drain``, which waits for the step in flight."""
 
 READS = {"cpu", "item", "tolist", "numpy", "nonzero", "to", "cuda", "synchronize"}
 """Methods that wait, or may."""
 IN_HOST_MEMORY = {
-    ("switch/adopt.py", "enter", "numpy"): "the tree's slots are uploaded when all are entered",
-    ("switch/handover.py", "send_capsules", "numpy"): "capsules travel in host memory",
-    ("switch/kv_exchange.py", "_lists", "tolist"): "arrays of the plan",
+    ("switch/install.py", "enter", "numpy"): "the tree's slots are uploaded when all are entered",
+    ("switch/requests.py", "send_capsules", "numpy"): "capsules travel in host memory",
+    ("switch/kv.py", "_lists", "tolist"): "arrays of the plan",
     ("switch/requests.py", "restore", "tolist"): "arrays of a capsule",
     ("switch/requests.py", "unseal", "tolist"): "arrays of a capsule",
     ("switch/executor.py", "_vote", "item"): "votes go through shared memory",
-    ("switch/live.py", "idle_everywhere", "item"): "in no pause: before memory is released, as a vote",
-    ("switch/transport.py", "__init__", "tolist"): "arrays of the plan",
-    ("switch/transport.py", "incoming", "tolist"): "arrays of the plan",
-    ("kernels/kv.py", "_ints", "tolist"): "part tables are lists, but in tests",
-    ("kernels/kv_triton.py", "_move", "to"): "inside the kernel",
-    ("switch/adopt.py", "_decode_batch", "to"): "from type to type, on the device",
+    ("switch/requests.py", "idle_everywhere", "item"): "in no pause: before memory is released, as a vote",
+    ("switch/kv.py", "__init__", "tolist"): "arrays of the plan",
+    ("switch/kv.py", "incoming", "tolist"): "arrays of the plan",
+    ("switch/kv.py", "_ints", "tolist"): "part tables are lists, but in tests",
+    ("switch/kv_triton.py", "_move", "to"): "inside the kernel",
+    ("switch/install.py", "_decode_batch", "to"): "from type to type, on the device",
 }
 WAITS = {
-    ("switch/kv_exchange.py", "run"): "the end of the exchange",
-    ("switch/live.py", "kv_rows"): "the request table",
+    ("switch/kv.py", "run"): "the end of the exchange",
+    ("switch/requests.py", "kv_rows"): "the request table",
 }
 COMPARISON = {
-    ("switch/kv_gather.py", "run"): "the end of the exchange, --pat-kv-exchange allgather",
     ("rank/layouts.py", "reshard"): "the end of it, --pat-weights reshard",
 }
 """In PAT's way, which is there to be compared with."""
@@ -61,7 +58,7 @@ def methods(path: str) -> set[tuple[str, str, str]]:
 
 
 def users(path: str) -> set[tuple[str, str]]:
-    """``(file, function)`` where ``kernels/transfer.py`` is asked to wait."""
+    """``(file, function)`` where ``switch/transfer.py`` is asked to wait."""
     return {
         (path, function.name)
         for function in _functions(path)
@@ -76,7 +73,7 @@ def _functions(path: str) -> list[ast.FunctionDef]:
 
 def test_nothing_else_in_a_pause_waits_for_the_device():
     found = set().union(*map(methods, PAUSE))
-    assert found - IN_HOST_MEMORY.keys() == set(), "upload and download with kernels/transfer.py"
+    assert found - IN_HOST_MEMORY.keys() == set(), "upload and download with switch/transfer.py"
     assert IN_HOST_MEMORY.keys() - found == set(), "no longer there"
 
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers import io_struct as io
 
-from sglang_pat.rank.updates import NOT_FLUSHED
-from sglang_pat.server import pausing
+from sglang_pat.fixes import pauses
+from sglang_pat.fixes.weight_updates import NOT_FLUSHED
 from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 from tests.unit.drawn import examples
 
@@ -93,7 +93,7 @@ def test_an_abort_at_the_gate_of_a_pause(monkeypatch, shape, mode):
 
 def test_a_client_that_leaves_the_gate(monkeypatch):
     """SGLang's server does not cancel the handler of a request whose client has gone; it is looked for."""
-    monkeypatch.setattr(pausing, "CLIENT_SECONDS", 1e-3)
+    monkeypatch.setattr(pauses, "CLIENT_SECONDS", 1e-3)
 
     async def scene(world, manager):
         async def gone() -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from profiler import sweep, validate
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import DecodePoint, Profile, SwitchSample
 from sglang_pat.server.http import launch
+from sglang_pat.tools.commands import run
 
 pytestmark = pytest.mark.contract
 
 
 def arguments(model, **options):
-    from sglang_pat.launch.args import AdaptiveServerArgs
+    from sglang_pat.launch.spec import AdaptiveServerArgs
 
     base = dict(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
     return AdaptiveServerArgs(**base | options)
@@ -20,7 +22,7 @@ def arguments(model, **options):
 
 @pytest.fixture(scope="module")
 def profile(model, tmp_path_factory):
-    from sglang_pat.launch.deployment import deployment
+    from sglang_pat.launch.spec import deployment
 
     path = tmp_path_factory.mktemp("profile") / "llama.json"
     decode = [DecodePoint(tp=tp, replicas=2 // tp, batch=1, context=64, seconds=0.01, samples=(0.01,)) for tp in (1, 2)]
@@ -34,15 +36,18 @@ def profile(model, tmp_path_factory):
         for n in (0, 2)
     ]  # fmt: skip
     mark = deployment(arguments(model), arguments(model).read_config(), kv_tokens=4096, max_running=8)
-    found = Profile(fingerprint=mark, complete=True, decode=tuple(decode), switches=tuple(switches))
+    found = Profile(
+        fingerprint=mark, complete=True, decode=tuple(decode), switches=tuple(switches),
+        grid={"batch": [1], "context": [64]}, machine={"grid": "", "temperature": 1.0},
+    )  # fmt: skip
     profiles.save(found, path)
     return path
 
 
 def check(args) -> None:
-    from sglang_pat.launch.deployment import check_files
+    from sglang_pat.launch.spec import read_profile
 
-    check_files(args, args.read_config())
+    read_profile(args, args.read_config())
 
 
 def test_fits_and_means_survival(model, profile, tmp_path):
@@ -89,7 +94,7 @@ def test_a_profile_that_cannot_predict_is_refused(model, profile, tmp_path):
         check(arguments(model, pat_profile=str(path)))
 
 
-@pytest.mark.parametrize("data", [b"", b"[0]", b"[" * 100_000, b'{"version": 1}', b'{"version": 2}'])
+@pytest.mark.parametrize("data", [b"[0]", b'{"version": 1}'])
 def test_what_is_no_profile_is_refused_with_the_line_that_commands_give(model, tmp_path, data):
     path = tmp_path / "bad.json"
     path.write_bytes(data)
@@ -115,3 +120,22 @@ def test_the_command_says_it_in_one_line(model, profile):
     words = f"--model-path {model} --tp 1 --dp 2 --adaptive-tp --dtype bfloat16 --pat-profile {profile}".split()
     with pytest.raises(SystemExit, match="^error: .*dtype='float32'"):
         launch(words)
+
+
+@pytest.mark.parametrize(
+    "module, more, said",
+    [
+        (sweep, ["--grid", "batch=1"], "was measured with grid="),
+        (sweep, ["--temperature", "0"], "was measured with temperature=1.0"),
+        (sweep, ["--pat-weights", "reshard"], "weights='resident', this sweep has 'reshard'"),
+        (sweep, ["--no-such-flag", "1"], "--no-such-flag"),
+        (validate, ["--dtype", "bfloat16"], "dtype='float32', this deployment has 'bfloat16'"),
+    ],
+)
+def test_the_profiler_refuses_another_deployment_before_it_starts_an_engine(model, profile, capsys, module, more, said):
+    path, before = str(profile), profile.read_bytes()
+    words = [path] if module is validate else ["--out", path]
+    words += ["--model-path", str(model), "--tp", "1", "--dp", "2", "--dtype", "float32", *more]
+    assert run("command", module.main, words) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and said in err and profile.read_bytes() == before

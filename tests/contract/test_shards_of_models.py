@@ -74,7 +74,7 @@ def test_views_are_what_the_loader_loads(checkpoint, base_tp):
 
 @pytest.mark.parametrize("kind", ["opt", "gpt_bigcode", "gptj"])
 def test_views_of_models_whose_sizes_have_other_names(kind, tmp_path):
-    from sglang_pat.rank.updates import Expected
+    from sglang_pat.fixes.weight_updates import Expected
 
     checkpoint = made_by_transformers(kind, tmp_path)
     views_are_loaded(checkpoint, 1)
@@ -107,7 +107,7 @@ def views_are_loaded(checkpoint: Checkpoint, base_tp: int) -> None:
 @pytest.mark.parametrize("base_tp", [1, 2])
 def test_an_update_must_have_the_tensors_of_the_checkpoint(checkpoint, base_tp):
     """Each of them fits, and none that is longer, shorter, of other dimensions or of another name."""
-    from sglang_pat.rank.updates import Expected
+    from sglang_pat.fixes.weight_updates import Expected
 
     expected = Expected(checkpoint.empty(ParallelLayout(base_tp, RANKS // base_tp), 1))
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
@@ -124,7 +124,7 @@ def test_an_update_must_have_the_tensors_of_the_checkpoint(checkpoint, base_tp):
 
 
 def test_a_tied_head_may_be_sent(tmp_path_factory):
-    from sglang_pat.rank.updates import Expected
+    from sglang_pat.fixes.weight_updates import Expected
 
     for tie in (True, False):
         folder = tmp_path_factory.mktemp("tied") / "llama"
@@ -137,7 +137,7 @@ def test_what_the_checkpoint_has_and_the_model_passes_over_may_be_sent(tmp_path)
     """Old checkpoints have the frequencies of the rotary embedding in them."""
     from functools import partial
 
-    from sglang_pat.rank.updates import Expected, checkpoint_names
+    from sglang_pat.fixes.weight_updates import Expected, checkpoint_names
 
     folder = models.make_random("llama", tmp_path / "llama", layers=1)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
@@ -150,7 +150,7 @@ def test_what_the_checkpoint_has_and_the_model_passes_over_may_be_sent(tmp_path)
 
 
 def test_own_parameters_are_compared_with_this_ranks(llama):
-    from sglang_pat.rank.updates import Expected
+    from sglang_pat.fixes.weight_updates import Expected
 
     expected = Expected(llama.empty(TAIL, 0))
     name = "model.layers.0.mlp.gate_up_proj.weight"
@@ -212,9 +212,9 @@ def test_a_layer_in_pieces_multiplies_as_one(qwen2, shape):
 
 def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
     """Intervals that are not the loader's: the parameter is named in one line."""
-    from sglang_pat.rank import shard_check, sharding
+    from sglang_pat.rank import shard_check, weights
 
-    specs = sharding.shard_specs
+    specs = weights.shard_specs
 
     def wrong(model):
         found = specs(model)
@@ -224,7 +224,7 @@ def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
     for tp_rank in range(2):
         shard_check.check_shards(llama.rank.model(2, tp_rank), 2, tp_rank)
     monkeypatch.setattr(shard_check, "shard_specs", wrong)
-    with pytest.raises(sharding.ShardError, match=r"model\.layers\.0\.mlp\.gate_up_proj\.weight at tp=2") as caught:
+    with pytest.raises(weights.ShardError, match=r"model\.layers\.0\.mlp\.gate_up_proj\.weight at tp=2") as caught:
         shard_check.check_shards(llama.rank.model(2, 1), 2, 1)
     assert "\n" not in str(caught.value)
 
@@ -232,7 +232,7 @@ def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
 def test_attention_that_is_not_cut_is_found(tmp_path):
     """SGLang's GPT-2 gives each rank's attention all heads, so it runs at tp 1 only."""
     from sglang_pat.rank.shard_check import check_heads
-    from sglang_pat.rank.sharding import ShardError
+    from sglang_pat.rank.weights import ShardError
 
     gpt2 = made_by_transformers("gpt2", tmp_path)
     check_heads(gpt2.rank.model(1, 0), 1, 8)
@@ -245,7 +245,7 @@ def test_attention_that_is_not_cut_is_found(tmp_path):
 def test_a_loader_of_its_own_is_found(llama):
     """A layer that deals its rows in another order than its class says."""
     from sglang_pat.rank.shard_check import check_shards
-    from sglang_pat.rank.sharding import ShardError
+    from sglang_pat.rank.weights import ShardError
 
     model = llama.rank.model(2, 1)
     param = model.get_parameter("model.layers.0.self_attn.o_proj.weight")
@@ -259,8 +259,7 @@ def test_a_loader_of_its_own_is_found(llama):
 
 def test_packed_weights_are_refused(llama):
     """On a CPU with AMX SGLang packs base weights in place; a slice of packed bytes is none of the weights."""
-    from sglang_pat.rank.sharding import ShardError
-    from sglang_pat.rank.weights import Views
+    from sglang_pat.rank.weights import ShardError, Views
 
     base_model = llama.loaded(BASE, 0)
     base_model.get_submodule("model.layers.0.mlp.down_proj").use_intel_amx_backend = True
@@ -270,8 +269,7 @@ def test_packed_weights_are_refused(llama):
 
 def test_vocabulary_padding_is_refused(llama):
     """503 tokens are 512 rows at tp 1 and 576 at tp 3."""
-    from sglang_pat.rank.sharding import ShardError
-    from sglang_pat.rank.weights import Views
+    from sglang_pat.rank.weights import ShardError, Views
 
     base, tail = ParallelLayout(1, 3), ParallelLayout(3, 1)
     base_model = llama.loaded(base, 2)

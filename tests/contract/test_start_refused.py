@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.launch import folder
+from sglang_pat.launch import processes
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.testing.ports import free_port
 
@@ -34,26 +34,15 @@ def last_line(*flags: str, before: str = "", lines: int = 20, env: dict[str, str
     return line
 
 
-def folder_with(tmp_path, text: str | None) -> str:
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    return str(tmp_path)
-
-
 def test_no_such_model():
     assert "--model-path /none/here: no such folder" in last_line("--model-path", "/none/here")
 
 
 def test_the_python_engine_raises_the_same_line():
-    from sglang_pat.launch.args import AdaptiveServerArgs
+    from sglang_pat.launch.spec import AdaptiveServerArgs
 
     with pytest.raises(ValueError, match="--model-path /none/here: no such folder$"):
         AdaptiveServerArgs(model_path="/none/here", tp_size=1, dp_size=2, adaptive_tp=True)
-
-
-@pytest.mark.parametrize("text,said", [(None, "there is no config.json"), ("{", "is not JSON"), ("[1]", "JSON object")])
-def test_a_model_without_a_config(tmp_path, text, said):
-    assert said in last_line("--model-path", folder_with(tmp_path, text))
 
 
 def test_ports(model):
@@ -67,11 +56,6 @@ def test_ports(model):
 def test_no_temporary_folder(model):
     before = "import tempfile; tempfile.tempdir = '/proc/none'; tempfile.mkdtemp = lambda **_: open('/proc/none/x')"
     assert "set TMPDIR to a folder that can be written" in last_line("--model-path", model, before=before)
-
-
-def test_a_refusal_of_sglang_and_of_ours_are_the_last_line(model):
-    """After all imports: nothing that they print, here or in the fork server, comes later."""
-    assert "--pp-size 2" in last_line("--model-path", model, "--port", free_port(), "--pp-size", 2)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +79,7 @@ def test_a_refusal_of_a_rank_is_the_last_line_and_nothing_stays(gpt2):
     with tempfile.TemporaryDirectory(prefix="pat") as place:
         flags = ("--model-path", gpt2, "--port", free_port(), "--max-total-tokens", 512, "--skip-tokenizer-init")
         assert last_line(*flags, lines=60, env={"TMPDIR": place}) == f"error: {OF_A_RANK}"
-        assert not list(Path(place).glob(folder.PREFIX + "*"))
+        assert not list(Path(place).glob(processes.FOLDER_PREFIX + "*"))
 
 
 PROGRAM = """
@@ -128,15 +112,16 @@ import gc
 import zmq.asyncio
 from sglang_pat.cpu import shim
 shim.install()
-from sglang_pat.server import forgetting, tokenizer
+from sglang_pat.fixes import request_lifetime, request_validation
+from sglang_pat.server import tokenizer
 
 def init(self, *_):
     context = zmq.asyncio.Context(2)
     self.recv_from_detokenizer = context.socket(zmq.PULL)
-    self.again = self
+    self.again = self._result_dispatcher = self.pat_dropped = self
 
-forgetting.TokenizerManager.__init__ = init
-tokenizer.Entrance = lambda _: 1 / 0
+request_lifetime.TokenizerManager.__init__ = init
+request_validation.IsolatingDispatcher = lambda *_: 1 / 0
 try:
     tokenizer.AdaptiveTokenizerManager(None, None)
 except ZeroDivisionError:
@@ -154,15 +139,14 @@ def test_the_manager_that_a_failed_start_leaves_is_no_garbage():
 
 def test_sglangs_handler_is_replaced_before_a_process_is_started(model, monkeypatch):
     """It would kill this process, and leave its folder."""
-    from sglang_pat.launch.args import AdaptiveServerArgs
-    from sglang_pat.launch.start import ready
-    from sglang_pat.server import ending, engine
+    from sglang_pat.launch.spec import AdaptiveServerArgs, ready
+    from sglang_pat.server import engine, shutdown
 
     args = ready(AdaptiveServerArgs(model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True))
     ended: list = []
-    monkeypatch.setattr(ending.processes, "end_children", lambda seconds: ended.append("children"))
-    monkeypatch.setattr(ending.folder, "remove", lambda: ended.append("folder"))
-    monkeypatch.setattr(ending.os, "_exit", ended.append)
+    monkeypatch.setattr(shutdown.processes, "end_children", lambda seconds: ended.append("children"))
+    monkeypatch.setattr(shutdown.processes, "remove_private_folder", lambda: ended.append("folder"))
+    monkeypatch.setattr(shutdown.os, "_exit", ended.append)
     monkeypatch.setattr(engine, "start", lambda *_: signal.raise_signal(signal.SIGQUIT))
     before = signal.signal(signal.SIGQUIT, lambda *_: ended.append("SGLang's"))
     try:
@@ -184,16 +168,16 @@ def test_sglangs_handler_is_replaced_before_a_process_is_started(model, monkeypa
 
 
 def test_little_shared_memory(monkeypatch):
-    from sglang_pat.launch import start
+    from sglang_pat.launch import refusals
 
     config = AdaptiveConfig(base=ParallelLayout(1, 8))
-    need = start.shared_memory_needed(config)
+    need = refusals.shared_memory_needed(config)
     assert 8 << 20 < need < 64 << 20, "what docker gives by default suffices"
-    monkeypatch.setattr(start.shutil, "disk_usage", lambda _: type("Usage", (), {"free": need - 1}))
+    monkeypatch.setattr(refusals.shutil, "disk_usage", lambda _: type("Usage", (), {"free": need - 1}))
     with pytest.raises(ValueError, match="8 ranks need .* --shm-size"):
-        start.check_shared_memory(config)
-    monkeypatch.setattr(start.shutil, "disk_usage", lambda _: type("Usage", (), {"free": need}))
-    start.check_shared_memory(config)
+        refusals.check_shared_memory(config)
+    monkeypatch.setattr(refusals.shutil, "disk_usage", lambda _: type("Usage", (), {"free": need}))
+    refusals.check_shared_memory(config)
 
 
 @pytest.mark.parametrize("host,key,warned", [
@@ -201,9 +185,9 @@ def test_little_shared_memory(monkeypatch):
     ("0.0.0.0", None, True), ("10.0.0.3", None, True), ("node7", None, True),
 ])  # fmt: skip
 def test_an_open_server_says_so(host, key, warned, caplog):
-    from sglang_pat.launch.start import warn_if_open
+    from sglang_pat.server.http import _warn_if_open
 
-    warn_if_open(type("Args", (), {"host": host, "port": 30_000, "api_key": key}))
+    _warn_if_open(type("Args", (), {"host": host, "port": 30_000, "api_key": key}))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
 
 

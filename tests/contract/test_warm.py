@@ -10,9 +10,9 @@ import torch
 from sglang.srt.distributed.device_communicators import custom_all_reduce_v2 as custom
 
 from sglang_pat.messages import NO_KV
-from sglang_pat.rank.groups import GroupPool
 from sglang_pat.rank.layouts import Layouts
-from sglang_pat.switch import kv_exchange
+from sglang_pat.rank.runner import GroupPool
+from sglang_pat.switch import kv, requests
 
 pytestmark = pytest.mark.contract
 
@@ -60,22 +60,22 @@ def test_memory_is_taken_for_kv_that_moves():
     layouts = SimpleNamespace(
         current=SimpleNamespace(kv_pool=pool, layout=SimpleNamespace(tp=2)),
         windows=None,
-        staging=SimpleNamespace(reserve=lambda out, into: reserved.append(out)),
+        config=SimpleNamespace(kv_exchange="direct"),
     )
+    staging = SimpleNamespace(reserve=lambda out, into: reserved.append(out))
     prompt = SimpleNamespace(kv_committed_len=30, seqlen=500)
     for mode, chunked_req in itertools.product(("migrate", "auto", "recompute"), (None, prompt)):
         scheduler = SimpleNamespace(
-            layouts=layouts,
             tree_cache=SimpleNamespace(is_chunk_cache=lambda: False, disable=False),
             chunked_req=chunked_req,
             chunked_prefill_size=20,
             running_batch=SimpleNamespace(reqs=[SimpleNamespace(kv_committed_len=n) for n in (10, 100)]),
             waiting_queue=[],
-            adaptive=SimpleNamespace(kv=mode, kv_exchange="direct"),
+            adaptive=SimpleNamespace(kv=mode),
         )
         for below in (0, 50, NO_KV):
-            kv_exchange.reserve(scheduler, SimpleNamespace(tp=1), below)
-    slot, both, larger = 2 * 2 * 8 * 4, 110 + 2 * kv_exchange.GROWTH, 100 + kv_exchange.GROWTH
+            kv.reserve(layouts, staging, SimpleNamespace(tp=1), requests.tokens_to_move(scheduler, below))
+    slot, both, larger = 2 * 2 * 8 * 4, 110 + 2 * requests.GROWTH, 100 + requests.GROWTH
     pieces = 30 + 20
     migrate = [both, both, 0, both + pieces, both + pieces, 0]
     auto = [both, larger, 0, both + pieces, larger + pieces, 0]

@@ -13,6 +13,7 @@ from sglang.srt.managers import tokenizer_manager as sglang_manager
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_pat.fixes import request_validation
 from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 
 LONGEST = 3
@@ -32,6 +33,7 @@ class Manager(AdaptiveTokenizerManager):
 
     def __init__(self, monkeypatch) -> None:
         monkeypatch.setattr(sglang_manager, "wrap_shm_features", lambda obj: obj)
+        monkeypatch.setattr(request_validation, "check_request", lambda *_: None)
         self.server_args = SimpleNamespace(
             **SETTINGS,
             weight_version="7",
@@ -44,13 +46,13 @@ class Manager(AdaptiveTokenizerManager):
         self.rid_to_state, self.event_loop, self.tokenizer = {}, asyncio.get_event_loop_policy(), None
         self.dump_requests_folder = self.crash_dump_folder = ""
         self.enable_metrics = self.enable_priority_scheduling = self.is_pause = self._pat_calibrates = False
-        self.default_priority_value = self.pat_first_schedule = None
+        self.default_priority_value, self.pat_log_begins = None, False
         self.disaggregation_mode, self.is_generation = DisaggregationMode.NULL, True
         self.request_logger = MagicMock()
         self.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)
         self.sent: list[Any] = []
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self._sends)
-        self._pat_entrance, self.pat_rounds = SimpleNamespace(admit=lambda *_: None), set()
+        self.pat_rounds = set()
         self.pat_weight_updates, self._pat_calibration = 0, None
         self.init_request_dispatcher()
         self.pat_begin()

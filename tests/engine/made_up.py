@@ -14,8 +14,8 @@ DEPLOYMENT = """
 import sys, msgspec
 from sglang_pat.cpu import shim
 shim.ensure()
-from sglang_pat.launch.args import AdaptiveServerArgs
-from sglang_pat.launch.deployment import deployment
+from sglang_pat.launch.spec import AdaptiveServerArgs
+from sglang_pat.launch.spec import deployment
 args = AdaptiveServerArgs(model_path=sys.argv[1], tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
 print(msgspec.json.encode(deployment(args, args.read_config(), kv_tokens=4096, max_running=8)).decode())
 """

@@ -8,13 +8,11 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
-from sglang_pat.coordinator.schedule import parse
 from sglang_pat.predict import profile as profiles
+from sglang_pat.replay.log import read_schedule
 
 from .made_up import made_up
 
@@ -126,12 +124,11 @@ def test_switches_in_a_long_tail_and_loses_nothing(drained, profile):
 def test_its_decisions_can_be_repeated_on_another_engine(drained, servers, llama, expected):
     """The log is a schedule, up to its first merge with live requests: that comes after as many tokens again."""
     _, _, log = drained
-    lines = log.read_text().splitlines()
     other = servers.adaptive(llama)
-    entries = parse("\n".join(lines))
-    upto = next(i for i, entry in enumerate(entries) if entry.tp == 2 and entry.tokens)
+    entries = read_schedule(log)
+    upto = next(i for i, entry in enumerate(entries) if entry["tp"] == 2 and entry["tokens"])
     begin = other.status()["num_switches"]
-    assert other.post("/pat/schedule", [msgspec.to_builtins(e) for e in entries[: upto + 1]]).status_code == 200
+    assert other.post("/pat/schedule", entries[: upto + 1]).status_code == 200
 
     async def merged() -> None:
         async with other.session() as session:
@@ -139,7 +136,7 @@ def test_its_decisions_can_be_repeated_on_another_engine(drained, servers, llama
 
     same(asyncio.run(drain(other, "again", merged)), expected)
     again = other.status()["switches"][begin - other.status()["num_switches"] :]
-    assert [s["to_tp"] for s in again] == [entry.tp for entry in entries[: upto + 1]]
+    assert [s["to_tp"] for s in again] == [entry["tp"] for entry in entries[: upto + 1]]
     # How many are alive after so many tokens depends on how far the replicas were apart.
     assert TAIL <= again[-1]["requests"] <= TAIL + len(LENGTHS)
 
@@ -158,60 +155,19 @@ def test_a_round_of_a_known_size_starts_in_the_better_layout(servers, llama, dep
     flags = f"--tp 1 --dp 2 --adaptive-tp --pat-profile {path} --pat-profile-as-is --pat-policy survival"
     server = servers.get(llama, *flags.split(), "--pat-log", str(log))
 
-    def rounds(server) -> None:
-        for _ in range(5):
-            assert [answer["output_ids"] for answer in server.generate(short)] == wanted
-            back_in_base(server)  # a round that finds the better layout already has nothing to switch
-
-    rounds(server)
+    for _ in range(5):
+        assert [answer["output_ids"] for answer in server.generate(short)] == wanted
+        back_in_base(server)  # a round that finds the better layout already has nothing to switch
     switches = server.status()["switches"]
     assert [s for s in switches if s["to_tp"] == 2 and s["requests"] == 0 and s["reason"] == "survival"], switches
     assert not any(s["error"] for s in switches) and len(switches) <= 10
-    again = repeated(servers.adaptive(llama), log, rounds)
-    # A merge in the middle of a round is repeated by tokens.
-    ahead = [
-        s["tokens"] for s, entry in zip(again, parse(log.read_text()), strict=True) if s["to_tp"] == 2 and entry.came
-    ]
-    assert ahead and not any(ahead), "before the first token of a round"
-
-
-def repeated(server, log: Path, work: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """``work`` once more on a server that follows the decisions in ``log``; the records of all of them."""
-    entries = parse(log.read_text())
-    response = server.post("/pat/schedule", [msgspec.to_builtins(entry) for entry in entries])
-    assert response.status_code == 200, response.text
-    work(server)
-    state = server.get("/pat/schedule").json()
-    assert [s["to_tp"] for s in state["switches"]] == [entry.tp for entry in entries] and entries
-    assert not any(s["error"] for s in state["switches"])
-    return state["switches"]
-
-
-def test_a_log_of_threshold_is_repeated_on_another_engine(servers, llama, tmp_path):
-    """Two of six are left: it merges.  Four more come: it splits, and merges once more when these have ended."""
-    log = tmp_path / "decisions.jsonl"
-    flags = f"--tp 1 --dp 2 --adaptive-tp --pat-policy threshold --pat-switch-at 2 --pat-log {log}"
-    first, (_, tail) = servers.get(llama, *flags.split()), bodies("few")
-    outputs = []
-
-    async def filled_again(server) -> None:
-        async with server.session() as session:
-            left = [asyncio.ensure_future(server.one(session, request)) for request in tail[:2]]
-            for part in range(2):
-                more = [body(40 + 4 * part + i, 60, f"more-{part}-{i}") for i in range(4)]
-                answers = await asyncio.gather(*(server.one(session, request) for request in more))
-                outputs.append([answer["output_ids"] for answer in answers])
-                await in_layout(server, 2)
-            for request in tail[:2]:
-                async with session.post(server.url + "/abort_request", json={"rid": request["rid"]}) as response:
-                    assert response.status == 200
-            await asyncio.gather(*left)
-
-    def work(server) -> None:
-        asyncio.run(filled_again(server))
-        back_in_base(server)
-
-    work(first)
-    assert [s["to_tp"] for s in first.status()["switches"]] == [2, 1, 2, 1]
-    repeated(servers.adaptive(llama), log, work)
-    assert outputs[:2] == outputs[2:]
+    entries = read_schedule(log)
+    other = servers.adaptive(llama)
+    assert other.post("/pat/schedule", entries).status_code == 200
+    for _ in range(5):
+        assert [answer["output_ids"] for answer in other.generate(short)] == wanted
+    again = other.get("/pat/schedule").json()["switches"]
+    assert [s["to_tp"] for s in again] == [entry["tp"] for entry in entries] and entries
+    assert not any(s["error"] for s in again)
+    # By tokens: a merge ahead of a round comes when the one before it has ended.
+    assert [s for s in again if s["to_tp"] == 2 and not s["requests"]]

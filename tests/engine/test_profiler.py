@@ -1,12 +1,10 @@
-"""The sweep on a real engine: interrupted, resumed, refused for another deployment; then the validation."""
+"""The sweep on a real engine: interrupted, resumed, then the validation."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -30,13 +28,6 @@ SECONDS = 1000
 CONTEXTS, LENGTHS = (64, 160), (64, 200)
 ON_CUDA = "batch=1,4;context=64,160;lone=1;prefill_batch=1;prefill_length=64,200;switch_requests=4;switch_context=128"
 """For an engine as on CUDA, which prefills 128 tokens a step: the longer prompts take two."""
-
-REFUSED = """
-import importlib, json, sys
-from sglang_pat.tools.commands import run
-for module, *arguments in json.loads(sys.argv[1]):
-    assert run(module, importlib.import_module(module).main, arguments) == 2
-"""
 
 
 def command(module, model, *arguments):
@@ -114,41 +105,16 @@ def test_the_profile_loads_and_predicts(swept):
     assert [setup.tp for setup in profile.setup] == [2]
 
 
-def test_another_deployment_is_refused_and_the_file_stays(swept, llama, tmp_path):
-    path = swept[0]
-    before = path.read_bytes()
-    other = tmp_path / "other.json"
-    fingerprint = msgspec.structs.replace(profiles.load(path).fingerprint, dtype="bfloat16")
-    profiles.save(msgspec.structs.replace(profiles.load(path), fingerprint=fingerprint), other)
-    cases = [
-        (sweep(llama, path, "--grid", "batch=1"), "was measured with grid="),
-        (sweep(llama, path, "--temperature", "0"), "was measured with temperature=1.0"),
-        (sweep(llama, path, "--pat-weights", "reshard"), "weights='resident', this sweep has 'reshard'"),
-        (sweep(llama, path, "--no-such-flag", "1"), "--no-such-flag"),
-        (command("profiler.validate", llama, other), "dtype='bfloat16'"),
-    ]
-    # One process for all, since each would import SGLang first.
-    asked = json.dumps([arguments for arguments, _ in cases])
-    result = subprocess.run([sys.executable, "-c", REFUSED, asked], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == len(cases), result.stderr
-    for line, (_, said) in zip(lines, cases, strict=True):
-        assert said in line
-    assert path.read_bytes() == before
-
-
 def test_validation_of_a_real_batch(swept, servers, llama, tmp_path):
     extra = ["--requests", 8, "--max-new-tokens", 48, "--out", tmp_path / "out"]
     result = servers.run(*command("profiler.validate", llama, swept[0], *extra))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "tp1×dp2" in result.stdout and "tp2×dp1" in result.stdout
-    written = {file.name for file in (tmp_path / "out").iterdir()}
-    assert written == {"validation.json", "throughput_tp1_dp2.png", "throughput_tp2_dp1.png"}
-    rows = json.loads((tmp_path / "out" / "validation.json").read_text())["figures"]
-    assert [row["layout"] for row in rows] == ["tp1×dp2", "tp2×dp1"]
-    # A loaded machine may be far off; what must hold is that steps were found and compared.
-    assert all(row["steps"] > 40 and 0 <= row["error a step"] < 20 for row in rows)
+    found = json.loads((tmp_path / "out" / "validation.json").read_text())
+    assert set(found["slowness"]) == set(found["between"]["beside"]) == {"tp1×dp2", "tp2×dp1"}
+    # A loaded machine may be far off; what must hold is that all runs were compared.
+    assert all(len(runs) == 3 and all(0.02 < run < 50 for run in runs) for runs in found["slowness"].values())
+    assert f"{100 * found['between']['error']:.1f} %" in result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -183,13 +149,3 @@ def test_a_sweep_as_on_cuda(rehearsed):
         seconds = predictor.step_seconds(point.tp, point.batch, point.batch * point.context, point.replicas)
         assert seconds == pytest.approx(point.seconds)
     assert 0 < SwitchCosts(profile, predictor).estimate(1, 2, [100, 200]).seconds < 10
-
-
-def test_a_validation_as_on_cuda(rehearsed, servers, llama, tmp_path):
-    extra = ["--requests", 4, "--max-new-tokens", 48, "--out", tmp_path]  # within the grid
-    asked = command("profiler.validate", llama, rehearsed[0], *extra, *AS_ON_CUDA)
-    done = servers.run(*asked, env=servers.rehearsal)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "validation.json").read_text())["figures"]
-    assert [row["layout"] for row in rows] == ["tp1×dp2", "tp2×dp1"]
-    assert all(row["steps"] > 40 and row["beyond the grid"] < 1 for row in rows)

@@ -35,8 +35,8 @@ launch_server.main(["--model-path", sys.argv[1], "--tp", "1"])
 """
     name, argv, modules = json.loads(python(code, str(llama)).stdout.splitlines()[-1])
     assert name == "sglang.launch_server" and argv == ["--model-path", str(llama), "--tp", "1"]
-    launcher = {"config", "layout", "removed", "version", "launch_server", "plugin", "cpu", "cpu.shim", "launch"}
-    launcher |= {f"launch.{name}" for name in ("processes", "noise", "folder")}
+    launcher = {"config", "layout", "version", "launch_server", "plugin", "removed", "cpu", "cpu.shim", "launch"}
+    launcher |= {f"launch.{name}" for name in ("processes", "folder")}
     assert set(modules) <= {"sglang_pat"} | {f"sglang_pat.{name}" for name in launcher}
 
 
@@ -55,29 +55,33 @@ SCRIPT = """
 import asyncio, json, sys
 import sglang_pat
 
-def main(model, schedule):
+def main(model):
     try:
         sglang_pat.Engine(model_path=model)
     except ValueError as error:
         refusal = str(error)
     engine = sglang_pat.Engine(
-        model_path=model, tp_size=1, dp_size=2, adaptive_tp=True, pat_policy="schedule", pat_schedule=schedule,
+        model_path=model, tp_size=1, dp_size=2, adaptive_tp=True, pat_policy="schedule",
         dtype="float32", max_total_tokens=16384, random_seed=1, log_level="error",
     )
     params = {"temperature": 0, "max_new_tokens": 120, "ignore_eos": True}
     prompts = [[6 + i, 70, 80] for i in range(3)]
     base = engine.layout
 
+    def schedule(*entries):
+        return engine.tokenizer_manager.pat_set_schedule(list(entries))
+
     async def switching():
+        await schedule({"arrived": 3}, {"tp": 2, "step": 20, "hold": True})
         work = asyncio.ensure_future(engine.async_generate(input_ids=prompts, sampling_params=params))
-        await engine.async_schedule()
+        await engine.tokenizer_manager.pat_schedule()
         records = [await engine.async_reconfigure(tp) for tp in (1, 2)]
-        await engine.async_set_schedule([])
+        await schedule()
         return [answer["output_ids"] for answer in await work], [3] + [record["requests"] for record in records]
 
-    # The first switch is that of the file.
+    # The first switch is that of the schedule.
     switched, moved = engine.loop.run_until_complete(switching())
-    engine.set_schedule([])
+    engine.loop.run_until_complete(schedule())
     plain = [answer["output_ids"] for answer in engine.generate(input_ids=prompts, sampling_params=params)]
 
     def prefilled(prompts):
@@ -118,10 +122,8 @@ if __name__ == "__main__":
 def test_python_api(llama, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    schedule = tmp_path / "schedule.jsonl"
-    schedule.write_text('{"arrived": 3}\n{"tp": 2, "step": 20, "hold": true}\n')
     count_start()
-    command = [sys.executable, str(script), str(llama), str(schedule)]
+    command = [sys.executable, str(script), str(llama)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-3000:]
     found = json.loads(result.stdout.splitlines()[-1])

@@ -73,11 +73,12 @@ if __name__ == "__main__":
             return error
 
     weights = list(load_file({model!r} + "/model.safetensors").items())
-    engine.set_schedule([{{"arrived": 4, "step": 5, "hold": True}}])
+    done, manager = engine.loop.run_until_complete, engine.tokenizer_manager
+    done(manager.pat_set_schedule([{{"arrived": 4, "step": 5, "hold": True}}]))
     first.start()
-    assert engine.schedule()["holding"]
+    assert done(manager.pat_schedule())["holding"]
     assert engine.status()["requests"] == 4
-    engine.set_schedule([])
+    done(manager.pat_set_schedule([]))
     assert engine.update_weights_from_tensor(weights)[0]
     first.join(SECONDS)
     assert isinstance(raised[0], WeightsChanged), raised

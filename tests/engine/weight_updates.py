@@ -63,7 +63,7 @@ def serialized(named: Any) -> str:
     import torch.multiprocessing
     from sglang.srt.utils import MultiprocessingSerializer
 
-    from sglang_pat.rank.shared_memory import patient
+    from sglang_pat.fixes.shared_memory import patient
 
     torch.multiprocessing.set_sharing_strategy("file_system")
     return patient(MultiprocessingSerializer.serialize)(named, output_str=True)

@@ -251,6 +251,7 @@ def main(model):
         return (await manager.update_weights_from_tensor(request, None))[0]
 
     async def run():
+        await manager.pat_set_schedule([{"tp": 2, "arrived": 4, "step": 40}])
         answers = await asyncio.gather(*(one(i) for i in range(4)))
         layouts = [answer["meta_info"]["tp_from_token"] for answer in answers]
         await manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
@@ -287,11 +288,9 @@ if __name__ == "__main__":
 def test_engine_in_process(flat, tmp_path):
     """With the variable only; switches in each round, weights updated between them."""
     (script := tmp_path / "script.py").write_text(IN_PROCESS)
-    (schedule := tmp_path / "schedule.jsonl").write_text('{"tp": 2, "arrived": 4, "step": 40}\n')
-    variable = f"base_tp=1,policy=schedule,schedule={schedule}"
     done = subprocess.run(
         [sys.executable, str(script), str(flat)], capture_output=True, text=True, timeout=600,
-        env=cpu_jobs.environment(SGLANG_PAT=variable),
+        env=cpu_jobs.environment(SGLANG_PAT="base_tp=1,policy=schedule"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {

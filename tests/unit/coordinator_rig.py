@@ -7,8 +7,8 @@ from typing import Any
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.core import Coordinator
-from sglang_pat.coordinator.leader import Generation
+from sglang_pat.coordinator.replicas import Generation
+from sglang_pat.coordinator.router import Coordinator
 from sglang_pat.layout import ParallelLayout
 
 from .coordinator_world import Request, World, control, deliver

@@ -11,8 +11,8 @@ from typing import Any
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.core import BASE_ATTEMPTS, Coordinator
-from sglang_pat.coordinator.replies import Control
+from sglang_pat.coordinator.router import Control, Coordinator
+from sglang_pat.coordinator.switching import BASE_ATTEMPTS
 from sglang_pat.figures import Figures
 from sglang_pat.messages import NO_KV
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from sglang_pat.comm import shm
+from sglang_pat.cpu import shm
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def run_ranks(n, target, *args, world_backend="pat_shm", reaped=True, silent=())
     ``reaped=False`` they are children of a process that does not, so a killed one stays a zombie until the end.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "sglang_pat.comm.shm", "pytest"])
+    context.set_forkserver_preload(["torch.distributed", "sglang_pat.cpu.shm", "pytest"])
     if reaped:
         return _run(context, n, target, args, world_backend, silent)
     mine, theirs = context.Pipe(duplex=False)

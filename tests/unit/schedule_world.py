@@ -10,11 +10,11 @@ from typing import Any
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator import decision_log
-from sglang_pat.coordinator.core import Coordinator
-from sglang_pat.coordinator.leader import Generation
+from sglang_pat.coordinator.replicas import Generation
+from sglang_pat.coordinator.router import Coordinator
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.snapshot import Policy
-from sglang_pat.switch.gate import StepGate
+from sglang_pat.rank.step_gate import StepGate
 
 BASE = ParallelLayout(1, 4)
 
@@ -107,7 +107,7 @@ class World:
 
     def wait(self) -> int:
         """Asks to be answered when the schedule is over; the query's number."""
-        self.coordinator.schedule(m.ScheduleQuery(query_id=self._query(), wait=True))
+        self.coordinator.schedule(m.ScheduleQuery(query_id=self._query()))
         return self._queries
 
     def send(self, *requests: Request, counts: bool = True) -> None:
@@ -187,8 +187,6 @@ class World:
         leader.requests = [request for request in leader.requests if request not in done]
         leader.ended += [request.length for request in done]
         if done:
-            for member in group:
-                member.gate.finished()
             self._report(rank)
 
     def _report(self, rank: int) -> None:

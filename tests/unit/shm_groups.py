@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_pat.comm import shm
+from sglang_pat.cpu import shm
 
 from .ranks import emulated_link
 from .shm_values import Op, same, values

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_pat.acceptance import bench, cli
-from sglang_pat.memory.demand import GIB
+from sglang_pat.memory.machine import GIB
 from sglang_pat.testing import shapes
 
 pytestmark = pytest.mark.unit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from sglang_pat.memory.available import available_memory
+from sglang_pat.memory.machine import available_memory
 
 pytestmark = pytest.mark.unit
 

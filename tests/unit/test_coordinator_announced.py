@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_pat import messages as m
-from sglang_pat.coordinator.leader import Generation
+from sglang_pat.coordinator.replicas import Generation
 from sglang_pat.coordinator.round_tracker import LEASE_SECONDS
 from sglang_pat.policies.snapshot import Decision
 
@@ -92,7 +92,7 @@ def test_the_prompt_of_several_responses_is_none_of_them():
     rig.coordinator.round(m.BeginRound(requests=2, prompts=1), 0.0)
     rig.coordinator.receive(Generation(obj=Request(1, "work"), tokens=5, limit=0), 1.0)
     rig.settle()
-    rig.coordinator._deciding.ended(m.Finished(length=0, family=1, cut=True), 1.1)
+    rig.coordinator._decisions.ended(m.Finished(length=0, family=1, cut=True), 1.1)
     assert not len(rig.coordinator.history)
     rig.finish_all()
     rig.serial = 1

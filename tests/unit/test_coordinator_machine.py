@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.core import Coordinator
-from sglang_pat.coordinator.leader import Generation
+from sglang_pat.coordinator.replicas import Generation
+from sglang_pat.coordinator.router import Coordinator
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.rules import RETRY_SECONDS, SETTLE_SECONDS
 from sglang_pat.policies.threshold import threshold
@@ -200,7 +200,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @invariant()
     def arrivals_account_for_every_request(self):
         if hasattr(self, "world"):
-            arrivals = self.coordinator._deciding.round
+            arrivals = self.coordinator._decisions.round
             assert self.coordinator._in_engine <= arrivals.peak <= arrivals.came
             assert 0 <= arrivals.missing <= sum(round_.requests or 0 for round_ in arrivals.open.values())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_pat.coordinator.leader import Generation
+from sglang_pat.coordinator.replicas import Generation
 from sglang_pat.policies.registry import stay
 
 from .coordinator_rig import Rig
@@ -52,7 +52,7 @@ def test_threshold_does_not_merge_for_a_probe():
 
 def test_a_probe_in_a_round_does_not_make_it_larger():
     rig = Rig(1, 2, stay, policy="survival", profile="-")
-    tracker = rig.coordinator._deciding.round
+    tracker = rig.coordinator._decisions.round
     for number in range(4):
         now = 100.0 * number
         rig.work(2, now=now)

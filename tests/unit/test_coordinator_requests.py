@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_pat import messages as m
-from sglang_pat.coordinator.core import BASE_ATTEMPTS
+from sglang_pat.coordinator.switching import BASE_ATTEMPTS
 
 from .coordinator_rig import Rig
 from .coordinator_world import FlushReply, Merged, Refused, Request

@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 
 from sglang_pat import messages as m
-from sglang_pat.coordinator.deciding import DECISION_INTERVAL_SECONDS
-from sglang_pat.coordinator.decision_log import dump_decision, load_decision
-from sglang_pat.coordinator.leader import Generation
+from sglang_pat.coordinator.decision_log import dump_decision
+from sglang_pat.coordinator.decisions import DECISION_INTERVAL_SECONDS
+from sglang_pat.coordinator.replicas import Generation
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import stay
 from sglang_pat.policies.rules import SETTLE_SECONDS
 from sglang_pat.policies.snapshot import Decision
 from sglang_pat.policies.threshold import threshold
+from sglang_pat.replay.log import load_decision
 
 from .coordinator_rig import Rig, with_a_fast_leader
 from .coordinator_world import Request
@@ -202,7 +203,7 @@ def test_and_in_the_old_one_if_that_fails(fate):
 
 def test_it_is_asked_once_before_a_round_and_not_held_without_a_switch():
     rig = known_rounds()
-    rig.coordinator._deciding.policy = stay
+    rig.coordinator._decisions.policy = stay
     before = len(rig.world.decisions)
     assert rig.work(2, now=50.0) == [0, 1] and len(rig.world.decisions) == before + 1
 
@@ -210,7 +211,7 @@ def test_it_is_asked_once_before_a_round_and_not_held_without_a_switch():
 def test_a_round_of_which_nothing_more_comes():
     """Four came the last times; what came now is looked at as it is after a while."""
     rig = known_rounds(4)
-    rig.coordinator._deciding.policy = stay
+    rig.coordinator._decisions.policy = stay
     rig.work(2, now=50.0)
     rig.settle()
     rig.coordinator.tick(50.0 + 0.9 * SETTLE_SECONDS)
@@ -252,7 +253,7 @@ def test_requests_that_come_during_the_return_to_base_belong_to_the_next_round()
     for _ in range(2):
         rig.deliver()
         rig.iterate()
-    assert rig.coordinator._switching.commanded and rig.work(1, now=9.0) == []
+    assert rig.coordinator._switching.under_way.commanded and rig.work(1, now=9.0) == []
     rig.settle()
     last, _ = rig.world.decisions[-1]
     assert (rig.coordinator.layout.tp, last.requests, last.complete) == (1, 1, False)

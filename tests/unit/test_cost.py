@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.predict.cost import DRAIN_STEPS, SwitchCosts
-from sglang_pat.predict.fits import robust_nnls
+from sglang_pat.predict.cost import DRAIN_STEPS, SwitchCosts, robust_nnls
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import ProfileError
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.kernels import kv
+from sglang_pat.switch import kv
 
 from .drawn import examples
 
@@ -185,7 +185,7 @@ TRITON_CASES = [
 
 def check_triton() -> None:
     """Body of the child process."""
-    from sglang_pat.kernels import kv_triton
+    from sglang_pat.switch import kv_triton
 
     for heads, head_count, offsets, begins, dims, dtype, gap in TRITON_CASES:
         case = {

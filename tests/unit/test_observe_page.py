@@ -13,6 +13,7 @@ from sglang_pat import messages as m
 from sglang_pat.coordinator import decision_log
 from sglang_pat.figures import Figures
 from sglang_pat.policies.snapshot import Decision
+from sglang_pat.replay.log import Start
 
 from .coordinator_rig import Rig
 
@@ -66,4 +67,4 @@ def test_decision_log():
     assert {*msgspec.structs.asdict(START)} | set(decision_log.dump_length(1, 2, True, 3)) <= told
 
 
-START = decision_log.Start(policy="pat", switch_at=1, profile=None, max_running=None, history={})
+START = Start(policy="pat", switch_at=1, profile=None, max_running=None, history={})

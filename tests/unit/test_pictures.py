@@ -6,18 +6,13 @@ import importlib
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from profiler import curves, figures, maps
-from profiler.accuracy import Check
 from sglang_pat.acceptance import picture as acceptance
 from sglang_pat.integrations import picture as training
 from sglang_pat.replay import picture as replay
 from sglang_pat.replay.simulate import Run
 from sglang_pat.tools import pictures
-
-from .profiles_for_tests import decode_points, profile, switch_sample
 
 pytestmark = pytest.mark.unit
 
@@ -210,7 +205,7 @@ def test_replay(tmp_path, seconds, said):
     assert is_png(tmp_path / "a.png")
 
 
-# -- acceptance, training runs, profiler ----------------------------------------------------------
+# -- acceptance, training runs ----------------------------------------------------------
 
 
 def test_acceptance_titles():
@@ -227,40 +222,6 @@ def test_training(tmp_path, monkeypatch):
     assert training.title(steps[:1], [[one]]) == "1 step: 60% of the time generates, the layout never changed"
     monkeypatch.setattr(training, "visits", lambda log: [one, two])
     assert is_png(training.draw(tmp_path / "a.png", steps, [Path("log")]))
-
-
-def view(seconds=lambda tp, replicas, batch, context: 0.01 * batch / tp) -> figures.View:
-    return figures.View(profile(decode=decode_points(seconds, (1, 4), (128, 1024))))
-
-
-def test_fastest():
-    assert figures.fastest(view(lambda tp, *_: 0.01 / tp), 128, 8) == "tp4×dp1 is fastest"
-    crossing = view(lambda tp, replicas, batch, context: {1: 0.01, 2: 0.1, 4: 0.002 * batch + 0.005}[tp])
-    assert figures.fastest(crossing, 128, 8) == "fastest are tp4×dp1 up to 2, tp1×dp4 with more requests"
-
-
-def test_growth():
-    assert figures.growth_by_batch(view(), 1, [128]) == "4.00 times as long with batch 4 as with 1"
-    longer = view(lambda tp, replicas, batch, context: 0.01 * context)
-    assert figures.growth_by_tokens(longer, 1) == "up to 8.00 times as long with 8 times the tokens (batch 1)"
-
-
-def test_maps():
-    found = view()
-    seconds = np.array([[[2.0, 2.0]], [[1.0, 1.0]], [[4.0, 4.0]]])
-    assert maps.fastest_title(found, seconds).startswith("tp2×dp2 is fastest on 100% of the map; ")
-    assert maps.fastest_title(found, seconds[:, :, :1] * [[[1]], [[5]], [[1]]]) == "tp1×dp4 is fastest everywhere"
-    samples = [[switch_sample(1, 2, 1, 9, kv=0.03, install=0.01)], [switch_sample(2, 1, 1, 9, kv=0.08)]]
-    assert maps.cost_title(samples) == "A switch pauses decoding for 40 to 80 ms; the largest part is kv, 92% of all"
-    check = dict(tp=1, replicas=1, batch=1, context=9, measured=1.0)
-    checks = [Check(**check, predicted=1.1, inside=True), Check(**check, predicted=0.8, inside=False)]
-    assert maps.error_title(checks[:1]) == "A step's predicted time is off by 10.0% between measured points, on average"
-    assert maps.error_title(checks).endswith("10.0% between measured points, 20.0% beyond them, on average")
-
-
-def test_curve():
-    said = curves.curve_title("tp1×dp2", {"error a window of 20": 0.141})
-    assert said == "tp1×dp2: predicted times of 20 steps are off by 14.1% on average"
 
 
 # -- docs/img -------------------------------------------------------------------------------------

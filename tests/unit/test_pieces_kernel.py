@@ -37,7 +37,7 @@ def pieces_of_weight(sizes: list[int], whole: list[int], width: int, dtype=torch
 
 def check() -> None:
     """In a process with ``TRITON_INTERPRET=1``."""
-    from sglang_pat.kernels.pieces_triton import pieces_of
+    from sglang_pat.rank.pieces_triton import pieces_of
 
     for sizes, whole, width, tokens, with_bias in CASES:
         weights, biases = pieces_of_weight(sizes, whole, width)
@@ -65,7 +65,7 @@ def test_it_compiles_for_a_gpu_and_fits_there(rows, depth, stages, tokens, monke
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from sglang_pat.kernels.pieces_triton import _multiply
+    from sglang_pat.rank.pieces_triton import _multiply
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"WIDTH": 4096, "HAS_BIAS": True, "TOKENS": tokens, "ROWS": rows, "DEPTH": depth}
@@ -91,14 +91,14 @@ def test_it_compiles_for_a_gpu_and_fits_there(rows, depth, stages, tokens, monke
 )
 def test_what_it_cannot_multiply_is_left_to_torch(sizes, whole, width, dtype):
     pytest.importorskip("triton")
-    from sglang_pat.kernels.pieces_triton import pieces_of
+    from sglang_pat.rank.pieces_triton import pieces_of
 
     assert pieces_of(*pieces_of_weight(sizes, whole, width, dtype)) is None
 
 
 def test_pieces_of_two_weights_are_left_to_torch():
     pytest.importorskip("triton")
-    from sglang_pat.kernels.pieces_triton import pieces_of
+    from sglang_pat.rank.pieces_triton import pieces_of
 
     one, other = (torch.zeros(64, 64, dtype=torch.float16) for _ in range(2))
     room = torch.zeros(40, 64, dtype=torch.float16)

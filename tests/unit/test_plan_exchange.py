@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from sglang_pat.layout import ParallelLayout, exchange_groups
 from sglang_pat.switch import plan
-from sglang_pat.switch.gather import build_gather
 
 from .drawn import examples
 from .plan_world import Case, cases, heads_of
@@ -226,7 +225,7 @@ def test_pats_way_ends_with_the_same_kv(case):
             pool = np.full((case.num_slots, len(heads)), -1)
             for tokens, slots in zip(case.tokens[group], case.slots[group], strict=True):
                 pool[slots] = np.array(tokens, dtype=np.int64).reshape(-1, 1) * kv_heads + heads
-            gathers[rank] = build_gather(
+            gathers[rank] = plan.plan_gather(
                 plan.Move(old, new, kv_heads, members, rank, plans, case.slots[group], case.live[group])
             )
             assert gathers[rank].heads == len(heads)

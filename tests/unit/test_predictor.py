@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.predict.predictor import Predictor
+from sglang_pat.predict.predictor import Predictor, Surface
 from sglang_pat.predict.profile import ProfileError
-from sglang_pat.predict.surface import Surface
 
 from .drawn import examples
 from .profiles_for_tests import decode_points, prefill_points, profile
@@ -159,13 +158,6 @@ def test_arrays_equal_scalars():
     assert CROOKED.step_seconds(1, batch, tokens) == pytest.approx(expected, rel=1e-14)
     grid = CROOKED.step_seconds(1, batch[:, None], tokens[None, :7])
     assert grid.shape == (500, 7) and grid[3, 5] == CROOKED.step_seconds(1, batch[3], tokens[5])
-
-
-def test_covers():
-    assert CROOKED.covers(2, 1, 128) is True and CROOKED.covers(2, 3, 3 * 8192) is True
-    assert CROOKED.covers(2, 1, 127) is False and CROOKED.covers(2, 17, 17 * 512) is False
-    assert CROOKED.covers(2, 3, 3 * 8192 + 1) is False and CROOKED.covers(2, 0.5, 128) is False
-    assert CROOKED.covers(2, np.array([1, 1]), np.array([128, 127])).tolist() == [True, False]
 
 
 def test_prefill_of_uneven_requests_is_that_of_their_rms_length():

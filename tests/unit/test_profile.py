@@ -92,46 +92,6 @@ def test_refuses_a_missing_file(tmp_path):
     assert "none.json" in message and "No such file" in message and "profiler.sweep" in message
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"not json", b"\xff\xfe", b"[1, 2]", b"3"])
-def test_refuses_what_is_not_a_profile(tmp_path, content):
-    (tmp_path / "p.json").write_bytes(content)
-    message = refused(load, tmp_path / "p.json")
-    assert "p.json" in message and "profiler.sweep" in message
-
-
-@pytest.mark.parametrize("version", [0, 1, 3])
-def test_refuses_another_format(tmp_path, version):
-    found = {**json.loads(msgspec.json.encode(profile())), "version": version}
-    (tmp_path / "p.json").write_text(json.dumps(found))
-    message = refused(load, tmp_path / "p.json")
-    assert f"format version {version}" in message and f"reads {module.VERSION}" in message
-
-
-@pytest.mark.parametrize(
-    "path, value, named",
-    [
-        (("fingerprint", "num_ranks"), "many", "num_ranks"),
-        (("decode", 0, "seconds"), None, "seconds"),
-        (("switches",), 5, "switches"),
-    ],
-)
-def test_refuses_a_wrong_field_by_name(tmp_path, path, value, named):
-    found = json.loads(msgspec.json.encode(profile()))
-    inner = found
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    (tmp_path / "p.json").write_text(json.dumps(found))
-    assert named in refused(load, tmp_path / "p.json")
-
-
-def test_refuses_a_missing_field_by_name(tmp_path):
-    found = json.loads(msgspec.json.encode(profile()))
-    del found["fingerprint"]["link"]
-    (tmp_path / "p.json").write_text(json.dumps(found))
-    assert "link" in refused(load, tmp_path / "p.json")
-
-
 def test_fits_its_own_deployment():
     check_fits(profile(), FINGERPRINT)
 

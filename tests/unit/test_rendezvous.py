@@ -10,7 +10,7 @@ import psutil
 import pytest
 from torch.distributed import rendezvous as torch_rendezvous
 
-from sglang_pat.comm import rendezvous
+from sglang_pat.cpu import rendezvous
 
 pytestmark = pytest.mark.unit
 

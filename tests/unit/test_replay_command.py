@@ -16,6 +16,7 @@ from sglang_pat.policies.snapshot import Decision
 from sglang_pat.predict.correction import StepFactor
 from sglang_pat.predict.profile import save
 from sglang_pat.replay import cli
+from sglang_pat.replay import log as logs
 from sglang_pat.replay.compare import Workload
 from sglang_pat.replay.measured import against_measured
 from sglang_pat.replay.shapes import parse_shape
@@ -86,7 +87,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, profile_file, capsys, w
 def test_snapshots_and_decisions_round_trip(snap):
     snap = dataclasses.replace(snap, last_abort=float("-inf"))
     decision = Decision(tp=2, estimates={1: 0.1 + 0.2, 2: 1e-9}, recompute_below=7)
-    found, answer = decision_log.load_decision(json.loads(json.dumps(decision_log.dump_decision(snap, decision))))
+    found, answer = logs.load_decision(json.loads(json.dumps(decision_log.dump_decision(snap, decision))))
     assert answer == decision
     for load in ("load", "coming"):
         for name in ("prompt", "output", "limit", "family", "replica"):
@@ -96,10 +97,10 @@ def test_snapshots_and_decisions_round_trip(snap):
 
 def test_a_snapshot_of_before_rounds_were_counted():
     values = decision_log.snapshot_to_dict(make_snapshot([5, 7], complete=True, in_round=True))
-    found = decision_log.snapshot_from_dict(values)
+    found = logs.snapshot_from_dict(values)
     assert found.complete and found.in_round
     del values["complete"], values["coming"], values["in_round"]
-    old = decision_log.snapshot_from_dict(values)
+    old = logs.snapshot_from_dict(values)
     assert not old.complete and not old.in_round and old.load.output.tolist() == [5, 7] and not len(old.coming)
 
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.core import Coordinator
-from sglang_pat.coordinator.leader import Generation, Leader
-from sglang_pat.coordinator.places import REMEMBERED, Places
+from sglang_pat.coordinator.replicas import REMEMBERED, Generation, Leader, Places
+from sglang_pat.coordinator.router import Coordinator
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.prompts import LONG_PROMPT, allowance
 
@@ -117,11 +116,11 @@ def test_a_request_that_is_held_back_costs_the_same_however_many_are():
     core.reconfigure(m.Reconfigure(query_id=1, tp=2), 0.0)
     for rank in range(2):
         core.rank_message(m.Prepared(rank=rank, epoch=1, seconds=0.0), 0.0)
-    assert core._switching.commanded
+    assert core._switching.under_way.commanded
 
     def snapshot():
         requests = core._in_engine + core._held_requests
-        assert core._deciding.snapshot(core.layout, requests, 0.0).requests == 1 + len(core._backlog)
+        assert core._decisions.snapshot(core.layout, requests, 0.0).requests == 1 + len(core._backlog)
 
     first, _ = lines_run(snapshot)
     for _ in range(500):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.coordinator.leader import Generation
-from sglang_pat.coordinator.schedule import Schedule, check, parse
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator import decision_log
+from sglang_pat.coordinator.schedule import check
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.messages import Held, Reconfigure
+from sglang_pat.messages import Reconfigure
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Decision, Snapshot
+from sglang_pat.replay.log import read_schedule
 
 from .drawn import examples
 from .schedule_world import BASE, Request, World
@@ -51,17 +51,6 @@ def test_every_replica_has_made_exactly_so_many_steps(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_tokens_and_requests_left(seed):
-    world = started([{"tp": 2, "arrived": 8, "tokens": 300}, {"tp": 4, "left": 3}, {"tp": 1, "left": 0}], seed)
-    world.send(*requests(8, 50))
-    world.run()
-    first, second, third = world.fired
-    assert 300 <= first.generated < 308 and first.alive == 8
-    assert 0 <= 3 - second.alive < 2, "a group at most goes beyond it"
-    assert third.alive == 0 and world.layout == BASE
-
-
-@pytest.mark.parametrize("seed", range(5))
 def test_tokens_count_from_where_the_schedule_takes_hold(seed):
     """Also where it is set in the instant after a switch, when the new leaders have not listed their requests yet."""
     world = started([{"tp": 2, "arrived": 8, "tokens": 100}], seed)
@@ -72,16 +61,6 @@ def test_tokens_count_from_where_the_schedule_takes_hold(seed):
     first, second = world.fired
     # What the replicas do before they hold again does not count.
     assert 100 <= second.generated - first.generated < 200 and second.alive == 8
-
-
-def test_replicas_work_on_until_so_many_have_come():
-    world = started([{"tp": 2, "came": 3}, {"tp": 4, "came": 3, "left": 0}])
-    world.send(*requests(2, 10))
-    world.run()
-    assert not world.fired and not any(rank.requests for rank in world.ranks), "they are not held"
-    world.send(*requests(1, 10))
-    world.run()
-    assert [(fired.alive, fired.generated) for fired in world.fired] == [(1, 21), (0, 31)]
 
 
 def test_batches_count_prefills():
@@ -124,31 +103,13 @@ def test_a_schedule_that_is_replaced_during_its_switch(entries, seed):
     """The switch is carried through, and counts for the schedule that wanted it, not for the new one."""
     world = started([{"tp": 2, "arrived": 4, "step": 5}], seed)
     world.send(*requests(4))
-    world.run(until=lambda w: w.coordinator._switching.under_way or w.coordinator._wanted)
+    world.run(until=lambda w: w.coordinator._switching.under_way or w.coordinator._switching.wanted)
     world.set(entries)
     query = world.wait()
     world.run()
     assert world.answers[query].state.done == len(entries) == len(world.answers[query].state.switches)
     assert [record.to_tp for record in world.coordinator.account.records] == [2, *(entry["tp"] for entry in entries)]
     assert not any(rank.requests for rank in world.ranks)
-
-
-def test_the_last_requests_of_a_falling_schedule_end_in_one_step():
-    """Then both entries are of this round: it has come down past both."""
-    schedule = Schedule(
-        check([{"tp": 4, "left": 3}, {"tp": 1, "left": 0}, {"tp": 2, "left": 0}]), [0], itertools.count()
-    )
-    hold = schedule.begin()[0]
-    schedule.held(Held(rank=0, number=hold.number, steps=1, batches=1))
-    for _ in range(4):
-        schedule.arrived(Generation(obj=None, tokens=1))
-    go = schedule.look({0: 4}, lambda: 0)[0][0]
-    schedule.held(Held(rank=0, number=go.number, steps=1, batches=1))
-    for tp in (4, 1):
-        _, due = schedule.look({0: 0}, lambda: 0)
-        assert due is not None and due.tp == tp
-        schedule.carried_out(None)
-    assert schedule.look({0: 0}, lambda: 0)[1] is None, "two that are equal mean two rounds"
 
 
 def test_an_entry_of_the_layout_in_force_switches_nothing():
@@ -185,72 +146,78 @@ def test_under_another_policy_requests_count_from_there_on():
     assert max(e["snapshot"]["arrived"] for e in world.log[behind:] if e["event"] == "decision") == 3
 
 
-def repeated(log: list[dict], seed: int) -> World:
-    """An engine that follows what the log of another one says."""
-    return started([msgspec.structs.asdict(entry) for entry in parse("\n".join(map(json.dumps, log)))], seed)
+def in_a_tail(snapshot: Snapshot, history: LengthHistory) -> Decision:
+    """Merged when four are left; a round of a known size is merged before its first request, as ``survival`` does."""
+    merged = len(snapshot.coming) or (snapshot.peak > 4 and 0 < len(snapshot.load) <= 4)
+    return Decision(tp=4 if merged else 1 if not snapshot.requests else snapshot.tp)
 
 
-def drained_and_filled(world: World) -> World:
-    """Four of eight end, and five more come."""
-    world.send(*requests(4, 10), *requests(4, 400))
-    world.run(until=lambda world: world.layout.tp == 4)
-    world.send(*requests(5, 100))
-    world.run()
-    return world
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_log_of_threshold_is_repeated(seed):
-    """It merges at 4, splits when 9 are there, merges again, and goes back when none is left."""
-    first = drained_and_filled(World(BASE, seed, policy="threshold", switch_at=4))
-    assert [fired.alive for fired in first.fired] == [4, 9, 4, 0]
-    again = drained_and_filled(repeated(first.log, seed + 100))
-    assert [record.to_tp for record in again.coordinator.account.records] == [4, 1, 4, 1]
-    for fired, wanted in zip(again.fired, (4, 9, 4, 0), strict=True):
-        assert abs(wanted - fired.alive) < 4, "the requests of a group may end together"
-    assert again.coordinator._follower.schedule.over
-
-
-def ahead(snapshot: Snapshot, history: LengthHistory) -> Decision:
-    """As ``survival``: a round of a known size is merged before its first request."""
-    return Decision(tp=4 if len(snapshot.coming) else 1 if not snapshot.requests else snapshot.tp)
-
-
-def rounds(world: World) -> World:
+def rounds(world: World, *lengths: int) -> World:
     for _ in range(4):
-        world.send(*requests(3, 20))
+        world.send(*(Request(length) for length in lengths))
         world.run()
     return world
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_switch_ahead_of_a_round_is_repeated_before_its_first_token(seed):
-    first = rounds(World(BASE, seed, policy="survival", decide=ahead, profile="-"))
-    assert [record.to_tp for record in first.coordinator.account.records] == [4, 1, 4, 1]
-    before = [fired.generated for fired in first.fired]
-    again = rounds(repeated(first.log, seed + 100))
-    assert [record.to_tp for record in again.coordinator.account.records] == [4, 1, 4, 1]
-    assert [fired.generated for fired in again.fired] == before
+@pytest.mark.parametrize("lengths", [(20, 20, 20), (10, 10, 10, 10, 40, 40, 40, 40)], ids=["ahead", "in a tail"])
+def test_a_log_is_repeated_by_tokens(seed, lengths, tmp_path):
+    """Also a switch ahead of a round: before its first token."""
+    first = rounds(World(BASE, seed, policy="survival", decide=in_a_tail, profile="-"), *lengths)
+    path = tmp_path / "decisions.jsonl"
+    path.write_text("\n".join(map(json.dumps, first.log)))
+    entries = read_schedule(path)
+    assert [entry["tp"] for entry in entries] == [record.to_tp for record in first.coordinator.account.records]
+    again = rounds(started(entries, seed + 100), *lengths)
+    for entry, fired in zip(entries, again.fired, strict=True):
+        assert entry["tokens"] <= fired.generated < entry["tokens"] + len(lengths)
+    assert again.coordinator._schedule.over
 
 
-def test_what_does_not_count_in_a_schedule_does_not_in_a_log():
+def test_a_log_without_tokens_is_not_repeated(tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    path.write_text(json.dumps(decision_log.dump_start("threshold", switch_at=8, history=LengthHistory())))
+    with pytest.raises(ValueError, match="line 1: it is of the policy threshold, which another engine repeats by"):
+        read_schedule(path)
+
+
+def test_what_does_not_count_in_a_schedule():
     """The server says when its warm-up is over; health probes come at any time."""
-    world = World(BASE, 0, policy="threshold", switch_at=4)
-    world.send(*requests(1, 8))
+    world = started([{"tp": 2, "arrived": 2}])
+    world.send(*requests(3), counts=False)
     world.run()
-    world.set([])
-    world.send(*requests(1, 8), counts=False)
+    assert not world.fired
+    world.send(*requests(2))
     world.run()
-    drained_and_filled(world)
-    assert [entry.came for entry in parse("\n".join(map(json.dumps, world.log)))][-3] == 13
+    assert [fired.alive for fired in world.fired] == [5]
+
+
+BAD = {
+    "two points": ({"tp": 2, "step": 1, "tokens": 2}, "entry 2: step and tokens in one entry: give one of them"),
+    "negative": ({"tp": 2, "step": -1}, "entry 2: Expected `int` >= 0"),
+    "tp 0": ({"tp": 0}, "entry 2: Expected `int` >= 1"),
+    "float": ({"tp": 2.5}, "entry 2: Expected `int | null`, got `float`"),
+    "unknown": ({"tp": 2, "left": 3}, "unknown field `left`"),
+    "no entry": (3, "entry 2: Expected `object`, got `int`"),
+    "degree": ({"tp": 3}, r"entry 2: tp=3 is not a candidate; choose one of [1, 2, 4]"),
+    "hold in the middle": ({"hold": True}, "hold: only the last entry may have it"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_entries_get_one_line(kind):
+    value, says = BAD[kind]
+    layouts = AdaptiveConfig(base=BASE, policy="schedule").layouts
+    with pytest.raises(ValueError) as error:
+        check([{"tp": 2}, value, {"tp": 4}], layouts)
+    assert says in str(error.value) and "\n" not in str(error.value)
 
 
 ENTRIES = st.lists(
     st.one_of(
         st.fixed_dictionaries({"tp": st.sampled_from((1, 2, 4)), point: st.integers(0, 60)})
-        for point in ("step", "batch", "tokens", "left", "came")
-    )
-    | st.fixed_dictionaries({"tp": st.sampled_from((1, 2, 4)), "came": st.integers(0, 12), "left": st.integers(0, 12)}),
+        for point in ("step", "batch", "tokens", "arrived")
+    ),
     max_size=6,
 )
 

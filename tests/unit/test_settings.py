@@ -1,14 +1,23 @@
-"""The settings of the adaptive engine by name, as frameworks and ``SGLANG_PAT`` give them."""
+"""The settings of the adaptive engine, by name and as a configuration, and what a job says of them when it starts."""
+
+from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import subprocess
+import sys
 
 import pytest
 
-from sglang_pat import settings
-from sglang_pat.config import AdaptiveConfig
+from sglang_pat import job_settings, settings
+from sglang_pat.config import AdaptiveConfig, parse_degrees
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.registry import make_policy
+
+pytestmark = pytest.mark.unit
+
+BASE = ParallelLayout(1, 4)
 
 
 @pytest.mark.parametrize(
@@ -57,22 +66,42 @@ def test_arguments_of_sglangs_have_their_place_elsewhere(where, elsewhere):
     assert line.endswith(f". SGLang's own are given with {elsewhere}")
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"polcy": "pat"}, "here has no setting 'polcy' (did you mean 'policy'?); choose from base_tp, candidates, "),
-        ({"switch_at": "soon"}, "here: switch_at is 'soon', must be a whole number"),
-        ({"switch_at": 2.5}, "here: switch_at is 2.5, must be a whole number"),
-        ({"cpu_overlap": "perhaps"}, "here: cpu_overlap is 'perhaps', must be true or false"),
-        ({"policy": "survivl"}, "here: --pat-policy 'survivl': choose one of survival, pat, threshold, "),
-        ({"kv": "x"}, "here: --pat-kv 'x': choose one of auto, migrate, recompute"),
-    ],
-)
-def test_what_is_no_setting_is_refused_in_one_line(given, message):
-    with pytest.raises(ValueError) as error:
-        settings.fields(given, "here")
-    assert str(error.value).startswith(message)
-    assert "\n" not in str(error.value)
+BAD = [
+    ({"policy": "survivl"}, "--pat-policy 'survivl': choose one of survival, pat, "),
+    ({"policy": "survival"}, "--pat-policy survival needs a profile: give --pat-profile FILE"),
+    ({"weights": "gather"}, "--pat-weights 'gather': choose one of resident, reshard"),
+    ({"kv": "x"}, "--pat-kv 'x': choose one of auto, migrate, recompute"),
+    ({"gpu_order": "strided"}, "--pat-gpu-order 'strided': choose one of rank, neighbours"),
+    ({"candidates": "many"}, "--pat-candidates 'many': give TP degrees separated by commas"),
+    ({"candidates": "3"}, "candidate tp=3 does not divide the 8 ranks"),
+    ({"candidates": "0"}, "candidate tp=0"),
+    ({"switch_at": "0"}, "--pat-switch-at 0: must be at least 1"),
+    ({"calibrate": -1}, "--pat-calibrate -1: must be 0 to"),
+    ({"calibrate": 1001}, "--pat-calibrate 1001: must be 0 to 1000"),
+    ({"profile": "/nowhere"}, "profile /nowhere: No such file or directory; make one with"),
+    ({"policy": "schedule", "schedule": "/nowhere"}, "schedule is gone: POST the entries as a JSON list"),
+    ({"log": "/nowhere/log"}, "--pat-log /nowhere/log: No such file or directory; give a file that can be written"),
+    ({"base_tp": 2, "candidates": "1,2"}, "candidate tp=1 is below the base tp=2"),
+    ({"base_tp": 3}, "base_tp is 3, must divide the engine's 8 GPUs: 1, 2, 4, 8"),
+    ({"base_tp": 16}, "base_tp is 16, must divide the engine's 8 GPUs: 1, 2, 4, 8"),
+    ({"polcy": "pat"}, " has no setting 'polcy' (did you mean 'policy'?); choose from base_tp, candidates, "),
+    ({"switch_at": 2.5}, "switch_at is 2.5, must be a whole number"),
+    ({"cpu_overlap": "perhaps"}, "cpu_overlap is 'perhaps', must be true or false"),
+]
+
+
+@pytest.mark.parametrize("given, said", BAD)
+def test_refused_in_one_line(given, said):
+    with pytest.raises(ValueError) as refused:
+        job_settings.check(given, 8, "here")
+    line = str(refused.value)
+    assert line.removeprefix("here").removeprefix(": ").startswith(said) and "\n" not in line
+
+
+def test_the_command_says_the_same():
+    """It makes its configuration of the same fields, and reads files in the same way."""
+    with pytest.raises(ValueError, match="^--pat-log /nowhere/log: No such file or directory; give a file"):
+        job_settings.read_files(settings.configuration({"pat_log": "/nowhere/log"}, BASE))
 
 
 def test_the_variable_is_named_for_what_is_wrong_in_it(monkeypatch):
@@ -90,17 +119,6 @@ def test_settings_and_configuration_have_the_same_defaults():
     )
 
 
-@pytest.mark.parametrize("base_tp, ranks, layout", [(1, 8, (1, 8)), (2, 8, (2, 4)), (8, 8, (8, 1))])
-def test_the_base_layout(base_tp, ranks, layout):
-    assert settings.base_layout(base_tp, ranks, "here") == layout
-
-
-@pytest.mark.parametrize("base_tp", [0, -1, 3, 16])
-def test_a_base_degree_that_does_not_divide_the_gpus(base_tp):
-    with pytest.raises(ValueError, match=f"here: base_tp is {base_tp}, must divide the engine's 8 GPUs: 1, 2, 4, 8"):
-        settings.base_layout(base_tp, 8, "here")
-
-
 def test_each_name_is_defined_once():
     names = [setting.name for setting in (settings.BASE_TP, *settings.SETTINGS)]
     assert len(names) == len(set(names))
@@ -113,3 +131,121 @@ def test_the_configuration_has_the_defaults_of_the_flags():
     assert shared.pop("policy") is None and len(shared) > 8  # which policy it is depends on the profile there
     assert shared == {name: own[name] for name in shared}
     assert inspect.signature(make_policy).parameters["switch_at"].default == own["switch_at"]
+
+
+# -- as a configuration ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "degrees"),
+    [
+        ({}, [1, 8]),  # threshold goes from the lowest to the highest only
+        ({"policy": "off"}, [1, 2, 4, 8]),
+        ({"policy": "threshold", "profile": "p"}, [1, 2, 4, 8]),  # by which a planner may choose others
+        ({"policy": "survival", "profile": "p"}, [1, 2, 4, 8]),
+        ({"degrees": (1, 2, 8)}, [1, 2, 8]),
+        ({"base": ParallelLayout(8, 1)}, [8]),
+    ],
+)
+def test_default_candidates_are_those_that_somebody_goes_to(options, degrees):
+    config = AdaptiveConfig(**{"base": ParallelLayout(1, 8)} | options)
+    assert [layout.tp for layout in config.layouts] == degrees
+
+
+def test_ranks_sit_on_gpus_in_order_unless_asked_otherwise():
+    assert [AdaptiveConfig(base=BASE).place(rank) for rank in range(4)] == [0, 1, 2, 3]
+    assert [AdaptiveConfig(base=BASE, gpu_order="neighbours").place(rank) for rank in range(4)] == [0, 2, 1, 3]
+
+
+def test_degrees():
+    config = AdaptiveConfig(base=BASE, degrees=(4,))
+    assert [layout.tp for layout in config.layouts] == [1, 4]
+    assert config.layout(4) == ParallelLayout(4, 1)
+    with pytest.raises(ValueError, match=r"tp=2 is not a candidate; choose one of \[1, 4\]"):
+        config.layout(2)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (dict(), True),
+        (dict(policy="threshold"), False),
+        (dict(profile_as_is=True), False),
+        (dict(calibrate=0), False),
+        (dict(degrees=(1,)), False),
+    ],
+)
+def test_who_calibrates(given, expected):
+    """Who corrects a profile, and has something to choose from."""
+    assert AdaptiveConfig(**dict(base=BASE, policy="survival", profile="-") | given).calibrates == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "degrees"), [(None, None), ("1", (1,)), ("1,2,4", (1, 2, 4)), (" 2 , 4", (2, 4)), ("-1", (-1,))]
+)
+def test_parse_degrees(text, degrees):
+    assert parse_degrees(text) == degrees
+
+
+@pytest.mark.parametrize("text", ["", "1,", "a", "1;2", "1.5", "1,2,x", "[1,2]"])
+def test_parse_degrees_refuses(text):
+    with pytest.raises(ValueError) as error:
+        parse_degrees(text)
+    assert f"--pat-candidates {text!r}: give TP degrees separated by commas" in str(error.value)
+
+
+# -- of a job ---------------------------------------------------------------------------------------------------------
+
+
+def test_accepted(tmp_path):
+    job_settings.check({}, 8, "here")
+    job_settings.check({"base_tp": 2, "candidates": [2, 8], "log": tmp_path / "log"}, 8, "here")
+
+
+CONFIG = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512, intermediate_size=128)
+MODELS = [
+    (
+        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8},
+        "does not support Qwen3MoeForCausalLM: it is a mixture",
+    ),
+    ({"kv_lora_rank": 512}, "does not support ?: its attention is MLA"),
+    ({"text_config": {}, "vision_config": {"depth": 2}}, "it is multimodal"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),
+    ({"layer_types": ["full_attention", "linear_attention"]}, "some of its layers are recurrent"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "some of its layers have a sliding window"),
+    ({"num_attention_heads": 3, "hidden_size": 96}, "tp=2 does not divide the model's 3 attention heads; choose other"),
+]
+
+
+@pytest.mark.parametrize("fields, said", MODELS)
+def test_a_model_is_refused_by_its_config(fields, said, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | fields))
+    config = job_settings.check({"base_tp": 2}, 4, "here")
+    with pytest.raises(ValueError) as refused:
+        job_settings.check_model(str(tmp_path), config, "model.path")
+    line = str(refused.value)
+    assert line.startswith(f"model.path {tmp_path}: ") and said in line and "\n" not in line
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_experts": 1}, {"layer_types": ["full_attention"]}, {"hidden_size": None}])
+def test_a_model_of_which_nothing_is_wrong_to_see(fields, tmp_path):
+    """What only its class or SGLang know is left to the engine; so is a degree that it may leave out."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": 2} | fields))
+    config = job_settings.check({}, 4, "here")
+    job_settings.check_model(str(tmp_path), config, "model.path")
+    job_settings.check_model(str(tmp_path / "elsewhere"), config, "model.path")
+    job_settings.check_model("nobody/has-it", config, "model.path")
+
+
+def test_sglangs_own_arguments():
+    job_settings.check_flags({"page_size": 1, "device": "cpu", "enable_lora": False, "no_such": 3}, "--sglang.")
+    with pytest.raises(
+        ValueError, match=r"^--sglang.page_size is 16, which an adaptive .* \(tokens move .*\): must be 1;"
+    ):
+        job_settings.check_flags({"page_size": 16}, "--sglang.")
+
+
+def test_no_sglang_is_needed_for_that():
+    """verl's trainer, whose process does not import it, checks its job so."""
+    code = "import sys; from sglang_pat import job_settings; assert not {'sglang', 'torch'} & {*sys.modules}"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_pat.comm import shm
+from sglang_pat.cpu import shm
 
 from . import shm_groups, shm_operations
 from .ranks import run_ranks

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from sglang_pat.messages import Go
-from sglang_pat.switch.gate import StepGate
+from sglang_pat.rank.step_gate import StepGate
 
 
 def test_a_gate_closes_at_its_point_and_is_open_without_one():
     gate = StepGate()
     for _ in range(5):
         gate.launched(decode=True)
-        gate.finished()
     assert not gate.closed and gate.free
     gate.go(Go(number=3, steps=2))
     gate.launched(decode=False)
@@ -23,11 +22,6 @@ def test_a_gate_closes_at_its_point_and_is_open_without_one():
     gate.go(Go(number=4, batches=1))
     assert not gate.closed and not gate.said
     gate.launched(decode=False)
-    assert gate.closed
-    gate.go(Go(number=5, finish=True))
-    gate.launched(decode=True)
-    assert not gate.closed
-    gate.finished()
     assert gate.closed
     gate.go(Go(number=6, steps=0))
     assert gate.closed and not gate.said

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_pat.comm import shm
+from sglang_pat.cpu import shm
 from sglang_pat.cpu.windows import Windows
-from sglang_pat.switch.transport import AllToAll, Direct, Staging
+from sglang_pat.switch.kv import AllToAll, Direct, Staging
 
 from .ranks import emulated_link, run_ranks
 
@@ -69,7 +69,7 @@ def carry(
 def carry_many(rank: int, n: int) -> None:
     windows = Windows(dist.group.WORLD, CAPACITY)
     staging, everyone = Staging("cpu"), list(range(n))
-    for seed in range(40):
+    for seed in range(12):
         shared = np.random.default_rng(seed)
         own = np.random.default_rng([seed, rank])
         elements = shared.integers(0, shared.choice([2, 50, 20_000]), (n, n)) * shared.integers(0, 2, (n, n))
@@ -137,9 +137,9 @@ class OneBuffer(AllToAll):
 
 def carry_on_another_stream(rank: int, n: int, kind: type[AllToAll], early: bool) -> bool:
     """Whether every layer arrived as it was sent."""
-    from sglang_pat.switch import transport
+    from sglang_pat.switch import kv
 
-    transport.dist.all_to_all_single, transfer = OtherStream(early), dist.all_to_all_single
+    kv.dist.all_to_all_single, transfer = OtherStream(early), dist.all_to_all_single
     try:
         elements = 1000 * (1 - np.eye(n, dtype=int))
         carried = kind(dist.group.WORLD, Staging("cpu"), elements, 300, torch.float32)
@@ -147,7 +147,7 @@ def carry_on_another_stream(rank: int, n: int, kind: type[AllToAll], early: bool
     except AssertionError:
         return False
     finally:
-        transport.dist.all_to_all_single = transfer
+        kv.dist.all_to_all_single = transfer
     return True
 
 

@@ -9,9 +9,8 @@ from sglang_pat.acceptance import commands
 from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.results import Result
 from sglang_pat.demo.cases import MAKERS, SMOLLM2
-from sglang_pat.memory import estimate
-from sglang_pat.memory.demand import GIB
-from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.memory.machine import GIB
+from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing.smollm2 import NotInstalled
 from sglang_pat.tools.prompts import PROMPTS
 
@@ -98,7 +97,7 @@ def steady(bench: Bench) -> Result:
     """Switches make no group, pool or graph, also after weight updates, and the new weights are in every layout."""
     worker, prompts = bench.exact(), bench.prompts(4, 20)
     degrees = degrees_of(worker)
-    shape = ModelShape.from_config(estimate.read_config(str(bench.small)))
+    shape = ModelShape.from_config(read_config(str(bench.small)))
     changed = {
         "model.layers.0.mlp.down_proj.weight": [shape.hidden, shape.intermediate],
         "model.layers.0.self_attn.q_proj.weight": [shape.heads * shape.head_dim, shape.hidden],

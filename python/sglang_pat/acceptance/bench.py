@@ -12,9 +12,8 @@ from profiler.launch import MANUAL
 from profiler.worker import Worker
 from sglang_pat.cpu import shim
 from sglang_pat.launch.sharing import SHARE_ENV
-from sglang_pat.memory import estimate
-from sglang_pat.memory.demand import GIB
-from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.memory.machine import GIB
+from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork
 from sglang_pat.testing.server import rank_processes
@@ -79,7 +78,7 @@ class Bench:
 
     @property
     def model(self) -> ModelShape:
-        return ModelShape.from_config(estimate.read_config(str(self.large)))
+        return ModelShape.from_config(read_config(str(self.large)))
 
     @property
     def profile(self) -> Path:

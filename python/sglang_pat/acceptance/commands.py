@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from profiler import measure
-from profiler.points import Point
+from profiler.grid import Point
 from profiler.rig import Rig
 from profiler.validate import chat_prompts
 
@@ -108,9 +108,8 @@ async def step(rig: Rig, tp: int, batch: int, context: int, steps: int) -> float
     """Seconds of a decode step of all replicas of degree ``tp`` with ``batch`` requests each."""
     await rig.reconfigure(tp)
     replicas = next(layout.dp for layout in rig.layouts if layout.tp == tp)
-    point = Point(kind="decode", tp=tp, replicas=replicas, batch=batch, context=context, level=0)
-    found, _ = await measure.decode(rig, point, steps)
-    return found.seconds
+    point = Point(kind="decode", tp=tp, replicas=replicas, batch=batch, context=context)
+    return (await measure.decode(rig, point, steps)).seconds
 
 
 async def tail(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_pat.kernels import kv
+from sglang_pat.switch import kv
 
 FILLER = 1 << 30
 """Bytes written before each call on a GPU, some 0.4 ms.  Meanwhile Python launches the call, which takes it longer than

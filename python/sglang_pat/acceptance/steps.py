@@ -21,7 +21,7 @@ from sglang_pat.acceptance.answers import degrees_of, likelihood, real_model, sa
 from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.linears import views
 from sglang_pat.acceptance.results import Result
-from sglang_pat.memory.demand import GIB
+from sglang_pat.memory.machine import GIB
 from sglang_pat.memory.plan import MemoryPlan
 from sglang_pat.testing.prefork import run
 
@@ -46,7 +46,7 @@ def check_machine(bench: Bench) -> Result:
     if missing:
         return Result(verdict="failed", line="; ".join(missing))
     plan = _plan(bench)
-    rows = [["memory of a rank, planned", "MiB"], *([what, f"{size >> 20}"] for what, size in plan.parts)]
+    rows = [["memory of a rank, planned", "MiB"], *([what, f"{size >> 20}"] for what, size in plan.parts.items())]
     line = f"{plan.tokens:,} KV tokens a replica, {plan.rank_bytes / GIB:.1f} GiB a rank planned"
     return Result(verdict="passed", line=line, rows=rows, figures={"rank_bytes": plan.rank_bytes})
 
@@ -56,7 +56,7 @@ def _plan(bench: Bench) -> MemoryPlan:
     flags = [*bench.layout, *bench.flags, *bench.large_flags]
     with mock.patch.dict(os.environ, bench.env):
         args = server_args(str(bench.large), flags)
-        from sglang_pat.launch.start import resolve  # once the shim is there
+        from sglang_pat.launch.spec import resolve  # once the shim is there
 
         plan = resolve(args).memory
         assert plan is not None, "on a CPU or CUDA"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from sglang_pat.checks import attributes
 from sglang_pat.checks.census import describe
-from sglang_pat.switch.agreement import find
+from sglang_pat.switch.install import find
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

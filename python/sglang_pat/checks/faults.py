@@ -16,8 +16,6 @@ import signal
 import time
 from pathlib import Path
 
-from sglang_pat.switch.state import SwitchState
-
 ENV = "SGLANG_PAT_FAULT"
 
 
@@ -28,8 +26,8 @@ class InjectedFault(RuntimeError):
     """Raised by a ``raise`` fault."""
 
 
-def check(state: SwitchState, rank: int, epoch: int) -> None:
-    """Fail here if the environment says so.
+def check(state: str, rank: int, epoch: int) -> None:
+    """Fail here if the environment says so; ``state``: of the switch, as ``SwitchState`` names it.
 
     Raises:
         InjectedFault: the fault is a ``raise`` and this is its place.
@@ -40,13 +38,13 @@ def check(state: SwitchState, rank: int, epoch: int) -> None:
     if not spec:
         return
     where, who, action, *when = spec.split(":")
-    if where != state.name or int(who) != rank or (when and int(when[0]) != epoch):
+    if where != state or int(who) != rank or (when and int(when[0]) != epoch):
         return
     if action == "hold" and path:
         return _hold(path, spec)
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise InjectedFault(f"injected fault in {state.name} on rank {rank}")
+    raise InjectedFault(f"injected fault in {state} on rank {rank}")
 
 
 def held(path: Path) -> Path:

@@ -1,21 +1,13 @@
-"""SGLang's control requests, as the coordinator needs to know them: reply, merge rule, layout."""
+"""SGLang's control requests: how replies are merged, which need the base layout, and how one is refused."""
 
 from __future__ import annotations
 
 import dataclasses
-import zlib
-from array import array
 from http import HTTPStatus
 from typing import Any, get_origin, get_type_hints
 
-from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-from sglang_pat.coordinator.leader import Generation
-from sglang_pat.coordinator.replies import Control
-from sglang_pat.fixes.sampling import generated_before, length_limit
-from sglang_pat.policies.prompts import LONG_PROMPT
 
 MAX_MESSAGE = 500
 """Characters of an error that a client gets to see."""
@@ -87,14 +79,14 @@ CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
 }
 """Control requests that are answered: reply type, and the fields of :class:`Control`."""
 
-_BATCHES = (io.BatchTokenizedGenerateReqInput, io.BatchTokenizedEmbeddingReqInput)
-_SINGLES = (io.TokenizedGenerateReqInput, io.TokenizedEmbeddingReqInput)
+SINGLES = (io.TokenizedGenerateReqInput, io.TokenizedEmbeddingReqInput)
+"""Requests that go to one leader."""
 
 
 def failed(obj: Any, error: Exception) -> Any:
     """What a leader answers to a request whose handling raised ``error``; None if nobody waits for an answer."""
     message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
-    if isinstance(obj, _SINGLES):
+    if isinstance(obj, SINGLES):
         return io.AbortReq(rid=obj.rid, finished_reason=FINISH_ABORT(message, HTTPStatus.BAD_REQUEST).to_json())
     reply, _ = CONTROLS.get(type(obj), (None, None))
     if reply is None:
@@ -119,58 +111,3 @@ def _nothing(kind: Any) -> Any:
     kind = get_origin(kind) or kind
     # Of weights asked for by name SGLang takes None for an error, and any list for an answer.
     return kind() if kind in (dict, str, bool, int, float) else None
-
-
-def classify(obj: Any) -> list[Generation | Control]:
-    """What the coordinator makes of an object from the TokenizerManager.
-
-    Batches are taken apart, so that their requests spread over the replicas.  Anything not listed
-    goes to all leaders and is not answered (aborts, pause, continue, ...).
-    """
-    if isinstance(obj, _BATCHES):
-        return [_generation(single) for single in obj]
-    if isinstance(obj, _SINGLES):
-        return [_generation(obj)]
-    if isinstance(obj, io.WatchLoadUpdateReq):
-        return []
-    if isinstance(obj, io.BaseReq):
-        _forget_sender(obj)
-    reply, options = CONTROLS.get(type(obj), (None, {}))
-    about = dict(reply=reply.__name__ if reply else None, refusal=lambda reason: failed(obj, RuntimeError(reason)))
-    return [Control(obj=obj, **about, **options, **_effects(obj))]
-
-
-def _generation(obj: Any) -> Generation:
-    tokens, counts = len(obj.input_ids or ()), HEALTH_CHECK_RID_PREFIX not in (obj.rid or "")
-    if not obj.sampling_params:
-        return Generation(obj=obj, tokens=tokens, counts=counts)
-    limit, generated = length_limit(obj.sampling_params), min(generated_before(obj.sampling_params), tokens)
-    prompt = tokens - generated
-    # The same number as in load reports (``rank.load_reports``).
-    family = zlib.crc32(array("I", obj.input_ids[:prompt])) if prompt >= LONG_PROMPT else None
-    known = {} if limit is None else {"limit": limit}
-    return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, **known)
-
-
-def _forget_sender(obj: io.BaseReq) -> None:
-    """Take from a control request what a client may have put into it, and what nobody needs.
-
-    Ranks look for health checks by ``rid``, which an abort alone means, and die of one that is no text.
-    """
-    if not isinstance(obj, io.AbortReq):
-        obj.rid = None
-    elif not isinstance(obj.rid, str):
-        obj.rid = str(obj.rid)
-    obj.http_worker_ipc = None
-
-
-def _effects(obj: Any) -> dict[str, Any]:
-    """What a control request does to the engine, in fields of :class:`Control`."""
-    if isinstance(obj, io.PauseGenerationReqInput):
-        return {"pauses": True}
-    if isinstance(obj, io.ContinueGenerationReqInput):
-        return {"pauses": False}
-    if isinstance(obj, (io.ReleaseMemoryOccupationReqInput, io.ResumeMemoryOccupationReqInput)):
-        name = "releases" if isinstance(obj, io.ReleaseMemoryOccupationReqInput) else "resumes"
-        return {name: frozenset(obj.tags or GPU_MEMORY_ALL_TYPES)}
-    return {}

@@ -1,4 +1,4 @@
-"""The coordinator's process: sockets around ``sglang_pat.coordinator.core.Coordinator``.
+"""The coordinator's process: sockets around ``sglang_pat.coordinator.router.Coordinator``.
 
 It stands where SGLang's data-parallel controller stands, and blocks on its sockets instead of polling.
 """
@@ -6,13 +6,13 @@ It stands where SGLang's data-parallel controller stands, and blocks on its sock
 from __future__ import annotations
 
 import faulthandler
-import io
 import logging
 import pickle
 import time
+import zlib
+from array import array
 from typing import Any
 
-import msgspec
 import setproctitle
 import zmq
 
@@ -20,7 +20,8 @@ from sglang_pat.cpu import shim
 
 shim.ensure()
 
-from sglang.srt.managers.io_struct import RpcReqOutput  # noqa: E402
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX  # noqa: E402
+from sglang.srt.managers import io_struct as io  # noqa: E402
 from sglang.srt.managers.scheduler import configure_logger  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
 from sglang.srt.utils import kill_itself_when_parent_died  # noqa: E402
@@ -29,15 +30,19 @@ from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
 from sglang_pat import messages  # noqa: E402
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
 from sglang_pat.coordinator import decision_log  # noqa: E402
-from sglang_pat.coordinator.controls import classify  # noqa: E402
-from sglang_pat.coordinator.core import Coordinator  # noqa: E402
-from sglang_pat.coordinator.switching import CALIBRATION  # noqa: E402
+from sglang_pat.coordinator.controls import CONTROLS, SINGLES, failed  # noqa: E402
+from sglang_pat.coordinator.decision_log import EventLog  # noqa: E402
+from sglang_pat.coordinator.decisions import CALIBRATION  # noqa: E402
+from sglang_pat.coordinator.replicas import Generation  # noqa: E402
+from sglang_pat.coordinator.router import Control, Coordinator  # noqa: E402
 from sglang_pat.dropped import Dropped  # noqa: E402
 from sglang_pat.errors import one_line  # noqa: E402
 from sglang_pat.figures import Figures, job_log, show_to_job  # noqa: E402
-from sglang_pat.launch.args import AdaptiveServerArgs  # noqa: E402
 from sglang_pat.launch.processes import end_engine  # noqa: E402
+from sglang_pat.launch.spec import AdaptiveServerArgs  # noqa: E402
+from sglang_pat.messages import generated_before, length_limit  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
+from sglang_pat.policies.prompts import LONG_PROMPT  # noqa: E402
 from sglang_pat.policies.registry import make_policy  # noqa: E402
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
 from sglang_pat.predict.cost import fitted  # noqa: E402
@@ -49,35 +54,6 @@ logger = logging.getLogger(__name__)
 
 TICK_MILLISECONDS = 100
 """Longest the coordinator sleeps; policies that wait for something look again this often."""
-
-
-class EventLog:
-    """``--pat-log``: appends what the coordinator saw and decided (``sglang_pat.coordinator.decision_log``).
-
-    It ends where it cannot be written any more; the engine goes on.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._file: io.FileIO | None = open(path, "ab", buffering=0)
-        self._quiet = False
-
-    def write(self, event: dict[str, Any]) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(msgspec.json.encode(event) + b"\n")
-        except OSError as error:
-            logger.error("--pat-log %s: %s; nothing more is written to it", self._path, error.strerror)
-            self._file.close()
-            self._file = None
-
-    def decided(self, snapshot: Snapshot, decision: Decision) -> None:
-        # An idle engine decides to stay idle ten times a second.
-        quiet = snapshot.requests == 0 and decision.tp == snapshot.tp
-        if not (quiet and self._quiet):
-            self.write(decision_log.dump_decision(snapshot, decision))
-        self._quiet = quiet
 
 
 class Sockets:
@@ -99,7 +75,7 @@ class Sockets:
         self._leaders[rank].send_pyobj(obj)
 
     def to_server(self, obj: Any) -> None:
-        (self.rpc if isinstance(obj, RpcReqOutput) else self._server).send_pyobj(obj)
+        (self.rpc if isinstance(obj, io.RpcReqOutput) else self._server).send_pyobj(obj)
 
     def counting(self) -> None:
         if self._log:
@@ -203,6 +179,64 @@ def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, drop
         else:
             for event in events:
                 coordinator.receive(event, now)
+
+
+BATCHES = (io.BatchTokenizedGenerateReqInput, io.BatchTokenizedEmbeddingReqInput)
+
+
+def classify(obj: Any) -> list[Generation | Control]:
+    """What the coordinator makes of an object from the TokenizerManager.
+
+    Batches are taken apart, so that their requests spread over the replicas.  Anything not listed
+    goes to all leaders and is not answered (aborts, pause, continue, ...).
+    """
+    if isinstance(obj, BATCHES):
+        return [_generation(single) for single in obj]
+    if isinstance(obj, SINGLES):
+        return [_generation(obj)]
+    if isinstance(obj, io.WatchLoadUpdateReq):
+        return []
+    if isinstance(obj, io.BaseReq):
+        _forget_sender(obj)
+    reply, options = CONTROLS.get(type(obj), (None, {}))
+    about = dict(reply=reply.__name__ if reply else None, refusal=lambda reason: failed(obj, RuntimeError(reason)))
+    return [Control(obj=obj, **about, **options, **_effects(obj))]
+
+
+def _generation(obj: Any) -> Generation:
+    tokens, counts = len(obj.input_ids or ()), HEALTH_CHECK_RID_PREFIX not in (obj.rid or "")
+    if not obj.sampling_params:
+        return Generation(obj=obj, tokens=tokens, counts=counts)
+    limit, generated = length_limit(obj.sampling_params), min(generated_before(obj.sampling_params), tokens)
+    prompt = tokens - generated
+    # The same number as in load reports (``rank.load_reports``).
+    family = zlib.crc32(array("I", obj.input_ids[:prompt])) if prompt >= LONG_PROMPT else None
+    known = {} if limit is None else {"limit": limit}
+    return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, **known)
+
+
+def _forget_sender(obj: io.BaseReq) -> None:
+    """Take from a control request what a client may have put into it, and what nobody needs.
+
+    Ranks look for health checks by ``rid``, which an abort alone means, and die of one that is no text.
+    """
+    if not isinstance(obj, io.AbortReq):
+        obj.rid = None
+    elif not isinstance(obj.rid, str):
+        obj.rid = str(obj.rid)
+    obj.http_worker_ipc = None
+
+
+def _effects(obj: Any) -> dict[str, Any]:
+    """What a control request does to the engine, in fields of :class:`Control`."""
+    if isinstance(obj, io.PauseGenerationReqInput):
+        return {"pauses": True}
+    if isinstance(obj, io.ContinueGenerationReqInput):
+        return {"pauses": False}
+    if isinstance(obj, (io.ReleaseMemoryOccupationReqInput, io.ResumeMemoryOccupationReqInput)):
+        name = "releases" if isinstance(obj, io.ReleaseMemoryOccupationReqInput) else "resumes"
+        return {name: frozenset(obj.tags or GPU_MEMORY_ALL_TYPES)}
+    return {}
 
 
 def load_policy(config: AdaptiveConfig, profile: Profile | None) -> tuple[Policy, Predictor | None]:

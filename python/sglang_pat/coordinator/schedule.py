@@ -1,126 +1,46 @@
-"""Switches at given steps: ``--pat-policy schedule``.
+"""Switches at given steps: ``--pat-policy schedule``, for tests and to repeat a decision log on a real engine.
 
 A schedule is a list of entries, carried out one after another.  An entry says when it is due and which degree it
 leads to.  While a schedule is in force, every replica works until a point that the coordinator has set, holds there,
-and says so.  So an entry is carried out at the same point of the generation on a fast machine and on a busy one, and
-nothing ends meanwhile.  Tests are made of it; users repeat a decision log (``--pat-log``) on a real engine with it.
+and says so (``rank/step_gate.py``).  So an entry is carried out at the same point of the generation on a fast machine
+and on a busy one, and nothing ends meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
-from sglang_pat.coordinator.decision_log import load_decision
-from sglang_pat.coordinator.leader import Generation
+from sglang_pat import messages as m
+from sglang_pat.coordinator.replicas import Generation, Leader, Outbox
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.messages import Go, Held, ScheduleEntry, ScheduleState, SwitchRecord
-from sglang_pat.policies.snapshot import Snapshot
 
 EXAMPLE = '{"tp": 2, "step": 40}'
 
 
-def parse(data: bytes | str) -> list[ScheduleEntry]:
-    """Entries from JSON: a list of them, or one a line; or a decision log (:func:`from_log`).
-
-    Raises:
-        ValueError: one line that names the entry and what is wrong with it.
-    """
-    text = data.decode("utf-8", errors="replace") if isinstance(data, bytes) else data
-    stripped = text.strip()
-    if stripped.startswith("["):
-        return check(_json(stripped, "the schedule"))
-    values = [_json(line, f"line {n}") for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if values and isinstance(values[0], dict) and "event" in values[0]:
-        return from_log(values)
-    return check(values)
-
-
-def check(values: Any) -> list[ScheduleEntry]:
-    """Entries from plain values; raises ValueError as :func:`parse` does."""
-    if not isinstance(values, list):
-        raise ValueError(f"a schedule is a list of entries like {EXAMPLE}, not {type(values).__name__}")
-    entries: list[ScheduleEntry] = []
-    for number, value in enumerate(cast("list[Any]", values), 1):
+def check(values: Iterable[Any], layouts: Iterable[ParallelLayout]) -> list[m.ScheduleEntry]:
+    """Entries from plain values; raises ValueError, one line that names the entry and what is wrong with it."""
+    degrees = [layout.tp for layout in layouts]
+    entries: list[m.ScheduleEntry] = []
+    for number, value in enumerate(values, 1):
         try:
-            entries.append(msgspec.convert(value, ScheduleEntry))
+            entry = msgspec.convert(value, m.ScheduleEntry)
         except ValueError as error:  # msgspec's ValidationError is one
             raise ValueError(f"entry {number}: {error} (an entry looks like {EXAMPLE})") from None
+        if entry.tp not in (None, *degrees):
+            raise ValueError(f"entry {number}: tp={entry.tp} is not a candidate; choose one of {degrees}")
+        entries.append(entry)
     if any(entry.hold for entry in entries[:-1]):
         raise ValueError("hold: only the last entry may have it")
     return entries
 
 
-def _json(text: str, where: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-
-
-def read(path: str) -> list[ScheduleEntry]:
-    """The schedule in a file; raises ValueError with one line that names the file."""
-    try:
-        return parse(Path(path).read_bytes())
-    except OSError as error:
-        raise ValueError(f"--pat-schedule {path}: {error.strerror}; give a file that can be read") from None
-    except ValueError as error:
-        raise ValueError(f"--pat-schedule {path}: {error}") from None
-
-
-def check_degrees(entries: Iterable[ScheduleEntry], layouts: Iterable[ParallelLayout]) -> None:
-    """Raises ValueError if an entry leads to a degree that is not a candidate."""
-    degrees = [layout.tp for layout in layouts]
-    for number, entry in enumerate(entries, 1):
-        if entry.tp is not None and entry.tp not in degrees:
-            raise ValueError(f"entry {number}: tp={entry.tp} is not a candidate; choose one of {degrees}")
-
-
-def from_log(events: Iterable[Mapping[str, Any]]) -> list[ScheduleEntry]:
-    """The decisions to switch in a decision log, as a schedule.
-
-    By generated tokens where the log has those of each request (policies that predict), else by requests: those that
-    have come, and those that are left if there have been more.
-
-    Raises:
-        ValueError: the log does not say how many have come.
-    """
-    entries: list[ScheduleEntry] = []
-    ended = 0
-    for event in events:
-        kind = event.get("event")
-        if kind == "counting":
-            ended, entries = 0, []
-        if kind == "length":
-            ended += event["length"]
-        if kind != "decision":
-            continue
-        snapshot, decision = load_decision(event)
-        if decision.tp == (entries[-1].tp if entries else snapshot.tp):
-            continue
-        if generated := int(snapshot.load.output.sum()):
-            entries.append(ScheduleEntry(tp=decision.tp, tokens=ended + generated))
-        else:
-            entries.append(_by_requests(snapshot, decision.tp))
-    return entries
-
-
-def _by_requests(snapshot: Snapshot, tp: int) -> ScheduleEntry:
-    came, alive = snapshot.arrived, snapshot.requests
-    if came is None:
-        raise ValueError("a decision in it does not say how many requests had arrived, as in old logs: record it anew")
-    if alive and not snapshot.peak:
-        return ScheduleEntry(tp=tp, came=came + 1)  # ahead of a round: its first request comes now
-    return ScheduleEntry(tp=tp, came=came, left=alive if alive < snapshot.peak or not alive else None)
-
-
 @dataclass
 class _Replica:
-    """What is known of one leader: whether it holds, which :class:`Go` it was given last, what its replica has done."""
+    """What is known of one leader: whether it holds, which ``Go`` it was given last, what its replica has done."""
 
     held: bool = False
     number: int = -1
@@ -129,53 +49,82 @@ class _Replica:
 
 
 class Schedule:
-    """A schedule on its way.
+    """The schedule in force; without one (and under any other policy) an empty one.
 
-    Life cycle: :meth:`begin`; then :meth:`look` after every event, and :meth:`carried_out` when an entry that it
+    Life cycle: :meth:`set`; then :meth:`look` after every event, and :meth:`carried_out` when an entry that it
     returned has been; over when all have been.
 
     Args:
-        leaders: of the layout in force.
-        numbers: gives every ``Go`` of an engine another number.
+        leaders: the coordinator's, by rank.
+        active: whether the policy is ``schedule``.
     """
 
-    def __init__(self, entries: Iterable[ScheduleEntry], leaders: Iterable[int], numbers: Iterator[int]) -> None:
+    def __init__(self, leaders: Mapping[int, Leader], base: ParallelLayout, outbox: Outbox, active: bool) -> None:
+        self.active = active
+        self._leaders, self._outbox = leaders, outbox
+        self._queries: list[m.ScheduleQuery] = []
+        self._number = self._ended_tokens = 0
+        self._begin((), base)
+
+    def _begin(self, entries: Iterable[m.ScheduleEntry], layout: ParallelLayout) -> None:
         self._entries = tuple(entries)
-        self._replicas: dict[int, _Replica] = {rank: _Replica() for rank in leaders}
-        self._numbers = numbers
+        self._replicas: dict[int, _Replica] = {rank: _Replica() for rank in layout.leaders}
         self._base = None if any(entry.tokens is not None for entry in self._entries) else 0
         """Tokens generated before this schedule: known once all replicas hold."""
-        self._next = 0
-        self._arrived = 0
-        self._peak = 0
-        self._records: list[SwitchRecord] = []
+        self._next = self._arrived = 0
+        self._records: list[m.SwitchRecord] = []
+        self._due = False
+        """An entry of this schedule is being carried out: another schedule may have been set meanwhile."""
 
     @property
     def over(self) -> bool:
         return self._next == len(self._entries)
 
     @property
-    def holding(self) -> bool:
+    def _holding(self) -> bool:
         """Whether replicas hold until there is another schedule."""
         return self.over and bool(self._entries) and self._entries[-1].hold
 
-    def state(self) -> ScheduleState:
-        return ScheduleState(
-            entries=len(self._entries), done=self._next, holding=self.holding, switches=list(self._records)
+    # -- the server ---------------------------------------------------------------------------------
+
+    def set(self, message: m.SetSchedule, layout: ParallelLayout) -> None:
+        """Replace the schedule; whoever waits for the old one is answered."""
+        if self.active:
+            self._answer_waiting()
+            self._begin(message.entries, layout)
+            for rank in layout.leaders:  # hold, or go on without end
+                self._go(rank, steps=0 if self._entries else None)
+        self._answer(message.query_id)
+
+    def ask(self, query: m.ScheduleQuery) -> None:
+        """Answered when the schedule is over."""
+        if self.over:
+            self._answer(query.query_id)
+        else:
+            self._queries.append(query)
+
+    def _answer_waiting(self) -> None:
+        waiting, self._queries = self._queries, []
+        for query in waiting:
+            self._answer(query.query_id)
+
+    def _answer(self, query_id: int) -> None:
+        state = m.ScheduleState(
+            entries=len(self._entries), done=self._next, holding=self._holding, switches=list(self._records)
         )
+        self._outbox.to_server(m.ScheduleReply(query_id=query_id, state=state))
 
     # -- events ---------------------------------------------------------------------------------------
-
-    def begin(self) -> dict[int, Go]:
-        """What to tell the leaders: hold, or, of an empty schedule, go on without end."""
-        steps = 0 if self._entries else None
-        return {rank: self._go(rank, steps=steps) for rank in self._replicas}
 
     def arrived(self, request: Generation) -> None:
         """A request was passed on to a replica."""
         self._arrived += request.counts
 
-    def held(self, message: Held) -> None:
+    def ended(self, tokens: int) -> None:
+        """A response of so many tokens has ended."""
+        self._ended_tokens += tokens
+
+    def held(self, message: m.Held) -> None:
         """A leader has come to the point that its last ``Go`` set."""
         replica = self._replicas.get(message.rank)
         if replica is None or replica.number != message.number:
@@ -186,75 +135,60 @@ class Schedule:
 
     def switched(self, old: ParallelLayout, new: ParallelLayout) -> None:
         """After a switch every replica holds; what the replicas of a group have done counts once."""
-        if self.over and not self.holding:
+        if self.over and not self._holding:
             self._replicas = {rank: _Replica() for rank in new.leaders}
             return
-        before = self._replicas
-        self._replicas = {}
+        before, self._replicas = self._replicas, {}
         for leader in new.leaders:
             came = [before[old.group_of(rank)] for rank in new.group(leader)]
             steps, batches = max(r.steps for r in came), max(r.batches for r in came)
             self._replicas[leader] = _Replica(held=True, steps=steps, batches=batches)
 
-    def carried_out(self, record: SwitchRecord | None) -> None:
-        """The entry that was due has been carried out; ``record``: of its switch, None if there was none to make."""
+    def carried_out(self, record: m.SwitchRecord | None) -> None:
+        """The entry that was due has been; ``record``: of its switch, None if there was none to make."""
+        if not self._due:
+            return
+        self._due = False
         if record is not None:
             self._records.append(record)
-        done, following = self._entries[self._next], self._entries[self._next + 1 : self._next + 2]
         self._next += 1
-        # "3 left", then "none left" may be of the same round, whose last requests may end all at once.
-        falls = done.left is not None and any(one.left is not None and one.left < done.left for one in following)
-        if not falls:
-            self._peak = 0
+        if self.over:
+            self._answer_waiting()
 
     # -- what is to happen now ------------------------------------------------------------------------
 
-    def look(
-        self, requests: Mapping[int, int], generated: Callable[[], int | None]
-    ) -> tuple[dict[int, Go], ScheduleEntry | None]:
-        """What to tell which leader, and the entry that is due now, if one is.
-
-        Args:
-            requests: alive at each leader, those on their way to it included.
-            generated: says how many tokens the engine has generated so far; None if that is not known now.
-        """
+    def look(self, layout: ParallelLayout) -> m.ScheduleEntry | None:
+        """Tell the replicas how far to go; the entry that is due now, if one is."""
         if self.over:
-            held = [] if self.holding else [rank for rank, replica in self._replicas.items() if replica.held]
-            return {rank: self._go(rank) for rank in held}, None
-        entry, alive = self._entries[self._next], sum(requests.values())
-        self._peak = max(self._peak, alive)
+            for rank, replica in self._replicas.items():
+                if replica.held and not self._holding:
+                    self._go(rank)
+            return None
+        entry = self._entries[self._next]
         if self._arrived < entry.arrived:
-            return {}, None
+            return None
+        requests = {rank: self._leaders[rank].requests for rank in layout.leaders}
         busy = [rank for rank in self._replicas if requests.get(rank)]
         ready = all(self._replicas[rank].held for rank in busy)
-        if self._base is None:
-            self._base = generated() if ready else None
-            if self._base is None:
-                return {}, None
         left = None
-        if entry.tokens is not None:
+        if self._base is None or entry.tokens is not None:
             # As long as some replicas work, the count grows under our hands.
-            total = generated() if ready else None
+            total = self._generated(layout) if ready else None
             if total is None:
-                return {}, None
-            left = entry.tokens - (total - self._base)
-        if self._due(entry, busy, ready, alive, left):
-            return {}, entry
-        goes: dict[int, Go] = {}
+                return None
+            self._base = total if self._base is None else self._base
+            left = None if entry.tokens is None else entry.tokens - (total - self._base)
+        if ready and self._is_due(entry, busy, left):
+            self._due = True
+            return entry
         for rank in busy:
-            point = self._further(entry, rank, alive, left) if self._replicas[rank].held else None
+            point = self._further(entry, rank, sum(requests.values()), left) if self._replicas[rank].held else None
             if point is not None:
-                goes[rank] = self._go(rank, **point)
-        return goes, None
+                self._go(rank, **point)
+        return None
 
-    def _due(self, entry: ScheduleEntry, busy: list[int], ready: bool, alive: int, left: int | None) -> bool:
-        """``left``: tokens to be generated yet, where the entry counts tokens."""
-        if entry.came is not None:
-            return self._arrived >= entry.came and (entry.left is None or alive <= entry.left)
-        if entry.left is not None:
-            return self._peak > entry.left >= alive
-        if not ready:
-            return False
+    def _is_due(self, entry: m.ScheduleEntry, busy: list[int], left: int | None) -> bool:
+        """Where all replicas with requests hold; ``left``: tokens yet to be generated, where the entry counts them."""
         if left is not None:
             return left <= 0
         for name, point in (("steps", entry.step), ("batches", entry.batch)):
@@ -263,12 +197,10 @@ class Schedule:
                 return any(done.values()) and all(done[rank] for rank in busy)
         return True
 
-    def _further(self, entry: ScheduleEntry, rank: int, alive: int, left: int | None) -> dict[str, int] | None:
+    def _further(self, entry: m.ScheduleEntry, rank: int, alive: int, left: int | None) -> dict[str, int] | None:
         """How far a replica that holds may go on towards ``entry``, in fields of ``Go``; None if it has to wait for
         the others."""
         replica = self._replicas[rank]
-        if entry.left is not None or entry.came is not None:
-            return {"finish": True}
         if left is not None:
             # Never far beyond it, as a step gives each request a token: nearer with every stop.
             return {"steps": max(1, left // alive)}
@@ -278,7 +210,16 @@ class Schedule:
             return {"batches": entry.batch - replica.batches}
         return None
 
-    def _go(self, rank: int, **point: Any) -> Go:
+    def _generated(self, layout: ParallelLayout) -> int | None:
+        """Tokens generated so far; None if a leader has yet to list its requests."""
+        leaders = [self._leaders[rank] for rank in layout.leaders]
+        if not all(leader.known for leader in leaders):
+            return None
+        alive = (request.output for leader in leaders if leader.report for request in leader.report.requests)
+        return self._ended_tokens + sum(alive)
+
+    def _go(self, rank: int, **point: Any) -> None:
         replica = self._replicas[rank]
-        replica.held, replica.number = False, next(self._numbers)
-        return Go(number=replica.number, **point)
+        replica.held, replica.number = False, self._number
+        self._number += 1
+        self._outbox.to_leader(rank, m.Go(number=replica.number, **point))

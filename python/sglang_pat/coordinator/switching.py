@@ -1,39 +1,48 @@
-"""The life of a switch as the coordinator sees it: prepare, compile grammars if need be, switch; or cancel.
+"""Switches as the coordinator sees them: who wants one, when it begins, its commands, and how it ended.
 
-What the ranks do meanwhile is in ``switch/executor.py``.
+A switch is prepared while decoding goes on; then grammars are compiled, if need be; then it is commanded, or cancelled.
+What the ranks do meanwhile is in ``switch/executor.py``.  There is at most one at a time, and a switch and a control
+request never overlap.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from sglang_pat import messages as m
-from sglang_pat.coordinator.outbox import Outbox
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator.decisions import CALIBRATION, Decisions, Wanted
+from sglang_pat.coordinator.replicas import Leader, Outbox, forecast
+from sglang_pat.coordinator.schedule import Schedule
+from sglang_pat.figures import Account
 from sglang_pat.layout import ParallelLayout
 
-CALIBRATION = "calibration"
-"""Reason of switches that no status, record or metric counts."""
+BASE_ATTEMPTS = 3
+"""Attempts to get back to the base layout for a control request before it is answered with the error; after the first
+one no KV moves, for which there may be no memory."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A switch that is to start as soon as nothing stands in its way.
+class Traffic:
+    """What the engine has to do beside a switch.
 
     Attributes:
-        reason: who wants it: a policy's name, ``request``, ``control``, ``planner``, ``schedule`` or
-            :data:`CALIBRATION`.
-        query_id: of the client who waits for an answer.
-        recompute_below: requests with fewer KV tokens are recomputed.
-        ahead: of a round, whose requests wait for it.
+        in_engine: requests at the leaders of the layout in force; ``held``: those that wait in the coordinator.
+        controls: control requests that are not answered yet.
+        paused: by a client.
+        released: memory that was given away, by SGLang's tags.
     """
 
-    target: ParallelLayout
-    reason: str
-    query_id: int | None = None
-    recompute_below: int = 0
-    ahead: bool = False
+    in_engine: int
+    held: int
+    controls: int
+    paused: bool
+    released: frozenset[str]
 
 
 @dataclass
@@ -63,76 +72,155 @@ class UnderWay:
     def target(self) -> ParallelLayout:
         return self.wanted.target
 
-    @property
-    def ahead(self) -> bool:
-        return self.wanted.ahead
-
 
 @dataclass(frozen=True)
 class Ended:
-    """How a switch ended.
+    """How a switch ended; ``gave_up``: no other attempt to get to the base layout follows."""
 
-    Attributes:
-        switch: as it was at the end.
-    """
-
-    switch: UnderWay
     record: m.SwitchRecord
+    gave_up: bool = False
 
 
 class Switching:
-    """At most one switch at a time.
+    """The layout in force, and the switch to another one.
 
-    Life cycle: :meth:`start`; :meth:`heard` for each answer of a rank; :meth:`command` once :attr:`prepared`; over
-    when :meth:`heard` says how it ended.
+    Life cycle of a switch: it is :attr:`wanted`; :meth:`proceed` begins it, and commands it when all ranks are
+    prepared; :meth:`heard` takes the answers of the ranks, and says how it ended.
+
+    Args:
+        leaders: the coordinator's, by rank.
+        account: what ended is added to.
 
     Attributes:
-        under_way: the switch, None while there is none.
+        layout: in force.
+        wanted: the switch that is to begin as soon as nothing stands in its way; None if there is none.
+        under_way: the one that has begun.
     """
 
-    def __init__(self, num_ranks: int, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        config: AdaptiveConfig,
+        leaders: Mapping[int, Leader],
+        outbox: Outbox,
+        decisions: Decisions,
+        schedule: Schedule,
+        account: Account,
+    ) -> None:
+        self.layout = config.base
+        self.wanted: Wanted | None = None
         self.under_way: UnderWay | None = None
-        self._num_ranks, self._outbox = num_ranks, outbox
-        self._epoch = 0
+        self._config, self._leaders, self._outbox = config, leaders, outbox
+        self._decisions, self._schedule, self._account = decisions, schedule, account
+        self._epoch = self._base_attempts = 0
 
     @property
-    def commanded(self) -> bool:
+    def at_base(self) -> bool:
+        """Whether the base layout is in force, and stays so."""
+        return self.under_way is None and self.layout == self._config.base
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether what comes in has to wait: decoding may have stopped, or the switch is to come ahead of it."""
+        wanted = self.under_way.wanted if self.under_way else self.wanted
+        return self._commanded or (wanted is not None and wanted.ahead)
+
+    @property
+    def _commanded(self) -> bool:
         return self.under_way is not None and self.under_way.commanded
 
+    # -- who wants a switch -------------------------------------------------------------------------
+
+    def want_base(self) -> None:
+        """A control request needs the base layout."""
+        if self.under_way is None:
+            again = m.NO_KV if self._base_attempts else 0
+            self.wanted = Wanted(self._config.base, "control", recompute_below=again)
+
+    def reconfigure(self, query: m.Reconfigure, released: frozenset[str]) -> None:
+        """``POST /pat/reconfigure``: answered when the switch is over, or at once with what it would do."""
+        try:
+            target = self._config.layout(query.tp)
+        except ValueError as error:
+            return self._answer(query.query_id, 400, str(error))
+        if query.dry_run:
+            expected = forecast(self._leaders, self.layout, target, self._config.max_running)
+            return self._answer(query.query_id, 200, "", expected)
+        if self.under_way or self.wanted:
+            return self._answer(query.query_id, 409, "a switch is under way; try again when it is over")
+        if target == self.layout:
+            return self._answer(query.query_id, 200, f"already in {target}")
+        if released:
+            what = ", ".join(sorted(released))
+            return self._answer(query.query_id, 409, f"memory is released ({what}); resume it first")
+        self.wanted = Wanted(target, CALIBRATION if self._decisions.calibrating else "request", query.query_id)
+
+    def decide(self, traffic: Traffic, now: float, ahead: bool = False) -> None:
+        """Ask the policy, if a switch may start now and the policy is due."""
+        # While nothing decodes a switch gains nothing, and without its memory a rank cannot.
+        if traffic.paused or traffic.released or self.under_way or self.wanted or traffic.controls:
+            return
+        if self._decisions.due(now) and all(self._leaders[rank].known for rank in self.layout.leaders):
+            self.wanted = self._decisions.decide(self.layout, traffic.in_engine, traffic.held, now, ahead)
+
+    def _follow_schedule(self, traffic: Traffic) -> None:
+        """Want what the schedule wants now."""
+        while not (self.under_way or self.wanted or traffic.paused or traffic.released):
+            entry = self._schedule.look(self.layout)
+            if entry is None:
+                return
+            if entry.tp not in (None, self.layout.tp):
+                self.wanted = Wanted(self._config.layout(entry.tp), "schedule")
+            else:
+                self._schedule.carried_out(None)
+
+    # -- its commands -------------------------------------------------------------------------------
+
+    def proceed(self, traffic: Traffic, now: float) -> None:
+        """See whether a switch is due, begin the one that is wanted, or command the one that is prepared."""
+        self.decide(traffic, now)
+        if self._schedule.active:
+            self._follow_schedule(traffic)
+        if self.under_way is None and self.wanted is not None:
+            wanted, self.wanted = self.wanted, None
+            if wanted.target != self.layout:
+                self._prepare(wanted, now)
+        elif self._prepared and not traffic.controls:  # the last reply of a control request brings us back here
+            self._command()
+
+    def _prepare(self, wanted: Wanted, now: float) -> None:
+        self._epoch += 1
+        self.under_way = UnderWay(wanted, self.layout, self._epoch, now)
+        command = m.Prepare(epoch=self._epoch, tp=wanted.target.tp, recompute_below=wanted.recompute_below)
+        self._send(command)
+
     @property
-    def prepared(self) -> bool:
+    def _prepared(self) -> bool:
         """All ranks are, and the switch is not commanded yet."""
         switch = self.under_way
-        return switch is not None and not switch.commanded and len(switch.prepared) == self._num_ranks
+        return switch is not None and not switch.commanded and len(switch.prepared) == self._config.num_ranks
+
+    def _command(self) -> None:
+        switch = self._switch
+        switch.commanded = True
+        self._send(m.Switch(epoch=switch.epoch, tp=switch.target.tp, recompute_below=switch.wanted.recompute_below))
+
+    def _send(self, command: m.Prepare | m.Switch | m.Cancel) -> None:
+        for rank in self._switch.source.leaders:
+            self._outbox.to_leader(rank, command)
 
     @property
     def _switch(self) -> UnderWay:
         assert self.under_way is not None, "no switch is under way"
         return self.under_way
 
-    def start(self, wanted: Wanted, source: ParallelLayout, now: float) -> None:
-        """PREPARE, on all ranks; decoding goes on."""
-        self._epoch += 1
-        self.under_way = UnderWay(wanted, source, self._epoch, now)
-        about = dict(epoch=self._epoch, tp=wanted.target.tp, recompute_below=wanted.recompute_below)
-        for rank in source.leaders:
-            self._outbox.to_leader(rank, m.Prepare(**about))
-
-    def command(self) -> None:
-        """The switch itself: decoding stops at the next step."""
-        switch = self._switch
-        switch.commanded = True
-        for rank in switch.source.leaders:
-            below = switch.wanted.recompute_below
-            command = m.Switch(epoch=switch.epoch, tp=switch.target.tp, recompute_below=below)
-            self._outbox.to_leader(rank, command)
+    # -- what the ranks answer ------------------------------------------------------------------------
 
     def early(self, report: m.LoadReport) -> None:
         """Of a rank that is ahead of others.  Ranks report on a change only: dropped, this one might not come again."""
-        if self.commanded and report.tp == self._switch.target.tp:
+        if self._commanded and report.tp == self._switch.target.tp:
             self._switch.early[report.rank] = report
 
-    def heard(self, message: m.Prepared | m.RankSwitched) -> Ended | None:
+    def heard(self, message: m.Prepared | m.RankSwitched, now: float) -> Ended | None:
         """The answer of a rank; returns how the switch ended if this was the last one.
 
         Raises:
@@ -143,18 +231,17 @@ class Switching:
             return None
         if isinstance(message, m.RankSwitched):
             switch.reports[message.rank] = message
-            return self._switched() if len(switch.reports) == self._num_ranks else None
+            return self._all_switched(now) if len(switch.reports) == self._config.num_ranks else None
         switch.prepared[message.rank] = message
-        return self._prepared() if len(switch.prepared) == self._num_ranks else None
+        return self._all_prepared(now) if len(switch.prepared) == self._config.num_ranks else None
 
-    def _prepared(self) -> Ended | None:
+    def _all_prepared(self, now: float) -> Ended | None:
         switch = self._switch
         switch.prepare_seconds += max(reply.seconds for reply in switch.prepared.values())
         errors = [reply.error for reply in switch.prepared.values() if reply.error]
         if errors:
-            for rank in switch.source.leaders:
-                self._outbox.to_leader(rank, m.Cancel(epoch=switch.epoch))
-            return self._end("; ".join(errors))
+            self._send(m.Cancel(epoch=switch.epoch))
+            return self._end(now, "; ".join(errors))
         if not switch.compiling and any(reply.grammars for reply in switch.prepared.values()):
             self._compile()
         return None
@@ -172,7 +259,7 @@ class Switching:
             wanted = [m.Grammar(kind=kind, text=text, count=count) for (kind, text), count in counts.items()]
             self._outbox.to_leader(rank, m.Compile(epoch=switch.epoch, grammars=wanted))
 
-    def _switched(self) -> Ended:
+    def _all_switched(self, now: float) -> Ended:
         switch, replies = self._switch, list(self._switch.reports.values())
         errors = {reply.error for reply in replies}
         if len(errors) > 1:
@@ -187,6 +274,7 @@ class Switching:
             for name, seconds in reply.phases.items():
                 phases[name] = max(phases.get(name, 0.0), seconds)
         return self._end(
+            now,
             error,
             pause_seconds=max(sum(reply.phases.values()) for reply in replies),
             phases=phases,
@@ -199,7 +287,9 @@ class Switching:
             moved_bytes=sum(reply.moved_bytes for reply in replies),
         )
 
-    def _end(self, error: str, **totals: Any) -> Ended:
+    # -- how it ended ---------------------------------------------------------------------------------
+
+    def _end(self, now: float, error: str, **totals: Any) -> Ended:
         switch, self.under_way = self._switch, None
         nothing: dict[str, Any] = {"pause_seconds": 0.0, "phases": {}}
         record = m.SwitchRecord(
@@ -211,4 +301,33 @@ class Switching:
             error=error,
             **nothing | totals,
         )
-        return Ended(switch, record)
+        self._outbox.switched(record)
+        if record.reason != CALIBRATION:
+            self._account.switched(record)
+        gave_up = False
+        if record.error:
+            self._decisions.aborted(now)
+            self._base_attempts += record.reason == "control"
+            gave_up = self._base_attempts == BASE_ATTEMPTS
+        else:
+            self._enter_layout(switch)
+            self._schedule.switched(switch.source, switch.target)
+            self._decisions.switched(now)
+        if gave_up or not record.error:
+            self._base_attempts = 0
+        if record.reason == "schedule":
+            self._schedule.carried_out(record)
+        if switch.wanted.query_id is not None:
+            code = 500 if record.error else 200
+            self._answer(switch.wanted.query_id, code, record.error, msgspec.to_builtins(record))
+        return Ended(record, gave_up)
+
+    def _enter_layout(self, switch: UnderWay) -> None:
+        """The new leaders' load: what they have reported already, or else what they were handed."""
+        self.layout = switch.target
+        for rank in self.layout.leaders:
+            leader, reply = self._leaders[rank], switch.reports[rank]
+            leader.heard(switch.early.get(rank) or leader.handed(reply, self.layout.tp))
+
+    def _answer(self, query_id: int, code: int, message: str, record: dict[str, Any] | None = None) -> None:
+        self._outbox.to_server(m.ReconfigureReply(query_id=query_id, code=code, message=message, record=record))

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from sglang_pat.comm.shm import LINK_ENV
 from sglang_pat.coordinator.round_tracker import ALIKE
+from sglang_pat.cpu.shm import LINK_ENV
 from sglang_pat.demo.cases import NATURAL, Case
 from sglang_pat.demo.display import Display, Progress
 from sglang_pat.demo.records import Answer, DemoError, Run, Sample, StepTime, name_of, switches_of

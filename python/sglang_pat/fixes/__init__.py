@@ -1,1 +1,5 @@
-"""What mends SGLang: without it the engine works, but for requests and bugs that end stock SGLang, too."""
+"""What mends SGLang: each module goes when SGLang is mended, and names the report.
+
+Base classes of ours switch them on: :class:`.scheduler.MendedScheduler`, :class:`.grammars.MendedModelRunner`,
+:class:`.weight_updates.WholeUpdatesTpModelWorker`, :class:`.request_validation.ValidatingTokenizerManager`.
+"""

@@ -2,6 +2,9 @@
 
 A grammar fails where a token came that it does not take (``min_new_tokens`` forbids the end, which is all that a
 finished grammar allows), and where it has grown too large.
+
+Upstream: https://github.com/sgl-project/sglang/issues/7903 (one that has grown too large),
+``docs/upstream/grammars.md`` (no token is left; masks of other requests)
 """
 
 from __future__ import annotations
@@ -9,7 +12,10 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_pat.coordinator.controls import MAX_MESSAGE
@@ -42,3 +48,40 @@ def abort_failed(reqs: list[Req]) -> None:
     for req in reqs:
         if (error := getattr(req.grammar, "pat_failed", None)) is not None and req.to_finish is None:
             req.to_finish = FINISH_ABORT(f"the grammar failed: {error}", HTTPStatus.BAD_REQUEST)
+
+
+def forget_masks(reqs: list[Req]) -> None:
+    """Have the grammars of ``reqs`` make their vocabulary masks anew in the next step.
+
+    SGLang's llguidance backend (our choice on a CPU) keeps one mask from step to step and fills the
+    rows of constrained requests only: once rows move up, a free request would inherit another's mask.
+    """
+    for req in reqs:
+        grammar = getattr(req.grammar, "grammar", req.grammar)  # what a reasoning wrapper holds
+        if getattr(grammar, "bitmask", None) is not None:
+            grammar.bitmask = None
+
+
+def leave_a_choice(logits: torch.Tensor) -> None:
+    """Let rows in which a request forbids every token choose from all: SGLang's sampler dies of them.
+
+    A grammar and ``min_new_tokens`` can do that together; the grammar then aborts the request.
+
+    Args:
+        logits: float ``[requests, vocab]``, changed in place; on CUDA nothing is waited for.
+    """
+    empty = ~torch.isfinite(logits.amax(dim=-1, keepdim=True))
+    if logits.is_cuda or empty.any():
+        logits.masked_fill_(empty, 0.0)
+
+
+class MendedModelRunner(ModelRunner):
+    """SGLang's, whose requests cannot end it by what they forbid."""
+
+    def _preprocess_logits(self, logits_output: LogitsProcessorOutput, sampling_info: SamplingBatchInfo) -> None:
+        guard(sampling_info)
+        super()._preprocess_logits(logits_output, sampling_info)
+        orchestrator = sampling_info.penalizer_orchestrator  # None with overlap scheduling, which has sums of them
+        penalized = sampling_info.acc_additive_penalties is not None or (orchestrator and orchestrator.is_required)
+        if sampling_info.grammars or sampling_info.logit_bias is not None or penalized:
+            leave_a_choice(logits_output.next_token_logits)

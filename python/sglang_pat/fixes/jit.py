@@ -1,4 +1,9 @@
-"""The kernels that SGLang compiles on a GPU machine when it first needs them, with nvcc and g++."""
+"""The kernels that SGLang compiles on a GPU machine when it first needs them, with nvcc and g++.
+
+Some pairs of nvcc and g++ fail, and the engine would end at its first request.  ``preflight`` finds that out before.
+
+Upstream: https://github.com/sgl-project/sglang/issues/25487
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Penalties that survive a switch: counted from the tokens generated so far, applied in one order everywhere."""
+"""Penalties that survive a switch: counted from the tokens generated so far, applied in one order everywhere.
+
+Without this the ranks of a group may differ, and a request that SGLang has retracted is penalized as if it had
+generated nothing.
+
+Upstream: https://github.com/sgl-project/sglang/issues/31378 (``min_new_tokens`` and the ends of the generation config),
+``docs/upstream/ends_of_generation_config.md`` and ``docs/upstream/penalties.md``
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from sglang_pat.kernels.transfer import upload
+from sglang_pat.switch.transfer import upload
 
 _StockPenalties = penaltylib.BatchedPenalizerOrchestrator
 

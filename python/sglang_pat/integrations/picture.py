@@ -9,7 +9,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from sglang_pat.coordinator.decision_log import load_decision
+from sglang_pat.replay.log import load_decision
 from sglang_pat.tools import pictures
 
 PARTS = {

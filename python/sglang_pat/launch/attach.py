@@ -86,7 +86,7 @@ def _patch() -> None:
 
 def _chosen(stock: Callable, ours: Callable) -> Callable:
     """``ours`` if the call is about an adaptive engine's arguments, else ``stock``."""
-    from sglang_pat.launch.args import AdaptiveServerArgs
+    from sglang_pat.launch.spec import AdaptiveServerArgs
 
     @functools.wraps(stock, updated=())
     def call(*args: Any, **named: Any) -> Any:
@@ -105,10 +105,9 @@ def _convert(args: ServerArgs) -> None:
     """Make of stock arguments those of an adaptive engine on as many ranks, in place; no-op for adaptive ones.
 
     Raises:
-        ValueError: as ``AdaptiveServerArgs`` and :func:`~sglang_pat.launch.start.ready`.
+        ValueError: as ``AdaptiveServerArgs`` and :func:`~sglang_pat.launch.spec.ready`.
     """
-    from sglang_pat.launch.args import AdaptiveServerArgs
-    from sglang_pat.launch.start import ready
+    from sglang_pat.launch.spec import AdaptiveServerArgs, ready
 
     if isinstance(args, AdaptiveServerArgs):
         return

@@ -14,15 +14,18 @@ import importlib
 import logging
 import multiprocessing as mp
 import os
+import shutil
 import signal
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
+from itertools import count
 from multiprocessing import connection, forkserver, util
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -30,8 +33,6 @@ import setproctitle
 
 from sglang_pat.config import VARIABLE
 from sglang_pat.cpu import shim
-from sglang_pat.launch import noise
-from sglang_pat.launch.folder import private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,46 @@ NAMED = "sglang_pat: "
 """Before the names of processes in this process: they are in the lines that say how they ended."""
 RANK_TITLE = "sglang_pat::rank"
 """Before a rank's number: the title of its process."""
+
+
+FOLDER_PREFIX = "sglang_pat_"
+LONGEST_PLACE = 50
+"""Characters of the temporary folder's path: a socket's path has 107 at most."""
+_engines = count()
+
+
+@cache
+def private_folder() -> Path:
+    """This process's folder: its sockets lie in it, and no other user can reach them.  Made on first use, removed at
+    the end of the process, in order or by :func:`remove_private_folder`.
+
+    Raises:
+        ValueError: there is no place for it; one line.
+    """
+    try:
+        place = tempfile.gettempdir()
+        place = place if len(place) <= LONGEST_PLACE else "/tmp"
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=place))
+    except OSError as error:
+        advice = "set TMPDIR to a folder that can be written"
+        raise ValueError(f"no temporary folder for sockets ({error.strerror}): {advice}") from None
+    # In this process only, and after ``multiprocessing`` has removed its own folder (priority -100), which lies in it.
+    util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-200)
+    return folder
+
+
+def engine_folder() -> Path:
+    """A new folder in it, for one engine's sockets."""
+    folder = private_folder() / str(next(_engines))
+    folder.mkdir()
+    return folder
+
+
+def remove_private_folder() -> None:
+    """Remove it now: this process will not end in order."""
+    if private_folder.cache_info().currsize:
+        shutil.rmtree(private_folder(), ignore_errors=True)
+        private_folder.cache_clear()
 
 
 def context() -> BaseContext:
@@ -61,7 +102,7 @@ def warm() -> None:
     if not shim.needed():
         return
     context().set_forkserver_preload(PRELOAD)
-    with _sockets_in_the_private_folder(), _deaf_children(), noise.quiet_children():
+    with _sockets_in_the_private_folder(), _deaf_children():
         forkserver.ensure_running()
 
 
@@ -76,9 +117,8 @@ def fork_here() -> None:
     if not shim.needed():
         return
     private_folder()
-    with noise.quiet_imports():
-        for name in PRELOAD:
-            importlib.import_module(name)
+    for name in PRELOAD:
+        importlib.import_module(name)
     spawn, util.spawnv_passfds = util.spawnv_passfds, _fork_instead
     try:
         warm()
@@ -99,8 +139,6 @@ def _fork_instead(_path: bytes, command: list[str], keep: list[int]) -> int:
         for number in [*sorted(keep), os.sysconf("SC_OPEN_MAX")]:
             os.closerange(first, number)
             first = number + 1
-        if os.environ.get("PYTHONWARNINGS") == "ignore":  # noise.quiet_children: read by new interpreters only
-            warnings.simplefilter("ignore")
         # Held by the thread that forks us.
         forkserver._forkserver._lock = threading.Lock()
         # Whoever ends the engine spares resource trackers: they remove what the dead left in shared memory.

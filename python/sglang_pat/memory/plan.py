@@ -5,11 +5,41 @@ A GPU belongs to one rank; on a CPU all ranks, and whoever else is on the machin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from sglang_pat.memory.alternatives import other_layouts, refusal, with_base
-from sglang_pat.memory.demand import Demand, Supply, size_text
-from sglang_pat.memory.room import CPU_OTHERS, chosen_tokens, growing, kept, process_bytes, rank_room, sglang_reserve
+from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees
+from sglang_pat.memory.machine import GIB, MIB, Supply
+from sglang_pat.memory.shapes import ModelShape
+
+MIN_TOKENS = 1024
+"""A replica with room for less is of no use."""
+TOKEN_STEP = 256
+"""Planned pools are multiples of this."""
+CPU_SHARE = 0.5
+"""Of what is left on a CPU after everything else, the part for KV: the rest is for the page cache and for others."""
+CPU_TOKENS = 32_768
+"""Most tokens that a replica on a CPU plans by itself: its pool is written once at start, which takes seconds a GB."""
+CPU_OTHERS = 1 * GIB
+"""Server, coordinator, detokenizer and the pages that forked ranks share (measured: 0.9 GiB)."""
+CPU_PROCESS = 256 * MIB
+"""A rank's own beside weights and KV (measured: 100 MiB)."""
+CUDA_CONTEXT = 1 * GIB
+"""Context, cuBLAS and attention workspaces of a rank."""
+COMMUNICATOR = 256 * MIB
+"""Buffers of one NCCL communicator."""
+CUSTOM_ALL_REDUCE = 40 * MIB
+"""Buffers of SGLang's custom all-reduce of one TP group (0.5.12: 27 to 32 MiB on Hopper, up to 40 on Blackwell)."""
+TAIL_WORKSPACE = 128 * MIB
+"""Attention workspace and first graphs of one layout above the base."""
+GRAPH_REQUEST = 2 * MIB
+"""Graphs of a layout for each request of its largest batch (SGLang's own estimate)."""
+MOST_SAMPLED = 256
+"""Requests whose logits a step is expected to hold at once."""
+TAIL_BATCH = 16
+"""Largest batch with a graph above the base layout, with the default policy."""
+SGLANG_DEFAULTS = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
+"""SGLang's choices by memory below so many GiB: prefill chunk, largest graph batch below tp4 and from tp4 on."""
 
 
 class DoesNotFit(ValueError):
@@ -17,54 +47,123 @@ class DoesNotFit(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Demand:
+    """An engine to be started."""
+
+    shape: ModelShape
+    base: ParallelLayout
+    degrees: tuple[int, ...]
+    """TP degrees of all layouts, lowest (the base) first."""
+    prefill_tokens: int
+    """Most tokens of a prefill step (``--chunked-prefill-size``)."""
+    graph_batch: int = 0
+    """Largest batch with a CUDA graph; 0 without graphs."""
+    tail_graph_batch: int = 0
+    """The same of the layouts above the base."""
+    max_running: int | None = None
+    tokens: int | None = None
+    """``--max-total-tokens``, if given: KV tokens of a replica of the base layout."""
+    fraction: float | None = None
+    """``--mem-fraction-static``, if given: weights and KV of all ranks, as a part of what is free."""
+    tail_weights: int = 0
+    """Bytes of a rank for weights of layouts above the base that are not views of its base shard."""
+    gathers: bool = False
+    """A switch brings all KV of a group to each of its ranks (``--pat-kv-exchange allgather``)."""
+
+    def request_table(self, tokens: int) -> int:
+        """Bytes of SGLang's table of token places with a pool of so many tokens."""
+        rows = max(min(tokens * 512 // self.shape.context, 4096), 2048)
+        rows = min(rows, tokens // 2 if self.max_running is None else self.max_running)
+        return (rows + 1) * (self.shape.context + 4) * 4
+
+    def activations(self) -> int:
+        """Bytes of the largest step."""
+        shape, tp = self.shape, self.base.tp
+        wide = 8 * shape.hidden + 3 * shape.intermediate // tp + 2 * shape.heads // tp * shape.head_dim
+        logits = min(self.max_running or MOST_SAMPLED, MOST_SAMPLED) * shape.vocab * 4 * 4
+        return self.prefill_tokens * wide * shape.item + logits
+
+    def buffers(self, kind: str) -> float:
+        """Bytes that KV goes through in a switch, for each byte of the pool."""
+        low, high = self.degrees[0], self.degrees[-1]
+        if high == low:
+            return 0.0
+        local = self.shape.local_kv_heads
+        # With more ranks than KV heads a head goes to several.
+        copies = high // low if self.gathers else high // low * local(high) / local(low)
+        return (2 if kind == "cpu" else 3) * max(1.0, copies) / self.shape.layers
+
+    def with_base(self, layout: ParallelLayout) -> Demand:
+        """The same of an engine with another base layout, and the degrees that follow from it."""
+        allowed = self.shape.allowed(candidate_layouts(layout))
+        return replace(self, base=layout, degrees=default_degrees(allowed, only_ends=len(self.degrees) <= 2))
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The memory of one rank, in bytes; all ranks are alike."""
+    """The memory of one rank; all ranks are alike."""
 
     demand: Demand
     supply: Supply
     tokens: int
     """KV tokens of a replica of the base layout."""
-    parts: tuple[tuple[str, int], ...]
-    """``(what, bytes)`` of a rank."""
-    others: int
-    """Bytes of the engine's other processes, where they share the memory."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of each part of a rank.  What SGLang leaves free on a GPU by default is there, where it is possible."""
+        demand, supply, tokens = self.demand, self.supply, self.tokens
+        reserve = demand.activations()
+        if supply.kind == "cuda":
+            spare = supply.free - sum(rank_parts(demand, supply, tokens, 0).values())
+            reserve = min(default_reserve(demand, supply), spare)
+        return rank_parts(demand, supply, tokens, reserve)
 
     @property
     def rank_bytes(self) -> int:
-        return sum(size for _, size in self.parts)
+        return sum(self.parts.values())
+
+    @property
+    def others(self) -> int:
+        """Bytes of the engine's other processes, where they share the memory."""
+        return CPU_OTHERS if self.supply.kind == "cpu" else 0
 
     @property
     def total_bytes(self) -> int:
         """What is taken of :attr:`Supply.free`."""
-        return self.rank_bytes if self.supply.kind == "cuda" else self.rank_bytes * self.ranks + self.others
-
-    @property
-    def ranks(self) -> int:
-        return self.demand.base.num_ranks
+        ranks = self.demand.base.num_ranks if self.supply.kind == "cpu" else 1
+        return self.rank_bytes * ranks + self.others
 
     @property
     def static_fraction(self) -> float:
         """Weights and KV as a part of what a rank on a GPU finds free once its groups stand (SGLang's measure)."""
-        parts = dict(self.parts)
-        found = self.supply.free - parts["context, communicators"]
+        parts = self.parts
+        found = self.supply.free - process_bytes(self.demand, self.supply)
         return (parts["weights"] + parts["other layouts"] + parts["KV"]) / found
 
     @property
     def kept(self) -> int:
-        """Bytes of a rank's GPU that sleep does not give back; 0 where ranks share the machine's memory."""
-        return kept(self.demand, self.supply) if self.supply.kind == "cuda" else 0
+        """Bytes of a rank's GPU that sleep does not give back; 0 where ranks share the machine's memory.
+
+        Weights and KV are given back (with a memory saver the request table, too), and the activations that a step
+        leaves in PyTorch's cache.  Stock SGLang keeps what an engine of one layout does.
+        """
+        if self.supply.kind == "cpu":
+            return 0
+        return process_bytes(self.demand, self.supply) + self.demand.graph_batch * GRAPH_REQUEST
 
     def table(self) -> str:
         """The plan in a few lines."""
-        where = "each GPU has" if self.supply.kind == "cuda" else "the machine has"
-        head = f"{self.demand.base}, {self.ranks} ranks; {where} {size_text(self.supply.free)} free"
-        rows = [(f"{what}, {self.tokens:,} tokens" if what == "KV" else what, size) for what, size in self.parts]
+        ranks, free = self.demand.base.num_ranks, self.supply.free
+        rows = [
+            (f"{what}, {self.tokens:,} tokens" if what == "KV" else what, size) for what, size in self.parts.items()
+        ]
         rows.append(("a rank", self.rank_bytes))
         if self.supply.kind == "cpu":
-            rows += [("other processes", self.others), (f"{self.ranks} ranks and those", self.total_bytes)]
-        rows.append(("left free", self.supply.free - self.total_bytes))
+            rows += [("other processes", self.others), (f"{ranks} ranks and those", self.total_bytes)]
+        rows.append(("left free", free - self.total_bytes))
         width = max(len(what) for what, _ in rows)
-        return "\n".join([f"memory plan: {head}", *(f"  {what:{width}}  {size_text(size):>10}" for what, size in rows)])
+        head = f"memory plan: {self.demand.base}, {ranks} ranks; {self.supply.owner} {size_text(free)} free"
+        return "\n".join([head, *(f"  {what:{width}}  {size_text(size):>10}" for what, size in rows)])
 
 
 def make_plan(demand: Demand, supply: Supply) -> MemoryPlan:
@@ -73,32 +172,147 @@ def make_plan(demand: Demand, supply: Supply) -> MemoryPlan:
     Raises:
         DoesNotFit: with a layout, or a number of tokens, that would fit.
     """
-    tokens = chosen_tokens(demand, supply)
+    tokens = choose_tokens(demand, supply)
     if tokens is None:
-        raise DoesNotFit(refusal(demand, supply))
-    return _plan(demand, supply, tokens)
+        raise DoesNotFit(_refusal(demand, supply))
+    return MemoryPlan(demand=demand, supply=supply, tokens=tokens)
 
 
-def _plan(demand: Demand, supply: Supply, tokens: int) -> MemoryPlan:
-    """What each part of a rank gets with a pool of so many tokens."""
-    pool = tokens * demand.shape.kv_bytes(demand.base.tp)
-    # What SGLang leaves free by default, where that is possible.
-    spare = rank_room(demand, supply, 0) - growing(demand, supply, tokens)
-    reserve = demand.activations()
-    if supply.kind == "cuda":
-        reserve = min(max(sglang_reserve(supply.total, demand), reserve), spare)
-    parts = (
-        ("weights", demand.shape.weight_bytes(demand.base.tp)),
-        ("other layouts", demand.tail_weights),
-        ("KV", pool),
-        ("switch buffers", int(pool * demand.buffers(supply.kind))),
-        ("request table", demand.request_table(tokens)),
-        ("activations, graphs", reserve),
-        ("context, communicators" if supply.kind == "cuda" else "process", process_bytes(demand, supply)),
-    )
-    return MemoryPlan(
-        demand=demand, supply=supply, tokens=tokens, parts=parts, others=CPU_OTHERS if supply.kind == "cpu" else 0
-    )
+# -- how many KV tokens a rank has room for ---------------------------------------------------------------------------
+
+
+def rank_parts(demand: Demand, supply: Supply, tokens: int, reserve: int) -> dict[str, int]:
+    """Bytes of each part of a rank.
+
+    Args:
+        tokens: KV tokens of a replica of the base layout.
+        reserve: bytes for activations and graphs.
+    """
+    shape, tp = demand.shape, demand.base.tp
+    pool = tokens * shape.kv_bytes(tp)
+    return {
+        "weights": shape.weight_bytes(tp),
+        "other layouts": demand.tail_weights,
+        "KV": pool,
+        "switch buffers": int(pool * demand.buffers(supply.kind)),
+        "request table": demand.request_table(tokens),
+        "activations, graphs": reserve,
+        "context, communicators" if supply.kind == "cuda" else "process": process_bytes(demand, supply),
+    }
+
+
+def needed(demand: Demand, supply: Supply, tokens: int, reserve: int) -> int:
+    """Bytes of :attr:`Supply.free` that the engine takes; arguments as of :func:`rank_parts`."""
+    rank = sum(rank_parts(demand, supply, tokens, reserve).values())
+    return rank if supply.kind == "cuda" else rank * demand.base.num_ranks + CPU_OTHERS
+
+
+def most_tokens(demand: Demand, supply: Supply, reserve: int | None = None) -> int:
+    """Largest ``--max-total-tokens`` that fits; less than :data:`MIN_TOKENS` if nothing does.
+
+    Args:
+        reserve: bytes of a rank for activations and graphs; None for the least.
+    """
+    reserve = demand.activations() if reserve is None else reserve
+    low, high = 0, max(0, supply.free) // demand.shape.kv_bytes(demand.base.tp)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if needed(demand, supply, middle, reserve) <= supply.free:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def choose_tokens(demand: Demand, supply: Supply) -> int | None:
+    """KV tokens that a replica of the base layout gets: what was asked for, or a part of the most; None: no fit."""
+    most = most_tokens(demand, supply)
+    if demand.tokens is not None:
+        return demand.tokens if 0 < demand.tokens <= most else None
+    if demand.fraction is not None:
+        return tokens if MIN_TOKENS <= (tokens := tokens_by_fraction(demand, supply)) <= most else None
+    if most < MIN_TOKENS:
+        return None
+    if supply.kind == "cpu":
+        wanted = min(int(most * CPU_SHARE), CPU_TOKENS)
+    else:
+        wanted = most_tokens(demand, supply, default_reserve(demand, supply))
+    return max(wanted // TOKEN_STEP * TOKEN_STEP, MIN_TOKENS)
+
+
+def tokens_by_fraction(demand: Demand, supply: Supply) -> int:
+    """Tokens that ``--mem-fraction-static`` asks for."""
+    assert demand.fraction is not None
+    ranks = demand.base.num_ranks if supply.kind == "cpu" else 1
+    static = int(demand.fraction * supply.free) // ranks - demand.shape.weight_bytes(demand.base.tp)
+    return max(0, static) // demand.shape.kv_bytes(demand.base.tp) // TOKEN_STEP * TOKEN_STEP
+
+
+def default_reserve(demand: Demand, supply: Supply) -> int:
+    """Bytes of a GPU for activations and graphs by default: what SGLang leaves free, or more where a step needs it."""
+    reserve = 512 + max(demand.prefill_tokens, 2048) * 1.5 + demand.base.tp / 8 * 1024
+    reserve += demand.graph_batch * GRAPH_REQUEST / MIB
+    return max(int((max(reserve, 10 * 1024) if supply.total > 60 * GIB else reserve) * MIB), demand.activations())
+
+
+def process_bytes(demand: Demand, supply: Supply) -> int:
+    """Bytes of a rank that are neither tensors of the model nor of a step."""
+    if supply.kind == "cpu":
+        return CPU_PROCESS
+    tails = len(demand.degrees) - 1
+    # Of each TP group NCCL's for eager steps and for graphs, and custom all-reduce's; of an exchange group one for each
+    # pair of layouts.
+    groups = sum(2 * COMMUNICATOR + CUSTOM_ALL_REDUCE for tp in demand.degrees if tp > 1)
+    exchanging = tails * (tails + 1) // 2 * COMMUNICATOR
+    graphs = tails * (TAIL_WORKSPACE + demand.tail_graph_batch * GRAPH_REQUEST)
+    return CUDA_CONTEXT + groups + exchanging + graphs
+
+
+# -- what would fit instead -------------------------------------------------------------------------------------------
+
+
+def _refusal(demand: Demand, supply: Supply) -> str:
+    """The line for a demand that does not fit: what it needs, what is free, what would fit."""
+    tokens, given = demand.tokens or MIN_TOKENS, ""
+    if demand.tokens is not None:
+        given = f" --max-total-tokens {demand.tokens}"
+    elif demand.fraction is not None:
+        given = f" --mem-fraction-static {demand.fraction:g}"
+        asked = tokens_by_fraction(demand, supply)
+        if asked < MIN_TOKENS <= most_tokens(demand, supply):
+            return (
+                f"--mem-fraction-static {demand.fraction:g} leaves room for {asked} KV tokens beside the weights, "
+                f"at least {MIN_TOKENS} are needed: leave it out, or choose a larger one"
+            )
+        tokens = max(tokens, asked)
+    need, have = size_text(needed(demand, supply, tokens, demand.activations())), size_text(supply.free)
+    line = f"{_flags(demand.base)}{given} needs {need}, {supply.owner} {have} free"
+    if fits := list(alternatives(demand, supply)):
+        named = (f"--max-total-tokens {fit.tokens}" if fit.base == demand.base else _flags(fit.base) for fit in fits)
+        return f"{line}; {' or '.join(named)} would fit"
+    return f"{line}; no layout of these ranks fits: take a smaller model or a larger machine"
+
+
+def alternatives(demand: Demand, supply: Supply) -> Iterator[Demand]:
+    """Like ``demand``, but smaller, and known to fit: fewer tokens, then another layout."""
+    if demand.tokens is not None or demand.fraction is not None:
+        most = most_tokens(demand, supply) // TOKEN_STEP * TOKEN_STEP
+        if most >= MIN_TOKENS:
+            yield replace(demand, tokens=most, fraction=None)
+    changed = (demand.with_base(layout) for layout in _other_layouts(demand, supply))
+    if (fit := next((one for one in changed if choose_tokens(one, supply) is not None), None)) is not None:
+        yield fit
+
+
+def _other_layouts(demand: Demand, supply: Supply) -> Iterator[ParallelLayout]:
+    """Higher degrees over the same ranks; on a CPU, where ranks share the memory, also fewer ranks."""
+    ranks, shape = demand.base.num_ranks, demand.shape
+    fewest = 1 if supply.kind == "cpu" else ranks
+    for count in range(ranks, fewest - 1, -1):
+        lowest = demand.base.tp + 1 if count == ranks else 1
+        for tp in range(lowest, count + 1):
+            if count % tp == 0 and shape.why_not(tp) is None:
+                yield ParallelLayout(tp, count // tp)
 
 
 def advice(plan: MemoryPlan) -> str | None:
@@ -110,12 +324,53 @@ def advice(plan: MemoryPlan) -> str | None:
     if supply.kind == "cpu" or plan.tokens >= longest:
         return None
     free = replace(demand, tokens=None, fraction=None)
-    found = [(layout, chosen_tokens(with_base(free, layout), supply) or 0) for layout in other_layouts(free, supply)]
+    found = [(layout, choose_tokens(free.with_base(layout), supply) or 0) for layout in _other_layouts(free, supply)]
     better = next(((layout, tokens) for layout, tokens in found if tokens >= longest), None)
     layout, tokens = better or max(found, key=lambda pair: pair[1], default=(demand.base, 0))
     if tokens <= plan.tokens:
         return None
     return (
         f"a replica has room for {plan.tokens:,} KV tokens, the longest request of this model has {longest:,}: "
-        f"--tp {layout.tp} --dp {layout.dp} has room for {tokens:,}"
+        f"{_flags(layout)} has room for {tokens:,}"
     )
+
+
+def _flags(layout: ParallelLayout) -> str:
+    return f"--tp {layout.tp} --dp {layout.dp}"
+
+
+# -- an engine that is not started here -------------------------------------------------------------------------------
+
+
+def demand_of(shape: ModelShape, base: ParallelLayout, supply: Supply, tokens: int | None = None) -> Demand:
+    """An engine with SGLang's own defaults, the default policy and its candidates.
+
+    Raises:
+        ValueError: the model does not allow the base degree.
+    """
+    if reason := shape.why_not(base.tp):
+        raise ValueError(f"--tp {base.tp} {reason}: choose another")
+    chunk, graph_batch = sglang_defaults(supply.total, base.tp)
+    graphs = supply.kind == "cuda"
+    return Demand(
+        shape=shape,
+        base=base,
+        degrees=default_degrees(shape.allowed(candidate_layouts(base)), only_ends=True),
+        prefill_tokens=chunk,
+        graph_batch=graph_batch if graphs else 0,
+        tail_graph_batch=TAIL_BATCH if graphs else 0,
+        tokens=tokens,
+    )
+
+
+def sglang_defaults(total: int, tp: int) -> tuple[int, int]:
+    """Prefill chunk (tokens) and largest graph batch that SGLang chooses for ``total`` bytes."""
+    for below, chunk, small, large in SGLANG_DEFAULTS:
+        if total < below * GIB:
+            return chunk, small if tp < 4 else large
+    return 16384, 512
+
+
+def size_text(size: int) -> str:
+    """For a reader."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from sglang_pat.layout import ParallelLayout
 
@@ -152,3 +155,35 @@ def _item(config: Mapping[str, Any], dtype: str) -> int:
     if name not in ITEM_SIZES:
         raise ValueError(f"dtype {name!r}: choose one of {', '.join(ITEM_SIZES)}")
     return ITEM_SIZES[name]
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The ``config.json`` of a folder, or of a repository that is in the local Hugging Face cache.
+
+    Raises:
+        ValueError: there is none, or it cannot be read; one line.
+    """
+    path = Path(model) / "config.json" if Path(model).is_dir() else _cached_config(model)
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"--model-path {model}: there is no config.json in it") from None
+    except OSError as error:
+        raise ValueError(f"--model-path {model}: cannot read its config.json: {error.strerror}") from None
+    except ValueError:
+        raise ValueError(f"--model-path {model}: its config.json is not JSON") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--model-path {model}: its config.json is not a JSON object")
+    return cast("dict[str, Any]", config)
+
+
+def _cached_config(model: str) -> Path:
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model):
+        raise ValueError(f"--model-path {model}: no such folder")
+    # Takes a second to import.
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model, "config.json")
+    if not isinstance(cached, str):
+        raise ValueError(f"--model-path {model}: no such folder, and not in the Hugging Face cache")
+    return Path(cached)

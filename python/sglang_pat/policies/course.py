@@ -10,8 +10,8 @@ from sglang_pat.policies.outlook import Outlook
 from sglang_pat.policies.prompts import computed
 from sglang_pat.policies.snapshot import Snapshot
 from sglang_pat.predict.correction import Corrected
-from sglang_pat.predict.predictor import Number
-from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import Number, StepPredictor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class LayoutPlanner:
         max_running: requests that one replica decodes at once, or None for no bound; the rest waits for them.
     """
 
-    def __init__(self, predictor: StepPredictor, costs: SwitchPredictor, max_running: int | None = None) -> None:
+    def __init__(self, predictor: StepPredictor, costs: SwitchCosts, max_running: int | None = None) -> None:
         self.predictor, self.costs, self.max_running = predictor, costs, max_running
         self._typical: dict[tuple[int, int], tuple[float, float]] = {}
 

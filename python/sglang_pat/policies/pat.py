@@ -16,11 +16,11 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.rules import forced, may_raise, patience
 from sglang_pat.policies.snapshot import Decision, Load, Policy, Snapshot
 from sglang_pat.predict.correction import Corrected
-from sglang_pat.predict.cost import SwitchCost
-from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
+from sglang_pat.predict.cost import SwitchCost, SwitchCosts
+from sglang_pat.predict.predictor import StepPredictor
 
 
-def pat(predictor: StepPredictor, costs: SwitchPredictor) -> Policy:
+def pat(predictor: StepPredictor, costs: SwitchCosts) -> Policy:
     """Algorithm 1 with the step times of ``predictor`` and the switch costs of ``costs``."""
 
     def decide(snapshot: Snapshot, history: LengthHistory) -> Decision:
@@ -45,7 +45,7 @@ def pat(predictor: StepPredictor, costs: SwitchPredictor) -> Policy:
 
 
 def algorithm_1(
-    snapshot: Snapshot, predictor: StepPredictor, costs: SwitchPredictor
+    snapshot: Snapshot, predictor: StepPredictor, costs: SwitchCosts
 ) -> tuple[dict[int, float], dict[int, SwitchCost]]:
     """Lines 4 to 14: total predicted seconds by degree, and the switch to each degree other than the present."""
     load: Load = snapshot.load

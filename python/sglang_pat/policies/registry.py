@@ -10,7 +10,8 @@ from sglang_pat.policies.pat import pat
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
 from sglang_pat.policies.survival import survival
 from sglang_pat.policies.threshold import threshold
-from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import StepPredictor
 
 
 def stay(snapshot: Snapshot, history: LengthHistory) -> Decision:
@@ -28,7 +29,7 @@ def make_policy(
     *,
     switch_at: int = 8,
     predictor: StepPredictor | None = None,
-    costs: SwitchPredictor | None = None,
+    costs: SwitchCosts | None = None,
     max_running: int | None = None,
 ) -> Policy:
     """The policy called ``name``.

@@ -23,7 +23,8 @@ from sglang_pat.policies.outlook import Outlook, look_ahead
 from sglang_pat.policies.rules import SETTLE_SECONDS, forced, may_raise, patience
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
 from sglang_pat.predict.correction import StepFactor
-from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import StepPredictor
 
 MARGIN = 0.01
 """A switch must gain at least this share of the time that is left without any."""
@@ -55,7 +56,7 @@ TRIAL_COSTS = 2.0
 """To try a layout out must gain this many times the switch's cost on top."""
 
 
-def survival(predictor: StepPredictor, costs: SwitchPredictor, max_running: int | None = None) -> Policy:
+def survival(predictor: StepPredictor, costs: SwitchCosts, max_running: int | None = None) -> Policy:
     """The policy for a deployment.
 
     Args:

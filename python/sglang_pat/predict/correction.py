@@ -20,8 +20,7 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
-from sglang_pat.predict.predictor import Number
-from sglang_pat.predict.protocols import StepPredictor
+from sglang_pat.predict.predictor import Number, StepPredictor
 
 BATCH, CONTEXT = 8, 1024
 """Where a layout's scale holds: in the middle of what a calibration measures."""

@@ -1,16 +1,131 @@
-"""How long a decode step and a prefill take in a layout, from a profile (PAT section 4.2)."""
+"""How long a decode step and a prefill take in a layout, from a profile (PAT section 4.2).
+
+:class:`Surface` is one set of piecewise-linear curves.  :class:`Predictor` has one for each degree and number of
+replicas that was measured.  :class:`StepPredictor` is what a policy asks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import overload
+from typing import Protocol, overload
 
 import numpy as np
 
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, Profile, ProfileError
-from sglang_pat.predict.surface import Surface
 
 Number = float | int | np.ndarray
+
+HAIR = 1e-14
+"""Some tens of times the rounding of a float."""
+
+
+class Surface:
+    """PAT's latency model (section 4.2, Fig. 6), evaluated without a loop over queries.
+
+    For each profiled batch, a piecewise-linear curve over ``x`` (aggregate context tokens for decode, tokens of a
+    request for prefill).  A query is interpolated linearly between the curves of the two nearest batches *at the
+    same x*.  Measured points are reproduced exactly, and where they rise in ``x`` so does the surface.
+
+    A query outside what was measured is continued, never clamped:
+
+    * ``x`` beyond a curve's last knot: the last segment goes on, its slope floored at 0.
+    * ``x`` below the first knot: the first segment goes on, its slope kept between 0 and a hair less than that of the
+      line through the origin, so that no time is negative, not even by rounding.
+    * A curve of one knot takes both slopes from the nearest batch that has two; with no such batch it is flat.
+    * Batches above the largest: the line through the last two batches at this ``x`` goes on, never below the
+      largest batch's value.
+    * Batches below the smallest: the line through the first two goes on, never above the smallest batch's value and
+      never below its time *per request*.  A single profiled batch holds for all batches.
+    * A batch of 0 takes 0 seconds: there is no step.
+    """
+
+    def __init__(self, points: Iterable[tuple[float, float, float]]) -> None:
+        """``points``: (batch, x, seconds), in any order; repeated ones are averaged."""
+        curves = _curves(points)
+        self.batches = np.array(sorted(curves), dtype=float)
+        ordered = [curves[batch] for batch in sorted(curves)]
+        # On the union of all knots every curve is still piecewise linear: one search serves them all.
+        self._knots = np.unique(np.concatenate([x for x, _ in ordered]))
+        anchors = np.concatenate([self._knots[:1], self._knots])
+        values: list[np.ndarray] = []
+        slopes: list[np.ndarray] = []
+        for index, (x, y) in enumerate(ordered):
+            below, above = _end_slopes(index, ordered, self.batches)
+            value = np.interp(self._knots, x, y)
+            value += below * np.minimum(self._knots - x[0], 0) + above * np.maximum(self._knots - x[-1], 0)
+            values.append(np.concatenate([value[:1], value]))
+            slopes.append(np.concatenate([[below], np.diff(value) / np.diff(self._knots), [above]]))
+        self._anchors, self._cells = anchors, len(anchors)
+        self._values, self._slopes = np.concatenate(values), np.concatenate(slopes)
+
+    def __call__(self, batch: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """Seconds for float arrays that broadcast against each other."""
+        cell = np.searchsorted(self._knots, x, side="right")
+        beyond = x - self._anchors.take(cell)
+        if len(self.batches) == 1:
+            flat = self._values.take(cell) + self._slopes.take(cell) * beyond
+            return np.where(batch > 0, flat, 0.0)
+        row = np.minimum(np.searchsorted(self.batches[1:-1], batch, side="right"), len(self.batches) - 2)
+        at = row * self._cells + cell
+        low = self._values.take(at) + self._slopes.take(at) * beyond
+        at = at + self._cells
+        high = self._values.take(at) + self._slopes.take(at) * beyond
+        left = self.batches.take(row)
+        share = (batch - left) / (self.batches.take(row + 1) - left)
+        seconds = (1 - share) * low + share * high
+        smallest, largest = self.batches[0], self.batches[-1]
+        seconds = np.where(batch > largest, np.maximum(seconds, high), seconds)
+        fewest = np.clip(batch / smallest, 0, 1)
+        return np.where(batch < smallest, np.clip(seconds, low * fewest, low * (fewest > 0)), seconds)
+
+
+Curve = tuple[np.ndarray, np.ndarray]
+
+
+def _curves(points: Iterable[tuple[float, float, float]]) -> dict[float, Curve]:
+    """Batch → (knots ascending, seconds at them)."""
+    found: dict[float, dict[float, list[float]]] = {}
+    for batch, x, seconds in points:
+        found.setdefault(float(batch), {}).setdefault(float(x), []).append(seconds)
+    return {
+        batch: (np.array(sorted(knots)), np.array([np.mean(knots[x]) for x in sorted(knots)]))
+        for batch, knots in found.items()
+    }
+
+
+def _end_slopes(index: int, curves: list[Curve], batches: np.ndarray) -> tuple[float, float]:
+    """Slopes with which curve ``index`` goes on below its first and above its last knot, seconds a unit of x."""
+    x, y = curves[index]
+    distance = np.abs(batches - batches[index])
+    nearest = (curves[int(other)] for other in np.argsort(distance, kind="stable"))
+    donors = [curve for curve in nearest if len(curve[0]) > 1]
+    if not donors:
+        return 0.0, 0.0
+    near_x, near_y = donors[0]  # itself, if it has two knots
+    slopes = np.diff(near_y) / np.diff(near_x)
+    through_origin = (1 - HAIR) * y[0] / x[0] if x[0] > 0 else np.inf
+    return float(np.clip(slopes[0], 0.0, through_origin)), float(max(slopes[-1], 0.0))
+
+
+class StepPredictor(Protocol):
+    """Seconds of one replica; :class:`Predictor` says what the arguments are.
+
+    Scalars give a float; if any argument is an array, so is the answer.
+    """
+
+    @overload
+    def step_seconds(self, tp: int, batch: float, tokens: float, replicas: float | None = None) -> float: ...
+
+    @overload
+    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number: ...
+
+    def has_prefill(self, tp: int) -> bool: ...
+
+    @overload
+    def prefill_uniform(self, tp: int, batch: float, length: float, replicas: float | None = None) -> float: ...
+
+    @overload
+    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number: ...
 
 
 class _Degree:
@@ -42,7 +157,7 @@ class _Degree:
 class Predictor:
     """Step and prefill times of one replica, as functions of its load.
 
-    What happens between and beyond measured points is said in :class:`~sglang_pat.predict.surface.Surface`.  All
+    What happens between and beyond measured points is said in :class:`Surface`.  All
     calls broadcast over arrays and loop over nothing longer than the measured numbers of replicas.
 
     Raises:
@@ -81,17 +196,6 @@ class Predictor:
             float for scalars, else float64 of the broadcast shape.
         """
         return self._evaluate(self._decode, "decode", tp, batch, tokens, replicas)
-
-    @overload
-    def covers(self, tp: int, batch: float, tokens: float) -> bool: ...
-
-    @overload
-    def covers(self, tp: int, batch: Number, tokens: Number) -> bool | np.ndarray: ...
-
-    def covers(self, tp: int, batch: Number, tokens: Number) -> bool | np.ndarray:
-        """Whether the query lies inside the profiled grid of degree ``tp`` (widest measured number of replicas)."""
-        inside = _of(self._decode, "decode", tp).surfaces[-1].inside(np.asarray(batch), np.asarray(tokens))
-        return bool(inside) if np.ndim(inside) == 0 else inside
 
     def has_prefill(self, tp: int) -> bool:
         return tp in self._prefill

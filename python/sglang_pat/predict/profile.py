@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,9 +38,6 @@ Size = Annotated[int, Meta(ge=0, le=1 << 50)]
 Name = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=500)]
 """One line."""
 Samples = Annotated[tuple[Time, ...], Meta(max_length=10_000)]
-NUMBERS = ("temperature", "spent_seconds", "sessions", "others_share", "left_out", "failed")
-"""Of ``machine``: what a sweep counts with when it goes on."""
-MOST = 1e9
 MOST_POINTS = 4096
 """Of a kind: a surface through more would take more memory than there is."""
 
@@ -239,16 +236,6 @@ def check(profile: Profile) -> None:
     _points("decode", profile.decode, "context", mark)
     _points("prefill", profile.prefill, "length", mark)
     _switches(profile.switches, mark)
-    for place, setup in enumerate(profile.setup):
-        _degree(f"setup[{place}].tp", setup.tp, mark)
-    _once("setup", ((setup.tp,) for setup in profile.setup))
-    for name in NUMBERS:
-        value = profile.machine.get(name, 0)
-        if not isinstance(value, int | float) or not 0 <= value <= MOST:
-            raise wrong(f"machine.{name}", value, f"expected a number from 0 to {MOST:.0f}")
-    for name, axis in profile.grid.items():
-        if axis != sorted(set(axis)):
-            raise wrong(f"grid.{name}", axis, "expected ascending numbers, each once")
     if profile.complete:
         suffices(profile)
 
@@ -283,12 +270,15 @@ def _layouts(mark: Fingerprint) -> None:
 
 
 def _points(name: str, points: Sequence[Any], length: str, mark: Fingerprint) -> None:
+    first: dict[tuple[int, ...], int] = {}
     for place, point in enumerate(points):
         _degree(f"{name}[{place}].tp", point.tp, mark)
         if point.replicas > (dp := mark.num_ranks // point.tp):
             expected = f"expected at most {dp}, as {mark.num_ranks} ranks have of tp={point.tp}"
             raise wrong(f"{name}[{place}].replicas", point.replicas, expected)
-    _once(name, ((point.tp, point.replicas, point.batch, getattr(point, length)) for point in points))
+        key = (point.tp, point.replicas, point.batch, getattr(point, length))
+        if (other := first.setdefault(key, place)) != place:
+            raise wrong(f"{name}[{place}]", (), f"the same point as {name}[{other}], expected each once")
 
 
 def _switches(samples: Sequence[SwitchSample], mark: Fingerprint) -> None:
@@ -302,11 +292,3 @@ def _switches(samples: Sequence[SwitchSample], mark: Fingerprint) -> None:
 def _degree(field: str, tp: int, mark: Fingerprint) -> None:
     if tp not in mark.degrees:
         raise wrong(field, tp, f"expected one of the degrees {', '.join(map(str, mark.degrees))}")
-
-
-def _once(name: str, keys: Iterable[tuple[int, ...]]) -> None:
-    """Each key is there once."""
-    first: dict[tuple[int, ...], int] = {}
-    for place, key in enumerate(keys):
-        if (other := first.setdefault(key, place)) != place:
-            raise wrong(f"{name}[{place}]", (), f"the same point as {name}[{other}], expected each once")

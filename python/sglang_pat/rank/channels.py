@@ -1,9 +1,8 @@
-"""Sockets of a rank and of the processes that listen to it."""
+"""A rank's lines to the coordinator."""
 
 from __future__ import annotations
 
 import pickle
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,6 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_pat import messages
-from sglang_pat.dropped import Dropped
-from sglang_pat.fixes.isolation import read
-from sglang_pat.rank import degrees
-from sglang_pat.switch.order import OutputOrder, Stamped
 
 SGLANG, PAT = b"h", b"p"
 """First frame of what a rank sends to the coordinator: an object of SGLang's (pickled, as SGLang does) or ours."""
@@ -70,52 +65,3 @@ class RpcRelay:
 
     def send_pyobj(self, obj: Any) -> None:
         self._channel.send_sglang(obj)
-
-
-class OutputSender:
-    """Stands for SGLang's ``send_to_detokenizer``: numbers what it sends (``sglang_pat.switch.order``)."""
-
-    def __init__(self, inner: Any, rank: int) -> None:
-        self._inner = inner
-        self._rank = rank
-        self.sent = 0
-        self.fence: dict[int, int] | None = None
-        self.reqs: list[Req] = []
-        """Those that the next output is about."""
-
-    def send_output(self, output: Any, recv_obj: Any = None) -> None:
-        degrees.tell(output, self.reqs)
-        self.sent += 1
-        self._inner.send_output(Stamped(self._rank, self.sent, self.fence, output))
-        self.fence = None
-
-
-class OrderedReceiver:
-    """A PULL socket behind which outputs of all leaders come out in order; ``recv_pyobj`` as SGLang calls it.
-
-    A frame that cannot be read is dropped.
-    """
-
-    def __init__(self, socket: Any, dropped: Dropped) -> None:
-        self._socket = socket
-        self._dropped = dropped
-        self._order = OutputOrder()
-        self._ready: deque[Any] = deque()
-
-    def recv_pyobj(self) -> Any:
-        while not self._ready:
-            self._take(self._socket.recv())
-        return self._ready.popleft()
-
-    def _take(self, frame: bytes) -> None:
-        for message in read(frame, self._dropped):
-            self._ready.extend(self._order.push(message) if isinstance(message, Stamped) else [message])
-
-
-class AsyncOrderedReceiver(OrderedReceiver):
-    """The same on an asyncio socket."""
-
-    async def recv_pyobj(self) -> Any:
-        while not self._ready:
-            self._take(await self._socket.recv())
-        return self._ready.popleft()

@@ -21,16 +21,13 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pat.cpu.windows import Windows
-from sglang_pat.kernels.transfer import synchronize
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict.profile import LayoutSetup
-from sglang_pat.rank.reshard import reshard
 from sglang_pat.rank.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
 from sglang_pat.rank.shard_check import check_heads, check_shards
-from sglang_pat.rank.sharding import Unsupported
-from sglang_pat.rank.weights import PiecewiseLinear, Views, build_model
+from sglang_pat.rank.weights import PiecewiseLinear, Unsupported, Views, build_model, reshard
 from sglang_pat.switch.plan import kv_head_range
-from sglang_pat.switch.transport import Staging
+from sglang_pat.switch.transfer import synchronize
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +113,6 @@ class Layouts:
         """What building each layout above the base took."""
         self.current = self._runtimes[base.tp]
         self.windows = self._make_windows()
-        self.staging = Staging(self.runner.device)
-        """What KV goes through where there are no windows."""
         for layout in self.config.layouts[1:]:
             self._runtimes[layout.tp] = self._build(layout)
             self.install(base)

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
 
-from sglang_pat.fixes.sampling import generated_before, length_limit
-from sglang_pat.messages import Decoded, Finished, LoadReport, RankTrace, Running, Step, TraceQuery
+from sglang_pat.messages import (
+    Decoded,
+    Finished,
+    LoadReport,
+    RankTrace,
+    Running,
+    Step,
+    TraceQuery,
+    generated_before,
+    length_limit,
+)
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler

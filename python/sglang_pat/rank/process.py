@@ -17,13 +17,12 @@ from sglang.srt.managers.scheduler import configure_logger, configure_scheduler_
 from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
 
-from sglang_pat.dropped import Dropped  # noqa: E402
+from sglang_pat.dropped import Dropped, IsolatingDispatcher  # noqa: E402
 from sglang_pat.errors import one_line  # noqa: E402
-from sglang_pat.fixes.isolation import IsolatingDispatcher  # noqa: E402
-from sglang_pat.launch.args import AdaptiveServerArgs, rank_view  # noqa: E402
 from sglang_pat.launch.processes import RANK_TITLE, end_engine  # noqa: E402
-from sglang_pat.rank.channels import OrderedReceiver  # noqa: E402
-from sglang_pat.rank.sharding import Unsupported  # noqa: E402
+from sglang_pat.launch.spec import AdaptiveServerArgs, rank_view  # noqa: E402
+from sglang_pat.rank.weights import Unsupported  # noqa: E402
+from sglang_pat.switch.order import OrderedReceiver  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +51,8 @@ def run_rank(
         # What SGLang compiles are a few tiny functions; asking the C++ compiler what it can do takes seconds.
         torch.compiler.set_stance("force_eager")
     try:
-        from sglang_pat.fixes.float32 import true_float32
         from sglang_pat.rank.scheduler import AdaptiveScheduler
 
-        true_float32(server_args)
         args = rank_view(server_args)
         scheduler = AdaptiveScheduler(
             config,

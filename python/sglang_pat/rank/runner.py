@@ -1,53 +1,130 @@
-"""SGLang's model runner and TP worker, on one world of N ranks instead of one world per replica."""
+"""SGLang's model runner and TP worker, on one world of N ranks instead of one world per replica, and its groups."""
 
 from __future__ import annotations
 
 import os
-from functools import partial
+import time
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_parallel_group
 from sglang.srt.layers.dp_attention import initialize_dp_attention
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.io_struct import (
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-)
-from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.model_runner import LocalSerializedTensor, ModelRunner
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.utils import MultiprocessingSerializer, get_available_gpu_memory, monkey_patch_p2p_access_check
+from sglang.srt.utils import get_available_gpu_memory, monkey_patch_p2p_access_check
 from sglang.srt.utils.network import NetworkAddress
-from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-from sglang_pat.comm import rendezvous, shm
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.fixes import grammars
+from sglang_pat.cpu import rendezvous, shm
+from sglang_pat.fixes.grammars import MendedModelRunner
+from sglang_pat.fixes.weight_updates import WholeUpdatesTpModelWorker
 from sglang_pat.launch import sharing
-from sglang_pat.rank import updates
-from sglang_pat.rank.groups import GroupPool
-from sglang_pat.rank.shared_memory import open_patiently
+from sglang_pat.layout import ParallelLayout, exchange_groups
 from sglang_pat.rank.weights import build_model
 
+TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
+"""Globals of ``parallel_state`` that follow the layout."""
 
-def leave_a_choice(logits: torch.Tensor) -> None:
-    """Let rows in which a request forbids every token choose from all: SGLang's sampler dies of them.
+SINGLE_GLOBALS = ("_PP", "_ATTN_CP", "_MOE_DP", "_MOE_EP")
+"""Globals of ``parallel_state`` that are always groups of one rank (the degrees refused at start)."""
 
-    A grammar and ``min_new_tokens`` can do that together; the grammar then aborts the request.
+REDUCED = (4 << 10, 1 << 20, 8 << 20, 32 << 20)
+"""Bytes of reductions that use once all that SGLang reduces with on a GPU: the kernel of its custom all-reduce that
+pushes, the one that pulls (above 160 KB to 4 MB, by ranks and GPU), and NCCL (above 16 MB).  The two kernels are
+compiled on first use, which takes tens of seconds."""
 
-    Args:
-        logits: float ``[requests, vocab]``, changed in place; on CUDA nothing is waited for.
+
+class GroupPool:
+    """All process groups of a rank, for the life of the engine (PAT section 4.3, "Communication Group Pool").
+
+    Everything is created in ``__init__``, by every rank in the same order, so a switch creates nothing.  One exception:
+    the groups of ``--pat-kv-exchange allgather`` are made on first use, as in the paper.
     """
-    empty = ~torch.isfinite(logits.amax(dim=-1, keepdim=True))
-    if logits.is_cuda or empty.any():
-        logits.masked_fill_(empty, 0.0)
+
+    def __init__(self, layouts: tuple[ParallelLayout, ...], rank: int, local_device: int, device: str) -> None:
+        self.rank = rank
+        backend = self._backend = "nccl" if device == "cuda" else shm.BACKEND
+        own_nccl = backend == "nccl"  # SGLang's communicator for graphs
+        shm.register()
+        ranks = range(layouts[0].num_ranks)
+        # Control traffic of all ranks together: votes, capsules, reports.
+        self.world = dist.new_group(list(ranks), backend=shm.BACKEND)
+        alone = [[rank] for rank in ranks]
+        self._single = init_model_parallel_group(alone, local_device, backend, own_nccl, group_name="single")
+        self._tp: dict[int, GroupCoordinator] = {}
+        self._control: dict[int, dist.ProcessGroup] = {}
+        self._gather: dict[int, dist.ProcessGroup] = {}
+        self.seconds: dict[int, float] = {}
+        """Time to make the groups of each degree."""
+        for layout in layouts:
+            begun = time.perf_counter()
+            self._tp[layout.tp] = init_model_parallel_group(
+                layout.groups(), local_device, backend, own_nccl, group_name=f"tp{layout.tp}"
+            )
+            self._control[layout.tp] = self._new_group(layout.groups(), shm.BACKEND)
+            self.seconds[layout.tp] = time.perf_counter() - begun
+        self._exchange: dict[tuple[int, int], tuple[dist.ProcessGroup, list[int]]] = {}
+        for i, low in enumerate(layouts):
+            for high in layouts[i + 1 :]:
+                groups = exchange_groups(low, high)
+                mine = next(group for group in groups if rank in group)
+                self._exchange[low.tp, high.tp] = (self._new_group(groups, backend), mine)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Reduce in every TP group as a model of this type does, in each way: nothing is made or compiled later on."""
+        for coordinator in self._tp.values():
+            if coordinator.world_size == 1:
+                continue
+            for size in REDUCED if coordinator.device.type != "cpu" else REDUCED[:1]:
+                coordinator.all_reduce(torch.zeros(size // dtype.itemsize, dtype=dtype, device=coordinator.device))
+
+    def _new_group(self, groups: list[list[int]], backend: str) -> dist.ProcessGroup:
+        mine = None
+        for ranks in groups:
+            group = dist.new_group(ranks, backend=backend)
+            if self.rank in ranks:  # else torch gives a number
+                mine = cast("dist.ProcessGroup", group)
+        assert mine is not None
+        return mine
+
+    def tp_group(self, layout: ParallelLayout) -> GroupCoordinator:
+        return self._tp[layout.tp]
+
+    def single(self) -> GroupCoordinator:
+        return self._single
+
+    def exchange_group(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
+        """Process group and ranks among which this rank exchanges KV between ``a`` and ``b``."""
+        return self._exchange[min(a.tp, b.tp), max(a.tp, b.tp)]
+
+    def larger(self, a: ParallelLayout, b: ParallelLayout) -> dist.ProcessGroup:
+        """This rank's group of the higher degree, for PAT's all-gather; made on first use, as PAT does.
+
+        All N ranks must call it together.
+        """
+        layout = max(a, b)
+        if layout.tp not in self._gather:
+            self._gather[layout.tp] = self._new_group(layout.groups(), self._backend)
+        return self._gather[layout.tp]
+
+    def use_shared_memory_for_control(self) -> None:
+        """Send SGLang's per-step request broadcast through shared memory instead of gloo.
+
+        Only after the model is loaded: SGLang's loader calls ``monitored_barrier``, which gloo alone has.
+        """
+        for tp, coordinator in self._tp.items():
+            coordinator.cpu_group = self._control[tp]
+
+    def install(self, layout: ParallelLayout) -> None:
+        """Point SGLang's group globals at the pooled groups of ``layout``."""
+        for name in TP_GLOBALS:
+            setattr(parallel_state, name, self._tp[layout.tp])
+        for name in SINGLE_GLOBALS:
+            setattr(parallel_state, name, self._single)
 
 
-class AdaptiveModelRunner(ModelRunner):
+class AdaptiveModelRunner(MendedModelRunner):
     """A ``ModelRunner`` whose groups come from a pool over all N ranks.
 
     Life cycle: constructed in the base layout; ``sglang_pat.rank.layouts`` then points its
@@ -59,14 +136,6 @@ class AdaptiveModelRunner(ModelRunner):
         self.rank = rank
         self.folder = folder
         super().__init__(**kwargs)
-
-    def _preprocess_logits(self, logits_output: LogitsProcessorOutput, sampling_info: SamplingBatchInfo) -> None:
-        grammars.guard(sampling_info)
-        super()._preprocess_logits(logits_output, sampling_info)
-        orchestrator = sampling_info.penalizer_orchestrator  # None with overlap scheduling, which has sums of them
-        penalized = sampling_info.acc_additive_penalties is not None or (orchestrator and orchestrator.is_required)
-        if sampling_info.grammars or sampling_info.logit_bias is not None or penalized:
-            leave_a_choice(logits_output.next_token_logits)
 
     def init_threads_binding(self) -> None:
         """Share the cores out over the N ranks (SGLang knows the ranks of one replica only)."""
@@ -111,7 +180,7 @@ class AdaptiveModelRunner(ModelRunner):
         )
 
 
-class AdaptiveTpModelWorker(TpModelWorker):
+class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
     """A ``TpModelWorker`` around an :class:`AdaptiveModelRunner`."""
 
     def __init__(self, *, adaptive: AdaptiveConfig, rank: int, folder: Path, **kwargs) -> None:
@@ -121,8 +190,7 @@ class AdaptiveTpModelWorker(TpModelWorker):
         super().__init__(**kwargs)
         runner = self.model_runner
         runner.groups.use_shared_memory_for_control()
-        empty = build_model(runner.model_config, runner.load_config, runner.device)
-        self.expected = updates.Expected(empty, partial(updates.checkpoint_names, runner.model_config.model_path))
+        self.expect(build_model(runner.model_config, runner.load_config, runner.device))
 
     def _init_model_runner(self) -> None:
         self._model_runner = AdaptiveModelRunner(
@@ -146,63 +214,3 @@ class AdaptiveTpModelWorker(TpModelWorker):
             token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
             memory_pool_config=self.memory_pool_config,
         )
-
-    # -- weight updates: all of a request on all ranks, or nothing ------------------------------------
-
-    def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:
-        """SGLang's, on all ranks together."""
-        tensors, problem = None, None
-        try:
-            monkey_patch_torch_reductions()
-            open_patiently()
-            tensors = self._opened(recv_req)
-            if (given := updates.shapes(tensors, recv_req.load_format)) is not None:
-                problem = self.expected.problem(given, recv_req.load_format)
-        except Exception as error:  # the other ranks wait to hear of it
-            problem = updates.refused(error)
-        wrong = torch.tensor([problem is not None], dtype=torch.int32)
-        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self.model_runner.groups.world)
-        if wrong.item():
-            return False, problem or ""
-        return self.model_runner.update_weights_from_tensor(tensors, recv_req.load_format)
-
-    def _opened(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
-        """What the request has for this rank."""
-        items = recv_req.serialized_named_tensors
-        if len(items) <= self.rank:
-            raise ValueError(f"{len(items)} items for {self.adaptive.num_ranks} ranks, must be one for each")
-        tensors = MultiprocessingSerializer.deserialize(items[self.rank])
-        if recv_req.load_format == "flattened_bucket":
-            return tensors
-        return [
-            (name, tensor.get(self.rank) if isinstance(tensor, LocalSerializedTensor) else tensor)
-            for name, tensor in tensors
-        ]
-
-    def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> tuple[bool, str]:
-        """SGLang's; what does not fit is received all the same, since its sender waits for us."""
-        try:
-            problem = self.expected.problem(zip(recv_req.names, recv_req.shapes, strict=True))
-        except Exception as error:
-            problem = updates.refused(error)
-        runner = self.model_runner
-        model, runner.model = runner.model, updates.Receiver(runner.model, problem)
-        try:
-            success, message = super().update_weights_from_distributed(recv_req)
-            loaded = runner.model.loaded
-        finally:
-            runner.model = model
-        if success or loaded:
-            return success, message
-        return False, problem or updates.not_received(message)
-
-    def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> tuple[bool, str]:
-        """SGLang's; nothing is loaded from the first bucket on that does not fit."""
-        runner = self.model_runner
-        model = runner.model
-        buckets = runner.model = updates.Buckets(model, self.expected)
-        try:
-            success, message = super().update_weights_from_ipc(recv_req)
-        finally:
-            runner.model = model
-        return success, message if success else buckets.problem or message

@@ -1,8 +1,8 @@
 """SGLang's scheduler on a rank of the adaptive engine.
 
-It stays the stock scheduler of one replica.  What is added: its lines to the coordinator, the
-handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and :meth:`AdaptiveScheduler.point_at`,
-which makes it the scheduler of another TP group.
+It stays SGLang's scheduler of one replica, with faults mended (``fixes/scheduler.py``).  What is added: its lines to
+the coordinator, the handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and
+:meth:`AdaptiveScheduler.point_at`, which makes it the scheduler of another TP group.
 
 One file because it is one class: what it overrides of SGLang's scheduler is to be read as one list beside it.  What
 the methods do is in the modules that they call.
@@ -23,7 +23,6 @@ import numpy as np
 import torch
 import zmq
 from sglang.srt.managers.io_struct import (
-    AbortReq,
     GetInternalStateReq,
     GetInternalStateReqOutput,
     InitWeightsUpdateGroupReqInput,
@@ -40,29 +39,26 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.scheduler import Scheduler, SenderWrapper
+from sglang.srt.managers.scheduler import SenderWrapper
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.observability.metrics_collector import SchedulerStats
-from sglang.srt.server_args import PortArgs, ServerArgs
-from sglang.srt.utils.watchdog import WatchdogRaw
+from sglang.srt.server_args import PortArgs
 
 from sglang_pat.checks import census, tokens
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.dropped import Dropped
-from sglang_pat.fixes import grammars, penalties, stops
-from sglang_pat.fixes.isolation import IsolatingDispatcher, ReadableSocket
-from sglang_pat.memory.demand import size_text
+from sglang_pat.fixes.scheduler import MendedScheduler
+from sglang_pat.memory.plan import size_text
 from sglang_pat.messages import Cancel, Compile, Go, InjectPrefixes, Prepare, Switch, TraceQuery
-from sglang_pat.rank import degrees, outputs, prefixes
-from sglang_pat.rank.channels import ControlSender, OutputSender, RankChannel, RpcRelay
+from sglang_pat.rank import degrees, prefixes
+from sglang_pat.rank.channels import ControlSender, RankChannel, RpcRelay
 from sglang_pat.rank.layouts import LayoutRuntime, Layouts
 from sglang_pat.rank.load_reports import LoadReporter, StepTrace, register
 from sglang_pat.rank.runner import AdaptiveTpModelWorker
-from sglang_pat.rank.updates import NOT_FLUSHED
-from sglang_pat.switch import live, requests
-from sglang_pat.switch.compiled import CompiledGrammars
+from sglang_pat.rank.step_gate import StepGate
+from sglang_pat.switch import requests
 from sglang_pat.switch.executor import SwitchExecutor
-from sglang_pat.switch.gate import StepGate
+from sglang_pat.switch.grammars import CompiledGrammars
+from sglang_pat.switch.order import OutputSender
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +84,7 @@ def reseed(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-class AdaptiveScheduler(Scheduler):
+class AdaptiveScheduler(MendedScheduler):
     """The scheduler of one rank.
 
     Life cycle: constructed in the base layout; from then on a follower or the leader of one TP
@@ -100,13 +96,9 @@ class AdaptiveScheduler(Scheduler):
         self.rank = rank
         self._channel_address = channel_address
         self._captured: list[Req] | None = None
-        self.dropped = Dropped(kwargs["server_args"].enable_metrics)
         self.load = LoadReporter(self)
         self.trace = StepTrace()
         self.gate = StepGate()
-        self._paused_turns = 0
-        penalties.fix_order()
-        stops.bound_text()
         super().__init__(**kwargs)
         self.base_capacity = self.max_total_num_tokens
         self.layouts = Layouts(self.tp_worker)
@@ -122,12 +114,11 @@ class AdaptiveScheduler(Scheduler):
         super().init_ipc_channels(port_args)
         self.channel = RankChannel(zmq.Context.instance(), self._channel_address, self.rank)
         self._can_lead = self.recv_from_tokenizer is not None
-        self.output = OutputSender(self.send_to_detokenizer, self.rank)
-        self._control = ControlSender(self.channel, self._end_waiting)
+        self.output = OutputSender(self.send_to_detokenizer, self.rank, degrees.tell)
+        self._control = ControlSender(self.channel, self.end_waiting)
         self._silent = SenderWrapper(None)
         self._idle_sleeper = self.idle_sleeper
         if self._can_lead:
-            self.recv_from_tokenizer = ReadableSocket(self.recv_from_tokenizer, self.dropped)
             self.recv_from_rpc = RpcRelay(self.channel)
 
     def init_metrics(self, tp_rank: int, pp_rank: int, dp_rank: int | None) -> None:
@@ -163,7 +154,6 @@ class AdaptiveScheduler(Scheduler):
                 InjectPrefixes: lambda m: prefixes.inject(self.tree_cache, m.prompts),
             }
         )
-        self._request_dispatcher = IsolatingDispatcher(self._request_dispatcher, self.dropped)
 
     # -- holding at a step (``--pat-policy schedule``) ---------------------------------------------
 
@@ -176,23 +166,7 @@ class AdaptiveScheduler(Scheduler):
     def _engine_paused(self, paused: bool) -> None:
         self._paused_by_client = paused
 
-    def init_soft_watchdog(self, server_args: ServerArgs) -> None:
-        super().init_soft_watchdog(server_args)
-        if server_args.soft_watchdog_timeout is not None:
-            self._count_paused_turns(self.soft_watchdog)
-
-    def init_watch_dog_memory_saver_input_blocker(self) -> None:
-        super().init_watch_dog_memory_saver_input_blocker()
-        self._count_paused_turns(self.watchdog)
-
-    def _count_paused_turns(self, watchdog: WatchdogRaw) -> None:
-        """SGLang's watchdog counts steps, and ends a rank that makes none with requests in it; a loop that is paused
-        is alive as long as it turns."""
-        steps = watchdog.get_counter
-        watchdog.get_counter = lambda: (steps(), self._paused_turns)
-
     def recv_requests(self) -> list[Any]:
-        self._paused_turns += self._engine_paused
         self.executor.answer()
         if self.is_leader and self.gate.closed and self.gate.said:
             self.recv_from_tokenizer.poll(HELD_POLL_MILLISECONDS)
@@ -291,8 +265,6 @@ class AdaptiveScheduler(Scheduler):
             self._set_or_validate_priority(req)  # one without a priority gets SGLang's default
             self._captured.append(req)
             return
-        if req.is_retracted:
-            requests.forget_pieces(req)
         self.load.retracted += is_retracted and self.is_leader
         super()._add_request_to_queue(req, is_retracted)
 
@@ -315,27 +287,7 @@ class AdaptiveScheduler(Scheduler):
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         with requests.logprobs_after_pieces(self.waiting_queue):
-            batch = super().get_new_batch_prefill()
-        if batch is not None and any(req.output_ids for req in batch.reqs):
-            batch.sampling_info = penalties.sampling_info_with_history(batch, decode=False)
-        return batch
-
-    def abort_request(self, recv_req: AbortReq) -> None:
-        # SGLang's takes all requests whose ids begin with the given one; the others are out of its sight meanwhile.
-        decoding, waiting = live.requests_of(self)
-        reqs = {id(req): req for req in decoding + waiting + (self.cur_batch.reqs if self.cur_batch else [])}
-        others = [
-            (req, req.rid)
-            for req in reqs.values()
-            if not recv_req.abort_all and req.rid != recv_req.rid and req.rid.startswith(recv_req.rid)
-        ]
-        for req, _ in others:
-            req.rid = ""
-        try:
-            super().abort_request(recv_req)
-        finally:
-            for req, rid in others:
-                req.rid = rid
+            return super().get_new_batch_prefill()
 
     # -- load reports and the step trace ----------------------------------------------------------------
 
@@ -352,34 +304,17 @@ class AdaptiveScheduler(Scheduler):
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         if self.is_leader:
             self.load.finished(reqs)
-        outputs.drop_scores_without_tokens(reqs)
-        for part in outputs.alike(reqs):
-            self.output.reqs = part
-            super().stream_output(part, return_logprob, skip_req)
+        super().stream_output(reqs, return_logprob, skip_req)
 
-    def _end_waiting(self, abort: AbortReq, req: Req) -> None:
-        """``req``, which waits with tokens, is aborted: all of them go to the client, as of one that runs."""
-        outputs.abort(abort, req)
-        self.stream_output([req], req.return_logprob)
+    def stream_part(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
+        self.output.reqs = reqs
+        super().stream_part(reqs, return_logprob, skip_req)
 
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None:
-        if (lengths := getattr(result, "pat_lengths", None)) is not None:
-            states = result.logits_output.hidden_states
-            result.logits_output.hidden_states = outputs.OwnRows(states, batch, lengths)
         super().process_batch_result(batch, result)
-        if not self.gate.free and any(req.finished() for req in batch.reqs):
-            self.gate.finished()
         self.trace.end(self)
 
     def release_memory_occupation(self, recv_req: Any) -> Any:
-        """SGLang's, on all ranks or on none.
-
-        Raises:
-            RuntimeError: some rank still runs a request (a health probe, for one).
-        """
-        live.drain_ended(self)
-        if not live.idle_everywhere(self):
-            raise RuntimeError("memory is not released: a rank still has a request")
         output = super().release_memory_occupation(recv_req)
         self._say_what_is_kept()
         return output
@@ -395,34 +330,17 @@ class AdaptiveScheduler(Scheduler):
             )  # fmt: skip
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
-        # A pause of the mode "retract" leaves requests that wait and hold no KV.  SGLang says that the cache can be
-        # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.
-        waiting, compiling = self.waiting_queue, self.grammar_manager.grammar_queue
-        live.drain_ended(self)
-        if self._engine_paused and all(req.req_pool_idx is None for req in waiting):
-            self.waiting_queue, self.grammar_manager.grammar_queue = [], []
-        try:
-            success = super().flush_cache(empty_cache)
-        finally:
-            self.waiting_queue, self.grammar_manager.grammar_queue = waiting, compiling
+        success = super().flush_cache(empty_cache)
         if success and self.is_leader:
             # No step will follow that would report the emptied pool.
             self.load.forget()
-            self.load.send([], waiting + compiling)
+            self.load.send([], self.waiting_queue + self.grammar_manager.grammar_queue)
         return success
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
-        if batch.has_grammar:
-            requests.forget_masks(batch.reqs)
-        if batch.return_logprob:
-            requests.complete_token_ids(batch)
         self.trace.begin(batch)
         self.gate.launched(batch.forward_mode.is_decode())
         result = super().run_batch(batch, *args, **kwargs)
-        if batch.return_hidden_states and batch.forward_mode.is_extend():
-            result.pat_lengths = batch.extend_lens
-        if batch.has_grammar:
-            grammars.abort_failed(batch.reqs)
         tokens.check(self, batch, result)
         return result
 
@@ -462,37 +380,29 @@ class AdaptiveScheduler(Scheduler):
             for owner, tp_rank in zip(owners, saved, strict=True):
                 owner.tp_rank = tp_rank
 
-    def flush_cache_after_weight_update(self, recv_req: Any) -> None:
-        self._not_flushed = recv_req.flush_cache and not self.flush_cache(empty_cache=recv_req.torch_empty_cache)
-
-    def _updated(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
-        """What ``update``, SGLang's, answers; SGLang's asserts that the cache was flushed, when the weights are new."""
-        self._not_flushed = False
+    def _counted(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
         try:
-            answer = update(recv_req)
+            return update(recv_req)
         finally:
             # After a failure as well: some of the weights may have changed, and no rank may count differently.
             self.layouts.weight_version += 1
-        if self._not_flushed:
-            answer.success, answer.message = False, NOT_FLUSHED
-        return answer
 
     def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
         if recv_req.recapture_cuda_graph:
             # Nor is it needed: weights stay where the graphs of all layouts read them.
             return UpdateWeightFromDiskReqOutput(False, RECAPTURE_REFUSED)
-        return self._updated(super().update_weights_from_disk, recv_req)
+        return self._counted(super().update_weights_from_disk, recv_req)
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
         with self._physical_rank():
-            return self._updated(super().update_weights_from_tensor, recv_req)
+            return self._counted(super().update_weights_from_tensor, recv_req)
 
     def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> Any:
-        return self._updated(super().update_weights_from_distributed, recv_req)
+        return self._counted(super().update_weights_from_distributed, recv_req)
 
     def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> Any:
         with self._physical_rank():
-            return self._updated(super().update_weights_from_ipc, recv_req)
+            return self._counted(super().update_weights_from_ipc, recv_req)
 
     def init_weights_update_group(self, recv_req: InitWeightsUpdateGroupReqInput) -> Any:
         with self._physical_rank():

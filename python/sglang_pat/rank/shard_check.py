@@ -15,8 +15,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
-from sglang_pat.rank.sharding import ShardError, checkpoint_parts, shard_specs
 from sglang_pat.rank.shards import ShardSpec
+from sglang_pat.rank.weights import ShardError, checkpoint_parts, shard_specs
 
 PADDING = 0.0
 """What SGLang's loader writes where a shard reaches beyond the vocabulary; positions start at 1."""

@@ -8,24 +8,101 @@ force in every layout at once, and there is nothing to fill, to release or to in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.linear import LinearBase
+import torch.distributed as dist
+from sglang.srt.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch.overrides import TorchFunctionMode
 
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.rank.sharding import ShardError, shard_specs
-from sglang_pat.rank.shards import Copy, copies, covered
+from sglang_pat.rank.shards import WHOLE, Block, Copy, ShardSpec, copies, covered
 
 if TYPE_CHECKING:
-    from sglang_pat.kernels.pieces_triton import Pieces  # with it comes Triton
+    from sglang_pat.rank.pieces_triton import Pieces  # with it comes Triton
+
+
+class Unsupported(ValueError):
+    """The model turned out at start to be one that cannot cross a switch; one line with why and what to do."""
+
+
+class ShardError(Unsupported):
+    """It is because of how a parameter is sharded."""
+
+    def __init__(self, parameter: str, tp: int, why: str, advice: str = "this model is not supported") -> None:
+        super().__init__(f"--adaptive-tp, {parameter} at tp={tp}: {why}: {advice}")
+
+
+# -- how SGLang's layers shard their parameters, as intervals of the full tensors --------------------------------------
+
+
+def shard_specs(model: torch.nn.Module) -> dict[str, ShardSpec]:
+    """How each parameter of ``model`` is sharded, by parameter name.
+
+    Raises:
+        ShardError: a sharded layer of a class that is not known here.
+    """
+    specs: dict[str, ShardSpec] = {}
+    for module_name, module in model.named_modules():
+        spec = _module_spec(module_name, module)
+        for name, _ in module.named_parameters(recurse=False):
+            full_name = f"{module_name}.{name}" if module_name else name
+            row_bias = isinstance(module, RowParallelLinear) and name == "bias"
+            specs[full_name] = WHOLE if spec is None or row_bias else spec
+    return specs
+
+
+def checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str | int | None, int]:
+    """What a checkpoint may have for a sharded parameter: SGLang's shard id of each part, and its length along the
+    sharded dimension."""
+    if isinstance(module, VocabParallelEmbedding):
+        return {None: module.org_vocab_size}
+    ids: Sequence[str | int | None] = (None,)
+    if isinstance(module, QKVParallelLinear):
+        ids = ("q", "k", "v")
+    elif isinstance(module, MergedColumnParallelLinear):
+        ids = range(len(spec.blocks))
+    return {shard_id: block.size for shard_id, block in zip(ids, spec.blocks, strict=True)}
+
+
+def _module_spec(name: str, module: torch.nn.Module) -> ShardSpec | None:
+    if isinstance(module, QKVParallelLinear):
+        heads, kv_heads = module.total_num_heads, module.total_num_kv_heads
+        return ShardSpec(
+            0,
+            (
+                Block(heads * module.head_size, heads),
+                Block(kv_heads * module.head_size, kv_heads),
+                Block(kv_heads * module.v_head_size, kv_heads),
+            ),
+        )
+    if isinstance(module, MergedColumnParallelLinear):
+        return ShardSpec(0, tuple(Block(size) for size in module.output_sizes))
+    if isinstance(module, ColumnParallelLinear):
+        return ShardSpec(0, (Block(module.output_size),))
+    if isinstance(module, RowParallelLinear):
+        return ShardSpec(1, (Block(module.input_size),))
+    if isinstance(module, VocabParallelEmbedding):
+        return ShardSpec(0, (Block(module.num_embeddings_padded),))
+    if getattr(module, "tp_size", 1) > 1 and list(module.parameters(recurse=False)):
+        raise ShardError(name, module.tp_size, f"it is not known how {type(module).__name__} is sharded")
+    return None
+
+
+# -- models without memory, and views of the base shards ---------------------------------------------------------------
 
 
 class _NoFirstValues(TorchFunctionMode):
@@ -84,14 +161,14 @@ class PiecewiseLinear(UnquantizedLinearMethod):
         """Multiply by these from now on: ``[out_i, in]`` and ``[out_i]`` each."""
         self.weights, self.biases = [weight.t() for weight in weights], biases
         if weights[0].is_cuda:
-            from sglang_pat.kernels.pieces_triton import pieces_of
+            from sglang_pat.rank.pieces_triton import pieces_of
 
             self.at_once = pieces_of(weights, biases)
 
     def compile(self) -> None:
         """On a GPU: have what multiplies at once compiled, for every number of tokens."""
         if self.at_once is not None:
-            from sglang_pat.kernels.pieces_triton import BLOCKS
+            from sglang_pat.rank.pieces_triton import BLOCKS
 
             for tokens in BLOCKS:
                 self.at_once.multiply(self.weights[0].new_zeros(tokens, len(self.weights[0])))
@@ -222,3 +299,45 @@ class Views:
         for method, sources in self._split:
             method.place(sources["weight"].views(), sources["bias"].views() if "bias" in sources else None)
         self._placed = self._addresses()
+
+
+# -- ``--pat-weights reshard``: one copy, moved at the switch, as PAT does (to compare with) ---------------------------
+
+
+def reshard(
+    old_model: torch.nn.Module,
+    new_model: torch.nn.Module,
+    old: ParallelLayout,
+    new: ParallelLayout,
+    rank: int,
+    group: dist.ProcessGroup,
+) -> None:
+    """Move the weights to another layout the way PAT does (section 4.3): all-gather, then slice.
+
+    Parameter by parameter inside the old TP group ``group``, so that the extra memory is one full
+    parameter; the old shard is given up as soon as the new one stands.  All ranks call it together.
+    """
+    specs = shard_specs(new_model)
+    old_specs = shard_specs(old_model)
+    old_params = dict(old_model.named_parameters())
+    with torch.no_grad():
+        for name, param in new_model.named_parameters():
+            source, spec = old_params[name], specs[name]
+            if spec.dim is None:
+                param.data = source.data
+                continue
+            shards = [source.data]
+            if old.tp > 1:
+                shards = [torch.empty_like(source.data) for _ in range(old.tp)]
+                dist.all_gather(shards, source.data.contiguous(), group=group)
+            shape = list(source.shape)
+            wanted = spec.intervals(new.tp, new.tp_rank(rank))
+            shape[spec.dim] = sum(length for _, length in wanted)
+            target = source.data.new_zeros(shape)
+            for tp_rank, shard in enumerate(shards):
+                for piece in copies(old_specs[name].intervals(old.tp, tp_rank), wanted):
+                    target.narrow(spec.dim, piece.dst, piece.length).copy_(
+                        shard.narrow(spec.dim, piece.src, piece.length)
+                    )
+            param.data = target
+            source.data = source.data.new_empty(0)

@@ -12,10 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from sglang_pat import files
-from sglang_pat.memory.demand import GIB
+from sglang_pat.memory.machine import GIB
 from sglang_pat.predict.profile import Profile, load
 from sglang_pat.replay.compare import SIMULATED, Machine, Workload, check_policy, compare
-from sglang_pat.replay.log import Replayed, replay_log
+from sglang_pat.replay.log import Replayed, read_schedule, replay_log
 from sglang_pat.replay.measured import against_measured
 from sglang_pat.replay.report import summary, table
 from sglang_pat.replay.shapes import LONGEST, NAMED, parse_shape
@@ -64,6 +64,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--out", type=Path, metavar="DIR", help="for replay.png and replay.json")
     result.add_argument("--log", type=Path, metavar="FILE", help="a decision log of an engine (--pat-log)")
     result.add_argument(
+        "--schedule", action="store_true", help="with --log: print its switches as entries for POST /pat/schedule"
+    )
+    result.add_argument(
         "--measured", action="store_true", help="with --log: against decisions on the step times that the run measured"
     )
     return result
@@ -82,6 +85,9 @@ def _log(args: argparse.Namespace) -> int:
     """Exit code 1 if a decision came out differently."""
     if args.measured:
         return _measured(args)
+    if args.schedule:
+        print(json.dumps(read_schedule(args.log)))
+        return 0
     result = Replayed()
     with _speaker().showing(lambda: f"{result.decisions} decisions taken again"):
         for result in replay_log(args.log, args.profile):  # noqa: B007 (shown while it goes on)

@@ -20,8 +20,9 @@ import numpy as np
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Load, Policy, Snapshot
 from sglang_pat.predict.correction import TURNS, StepFactors, Steps
+from sglang_pat.predict.cost import SwitchCosts
+from sglang_pat.predict.predictor import StepPredictor
 from sglang_pat.predict.profile import Fingerprint
-from sglang_pat.predict.protocols import StepPredictor, SwitchPredictor
 
 CHECK_EVERY = ((8, 128), (32, 1024), (256, None))
 """Token steps after which policies are asked though nothing ended, up to a token index.  An engine asks every 0.1 s;
@@ -64,7 +65,7 @@ class Drain:
     def __init__(
         self,
         predictor: StepPredictor,
-        costs: SwitchPredictor,
+        costs: SwitchCosts,
         fingerprint: Fingerprint,
         batch: Batch,
         spacing: int = SPACING,

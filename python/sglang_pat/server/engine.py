@@ -26,22 +26,18 @@ from sglang.srt.utils import MultiprocessingSerializer, maybe_reindex_device_id,
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 
 from sglang_pat import files, removed  # noqa: E402
-from sglang_pat.coordinator import schedule as schedules  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.figures import job_log, start_line  # noqa: E402
-from sglang_pat.launch.args import AdaptiveServerArgs  # noqa: E402
-from sglang_pat.launch.deployment import deployment  # noqa: E402
-from sglang_pat.launch.early import refuse_function  # noqa: E402
-from sglang_pat.launch.folder import engine_folder  # noqa: E402
-from sglang_pat.launch.processes import start  # noqa: E402
-from sglang_pat.launch.start import ready  # noqa: E402
+from sglang_pat.launch.processes import engine_folder, start  # noqa: E402
+from sglang_pat.launch.refusals import refuse_function  # noqa: E402
+from sglang_pat.launch.spec import AdaptiveServerArgs, deployment, ready  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
 from sglang_pat.rank.process import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.rollout.loop import EngineLoop  # noqa: E402
-from sglang_pat.server.ending import end_if_a_child_fails, watchdog_of  # noqa: E402
 from sglang_pat.server.rollout import EngineRollouts  # noqa: E402
+from sglang_pat.server.shutdown import end_if_a_child_fails, watchdog_of  # noqa: E402
 from sglang_pat.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 
 if TYPE_CHECKING:
@@ -203,25 +199,12 @@ class Engine(EngineRollouts, AdaptiveEngine):
     def reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         """Switch to degree ``tp`` now; returns the switch record, times in seconds (empty if already there).
 
-        ``dry_run``: only says what that would do, as :func:`sglang_pat.coordinator.forecast.forecast` does.
+        ``dry_run``: only says what that would do, as :func:`sglang_pat.coordinator.replicas.forecast` does.
 
         Raises:
             ReconfigureError: not a candidate, a switch under way, or aborted.
         """
         return self._await(self.tokenizer_manager.pat_reconfigure(tp, dry_run))
-
-    def set_schedule(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        """Switch at given steps from now on (policy ``schedule``; :class:`~sglang_pat.messages.ScheduleEntry`).
-
-        Raises:
-            ValueError: an entry that cannot be.
-            ReconfigureError: the policy is another one.
-        """
-        return self._await(self.async_set_schedule(entries))
-
-    def schedule(self, wait: bool = True) -> dict[str, Any]:
-        """How far the schedule is (:class:`~sglang_pat.messages.ScheduleState`); ``wait``: when it is over."""
-        return self._await(self.async_schedule(wait))
 
     def trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call, oldest first (the last 16,384 of each rank).
@@ -287,14 +270,6 @@ class Engine(EngineRollouts, AdaptiveEngine):
 
     async def async_status(self) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_status()
-
-    async def async_set_schedule(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        checked = schedules.check(entries)
-        schedules.check_degrees(checked, self.server_args.spec.config.layouts)
-        return await self.tokenizer_manager.pat_set_schedule(checked)
-
-    async def async_schedule(self, wait: bool = True) -> dict[str, Any]:
-        return await self.tokenizer_manager.pat_schedule(wait)
 
     async def async_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_reconfigure(tp, dry_run)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import json
+import ipaddress
 import logging
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
+import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from sglang.srt.entrypoints import http_server
@@ -18,13 +19,11 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_pat import files, removed
-from sglang_pat.coordinator import schedule as schedules
 from sglang_pat.errors import one_line
-from sglang_pat.launch.args import AdaptiveServerArgs
 from sglang_pat.launch.contract import SGLangMismatch
-from sglang_pat.launch.early import check_port
 from sglang_pat.launch.processes import NotStarted
-from sglang_pat.launch.start import ready, warn_if_open
+from sglang_pat.launch.refusals import check_port
+from sglang_pat.launch.spec import AdaptiveServerArgs, ready
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.server.engine import AdaptiveEngine
 from sglang_pat.server.rollout import about
@@ -34,6 +33,13 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 16
 """Of a body."""
+
+
+class _Reconfigure(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of ``POST /pat/reconfigure``."""
+
+    tp: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    dry_run: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,7 +74,7 @@ def launch(argv: list[str]) -> None:
     except (ValueError, AssertionError, OSError, SGLangMismatch) as error:
         logger.debug("refused", exc_info=True)
         sys.exit(f"error: {one_line(error)}")
-    warn_if_open(server_args)
+    _warn_if_open(server_args)
     add_routes(http_server.app)
     # SGLang's launcher takes `Engine` from its module; ours starts the ranks differently.
     http_server.Engine = AdaptiveEngine
@@ -86,16 +92,31 @@ def launch(argv: list[str]) -> None:
             state.tokenizer_manager._subprocess_watchdog.stop()
 
 
+def _warn_if_open(args: AdaptiveServerArgs) -> None:
+    """Say so if others than this machine's users can send requests, with no key."""
+    if args.api_key is None and not _is_loopback(args.host):
+        logger.warning(
+            "listening on %s without --api-key: whoever reaches port %d can use this server", args.host, args.port
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _warm_up(server_args: AdaptiveServerArgs) -> bool:
-    """SGLang's, with a request for each replica; its requests do not count in a schedule."""
+    """SGLang's, with a request for each replica; its requests do not count in a decision log."""
     manager = _manager()
-    first, manager.pat_first_schedule = manager.pat_first_schedule, None
+    begins, manager.pat_log_begins = manager.pat_log_begins, False
     view = copy.copy(server_args)
     view.dp_size = server_args.spec.config.base.dp
     try:
         return http_server._execute_server_warmup(view)
     finally:
-        manager.pat_first_schedule = first
+        manager.pat_log_begins = begins
 
 
 def add_routes(app) -> None:
@@ -190,15 +211,18 @@ async def set_schedule(request: Request) -> dict:
 
     400: not such a list; 409: the policy is another one.
     """
-    entries = schedules.parse(await _body(request) or b"[]")
-    schedules.check_degrees(entries, _manager().server_args.spec.config.layouts)
+    entries = files.decode(await _body(request) or b"[]", list[Any])
     return await _manager().pat_set_schedule(entries)
 
 
 @_or_refused
-async def schedule(wait: bool = True) -> dict:
-    """How far the schedule is; answered when it is over or replaced, with ``?wait=false`` at once.  409: see above."""
-    return await _manager().pat_schedule(wait)
+async def schedule(wait: str = "") -> dict:
+    """When the schedule is over or replaced, how it went (:class:`~sglang_pat.messages.ScheduleState`)."""
+    if wait:
+        raise ValueError(
+            "wait is gone: this answers when the schedule is over; GET /pat/status has the switches so far"
+        )
+    return await _manager().pat_schedule()
 
 
 async def _body(request: Request) -> bytes:
@@ -212,20 +236,11 @@ async def _body(request: Request) -> bytes:
 
 
 def _degree(body: bytes) -> tuple[int, bool]:
-    example = 'send {"tp": 2}'
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ValueError(f"the body is not JSON: {example}") from None
-    if not isinstance(data, dict) or "tp" not in data:
-        raise ValueError(f"'tp' is missing: {example}")
-    if unknown := sorted(set(data) - {"tp", "dry_run"}):
-        raise ValueError(f"unknown field {unknown[0]!r}: {example}")
-    if not isinstance(data["tp"], int) or isinstance(data["tp"], bool) or data["tp"] < 1:
-        raise ValueError(f"'tp' is {data['tp']!r}, must be a positive integer: {example}")
-    if not isinstance(dry_run := data.get("dry_run", False), bool):
-        raise ValueError(f"'dry_run' is {dry_run!r}, must be true or false: {example}")
-    return data["tp"], dry_run
+        asked = files.decode(body, _Reconfigure)
+    except ValueError as error:
+        raise ValueError(f'{error}: send {{"tp": 2}}') from None
+    return asked.tp, asked.dry_run
 
 
 def _error(code: int, message: str) -> JSONResponse:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -14,20 +13,14 @@ from weakref import WeakSet
 import msgspec
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.utils import TypeBasedDispatcher
 
 from sglang_pat import messages
-from sglang_pat.dropped import Dropped
-from sglang_pat.fixes.entrance import Entrance, route
-from sglang_pat.fixes.isolation import IsolatingDispatcher
-from sglang_pat.job_settings import first_schedule
-from sglang_pat.rank.channels import AsyncOrderedReceiver
+from sglang_pat.coordinator import schedule
+from sglang_pat.fixes.request_validation import ValidatingTokenizerManager
 from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.server.calibration import calibrate
-from sglang_pat.server.ending import Ending, EndingHandler, handlers
-from sglang_pat.server.pausing import PausingTokenizerManager
-
-logger = logging.getLogger(__name__)
+from sglang_pat.server.shutdown import Ending, EndingHandler, handlers
+from sglang_pat.switch.order import AsyncOrderedReceiver
 
 POLL_SECONDS, IDLE_SECONDS = 0.005, 60.0
 """Between two looks whether the engine is empty, and the longest wait for it once all requests are answered."""
@@ -46,39 +39,29 @@ class ReconfigureError(RuntimeError):
         self.code = code
 
 
-class AdaptiveTokenizerManager(PausingTokenizerManager):
+class AdaptiveTokenizerManager(ValidatingTokenizerManager):
     """Adds what clients ask of the coordinator: the ``pat_`` methods.
 
     Attributes:
         pat_weight_updates: number of weight updates so far.
         pat_rounds: those that this process drives, to be cancelled when weights are updated.
-        pat_first_schedule: is set before the next request goes out, or is asked after (``--pat-schedule``); requests
-            count from then on.
+        pat_log_begins: in the decision log requests count from the next one on.
     """
 
     def __init__(self, server_args, port_args) -> None:
-        super().__init__(server_args, port_args)
         _held.append(self)
+        super().__init__(server_args, port_args)
         self.signal_handler_class = EndingHandler
-        self._pat_entrance = Entrance(self)
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self.pat_weight_updates = 0
         config = server_args.spec.config
-        self.pat_first_schedule = first_schedule(config)
+        self.pat_log_begins = config.log is not None
         self._pat_calibrates = config.calibrates
         self._pat_calibration: asyncio.Task | None = None
         self.pat_rounds: WeakSet[RolloutRound] = WeakSet()
-        dispatcher: Any = self._result_dispatcher
-        dispatcher += TypeBasedDispatcher(
-            [
-                (messages.StatusReply, self._pat_reply),
-                (messages.ReconfigureReply, self._pat_reply),
-                (messages.TraceReply, self._pat_reply),
-                (messages.ScheduleReply, self._pat_reply),
-            ]
-        )
-        self._result_dispatcher = IsolatingDispatcher(dispatcher, self._pat_dropped, fatal=())
+        replies = (messages.StatusReply, messages.ReconfigureReply, messages.TraceReply, messages.ScheduleReply)
+        self._result_dispatcher._mapping.update(dict.fromkeys(replies, self._pat_reply))
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -93,29 +76,17 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
 
     # -- requests ---------------------------------------------------------------------------------
 
-    async def generate_request(self, obj, request=None) -> AsyncIterator[Any]:
-        """SGLang's, behind the entrance.
+    def pat_admit(self, obj: Any, request: Any) -> None:
+        super().pat_admit(obj, request)
+        self._pat_calibrate()
 
-        Raises:
-            ValueError: the request is not one that the engine takes; no rank has seen it.
-        """
-        try:
-            self._pat_entrance.admit(obj, None if request is None else route(request))
-            self._pat_calibrate()
-            if self.pat_probes(obj):
-                await self.pat_ask_ranks()
-                return
-            async with aclosing(super().generate_request(obj, request)) as answers:
-                async for answer in answers:
-                    for one in answer if isinstance(answer, list) else [answer]:
-                        one["meta_info"]["weight_updates"] = self.pat_weight_updates
-                    yield answer
-        except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError) as error:
-            # What SGLang says of values that it did not expect, while it takes a request apart.
-            if getattr(obj, "pat_sent", False):
-                raise
-            logger.debug("malformed request", exc_info=True)
-            raise ValueError(f"the request is malformed: {type(error).__name__}: {error}"[:300]) from None
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        """SGLang's; an answer says how often weights had been updated."""
+        async with aclosing(super().generate_request(obj, request)) as answers:
+            async for answer in answers:
+                for one in answer if isinstance(answer, list) else [answer]:
+                    one["meta_info"]["weight_updates"] = self.pat_weight_updates
+                yield answer
 
     def _pat_calibrate(self) -> None:
         """The first requests wait at the gate for it; it goes on without those that do not."""
@@ -140,17 +111,12 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
         """See :class:`~sglang_pat.messages.CalibrationTurn`."""
         self.send_to_scheduler.send_pyobj(messages.CalibrationTurn(over=over))
 
-    def _create_tokenized_object(self, *args, **kwargs):
-        tokenized = super()._create_tokenized_object(*args, **kwargs)
-        self._pat_entrance.check(tokenized)
-        return tokenized
-
     def _send_one_request(self, tokenized_obj) -> None:
-        self._begin_schedule()
+        self._pat_begin_log()
         super()._send_one_request(tokenized_obj)
 
     def _send_batch_request(self, tokenized_objs) -> None:
-        self._begin_schedule()
+        self._pat_begin_log()
         super()._send_batch_request(tokenized_objs)
 
     # -- weights --------------------------------------------------------------------------------
@@ -172,8 +138,7 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
 
     def init_ipc_channels(self, port_args) -> None:
         super().init_ipc_channels(port_args)
-        self._pat_dropped = Dropped(self.server_args.enable_metrics)
-        self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer, self._pat_dropped)
+        self.recv_from_detokenizer = AsyncOrderedReceiver(self.recv_from_detokenizer, self.pat_dropped)
 
     def _pat_reply(self, reply: Any) -> None:
         if (future := self._pat_waiting.pop(reply.query_id, None)) is not None and not future.done():
@@ -207,7 +172,7 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
     async def pat_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         """Switch to degree ``tp``; returns the switch record (empty if already there).
 
-        ``dry_run``: only says what that would do (``sglang_pat.coordinator.forecast``).
+        ``dry_run``: only says what that would do (``sglang_pat.coordinator.replicas.forecast``).
 
         Raises:
             ReconfigureError: not a candidate (400), a switch is under way (409), aborted (500).
@@ -221,34 +186,38 @@ class AdaptiveTokenizerManager(PausingTokenizerManager):
         """Steps of all replicas since the last call (``sglang_pat.messages.Step``), oldest first; bounded."""
         return (await self._pat_ask(messages.TraceQuery)).steps
 
-    async def pat_set_schedule(self, entries: list[messages.ScheduleEntry]) -> dict[str, Any]:
+    async def pat_set_schedule(self, entries: list[Any]) -> dict[str, Any]:
         """Replace the schedule, for the requests sent from now on; an empty one ends it.
 
+        Args:
+            entries: fields of :class:`~sglang_pat.messages.ScheduleEntry` each.
+
         Raises:
+            ValueError: no such entries.
             ReconfigureError: the policy is another one (409).
         """
         self._pat_check_schedule()
-        self.pat_first_schedule = None
-        return msgspec.to_builtins((await self._pat_ask(messages.SetSchedule, entries=entries)).state)
+        checked = schedule.check(entries, self.server_args.spec.config.layouts)
+        self.pat_log_begins = False
+        return msgspec.to_builtins((await self._pat_ask(messages.SetSchedule, entries=checked)).state)
 
-    async def pat_schedule(self, wait: bool = True) -> dict[str, Any]:
-        """How far the schedule is (fields of :class:`~sglang_pat.messages.ScheduleState`).
+    async def pat_schedule(self) -> dict[str, Any]:
+        """How the schedule went, when it is over or replaced (fields of :class:`~sglang_pat.messages.ScheduleState`).
 
-        ``wait``: until it is over, or replaced.  Raises as :meth:`pat_set_schedule`.
+        Raises as :meth:`pat_set_schedule`.
         """
         self._pat_check_schedule()
-        self._begin_schedule()
-        return msgspec.to_builtins((await self._pat_ask(messages.ScheduleQuery, wait=wait)).state)
+        return msgspec.to_builtins((await self._pat_ask(messages.ScheduleQuery)).state)
 
     def _pat_check_schedule(self) -> None:
         if self.server_args.spec.config.policy != "schedule":
             raise ReconfigureError(409, "this engine does not follow a schedule: start it with --pat-policy schedule")
 
-    def _begin_schedule(self) -> None:
-        entries, self.pat_first_schedule = self.pat_first_schedule, None
-        if entries is not None:
+    def _pat_begin_log(self) -> None:
+        if self.pat_log_begins:
+            self.pat_log_begins = False
             self.auto_create_handle_loop()
-            self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=entries))
+            self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=[]))
 
     def pat_round(self, message: messages.BeginRound | messages.EndRound) -> None:
         """A round of the requests sent from now on begins, or ends.  Raises ValueError: its degree is no candidate."""

@@ -1,4 +1,15 @@
-"""The switch of one rank, step by step (states: ``sglang_pat.switch.state``).
+"""The switch of one rank, step by step, in these states.
+
+::
+
+    IDLE -> PREPARE -> QUIESCE -> EXCHANGE -> COMMIT -> RESUME -> IDLE
+               |          |          |
+               +----------+----------+--> ABORT -> IDLE
+
+PREPARE (memory, capsules) leaves decoding alone.  From QUIESCE on no step
+runs until RESUME: these are the states a request feels as the pause.  Until COMMIT any
+rank's failure aborts the switch on all ranks, which go on in the old layout.  From COMMIT
+on there is no way back; a failure then ends the engine.
 
 ``Prepare`` and ``Switch`` arrive like any request, broadcast inside each TP group by SGLang, so every rank of a group
 handles them at the same iteration boundary.  From there on all N ranks act together: whatever goes wrong on one rank
@@ -9,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +32,9 @@ from sglang_pat.checks.agreement import check as check_agreement
 from sglang_pat.checks.steady import steady
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Cancel, Compile, Prepare, Prepared, RankSwitched, Switch
-from sglang_pat.switch import agreement, handover, kv_exchange, live, plan
-from sglang_pat.switch.adopt import adopt
-from sglang_pat.switch.handover import IncomingRequests, Offer
-from sglang_pat.switch.kv_exchange import KvExchange
+from sglang_pat.switch import install, kv, plan, requests
 from sglang_pat.switch.order import fence_after_switch
-from sglang_pat.switch.state import SwitchState, advance
+from sglang_pat.switch.requests import IncomingRequests, Offer
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
@@ -34,6 +43,38 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 32
 """Of each made-up request that is moved at start."""
+
+
+class SwitchState(IntEnum):
+    IDLE = 0
+    PREPARE = 1
+    QUIESCE = 2
+    EXCHANGE = 3
+    COMMIT = 4
+    RESUME = 5
+    ABORT = 6
+
+
+_NEXT: dict[SwitchState, frozenset[SwitchState]] = {
+    SwitchState.IDLE: frozenset({SwitchState.PREPARE}),
+    SwitchState.PREPARE: frozenset({SwitchState.QUIESCE, SwitchState.ABORT}),
+    SwitchState.QUIESCE: frozenset({SwitchState.EXCHANGE, SwitchState.ABORT}),
+    SwitchState.EXCHANGE: frozenset({SwitchState.COMMIT, SwitchState.ABORT}),
+    SwitchState.COMMIT: frozenset({SwitchState.RESUME}),
+    SwitchState.RESUME: frozenset({SwitchState.IDLE}),
+    SwitchState.ABORT: frozenset({SwitchState.IDLE}),
+}
+
+
+def advance(current: SwitchState, to: SwitchState) -> SwitchState:
+    """The one transition function.
+
+    Raises:
+        RuntimeError: the transition is not in the life cycle above.
+    """
+    if to not in _NEXT[current]:
+        raise RuntimeError(f"switch cannot go from {current.name} to {to.name}")
+    return to
 
 
 class SwitchAborted(RuntimeError):
@@ -50,6 +91,8 @@ class SwitchExecutor:
         self.rank = scheduler.rank
         self.world = scheduler.layouts.runner.groups.world
         self.state = SwitchState.IDLE
+        self.staging = kv.Staging(self.layouts.runner.device)
+        """What KV goes through where there are no windows."""
         self._compiling: tuple[int, float] | None = None
         """Epoch and beginning of what grammars are compiled for."""
         self._computing: tuple[Prepared, Any] | None = None
@@ -69,20 +112,21 @@ class SwitchExecutor:
                 if new != old:
                     self._vote(self._exchange_nothing_of_value(old, new))
         self.layouts.install(self.config.base)
-        self.layouts.staging.release()
+        self.staging.release()
 
     def _exchange_nothing_of_value(self, old: ParallelLayout, new: ParallelLayout) -> Exception | None:
         """Move made-up requests, one from each group to each that it can go to; returns what went wrong."""
         try:
-            requests = max(1, new.dp // old.dp)
+            count = max(1, new.dp // old.dp)
             tokens = min(WARM_UP_TOKENS, self.scheduler.base_capacity // (2 * self.config.num_ranks))
-            rows = [np.arange(1 + i * tokens, 1 + (i + 1) * tokens) for i in range(requests)]
+            rows = [np.arange(1 + i * tokens, 1 + (i + 1) * tokens) for i in range(count)]
             offers = {}
             for group in old.leaders:
-                dests = plan.destinations(old, new, group, [tokens] * requests)
+                dests = plan.destinations(old, new, group, [tokens] * count)
                 offers[group] = Offer([plan.LiveRequest(tokens, 0, -1, dest) for dest in dests])
-            plans = handover.plan_groups(self.scheduler, new, offers)
-            exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, rows)
+            plans = requests.plan_groups(self.scheduler, new, offers)
+            mine = offers[old.group_of(self.rank)].live
+            exchange = kv.prepare(self.layouts, self.staging, new, plans, mine, rows)
         except Exception as error:
             return error
         return exchange.run() if exchange is not None else None
@@ -98,12 +142,13 @@ class SwitchExecutor:
             with steady():
                 new = self.config.layout(command.tp)
                 self.layouts.prepare(new)
-                kv_exchange.reserve(self.scheduler, new, command.recompute_below)
-                grammars = handover.seal(self.scheduler, new)
+                tokens = requests.tokens_to_move(self.scheduler, command.recompute_below)
+                kv.reserve(self.layouts, self.staging, new, tokens)
+                grammars = requests.seal_requests(self.scheduler, new)
         except Exception as exc:
             logger.exception("preparing switch %d failed", command.epoch)
             error = f"rank {self.rank}: {exc}"
-        prompt = None if error or live.keeps_pieces(self.scheduler) else self.scheduler.chunked_req
+        prompt = None if error or requests.keeps_pieces(self.scheduler) else self.scheduler.chunked_req
         self._computing = self._prepared(command.epoch, started, error=error, grammars=grammars), prompt
         self.answer()
 
@@ -132,7 +177,7 @@ class SwitchExecutor:
         """Another rank could not prepare: stay where we are."""
         self._computing = None
         self.scheduler.grammars.forget()
-        self.layouts.staging.release()
+        self.staging.release()
         if self.state is SwitchState.PREPARE:
             self.state = advance(advance(self.state, SwitchState.ABORT), SwitchState.IDLE)
 
@@ -151,7 +196,7 @@ class SwitchExecutor:
                 return
             self._commit(new, offers, incoming, command.epoch)
         self._resume(report, offers, incoming, exchange.bytes_sent if exchange else 0)
-        self.layouts.staging.release()
+        self.staging.release()
 
     # -- the states, in order ---------------------------------------------------------------------
 
@@ -163,11 +208,12 @@ class SwitchExecutor:
         error, offer, held, rows, capsules = None, Offer(), [], [], {}
         try:
             self._enter(SwitchState.QUIESCE, command.epoch)
-            live.drain(self.scheduler)
+            requests.drain(self.scheduler)
             self._mark("drain")
-            has_kv, waiting, rows = live.with_kv(self.scheduler)
+            has_kv, waiting, rows = requests.with_kv(self.scheduler)
             held = has_kv + waiting
-            offer, capsules = handover.make_offer(self.scheduler, new, has_kv, waiting, rows, command.recompute_below)
+            offer, capsules = requests.make_offer(self.scheduler, new, has_kv, waiting, rows, command.recompute_below)
+            offer.taken = install.counters_of(self.scheduler)
             self._mark("capsules")
         except Exception as exc:
             error = exc
@@ -178,14 +224,15 @@ class SwitchExecutor:
         dist.all_gather_object(gathered, offer if self.scheduler.is_leader else None, group=self.world)
         offers = {group: gathered[group] for group in old.leaders}
         if new.tp > old.tp:
-            capsules = handover.send_capsules(self.scheduler, new, offers, capsules)
+            capsules = requests.send_capsules(self.scheduler, new, offers, capsules)
         self._mark("capsules")
         incoming, exchange = IncomingRequests(), None
         try:
-            plans = handover.plan_groups(self.scheduler, new, offers)
-            exchange = kv_exchange.prepare(self.scheduler, new, plans, offers, rows)
+            plans = requests.plan_groups(self.scheduler, new, offers)
+            mine = offers[old.group_of(self.rank)].live
+            exchange = kv.prepare(self.layouts, self.staging, new, plans, mine, rows)
             place = exchange.place if exchange else np.zeros(1, dtype=np.int64)
-            incoming = handover.rebuild(
+            incoming = requests.rebuild_requests(
                 self.scheduler, new, plans[new.group_of(self.rank)], offers, capsules, held, place
             )
         except Exception as exc:
@@ -194,7 +241,9 @@ class SwitchExecutor:
         self._mark("plan")
         return offers, incoming, exchange
 
-    def _exchange(self, old: ParallelLayout, new: ParallelLayout, exchange: KvExchange | None, epoch: int) -> None:
+    def _exchange(
+        self, old: ParallelLayout, new: ParallelLayout, exchange: kv.KvExchange | kv.KvGather | None, epoch: int
+    ) -> None:
         """Move the live KV, layer by layer.
 
         A rank that fails takes part in the collectives all the same, so that nobody waits for it, and votes so.
@@ -225,19 +274,19 @@ class SwitchExecutor:
         self._enter(SwitchState.COMMIT, epoch)
         sent = {leader: offer.sent for leader, offer in offers.items()}
         fence = fence_after_switch(self.rank, sent, [offer.fence for offer in offers.values()])
-        leader = agreement.leader_before(self.rank, self.layouts.current.layout, new)
+        leader = install.leader_before(self.rank, self.layouts.current.layout, new)
         self.scheduler.point_at(self.layouts[new], epoch, fence)
-        agreement.take(self.scheduler, offers[leader].taken)
+        install.take_counters(self.scheduler, offers[leader].taken)
         for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:
             stats = req.time_stats
             stats.wait_queue_entry_time = incoming.entered.get(req.rid, stats.wait_queue_entry_time)
-        adopt(self.scheduler, incoming)
+        install.install_requests(self.scheduler, incoming)
         self._mark("install")
 
     def _resume(self, report: dict, offers: dict[int, Offer], incoming: IncomingRequests, moved: int) -> None:
         """Check that nothing was lost, say so, and let SGLang's loop go on."""
         self._enter(SwitchState.RESUME, report["epoch"])
-        live.check(self.scheduler)
+        requests.check_sums(self.scheduler)
         check_agreement(self.scheduler)
         census.record(self.scheduler, self.rank, report["epoch"])
         versions = {offer.weight_version for offer in offers.values()} | {self.layouts.weight_version}
@@ -265,13 +314,13 @@ class SwitchExecutor:
     def _abort(self) -> None:
         """Go on in the old layout.  If KV may have been overwritten, recompute it from the tokens."""
         self.scheduler.grammars.forget()
-        self.layouts.staging.release()
+        self.staging.release()
         overwritten = self.state is SwitchState.EXCHANGE
         self.state = advance(self.state, SwitchState.ABORT)
         # A client's pause: nobody goes on with a prompt in parts, and a second pause ("retract") would drop it.
         in_parts = self.scheduler._engine_paused and self.scheduler.chunked_req is not None
         if overwritten or in_parts:
-            live.recompute(self.scheduler)
+            requests.recompute_all(self.scheduler)
         self.state = advance(self.state, SwitchState.IDLE)
         self._mark("abort")
 
@@ -279,7 +328,7 @@ class SwitchExecutor:
 
     def _enter(self, state: SwitchState, epoch: int) -> None:
         self.state = advance(self.state, state)
-        faults.check(state, self.rank, epoch)
+        faults.check(state.name, self.rank, epoch)
 
     def _vote(self, error: Exception | None) -> None:
         """All ranks say whether they can go on; raises :class:`SwitchAborted` everywhere if one cannot."""

@@ -10,9 +10,11 @@ switch and go into the next without having sent anything; its fence then passes 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from sglang_pat.dropped import Dropped, read
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,57 @@ class OutputOrder:
 
     def _holds(self, fence: dict[int, int] | None) -> bool:
         return not fence or all(self._delivered.get(rank, 0) >= seq for rank, seq in fence.items())
+
+
+class OutputSender:
+    """Stands for SGLang's ``send_to_detokenizer``: numbers what it sends.
+
+    Args:
+        tell: adds to an output what ours say of the requests that it is about.
+    """
+
+    def __init__(self, inner: Any, rank: int, tell: Callable[[Any, list[Any]], None]) -> None:
+        self._inner = inner
+        self._rank = rank
+        self._tell = tell
+        self.sent = 0
+        self.fence: dict[int, int] | None = None
+        self.reqs: list[Any] = []
+        """Those that the next output is about."""
+
+    def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        self._tell(output, self.reqs)
+        self.sent += 1
+        self._inner.send_output(Stamped(self._rank, self.sent, self.fence, output))
+        self.fence = None
+
+
+class OrderedReceiver:
+    """A PULL socket behind which outputs of all leaders come out in order; ``recv_pyobj`` as SGLang calls it.
+
+    A frame that cannot be read is dropped.
+    """
+
+    def __init__(self, socket: Any, dropped: Dropped) -> None:
+        self._socket = socket
+        self._dropped = dropped
+        self._order = OutputOrder()
+        self._ready: deque[Any] = deque()
+
+    def recv_pyobj(self) -> Any:
+        while not self._ready:
+            self._take(self._socket.recv())
+        return self._ready.popleft()
+
+    def _take(self, frame: bytes) -> None:
+        for message in read(frame, self._dropped):
+            self._ready.extend(self._order.push(message) if isinstance(message, Stamped) else [message])
+
+
+class AsyncOrderedReceiver(OrderedReceiver):
+    """The same on an asyncio socket."""
+
+    async def recv_pyobj(self) -> Any:
+        while not self._ready:
+            self._take(await self._socket.recv())
+        return self._ready.popleft()

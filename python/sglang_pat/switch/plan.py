@@ -1,4 +1,6 @@
-"""Where every live KV byte goes in a switch: pure arithmetic, the same result on every rank.
+"""The plan of a switch: who takes which request, and where every live KV byte goes.
+
+Pure arithmetic, the same result on every rank.
 
 A request's KV at degree ``t`` is spread over the ``t`` ranks of its group by KV heads.  After
 the switch each rank needs its head slice of all requests of its new group.  Because shards nest
@@ -9,13 +11,14 @@ and a slice travels once, straight to the rank that needs it: an all-to-all, whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.switch.heads import HeadSlice, head_slices, kv_head_range
+
+# -- who takes which request -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,76 @@ def plan_group(
     return GroupPlan(rows, decodes, fresh, used)
 
 
+def capsules_to_send(old: ParallelLayout, new: ParallelLayout, rank: int, mine: Mapping[int, bytes]) -> list[bytes]:
+    """What ``rank`` sends to each rank; ``mine``: of the group that it leads, by group of the new layout."""
+    own = old.group_of(rank)
+    return [mine.get(new.group_of(to), b"") if old.group_of(to) != own else b"" for to in range(old.num_ranks)]
+
+
+def capsule_sizes(
+    old: ParallelLayout, new: ParallelLayout, rank: int, sizes: Mapping[int, Mapping[int, int]]
+) -> list[int]:
+    """Bytes that come to ``rank`` from each rank; ``sizes``: of what each old group has, by group of the new layout."""
+    found, own, group = [0] * old.num_ranks, old.group_of(rank), new.group_of(rank)
+    for source, by_group in sizes.items():
+        if source != own:
+            found[old.leaders[source]] = by_group.get(group, 0)
+    return found
+
+
+# -- which KV heads a rank holds, and needs from whom -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeadSlice:
+    """KV heads that ``src`` sends to ``dst``; offsets are local to each rank's shard."""
+
+    src: int
+    dst: int
+    src_head: int
+    dst_head: int
+    count: int
+
+
+def kv_head_range(kv_heads: int, layout: ParallelLayout, rank: int) -> tuple[int, int]:
+    """``(first head, number of heads)`` of ``rank``; with more ranks than heads, ranks share one."""
+    parts = min(layout.tp, kv_heads)
+    count = kv_heads // parts
+    return layout.tp_rank(rank) * parts // layout.tp * count, count
+
+
+def head_slices(
+    old: ParallelLayout, new: ParallelLayout, kv_heads: int, members: Sequence[int], dst: int
+) -> list[HeadSlice]:
+    """Slices that ``dst`` needs from the members of its exchange group, each head of each old group once.
+
+    Where several members hold the same head (more ranks than KV heads), ``dst`` takes its own
+    copy if it has one, else the holders are used in turn.
+    """
+    first, count = kv_head_range(kv_heads, new, dst)
+    result: list[HeadSlice] = []
+    for group in sorted({old.group_of(m) for m in members}):
+        holders = [m for m in members if old.group_of(m) == group]
+        chosen: dict[int, list[int]] = {}
+        for head in range(first, first + count):
+            having = [m for m in holders if _holds(kv_heads, old, m, head)]
+            source = dst if dst in having else having[members.index(dst) % len(having)]
+            chosen.setdefault(source, []).append(head)
+        for src, heads in sorted(chosen.items()):
+            assert heads == list(range(heads[0], heads[0] + len(heads))), "heads of a source are contiguous"
+            src_first, _ = kv_head_range(kv_heads, old, src)
+            result.append(HeadSlice(src, dst, heads[0] - src_first, heads[0] - first, len(heads)))
+    return result
+
+
+def _holds(kv_heads: int, layout: ParallelLayout, rank: int, head: int) -> bool:
+    first, count = kv_head_range(kv_heads, layout, rank)
+    return first <= head < first + count
+
+
+# -- which KV slots go where ---------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class ExchangePlan:
     """One rank's side of the all-to-all, the same for every layer.
@@ -191,7 +264,7 @@ class Move:
     Attributes:
         kv_heads: of the whole model.
         members: ranks that take part, sorted: those of the exchange group (:func:`plan_exchange`) or of the larger TP
-            group (:func:`~sglang_pat.switch.gather.build_gather`).
+            group (:func:`plan_gather`).
         plans: the plan of every new group that a member belongs to.
         rows: slots, in this rank's old pool view, of each request of its old group.
         requests: the same requests, as the plan saw them.
@@ -298,3 +371,64 @@ def _place(move: Move, own: HeadSlice, kept: np.ndarray, of_plan: np.ndarray) ->
 
 def _offsets(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.cumsum([0] + [len(part) for part in parts]).astype(np.int64)
+
+
+# -- PAT's own way (section 4.3, Fig. 7), to compare with ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Take:
+    """What a rank cuts out of the KV of one member.
+
+    Attributes:
+        member: index in the group.
+        first: first of its slots; there is one for each of ``slots``.
+        slots: where they go in the new pool view, int64.
+        src_head, dst_head, count: KV heads, local to each side's shard.
+    """
+
+    member: int
+    first: int
+    slots: np.ndarray
+    src_head: int
+    dst_head: int
+    count: int
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """One rank's side of the all-gather, the same for every layer.
+
+    Attributes:
+        send_slots: slots of the old pool view, int64.
+        counts: number of slots of each member.
+        heads: KV heads of each member's shard.
+        takes: what this rank keeps.
+        total: slots that its new group uses.
+    """
+
+    send_slots: np.ndarray
+    counts: list[int]
+    heads: int
+    takes: list[Take]
+    total: int
+
+
+def plan_gather(move: Move) -> GatherPlan:
+    """This rank's side of the all-gather: ranks of the larger TP group, each with all its KV of requests that move."""
+    old, members, plans = move.old, move.members, move.plans
+    dests, mine = sorted(plans), move.new.group_of(move.rank)
+    takes: list[Take] = []
+    for piece in move.slices(move.rank):
+        source = old.group_of(piece.src)
+        first = sum(plans[dest].fresh.get(source, 0) for dest in dests if dest < mine)
+        takes.append(
+            Take(members.index(piece.src), first, move.coming(source), piece.src_head, piece.dst_head, piece.count)
+        )
+    return GatherPlan(
+        send_slots=np.concatenate([move.leaving(dest) for dest in dests]),
+        counts=[sum(plans[dest].fresh.get(old.group_of(member), 0) for dest in dests) for member in members],
+        heads=kv_head_range(move.kv_heads, old, move.rank)[1],
+        takes=takes,
+        total=plans[mine].total,
+    )

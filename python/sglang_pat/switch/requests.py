@@ -1,8 +1,8 @@
-"""Requests across a switch: a capsule of plain values, and SGLang's ``Req`` rebuilt from it.
+"""The requests of a group across a switch: taken out of SGLang's loop, offered to the new groups, and rebuilt there.
 
-A capsule is the tokenized request as it came in, plus everything that has happened to it
-since.  :data:`CARRIED` and :data:`LOCAL` together name every attribute of SGLang's ``Req``; the
-contract test holds them against SGLang, so a new attribute fails there by name.
+In this order below.  A request travels as a capsule (:class:`Capsule`): the tokenized request as it came in, plus
+everything that has happened to it since.  :data:`CARRIED` and :data:`LOCAL` together name every attribute of SGLang's
+``Req``; the contract test holds them against SGLang, so a new attribute fails there by name.
 """
 
 from __future__ import annotations
@@ -13,17 +13,169 @@ import re
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.messages import NO_KV, Grammar
 from sglang_pat.rank.degrees import Degrees
-from sglang_pat.switch import compiled
+from sglang_pat.switch import grammars, plan
+from sglang_pat.switch.transfer import download, upload
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
+
+
+# -- out of SGLang's loop ---------------------------------------------------------------------------------
+
+
+def drain(scheduler: SwitchingScheduler) -> None:
+    """Finish the step in flight and leave all decoding requests in ``running_batch``.
+
+    Keeps everything valid, so that an aborted switch just goes on.
+    """
+    while scheduler.enable_overlap and scheduler.result_queue:
+        scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    last = scheduler.last_batch
+    if last is not None and last.forward_mode.is_extend():
+        last.filter_batch(chunked_req_to_exclude=[r for r in (scheduler.chunked_req, last.chunked_req) if r])
+        if not last.is_empty():
+            if scheduler.running_batch.is_empty():
+                scheduler.running_batch = last
+            else:
+                scheduler.running_batch.merge_batch(last)
+    scheduler.last_batch = scheduler.cur_batch = None
+    scheduler.running_batch.filter_batch()
+    # SGLang looks for room again where its own code shrinks this batch, and never again if it is empty.
+    scheduler.running_batch.batch_is_full = False
+    while scheduler.return_health_check_ipcs:
+        scheduler.maybe_send_health_check_signal()
+
+
+def drain_ended(scheduler: SwitchingScheduler) -> None:
+    """Let go of the requests in a batch if all have ended in the last step.
+
+    They have been answered, and SGLang would count them up to its next turn: what is to come when nothing runs would
+    fail before.
+    """
+    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+    if any(batch.reqs for batch in batches) and all(req.finished() for batch in batches for req in batch.reqs):
+        drain(scheduler)
+
+
+def idle_everywhere(scheduler: SwitchingScheduler) -> bool:
+    """Whether no rank of the engine has a request; all of them call this."""
+    idle = torch.tensor([int(scheduler.is_fully_idle())])
+    dist.all_reduce(idle, dist.ReduceOp.MIN, group=scheduler.layouts.runner.groups.world)
+    return bool(idle.item())
+
+
+def requests_of(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req]]:
+    """``(decoding, waiting)`` after :func:`drain`; a half-prefilled request counts as waiting."""
+    chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
+    waiting = chunked + scheduler.waiting_queue + scheduler.grammar_manager.grammar_queue
+    return list(scheduler.running_batch.reqs), waiting
+
+
+def with_kv(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req], list[np.ndarray]]:
+    """``(live, waiting, rows)`` after :func:`drain`: requests that have KV, those that decode first; the others.
+
+    ``rows``: KV slots of the tokens of each live one, int64 ``[tokens]``; the last token has none yet.  Of those that
+    do not decode some may have fewer: only some pieces of a prompt are computed, or some KV was evicted.
+    """
+    decoding, waiting = requests_of(scheduler)
+    parked = _parked(scheduler)
+    there = {id(req) for req, _ in parked}
+    rows = kv_rows(scheduler, decoding, [slots for _, slots in parked])
+    return decoding + [req for req, _ in parked], [req for req in waiting if id(req) not in there], rows
+
+
+def have_decoded(scheduler: SwitchingScheduler) -> list[Req]:
+    """Those that decoded and wait now: parked by a switch, or retracted."""
+    return [req for req in scheduler.waiting_queue if req.output_ids]
+
+
+def keeps_pieces(scheduler: SwitchingScheduler) -> bool:
+    """Whether what is computed of a prompt goes over: KV moves, and there is a tree to wait in."""
+    tree = scheduler.tree_cache
+    return scheduler.adaptive.kv != "recompute" and not (tree.is_chunk_cache() or tree.disable)
+
+
+def _parked(scheduler: SwitchingScheduler) -> list[tuple[Req, torch.Tensor]]:
+    """Requests that wait and have KV, with its slots: those that decoded first, then prompts in pieces.
+
+    An earlier switch has left it in the radix tree (``install.py``), where some may have been lost to others that
+    decode; the prompt whose pieces are being computed holds its own.  Who has decoded has none in a pause by a client:
+    one that has retracted all requests promises that no KV is in use, so that weights can be updated and the tree
+    emptied.
+    """
+    tree = scheduler.tree_cache
+    if tree.is_chunk_cache() or tree.disable:
+        return []
+    chunked = scheduler.chunked_req
+    waiting = [] if scheduler._paused_by_client else have_decoded(scheduler)
+    waiting += [req for req in scheduler.waiting_queue if req.extend_batch_idx and not req.output_ids]
+    found: list[tuple[Req, torch.Tensor]] = []
+    for req in waiting:
+        key = RadixKey((req.origin_input_ids + req.output_ids)[:-1], req.extra_key)
+        slots = tree.match_prefix(MatchPrefixParams(key=key)).device_indices
+        if len(slots):
+            found.append((req, slots))
+    if chunked is not None:
+        table = scheduler.req_to_token_pool.req_to_token
+        found.append((chunked, table[chunked.req_pool_idx, : chunked.kv_committed_len]))
+    return found
+
+
+def kv_rows(scheduler: SwitchingScheduler, decoding: list[Req], parked: list[torch.Tensor]) -> list[np.ndarray]:
+    """KV slots of the tokens of each, int64 ``[tokens]``; one read of the device for each of the two."""
+    rows: list[np.ndarray] = []
+    if decoding:
+        lengths = [req.kv_committed_len for req in decoding]
+        places = upload([req.req_pool_idx for req in decoding], torch.int64, scheduler.device)
+        table = download(scheduler.req_to_token_pool.req_to_token[places, : max(lengths)])
+        rows += [row[:length].astype(np.int64) for row, length in zip(table, lengths, strict=True)]
+    if parked:
+        ends = np.cumsum([len(slots) for slots in parked])
+        rows += np.split(download(torch.cat(parked)).astype(np.int64), ends[:-1])
+    return rows
+
+
+def recompute_all(scheduler: SwitchingScheduler) -> None:
+    """Send every request back to the queue as tokens, and empty the pools: their KV may have been overwritten."""
+    decoding, waiting = requests_of(scheduler)
+    for req in decoding + ([scheduler.chunked_req] if scheduler.chunked_req is not None else []):
+        req.req_pool_idx = None
+        req.reset_for_retract()
+        forget_pieces(req)
+    grammar_queue = scheduler.grammar_manager.grammar_queue
+    scheduler.clear_pools()
+    scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+    scheduler.chunked_req, scheduler._chunked_req_scheduled_last_iter = None, False
+    scheduler.waiting_queue = decoding + [req for req in waiting if req not in grammar_queue]
+
+
+def check_sums(scheduler: SwitchingScheduler) -> None:
+    """Raise ``RuntimeError`` naming all terms if KV slots or request slots do not add up."""
+    reqs = scheduler.running_batch.reqs
+    held = sum(req.kv_allocated_len - req.cache_protected_len for req in reqs)
+    leak, message = scheduler._check_full_pool(scheduler.get_pool_stats(), uncached=held)
+    if leak:
+        raise RuntimeError(f"KV slots do not add up after the switch: {message}")
+    free, used, size = scheduler.req_to_token_pool.available_size(), len(reqs), scheduler.req_to_token_pool.size
+    if free + used != size:
+        raise RuntimeError(f"request slots do not add up after the switch: {free=} + {used=} != {size=}")
+
+
+# -- one request, as a capsule -------------------------------------------------------------------------
 
 CARRIED = (
     "output_ids decoded_text surr_offset read_offset cur_decode_ids_len send_token_offset send_decode_id_offset "
@@ -136,7 +288,7 @@ def capture(req: Req) -> Capsule:
         for field in fields(req.time_stats)
         if isinstance(value := getattr(req.time_stats, field.name), (int, float))
     }
-    compiling, constrained = compiled.is_compiling(req), req.grammar is not None
+    compiling, constrained = grammars.is_compiling(req), req.grammar is not None
     return Capsule(seal(req), output, state, times, compiling, constrained, req.pat_degrees)
 
 
@@ -208,23 +360,241 @@ def logprobs_after_pieces(waiting: list[Req]) -> Iterator[None]:
             req.logprob_start_len = start
 
 
-def forget_masks(reqs: list[Req]) -> None:
-    """Have the grammars of ``reqs`` make their vocabulary masks anew in the next step.
+# -- from the old groups to the new ones ----------------------------------------------------------------
 
-    SGLang's llguidance backend (our choice on a CPU) keeps one mask from step to step and fills the
-    rows of constrained requests only: once rows move up, a free request would inherit another's mask.
+
+@dataclass
+class Offer:
+    """What one old group puts on the table, from its leader.
+
+    Attributes:
+        live: the plan's view of the requests that have KV: those that decode in batch order, then those that wait for a
+            decode slot or for the rest of a prefill.
+        waiting: destination group of each request that waits for a prefill.
+        capsules: destination group -> bytes of its requests' capsules, pickled together, live ones first; only of
+            groups with ranks that do not hold these requests already, which get them from this leader.
+        sent: outputs this leader has sent so far (``sglang_pat.switch.order``).
+        fence: what its next output would have carried as a fence.
+        weight_version: number of weight updates this rank has applied.
+        entered: when each request came into the queue, by the leader's clock; live ones first.
+        taken: what ranks of a new group take over from their leader (``install.COUNTERS``).
     """
+
+    live: list[plan.LiveRequest] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    capsules: dict[int, int] = field(default_factory=dict)
+    sent: int = 0
+    fence: dict[int, int] | None = None
+    weight_version: int = 0
+    entered: list[float] = field(default_factory=list)
+    taken: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class IncomingRequests:
+    """Requests of this rank's new group, rebuilt.
+
+    Attributes:
+        decoding: request, its slots in the plan (int64 ``[tokens]``), and how many of them it shares with an earlier
+            one.
+        waiting: requests that start with a prefill.
+        parked: those of them whose KV came along, as in ``decoding``.
+        place: slot of the new pool view for each slot of the plan, int64 ``[num_slots + 1]``.
+        entered: rid -> when it came into the queue, of those that this rank held: their leader's clock counts, since
+            priority scheduling sorts by it.
+    """
+
+    decoding: list[tuple[Req, np.ndarray, int]] = field(default_factory=list)
+    waiting: list[Req] = field(default_factory=list)
+    parked: list[tuple[Req, np.ndarray, int]] = field(default_factory=list)
+    place: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    entered: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_slots(self) -> int:
+        """KV slots in use."""
+        return len(self.place) - 1
+
+    @property
+    def recomputed(self) -> list[Req]:
+        """Requests that decoded and lost their KV."""
+        parked = {req.rid for req, _, _ in self.parked}
+        return [req for req in self.waiting if req.output_ids and req.rid not in parked]
+
+
+def least_moved(scheduler: SwitchingScheduler, recompute_below: int) -> int:
+    """KV tokens that a request must have to be moved with them, by ``--pat-kv`` and by a command's
+    ``recompute_below``."""
+    return (
+        NO_KV if recompute_below == NO_KV else {"migrate": 0, "auto": recompute_below}.get(scheduler.adaptive.kv, NO_KV)
+    )
+
+
+GROWTH = 16
+"""Tokens that a request may still get between PREPARE and the pause: memory for them costs less than taking it then."""
+
+
+def tokens_to_move(scheduler: SwitchingScheduler, recompute_below: int = 0) -> int:
+    """KV tokens, about, that a switch would move if it came now; ``recompute_below``: of the command."""
+    lengths = [req.kv_committed_len + GROWTH for req in scheduler.running_batch.reqs]
+    lengths += [req.seqlen for req in have_decoded(scheduler)]
+    least = least_moved(scheduler, recompute_below)
+    tokens = sum(length for length in lengths if length >= least)
+    if (prompt := scheduler.chunked_req) is not None and least != NO_KV and keeps_pieces(scheduler):
+        tokens += min(prompt.kv_committed_len + (scheduler.chunked_prefill_size or 0), prompt.seqlen)
+    return tokens
+
+
+def seal_requests(scheduler: SwitchingScheduler, new: ParallelLayout) -> list[Grammar]:
+    """Before the pause: pickle what of this group's requests never changes, if it is going to travel.
+
+    Returns:
+        Grammars that the ranks of other groups will need.
+    """
+    if not scheduler.is_leader or new.tp <= scheduler.layouts.current.layout.tp:
+        return []
+    reqs = scheduler.running_batch.reqs + scheduler.waiting_queue
     for req in reqs:
-        grammar = getattr(req.grammar, "grammar", req.grammar)  # what a reasoning wrapper holds
-        if getattr(grammar, "bitmask", None) is not None:
-            grammar.bitmask = None
+        seal(req)
+    return grammars.needed(reqs)
 
 
-def complete_token_ids(batch: ScheduleBatch) -> None:
-    """Where some requests of ``batch`` ask for the logprobs of given tokens, let the others ask for none.
+def make_offer(
+    scheduler: SwitchingScheduler,
+    new: ParallelLayout,
+    live: list[Req],
+    waiting: list[Req],
+    rows: list[np.ndarray],
+    recompute_below: int,
+) -> tuple[Offer, dict[int, bytes]]:
+    """This group's offer, and the leader's capsules; else every rank of a group computes the same.
 
-    SGLang (0.5.12) dies of None beside a list; replicas that had one kind each become one batch in a switch.
+    Args:
+        rows: KV slots of the live requests, int64 ``[tokens]`` each.
+        recompute_below: of the command; but of requests in the middle of a prefill: where switches come often, each
+            piece would be lost before the next one.
     """
-    wanted = batch.token_ids_logprobs
-    if wanted and any(ids is not None for ids in wanted):
-        batch.token_ids_logprobs = [ids or [] for ids in wanted]
+    layouts = scheduler.layouts
+    old = layouts.current.layout
+    complete = [bool(req.output_ids) and len(row) == req.seqlen - 1 for req, row in zip(live, rows, strict=True)]
+    lengths = [len(row) if done else req.seqlen for req, row, done in zip(live, rows, complete, strict=True)]
+    lengths += [req.seqlen for req in waiting]
+    least = least_moved(scheduler, recompute_below)
+    of_pieces = least if least == NO_KV else 0
+    rows = [
+        row if len(row) >= (least if done else of_pieces) else row[:0] for row, done in zip(rows, complete, strict=True)
+    ]
+    dests = plan.destinations(old, new, old.group_of(scheduler.rank), lengths)
+    live_dest = dests[: len(live)]
+    shared = plan.shared_prefixes(rows, live_dest, layouts.current.kv_pool.size + 1)
+    planned = [
+        plan.LiveRequest(len(row), *pair, dest, done)
+        for row, pair, dest, done in zip(rows, shared, live_dest, complete, strict=True)
+    ]
+    capsules: dict[int, bytes] = {}
+    if scheduler.is_leader and new.tp > old.tp:
+        bound: dict[int, list[Capsule]] = {}
+        for req, dest in zip(live + waiting, dests, strict=True):
+            bound.setdefault(dest, []).append(capture(req))
+        capsules = {dest: pickle.dumps(found, pickle.HIGHEST_PROTOCOL) for dest, found in bound.items()}
+    output = scheduler.output
+    offer = Offer(
+        planned,
+        dests[len(live) :],
+        {dest: len(data) for dest, data in capsules.items()},
+        output.sent,
+        output.fence,
+        layouts.weight_version,
+        [req.time_stats.wait_queue_entry_time for req in live + waiting],
+    )
+    return offer, capsules
+
+
+def send_capsules(
+    scheduler: SwitchingScheduler, new: ParallelLayout, offers: dict[int, Offer], mine: dict[int, bytes]
+) -> dict[int, bytes]:
+    """Capsules from the leaders to the ranks that need them, and to no other; all ranks take part.
+
+    Args:
+        mine: what this rank sends, by destination group; empty unless it leads.
+
+    Returns:
+        What comes to this rank, by source group.
+    """
+    old, rank = scheduler.layouts.current.layout, scheduler.rank
+    sends = plan.capsules_to_send(old, new, rank, mine)
+    comes = plan.capsule_sizes(old, new, rank, {source: offer.capsules for source, offer in offers.items()})
+    outgoing = torch.from_numpy(np.frombuffer(bytearray().join(sends), dtype=np.uint8))
+    received = torch.empty(sum(comes), dtype=torch.uint8)
+    world = scheduler.layouts.runner.groups.world
+    dist.all_to_all_single(received, outgoing, comes, [len(data) for data in sends], group=world)
+    parts = torch.split(received, comes)
+    return {source: parts[old.leaders[source]].numpy().tobytes() for source in offers if comes[old.leaders[source]]}
+
+
+def plan_groups(
+    scheduler: SwitchingScheduler, new: ParallelLayout, offers: dict[int, Offer]
+) -> dict[int, plan.GroupPlan]:
+    """The plan of every new group that a member of this rank's exchange group will belong to."""
+    layouts = scheduler.layouts
+    _, members = layouts.runner.groups.exchange_group(layouts.current.layout, new)
+    max_requests = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests)
+    sources = {group: offer.live for group, offer in offers.items()}
+    tree, capacity = scheduler.tree_cache, layouts[new].allocator.size
+    keep = not (tree.is_chunk_cache() or tree.disable)
+    return {g: plan.plan_group(g, sources, max_requests, capacity, keep) for g in {new.group_of(m) for m in members}}
+
+
+def rebuild_requests(
+    scheduler: SwitchingScheduler,
+    new: ParallelLayout,
+    group_plan: plan.GroupPlan,
+    offers: dict[int, Offer],
+    capsules: dict[int, bytes],
+    held: list[Req],
+    place: np.ndarray,
+) -> IncomingRequests:
+    """The requests that come to this rank's new group, decoding ones in plan order.
+
+    Those that decode before and after, and that this rank ``held`` (live ones first, as in its own group's offer), go
+    on as they are: all ranks of a group keep the same account of a request.  The others are rebuilt.  Nothing of what
+    is held is changed here, so that an aborted switch goes on with it.
+    """
+    mine = new.group_of(scheduler.rank)
+    own = scheduler.layouts.current.layout.group_of(scheduler.rank)
+    incoming = IncomingRequests(place=place)
+    recompute: list[Req] = []
+    queued: list[Req] = []
+    for group, offer in offers.items():
+        if group == own:
+            dests = [live.dest for live in offer.live] + offer.waiting
+            coming = iter([req for req, dest in zip(held, dests, strict=True) if dest == mine])
+            incoming.entered = {req.rid: at for req, at in zip(held, offer.entered, strict=True)}
+        else:
+            coming = iter(pickle.loads(capsules[group]) if group in capsules else ())
+        planned = zip(offer.live, group_plan.rows[group], group_plan.decodes[group], strict=True)
+        for live, row, decodes in planned:
+            if live.dest != mine:
+                continue
+            req = next(coming)
+            goes_on = decodes and isinstance(req, Req) and req.req_pool_idx is not None
+            if not goes_on:
+                req = _rebuild_one(scheduler, req)
+            if not decodes:
+                recompute.append(req)
+            if row is not None:
+                where = incoming.decoding if decodes else incoming.parked
+                where.append((req, row, live.shared))
+        queued += [_rebuild_one(scheduler, one) for one in coming]
+    # Those that were already running go first, as SGLang does with retracted ones.
+    incoming.waiting = recompute + queued
+    return incoming
+
+
+def _rebuild_one(scheduler: SwitchingScheduler, one: Capsule | Req) -> Req:
+    if not isinstance(one, Req):
+        req = rebuild(scheduler, one)
+        if req.grammar is not None and not one.compiling:
+            grammars.replay(req.grammar, req.output_ids)
+        return req
+    return rebuild(scheduler, capture(one), held_grammar=one.grammar)

@@ -14,9 +14,10 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.dropped import Dropped
-from sglang_pat.rank.channels import OutputSender, RankChannel
+from sglang_pat.rank.channels import RankChannel
 from sglang_pat.rank.layouts import LayoutRuntime, Layouts
-from sglang_pat.switch.compiled import CompiledGrammars
+from sglang_pat.switch.grammars import CompiledGrammars
+from sglang_pat.switch.order import OutputSender
 
 
 class SwitchingScheduler(Protocol):

@@ -14,7 +14,7 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_p
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from sglang_pat.rank.groups import SINGLE_GLOBALS, TP_GLOBALS
+from sglang_pat.rank.runner import SINGLE_GLOBALS, TP_GLOBALS
 from sglang_pat.rank.weights import build_model
 
 

@@ -271,12 +271,12 @@ def serve(number: int) -> None:
 def _import_all() -> None:
     """What a server imports, and its ranks."""
     from sglang_pat.cpu import shim
-    from sglang_pat.launch import noise, processes
+    from sglang_pat.launch import processes
 
     shim.ensure()
     warm, processes.warm = processes.warm, lambda: None  # each program forks its own fork server
-    with noise.quiet_imports():
-        import sglang_pat.launch.preload  # noqa: F401
+    import sglang_pat.launch.preload  # noqa: F401
+
     processes.warm = warm
 
 

@@ -17,7 +17,7 @@ def machine() -> dict[str, str | int | float]:
     """
     import torch
 
-    from sglang_pat.comm.shm import LINK_ENV
+    from sglang_pat.cpu.shm import LINK_ENV
 
     link = os.environ.get(LINK_ENV)
     return {

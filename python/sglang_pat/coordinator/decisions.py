@@ -1,0 +1,237 @@
+"""When the policy is asked, what it is shown, and which switch it then wants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sglang_pat import messages as m
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, load_of
+from sglang_pat.coordinator.round_tracker import RoundTracker
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.lengths import LengthHistory
+from sglang_pat.policies.registry import make_policy
+from sglang_pat.policies.rules import RETRY_SECONDS
+from sglang_pat.policies.snapshot import NO_LOAD, Policy, Snapshot
+from sglang_pat.predict.correction import StepFactors, Steps
+from sglang_pat.predict.predictor import Predictor
+
+DECISION_INTERVAL_SECONDS = 0.1
+"""Policies that predict are asked at most this often: a decision takes milliseconds of a core that ranks may want."""
+
+DECISION_SHARE = 0.01
+"""And while a round gets on without arrivals or switches, after this share of the time it has done so: a switch that is
+late by it costs less than that share."""
+
+LONGEST_INTERVAL_SECONDS = 1.0
+"""But at least this often, as aborts may empty half of a batch at any time."""
+
+
+CALIBRATION = "calibration"
+"""Reason of switches that no status, record or metric counts."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A switch that is to start as soon as nothing stands in its way.
+
+    Attributes:
+        reason: who wants it: a policy's name, ``request``, ``control``, ``planner``, ``schedule`` or
+            :data:`CALIBRATION`.
+        query_id: of the client who waits for an answer.
+        recompute_below: requests with fewer KV tokens are recomputed.
+        ahead: of a round, whose requests wait for it.
+    """
+
+    target: ParallelLayout
+    reason: str
+    query_id: int | None = None
+    recompute_below: int = 0
+    ahead: bool = False
+
+
+class Decisions:
+    """The policy, and what it goes by beside the load.
+
+    Args:
+        leaders: the coordinator's, by rank.
+        outbox: where decisions are told.
+        policy: what ``config.policy`` names; made here if it needs no profile.
+        predictor: of the profile that the policy has; None if it has none.
+
+    Attributes:
+        history: lengths of the responses that ended.
+        round: requests as they come in, and what clients have said of them.
+        factors: by what the profile is off in each layout; None without a profile, or if it is to be believed.
+        calibrating: requests are made up, to measure the layouts; the policy is not asked.  ``calibrated``: it is over,
+            or there is none to come.
+        expected_seconds: until all requests are done, as the policy saw it when it was last asked; None if it does not
+            predict.
+    """
+
+    def __init__(
+        self,
+        config: AdaptiveConfig,
+        leaders: Mapping[int, Leader],
+        outbox: Outbox,
+        policy: Policy | None,
+        predictor: Predictor | None = None,
+    ) -> None:
+        self.history = LengthHistory()
+        self.round = RoundTracker()
+        self.expected_seconds: float | None = None
+        self.policy = policy or make_policy(config.policy, switch_at=config.switch_at, max_running=config.max_running)
+        self._config, self._leaders, self._outbox = config, leaders, outbox
+        self._degrees, self._num_ranks = tuple(layout.tp for layout in config.layouts), config.num_ranks
+        self._predictor = predictor
+        corrects = predictor is not None and not config.profile_as_is
+        self.factors = StepFactors(self._degrees) if corrects else None
+        self._turns: list[dict[int, Steps]] = []
+        """Of a calibration: steps by degree."""
+        self.calibrating, self.calibrated = False, not config.calibrates
+        self._arrived = 0
+        self._last_abort = self._last_switch = self._last_decision = float("-inf")
+        self._opened = False
+
+    @property
+    def floor(self) -> int:
+        """Lowest degree of the rounds that are open."""
+        return max((self._config.base.tp, *(round_.tp for round_ in self.round.open.values())))
+
+    # -- what has happened ------------------------------------------------------------------------
+
+    def counts(self) -> None:
+        """Requests count from now on, as in a schedule: the server's warm-up is over."""
+        self._arrived = 0
+        self._outbox.counting()
+
+    def arrived(self, request: Generation, now: float) -> None:
+        """A request goes into the engine."""
+        if self.calibrating:
+            return
+        if not request.counts:  # no part of a round; but it comes to an end before policies take it for what is left
+            self.round.last = now
+            return
+        self._arrived += 1
+        # Of n responses SGLang first has the prompt computed alone, which is none of them.
+        self.round.arrived(now, sample=request.limit > 0 and not request.generated)
+        self._opened = False
+
+    def ended(self, response: m.Finished, now: float) -> None:
+        """A response has."""
+        sample = response.length > response.since
+        self.round.ended(now, sample=sample)
+        if sample:  # else it says nothing of lengths
+            self.history.observe(response.length, response.family, not response.cut, response.since)
+
+    def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
+        """A turn of a calibration begins, or all are over."""
+        self.calibrating, self.calibrated = not turn.over, turn.over
+        if self.calibrating:
+            return self._turns.append({})
+        if self.factors is not None:
+            self.factors.calibrate(self._turns, now)
+        self._turns = []
+
+    def switched(self, now: float) -> None:
+        if self.calibrating:
+            return
+        self._last_switch = now
+        self.round.switches += 1
+
+    def decoded(self, report: m.LoadReport, layout: ParallelLayout, now: float) -> None:
+        """A leader reports steps of ``layout``, which is in force."""
+        made = report.decoded
+        if self.factors is None or self._predictor is None or not made.steps:
+            return
+        others = sum(self._leaders[rank].decoding for rank in layout.leaders if rank != report.rank)
+        batch, tokens = made.requests / made.steps, made.tokens / made.steps
+        predicted = made.steps * self._predictor.step_seconds(report.tp, batch, tokens, 1 + others)
+        steps = Steps(made.steps, made.requests, made.tokens, made.seconds, predicted)
+        if self.calibrating:
+            before = self._turns[-1].get(report.tp, (0,) * len(steps))
+            self._turns[-1][report.tp] = Steps(*map(sum, zip(before, steps, strict=True)))
+        else:
+            self.factors.observe(report.tp, steps, now)
+
+    def aborted(self, now: float) -> None:
+        """A switch was."""
+        self._last_abort = now
+
+    # -- when to ask ------------------------------------------------------------------------------
+
+    def opens(self, request: Generation, now: float) -> bool:
+        """Whether a request that is about to go in is the first of a round whose size is known: a switch stops nobody
+        yet.  Says so once; the policy is then due."""
+        begins = not self.round.came and not self._opened and self._config.predicts
+        if self.calibrating or not request.counts or not begins or not len(self.round.coming(now)):
+            return False
+        self._opened = True
+        self.hurry()
+        return True
+
+    def hurry(self) -> None:
+        """The policy is due at once."""
+        self._last_decision = float("-inf")
+
+    def due(self, now: float) -> bool:
+        """Whether the policy may be asked again: always if it does not predict."""
+        if self.calibrating:
+            return False
+        return not self._config.predicts or now >= self._last_decision + self._interval(now)
+
+    def _interval(self, now: float) -> float:
+        calm = now - max(self.round.last, self._last_switch) if self.round.came else 0.0
+        return min(max(DECISION_SHARE * calm, DECISION_INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS)
+
+    # -- the decision -----------------------------------------------------------------------------
+
+    def decide(
+        self, layout: ParallelLayout, in_engine: int, held: int, now: float, ahead: bool = False
+    ) -> Wanted | None:
+        """The switch that the floor or the policy wants, if any.
+
+        Args:
+            layout: the one in force.
+            in_engine: requests at its leaders; ``held``: in the backlog.
+            ahead: of a round, whose requests wait for the switch.
+        """
+        self._last_decision = now
+        # Without requests it stays where a control request has led it: the next round says again what it wants.
+        if layout.tp < self.floor and in_engine and now - self._last_abort >= RETRY_SECONDS:
+            return Wanted(self._config.layout(self.floor), "planner", ahead=ahead)
+        snapshot = self.snapshot(layout, in_engine + held, now)
+        self.round.saw(snapshot.load)
+        decision = self.policy(snapshot, self.history)
+        self.expected_seconds = decision.estimates.get(decision.tp)
+        self._outbox.decided(snapshot, decision)
+        if decision.tp == layout.tp:
+            return None
+        target = self._config.layout(decision.tp)
+        return Wanted(target, self._config.policy, recompute_below=decision.recompute_below, ahead=ahead)
+
+    def snapshot(self, layout: ParallelLayout, requests: int, now: float) -> Snapshot:
+        """What the policy is shown; ``requests``: in the engine and in the backlog."""
+        lowest, predicts = min(self.floor, layout.tp), self._config.predicts
+        # Policies that do not predict do not look at it, and are asked at every event.
+        load = load_of(self._leaders, layout.leaders) if predicts else NO_LOAD
+        return Snapshot(
+            now=now,
+            tp=layout.tp,
+            degrees=self._degrees if lowest <= self._degrees[0] else tuple(tp for tp in self._degrees if tp >= lowest),
+            num_ranks=self._num_ranks,
+            requests=requests,
+            peak=self.round.peak,
+            last_arrival=self.round.last,
+            complete=self.round.complete,
+            in_round=bool(self.round.open),
+            last_switch=self._last_switch,
+            last_abort=self._last_abort,
+            load=load,
+            coming=self.round.coming(now) if predicts and requests else NO_LOAD,
+            switches=self.round.switches,
+            arrived=self._arrived,
+            factors=self.factors.factors() if self.factors else {},
+            doubts=self.factors.doubts(layout.tp, self._num_ranks, load.prompt + load.output) if self.factors else {},
+        )

@@ -1,0 +1,341 @@
+"""The coordinator as a state machine: it stands between the server and the ranks.
+
+Requests go to one leader; control requests go to all, and their replies are merged.  Switches are decided on and
+commanded in ``switching.py``.  The coordinator owns no socket and no clock: every event is a method call with the time,
+every effect goes through the :class:`~sglang_pat.coordinator.replicas.Outbox`.
+
+What arrives while ranks are switching waits in ``_backlog``, in order, and goes to the new leaders.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from sglang_pat import messages as m
+from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator.decisions import Decisions, Wanted
+from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, Places
+from sglang_pat.coordinator.schedule import Schedule
+from sglang_pat.coordinator.switching import Ended, Switching, Traffic
+from sglang_pat.figures import Account
+from sglang_pat.layout import ParallelLayout
+from sglang_pat.policies.snapshot import Policy
+from sglang_pat.predict.predictor import Predictor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """A control request: goes to all leaders.
+
+    Attributes:
+        reply: name of the reply's type, or None if there is none.
+        merge: makes one reply of all leaders' replies, which come in the order of their ranks.
+        failed: whether such a reply says that nothing was done.
+        refusal: makes such a reply, of a reason.
+        needs_base: only the base layout can do it (weights, memory).
+        pauses: True stops generation, False lets it go on.
+        releases, resumes: memory it gives away and takes back, by SGLang's tags; ``changes``: of these, what was not so
+            before.
+    """
+
+    obj: Any
+    reply: str | None = None
+    merge: Callable[[list[Any]], Any] = lambda replies: replies[0]
+    failed: Callable[[Any], bool] = lambda reply: False
+    refusal: Callable[[str], Any] = lambda reason: None
+    needs_base: bool = False
+    pauses: bool | None = None
+    releases: frozenset[str] = frozenset()
+    resumes: frozenset[str] = frozenset()
+    changes: frozenset[str] = frozenset()
+
+
+@dataclass
+class _Collect:
+    """Replies to one control request, by leader."""
+
+    control: Control
+    expected: int
+    replies: dict[int, Any] = field(default_factory=dict)
+
+
+class Replies:
+    """The control requests under way, by the type of their reply, oldest first."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[_Collect]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(waiting) for waiting in self._waiting.values())
+
+    def expect(self, control: Control, leaders: int) -> None:
+        """``control`` was sent to so many leaders; no-op if it has no reply."""
+        if control.reply:
+            self._waiting.setdefault(control.reply, deque()).append(_Collect(control, leaders))
+
+    def take(self, rank: int, obj: Any) -> list[tuple[Control, Any]] | None:
+        """A leader's reply: ``[(request, merged)]`` once those of all leaders are there, ``[]`` before.
+
+        None if it is no reply that is waited for.
+        """
+        collect = self._of(rank, obj)
+        if collect is None:
+            return None
+        collect.replies[rank] = obj
+        if len(collect.replies) < collect.expected:
+            return []
+        name = type(obj).__name__
+        waiting = self._waiting[name]
+        waiting.popleft()  # complete before any later one, as each leader fills them in order
+        if not waiting:
+            del self._waiting[name]
+        merged = collect.control.merge([collect.replies[leader] for leader in sorted(collect.replies)])
+        return [(collect.control, merged)]
+
+    def _of(self, rank: int, obj: Any) -> _Collect | None:
+        """The collection that the reply of a leader belongs to.
+
+        Leaders answer requests of one type in the order they got them, but not in step with each other: it is the
+        oldest one that still lacks this leader's.
+        """
+        waiting = self._waiting.get(type(obj).__name__, ())
+        return next((collect for collect in waiting if rank not in collect.replies), None)
+
+
+class Traces:
+    """Traces that were asked for and are not complete.
+
+    Args:
+        num_ranks: ranks that answer each query.
+        outbox: where the server gets its answer.
+    """
+
+    def __init__(self, num_ranks: int, outbox: Outbox) -> None:
+        self._num_ranks, self._outbox = num_ranks, outbox
+        self._heard: dict[int, list[m.RankTrace]] = {}
+
+    def asked(self, query_id: int) -> None:
+        """Every rank is."""
+        self._heard[query_id] = []
+
+    def heard(self, trace: m.RankTrace) -> None:
+        """The answer of a rank; the server gets all of them as one with the last."""
+        traces = self._heard.get(trace.query_id)
+        if traces is None:
+            return  # nobody waits for it
+        traces.append(trace)
+        if len(traces) < self._num_ranks:
+            return
+        steps = [{"rank": t.rank} | msgspec.structs.asdict(step) for t in traces for step in t.steps]
+        steps.sort(key=lambda step: step["at"])
+        del self._heard[trace.query_id]
+        self._outbox.to_server(m.TraceReply(query_id=trace.query_id, steps=steps))
+
+
+class Coordinator:
+    """Life cycle: in the base layout with no load; then one event after another, forever.
+
+    Args:
+        policy: what ``config.policy`` names; made here if it needs no profile.
+        predictor: of the profile that it has, to be corrected by the steps of this run.
+    """
+
+    def __init__(
+        self, config: AdaptiveConfig, outbox: Outbox, policy: Policy | None = None, predictor: Predictor | None = None
+    ) -> None:
+        self.config = config
+        self._outbox = outbox
+        self._leaders, self._places = {rank: Leader() for rank in config.base.leaders}, Places()
+        self._decisions = Decisions(config, self._leaders, outbox, policy, predictor)
+        self.history = self._decisions.history
+        self._backlog: deque[Generation | Control | m.SetSchedule] = deque()
+        self._held_requests = self._in_engine = 0
+        """Requests in the backlog; at the leaders of the layout in force."""
+        self._replies = Replies()
+        self._traces = Traces(config.num_ranks, outbox)
+        self._retracted = 0
+        self._paused = False
+        self._released: frozenset[str] = frozenset()
+        self.account = Account([layout.tp for layout in config.layouts])
+        self._schedule = Schedule(self._leaders, config.base, outbox, active=config.policy == "schedule")
+        self._switching = Switching(config, self._leaders, outbox, self._decisions, self._schedule, self.account)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The one in force."""
+        return self._switching.layout
+
+    # -- events from the server -----------------------------------------------------------------
+
+    def receive(self, event: Generation | Control | m.SetSchedule, now: float) -> None:
+        """A request from the TokenizerManager, or a schedule, which holds for those that come after it."""
+        self._backlog.append(event)
+        self._held_requests += isinstance(event, Generation)
+        self._proceed(now)
+
+    def reconfigure(self, query: m.Reconfigure, now: float) -> None:
+        """``POST /pat/reconfigure``."""
+        self._switching.reconfigure(query, self._released)
+        if self._switching.wanted is not None:
+            self._proceed(now)
+
+    def round(self, message: m.BeginRound | m.EndRound, now: float) -> None:
+        """A client's round begins or ends.  To its lowest degree, if it has one, an empty engine goes at once, and what
+        comes in waits for it."""
+        self._decisions.round.told(message, now)
+        busy = self._in_engine or self._backlog or self._released
+        busy = busy or self._switching.under_way or self._switching.wanted
+        # A calibration, which comes before the first request, would find its switches refused.
+        if self.layout.tp < self._decisions.floor and not busy and self._decisions.calibrated:
+            self._switching.wanted = Wanted(self.config.layout(self._decisions.floor), "planner", ahead=True)
+        self._proceed(now)
+
+    def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
+        """Before the first request of an engine whose policy predicts."""
+        self._decisions.calibrate(turn, now)
+
+    def schedule(self, query: m.ScheduleQuery) -> None:
+        """``GET /pat/schedule``."""
+        self._schedule.ask(query)
+
+    def status(self, query: m.StatusQuery) -> None:
+        """``GET /pat/status``."""
+        leaders = {rank: self._leaders[rank] for rank in self.layout.leaders}
+        groups = [{"leader": r, "ranks": self.layout.group(r), **leader.status()} for r, leader in leaders.items()]
+        status = {
+            "layout": asdict(self.layout),
+            "base": asdict(self.config.base),
+            "candidates": [asdict(layout) for layout in self.config.layouts],
+            "policy": self.config.policy,
+            "switching": self._switching.under_way is not None,
+            "target": asdict(self._switching.under_way.target) if self._switching.under_way else None,
+            "requests": self._in_engine + self._held_requests,
+            "expected_seconds": self._decisions.expected_seconds if self._in_engine else 0.0,
+            "rounds": self._decisions.round.status(),
+            "controls": len(self._replies),
+            "groups": groups,
+            "step_factors": self._decisions.factors.factors() if self._decisions.factors else {},
+            "retracted": self._retracted,
+        }
+        self._outbox.to_server(m.StatusReply(query_id=query.query_id, status=status | self.account.status()))
+
+    def trace(self, query: m.TraceQuery, now: float) -> None:
+        """``Engine.trace()``: every rank is asked, as any may have led until the last switch."""
+        self._traces.asked(query.query_id)
+        self.receive(Control(obj=query), now)
+
+    # -- events from the ranks --------------------------------------------------------------------
+
+    def reply(self, rank: int, obj: Any, now: float) -> None:
+        """An object of SGLang's from leader ``rank``: a control reply, or something for the server as it is."""
+        merged = self._replies.take(rank, obj)
+        if merged is None:
+            return self._outbox.to_server(obj)
+        for control, reply in merged:
+            self._released ^= control.changes if control.failed(reply) else frozenset()
+            self._outbox.to_server(reply)
+            # Weights or memory: whoever trains has its batch.
+            if control.needs_base and (step := self.account.step()) is not None:
+                self._outbox.stepped(step)
+        self._proceed(now)
+
+    def rank_message(self, message: m.FromRank, now: float) -> None:
+        """One of our own messages from a rank."""
+        if isinstance(message, m.LoadReport):
+            self._load_report(message, now)
+        elif isinstance(message, m.RankTrace):
+            self._traces.heard(message)
+        elif isinstance(message, m.Held):
+            self._schedule.held(message)
+        elif (ended := self._switching.heard(message, now)) is not None:
+            self._switch_ended(ended)
+        self._proceed(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        self._proceed(now)
+
+    # -- load ---------------------------------------------------------------------------------------
+
+    def _load_report(self, report: m.LoadReport, now: float) -> None:
+        self._retracted += report.retracted
+        for response in () if self._decisions.calibrating else report.finished:
+            self._schedule.ended(response.length)
+            self._decisions.ended(response, now)
+            self._outbox.finished(response)
+        if report.rank in self._leaders and report.tp == self.layout.tp:
+            self._leaders[report.rank].heard(report)
+            self._decisions.decoded(report, self.layout, now)
+            self._count_requests()
+        else:
+            self._switching.early(report)
+
+    def _count_requests(self) -> None:
+        self._in_engine = sum(self._leaders[rank].requests for rank in self.layout.leaders)
+
+    # -- getting on -----------------------------------------------------------------------------------
+
+    @property
+    def _traffic(self) -> Traffic:
+        return Traffic(self._in_engine, self._held_requests, len(self._replies), self._paused, self._released)
+
+    def _proceed(self, now: float) -> None:
+        """Handle what can be handled, then see whether a switch is due."""
+        # Here, and not where a policy looks: the engine may run empty during a control request, or a switch.
+        arrivals = self._decisions.round
+        arrivals.in_engine(self._in_engine, now)
+        complete = arrivals.complete
+        if self._backlog and isinstance(head := self._backlog[0], Generation) and self._decisions.opens(head, now):
+            self._switching.decide(self._traffic, now, ahead=True)
+        while self._backlog and not self._switching.holds_requests:
+            head = self._backlog[0]
+            if isinstance(head, Control) and head.needs_base and not self._switching.at_base:
+                self._switching.want_base()
+                break
+            event = self._backlog.popleft()
+            self._held_requests -= isinstance(event, Generation)
+            self._dispatch(event, now)
+        arrivals.in_engine(self._in_engine, now)
+        if arrivals.complete > complete:
+            self._decisions.hurry()  # the last request is what policies wait for
+        self._switching.proceed(self._traffic, now)
+        works = self._in_engine > 0 and not (self._paused or self._decisions.calibrating)
+        self.account.state(now, self.layout.tp, works)
+
+    def _dispatch(self, event: Generation | Control | m.SetSchedule, now: float) -> None:
+        if isinstance(event, m.SetSchedule):
+            self._decisions.counts()
+            return self._schedule.set(event, self.layout)
+        if isinstance(event, Generation):
+            self._schedule.arrived(event)
+            self._decisions.arrived(event, now)
+            self.account.requests += event.counts and not self._decisions.calibrating
+            rank = self._places.choose(event, self.layout, self._leaders, self.history.expected(event.limit))
+            self._leaders[rank].send(event)
+            self._in_engine += 1
+            return self._outbox.to_leader(rank, event.obj)
+        self._paused = self._paused if event.pauses is None else event.pauses
+        changed = (event.releases - self._released) | (event.resumes & self._released)
+        self._released, event = self._released ^ changed, replace(event, changes=changed)
+        self._replies.expect(event, self.layout.dp)
+        for rank in self.layout.leaders:
+            self._outbox.to_leader(rank, event.obj)
+
+    def _switch_ended(self, ended: Ended) -> None:
+        self._count_requests()
+        if ended.gave_up:
+            self._refuse_controls(f"the engine cannot return to its base layout: {ended.record.error}")
+
+    def _refuse_controls(self, reason: str) -> None:
+        """Answer all that wait for the base layout; those that come later try anew."""
+        waiting, self._backlog = self._backlog, deque()
+        for event in waiting:
+            if isinstance(event, Control) and event.needs_base:
+                self._outbox.to_server(event.refusal(reason))
+            else:
+                self._backlog.append(event)

@@ -1,0 +1,84 @@
+"""What a rank sends of requests that ask for different things, and happen to be in one batch.
+
+SGLang (0.5.12) lays some of it out as if all had asked for the same: a request gets what belongs to another one, or the
+server or a rank ends.
+
+Upstream: https://github.com/sgl-project/sglang/issues/34719 (logprobs of given tokens),
+``docs/upstream/hidden_states.md``, ``docs/upstream/scores_without_tokens.md``,
+``docs/upstream/aborted_while_waiting.md``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
+
+from sglang_pat.rank import degrees
+
+
+def alike(reqs: list[Req]) -> list[list[Req]]:
+    """``reqs``, in parts that ask for the same optional outputs.
+
+    SGLang lists hidden states and customized info of those only that have some, and its server looks for them at a
+    request's place among all: it finds another's, or none and ends.  (Routed experts, too, which are refused here.)
+    """
+    if not any(req.return_hidden_states or req.customized_info for req in reqs):
+        return [reqs]
+    parts: dict[tuple[Any, ...], list[Req]] = {}
+    for req in reqs:
+        parts.setdefault((req.return_hidden_states, *(req.customized_info or ())), []).append(req)
+    return list(parts.values())
+
+
+def drop_scores_without_tokens(reqs: list[Req]) -> None:
+    """Of those that ask for no token: beside others that do, SGLang draws one, and keeps its logprob."""
+    for req in reqs:
+        if req.finished_len == 0 and req.return_logprob:
+            req.output_token_logprobs_val, req.output_token_logprobs_idx = [], []
+
+
+def abort(abort: AbortReq, req: Req) -> None:
+    """``req``, which waits, has ended as ``abort`` says."""
+    given: dict[str, Any] = abort.finished_reason or {}
+    message = given.get("message") or abort.abort_message or "Abort in waiting queue"
+    status: HTTPStatus | None = given.get("status_code")
+    req.finished_reason = FINISH_ABORT(message, status)
+    req.time_stats.set_completion_time()
+    degrees.end(req)
+
+
+class OwnRows:
+    """Stands for the hidden states of a prefill, ``[tokens of all requests, width]``.
+
+    SGLang cuts a piece as long as the prompt for each request that asks, one after the other: of a batch in which some
+    do not ask, or have a cached prefix, it gets the rows of others.  Here each gets its own, whatever is cut: those of
+    the tokens that were computed; of one that has tokens already, and computes its KV again, the last.
+
+    Args:
+        lengths: tokens of each request of ``batch`` that were computed.
+    """
+
+    def __init__(self, states: torch.Tensor, batch: ScheduleBatch, lengths: Sequence[int]) -> None:
+        found = []
+        for req, rows in zip(batch.reqs, states[: sum(lengths)].split(list(lengths)), strict=True):
+            if req.return_hidden_states and not (req.finished() or req.is_retracted or req.is_chunked > 0):
+                found.append(rows[-1] if req.output_ids else rows)
+        self._rows = iter(found)
+
+    def __getitem__(self, _: slice) -> torch.Tensor:
+        return next(self._rows)
+
+
+def complete_token_ids(batch: ScheduleBatch) -> None:
+    """Where some requests of ``batch`` ask for the logprobs of given tokens, let the others ask for none.
+
+    A rank of SGLang (0.5.12) dies of None beside a list.  Replicas that had one kind each become one batch in a switch.
+    """
+    wanted = batch.token_ids_logprobs
+    if wanted and any(ids is not None for ids in wanted):
+        batch.token_ids_logprobs = [ids or [] for ids in wanted]

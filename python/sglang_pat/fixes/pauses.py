@@ -1,0 +1,266 @@
+"""What comes in a pause, while memory is released, or beside an update of the weights: who waits for what.
+
+Requests wait at a *gate* before they go to the ranks.  SGLang has a condition and a lock of its own there.  With them
+an abort does not reach who waits, an update and a pause wait for each other, and of several updates one is answered.
+``docs/pauses.md`` has a table of what happens, which ``tests/contract/test_pausing.py`` holds.
+
+Upstream: https://github.com/sgl-project/sglang/issues/25319 and ``docs/upstream/update_and_pause.md``,
+``docs/upstream/abort_at_the_gate.md``, ``docs/upstream/health_in_a_pause.md``
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext, suppress
+from typing import Any
+
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    FlushCacheReqOutput,
+    UpdateWeightFromDiskReqInput,
+)
+
+from sglang_pat.coordinator.controls import error_of
+from sglang_pat.fixes.request_lifetime import TrackingTokenizerManager, Waiters
+from sglang_pat.fixes.weight_updates import NOT_FLUSHED
+
+AGAIN_SECONDS = 1.0
+"""A pause that aborts does so again after it, as SGLang's does."""
+CLIENT_SECONDS = 4.0
+"""Between two looks whether the client of a request at the gate is still there; SGLang's, of one that runs."""
+FLUSH_SECONDS = 0.1
+"""Between two flushes, of which the first failed though nothing ran."""
+
+
+class Gate:
+    """Stands for SGLang's ``is_pause_cond`` and for its ``model_update_lock``, which nobody has to wait for then.
+
+    Args:
+        enter: waits until the request that asks may pass.
+        opened: generation goes on.
+    """
+
+    reader_lock = writer_lock = nullcontext()
+
+    def __init__(self, enter: Callable[[], Awaitable[None]], opened: Callable[[], None]) -> None:
+        self._enter, self.notify_all = enter, opened
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    async def wait_for(self, predicate: Callable[[], bool]) -> None:
+        """Of SGLang only ``generate_request`` calls it."""
+        await self._enter()
+
+
+class PausingTokenizerManager(TrackingTokenizerManager):
+    """One gate for requests: shut in a pause, while memory is released, and for an update of the weights."""
+
+    _pat_calibrates = False
+    """Requests other than made-up ones wait for the calibration."""
+
+    def pat_begin(self) -> None:
+        super().pat_begin()
+        self._pat_at_gate = Waiters()
+        """Calls, by number."""
+        self.is_pause_cond = self.model_update_lock = Gate(self._pat_enter, self._pat_at_gate.look)
+        self._pat_stopped = ""
+        """The mode of the pause in which ranks make no step, while there is one."""
+        self._pat_released: set[str] = set()
+        self._pat_updates = 0
+        """Updates of the weights that are under way, or wait."""
+        self._pat_order, self._pat_updating, self._pat_memory = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
+        """Of pauses and their ends; of updates; of releases and resumes: each waits for those before it."""
+        self._pat_asking: asyncio.Task | None = None
+
+    # -- the gate ---------------------------------------------------------------------------------
+
+    def _pat_shut(self) -> bool:
+        return bool(self.is_pause or self._pat_released or self._pat_updates)
+
+    async def _pat_enter(self) -> None:
+        """Of the newest call: nobody has done anything since its parts began.
+
+        Raises:
+            ValueError: its client has left meanwhile.
+        """
+        obj, request = self._pat_newest
+        number, made_up = obj.pat_number, hasattr(obj, "pat_made_up")
+        states = [state for _, state in self._pat_parts[number]]
+
+        def passes() -> bool:
+            shut = self._pat_shut() or (self._pat_calibrates and not made_up)
+            return not shut or all(state.finished for state in states)
+
+        while not passes():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._pat_at_gate.until(passes, number), CLIENT_SECONDS)
+            if request is not None and not obj.background and await request.is_disconnected():
+                raise ValueError("the client has left while its request waited")
+        self._pat_inside.add(number)
+        for state in states:
+            state.pat_inside = True
+
+    def pat_changed(self, *calls: int) -> None:
+        super().pat_changed()
+        if calls:
+            self._pat_at_gate.look(*calls)
+
+    # -- probes -----------------------------------------------------------------------------------
+
+    def pat_probes(self, obj: Any) -> bool:
+        """Whether it is a health probe that no rank would get now."""
+        return self._pat_shut() and isinstance(obj.rid, str) and obj.rid.startswith(HEALTH_CHECK_RID_PREFIX)
+
+    def pat_ask_ranks(self) -> asyncio.Future:
+        """All leaders answer, also in a pause: whoever probes looks whether anything has come from them."""
+        if self._pat_asking is None or self._pat_asking.done():
+            self._pat_asking = asyncio.ensure_future(self.get_internal_state())
+        return asyncio.shield(self._pat_asking)
+
+    # -- pauses -----------------------------------------------------------------------------------
+
+    async def pause_generation(self, obj) -> None:
+        """SGLang's.  In the mode ``abort`` ranks go on, so that what is aborted ends, also after another pause."""
+        async with self._pat_order:
+            self.is_pause = True
+            if any(rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in self.rid_to_state):
+                self.pat_ask_ranks()
+            if obj.mode == "abort":
+                self.pat_abort_inside()
+                if self._pat_stopped:
+                    self._pat_stopped = ""
+                    self.send_to_scheduler.send_pyobj(ContinueGenerationReqInput())
+                await self._pat_until_nothing_goes()
+            else:
+                self.send_to_scheduler.send_pyobj(obj)
+                self._pat_stopped = obj.mode
+                self._pat_waiters.look()
+
+    async def _pat_until_nothing_goes(self) -> None:
+        def nothing() -> bool:
+            return not self._pat_updates and not any(self.pat_going())
+
+        while not nothing():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._pat_waiters.until(nothing), AGAIN_SECONDS)
+                return
+            self.pat_abort_inside()
+
+    async def continue_generation(self, obj) -> None:
+        """SGLang's, once the updates that came in the pause are made."""
+        async with self._pat_order:
+            if self.is_pause:
+                await self._pat_waiters.until(lambda: not self._pat_updates)
+            self._pat_stopped = ""
+            await super().continue_generation(obj)
+
+    # -- updates of the weights -------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def pat_update(self, obj: Any) -> AsyncIterator[None]:
+        """One after the other, in the order in which they came; each once nothing runs, or ranks are paused.
+
+        Raises:
+            RuntimeError: requests were aborted, and do not end.
+        """
+        if getattr(obj, "abort_all_requests", False):
+            obj.abort_all_requests = False
+            self.pat_abort_inside()
+        self._pat_updates += 1
+        try:
+            async with self._pat_updating:
+                await self._pat_waiters.until(self._pat_may_update)
+                await self.pat_until_left_have_ended(unless=lambda: bool(self._pat_stopped))
+                yield
+        finally:
+            self._pat_updates -= 1
+            self._pat_waiters.look()
+            self._pat_at_gate.look()
+
+    def _pat_may_update(self) -> bool:
+        return bool(self._pat_stopped) or all(state.pat_left for state in self.pat_going())
+
+    async def update_weights_from_disk(self, obj, request=None):
+        return await self._pat_make(super().update_weights_from_disk, obj, request)
+
+    async def update_weights_from_tensor(self, obj, request=None):
+        return await self._pat_make(super().update_weights_from_tensor, obj, request)
+
+    async def update_weights_from_distributed(self, obj, request=None):
+        return await self._pat_make(super().update_weights_from_distributed, obj, request)
+
+    async def update_weights_from_ipc(self, obj, request=None):
+        return await self._pat_make(super().update_weights_from_ipc, obj, request)
+
+    async def _pat_make(self, update: Callable[..., Awaitable[Any]], obj: Any, request: Any) -> tuple[Any, ...]:
+        """What ``update``, SGLang's, answers: success, message, ….  Weights that are new have their version, whatever
+        else has failed."""
+        async with self.pat_update(obj):
+            success, message, *others = await update(obj, request)
+            if not success and all(part == NOT_FLUSHED for part in message.split(" | ")):
+                if isinstance(obj, UpdateWeightFromDiskReqInput):
+                    self._update_model_path_info(obj.model_path, obj.load_format)
+                self._update_weight_version_if_provided(obj.weight_version)
+            return success, message, *others
+
+    # -- the cache, and memory --------------------------------------------------------------------
+
+    async def flush_cache(self, timeout_s: float | None = None) -> FlushCacheReqOutput:
+        """SGLang's; its time limit is kept here.  On a rank all that needs its answers would wait for it."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + (timeout_s or 0.0)
+        while timeout_s and clock() < end:
+            with suppress(TimeoutError):
+                ready = self._pat_waiters.until(lambda: self._pat_stopped == "retract" or not any(self.pat_going()))
+                await asyncio.wait_for(ready, end - clock())
+                if (answer := await super().flush_cache()).success:
+                    return answer
+                await asyncio.sleep(FLUSH_SECONDS)
+        if timeout_s:
+            return FlushCacheReqOutput(success=False, message="Timed out waiting for idle state.")
+        return await super().flush_cache()
+
+    async def release_memory_occupation(self, obj, request=None) -> None:
+        """SGLang's; its ranks would assert that they are idle.  Requests wait until all of it is taken back.
+
+        Raises:
+            ValueError: requests run; nothing is released.
+            RuntimeError: a rank has failed.
+        """
+        async with self._pat_memory:
+            await self._pat_release(obj)
+
+    async def _pat_release(self, obj: Any) -> None:
+        if running := sum(not state.pat_left for state in self.pat_running()):
+            raise ValueError(f"{running} requests run: memory is released once all have ended, or were aborted")
+        if self._pat_stopped == "in_place" and (left := len(self.pat_running())):
+            raise ValueError(f"{left} aborted requests end once generation goes on: continue it, then release memory")
+        tags = {*(obj.tags or GPU_MEMORY_ALL_TYPES)} - self._pat_released
+        self._pat_released |= tags
+        try:
+            await self.pat_until_left_have_ended()
+            self.auto_create_handle_loop()
+            _done(await self.release_memory_occupation_communicator(obj))
+        except Exception:
+            self._pat_taken_back(tags)
+            raise
+
+    async def resume_memory_occupation(self, obj, request=None) -> None:
+        """Raises RuntimeError: a rank has failed."""
+        self.auto_create_handle_loop()
+        async with self._pat_memory:
+            _done(await self.resume_memory_occupation_communicator(obj))
+            self._pat_taken_back({*(obj.tags or GPU_MEMORY_ALL_TYPES)})
+
+    def _pat_taken_back(self, tags: set[str]) -> None:
+        self._pat_released -= tags
+        self._pat_at_gate.look()
+
+
+def _done(replies: list[Any]) -> None:
+    if message := next(filter(None, map(error_of, replies)), ""):
+        raise RuntimeError(message)

@@ -1,0 +1,275 @@
+"""SGLang's TokenizerManager, which keeps the state of a request for as long as somebody waits for it, or a rank has it.
+
+SGLang itself forgets a request with the output that ends it.  Many have none: those that are refused before they go to
+a rank, those that are aborted while they wait, and the ones that it copies n responses from.  Partial rollouts abort
+thousands in each step.  And a request whose caller leaves goes on in SGLang, or some of its parts do.  One that no rank
+has yet cannot be aborted there.
+
+Upstream: https://github.com/sgl-project/sglang/pull/28694 (refused requests),
+https://github.com/sgl-project/sglang/pull/24070 (those that are aborted while they wait),
+https://github.com/sgl-project/sglang/issues/21173 (an abort that comes too late),
+https://github.com/sgl-project/sglang/issues/36333 (clients that leave), ``docs/upstream/abort_at_the_gate.md``,
+``docs/upstream/abort_by_prefix.md``
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import BackgroundTasks
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+
+from sglang_pat.rank import degrees
+
+LEFT_SECONDS = 60.0
+"""The longest wait for requests to end that nobody waits for any more."""
+
+
+class Waiters:
+    """Coroutines that wait until something is true.  What they then do before they suspend again, nobody disturbs."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Any, tuple[asyncio.Future, Callable[[], bool]]] = {}
+
+    async def until(self, true: Callable[[], bool], key: Any = None) -> None:
+        """``key``: of this one, for :meth:`look`."""
+        key = object() if key is None else key
+        while not true():
+            future = asyncio.get_running_loop().create_future()
+            self._waiting[key] = future, true
+            try:
+                await future
+            finally:
+                del self._waiting[key]
+
+    def look(self, *keys: Any) -> None:
+        """Something has changed, for all or for these only."""
+        for key in keys or list(self._waiting):
+            future, true = self._waiting.get(key, (None, bool))
+            if future is not None and not future.done() and true():
+                future.set_result(None)
+
+
+class TrackingTokenizerManager(TokenizerManager):
+    """Knows of each request whether it may go to a rank, whether one has it, and whether somebody waits for it.
+
+    A *call* of ``generate_request`` has one request (*part*) for each prompt and each of its n responses.  Of each
+    part's state ``pat_inside`` says that its call has passed the gate (:mod:`~sglang_pat.fixes.pauses`),
+    ``pat_sent`` that a rank has it, ``pat_left`` that nobody waits for it any more: it is being aborted.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pat_begin()
+
+    def pat_begin(self) -> None:
+        """Nobody has called yet."""
+        self._pat_numbers = itertools.count()
+        self._pat_parts: dict[int, list[tuple[str, ReqState]]] = {}
+        self._pat_inside: set[int] = set()
+        self._pat_waiters = Waiters()
+        """Whoever waits for requests to end."""
+        self._pat_named: dict[str, dict[str, ReqState]] = {}
+        """Parts, by a name that a client has for them and that is none of their ids: its id of a whole call, and that
+        of a prompt with n responses."""
+
+    def pat_going(self) -> Iterator[ReqState]:
+        """Parts that have passed the gate and have not ended, as far as is known here."""
+        return (state for state in self.rid_to_state.values() if state.pat_inside and not state.finished)
+
+    def pat_running(self) -> list[ReqState]:
+        """The same, but for health probes, which nobody ends."""
+        return [state for state in self.pat_going() if not state.obj.rid.startswith(HEALTH_CHECK_RID_PREFIX)]
+
+    def pat_changed(self, *calls: int) -> None:
+        """Parts have ended; ``calls``: of these, if they may not have passed the gate."""
+        self._pat_waiters.look()
+
+    async def pat_end_running(self) -> int:
+        """Abort what ranks have, and wait until it has ended; returns the number of requests.
+
+        Raises:
+            RuntimeError: some have not ended after a minute.
+        """
+        running = self.pat_running()
+        for state in running:
+            state.pat_left = True
+            self.abort_request(state.obj.rid)
+        await self.pat_until_left_have_ended()
+        return len(running)
+
+    async def pat_until_left_have_ended(self, unless: Callable[[], bool] = lambda: False) -> None:
+        """A rank still has them for a step after their abort.
+
+        Raises:
+            RuntimeError: some have not ended after a minute.
+        """
+
+        def left() -> int:
+            return sum(state.pat_left for state in self.pat_running())
+
+        try:
+            await asyncio.wait_for(self._pat_waiters.until(lambda: unless() or not left()), LEFT_SECONDS)
+        except TimeoutError:
+            raise RuntimeError(f"{left()} requests were aborted, and have not ended for {LEFT_SECONDS:.0f} s") from None
+
+    async def generate_request(self, obj, request=None) -> AsyncIterator[Any]:
+        """SGLang's; at its end nothing of ``obj`` goes on.  ``obj.pat_sent`` says then whether a rank had any of it."""
+        number = obj.pat_number = next(self._pat_numbers)
+        obj.pat_sent = False
+        obj.pat_given = obj.rid if isinstance(obj.rid, str) else ""
+        self._pat_parts[number] = []
+        try:
+            async with aclosing(super().generate_request(obj, request)) as answers:
+                async for answer in answers:
+                    yield answer
+        finally:
+            parts = self._pat_parts.pop(number)
+            self._pat_inside.discard(number)
+            obj.pat_sent = any(state.pat_sent for _, state in parts)
+            for rid, state in parts:
+                self._pat_leave(rid, state)
+                for name in state.obj.pat_names:
+                    named = self._pat_named.get(name, {})
+                    named.pop(rid, None)
+                    if not named:
+                        self._pat_named.pop(name, None)
+            self.pat_changed()
+
+    def _pat_leave(self, rid: str, state: ReqState) -> None:
+        """Nobody waits for it any more."""
+        if self.rid_to_state.get(rid) is not state:
+            return  # it has ended
+        if state.pat_sent and not state.finished:
+            state.pat_left = True
+            self.abort_request(rid)
+        else:
+            del self.rid_to_state[rid]
+
+    def _init_req_state(self, obj, request=None) -> None:
+        self._pat_newest = obj, request
+        rids = obj.rid if isinstance(obj.rid, list) else [obj.rid]
+        before = [self.rid_to_state.get(rid) for rid in rids]
+        try:
+            super()._init_req_state(obj, request)
+        finally:  # SGLang may refuse a batch in its middle
+            for i, (rid, earlier) in enumerate(zip(rids, before, strict=True)):
+                state = self.rid_to_state.get(rid)
+                if state is not None and state is not earlier:
+                    if i >= getattr(obj, "batch_size", 1):
+                        del self.rid_to_state[rid]  # n - 1 of n: SGLang makes others when it copies the prompt
+                    else:
+                        self._pat_begins(rid, state, obj)
+
+    def _pat_begins(self, rid: str, state: ReqState, obj: Any) -> None:
+        """A part of ``obj``, or a copy of a part: for n > 1 its prompt, then each response."""
+        copied = getattr(obj, "pat_names", ())
+        given, prompt = state.obj.pat_names = copied or (obj.pat_given, rid)
+        number = state.obj.pat_number = obj.pat_number
+        state.pat_sent = state.pat_left = False
+        state.pat_inside = number in self._pat_inside
+        self._pat_parts[number].append((rid, state))
+        for name in {given, prompt} - {rid, ""}:
+            self._pat_named.setdefault(name, {})[rid] = state
+        if copied and (origin := self.rid_to_state.get(prompt)) is not None and origin.finished:
+            self._pat_end_unsent([rid])
+
+    # -- to the ranks, or not ---------------------------------------------------------------------
+
+    def _send_one_request(self, tokenized_obj) -> None:
+        if self._pat_goes(tokenized_obj):
+            super()._send_one_request(tokenized_obj)
+
+    def _send_batch_request(self, tokenized_objs) -> None:
+        if going := [one for one in tokenized_objs if self._pat_goes(one)]:
+            super()._send_batch_request(going)
+
+    def _pat_goes(self, tokenized: Any) -> bool:
+        """Whether it goes to a rank now: it was not aborted before."""
+        state = self.rid_to_state.get(tokenized.rid)
+        if state is not None:
+            state.pat_sent = not state.finished
+        return state is None or state.pat_sent
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """SGLang's; what no rank has yet is answered here, and is never sent.
+
+        ``rid``: of a request; or as a client gave it for several, a batch or n responses, which have ids of their own.
+        """
+        if abort_all:
+            self._pat_end_unsent(list(self.rid_to_state))
+            return super().abort_request(abort_all=True)
+        for one in (rid, *self._pat_named.get(rid, ())):
+            if (state := self.rid_to_state.get(one)) is not None and state.pat_sent:
+                super().abort_request(one)
+            else:
+                self._pat_end_unsent([one])
+
+    def pat_abort_inside(self) -> None:
+        """Abort all that has passed the gate: not what waits there for new weights, or for the end of a pause."""
+        self._pat_end_unsent([state.obj.rid for state in self.pat_going()])
+        super().abort_request(abort_all=True)
+
+    def _pat_end_unsent(self, rids: Iterable[str]) -> None:
+        for rid in rids:
+            state = self.rid_to_state.get(rid)
+            if state is not None and not (state.pat_sent or state.finished):
+                self._handle_abort_req(AbortReq(rid=rid))
+
+    def create_abort_task(self, obj: Any) -> BackgroundTasks:
+        """SGLang's aborts the ids of a stream two seconds after its end, whoever has them then.  Here what is left of
+        a call ends with it."""
+        return BackgroundTasks()
+
+    # -- from the ranks ---------------------------------------------------------------------------
+
+    async def _handle_batch_output(self, recv_obj: Any) -> None:
+        await super()._handle_batch_output(recv_obj)
+        self.pat_changed()
+
+    def _handle_abort_req(self, recv_obj: AbortReq) -> None:
+        """Of a request that waits and has no tokens."""
+        state = self.rid_to_state.get(recv_obj.rid)
+        if state is None:
+            return  # SGLang expects that whoever asked still waits
+        super()._handle_abort_req(recv_obj)
+        if state.out_list:  # none for a health check
+            state.out_list[-1]["meta_info"][degrees.KEY] = ()
+        if state.pat_left and state.pat_sent:
+            del self.rid_to_state[recv_obj.rid]
+        self.pat_changed(state.obj.pat_number)
+
+    def _wait_one_response(self, obj, request=None) -> AsyncIterator[Any]:
+        """SGLang's, for a request that may have ended before anybody begins to wait.
+
+        SGLang sends all parts of a batch first, and waits for them then.  A short response comes back in between,
+        and SGLang would look in vain for its state.
+        """
+        return self._pat_wait(self.rid_to_state[obj.rid], obj, request)
+
+    async def _pat_wait(self, state: ReqState, obj: Any, request: Any) -> AsyncIterator[Any]:
+        try:
+            waits: Any = _Knowing(self, {obj.rid: state})
+            async with aclosing(TokenizerManager._wait_one_response(waits, obj, request)) as answers:
+                async for answer in answers:
+                    yield answer
+        finally:
+            if state.finished and self.rid_to_state.get(obj.rid) is state:
+                del self.rid_to_state[obj.rid]  # it was aborted while it waited
+
+
+class _Knowing:
+    """A manager that knows of these requests only."""
+
+    def __init__(self, manager: TokenizerManager, rid_to_state: dict[str, ReqState]) -> None:
+        self._manager = manager
+        self.rid_to_state = rid_to_state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)

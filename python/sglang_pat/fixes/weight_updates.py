@@ -1,0 +1,289 @@
+"""Requests with new weights that do not fit are refused before anything of them is written.
+
+SGLang writes tensor after tensor, and finds a wrong one when half of the weights are new; of a name that it does not
+know it says so in its log and goes on.  Here a whole request is looked at first, by all ranks: either each of them
+takes all of its tensors, or none takes any.  An update may be many requests, and over IPC (checkpoint-engine) a request
+many buckets: what will be in the next ones nobody knows, and what earlier ones brought stays.
+
+Upstream: ``docs/upstream/update_as_a_whole.md``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from sglang.srt.managers.io_struct import (
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.model_runner import LocalSerializedTensor
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+from sglang_pat.errors import one_line
+from sglang_pat.fixes.shared_memory import open_patiently
+from sglang_pat.rank.shards import ShardSpec
+from sglang_pat.rank.weights import checkpoint_parts, shard_specs
+
+REFUSED = "weight update refused, no tensor of this request was written; send the whole update again"
+NOT_FLUSHED = (
+    "all of the weights are new, but the cache was not flushed: requests still have KV in it, of the old weights; "
+    "flush it once they have ended, or pause with mode retract before the update"
+)
+BROKEN_OFF = "weight update broken off, some of the weights are new: send all of them again"
+
+
+class Loader(Protocol):
+    """What every model of SGLang has, and ``torch.nn.Module`` does not declare."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
+
+
+class Expected:
+    """The tensors that a model takes in an update: names and shapes as in its checkpoint.
+
+    The model's own ``load_weights`` says to which parameter a name leads, and :class:`ShardSpec` how large the whole
+    tensor is there.
+
+    Args:
+        model: one without memory, for this use alone (:func:`sglang_pat.rank.weights.build_model`).
+        names: of all tensors in the checkpoint, asked for when the model passes over one.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: Callable[[], Set[str]] = frozenset) -> None:
+        self._model, self._names = cast("Loader", model), names
+        config = getattr(model, "config", None)  # SGLang's GPT-J keeps none
+        self._tied = bool(getattr(config, "tie_word_embeddings", False))
+        self._own = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        self._fitting: set[tuple[str, tuple[int, ...]]] = set()
+        self._calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        specs = shard_specs(model)
+        for module_name, module in model.named_modules():
+            for name, param in module.named_parameters(recurse=False):
+                spec = specs[f"{module_name}.{name}" if module_name else name]
+                param.weight_loader = partial(self._called, module, spec)
+
+    def problem(self, tensors: Iterable[tuple[str, Sequence[int]]], load_format: str | None = None) -> str | None:
+        """What is wrong with the first tensor that does not fit, in one line; None if all do.
+
+        Args:
+            tensors: name and shape of each.
+            load_format: of the request; ``direct``: names and shapes of this rank's own parameters.
+        """
+        for name, shape in tensors:
+            found = (self._wrong_own if load_format == "direct" else self._wrong)(name, tuple(shape))
+            if found is not None:
+                return f"{REFUSED}: {found}"
+        return None
+
+    def _wrong(self, name: str, shape: tuple[int, ...]) -> str | None:
+        if (name, shape) in self._fitting:
+            return None
+        self._calls.clear()
+        try:
+            self._model.load_weights([(name, torch.empty(shape, device="meta"))])
+        except KeyError:
+            pass  # how some models say that they have no such parameter
+        if not self._calls:
+            return None if self._left_out(name) else _unknown(name, "the checkpoint's")
+        for given, whole in self._calls:
+            if given != whole:
+                return _misshapen(name, given, whole)
+        self._fitting.add((name, shape))
+        return None
+
+    def _wrong_own(self, name: str, shape: tuple[int, ...]) -> str | None:
+        if name not in self._own:
+            return _unknown(name, "SGLang's, as load_format direct takes them")
+        return None if shape == self._own[name] else _misshapen(name, shape, self._own[name])
+
+    def _left_out(self, name: str) -> bool:
+        """Whether SGLang passes over this name, and rightly: trainers send all of a checkpoint, and tied heads."""
+        return (self._tied and name.endswith("lm_head.weight")) or name in self._names()
+
+    def _called(
+        self,
+        module: torch.nn.Module,
+        spec: ShardSpec,
+        param: torch.nn.Parameter,
+        loaded: torch.Tensor,
+        shard_id: str | int | None = None,
+    ) -> None:
+        """In place of the parameter's ``weight_loader``."""
+        whole = list(param.shape)
+        if spec.dim is not None:
+            parts = checkpoint_parts(module, spec)
+            whole[spec.dim] = sum(parts.values()) if shard_id is None else parts[shard_id]
+        self._calls.append((tuple(loaded.shape), tuple(whole)))
+
+
+@cache
+def checkpoint_names(folder: str) -> frozenset[str]:
+    """Names of all tensors in the safetensors files of a folder; none where there are no such files."""
+    found: set[str] = set()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:  # reads the header
+            found.update(file.keys())
+    return frozenset(found)
+
+
+def _unknown(name: str, whose: str) -> str:
+    return f"the model has no tensor {name!r}; names must be {whose}"
+
+
+def _misshapen(name: str, given: Sequence[int], whole: Sequence[int]) -> str:
+    return f"{name} has the shape {list(given)}, must be {list(whole)}"
+
+
+def shapes(tensors: Any, load_format: str | None) -> list[tuple[str, Sequence[int]]] | None:
+    """Names and shapes of what a request brought for this rank; None where a loader of the user's own knows them.
+
+    Raises:
+        ValueError: a bucket that is shorter than what it says is in it.
+    """
+    if load_format == "flattened_bucket":
+        flat, metadata = tensors["flattened_tensor"], tensors["metadata"]
+        end = max((one.end_idx for one in metadata), default=0)
+        if end > flat.nbytes:
+            raise ValueError(f"the bucket holds {flat.nbytes} bytes, its tensors end at {end}")
+        return [(one.name, one.shape) for one in metadata]
+    if load_format in (None, "direct"):
+        return [(name, tensor.shape) for name, tensor in tensors]
+    return None
+
+
+def refused(error: Exception) -> str:
+    """What to answer when a rank could not even read its tensors."""
+    return f"{REFUSED}: {type(error).__name__}: {one_line(error)}"
+
+
+def not_received(message: str) -> str:
+    """What to answer instead of SGLang's ``message``, which takes all failures for one in the middle of loading."""
+    return f"{REFUSED}: {message.partition(' The full weights')[0]}"
+
+
+class Receiver:
+    """Stands in for ``model`` while an update is received: knows whether anything of it was loaded.
+
+    Args:
+        problem: why nothing of it may be.
+    """
+
+    def __init__(self, model: torch.nn.Module, problem: str | None) -> None:
+        self._model, self._problem = cast("Loader", model), problem
+        self.loaded = False
+
+    def load_weights(self, weights: Any) -> None:
+        if self._problem is not None:
+            raise ValueError(self._problem)
+        self.loaded = True
+        self._model.load_weights(weights)
+
+
+class Buckets:
+    """Stands in for ``model`` while an update comes in buckets: each is looked at before any of it is loaded.
+
+    All ranks get the same buckets in the same order, so all of them stop before the same one.
+
+    Attributes:
+        problem: what was wrong with a bucket, in one line.
+    """
+
+    def __init__(self, model: torch.nn.Module, expected: Expected) -> None:
+        self._model, self._expected = model, expected
+        self._loaded = False
+        self.problem: str | None = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises ValueError: the bucket does not fit; whoever sends them is told, and sends no more."""
+        bucket = list(weights)
+        problem = self._expected.problem((name, tensor.shape) for name, tensor in bucket)
+        if problem is not None:
+            self.problem = problem.replace(REFUSED, BROKEN_OFF) if self._loaded else problem
+            raise ValueError(self.problem)
+        self._loaded = True
+        cast("Loader", self._model).load_weights(bucket)
+
+    def __getattr__(self, name: str) -> Any:
+        # SGLang goes through the model's modules when all has come.
+        return getattr(self._model, name)
+
+
+class WholeUpdatesTpModelWorker(TpModelWorker):
+    """SGLang's, of which each rank of the engine takes all tensors of a request, or none does.
+
+    Attributes:
+        rank: of the engine; what a request has for this rank stands at this place.
+    """
+
+    rank: int
+
+    def expect(self, empty: torch.nn.Module) -> None:
+        """Updates must fit ``empty``, a model without memory."""
+        self.expected = Expected(empty, partial(checkpoint_names, self.model_runner.model_config.model_path))
+
+    def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:
+        """SGLang's, on all ranks together."""
+        tensors, problem = None, None
+        try:
+            monkey_patch_torch_reductions()
+            open_patiently()
+            tensors = self._opened(recv_req)
+            if (given := shapes(tensors, recv_req.load_format)) is not None:
+                problem = self.expected.problem(given, recv_req.load_format)
+        except Exception as error:  # the other ranks wait to hear of it
+            problem = refused(error)
+        wrong = torch.tensor([problem is not None], dtype=torch.int32)
+        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self.model_runner.groups.world)
+        if wrong.item():
+            return False, problem or ""
+        return self.model_runner.update_weights_from_tensor(tensors, recv_req.load_format)
+
+    def _opened(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
+        """What the request has for this rank."""
+        items = recv_req.serialized_named_tensors
+        if len(items) <= self.rank:
+            raise ValueError(f"{len(items)} items for {dist.get_world_size()} ranks, must be one for each")
+        tensors = MultiprocessingSerializer.deserialize(items[self.rank])
+        if recv_req.load_format == "flattened_bucket":
+            return tensors
+        return [
+            (name, tensor.get(self.rank) if isinstance(tensor, LocalSerializedTensor) else tensor)
+            for name, tensor in tensors
+        ]
+
+    def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> tuple[bool, str]:
+        """SGLang's; what does not fit is received all the same, since its sender waits for us."""
+        try:
+            problem = self.expected.problem(zip(recv_req.names, recv_req.shapes, strict=True))
+        except Exception as error:
+            problem = refused(error)
+        runner = self.model_runner
+        model, runner.model = runner.model, Receiver(runner.model, problem)
+        try:
+            success, message = super().update_weights_from_distributed(recv_req)
+            loaded = runner.model.loaded
+        finally:
+            runner.model = model
+        if success or loaded:
+            return success, message
+        return False, problem or not_received(message)
+
+    def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> tuple[bool, str]:
+        """SGLang's; nothing is loaded from the first bucket on that does not fit."""
+        runner = self.model_runner
+        model = runner.model
+        buckets = runner.model = Buckets(model, self.expected)
+        try:
+            success, message = super().update_weights_from_ipc(recv_req)
+        finally:
+            runner.model = model
+        return success, message if success else buckets.problem or message

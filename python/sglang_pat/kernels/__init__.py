@@ -1,1 +1,0 @@
-"""Copy kernels: one call for all live slots of a layer."""
