@@ -24,7 +24,6 @@ from time import thread_time
 from typing import Any
 
 import numpy as np
-from _intake_turns import intake_slices
 from _round_turns import PATIENCE_SECONDS, admitter, length, loop_slices
 
 from sglang_pat import messages as m
@@ -200,7 +199,7 @@ def main() -> int:
     args = parser.parse_args()
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    results: dict[str, list[dict[str, Any]]] = {"requests": [], "rounds": [], "intake": []}
+    results: dict[str, list[dict[str, Any]]] = {"requests": [], "rounds": []}
     gc.collect()
     gc.freeze()  # what imports have left is not gone through again and again
     print(f"\n{'requests':>8}  {'routed, us':>10}  {'held back, us':>13}  {'a report, us':>12}  {'decided, ms':>11}")
@@ -228,13 +227,6 @@ def main() -> int:
                 f"{row['collector_ms']:>11.1f}",
                 flush=True,
             )
-    if not args.mode:
-        titles = "prompts given tokens body,MB read,ms turn,ms all,ms".split()
-        print("\n" + "  ".join(f"{title:>11}" for title in titles))
-        results["intake"] = asyncio.run(intake_slices())
-        for row in results["intake"]:
-            shown = [f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()]
-            print("  ".join(f"{one:>11}" for one in shown), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"machine": about, "bars": BARS, "results": results}, indent=1) + "\n")
     return 0

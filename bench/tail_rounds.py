@@ -3,19 +3,18 @@
     python bench/tail_rounds.py [--quick] [--models MODEL ...] [--json FILE]
 
 SmolLM2 with natural lengths; ``wide``, whose weights are random, with lengths given in advance that have a tail.  The
-admitter is in this process, on the same code as in a server (``RolloutRound``).  ``studies/tail_batching.py`` simulates
+admitter is in this process, its samples go to a server (``RolloutClient``).  ``studies/tail_batching.py`` simulates
 RollPacker's settings.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import sys
 import time
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,8 +33,7 @@ from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 from sglang_pat.replay.shapes import Shape
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.records import Group, Output, Summary
-from sglang_pat.rollout.rounds import RolloutRound
+from sglang_pat.rollout.records import Output, Summary
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.testing.server import Server, stopped
 from sglang_pat.tools.console import Speaker
@@ -100,7 +98,7 @@ class Contender:
         self._feed()
         before = self.server.status()["num_switches"]
         began = time.monotonic()
-        outputs, summary = asyncio.run(self._play(version))
+        outputs, summary = self._play(version)
         self.rounds.append(
             {
                 "seconds": time.monotonic() - began, "kind": summary.kind, "thrown": summary.thrown,
@@ -116,20 +114,12 @@ class Contender:
         self._admitter.feed([((0, i), {"text": CHAT.format(PROMPTS[i % len(PROMPTS)])}) for i in indices])
         self._fed = indices.stop
 
-    async def _play(self, version: int) -> tuple[list[Output], Summary]:
+    def _play(self, version: int) -> tuple[list[Output], Summary]:
         params = {"temperature": 1.0, "max_new_tokens": self.job.limit}
         shape = self.job.shape
         lengths = None if self.job.natural else partial(shape.of_sample, SEED, correlation=RHO)
-        outputs: list[Output] = []
-        async with self.server.session() as session:
-            round_ = RolloutRound(self._admitter, Client(self.server, session, lengths), version, params)
-            async with aclosing(aiter(round_)) as events:
-                async for event in events:
-                    if isinstance(event, Group):
-                        outputs += [sample.output for sample in event.kept()]
-                    elif isinstance(event, Summary):
-                        return outputs, event
-        raise AssertionError("a round ends with its summary, or raises")
+        *groups, summary = Client(self.server.url, lengths).rollout(self._admitter, params, version)
+        return [sample.output for group in groups for sample in group.kept()], summary
 
 
 def run(console: Console, jobs: dict[str, RealJob], budget: str) -> dict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,11 +110,8 @@ def _at(value: Any, path: str) -> Any:
     return value if end == len(path) else []
 
 
-def write(data: bytes | Iterable[bytes], path: str | os.PathLike[str]) -> None:
+def write(data: bytes, path: str | os.PathLike[str]) -> None:
     """Write a file, whole or not at all.
-
-    Args:
-        data: of the file, or pieces of it that are made as they are written.
 
     Raises:
         OSError: it cannot be written; what was there is still there.
@@ -123,7 +120,7 @@ def write(data: bytes | Iterable[bytes], path: str | os.PathLike[str]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.writelines([data] if isinstance(data, bytes) else data)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -14,13 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-SETTINGS: dict[str, str] = {"schedule": "POST the entries as a JSON list to /pat/schedule"}
+SETTINGS: dict[str, str] = {
+    "rollout_dir": "put admitter.state_dict() into the trainer's checkpoint (docs/rollouts.md)",
+    "schedule": "POST the entries as a JSON list to /pat/schedule",
+}
 """By a setting's name, as in ``sglang_pat/settings.py`` (``rollout_dir`` for ``--pat-rollout-dir``)."""
 
 VALUES: dict[tuple[str, str], str] = {}
 """By the name of a setting that has choices, and the choice that is gone: ``("policy", "schedule")``."""
 
-ROUTES: dict[str, str] = {}
+_CLIENT = "use sglang_pat.rollout.client.RolloutClient(url) (docs/rollouts.md)"
+
+ROUTES: dict[str, str] = {
+    "POST /pat/rollout": _CLIENT,
+    "POST /pat/rollout/verdict": f"{_CLIENT}, with judge=",
+    "POST /pat/rollout/prompts": f"{_CLIENT}, with more=",
+    "POST /pat/rollout/turn": f"{_CLIENT}, with environment=",
+    "DELETE /pat/rollout/{job}": "prompts that wait are in the trainer's admitter",
+}
 """By method and path of the HTTP server, as FastAPI writes it: ``"DELETE /pat/rollout/{job}"``; answered with 410."""
 
 _SCHEDULE = "a server takes a schedule by POST /pat/schedule; a program calls reconfigure(tp)"

@@ -111,7 +111,6 @@ SETTINGS = (
         "python -m sglang_pat.replay --log FILE decides again.",
         "FILE",
     ),
-    Setting("rollout_dir", None, "Keep here the prompts that wait between rounds of /pat/rollout.", "DIR"),
     Setting("switch_at", 8, "For threshold: merge when N requests or fewer are left."),
     Setting(
         "cpu_overlap", False,
@@ -143,7 +142,7 @@ SETTINGS = (
 BASE_TP = Setting("base_tp", 1, "TP degree of the base layout")
 """Only where somebody else says how many GPUs the engine has, and calls that number its TP degree."""
 
-_NOT_OF_THE_CONFIGURATION = ("rollout_dir", "cpu_overlap")
+_NOT_OF_THE_CONFIGURATION = ("cpu_overlap",)
 _NAMED = {setting.name: setting for setting in (BASE_TP, *SETTINGS)}
 
 

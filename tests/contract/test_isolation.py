@@ -165,7 +165,6 @@ def test_the_server_drops_what_it_cannot_handle(monkeypatch):
 
     monkeypatch.setattr(TokenizerManager, "__init__", made)
     args = SimpleNamespace(
-        pat_rollout_dir=None,
         enable_metrics=False,
         spec=SimpleNamespace(config=SimpleNamespace(calibrates=False, log=None)),
     )

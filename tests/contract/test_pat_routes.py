@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 
 import pytest
 
-from .rollouts_world import Manager, call, read
+from sglang_pat import removed
 
 pytestmark = pytest.mark.contract
 
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 
 CLIENTS = {
-    ("/pat/status", "GET"), ("/pat/schedule", "GET"), ("/pat/rollout", "POST"), ("/pat/rollout/verdict", "POST"),
-    ("/pat/rollout/prompts", "POST"), ("/pat/rollout/turn", "POST"), ("/pat/round", "POST"), ("/pat/round", "DELETE"),
+    ("/pat/status", "GET"), ("/pat/schedule", "GET"), ("/pat/round", "POST"), ("/pat/round", "DELETE"),
 }  # fmt: skip
-ADMINS = {("/pat/reconfigure", "POST"), ("/pat/schedule", "POST"), ("/pat/rollout/{job}", "DELETE")}
-"""Routes that change the engine for everybody, or destroy what is kept."""
+ADMINS = {("/pat/reconfigure", "POST"), ("/pat/schedule", "POST")}
+"""Routes that change the engine for everybody."""
+GONE = {(path, method) for method, path in map(str.split, removed.ROUTES)}
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def routes(app):
 )
 def test_who_may_call_what(app, keys, key, as_user, as_admin):
     found = routes(app)
-    assert set(found) == ADMINS | CLIENTS, "a new route: say here who may call it"
+    assert set(found) == ADMINS | CLIENTS | GONE, "a new route: say here who may call it"
     caller = client(app, **keys)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     for path, method in found:
@@ -80,8 +79,7 @@ def test_a_schedule_answers_at_its_end_only(app):
 def test_bodies_are_bounded(app, path, monkeypatch):
     from sglang_pat.server import http
 
-    monkeypatch.setattr(http, "MAX_BODY_BYTES", 1000)
-    monkeypatch.setattr(http, "MAX_SMALL_BYTES", 1000)
+    monkeypatch.setattr(http, "MAX_BYTES", 1000)
     monkeypatch.setattr(http, "_manager", lambda: None)
     answer = client(app).post(path, content=(b"[" * 100 for _ in range(100)))
     assert answer.status_code == 400
@@ -116,12 +114,15 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     config = AdaptiveConfig(base=ParallelLayout(1, 2))
     manager.server_args = SimpleNamespace(spec=SimpleNamespace(config=config))
     manager.auto_create_handle_loop = lambda: None
+    manager.pat_weight_updates, manager.context_len, manager.max_req_input_len, manager.tokenizer = 3, 100, 90, None
+    manager.model_config = SimpleNamespace(hf_eos_token_id={2})
     manager.send_to_scheduler = SimpleNamespace(send_pyobj=sent.append)
     monkeypatch.setattr(http, "_manager", lambda: manager)
     caller = client(app)
     answer = caller.post("/pat/round", json=body)
     if line is None:
-        assert answer.status_code == 200 and sent == [BeginRound(**body)]
+        assert answer.json() == {"weight_updates": 3, "room": 90, "stop_token_ids": [2]}
+        assert sent == [BeginRound(**body)]
         assert caller.delete("/pat/round", params={"name": "mine"}).status_code == 200
         assert sent[1:] == [EndRound(name="mine")]
     else:
@@ -129,154 +130,11 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
         assert answer.status_code == 400 and line in said and "\n" not in said and not sent
 
 
-def test_a_round_is_bounded():
-    from sglang_pat.server.bodies import MAX_ROUND_SAMPLES, parse
-
-    assert parse(b'{"num_prompts": 512, "num_responses": 16}').started_prompts == 640
-    for body in (b'{"num_prompts": 1, "num_responses": 262144}', b'{"num_prompts": 8192, "num_responses": 8}'):
-        with pytest.raises(ValueError, match=f"at most {MAX_ROUND_SAMPLES} are allowed") as caught:
-            parse(body)
-        assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("number", [2**53 + 1, -(2**53) - 1, 2**64 - 1, 10**30])
-def test_numbers_are_those_of_json(number):
-    """Beyond 64 bits the state of a job could not be written, and one more than the last version is computed."""
-    from sglang_pat.server.bodies import parse, parse_verdict
-
-    for field in ("version", "end_of_epoch"):
-        with pytest.raises(ValueError, match=field):
-            parse(b'{"num_prompts": 1, "num_responses": 1, "%s": %d}' % (field.encode(), number))
-    with pytest.raises(ValueError, match="key"):
-        parse(b'{"num_prompts": 1, "num_responses": 1, "prompts": [{"key": [0, %d], "text": "a"}]}' % number)
-    with pytest.raises(ValueError, match="key"):
-        parse_verdict(b'{"key": [%d, 0], "number": 0, "keep": true}' % number)
-
-
-@pytest.fixture
-def rollouts(tmp_path):
-    from sglang_pat.server.rollout import Rollouts
-
-    return Rollouts(None, tmp_path, None)
-
-
-def add_job(rollouts, name: str, settled: bool = True, used: float | None = None) -> None:
-    from sglang_pat.rollout.admitter import Admitter
-    from sglang_pat.rollout.rules import Rules
-    from sglang_pat.server.jobs import Job
-
-    job = rollouts._jobs._jobs[name] = Job(Admitter(Rules(num_prompts=1, num_responses=1)))
-    job.settled = settled
-    job.used = job.used if used is None else used
-
-
-def test_jobs_are_bounded(rollouts, monkeypatch):
-    from sglang_pat.server import jobs
-
-    monkeypatch.setattr(jobs, "MAX_JOBS", 3)
-    for name in "abc":
-        rollouts._jobs.make_room(name)
-        add_job(rollouts, name)
-    rollouts._jobs.make_room("a")
-    with pytest.raises(ValueError, match="3 others; DELETE"):
-        rollouts._jobs.make_room("d")
-    asyncio.run(rollouts.forget("b"))
-    rollouts._jobs.make_room("d")
-
-
-@pytest.mark.parametrize("over", [True, False])
-def test_a_round_that_is_over_is_waited_for(rollouts, over):
-    """Whoever left it cannot know what is still being done; only one that goes on is refused."""
-    from sglang_pat.server.jobs import Busy
-
-    async def drop() -> None:
-        add_job(rollouts, "left", settled=False)
-        job = rollouts._jobs.get("left")
-
-        async def settle() -> None:
-            await asyncio.sleep(0)  # whoever does not wait is here first
-            job.settled = True
-
-        job.settling = asyncio.ensure_future(settle()) if over else None
-        await rollouts.forget("left")
-
-    if over:
-        asyncio.run(drop())
-        assert rollouts._jobs.get("left") is None
-    else:
-        with pytest.raises(Busy, match="'left' has a round under way"):
-            asyncio.run(drop())
-
-
-def test_jobs_expire_but_not_in_a_round(rollouts):
-    from sglang_pat.server.jobs import JOB_SECONDS, time
-
-    now = time.monotonic()
-    add_job(rollouts, "old", used=now - JOB_SECONDS - 1)
-    add_job(rollouts, "busy", settled=False, used=now - JOB_SECONDS - 1)
-    add_job(rollouts, "young", used=now - JOB_SECONDS + 60)
-    add_job(rollouts, "mine", used=now - JOB_SECONDS - 1)
-    rollouts._jobs.make_room("mine")
-    assert set(rollouts._jobs._jobs) == {"busy", "young", "mine"}
-
-
-def test_files_of_jobs_are_bounded(rollouts, tmp_path, monkeypatch):
-    from sglang_pat.server import jobs
-
-    monkeypatch.setattr(jobs, "MAX_SAVED_JOBS", 2)
-    for name in "ab":
-        (tmp_path / f"{name}.json").write_text("{}")
-    rollouts._jobs.make_room("a")
-    with pytest.raises(ValueError, match="2 are kept"):
-        rollouts._jobs.make_room("c")
-
-
-def test_labels_are_bounded():
-    from sglang_pat import metrics
-
-    jobs = metrics.RolloutMetrics.__new__(metrics.RolloutMetrics)
-    jobs._jobs = set()
-    labels = {jobs._label(f"job{i}") for i in range(5 * metrics.MAX_JOB_LABELS)}
-    assert len(labels) == metrics.MAX_JOB_LABELS + 1 and "other" in labels
-    assert jobs._label("job0") == "job0"
-
-
-def test_tokens_of_all_jobs_are_bounded(tmp_path, monkeypatch):
-    """Each body is small enough; all that is kept of them is counted, and what has gone is not."""
-    from sglang_pat.server import bodies, intake
-    from sglang_pat.server.rollout import Rollouts
-
-    monkeypatch.setattr(intake, "MAX_PROMPT_TOKENS", 24)
-    refused = pytest.raises(ValueError, match="at most 24 together; give fewer, or drop a job")
-
-    async def run():
-        rollouts = Rollouts(Manager(), tmp_path, None)
-        a, b = (call(0, 6, job=name) for name in "ab")  # 12 tokens each, of which a round returns 4
-        await read(rollouts, a)
-        assert rollouts._jobs.get("a").tokens == 8
-        await read(rollouts, b)
-        with refused as caught:
-            await read(rollouts, call(6, 5, job="b"))
-        assert "10 tokens, and 16 are there" in str(caught.value) and "\n" not in str(caught.value)
-        with refused:
-            await read(rollouts, call(0, 5, job="new"))
-        assert rollouts._jobs.get("b").tokens == 8 and rollouts._jobs.get("new") is None
-
-        # In a round, which waits for verdicts: what comes with the call, and what is fed.
-        events = rollouts.events(call(6, 2, job="a", filter_groups=True))
-        await anext(events)
-        more = '{"job": "a", "prompts": [{"key": [0, 8], "input_ids": [%s]}]}'
-        with refused:
-            await rollouts.feed(bodies.parse_more((more % "3, 1, 1, 1, 1").encode()))
-        assert await rollouts.feed(bodies.parse_more((more % "3, 1, 1, 1").encode()))
-        assert rollouts._jobs.tokens_beside("b") == 16
-        await events.aclose()
-        await rollouts._over("a")
-        assert rollouts._jobs.tokens_beside("b") == 16, "the round was taken back"
-
-        with refused:
-            await read(rollouts, call(6, 1, job="b"))
-        await rollouts.forget("a")
-        await read(rollouts, call(6, 1, job="b"))
-
-    asyncio.run(run())
+def test_routes_that_are_gone_say_what_to_use(app):
+    caller = client(app)
+    for name in removed.ROUTES:
+        method, path = name.split()
+        answer = caller.request(method, path.replace("{job}", "mine"), content=b"{}")
+        line = answer.json()["error"]["message"]
+        assert answer.status_code == 410 and line == f"{name} is gone: {removed.ROUTES[name]}" and "\n" not in line
+    assert "RolloutClient" in caller.post("/pat/rollout").text

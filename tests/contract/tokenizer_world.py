@@ -52,7 +52,7 @@ class Manager(AdaptiveTokenizerManager):
         self.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)
         self.sent: list[Any] = []
         self.send_to_scheduler = SimpleNamespace(send_pyobj=self._sends)
-        self.pat_rollouts = MagicMock()
+        self.pat_rounds = set()
         self.pat_weight_updates, self._pat_calibration = 0, None
         self.init_request_dispatcher()
         self.pat_begin()

@@ -48,8 +48,8 @@ step and after every switch; no switch makes what should have been made at start
 SIDES = {
     "llama": (
         "agreement attributes smoke control sglang_routes threshold python_api features commands requests cramped "
-        "mixtures features_otherwise same_tokens gauges rollout rollout_bodies start_degree rollout_python "
-        "rollout_left rollout_thread rehearsal hostile policies calibration flags attach faults"
+        "mixtures features_otherwise same_tokens gauges rollout start_degree rollout_left rollout_python "
+        "rollout_thread rehearsal hostile policies calibration flags attach faults"
     ).split(),
     "others": (
         "profiler sampling same_numbers same_tokens long_prompts weights weights_refused weights_alive clients "
@@ -288,13 +288,7 @@ def deployment(llama) -> Fingerprint:
     return fingerprint(llama)
 
 
-@pytest.fixture(scope="session")
-def jobs(tmp_path_factory) -> Path:
-    """Where :func:`server` keeps its rollout jobs."""
-    return tmp_path_factory.mktemp("jobs")
-
-
 @pytest.fixture
-def server(servers, llama, jobs) -> Server:
-    """Two ranks, with metrics and kept jobs."""
-    return servers.adaptive(llama, 2, "--pat-rollout-dir", str(jobs), "--enable-metrics")
+def server(servers, llama) -> Server:
+    """Two ranks, with metrics."""
+    return servers.adaptive(llama, 2, "--enable-metrics")

@@ -1,14 +1,16 @@
-"""Rounds over HTTP, for tests: bodies, events, and when the engine is idle."""
+"""Rounds of a client, for tests: prompts, one round, and when the engine is idle."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from typing import Any
 
 import requests
 
-from sglang_pat.testing.server import Server, sent_event
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.client import RolloutClient
+from sglang_pat.rollout.records import Group, Summary
+from sglang_pat.rollout.rules import Rules
+from sglang_pat.testing.server import Server
 
 STOPS = list(range(100, 124))
 """Tokens that end a response: of 512 equally likely ones, so that it has some 20 tokens and sometimes 100."""
@@ -16,42 +18,34 @@ STOPS = list(range(100, 124))
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 150, "stop_token_ids": STOPS}
 
 
-def prompt(epoch: int, index: int, tokens: int = 12) -> dict[str, Any]:
-    return {"key": [epoch, index], "input_ids": [6 + (index * 97 + i * 31) % 490 for i in range(tokens)]}
+def prompts(*indices: int, tokens: int = 12) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+    return [((0, index), {"input_ids": [6 + (index * 97 + i * 31) % 490 for i in range(tokens)]}) for index in indices]
 
 
-def body(prompts: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-    rules = {"num_prompts": 3, "num_responses": 2, "eta_prompts": 1.5, "eta_responses": 1.5}
-    return {"prompts": prompts, "sampling_params": SAMPLING} | rules | fields
+def admitter(*indices: int, end: bool = False, **rules: Any) -> Admitter:
+    given = {"num_prompts": 3, "num_responses": 2, "eta_prompts": 1.5} | rules
+    made = Admitter(Rules(**given))
+    made.feed(prompts(*indices), end_of=0 if end else None)
+    return made
 
 
-def post(server: Server, data: Any, **options: Any) -> requests.Response:
-    data = data if isinstance(data, bytes) else json.dumps(data)
-    return requests.post(f"{server.url}/pat/rollout", data=data, **options)
-
-
-def events(server: Server, data: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    with post(server, data, stream=True) as response:
-        assert response.status_code == 200, response.text
-        for line in response.iter_lines():
-            if (found := sent_event(line)) is not None:
-                yield found
-
-
-def one_round(server: Server, data: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def one_round(server: Server, mine: Admitter, sampling: Any = SAMPLING, **named: Any) -> tuple[list[Group], Summary]:
     """Groups and summary."""
-    begin, *groups, summary = events(server, data)
-    assert begin["type"] == "begin"
-    assert {group["type"] for group in groups} <= {"group"}
-    assert summary["type"] == "round", summary
+    *groups, summary = RolloutClient(server.url).rollout(mine, sampling, **({"version": 0} | named))
+    assert isinstance(summary, Summary)
     return groups, summary
+
+
+def tokens(groups: list[Group]) -> dict[tuple[int, int], list[int]]:
+    """Of each response, by prompt and number; which response of a group ends first is a matter of time."""
+    return {(group.index, sample.number): sample.output.token_ids for group in groups for sample in group.kept()}
 
 
 def idle(server: Server) -> None:
     """Nothing is in the engine, no request and no KV: SGLang's flush waits until it has ended what was aborted."""
     assert requests.post(f"{server.url}/flush_cache?timeout=500").status_code == 200
     status = server.status()
-    assert status["requests"] == 0
+    assert status["requests"] == 0 and status["rounds"]["open"] == [], status
     assert not any(group["kv_used"] for group in status["groups"]), status["groups"]
 
 

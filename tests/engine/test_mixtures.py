@@ -27,6 +27,7 @@ OF_THE_RUN = {
     "cached_tokens",
     "cached_tokens_details",
     "tp_from_token",
+    "weight_updates",
     "response_sent_to_client_ts",
 }
 """What an answer says of its way through the engine."""

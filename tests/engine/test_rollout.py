@@ -1,34 +1,20 @@
-"""Rounds on a real engine: ``POST /pat/rollout``."""
+"""Rounds of a client on a real server: :class:`RolloutClient`."""
 
 from __future__ import annotations
 
-import json
 import random
+import threading
 
 import pytest
 import requests
 
+from sglang_pat.rollout.client import RolloutClient
+from sglang_pat.rollout.records import Group
+from sglang_pat.rollout.rounds import WeightsChanged
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import EOS_ID, STOP_ID
 
-from .rollout_calls import STOPS, body, events, idle, one_round, post, prompt, reached, schedule
-
-
-def test_a_round_of_groups(server, jobs):
-    prompts = [prompt(0, index) for index in range(6)]
-    groups, summary = one_round(server, body(prompts, job="groups", version=41))
-    assert summary["returned"] == len(groups) == 3
-    assert summary["kind"] == "short"
-    assert summary["engine"] == {"running": 0, "waiting": 0, "tokens": 0, "retracted": 0}
-    for group in groups:
-        assert len(group["responses"]) == 2
-        for response in group["responses"]:
-            assert response["versions"] == [[41, len(response["token_ids"])]]
-            assert len(response["logprobs"]) == len(response["token_ids"])
-            assert response["finish_reason"] == "length" or response["token_ids"][-1] in {*STOPS, EOS_ID, STOP_ID}
-    waiting = json.loads((jobs / "groups.json").read_text())["state"]["waiting"]
-    assert len(waiting) == 2
-    assert not {group["index"] for group in waiting} & {group["key"][1] for group in groups}
+from .rollout_calls import STOPS, admitter, idle, one_round, prompts, reached, schedule, tokens
 
 
 @pytest.fixture(params=["", "as on CUDA"])
@@ -37,17 +23,29 @@ def either(request, server, servers, llama) -> Server:
     return servers.as_on_cuda(llama) if request.param else server
 
 
+def test_a_round_of_groups(server):
+    mine = admitter(*range(6), eta_responses=1.5)
+    groups, summary = one_round(server, mine, version=41)
+    assert summary.returned == len(groups) == 3 and summary.kind == "short"
+    for group in groups:
+        for output in [sample.output for sample in group.kept()]:
+            assert output.versions() == [41] * len(output.token_ids)
+            assert len(output.logprobs) == len(output.token_ids) and output.text
+            assert output.finish_reason == "length" or output.token_ids[-1] in {*STOPS, EOS_ID, STOP_ID}
+    assert len(mine.state.waiting) == 2
+    assert not {group.index for group in mine.state.waiting} & {group.index for group in groups}
+    idle(server)
+
+
 def test_responses_are_those_of_generate(either):
     """Greedy: the same tokens as without rounds, through a switch."""
     server = either
     greedy = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
-    prompts = [prompt(0, index) for index in range(3)]
-    wanted = server.generate([{"input_ids": p["input_ids"], "sampling_params": greedy} for p in prompts])
+    wanted = server.generate([prompt | {"sampling_params": greedy} for _, prompt in prompts(0, 1, 2)])
     schedule(server, {"tp": 2, "arrived": 6, "step": 20})
-    groups, _ = one_round(server, body(prompts, job="greedy", sampling_params=greedy, eta_prompts=1.0, eta_responses=1))
+    groups, _ = one_round(server, admitter(0, 1, 2, eta_prompts=1.0), greedy)
     assert [switch["requests"] for switch in reached(server)["switches"]] == [6]
-    found = {group["key"][1]: [r["token_ids"] for r in group["responses"]] for group in groups}
-    assert found == {index: [answer["output_ids"]] * 2 for index, answer in enumerate(wanted)}
+    assert tokens(groups) == {(i, n): answer["output_ids"] for i, answer in enumerate(wanted) for n in range(2)}
 
 
 def spread_by(outputs: list[list[int]]) -> tuple[int, list[int]]:
@@ -70,26 +68,25 @@ def test_partial_goes_on_with_the_same_tokens(either):
     """Interrupted and resumed in later rounds, greedily: as if never interrupted; versions say when."""
     server = either
     greedy = {"temperature": 0, "max_new_tokens": 240, "ignore_eos": True}
-    prompts = [prompt(0, index, tokens=10 + index) for index in range(4)]
-    whole = server.generate([{"input_ids": p["input_ids"], "sampling_params": greedy} for p in prompts])
+    given = [prompts(index, tokens=10 + index)[0] for index in range(4)]
+    whole = server.generate([prompt | {"sampling_params": greedy} for _, prompt in given])
     stop, lengths = spread_by([answer["output_ids"] for answer in whole])
     # One response is shorter than the others by far: the first round, which it ends, interrupts these.
     greedy = {"temperature": 0, "max_new_tokens": 240, "stop_token_ids": [stop]}
-    fields = {"mode": "partial", "num_prompts": 1, "num_responses": 1, "eta_prompts": 4.0, "eta_responses": 1}
-    fields |= {"max_staleness": 9, "job": "partial", "end_of_epoch": 0, "sampling_params": greedy}
+    mine = admitter(mode="partial", num_prompts=1, num_responses=1, eta_prompts=4.0, max_staleness=9)
+    mine.feed(given, end_of=0)
     found, interrupted = {}, 0
-    for version, given in enumerate([prompts, [], [], []]):
-        groups, summary = one_round(server, body(given, version=version, **fields))
-        assert summary["thrown"] == 0
-        interrupted += len(summary["aborted_lengths"])
-        found |= {group["key"][1]: group["responses"][0] for group in groups}
-    assert sorted(found) == [0, 1, 2, 3]
+    for version in range(4):
+        groups, summary = one_round(server, mine, greedy, version=version)
+        assert summary.thrown == 0
+        interrupted += len(summary.aborted_lengths)
+        found |= {group.index: group.kept()[0].output for group in groups}
+    assert sorted(found) == [0, 1, 2, 3] and interrupted
     for index, (answer, length) in enumerate(zip(whole, lengths, strict=True)):
-        assert found[index]["token_ids"] == answer["output_ids"][:length]
-        assert len(found[index]["logprobs"]) == length
-        assert [version for version, _ in found[index]["versions"]] == sorted({v for v, _ in found[index]["versions"]})
-    assert interrupted
-    assert any(len(response["versions"]) > 1 for response in found.values())
+        assert found[index].token_ids == answer["output_ids"][:length]
+        assert len(found[index].logprobs) == length
+        assert found[index].versions() == sorted(found[index].versions())
+    assert any(len(output.spans) > 1 for output in found.values())
 
 
 @pytest.mark.parametrize("rounds", [16, pytest.param(50, marks=pytest.mark.soak)])
@@ -99,126 +96,111 @@ def test_rounds_with_switches_leave_no_kv(either, rounds):
     idle(server)
     chance = random.Random(3)
     returned, kinds, aborted, given = [], [], 0, 0
+    mine = admitter(max_deferrals=5, eta_responses=1.5)
     last = rounds * 4 // 5
     for number in range(rounds):
         count = 5 if number < last else 0
-        prompts = [prompt(0, given + i) for i in range(count)]
+        mine.feed(prompts(*range(given, given + count)), end_of=0 if number == last else None)
         given += count
-        end = {"end_of_epoch": 0} if number == last else {}
         # Some switches come while samples are sent, some while they are aborted, some after the round.
         point = {chance.choice(["step", "batch", "tokens"]): chance.randrange(60)}
         schedule(server, {"tp": 2 - number % 2, "arrived": chance.randrange(3), **point})
-        groups, summary = one_round(server, body(prompts, job=f"rounds-{rounds}", max_deferrals=5, **end))
-        returned += [group["key"][1] for group in groups]
-        kinds.append(summary["kind"])
-        aborted += len(summary["aborted_lengths"])
-        engine = summary["engine"]
-        assert (engine["running"], engine["waiting"], engine["tokens"]) == (0, 0, 0)
+        groups, summary = one_round(server, mine)
+        returned += [group.index for group in groups]
+        kinds.append(summary.kind)
+        aborted += len(summary.aborted_lengths)
     schedule(server)
     idle(server)
-    assert len(kinds) == rounds
-    assert len(returned) == len(set(returned)) == sum(3 for kind in kinds)
+    assert len(returned) == len(set(returned)) == 3 * rounds
     assert aborted > rounds
     assert {"short", "long"} <= set(kinds)
     assert server.status()["num_switches"] > rounds // 3
 
 
-def test_a_client_that_goes_away_aborts_its_round(server):
-    long = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}
-    data = body([prompt(0, index) for index in range(5)], job="away", sampling_params=long)
-    schedule(server, {"arrived": 5, "step": 5, "hold": True})
-    stream = events(server, data)
-    assert next(stream)["type"] == "begin"
-    busy = post(server, data)
-    assert busy.status_code == 409 and "round under way" in busy.text
-    reached(server)
-    stream.close()
-    schedule(server)
-    idle(server)
-    groups, summary = one_round(server, body([], job="away"))
-    assert summary["returned"] == 3, "its prompts are where they were"
-
-
 def test_weights_between_rounds_and_in_one(server, llama):
-    prompts = [prompt(0, index) for index in range(9)]
-    one_round(server, body(prompts, job="weights", version=1))
+    mine = admitter(*range(9))
+    one_round(server, mine, version=1)
     update = {"model_path": str(llama), "weight_version": "2"}
     assert requests.post(f"{server.url}/update_weights_from_disk", json=update).json()["success"]
-    groups, _ = one_round(server, body([], job="weights", version=2))
-    assert {r["versions"][0][0] for group in groups for r in group["responses"]} == {2}
+    groups, _ = one_round(server, mine, version=2)
+    assert {version for group in groups for sample in group.kept() for version in sample.output.versions()} == {2}
+    mine.feed(prompts(*range(20, 26)))
+    before = len(mine.state.fresh) + len(mine.state.waiting)
     long = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
-    more = [prompt(0, 20 + index) for index in range(6)]
     schedule(server, {"arrived": 5, "step": 5, "hold": True})
-    stream = events(server, body(more, job="weights", version=3, sampling_params=long))
-    assert next(stream)["type"] == "begin"
-    reached(server)
-    assert requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}).status_code == 200
-    schedule(server)
-    # With requests alive SGLang's own flush would fail, and end the server.
-    kept = update | {"flush_cache": False}
-    assert requests.post(f"{server.url}/update_weights_from_disk", json=kept).json()["success"]
-    assert requests.post(f"{server.url}/continue_generation", json={}).status_code == 200
-    (error,) = stream
-    assert error["type"] == "error" and "weights were updated" in error["message"]
+
+    def update_in_the_round() -> None:
+        reached(server)
+        assert server.post("/pause_generation", {"mode": "in_place"}).status_code == 200
+        schedule(server)
+        # With requests alive SGLang's own flush would fail, and end the server.
+        assert server.post("/update_weights_from_disk", update | {"flush_cache": False}).json()["success"]
+        assert server.post("/continue_generation", {}).status_code == 200
+
+    thread = threading.Thread(target=update_in_the_round)
+    thread.start()
+    with pytest.raises(WeightsChanged, match="weights were updated"):
+        next(RolloutClient(server.url).rollout(mine, long, version=3))
+    thread.join()
+    assert len(mine.state.fresh) + len(mine.state.waiting) == before, "its prompts are where they were"
     idle(server)
-    groups, _ = one_round(server, body([], job="weights", version=4))
-    assert len(groups) == 3
+    assert len(one_round(server, mine, version=4)[0]) == 3
 
 
-def test_verdicts(server):
-    data = body([prompt(0, index) for index in range(8)], job="verdicts", filter_groups=True)
-    kept, judged, useless = [], 0, 0
-    for event in events(server, data):
-        if event["type"] == "judge":
-            judged += 1
-            verdict = {"job": "verdicts", "key": event["key"], "number": event["number"], "keep": judged % 2 == 0}
-            answer = requests.post(f"{server.url}/pat/rollout/verdict", json=verdict)
-            assert answer.status_code == 200
-            useless += answer.json()["counted"] and not verdict["keep"]
-        elif event["type"] == "group":
-            kept.append(event["key"])
-    assert event["type"] == "round"
-    assert event["filtered"] == useless > 0
-    assert len(kept) == event["returned"] == 3
+def test_full_batches_although_most_groups_are_useless(server):
+    """Four of five are: the round asks for prompts until its batch is full."""
+    mine, fed = admitter(0, 1, 2, filter_groups=True, eta_prompts=1.0), [3]
+
+    def more(count: int):
+        first, fed[0] = fed[0], fed[0] + count
+        return prompts(*range(first, fed[0]))
+
+    sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+    groups, summary = one_round(server, mine, sampling, judge=lambda group: group.index % 5 == 4, more=more)
+    assert summary.returned == 3 and summary.filtered > 0 and fed[0] >= 15
+    assert all(group.index % 5 == 4 for group in groups)
+    idle(server)
 
 
-def test_a_job_can_be_dropped(server, jobs):
-    one_round(server, body([prompt(0, index) for index in range(5)], job="dropped"))
-    assert (jobs / "dropped.json").exists()
-    assert requests.delete(f"{server.url}/pat/rollout/dropped").status_code == 200
-    assert not (jobs / "dropped.json").exists()
-    assert requests.delete(f"{server.url}/pat/rollout/dropped").status_code == 400
-    groups, _ = one_round(server, body([prompt(0, index) for index in range(5)], job="dropped"))
-    assert len(groups) == 3, "the same keys again: it is another job"
+def test_samples_of_several_turns(server):
+    """The model speaks, the environment answers: what the engine is asked for is the conversation so far."""
+    sampling = {"temperature": 0, "max_new_tokens": 30, "stop_token_ids": list(range(5, 500, 4))}
+    turns = []
+
+    async def environment(turn):
+        turns.append(turn)
+        return [300 + turn.number, 301] if turn.number < 2 else None
+
+    mine = admitter(0, 1, num_prompts=2, num_responses=1, eta_prompts=1.0)
+    groups, summary = one_round(server, mine, sampling, version=7, environment=environment)
+    assert max(turn.number for turn in turns) > 0
+    for group in groups:
+        output, at = group.kept()[0].output, 0
+        for span in output.spans:
+            if span.version is not None:
+                body = {"input_ids": group.prompt["input_ids"] + output.token_ids[:at]}
+                (answer,) = server.generate([body | {"sampling_params": sampling | {"max_new_tokens": span.tokens}}])
+                assert answer["output_ids"] == output.token_ids[at : at + span.tokens]
+            at += span.tokens
+        assert at == len(output.token_ids) == len(output.logprobs)
+    assert sorted(summary.kept_lengths) == sorted(group.kept()[0].output.tokens for group in groups)
+    idle(server)
 
 
-def test_rounds_one_right_after_the_other(server, jobs):
-    """The next is asked for as soon as the last event is there; its state is on the disk by then."""
-    for number in range(8):
-        prompts = [prompt(0, 5 * number + index) for index in range(5)]
-        _, summary = one_round(server, body(prompts, job="quick"))
-        state = json.loads((jobs / "quick.json").read_text())["state"]
-        assert state["round"] is None and len(state["waiting"]) == len(summary["ages"])
+def test_a_round_that_is_left_aborts_its_requests(server):
+    mine = admitter(*range(5))
+    long = {"temperature": 1.0, "max_new_tokens": 1500, "stop_token_ids": list(range(5, 500, 4))}
+    events = RolloutClient(server.url).rollout(mine, long, version=0)
+    assert isinstance(next(events), Group)
+    events.close()
+    assert len(mine.state.fresh) == 5 and mine.state.round is None
+    idle(server)
 
 
-def test_metrics_of_rounds(server):
-    one_round(server, body([prompt(0, index) for index in range(5)], job="metrics"))
-    text = requests.get(f"{server.url}/metrics").text
-    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("sglang_pat_round"))
-
-    def value(name: str, **labels: str) -> float:
-        wanted = [f'{key}="{text}"' for key, text in ({"job": "metrics"} | labels).items()]
-        (found,) = [v for key, v in lines.items() if key.startswith(name + "{") and all(w in key for w in wanted)]
-        return float(found)
-
-    assert value("sglang_pat_rounds_total", kind="short", outcome="done") == 1
-    assert value("sglang_pat_round_prompts_total", became="returned") == 3
-    assert value("sglang_pat_round_prompts_total", became="deferred") == 2
-    assert value("sglang_pat_round_drawn_prompts") == 5
-    assert value("sglang_pat_round_waiting_prompts") == 2
-    assert value("sglang_pat_round_waiting_age_count") == 2
-    assert value("sglang_pat_round_response_tokens_count", became="kept") == 6
-    assert value("sglang_pat_round_response_tokens_count", became="aborted") == value(
-        "sglang_pat_round_aborted_samples_total"
-    )
-    assert value("sglang_pat_round_kv_tokens_left") == 0
+def test_what_the_server_refuses_is_said_in_its_own_words(server):
+    mine = admitter(*range(5))
+    with pytest.raises(ValueError, match="answered 400: .*top_p") as error:
+        one_round(server, mine, {"max_new_tokens": 20, "top_p": 7})
+    assert "\n" not in str(error.value)
+    assert len(mine.state.fresh) == 5
+    idle(server)

@@ -1,81 +1,90 @@
-"""Rounds on a real engine: clients that have not read the end, trainers that go back, prompts that are asked for."""
+"""Clients that die, and trainers that go on in another process."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
-import requests
+from sglang_pat.rollout.admitter import Admitter
 
-from .rollout_calls import body, events, idle, one_round, prompt
+from .rollout_calls import admitter, idle, one_round, prompts, reached, schedule, tokens
 
-GREEDY = {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}
+ROOT = Path(__file__).resolve().parents[2]
+
+DYING = """
+import sys
+from sglang_pat.rollout.client import RolloutClient
+from tests.engine.rollout_calls import admitter
+
+long = {"temperature": 0, "max_new_tokens": 3000, "ignore_eos": True}
+list(RolloutClient(sys.argv[1]).rollout(admitter(*range(5)), long, version=0))
+"""
+
+GOING_ON = """
+import json, sys
+from tests.engine.rollout_calls import admitter, prompts, tokens
+from sglang_pat.rollout.client import RolloutClient
+
+url, file, sampling = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+mine = admitter(num_responses=1)
+with open(file, "rb") as saved:
+    mine.load_state_dict({"admitter": saved.read()}, file)
+for version in (2, 3):
+    mine.feed(prompts(*range(5 * version, 5 * version + 5)))
+    *groups, _ = RolloutClient(url).rollout(mine, sampling, version=version)
+    print(json.dumps(sorted([*key, ids] for key, ids in tokens(groups).items())))
+"""
 
 
-def indices(groups: list[dict[str, Any]]) -> list[int]:
-    return sorted(group["key"][1] for group in groups)
+def client(code: str, *words: str) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT}"}
+    return subprocess.Popen([sys.executable, "-c", code, *words], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
 
-def tokens(groups: list[dict[str, Any]]) -> dict[tuple[int, int], list[int]]:
-    """Of each response, by prompt and number; which response of a group ends first is a matter of time."""
-    return {(group["key"][1], r["number"]): r["token_ids"] for group in groups for r in group["responses"]}
-
-
-def call(first: int, count: int, **fields: Any) -> dict[str, Any]:
-    """Prompts from ``first`` on; as many are started as are kept, so that which come back does not depend on time."""
-    given = {"eta_prompts": 1.0, "eta_responses": 1, "sampling_params": GREEDY} | fields
-    return body([prompt(0, index) for index in range(first, first + count)], **given)
-
-
-def test_a_client_that_died_before_it_had_read_the_end(server):
-    """The server has sent all; one group was read.  The next call says which round the client has."""
-    groups, summary = one_round(server, call(0, 3, job="died"))
-    assert summary["number"] == 0 and indices(groups) == [0, 1, 2]
-    stream = events(server, call(3, 3, job="died"))
-    assert [next(stream)["type"], next(stream)["type"]] == ["begin", "group"]
+def test_a_client_that_dies_leaves_no_request_running(server):
+    """It says nothing: its connections break, and the server aborts what came over them."""
+    schedule(server, {"arrived": 10, "step": 60, "hold": True})
+    process = client(DYING, server.url)
+    reached(server)
+    assert server.status()["requests"] == 10 and server.status()["rounds"]["open"]
+    process.kill()
+    process.wait()
+    schedule(server)
+    begun = time.monotonic()
+    while server.status()["requests"]:
+        assert time.monotonic() < begun + 60
+        time.sleep(0.2)
+    # The next round of this name takes the place of the one that nobody ends.
+    one_round(server, admitter(*range(5)))
     idle(server)
-    stream.close()
-    groups, summary = one_round(server, call(3, 3, job="died", after=0))
-    assert summary["number"] == 1 and indices(groups) == [3, 4, 5]
-    idle(server)
 
 
-def test_a_trainer_that_goes_back_two_steps(server, jobs):
-    """The same prompts and, greedily, the same tokens; what the later rounds had is as if it had never been."""
-    course = [one_round(server, call(3 * step, 3, job="back", version=step)) for step in range(4)]
-    again = [
-        one_round(server, call(3 * step, 3, job="back", version=step, **({"after": 1} if step == 2 else {})))
-        for step in (2, 3)
-    ]
-    for (groups, summary), (groups_before, summary_before) in zip(again, course[2:], strict=True):
-        assert tokens(groups) == tokens(groups_before)
-        assert summary["number"] == summary_before["number"]
-    assert sorted(int(file.stem) for file in (jobs / "back.past").iterdir()) == [0, 1, 2, 3]
-    refused = requests.post(f"{server.url}/pat/rollout", json=call(12, 3, job="back", after=9))
-    assert refused.status_code == 400 and "are kept: -1, 0, 1, 2, 3" in refused.json()["error"]["message"]
-
-
-def test_full_batches_although_most_groups_are_useless(server):
-    """Four of five are: the round asks for prompts until its batch is full."""
-    fed, kept = 3, []
-    for event in events(server, call(0, 3, job="useless", filter_groups=True)):
-        if event["type"] == "judge":
-            verdict = {
-                "job": "useless",
-                "key": event["key"],
-                "number": event["number"],
-                "keep": event["key"][1] % 5 == 4,
-            }
-            assert requests.post(f"{server.url}/pat/rollout/verdict", json=verdict).status_code == 200
-        elif event["type"] == "more":
-            prompts = [prompt(0, fed + i) for i in range(event["prompts"])]
-            answer = requests.post(f"{server.url}/pat/rollout/prompts", json={"job": "useless", "prompts": prompts})
-            assert answer.status_code == 200, answer.text
-            fed += len(prompts) * answer.json()["taken"]
-        elif event["type"] == "group":
-            kept.append(event["key"][1])
-    assert event["type"] == "round", json.dumps(event)
-    assert event["returned"] == 3 == len(kept)
-    assert all(index % 5 == 4 for index in kept)
-    assert fed >= 15
+def test_a_trainer_goes_on_in_another_process(server, tmp_path):
+    """From its checkpoint: the same groups and, greedily, the same tokens as without the restart."""
+    sampling = {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}
+    mine, saved, course = admitter(num_responses=1), b"", []
+    for version in range(4):
+        if version == 2:
+            saved = mine.state_dict()["admitter"]
+        mine.feed(prompts(*range(5 * version, 5 * version + 5)))
+        groups, _ = one_round(server, mine, sampling, version=version)
+        course.append(sorted([*key, ids] for key, ids in tokens(groups).items()))
+    (tmp_path / "state").write_bytes(saved)
+    process = client(GOING_ON, server.url, str(tmp_path / "state"), json.dumps(sampling))
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    again = [json.loads(line) for line in said.splitlines()]
+    assert [len(groups) for groups in again] == [3, 3]
+    returned = {group[0] for groups in course[:2] for group in groups}
+    assert not returned & {group[0] for groups in again for group in groups}, "none comes twice"
+    known = {(index, number): ids for groups in course for index, number, ids in groups}
+    for index, number, ids in (response for groups in again for response in groups):
+        assert known.get((index, number), ids) == ids
+    here = Admitter(mine.rules)
+    here.load_state_dict({"admitter": saved})
+    assert here.state_dict()["admitter"] == saved
     idle(server)

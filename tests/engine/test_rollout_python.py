@@ -1,8 +1,18 @@
-"""Rounds on a real engine, from Python: ``Engine.rollout``."""
+"""Rounds on a real engine, from Python: ``Engine.rollout``; and that a client's are the same."""
 
 from __future__ import annotations
 
+import json
+
+from .rollout_calls import admitter, idle, one_round, prompts, reached, schedule, tokens
+
+SAMPLINGS = {
+    "greedy": {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True},
+    "penalised": {"temperature": 0, "frequency_penalty": 0.7, "max_new_tokens": 60, "ignore_eos": True},
+}
+
 SCRIPT = """
+import json
 import sglang_pat
 from sglang_pat.launch import processes
 from sglang_pat.rollout.admitter import Admitter
@@ -66,14 +76,27 @@ if __name__ == "__main__":
         engine.begin_round(6, prompts=7)
     except ValueError as error:
         assert str(error) == "prompts is 7, of 6 requests: give at most as many"
+    for name, sampling in {samplings!r}.items():
+        admitter = Admitter(Rules(num_prompts=3, num_responses=2, eta_prompts=1.0))
+        admitter.feed({prompts!r}, end_of=0)
+        *groups, _ = engine.rollout(admitter, sampling, version=0)
+        print(json.dumps(sorted([g.index, s.number, s.output.token_ids] for g in groups for s in g.kept())))
     engine.shutdown()
     print("done")
 """
 
 
-def test_engine_rollout(servers, llama, tmp_path):
-    (tmp_path / "rounds_of_python.py").write_text(SCRIPT.format(model=str(llama)))
+def test_engine_rollout_and_a_client_give_the_same_texts(server, servers, llama, tmp_path):
+    """Greedy (SGLang's seeds are for one layout only), the client's through switches."""
+    script = SCRIPT.format(model=str(llama), samplings=SAMPLINGS, prompts=prompts(0, 1, 2))
+    (tmp_path / "rounds_of_python.py").write_text(script)
     found = servers.run("rounds_of_python", env={"PYTHONPATH": str(tmp_path)}, seconds=500)
     assert found.returncode == 0, found.stderr[-3000:]
-    assert found.stdout.strip().endswith("done")
-    assert all(f"{mode} rounds" in found.stdout for mode in ("strict", "reorder", "partial"))
+    *lines, done = found.stdout.strip().splitlines()
+    assert done == "done"
+    for sampling, line in zip(SAMPLINGS.values(), lines[-2:], strict=True):
+        schedule(server, {"tp": 2, "arrived": 6, "step": 10}, {"tp": 1, "step": 40})
+        groups, _ = one_round(server, admitter(0, 1, 2, eta_prompts=1.0), sampling)
+        assert len(reached(server)["switches"]) == 2
+        assert sorted([*key, ids] for key, ids in tokens(groups).items()) == json.loads(line)
+    idle(server)

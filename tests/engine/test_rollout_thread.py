@@ -1,15 +1,6 @@
-"""``Engine.rollout`` while its user trains, asks, updates weights and leaves: the engine goes on in a thread.
-Samples of several turns, in Python and over HTTP."""
+"""``Engine.rollout`` while its user trains, asks, updates weights and leaves: the engine goes on in a thread."""
 
 from __future__ import annotations
-
-import json
-from typing import Any
-
-import pytest
-import requests
-
-from sglang_pat.testing.server import Server, sent_event
 
 SCRIPT = """
 import os, signal, threading, time
@@ -146,54 +137,3 @@ def test_a_rollout_in_a_thread(servers, llama, tmp_path):
     found = servers.run("rollout_in_a_thread", env={"PYTHONPATH": str(tmp_path)}, seconds=500)
     assert found.stdout.split() == ["trained", "asked", "updated", "left", "answered", "killed"], found.stderr[-3000:]
     assert found.returncode == 1
-
-
-def post(server: Server, path: str, body: dict[str, Any], **options: Any) -> requests.Response:
-    return requests.post(f"{server.url}/pat/rollout{path}", data=json.dumps(body), **options)
-
-
-def prompts(*indices: int) -> list[dict[str, Any]]:
-    return [{"key": [0, index], "input_ids": [10 + index, 20, 30]} for index in indices]
-
-
-@pytest.fixture
-def body() -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_new_tokens": 30, "stop_token_ids": list(range(5, 500, 4))}
-    rules = {"num_prompts": 2, "num_responses": 1, "eta_prompts": 1.0, "eta_responses": 1.0, "job": "turns"}
-    return rules | {"sampling_params": sampling, "turns": True, "version": 7}
-
-
-def test_turns_over_http(server, body):
-    groups, turns = [], []
-    with post(server, "", body | {"prompts": prompts(0, 1)}, stream=True) as response:
-        for event in filter(None, map(sent_event, response.iter_lines())):
-            if event["type"] == "turn":
-                turns.append(event)
-                assert event["token_ids"][-len(event["said"]) :] == event["said"]
-                answer = {"job": "turns", "sample": event["sample"]} | (
-                    {"input_ids": [300, 301]} if len(turns) < 3 else {}
-                )
-                assert post(server, "/turn", answer | {"input_ids": [99999]}).status_code == 400
-                assert post(server, "/turn", answer).status_code == 200
-                assert "awaits no answer" in post(server, "/turn", answer).text
-            elif event["type"] == "group":
-                groups.append(event)
-    assert event["type"] == "round" and event["returned"] == len(groups) == 2
-    assert event["engine"]["running"] == event["engine"]["waiting"] == 0
-    responses = [response for group in groups for response in group["responses"]]
-    assert sum(pair == [None, 2] for response in responses for pair in response["versions"]) >= 1
-    assert all(sum(n for _, n in response["versions"]) == len(response["token_ids"]) for response in responses)
-    lengths = [sum(n for version, n in response["versions"] if version == 7) for response in responses]
-    assert sorted(event["kept_lengths"]) == sorted(lengths)
-
-
-def test_a_turn_that_nobody_answers_ends_its_sample(server, body):
-    late = body | {"prompts": prompts(2, 3), "environment_seconds": 0.05}
-    with post(server, "", late, stream=True) as response:
-        found = list(filter(None, map(sent_event, response.iter_lines())))
-    assert found[-1]["type"] == "round"
-    reasons = [r["finish_reason"] for event in found if event["type"] == "group" for r in event["responses"]]
-    assert len(reasons) == 2 and set(reasons) <= {"environment_timeout", "length"}
-    assert "environment_seconds" in post(server, "", body | {"environment_seconds": 0}).text
-    assert "samples of this round" not in post(server, "/turn", {"job": "turns", "sample": [0, 2, 0, 1]}).text
-    assert "has no round" in post(server, "/turn", {"job": "none", "sample": [0, 2, 0, 1]}).text

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from sglang_pat.rollout.active_round import ActiveRound
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.deadlines import Deadlines
+from sglang_pat.rollout.launch_order import FRESH, Fresh, priority, to_start
 from sglang_pat.rollout.records import Group, Sample
 from sglang_pat.rollout.rules import Rules
-from sglang_pat.rollout.starting import FRESH, Fresh, priority, to_start
 from sglang_pat.rollout.state import SHORT, Round, State
-from sglang_pat.rollout.under_way import RoundUnderWay
 
 
 def slack(rules: Rules, group: Group, version: int, jump: int) -> int:
@@ -30,7 +30,7 @@ def slack(rules: Rules, group: Group, version: int, jump: int) -> int:
     return left
 
 
-class ScanningReady:
+class ScanningCompleted:
     """The first complete group, in the order of completion, that may be returned."""
 
     def __init__(self, admitter: Admitter) -> None:
@@ -51,7 +51,7 @@ class ScanningReady:
         return None
 
 
-class ScanningStarting:
+class ScanningOrder:
     """What to start next, from the state as it is now."""
 
     def __init__(self, rules: Rules, round_: Round, state: State) -> None:
@@ -125,8 +125,8 @@ class ScanningAdmitter(Admitter):
     def _watch(self) -> Deadlines:
         return ScanningDeadlines(self.rules, self._mode.keeps)
 
-    def _take_up(self, round_: Round, alive: int, **about: Any) -> RoundUnderWay:
+    def _take_up(self, round_: Round, alive: int, **about: Any) -> ActiveRound:
         under_way = super()._take_up(round_, alive, **about)
-        under_way._ready = ScanningReady(self)
-        under_way._starting = ScanningStarting(self.rules, round_, self.state)
+        under_way._completed = ScanningCompleted(self)
+        under_way._order = ScanningOrder(self.rules, round_, self.state)
         return under_way

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from sglang_pat.rollout import saved
+from sglang_pat.rollout import state
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import (
     Abort,
@@ -23,6 +23,19 @@ from sglang_pat.rollout.records import (
     Summary,
 )  # fmt: skip
 from sglang_pat.rollout.rules import Rules
+
+
+def dumps(admitter: Admitter) -> bytes:
+    """All that it knows."""
+    return admitter.state_dict()["admitter"]
+
+
+def loads(data: bytes, rules: Rules | None = None, source: str = "it") -> Admitter:
+    """It, in the same process: a round that was under way goes on."""
+    old, known = state.loads(data, source)
+    if rules is not None:
+        state.check_rules(old, rules, known, source)
+    return Admitter(rules or old, known)
 
 
 def fixed_length(key: Key, number: int) -> int:
@@ -123,14 +136,14 @@ class World:
         self._do(self.admitter.cancel())
 
     def save_and_restore(self) -> None:
-        data = saved.dumps(self.admitter)
-        self.admitter = saved.loads(data)
-        assert saved.dumps(self.admitter) == data
+        data = dumps(self.admitter)
+        self.admitter = loads(data)
+        assert dumps(self.admitter) == data
 
     def change(self, **rules) -> None:
         """Other rules from now on, between two rounds."""
         new = msgspec.structs.replace(self.admitter.rules, **rules)
-        self.admitter = saved.loads(saved.dumps(self.admitter), new)
+        self.admitter = loads(dumps(self.admitter), new)
         self.bound = max(self.bound, new.max_deferrals)
 
     def _output(self, tokens: int, reason: str) -> Output:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_pat.server.loop import EngineLoop
+from sglang_pat.rollout.loop import EngineLoop
 
 from .engine_loop_world import threads
 

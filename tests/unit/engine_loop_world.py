@@ -8,9 +8,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.callbacks import Callbacks, always_of_use
 from sglang_pat.rollout.records import Group, Output, Summary
-from sglang_pat.rollout.rounds import RolloutRound
+from sglang_pat.rollout.rounds import RolloutRound, always_of_use
 from sglang_pat.rollout.rules import Rules
 
 SECONDS = 60
@@ -25,6 +24,12 @@ class Ticking:
         self.begun = threading.Event()
         self.idle = threading.Event()
         """Nothing runs any more."""
+
+    async def begin_round(self, begun) -> None:
+        """Nobody asks."""
+
+    async def end_round(self, name) -> None:
+        """Nobody asks."""
 
     def updates(self) -> int:
         return 0
@@ -64,15 +69,14 @@ def admitter(*lengths: int, **rules) -> Admitter:
 
 async def events_of(mine: Admitter, engine: Ticking, judge=None) -> AsyncGenerator[Group | Summary, None]:
     """As ``Engine.async_rollout``."""
-    with Callbacks(judge or always_of_use) as callbacks:
-        round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": FOREVER}, callbacks)
-        try:
-            async with aclosing(aiter(round_)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            round_.cancel()
-            await round_.wait()
+    round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": FOREVER}, judge or always_of_use)
+    try:
+        async with aclosing(aiter(round_)) as events:
+            async for event in events:
+                yield event
+    finally:
+        round_.cancel()
+        await round_.wait()
 
 
 def threads() -> list[threading.Thread]:

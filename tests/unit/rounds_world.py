@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+from sglang_pat.messages import BeginRound
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Output
 from sglang_pat.rollout.rounds import RolloutRound
@@ -24,6 +25,13 @@ class Played:
         self.weights = 0
         self.deaf = 0
         self.aborts = 0
+        self.told: list[BeginRound | str] = []
+
+    async def begin_round(self, begun) -> None:
+        self.told.append(begun)
+
+    async def end_round(self, name) -> None:
+        self.told.append(name)
 
     def updates(self) -> int:
         return self.weights

@@ -6,12 +6,11 @@ import random
 
 import pytest
 
-from sglang_pat.rollout import saved
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Key
 from sglang_pat.rollout.rules import Rules
 
-from .admission_world import Clock, World, strict
+from .admission_world import Clock, World, dumps, loads, strict
 
 pytestmark = pytest.mark.unit
 
@@ -56,14 +55,14 @@ def test_rules_that_would_have_a_prompt_wait_too_long_are_refused():
     clock.round()
     waiting = len(world.admitter.state.waiting)
     assert waiting == 4
-    data = saved.dumps(world.admitter)
-    smaller = saved.loads(data, strict(num_prompts=1, max_deferrals=3))
-    before = saved.dumps(smaller)
+    data = dumps(world.admitter)
+    smaller = loads(data, strict(num_prompts=1, max_deferrals=3))
+    before = dumps(smaller)
     with pytest.raises(ValueError, match="num_prompts is 1 and max_deferrals 3: 4 prompts wait.*give max_deferrals 4"):
         smaller.begin(9)
-    assert saved.dumps(smaller) == before
+    assert dumps(smaller) == before
     for allowed in (strict(num_prompts=1, max_deferrals=4), strict(num_prompts=2, max_deferrals=3)):
-        Admitter(allowed, saved.decode(data).state).begin(9)
+        Admitter(allowed, loads(data).state).begin(9)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 8])

@@ -7,13 +7,11 @@ import random
 
 import pytest
 
-from sglang_pat.rollout import saved
-from sglang_pat.rollout.bias import Bin, bin_of
-from sglang_pat.rollout.cost import longest
+from sglang_pat.rollout.estimates import Bin, bin_of, longest
 from sglang_pat.rollout.records import SampleId
 from sglang_pat.rollout.rounds import RolloutRound
 
-from .admission_world import strict, whole_epoch
+from .admission_world import dumps, loads, strict, whole_epoch
 from .rounds_world import Played, admitter, all_of
 from .test_simulated_rounds import Constant, simulation
 
@@ -65,7 +63,7 @@ def test_a_round_on_an_engine_is_timed():
         *groups, summary = await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 50}))
         assert all(sample.output.seconds > 0 for group in groups for sample in group.kept())
         assert summary.seconds == summary.mean_seconds > 0 and summary.plain_seconds > 0
-        assert saved.loads(saved.dumps(mine)).state.cost == mine.state.cost
+        assert loads(dumps(mine)).state.cost == mine.state.cost
         mine.restore(mine.snapshot())
         assert mine.state.cost.rounds == 1
 

@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_pat.rollout import saved
 from sglang_pat.rollout.records import Key
 from sglang_pat.rollout.rules import Rules
 
 from .admission_reference import rounds as reference_rounds
-from .admission_world import Clock, World, whole_epoch
+from .admission_world import Clock, World, dumps, whole_epoch
 from .drawn import examples
 
 pytestmark = pytest.mark.unit
@@ -99,12 +98,12 @@ class Anything(RuleBasedStateMachine):
     @rule(jump=st.integers(0, 2), most=st.sampled_from([None, 1, 3]))
     def begin(self, jump, most):
         self.world.version += jump * (jump > 1)
-        before = saved.dumps(self.world.admitter)
+        before = dumps(self.world.admitter)
         try:
             self.world.begin(most)
         except ValueError as error:
             assert self.changed or "not all can be returned in time" not in str(error)
-            assert saved.dumps(self.world.admitter) == before
+            assert dumps(self.world.admitter) == before
             assert self.changed or self.world.admitter.wanted > 0 or self.world.admitter.epoch is None
 
     @precondition(_idle)

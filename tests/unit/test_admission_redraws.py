@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sglang_pat.rollout import redraws
-from sglang_pat.rollout.bias import Drawn
+from sglang_pat.rollout.estimates import Drawn
 from sglang_pat.rollout.records import DONE, Group, Output, Span
 from sglang_pat.rollout.rules import Rules
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_pat.rollout import saved
-from sglang_pat.rollout.admitter import Admitter, StaleOutput
+from sglang_pat.rollout.active_round import StaleOutput
+from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Judge, Key, Output, Return, Span
 from sglang_pat.rollout.rules import Rules
 
-from .admission_world import Clock, World, strict, whole_epoch
+from .admission_world import Clock, World, dumps, strict, whole_epoch
 
 pytestmark = pytest.mark.unit
 
@@ -79,10 +79,10 @@ def test_keys_that_came_before_are_refused_whole(keys, said):
     admitter = Admitter(strict())
     admitter.feed([((0, 0), None)])
     admitter.feed([], end_of=1)
-    before = saved.dumps(admitter)
+    before = dumps(admitter)
     with pytest.raises(ValueError, match=said):
         admitter.feed([(key, None) for key in keys])
-    assert saved.dumps(admitter) == before
+    assert dumps(admitter) == before
 
 
 def test_too_few_prompts_are_said():
@@ -180,18 +180,6 @@ def test_expected_long_prompts_are_grouped():
     assert {Key(0, 0), Key(0, 1), Key(0, 2)} <= set(world.returned[8:12])
 
 
-def test_rewards_are_in_the_summary():
-    admitter = Admitter(strict(filter_groups=True, num_responses=1, eta_responses=1.0, num_prompts=1, eta_prompts=2.0))
-    admitter.feed([((0, index), None) for index in range(2)], end_of=0)
-    first, second = [action.sample for action in admitter.begin(0)]
-    for sample in (first, second):
-        admitter.finished(sample, Output(spans=[Span(0, 3)], finish_reason="stop"))
-    admitter.judged(first.key, False, 0.25)
-    *_, over = admitter.judged(second.key, True, 0.75)
-    assert (over.summary.kept_rewards, over.summary.filtered_rewards) == ([0.75], [0.25])
-    assert over.summary.drawn == 2
-
-
 @pytest.mark.parametrize("verdict", [None, False])
 def test_what_a_cancelled_round_has_judged_is_judged_again(verdict):
     """partial keeps complete groups; without a good verdict they are not returned."""
@@ -227,7 +215,7 @@ def test_versions_do_not_go_back():
     for action in admitter.begin(3):
         admitter.finished(action.sample, Output(spans=[Span(3, 1)], finish_reason="stop"))
     admitter.engine_lost()
-    before = saved.dumps(admitter)
+    before = dumps(admitter)
     with pytest.raises(ValueError, match="version is 2, the last round's was 3"):
         admitter.begin(2)
-    assert saved.dumps(admitter) == before
+    assert dumps(admitter) == before

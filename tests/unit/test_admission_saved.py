@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sglang_pat import files
-from sglang_pat.rollout import saved
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.rules import Rules
+from sglang_pat.rollout.state import State
 
-from .admission_world import Clock, World, strict
+from .admission_world import Clock, World, dumps, loads, strict
+from .drawn import examples
 
 pytestmark = pytest.mark.unit
 
@@ -37,22 +38,6 @@ def test_products_are_rounded_up_once():
     assert (rules.started_prompts, rules.started_responses) == (11, 10)
 
 
-def test_a_state_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    world = World(strict())
-    world.feed(0, range(8))
-    world.begin()
-    file = tmp_path / "state.json"
-    files.write(saved.dumps(world.admitter), file)
-    before = file.read_bytes()
-    assert saved.dumps(saved.loads(file.read_bytes())) == before
-    world.finish(next(iter(world.running)))
-    monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        files.write(saved.dumps(world.admitter), file)
-    assert file.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [file]
-
-
 @pytest.mark.parametrize("mode", ["strict", "reorder", "partial"])
 def test_a_round_of_a_process_that_is_gone_has_not_happened(mode):
     rules = Rules(mode=mode, num_prompts=2, num_responses=2, eta_prompts=2.0, max_staleness=3)
@@ -64,24 +49,15 @@ def test_a_round_of_a_process_that_is_gone_has_not_happened(mode):
     kept = sum(group.tokens for group in world.admitter.state.waiting)
     world.begin()
     world.finish(next(iter(world.running)))
-    state = saved.restored(saved.decode(saved.dumps(world.admitter))).state
+    again = Admitter(rules)
+    again.load_state_dict(world.admitter.state_dict() | {"rows": "of somebody else"})
+    state = again.state
     assert state.round is None
     waiting = {group.key for group in state.waiting}
     assert set(before) <= waiting
     assert len(state.fresh) + len(state.waiting) + 2 == 12
     assert sum(group.tokens for group in state.waiting) >= kept
     assert all(sample.state in ("new", "done") for group in state.waiting for sample in group.samples)
-
-
-@pytest.mark.parametrize("mode", ["strict", "partial"])
-def test_pieces_are_those_of_the_groups_and_together_the_whole(mode):
-    world = World(Rules(mode=mode, num_prompts=2, num_responses=2, eta_prompts=2.0, max_staleness=3))
-    world.feed(0, range(12))
-    Clock(world).round()
-    rules, state = world.admitter.rules, world.admitter.state
-    made = list(saved.pieces(rules, state))
-    assert b"".join(made) == msgspec.json.encode(saved.Saved(version=saved.VERSION, rules=rules, state=state))
-    assert len(state.waiting) and len(made) == len(state.fresh) + len(state.waiting) + 3
 
 
 @pytest.mark.parametrize(
@@ -93,15 +69,15 @@ def test_pieces_are_those_of_the_groups_and_together_the_whole(mode):
 )  # fmt: skip
 def test_other_files_are_refused_in_one_line(content, said):
     with pytest.raises(ValueError, match=said) as error:
-        saved.decode(content, "dir/job.json")
-    assert "dir/job.json" in str(error.value)
+        Admitter(strict()).load_state_dict({"admitter": content}, "step 3/state.pt")
+    assert "step 3/state.pt" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_state_of_another_mode_is_refused():
-    data = saved.dumps(Admitter(strict()))
+    data = dumps(Admitter(strict()))
     with pytest.raises(ValueError, match="^mode is 'partial'"):
-        saved.loads(data, Rules(mode="partial", num_prompts=1, num_responses=1))
+        loads(data, Rules(mode="partial", num_prompts=1, num_responses=1))
 
 
 def test_group_size_cannot_change_under_half_done_groups():
@@ -109,7 +85,44 @@ def test_group_size_cannot_change_under_half_done_groups():
     world = World(rules)
     world.feed(0, range(4))
     Clock(world).round()
-    data = saved.dumps(world.admitter)
+    data = dumps(world.admitter)
     with pytest.raises(ValueError, match="^num_responses is 1"):
-        saved.loads(data, Rules(mode="partial", num_prompts=1, num_responses=1))
-    assert saved.loads(data, Rules(mode="partial", num_prompts=3, num_responses=2)).rules.num_prompts == 3
+        loads(data, Rules(mode="partial", num_prompts=1, num_responses=1))
+    assert loads(data, Rules(mode="partial", num_prompts=3, num_responses=2)).rules.num_prompts == 3
+
+
+def test_a_round_that_is_under_way_is_not_replaced():
+    world = World(strict())
+    world.feed(0, range(8))
+    saved = world.admitter.state_dict()
+    world.begin()
+    with pytest.raises(RuntimeError, match="round 0 is not over"):
+        world.admitter.load_state_dict(saved)
+
+
+@examples(60)
+@given(
+    mode=st.sampled_from(["strict", "reorder", "partial"]), seed=st.integers(0, 1000), filtering=st.booleans(),
+    leave=st.integers(0, 40),
+)  # fmt: skip
+def test_what_happens_to_the_admitter_does_not_change_a_copy(mode, seed, filtering, leave):
+    """Groups are shared with copies of the state: none may change, in whole rounds or in one that is left."""
+    rules = Rules(mode=mode, num_prompts=4, num_responses=2, max_staleness=3, filter_groups=filtering)
+    world, fed = World(rules), 0
+    clock = Clock(world, useful=lambda key: hash((key, seed)) % 3 > 0)
+    copies: list[tuple[State, bytes]] = []
+    for _ in range(5):
+        wanted = world.admitter.wanted
+        world.feed(0, range(fed, fed + wanted))
+        fed += wanted
+        state = world.admitter.snapshot()
+        copies.append((state, dumps(Admitter(world.admitter.rules, state))))
+        clock.round()
+    world.feed(0, range(fed, fed + 9))
+    world.begin()
+    for _ in range(leave):
+        if world.running:
+            world.finish(next(iter(world.running)))
+    world.cancel()
+    for state, before in copies:
+        assert dumps(Admitter(world.admitter.rules, state)) == before

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang_pat.rollout import saved
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Judge, Key, Launch, More, Output, Return, RoundOver, SampleId, Span
 from sglang_pat.rollout.rules import Rules
 from tests.unit.for_each import for_each
 
 from .admission_scanning import ScanningAdmitter
+from .admission_world import dumps, loads
 from .lines_run import lines_run
 
 pytestmark = pytest.mark.unit
@@ -88,8 +88,8 @@ class Both:
         return lambda what, *given: getattr(admitter, what)(*given) or []
 
     def restore(self) -> None:
-        self.sliced = Sliced(saved.loads(saved.dumps(self.sliced.admitter)), self._most)
-        self.one = saved.loads(saved.dumps(self.one))
+        self.sliced = Sliced(loads(dumps(self.sliced.admitter)), self._most)
+        self.one = loads(dumps(self.one))
         state = msgspec.json.decode(msgspec.json.encode(self.other.state), type=type(self.other.state))
         self.other = ScanningAdmitter(self.other.rules, state)
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Group, Summary
-from sglang_pat.server.loop import EngineLoop
 
 from .engine_loop_world import FOREVER, SECONDS, Ticking, admitter, events_of, thread_of_the_loop
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from sglang_pat.server.loop import EngineLoop
+from sglang_pat.rollout.loop import EngineLoop
 
 from .engine_loop_world import FOREVER, SECONDS, Ticking, admitter, events_of, thread_of_the_loop, threads
 

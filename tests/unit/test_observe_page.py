@@ -38,7 +38,7 @@ def named(title: str) -> set[str]:
 def test_metrics():
     sources = [path.read_text() for path in (ROOT / "python/sglang_pat").rglob("*.py")]
     made = {name for text in sources if "prometheus_client import" in text for name in METRIC.findall(text)}
-    assert len(made) > 20 and named("Metrics") == made
+    assert len(made) > 6 and named("Metrics") == made
 
 
 def test_status():

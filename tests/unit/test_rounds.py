@@ -8,8 +8,8 @@ from contextlib import aclosing
 import pytest
 
 from sglang_pat.rollout import rounds
-from sglang_pat.rollout.callbacks import Callbacks
-from sglang_pat.rollout.records import Group, Judge, Key, Output, Summary
+from sglang_pat.rollout.records import Group, Key, Output
+from sglang_pat.rollout.requests import check_params, output_of
 from sglang_pat.rollout.rounds import RolloutRound, WeightsChanged
 
 from .rounds_world import STEP, Played, admitter, all_of
@@ -133,19 +133,10 @@ def test_an_error_of_the_engine_is_raised_and_nothing_is_lost():
 def test_a_verdict_decides_what_is_returned():
     async def run():
         engine, mine = Played(), admitter(lengths=(3, 4, 5, 6), filter_groups=True)
-        round_, returned = RolloutRound(mine, engine, 0, {"max_new_tokens": 50}), []
-        async with aclosing(aiter(round_)) as events:
-            async for event in events:
-                if isinstance(event, Judge):
-                    with pytest.raises(ValueError, match="verdicts are awaited for"):
-                        round_.judge((0, 99), True)
-                    round_.judge(event.group.key, event.group.key.index != 0)
-                elif isinstance(event, Group):
-                    returned.append(event.key.index)
-                elif isinstance(event, Summary):
-                    assert event.filtered == 1
-        assert 0 not in returned
-        assert len(returned) == 2
+        round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 50}, lambda group: group.index != 0)
+        *groups, summary = await all_of(round_)
+        assert summary.filtered == 1
+        assert len(groups) == 2 and 0 not in [group.index for group in groups]
 
     asyncio.run(run())
 
@@ -162,15 +153,11 @@ def test_a_verdict_and_the_trainer_get_the_text_of_all_tokens(monkeypatch):
     async def run():
         monkeypatch.setattr(Played, "generate", half)
         mine = admitter(lengths=(3, 3, 3), filter_groups=True)
-        round_, texts = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}), set()
-        async with aclosing(aiter(round_)) as events:
-            async for event in events:
-                if isinstance(event, Judge):
-                    texts |= {(type(event), sample.output.text) for sample in event.group.kept()}
-                    round_.judge(event.group.key, True)
-                elif isinstance(event, Group):
-                    texts |= {(type(event), sample.output.text) for sample in event.kept()}
-        assert texts == {(Judge, "3 tokens"), (Group, "3 tokens")}
+        judged = []
+        round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}, lambda group: judged.append(group) or True)
+        *groups, _ = await all_of(round_)
+        assert {sample.output.text for group in (*judged, *groups) for sample in group.kept()} == {"3 tokens"}
+        assert len(judged) >= len(groups) == 2
 
     asyncio.run(run())
 
@@ -183,14 +170,12 @@ def test_the_end_of_an_iterator_in_a_callback_ends_the_round(asked):
         return next(iter(()))
 
     async def run():
-        with Callbacks(
-            **({"verdicts": ends} if asked == "judge" else {"verdicts": lambda _: False, "more": ends})
-        ) as all_:
-            mine = admitter(lengths=(3, 3, 3), end=False, filter_groups=True)
-            round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}, all_)
-            with pytest.raises(RuntimeError, match="ends raised StopIteration; at the end of the data return fewer"):
-                await asyncio.wait_for(all_of(round_), 60)
-            await round_.wait()
+        mine = admitter(lengths=(3, 3, 3), end=False, filter_groups=True)
+        given = {"judge": ends} if asked == "judge" else {"judge": lambda _: False, "more": ends}
+        round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}, **given)
+        with pytest.raises(RuntimeError, match="ends raised StopIteration; at the end of the data return fewer"):
+            await asyncio.wait_for(all_of(round_), 60)
+        await round_.wait()
 
     asyncio.run(run())
 
@@ -285,16 +270,72 @@ def test_a_trainer_who_is_behind_has_whole_groups_when_the_round_fails():
     asyncio.run(run())
 
 
-def test_a_judge_who_is_behind_is_not_asked_about_what_nobody_needs():
+def test_the_engine_is_told_of_a_round_before_its_samples_and_after_them():
+    class Slow(Played):
+        async def begin_round(self, begun) -> None:
+            assert not self.calls
+            await asyncio.sleep(5 * STEP)
+            assert not self.calls
+            await super().begin_round(begun)
+
     async def run():
-        engine, mine = Played(), admitter(filter_groups=True, lengths=(3, 3, 3, 3), num_prompts=1, eta_prompts=4.0)
-        round_, asked = RolloutRound(mine, engine, 0, {"max_new_tokens": 50}), []
-        async for event in round_:
-            if isinstance(event, Judge):
-                while engine.running:
-                    await asyncio.sleep(STEP)
-                asked += [event.group]
-                round_.judge(event.group.key, True)
-        assert len(asked) == 1 and len(asked[0].kept()) == 2
+        engine = Slow()
+        await all_of(RolloutRound(admitter(), engine, 0, {"max_new_tokens": 50}))
+        begun, ended = engine.told
+        assert ended == begun.name
+        assert (begun.requests, begun.prompts, begun.prompt_tokens, begun.max_new_tokens) == (6, 3, 2, 50)
+        engine = Slow()
+        await all_of(RolloutRound(admitter("partial"), engine, 0, {"max_new_tokens": 50}))
+        assert engine.told[0].requests is None and engine.told[0].prompt_tokens == 2
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["refuses", "is left"])
+def test_a_round_that_never_began_on_the_engine(fault):
+    """It refuses, or its user leaves before it has answered: nothing was sent, and the prompts are where they were."""
+
+    class Refusing(Played):
+        async def begin_round(self, begun) -> None:
+            await asyncio.sleep(5 * STEP)
+            if fault == "refuses":
+                raise ConnectionError("nobody there")
+
+    async def run():
+        engine, mine = Refusing(), admitter()
+        round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 50})
+        if fault == "refuses":
+            with pytest.raises(ConnectionError, match="nobody there"):
+                await all_of(round_)
+        else:
+            await asyncio.sleep(STEP)
+            round_.cancel()
+        await round_.wait()
+        assert not engine.calls and len(mine.state.fresh) == 6 and mine.state.round is None
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+@pytest.mark.parametrize(
+    ("mode", "params", "said"),
+    [
+        ("strict", {"max_new_tokens": 5, "n": 2}, "n is 2, must be 1"),
+        ("strict", {}, "max_new_tokens is None, must be a whole number, at least 1"),
+        ("strict", {"max_new_tokens": 5, "sampling_seed": "x"}, "sampling_seed is 'x'"),
+        ("partial", {"max_new_tokens": 5, "stop": ["."]}, "stop: not in partial"),
+    ],
+)
+def test_parameters_that_rounds_cannot_have(mode, params, said):
+    with pytest.raises(ValueError, match=f"sampling_params.{said}"):
+        check_params(params, mode)
+    fine = {"max_new_tokens": 5, "repetition_penalty": 1.0, "stop": [], "top_p": None}
+    assert check_params(fine, mode) == {"max_new_tokens": 5, "repetition_penalty": 1.0, "stop": []}
+
+
+def test_an_abort_in_the_step_of_the_last_token():
+    def reason(ids, **params):
+        answer = {"meta_info": {"finish_reason": {"type": "abort"}}, "output_ids": ids}
+        return output_of(answer, params, [2]).finish_reason
+
+    assert reason([5, 2]) == "stop" and reason([5, 9], stop_token_ids=[9]) == "stop"
+    assert reason([5, 9]) == reason([]) == reason([5, 2], ignore_eos=True) == ""

@@ -9,13 +9,13 @@ import itertools
 import numpy as np
 import pytest
 
-from sglang_pat.rollout import saved
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.callbacks import Callbacks
 from sglang_pat.rollout.records import Group, Output, Summary
 from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.rollout.rules import Rules
+from sglang_pat.rollout.state import check_rules
 
+from .admission_world import dumps, loads
 from .rounds_world import STEP, Played, admitter, all_of
 
 pytestmark = pytest.mark.unit
@@ -23,9 +23,8 @@ pytestmark = pytest.mark.unit
 
 def run(mine: Admitter, judge=lambda group: True, more=lambda count: []) -> list:
     async def whole() -> list:
-        with Callbacks(judge, more) as callbacks:
-            round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}, callbacks)
-            return await asyncio.wait_for(all_of(round_), 30)
+        round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}, judge, more)
+        return await asyncio.wait_for(all_of(round_), 30)
 
     return asyncio.run(whole())
 
@@ -35,7 +34,7 @@ def test_numpys_truth_and_numbers(mode):
     mine = admitter(mode, filter_groups=True, end=False, lengths=(3, 3, 3))
     mine.feed([((np.int64(0), np.int64(7)), {"input_ids": [3, 7]})])
     assert run(mine, lambda group: np.float64(1.0) > 0)[-1].returned == 2
-    again = saved.loads(saved.dumps(mine), mine.rules, "it")
+    again = loads(dumps(mine), mine.rules, "it")
     assert again.state.verdicts[0] > 0 and type(again.state.verdicts[0]) is float
 
 
@@ -88,7 +87,7 @@ def test_rules_are_those_of_the_groups_that_are_half_done():
     assert any(len(group.samples) == 2 for group in state.waiting)
     today = Rules(mode="partial", num_prompts=1, num_responses=4, eta_prompts=2.0)
     with pytest.raises(ValueError, match="num_responses is 4, it has groups of 2 half done"):
-        saved.check_rules(today, today, state, "it")
+        check_rules(today, today, state, "it")
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
@@ -101,7 +100,7 @@ def test_an_engine_that_aborts_everything_ends_the_round(mode, tokens):
 
     async def run():
         engine, mine = Aborting(), admitter(mode)
-        before = saved.dumps(mine)
+        before = dumps(mine)
         limit = 5000 if mode == "strict" else 50
         round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": limit})
         if mode == "partial" and tokens:  # a token each time: that is progress
@@ -113,6 +112,6 @@ def test_an_engine_that_aborts_everything_ends_the_round(mode, tokens):
         assert len(engine.calls) <= 16 * 6
         assert round_.summary.cancelled
         mine.restore(round_.before)
-        assert saved.dumps(mine) == before
+        assert dumps(mine) == before
 
     asyncio.run(asyncio.wait_for(run(), 20))

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from sglang_pat.rollout import events
-from sglang_pat.rollout.records import Group, Output
+from sglang_pat.rollout import rounds
+from sglang_pat.rollout.records import Output
 from sglang_pat.rollout.rounds import RolloutRound
 
 from .rounds_world import Played, admitter, all_of
@@ -55,7 +55,7 @@ def test_a_large_round_never_keeps_the_event_loop_for_long():
         counting.cancel()
         assert engine.aborts == 90
         # A turn may have one slice's samples begin and another's be aborted.
-        assert max(engine.asked.values()) <= 2 * events.SLICE
+        assert max(engine.asked.values()) <= 2 * rounds.SLICE
 
     asyncio.run(asyncio.wait_for(run(), 20))
 
@@ -67,7 +67,7 @@ def test_what_was_not_yet_started_is_not_started_for_a_client_that_is_gone():
         await asyncio.sleep(0)
         round_.cancel()
         await round_.wait()
-        assert len(engine.calls) <= events.SLICE
+        assert len(engine.calls) <= rounds.SLICE
         assert round_.summary.cancelled
         assert len(mine.state.fresh) == 30 and not mine.state.waiting
 
@@ -97,33 +97,6 @@ def test_a_round_leaves_no_timer_behind_for_each_of_its_groups():
         loop.call_at = counted
         round_ = RolloutRound(admitter(lengths=(3,) * 40, num_prompts=30, eta_prompts=1.0), AtOnce(), 0, {})
         assert len(await all_of(round_)) == 31
-        assert timers <= 3
-
-    asyncio.run(run())
-
-
-def test_what_is_let_go_is_let_go_in_slices():
-    async def run():
-        groups = [Group(epoch=0, index=index) for index in range(5 * events.SLICE)]
-        events.let_go(groups)
-        for left in (4, 3, 2, 1, 0):
-            assert len(groups) == left * events.SLICE
-            await asyncio.sleep(0)
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("mode", ["strict", "partial"])
-def test_a_round_that_is_confirmed_keeps_nothing_of_before(mode):
-    async def run():
-        mine = admitter(mode, lengths=(3,) * 40, num_prompts=4, eta_prompts=2.0)
-        for version in range(3):
-            waited = [group.key for group in mine.state.waiting]
-            round_ = RolloutRound(mine, AtOnce(), version, {})
-            await all_of(round_)
-            assert [group.key for group in round_.before.waiting] == waited
-            round_.confirm()
-            await asyncio.sleep(0.01)
-            assert not round_.before.waiting and not round_._taken
+        assert timers == 0
 
     asyncio.run(run())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 
 import pytest
 
-from sglang_pat.rollout.records import Group, Output, Span
-from sglang_pat.rollout.rounds import RolloutRound
+from sglang_pat.rollout.records import Output, Span
 from sglang_pat.rollout.turns import FAILED, LATE, Turn, Turns
 
 from .turns_world import TOOL, Played, Tools, admitter, all_of, begun, only, run
@@ -163,26 +161,3 @@ def test_an_environment_is_a_coroutine_function():
     run(test)
     with pytest.raises(ValueError, match="environment_seconds is 0, must be more than 0 and at most 86400"):
         Turns(lambda turn: None, 0)
-
-
-def test_turns_as_events():
-    async def test() -> None:
-        mine, turns = admitter([3, 2]), []
-        round_ = begun(mine, Played(), None)
-        with pytest.raises(ValueError, match="samples of this round have one turn"):
-            round_.answer((0, 0, 0, 1), [TOOL])
-        round_.cancel()
-        await round_.wait()
-        round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 100}, turns=Turns(None))
-        async with aclosing(aiter(round_)) as events:
-            async for event in events:
-                if isinstance(event, Turn):
-                    turns.append(event)
-                    round_.answer(event.sample, [TOOL] if event.number == 0 else None)
-                    with pytest.raises(ValueError, match="awaits no answer"):
-                        round_.answer(event.sample, None)
-                elif isinstance(event, Group):
-                    assert event.kept()[0].output.token_ids == [7, 7, 9, 5, 7, 9]
-        assert [turn.number for turn in turns] == [0, 1]
-
-    run(test)

@@ -25,6 +25,12 @@ class Played:
         self.weights = 0
         self._room = room
 
+    async def begin_round(self, begun) -> None:
+        """Nobody asks."""
+
+    async def end_round(self, name) -> None:
+        """Nobody asks."""
+
     def updates(self) -> int:
         return self.weights
 

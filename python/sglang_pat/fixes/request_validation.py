@@ -33,7 +33,6 @@ from sglang_pat.dropped import Dropped, IsolatingDispatcher
 from sglang_pat.fixes.pauses import PausingTokenizerManager
 from sglang_pat.fixes.stop_patterns import LONGEST_TEXT, MAX_OTHERS, check_patterns
 from sglang_pat.messages import GENERATED_PARAM, LIMIT_PARAM
-from sglang_pat.rollout.requests import RID_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,9 @@ INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 MAX_SAMPLES = 65_536
 """Samples that one request may ask for: prompts times ``n``."""
+
+RID_PREFIX = "pat-"
+"""What the ids of the engine's own requests begin with."""
 
 MAX_RID = 512
 """Characters of a request's id."""

@@ -12,7 +12,6 @@ import copy
 import logging
 from dataclasses import dataclass, replace
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,7 +81,6 @@ class AdaptiveServerArgs(ServerArgs):
     pat_profile_as_is: bool = _DEFAULT["pat_profile_as_is"]
     pat_calibrate: int = _DEFAULT["pat_calibrate"]
     pat_log: str | None = _DEFAULT["pat_log"]
-    pat_rollout_dir: str | None = _DEFAULT["pat_rollout_dir"]
     pat_cpu_overlap: bool = _DEFAULT["pat_cpu_overlap"]
     pat_gpu_order: str = _DEFAULT["pat_gpu_order"]
     pat_fraction_given: bool = False
@@ -101,8 +99,6 @@ class AdaptiveServerArgs(ServerArgs):
             # Before SGLang's own handling, which turns some of these into other errors.
             refuse_flags(self)
             self.read_config()
-            if self.pat_rollout_dir is not None and not Path(self.pat_rollout_dir).is_dir():
-                raise ValueError(f"--pat-rollout-dir {self.pat_rollout_dir}: no such folder; make it, or leave it out")
             _cpu_defaults(self)
             self.disable_piecewise_cuda_graph = True
             check_model_path(self.model_path)

@@ -11,20 +11,16 @@ comes twice.  A prompt is passed over in at most ``max_deferrals`` rounds: see :
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sglang_pat.rollout import cost, epochs
+from sglang_pat.rollout.active_round import ActiveRound, end_round, open_round
 from sglang_pat.rollout.deadlines import Deadlines
-from sglang_pat.rollout.ending import end_round
-from sglang_pat.rollout.modes import BY_NAME, Mode
-from sglang_pat.rollout.opening import open_round
+from sglang_pat.rollout.estimates import with_cost
+from sglang_pat.rollout.launch_order import BY_NAME, Mode
 from sglang_pat.rollout.records import Action, Output, RoundOver, SampleId, Summary
 from sglang_pat.rollout.rules import Rules
-from sglang_pat.rollout.state import Round, State
-from sglang_pat.rollout.under_way import RoundUnderWay, StaleOutput
-
-__all__ = ["Admitter", "StaleOutput"]
+from sglang_pat.rollout.state import Round, State, check_rules, dumps, loads
 
 
 class Admitter:
@@ -40,18 +36,18 @@ class Admitter:
         self.state = state or State()
         self._mode: Mode = BY_NAME[rules.mode](rules)
         self._deadlines = self._watch()
-        self._under_way: RoundUnderWay | None = None
+        self._active: ActiveRound | None = None
         """The round; None between two."""
         if self.state.round is not None:
             alive = sum(sample.alive for group in self.state.round.everyone for sample in group.samples)
-            self._under_way = self._take_up(self.state.round, alive)
+            self._active = self._take_up(self.state.round, alive)
 
     def _watch(self) -> Deadlines:
         return Deadlines(self.rules, self._mode.keeps)
 
-    def _take_up(self, round_: Round, alive: int, **about: Any) -> RoundUnderWay:
-        """``about``: see :class:`.following.Following`."""
-        return RoundUnderWay(self.rules, self.state, round_, self._mode, self._deadlines, alive, **about)
+    def _take_up(self, round_: Round, alive: int, **about: Any) -> ActiveRound:
+        """``about``: see :class:`~.active_round.ActiveRound`."""
+        return ActiveRound(self.rules, self.state, round_, self._mode, self._deadlines, alive, **about)
 
     # -- prompts ---------------------------------------------------------------------------------------
 
@@ -64,12 +60,39 @@ class Admitter:
             ValueError: a key that was there already or whose epoch is over; then none of them is taken.
         """
         before = self.state.fed
-        epochs.feed(self.state, prompts, end_of)
-        return self._after(self._under_way.fed(self.state.fed - before)) if self._under_way else []
+        self.state.feed(prompts, end_of)
+        return self._after(self._active.fed(self.state.fed - before)) if self._active else []
 
     def no_more(self) -> list[Action]:
         """Nobody feeds the prompts that the round asked for: it ends with those that it has."""
-        return self._after(self._under_way.no_more()) if self._under_way else []
+        return self._after(self._active.no_more()) if self._active else []
+
+    # -- its state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, bytes]:
+        """All that it knows, for a checkpoint: ``{"admitter": JSON}``.
+
+        A round that is under way will not have happened, when it is loaded.
+        """
+        return {"admitter": dumps(self.rules, self.state)}
+
+    def load_state_dict(self, state: Mapping[str, Any], source: str = "saved admitter") -> None:
+        """Go on where :meth:`state_dict` was taken, in this process or another, under the rules of this admitter.
+
+        Args:
+            state: what it gave; other keys are left alone.
+            source: where it comes from, for the message.
+
+        Raises:
+            ValueError: one line: no such state, of another version, or one that does not go with the rules.
+            RuntimeError: a round is under way.
+        """
+        if self._active is not None:
+            raise RuntimeError(f"round {self._active.round.number} is not over")
+        saved = Admitter(*loads(state["admitter"], source))
+        saved.engine_lost()
+        check_rules(saved.rules, self.rules, saved.state, source)
+        self.state = saved.state
 
     def snapshot(self) -> State:
         """The state as it is now, to :meth:`restore` it.
@@ -81,13 +104,13 @@ class Admitter:
 
     def restore(self, state: State) -> None:
         """Go on from a :meth:`snapshot`; only between two rounds."""
-        assert self._under_way is None, "a round is under way"
+        assert self._active is None, "a round is under way"
         self.state = state.copy()
 
     @property
     def epoch(self) -> int | None:
         """The one that prompts are drawn from: it is over before the next one begins.  None without prompts."""
-        return epochs.current(self.state)
+        return self.state.epoch
 
     @property
     def wanted(self) -> int:
@@ -98,14 +121,14 @@ class Admitter:
         keeps = self._mode.keeps
         most = self.rules.max_deferrals
         owed = [0] if keeps else self._deadlines.owed([most - group.deferrals for group in self.state.waiting])
-        return max(0, self._mode.needs(self.state, owed) - epochs.fresh_of(self.state, epoch))
+        return max(0, self._mode.needs(self.state, owed) - self.state.fresh_of(epoch))
 
     # -- a round ---------------------------------------------------------------------------------------
 
     @property
     def more(self) -> bool:
         """Whether there is more to do for :meth:`go_on`, see ``most`` of :meth:`begin`."""
-        return self._under_way is not None and self._under_way.more
+        return self._active is not None and self._active.more
 
     def begin(self, version: int, most: int | None = None) -> list[Action]:
         """Start a round with the weights ``version``.
@@ -120,12 +143,12 @@ class Admitter:
         """
         round_, actions = open_round(self.rules, self.state, self._mode, self._deadlines, version)
         borrowed = [group.order for group in round_.groups if not group.judging]
-        self._under_way = self._take_up(round_, 0, most=most, borrowed=borrowed)
+        self._active = self._take_up(round_, 0, most=most, borrowed=borrowed)
         return actions + self.go_on()
 
     def go_on(self) -> list[Action]:
         """Do :attr:`more` of what is to be done."""
-        return self._after(self._under_way.go_on()) if self._under_way else []
+        return self._after(self._active.go_on()) if self._active else []
 
     def finished(self, sample: SampleId, output: Output) -> list[Action]:
         """A sample has ended by itself; ``output`` is what came after its prefix.
@@ -133,21 +156,18 @@ class Admitter:
         Raises:
             StaleOutput: unless in ``partial``, for tokens of other weights than the round's.
         """
-        return self._after(self._under_way.finished(sample, output)) if self._under_way else []
+        return self._after(self._active.finished(sample, output)) if self._active else []
 
     def stopped(self, sample: SampleId, output: Output) -> list[Action]:
         """A sample is out of the engine before its end; ``output`` is what came after its prefix.
 
         One that nobody wanted to stop is started again.
         """
-        return self._after(self._under_way.stopped(sample, output)) if self._under_way else []
+        return self._after(self._active.stopped(sample, output)) if self._active else []
 
-    def judged(self, key: Sequence[int], keep: bool, reward: float | None = None) -> list[Action]:
-        """The verdict on a group of :class:`~.records.Judge`: a useless one leaves for good.
-
-        ``reward``: mean of its responses, for the summary only.
-        """
-        return self._after(self._under_way.judged(key, keep, reward)) if self._under_way else []
+    def judged(self, key: Sequence[int], keep: bool) -> list[Action]:
+        """The verdict on a group of :class:`~.records.Judge`: a useless one leaves for good."""
+        return self._after(self._active.judged(key, keep)) if self._active else []
 
     def cancel(self) -> list[Action]:
         """Give the round up: when it is over it will not have happened, but for the tokens that it cost.
@@ -155,21 +175,21 @@ class Admitter:
         Prompts are where they were before it, those that were returned in it too; in ``partial`` what was generated is
         kept.
         """
-        return self._after(self._under_way.cancel()) if self._under_way else []
+        return self._after(self._active.cancel()) if self._active else []
 
     def engine_lost(self) -> list[Action]:
         """No engine has anything of the round under way any more: it is cancelled, and over."""
-        return self._after(self._under_way.lost()) if self._under_way else []
+        return self._after(self._active.lost()) if self._active else []
 
     def took(self, summary: Summary, seconds: float) -> Summary:
-        """A round is over, and took so long: its summary with what it cost (``cost.py``).  Called once a round."""
-        return cost.told(self.rules, self.state.cost, self.state.bias, self.state.keep_rate, summary, seconds)
+        """A round is over, and took so long: its summary with what it cost (``estimates.py``).  Called once a round."""
+        return with_cost(self.rules, self.state.cost, self.state.bias, self.state.keep_rate, summary, seconds)
 
     def _after(self, actions: list[Action]) -> list[Action]:
         """What a round wants done; its end as well if that was it."""
-        ended = self._under_way
+        ended = self._active
         if ended is None or not ended.over:
             return actions
-        self._under_way = None
+        self._active = None
         summary = end_round(self.state, ended.round, self._mode.keeps, ended.kept)
         return [*actions, RoundOver(summary)]

@@ -138,10 +138,9 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         complete: it has all its responses.
         judging: complete, and waits for a verdict; ``useful``: it had one, and it was good.
         chosen: numbers of the samples that are kept, in the order in which they ended.
-        reward: as given with the verdict.
         oldest: weight version of its oldest token, where tokens outlive their round; None without tokens.  Kept event
             by event (``deadlines.py``): to go through all tokens of all groups when a round begins takes long.
-        level: how long its short responses were, see ``bias.py``; None: not known yet.
+        level: how long its short responses were, see ``estimates.py``; None: not known yet.
         floors: tokens that each response had had when the group was last passed over; empty before.
         rejected: draws that were rejected in this round, see ``redraws.py``; those up to ``draws`` may run.
     """
@@ -157,7 +156,6 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
     judging: bool = False
     useful: bool = False
     chosen: list[int] = []
-    reward: float | None = None
     oldest: int | None = None
     level: int | None = None
     floors: list[int] = []
@@ -180,6 +178,10 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
 
     def kept(self) -> list[Sample]:
         return [self.samples[number] for number in self.chosen]
+
+    def floor(self, number: int) -> int:
+        """Of a sample, whichever draw it is of; 0 if the group was never passed over."""
+        return self.floors[number % len(self.floors)] if self.floors else 0
 
     def id_of(self, sample: Sample) -> SampleId:
         """Of one of its samples, in its present attempt."""
@@ -243,14 +245,13 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
         thrown: tokens thrown away.
         kept_lengths: tokens of the responses returned.
         aborted_lengths: tokens of the samples that were stopped, as far as they had come.
-        kept_rewards, filtered_rewards: of groups that were given one with their verdict.
         ages: of all groups that wait now, rounds that passed them over.
         redraws, gave_up: see :class:`~.state.Round`.
         mean_returned: tokens of a response of the groups that were returned or filtered in some 64 rounds;
-            ``mean_undropped``: what it would be if nothing were thrown away, an estimate (``bias.py``), and
+            ``mean_undropped``: what it would be if nothing were thrown away, an estimate (``estimates.py``), and
             ``mean_undropped_error``: how far off it may be by chance.
         seconds: of the round, 0 where nobody has a clock; ``mean_seconds``: of some 64 rounds; ``plain_seconds``: of a
-            round with the same lengths and without tail batching, an estimate (``cost.py``).
+            round with the same lengths and without tail batching, an estimate (``estimates.py``).
         warning: what its job should know, one line, once; empty mostly.
     """
 
@@ -266,8 +267,6 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     cancelled: bool
     kept_lengths: list[int]
     aborted_lengths: list[int]
-    kept_rewards: list[float]
-    filtered_rewards: list[float]
     ages: list[int]
     redraws: int = 0
     gave_up: int = 0
@@ -278,14 +277,6 @@ class Summary(msgspec.Struct, kw_only=True, frozen=True):
     mean_seconds: float = 0.0
     plain_seconds: float = 0.0
     warning: str = ""
-
-
-class Waiting(msgspec.Struct, frozen=True):
-    """What a round waits for: so many samples, verdicts on these groups, so many prompts that it asked for."""
-
-    running: int
-    judging: list[Key]
-    prompts: int
 
 
 class RoundOver(msgspec.Struct, frozen=True, tag=True):

@@ -43,14 +43,7 @@ def floors(group: Group, responses: int) -> list[int]:
     draw = _draw(group, responses)
     longest = max(max(sample.output.tokens, sample.had) for sample in draw)
     came = [longest if sample.state == DONE else sample.had for sample in draw]
-    return [max(tokens, floor(group, number)) for number, tokens in enumerate(came)]
-
-
-def floor(group: Group, number: int) -> int:
-    """Of a sample, whichever draw it is of; 0 if its group was never passed over."""
-    if not group.floors:
-        return 0
-    return group.floors[number % len(group.floors)]
+    return [max(tokens, group.floor(number)) for number, tokens in enumerate(came)]
 
 
 def settle(group: Group, responses: int) -> int:
@@ -89,7 +82,7 @@ def _draw(group: Group, responses: int) -> list[Sample]:
 def _longer(group: Group, sample: Sample) -> bool:
     """One that its limit has ended would have been: a limit below the floor is one that was lowered since."""
     output = sample.output
-    return sample.state == DONE and (output.finish_reason == "length" or output.tokens > floor(group, sample.number))
+    return sample.state == DONE and (output.finish_reason == "length" or output.tokens > group.floor(sample.number))
 
 
 def _survives(group: Group, responses: int) -> bool:

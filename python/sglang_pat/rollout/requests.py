@@ -1,24 +1,101 @@
-"""The requests of a sample: what the engine is given, once or in pieces."""
+"""The requests of a sample: what the engine is given, once or in pieces; and what a round needs of an engine."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-from sglang_pat.messages import GENERATED_PARAM
-from sglang_pat.rollout.backend import Backend
+from sglang_pat.messages import GENERATED_PARAM, BeginRound
 from sglang_pat.rollout.records import Group, Output, SampleId, Span
 from sglang_pat.rollout.turns import Turns, turn_of
-
-RID_PREFIX = "pat-"
-"""What the ids of a round's requests begin with; no client may use it."""
 
 CUT = "\ufffd"
 """What a part of a character is decoded to."""
 
 IN_VAIN = 16
 """So often may a sample be aborted at the same length: an engine that aborts whatever it is asked for has no bound."""
+
+
+WHOLE_ONLY = (
+    "stop", "stop_regex", "regex", "json_schema", "ebnf", "structural_tag", "frequency_penalty", "presence_penalty",
+    "repetition_penalty",
+)  # fmt: skip
+"""Parameters that look back at the whole response, which after an interruption the engine takes for prompt."""
+
+
+class Backend(Protocol):
+    """An engine, in this process or behind a connection."""
+
+    async def begin_round(self, begun: BeginRound) -> None:
+        """The engine is told of the round before any of its samples."""
+        ...
+
+    async def end_round(self, name: str) -> None:
+        """It has nothing of the round any more."""
+        ...
+
+    def updates(self) -> int:
+        """Weight updates so far, as far as is known: counted from the answers that have come."""
+        ...
+
+    async def generate(self, rid: str, prompt: Any, params: dict[str, Any]) -> Output:
+        """What was generated, without ``spans``; without ``finish_reason`` if it did not end by itself.
+
+        Raises:
+            Exception: the engine refuses the prompt, or is gone.
+        """
+        ...
+
+    def abort(self, rid: str) -> None:
+        """Stop it; :meth:`generate` returns what there is."""
+
+    def text(self, token_ids: list[int]) -> str:
+        """Of a response that came in pieces."""
+        ...
+
+    def room(self) -> int:
+        """Tokens of a request at most, prompt and response; asked for samples of several turns only."""
+        ...
+
+
+def check_params(given: dict[str, Any], mode: str) -> dict[str, Any]:
+    """Sampling parameters of every sample, as far as rounds care: the engine checks the rest.
+
+    Raises:
+        ValueError: one line that names the parameter.
+    """
+    params = {name: value for name, value in given.items() if value is not None}
+    if params.get("n", 1) != 1:
+        raise ValueError(f"sampling_params.n is {params['n']}, must be 1: num_responses says how many")
+    for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("sampling_seed", None)):
+        value = params.get(name, None if name == "max_new_tokens" else 0)
+        if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+            more = "" if least is None else f", at least {least}"
+            raise ValueError(f"sampling_params.{name} is {value!r}, must be a whole number{more}")
+    for name in WHOLE_ONLY if mode == "partial" else ():
+        if params.get(name) and (name, params[name]) != ("repetition_penalty", 1):
+            raise ValueError(f"sampling_params.{name}: not in partial, where responses come in pieces; leave it out")
+    return params
+
+
+def output_of(answer: dict[str, Any], params: dict[str, Any], stop_tokens: Iterable[int]) -> Output:
+    """What SGLang answered to a request, for :meth:`Backend.generate`.
+
+    An abort may come in the step that makes the last token; SGLang then says no more than that it was aborted.
+
+    Args:
+        params: of the request; ``stop_tokens``: that end a response of this model.
+    """
+    meta, ids = answer["meta_info"], list(answer["output_ids"])
+    reason: str = meta["finish_reason"]["type"]
+    if reason == "abort":
+        stops = () if params.get("ignore_eos") else {*stop_tokens, *(params.get("stop_token_ids") or ())}
+        reason = "stop" if ids and ids[-1] in stops else ""
+    logprobs: list[Any] = meta.get("output_token_logprobs") or []
+    text = answer.get("text") or ""
+    return Output(token_ids=ids, logprobs=[entry[0] for entry in logprobs], text=text, finish_reason=reason)
 
 
 class Requests:

@@ -1,26 +1,31 @@
 """A round on an engine: what the admitter wants is done, what the engine answers is told to it.
 
-The same code wherever the admitter is: in the server (``server/rollout.py``), in the process of an ``Engine``,
-or in a client of a server.
+The same code wherever the engine is: in this process (``Engine.rollout``) or behind HTTP (``client.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
+import logging
+import uuid
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, aclosing
+from statistics import mean
 from typing import Any
 
+from sglang_pat.messages import BeginRound
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.backend import Backend
-from sglang_pat.rollout.callbacks import Callbacks
-from sglang_pat.rollout.events import SLICE, Event, Events, let_go
+from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import (  # fmt: skip
     Abort,
     Action,
+    Group,
     Judge,
-    Key,
     Launch,
     More,
     Output,
@@ -28,32 +33,125 @@ from sglang_pat.rollout.records import (  # fmt: skip
     RoundOver,
     SampleId,
     Summary,
-    Waiting,
 )
-from sglang_pat.rollout.requests import RID_PREFIX, Requests
-from sglang_pat.rollout.turns import Turns
+from sglang_pat.rollout.requests import Backend, Requests, check_params
+from sglang_pat.rollout.turns import ENVIRONMENT_SECONDS, Environment, Turns
+
+logger = logging.getLogger(__name__)
+
+SLICE = 16
+"""Samples that are started, aborted or returned in one turn of the event loop: each takes the engine 0.2 to 0.5 ms."""
 
 ABORT_AGAIN_SECONDS = 0.5
 """An abort that overtakes its request is dropped by SGLang; it is sent again until the request is out."""
 
-PROMPTS_PATIENCE = 2
-"""A round that has said so many times that it waits for prompts, and for nothing else, ends without them."""
+_process, _serial = uuid.uuid4().hex[:12], itertools.count()
 
-_serial = itertools.count()
+Prompts = Sequence[tuple[Sequence[int], Any]]
+"""(key, prompt) of each, see :meth:`Admitter.feed`."""
+
+Verdicts = Callable[[Group], bool | Awaitable[bool]]
+"""Whether a complete group is of use."""
+
+MorePrompts = Callable[[int], Prompts | Awaitable[Prompts]]
+"""So many prompts; fewer mean that there are no others for this round."""
+
+
+def always_of_use(group: Group) -> bool:
+    """The verdict where nobody gives one."""
+    return True
+
+
+def none_left(count: int) -> Prompts:
+    """The prompts where nobody gives any."""
+    return []
 
 
 class WeightsChanged(RuntimeError):
     """Weights were updated while a round was under way: it was cancelled, its prompts are where they were."""
 
 
+class RolloutCalls(ABC):
+    """What an engine in this process and the client of one have in common: ``rollout`` and ``async_rollout``."""
+
+    @abstractmethod
+    def _connect(self) -> AbstractAsyncContextManager[Backend]:
+        """The engine, for one round."""
+
+    @abstractmethod
+    def _watch(self, round_: RolloutRound) -> None:
+        """Have it cancelled as soon as weights are updated, where somebody knows of that before its samples end."""
+
+    async def async_rollout(
+        self,
+        admitter: Admitter,
+        sampling_params: dict[str, Any],
+        version: int,
+        judge: Verdicts = always_of_use,
+        more: MorePrompts = none_left,
+        environment: Environment | None = None,
+        environment_seconds: float = ENVIRONMENT_SECONDS,
+    ) -> AsyncGenerator[Group | Summary, None]:
+        """One round: its groups as they are completed, then its summary.
+
+        Args:
+            admitter: decides, and keeps what waits for another round; its prompts are ``{"input_ids": [...]}``.
+            sampling_params: SGLang's, of every sample; ``max_new_tokens`` counts for a response, over all rounds and
+                turns.
+            version: of the weights, as the training job counts them; every token returned carries it (``partial``: or
+                an earlier one, not older than ``max_staleness``).
+            judge: whether a complete group is of use; with ``filter_groups``.  Called as soon as the group is complete,
+                in a thread of its own (:class:`Callbacks`).
+            more: so many prompts, if the round could start some that were not fed: ``[((epoch, index), prompt), …]``.
+                Fewer mean that there are no others for this round.  Called as ``judge`` is.
+            environment: a coroutine function that answers the model when it has ended a turn
+                (:mod:`~sglang_pat.rollout.turns`); without it that is the end of the sample.
+            environment_seconds: longest that it may take for an answer.
+
+        Left before its summary, the round has not happened: its prompts are where they were.
+
+        Raises:
+            ValueError: too few prompts, or what the engine refuses; nothing of the round has happened.
+            WeightsChanged: weights were updated meanwhile; the round was cancelled.
+            ConnectionError: the server is gone, or does not answer; likewise.
+        """
+        params = check_params(sampling_params, admitter.rules.mode)
+        turns = Turns(environment, environment_seconds) if environment is not None else None
+        told = False
+        async with self._connect() as backend:
+            round_ = RolloutRound(admitter, backend, version, params, judge, more, turns)
+            self._watch(round_)
+            try:
+                async with aclosing(aiter(round_)) as events:
+                    async for event in events:
+                        told = isinstance(event, Summary)
+                        yield event
+            finally:
+                round_.cancel()
+                await round_.wait()
+                if not told:
+                    round_.take_back()
+
+    @abstractmethod
+    def _loop_for_rounds(self) -> EngineLoop:
+        """For :meth:`rollout`; it runs in a thread until the round is over."""
+
+    def rollout(self, *args: Any, **kwargs: Any) -> Iterator[Group | Summary]:
+        """:meth:`async_rollout` for those without an event loop: one runs in a thread until the round is over.
+
+        So the round goes on while an event is trained on.  Other methods of the engine work meanwhile, other rollouts
+        too, each with an admitter of its own.  Between two events leave the admitter alone: the round changes it.
+
+        Raises RuntimeError: the engine was made inside an event loop, which this would hold up.
+        """
+        yield from self._loop_for_rounds().iterate(self.async_rollout(*args, **kwargs))
+
+
 class RolloutRound:
     """One round; iterate over it to get its groups as they are completed, then its summary.
 
-    ``Judge`` comes before a group is returned if groups are filtered: answer with :meth:`judge`.  ``More`` asks for
-    prompts: answer with :meth:`feed` or :meth:`no_more`.  ``Waiting`` comes when nothing else has for a while.
-
     Left before its end (``aclose``), it is cancelled: what it had started is aborted in the background, see
-    :meth:`wait`.  Who knows that nobody has read its end calls :meth:`take_back`, who knows of one :meth:`confirm`.
+    :meth:`wait`.  Who knows that nobody has read its end calls :meth:`take_back`.
     """
 
     def __init__(
@@ -62,7 +160,8 @@ class RolloutRound:
         backend: Backend,
         version: int,
         params: dict[str, Any],
-        callbacks: Callbacks | None = None,
+        judge: Verdicts = always_of_use,
+        more: MorePrompts = none_left,
         turns: Turns | None = None,
     ) -> None:
         """Begin the round: to be called in the event loop.
@@ -70,62 +169,36 @@ class RolloutRound:
         Args:
             version: of the weights, as the training job counts them.
             params: sampling parameters of all samples.
-            callbacks: answer in place of whoever iterates: then no ``Judge`` and no ``More`` comes.
-            turns: samples go on when the model has ended a turn; None: that ends them.  Without an environment a
-                ``Turn`` comes: answer with :meth:`answer`.
+            turns: samples go on when the model has ended a turn; None: that ends them.
 
         Raises ValueError or RuntimeError: see :meth:`Admitter.begin`; nothing was started.
         """
-        self.admitter, self.version, self.params = admitter, version, params
+        if turns is not None:
+            turns.check(admitter.rules)
+        self.admitter = admitter
         self.summary: Summary | None = None
-        self.name = f"{RID_PREFIX}{next(_serial)}-"
+        self.name = f"round-{_process}-{next(_serial)}-"
         """What request ids of this round begin with."""
         self._backend = backend
         self._requests = Requests(backend, self.name, version, params, turns)
-        self._events = Events(self.waiting)
+        self._events: asyncio.Queue[Group | Summary | Exception] = asyncio.Queue()
         self._tasks: dict[SampleId, asyncio.Task[None]] = {}
         self._stopping: set[SampleId] = set()
         self._queue: deque[Launch | Abort] = deque()
         self._slice: asyncio.Handle | None = None
-        self._callbacks, self._turns = callbacks, turns
-        if turns is not None:
-            turns.join(admitter.rules, self._events.put)
+        self._callbacks, self._turns = Callbacks(self, judge, more), turns
         self._fed: list[tuple[list[tuple[Sequence[int], Any]], int | None]] = []
-        self._judging: set[Key] = set()
-        self._late: set[Key] = set()
         self.before = admitter.snapshot()
         """The admitter's state before this round: what it goes back to if the round has not happened."""
-        self.number = admitter.state.last + 1
-        self._updates, self._begun = backend.updates(), asyncio.get_running_loop().time()
+        self._begun = asyncio.get_running_loop().time()
         self._error: Exception | None = None
         self._over = asyncio.Event()
         self._again: asyncio.Task[None] | None = None
         actions = admitter.begin(version, most=SLICE)
-        over = [action.summary.kind for action in actions if isinstance(action, RoundOver)]
-        begun = admitter.state.round
-        self.kind = begun.kind if begun else over[0]
-        self._taken = begun.taken if begun else []
+        self._updates: int | None = None
+        """Weight updates before the first sample; None: the engine has not been told of the round yet."""
+        self._telling = asyncio.ensure_future(self._tell(announcement(admitter, self.name, params)))
         self._do(actions)
-
-    def judge(self, key: Sequence[int], keep: bool, reward: float | None = None) -> bool:
-        """The verdict on a group; False if it is late: the batch is complete without it, and it is generated again.
-
-        Raises ValueError: none was asked for.
-        """
-        key = Key(*key)
-        if key in self._late:
-            return False
-        if key not in self._judging:
-            raise ValueError(f"key is {list(key)}, verdicts are awaited for {sorted(map(list, self._judging))[:8]}")
-        self._judging.remove(key)
-        self._do(self.admitter.judged(key, keep, reward))
-        return True
-
-    def answer(self, sample: Sequence[int], token_ids: Sequence[int] | None) -> None:
-        """The environment's answer to a ``Turn`` of this round, see :meth:`Turns.give`."""
-        if self._turns is None:
-            raise ValueError(f"sample is {list(sample)}, samples of this round have one turn")
-        self._turns.give(SampleId(*sample), token_ids)
 
     def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> bool:
         """More prompts, whether they were asked for or not; False if the round is over: they are for the next one.
@@ -138,6 +211,11 @@ class RolloutRound:
         self._do(self.admitter.feed(prompts, end_of))
         self._fed.append((prompts, end_of))
         return True
+
+    def judge(self, key: Sequence[int], keep: bool) -> None:
+        """The verdict on a group; nothing happens if the round is over."""
+        if self.summary is None:
+            self._do(self.admitter.judged(key, keep))
 
     def no_more(self) -> None:
         """Nobody has the prompts that the round asked for: it ends with those that it has."""
@@ -155,14 +233,15 @@ class RolloutRound:
             for prompts, end_of in self._fed:
                 self.admitter.feed(prompts, end_of)
 
-    def confirm(self) -> None:
-        """Its end has been read: it is not taken back any more."""
-        let_go(self.before.waiting)
-
     def weights_changed(self) -> None:
         """Weights were updated: the round is cancelled, whoever iterates gets :class:`WeightsChanged`."""
-        if self.summary is None:
-            self.fail(WeightsChanged("weights were updated during a round: it was cancelled, nothing of it counts"))
+        self.fail(WeightsChanged("weights were updated during a round: it was cancelled, nothing of it counts"))
+
+    def fail(self, error: Exception) -> None:
+        """Cancel the round; whoever iterates gets the first such error."""
+        if self._error is None and self.summary is None:
+            self._error = error
+            self._do(self.admitter.cancel())
 
     def cancel(self) -> None:
         """Abort what runs; the round will not have happened."""
@@ -173,34 +252,29 @@ class RolloutRound:
         """Until the engine has nothing of this round any more."""
         await self._over.wait()
 
-    def waiting(self) -> Waiting:
-        """What it waits for."""
-        round_ = self.admitter.state.round
-        asked = 0 if round_ is None or round_.dry else round_.asked
-        return Waiting(running=len(self._tasks) + len(self._queue), judging=sorted(self._judging), prompts=asked)
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        idle = 0
-        watch = asyncio.ensure_future(self._events.watch())
+    async def __aiter__(self) -> AsyncGenerator[Group | Summary, None]:
         try:
             while True:
                 event = await self._events.get()
-                if isinstance(event, Waiting):
-                    idle = idle + 1 if event.prompts and not (event.running or event.judging) else 0
-                    if idle >= PROMPTS_PATIENCE:
-                        self.no_more()
                 if isinstance(event, Exception):
                     raise event
-                needed = not isinstance(event, Judge) or event.group.key in self._judging
-                if needed and (self._error is None or isinstance(event, Waiting)):
+                if self._error is None:
                     yield event
                 if isinstance(event, Summary):
                     return
         finally:
-            watch.cancel()
             self.cancel()
 
     # -- inside ----------------------------------------------------------------------------------------
+
+    async def _tell(self, begun: BeginRound) -> None:
+        """Tell the engine that the round begins, before any of its samples."""
+        try:
+            await self._backend.begin_round(begun)
+        except Exception as error:
+            self.fail(error)
+        self._updates = self._backend.updates()
+        self._do([])
 
     def _do(self, actions: list[Action]) -> None:
         """Tell whoever iterates at once; samples are started and aborted a slice at a time, in their order."""
@@ -213,24 +287,31 @@ class RolloutRound:
                     self._stopping.add(sample)
                 case Judge(group):
                     self._requests.decode(group)
-                    self._judging.add(group.key)
-                    self._ask(Judge(group.own()))
-                case More():
-                    self._ask(action)
+                    self._callbacks.judge(group.own())
+                case More(prompts):
+                    self._callbacks.feed(prompts)
                 case Return(group):
                     self._requests.decode(group)
-                    self._events.put(group.own())  # the end of a cancelled round changes ours
+                    self._events.put_nowait(group.own())  # the end of a cancelled round changes ours
                 case RoundOver(summary):
                     seconds = asyncio.get_running_loop().time() - self._begun
-                    summary = self.summary = self.admitter.took(summary, seconds)
-                    self._late, self._judging = self._judging, set()
-                    self._events.put(self._error or summary)
-                    self._over.set()
-                    if self._callbacks is not None:
-                        self._callbacks.stop()
-                    asyncio.get_running_loop().call_soon(let_go, self._taken)
-        if self.summary is None and self._slice is None and (self._queue or self.admitter.more):
+                    self.summary = self.admitter.took(summary, seconds)
+                    self._callbacks.stop()
+                    self._ending = asyncio.ensure_future(self._end(self._error or self.summary))
+        if self._updates is None or self.summary is not None or self._slice is not None:
+            return
+        if self._queue or self.admitter.more:
             self._slice = asyncio.get_running_loop().call_soon(self._next_slice)
+
+    async def _end(self, last: Summary | Exception) -> None:
+        """The engine has nothing of the round: tell it so, then whoever iterates."""
+        await asyncio.wait([self._telling])  # a round may be over as soon as it begins
+        try:
+            await self._backend.end_round(self.name)
+        except Exception as error:
+            logger.warning("the engine was not told that a round is over: %s", error)
+        self._events.put_nowait(last)
+        self._over.set()
 
     def _next_slice(self) -> None:
         """Start and abort what is queued, a slice of it, then let others have the event loop."""
@@ -277,18 +358,6 @@ class RolloutRound:
         tell = self.admitter.finished if output.finish_reason else self.admitter.stopped
         self._do(tell(sample, output))
 
-    def _ask(self, event: Judge | More) -> None:
-        if self._callbacks is not None:
-            self._callbacks.answer(self, event)
-        else:
-            self._events.put(event)
-
-    def fail(self, error: Exception) -> None:
-        """Cancel the round; whoever iterates gets the first such error."""
-        if self._error is None and self.summary is None:
-            self._error = error
-            self._do(self.admitter.cancel())
-
     async def _abort_again(self) -> None:
         seconds = ABORT_AGAIN_SECONDS
         while not self._over.is_set():
@@ -298,3 +367,87 @@ class RolloutRound:
                 seconds = min(2 * seconds, 32 * ABORT_AGAIN_SECONDS)
                 self._queue.extend(Abort(sample) for sample in self._stopping)
                 self._do([])
+
+
+class Callbacks:
+    """Calls the training job's functions for a round: as soon as it needs them, without holding up the event loop.
+
+    Plain functions run in one thread of their own, one call after the other; what they wait for, or compute, keeps
+    neither the loop nor whoever takes the groups.  Coroutine functions run in the loop, several calls at once.  What
+    they raise ends the round.
+    """
+
+    def __init__(self, round_: RolloutRound, verdicts: Verdicts, more: MorePrompts) -> None:
+        self._round, self._verdicts, self._more = round_, verdicts, more
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout callbacks")
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def judge(self, group: Group) -> None:
+        """Have a group judged."""
+        self._begin(self._judged, group)
+
+    def feed(self, count: int) -> None:
+        """Have so many prompts fed."""
+        self._begin(self._fed, count)
+
+    def stop(self) -> None:
+        """Nobody needs the answers under way any more, nor waits for them."""
+        for call in self._calls:
+            call.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, call: Callable[[Any], Awaitable[None]], argument: Any) -> None:
+        task = asyncio.ensure_future(self._or_fail(call, argument))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _or_fail(self, call: Callable[[Any], Awaitable[None]], argument: Any) -> None:
+        try:
+            await call(argument)
+        except asyncio.CancelledError as error:
+            if self._round.summary is None:  # not by stop(): what it waited for was
+                self._round.fail(RuntimeError(f"a callback was cancelled: {error}"))
+            raise
+        except Exception as error:
+            self._round.fail(error)
+
+    async def _judged(self, group: Group) -> None:
+        keep = await self._call(self._verdicts, group)
+        self._round.judge(group.key, keep)
+
+    async def _fed(self, count: int) -> None:
+        prompts = await self._call(self._more, count)
+        self._round.feed(prompts)
+        if len(prompts) < count:
+            self._round.no_more()
+
+    async def _call(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        found = await asyncio.get_running_loop().run_in_executor(self._thread, _call, function, argument)
+        return await found if inspect.isawaitable(found) else found
+
+
+def _call(function: Callable[[Any], Any], argument: Any) -> Any:
+    try:
+        return function(argument)
+    except StopIteration as error:  # no future can have it: who waits for one would wait for ever
+        name = getattr(function, "__name__", repr(function))
+        raise RuntimeError(f"{name} raised StopIteration; at the end of the data return fewer prompts") from error
+
+
+def announcement(admitter: Admitter, name: str, params: dict[str, Any]) -> BeginRound:
+    """What the engine is told of a round that has just begun.
+
+    How many samples there will be is not known where groups are filtered, and where samples go on that were stopped.
+    """
+    state, rules, begun = admitter.state, admitter.rules, admitter.state.round
+    limit: dict[str, Any] = {"max_new_tokens": params["max_new_tokens"]} if "max_new_tokens" in params else {}
+    if begun is None:  # and over
+        return BeginRound(name=name, **limit)
+    prompts = [group.prompt for group in (*begun.everyone, *state.fresh)]
+    lengths = [len(prompt["input_ids"]) for prompt in prompts if prompt and "input_ids" in prompt]
+    limit |= {"prompt_tokens": round(mean(lengths))} if lengths else {}
+    if rules.filter_groups or rules.mode == "partial":
+        return BeginRound(name=name, **limit)
+    there = len(begun.everyone) + len(state.waiting) + state.fresh_of(begun.epoch)
+    count = min(begun.prompts, there)
+    return BeginRound(name=name, requests=count * begun.responses, prompts=count, **limit)

@@ -19,7 +19,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         num_responses: R0, responses to each.
         mode: ``strict`` (tail batching), ``reorder`` (verl's recipe) or ``partial`` (partial rollout).
         eta_prompts: η_P, prompts started over prompts kept; in ``partial`` samples under way over a batch's samples.
-        eta_responses: η_R, responses started over responses kept (RollPacker: 1.25; None, as old files have it: 1).
+        eta_responses: η_R, responses started over responses kept (RollPacker: 1.25).
         max_deferrals: rounds that may pass a prompt over once it was started.
         max_staleness: weight versions between a returned token and the round's (``partial``).
         filter_groups: each complete group waits for :meth:`Admitter.judged` (DAPO's dynamic sampling).
@@ -30,7 +30,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_responses: int
     mode: str = "strict"
     eta_prompts: float = 1.25
-    eta_responses: float | None = 1.0
+    eta_responses: float = 1.0
     max_deferrals: int = 8
     max_staleness: int = 1
     filter_groups: bool = False
@@ -46,12 +46,12 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             _check(name, getattr(self, name), 0, LARGEST)
         for name in ("eta_prompts", "eta_responses"):
             value = getattr(self, name)
-            if value is not None and not (_is(value, int, float) and math.isfinite(value) and 1 <= value <= 64):
+            if not (_is(value, int, float) and math.isfinite(value) and 1 <= value <= 64):
                 raise ValueError(f"{name} is {value!r}, must be a number between 1 and 64")
         for name in ("filter_groups", "unbiased"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {value!r}, must be true or false")
-        if self.mode == "partial" and (self.eta_responses or 1) != 1:
+        if self.mode == "partial" and self.eta_responses != 1:
             raise ValueError(f"eta_responses is {self.eta_responses}, must be 1 in partial: every response is kept")
         if self.unbiased:
             self._check_unbiased()
@@ -59,9 +59,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def _check_unbiased(self) -> None:
         if self.mode != "strict":
             raise ValueError(f"unbiased is for mode strict, not {self.mode}: leave it out, or change the mode")
-        if (self.eta_responses or 1) != 1:
-            given = self.eta_responses
-            raise ValueError(f"eta_responses is {given}, must be 1 if unbiased: to keep the first responses is a bias")
+        if self.eta_responses != 1:
+            raise ValueError(
+                f"eta_responses is {self.eta_responses}, must be 1 if unbiased: to keep the first responses is a bias"
+            )
 
     @property
     def started_prompts(self) -> int:
@@ -71,8 +72,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def started_responses(self) -> int:
         """⌈η_R · R0⌉; of one response ⌊η_R⌋, else a quarter more would be twice as many."""
-        eta = self.eta_responses or 1.0
-        return _times(eta, self.num_responses) if self.num_responses > 1 else int(eta)
+        return _times(self.eta_responses, self.num_responses) if self.num_responses > 1 else int(self.eta_responses)
 
 
 def _times(eta: float, count: int) -> int:

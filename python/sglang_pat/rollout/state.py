@@ -1,12 +1,19 @@
-"""What the admitter remembers between two calls: the round under way and everything else.  All of it can be saved."""
+"""What the admitter remembers between two calls: prompts by epoch, the round under way, everything else; as bytes, too.
+
+A prompt comes once in an epoch, and one epoch is over before the next begins.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import msgspec
 
-from sglang_pat.rollout.bias import Bias, Drawn
-from sglang_pat.rollout.cost import Cost
+from sglang_pat.rollout.estimates import Bias, Cost, Drawn
 from sglang_pat.rollout.records import Group, Key
+from sglang_pat.rollout.rules import Rules
 
 SHORT, LONG, FLUSH = "short", "long", "flush"
 
@@ -35,7 +42,7 @@ class Round(msgspec.Struct, kw_only=True):
         stopping: the batch is complete, or the round was cancelled.
         cancelled: it will not have happened.
         thrown: tokens thrown away; ``aborted``: lengths of the samples that were stopped.
-        drawn: lengths of all samples that came out of the engine for good, by level, see ``bias.py``.
+        drawn: lengths of all samples that came out of the engine for good, by level, see ``estimates.py``.
         redraws: draws of deferred prompts that were rejected, see ``redraws.py``; ``gave_up``: prompts whose last draw
             was accepted although it would have been rejected.
     """
@@ -145,3 +152,106 @@ class State(msgspec.Struct, kw_only=True):
         mine = {name: list(getattr(self, name)) for name in lists}
         rounds, bias, cost = dict(self.rounds), self.bias.copy(), self.cost.copy()
         return msgspec.structs.replace(self, **mine, rounds=rounds, known=known, bias=bias, cost=cost)
+
+    # -- prompts ---------------------------------------------------------------------------------------
+
+    def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> None:
+        """More prompts that were never started; see :meth:`Admitter.feed`.
+
+        Raises:
+            ValueError: a key that was there already or whose epoch is over; then none of them is taken.
+        """
+        new = [(Key(*map(operator.index, key)), prompt) for key, prompt in prompts]
+        self._check([key for key, _ in new])
+        for key, prompt in new:
+            self.fresh.append(Group(epoch=key.epoch, index=key.index, prompt=prompt, order=self.fed))
+            self.known.setdefault(str(key.epoch), []).append(key.index)
+            self.fed += 1
+        self.sort_fresh()
+        if end_of is not None and end_of >= self.over and end_of not in self.ended:
+            self.ended.append(end_of)
+        self.close_epochs()
+
+    def _check(self, keys: list[Key]) -> None:
+        """Raises ValueError: a key that came before, or whose epoch is over."""
+        begun = self.round.epoch if self.round else min((group.epoch for group in self.waiting), default=0)
+        seen = {int(epoch): set(indices) for epoch, indices in self.known.items()}
+        for key in keys:
+            if key.epoch < max(begun, self.over) or key.epoch in self.ended:
+                raise ValueError(f"key {list(key)}: epoch {key.epoch} is over; give a later one")
+            indices = seen.setdefault(key.epoch, set())
+            if key.index in indices:
+                raise ValueError(f"key {list(key)}: was given before; a prompt comes once in an epoch")
+            indices.add(key.index)
+
+    def sort_fresh(self) -> None:
+        """As they are to be started: by epoch, then by arrival."""
+        self.fresh.sort(key=lambda group: (group.epoch, group.order))
+
+    @property
+    def epoch(self) -> int | None:
+        """The one that prompts are drawn from: it is over before the next one begins.  None without prompts."""
+        return min((group.epoch for group in (*self.waiting, *self.fresh[:1])), default=None)
+
+    def fresh_of(self, epoch: int | None) -> int:
+        """Number of prompts of an epoch that were never started."""
+        return sum(group.epoch == epoch for group in self.fresh)
+
+    def close_epochs(self) -> None:
+        """Forget the keys of epochs that have ended and of which nothing is left."""
+        while self.ended and self.round is None:
+            epoch = min(self.ended)
+            if any(group.epoch <= epoch for group in (*self.fresh, *self.waiting)):
+                return
+            self.ended.remove(epoch)
+            self.over = epoch + 1
+            self.known = {other: indices for other, indices in self.known.items() if int(other) > epoch}
+
+
+SAVED_VERSION = 2
+
+
+class _Header(msgspec.Struct):
+    """What saved states of all versions have."""
+
+    version: int
+
+
+class _Saved(msgspec.Struct, kw_only=True):
+    version: int
+    rules: Rules
+    state: State
+
+
+def dumps(rules: Rules, state: State) -> bytes:
+    """JSON of all that the admitter knows, a round under way included."""
+    return msgspec.json.encode(_Saved(version=SAVED_VERSION, rules=rules, state=state))
+
+
+def loads(data: bytes, source: str) -> tuple[Rules, State]:
+    """What :func:`dumps` gave.
+
+    Raises:
+        ValueError: one line: not such a state, or of another version.
+    """
+    try:
+        version = msgspec.json.decode(data, type=_Header).version
+        if version != SAVED_VERSION:
+            raise ValueError(f"{source}: version {version}, this is version {SAVED_VERSION}; finish its epoch there")
+        saved = msgspec.json.decode(data, type=_Saved)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{source}: not the state of an admitter ({error})") from None
+    return saved.rules, saved.state
+
+
+def check_rules(old: Rules, new: Rules, state: State, source: str) -> None:
+    """Raises ValueError: what was begun under the old rules cannot go on under the new ones.
+
+    The mode must be the same, and in ``partial`` the size of groups while some are half done.
+    """
+    if new.mode != old.mode:
+        raise ValueError(f"mode is {new.mode!r}, {source} is of mode {old.mode!r}; give another one")
+    # As many as the groups have, and not as the old rules say: the state may be an earlier one.
+    was = next((len(g.samples) for g in state.waiting if g.samples and len(g.samples) != new.num_responses), 0)
+    if new.mode == "partial" and was:
+        raise ValueError(f"num_responses is {new.num_responses}, {source} has groups of {was} half done; finish them")

@@ -58,30 +58,21 @@ class Turns:
     """Asks an environment for the samples of a round.
 
     Args:
-        environment: None: turns are events of the round, answered by :meth:`give`.
         seconds: longest that it may take for an answer.
     """
 
-    _tell: Callable[[Turn], None]
-
-    def __init__(self, environment: Environment | None, seconds: float = ENVIRONMENT_SECONDS) -> None:
+    def __init__(self, environment: Environment, seconds: float = ENVIRONMENT_SECONDS) -> None:
         if not 0 < seconds <= MAX_SECONDS:
             raise ValueError(f"environment_seconds is {seconds}, must be more than 0 and at most {MAX_SECONDS}")
-        self._environment = environment or self._by_event
+        self._environment = environment
         self._seconds = seconds
-        self._awaited: dict[SampleId, asyncio.Future[Sequence[int] | None]] = {}
         self._stops: dict[SampleId, asyncio.Future[None]] = {}
         self._failures = Dropped(False)
 
-    def join(self, rules: Rules, tell: Callable[[Turn], None]) -> None:
-        """A round; ``tell``: makes a turn an event of it.
-
-        Raises:
-            ValueError: its rules are of responses that are measured by their tokens only.
-        """
+    def check(self, rules: Rules) -> None:
+        """Raises ValueError: a round with these rules measures responses by their tokens only."""
         if rules.unbiased:
             raise ValueError("unbiased is true, must be false with turns: what defers a prompt is time, not tokens")
-        self._tell = tell
 
     async def answer(self, turn: Turn) -> Output:
         """What follows the turn: given tokens; nothing but a finish reason; or nothing, still ``asked``, as it was
@@ -107,25 +98,6 @@ class Turns:
             self._failures.note("Turn", error)
             return Output(finish_reason=FAILED)
         return given(call.result())
-
-    async def _by_event(self, turn: Turn) -> Sequence[int] | None:
-        answer = self._awaited[turn.sample] = asyncio.get_running_loop().create_future()
-        self._tell(turn)
-        try:
-            return await answer
-        finally:
-            del self._awaited[turn.sample]
-
-    def give(self, sample: SampleId, answer: Sequence[int] | None) -> None:
-        """The environment's answer to a turn that was an event.
-
-        Raises:
-            ValueError: none is awaited for it.
-        """
-        awaited = self._awaited.get(SampleId(*sample))
-        if awaited is None or awaited.done():
-            raise ValueError(f"sample is {list(sample)}, which awaits no answer: it had one, or was stopped")
-        awaited.set_result(answer)
 
     def stop(self, sample: SampleId) -> bool:
         """Wait for no answer any more; whether one was waited for."""

@@ -35,8 +35,8 @@ from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
 from sglang_pat.rank.process import run_detokenizer, run_rank  # noqa: E402
-from sglang_pat.server.loop import EngineLoop  # noqa: E402
-from sglang_pat.server.rollout_calls import RolloutCalls  # noqa: E402
+from sglang_pat.rollout.loop import EngineLoop  # noqa: E402
+from sglang_pat.server.rollout import EngineRollouts  # noqa: E402
 from sglang_pat.server.shutdown import end_if_a_child_fails, watchdog_of  # noqa: E402
 from sglang_pat.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 
@@ -149,7 +149,7 @@ def private_ports(args: AdaptiveServerArgs) -> PortArgs:
     )
 
 
-class Engine(RolloutCalls, AdaptiveEngine):
+class Engine(EngineRollouts, AdaptiveEngine):
     """SGLang's ``Engine``, offline API included, plus ``layout``, ``reconfigure``, ``status`` and ``rollout``.
 
     ``Engine(model_path=..., tp_size=1, dp_size=2, adaptive_tp=True, ...)``; without ``adaptive_tp`` use

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import msgspec
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from sglang.srt.entrypoints import http_server
 from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -25,16 +25,14 @@ from sglang_pat.launch.processes import NotStarted
 from sglang_pat.launch.refusals import check_port
 from sglang_pat.launch.spec import AdaptiveServerArgs, ready
 from sglang_pat.messages import BeginRound, EndRound
-from sglang_pat.server.bodies import MAX_BODY_BYTES, parse, parse_answer, parse_more, parse_verdict
 from sglang_pat.server.engine import AdaptiveEngine
-from sglang_pat.server.rollout import Busy, NotSaved
-from sglang_pat.server.rollout_events import server_sent
+from sglang_pat.server.rollout import about
 from sglang_pat.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
 
 logger = logging.getLogger(__name__)
 
-MAX_SMALL_BYTES = 1 << 16
-"""Of a body other than that of ``POST /pat/rollout``."""
+MAX_BYTES = 1 << 16
+"""Of a body."""
 
 
 class _Reconfigure(msgspec.Struct, forbid_unknown_fields=True):
@@ -131,11 +129,6 @@ def add_routes(app) -> None:
     app.add_api_route("/pat/round", end_round, methods=["DELETE"])
     app.add_api_route("/pat/schedule", schedule, methods=["GET"])
     app.add_api_route("/pat/schedule", set_schedule, methods=["POST"])
-    app.add_api_route("/pat/rollout", rollout, methods=["POST"])
-    app.add_api_route("/pat/rollout/verdict", verdict, methods=["POST"])
-    app.add_api_route("/pat/rollout/prompts", more_prompts, methods=["POST"])
-    app.add_api_route("/pat/rollout/turn", turn, methods=["POST"])
-    app.add_api_route("/pat/rollout/{job}", forget, methods=["DELETE"])
     for name, instead in removed.ROUTES.items():
         method, path = name.split()
         app.add_api_route(path, _gone(f"{name} is gone: {instead}"), methods=[method], include_in_schema=False)
@@ -155,8 +148,8 @@ def _manager():
 
 
 def _or_refused(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """What the handler returns; what it refuses has a status code and one line: 400 bad input, 409 not now, 507 no
-    room to save.  A plain ``dict`` becomes JSON."""
+    """What the handler returns; what it refuses has a status code and one line: 400 bad input, 409 not now.  A plain
+    ``dict`` becomes JSON."""
 
     @functools.wraps(handler)
     async def answer(*args: Any, **kwargs: Any) -> Response:
@@ -164,10 +157,6 @@ def _or_refused(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitab
             found = await handler(*args, **kwargs)
         except ValueError as error:
             return _error(400, str(error))
-        except Busy as error:
-            return _error(409, str(error))
-        except NotSaved as error:
-            return _error(507, str(error))
         except ReconfigureError as error:
             return _error(error.code, str(error))
         return found if isinstance(found, Response) else JSONResponse(found)
@@ -191,7 +180,7 @@ async def reconfigure(request: Request) -> dict:
     400: not a body like that, or not a candidate; 409: a switch is under way; 500: aborted, the old
     layout goes on.
     """
-    tp, dry_run = _degree(await _body(request, MAX_SMALL_BYTES))
+    tp, dry_run = _degree(await _body(request))
     return await _manager().pat_reconfigure(tp, dry_run)
 
 
@@ -200,12 +189,13 @@ async def begin_round(request: Request) -> dict:
     """``{"requests": 64, "prompts": 8, "prompt_tokens": 500, "max_new_tokens": 4096}``: a round begins
     (:class:`~sglang_pat.messages.BeginRound`); for the requests that are sent after the answer.
 
-    400: not a body like that.
+    The answer says what the round's client has to know: ``weight_updates`` so far (as in ``meta_info`` of each answer),
+    ``room`` for the tokens of a request, ``stop_token_ids`` of the model.  400: not a body like that.
     """
-    values = files.decode(await _body(request, MAX_SMALL_BYTES), dict[str, Any])
+    values = files.decode(await _body(request), dict[str, Any])
     removed.refuse_fields("round", values)
     _manager().pat_round(files.convert(values, BeginRound))
-    return {}
+    return about(_manager())
 
 
 @_or_refused
@@ -222,7 +212,7 @@ async def set_schedule(request: Request) -> dict:
 
     400: not such a list; 409: the policy is another one.
     """
-    entries = files.decode(await _body(request, MAX_SMALL_BYTES) or b"[]", list[Any])
+    entries = files.decode(await _body(request) or b"[]", list[Any])
     return await _manager().pat_set_schedule(entries)
 
 
@@ -236,65 +226,13 @@ async def schedule(wait: str = "") -> dict:
     return await _manager().pat_schedule()
 
 
-@_or_refused
-async def rollout(request: Request) -> Response:
-    """A round in (:class:`~sglang_pat.server.bodies.RolloutBody`), its groups out as server-sent events.
-
-    400: a body that is not like that, or too few prompts; 409: the job has a round under way; 507: its state cannot be
-    written.
-    """
-    body = parse(await _body(request, MAX_BODY_BYTES))
-    events = _manager().pat_rollouts.events(body)
-    first = await anext(events)
-    return StreamingResponse(server_sent(first, events), media_type="text/event-stream")
-
-
-@_or_refused
-async def verdict(request: Request) -> dict:
-    """``{"key": [0, 17], "keep": false}``: whether a group of a ``judge`` event is of use; ``job`` as in the round.
-
-    The answer says whether it ``counted``: not if the batch was complete without this group.
-    """
-    given = parse_verdict(await _body(request, MAX_SMALL_BYTES))
-    return {"counted": _manager().pat_rollouts.judge(given)}
-
-
-@_or_refused
-async def turn(request: Request) -> dict:
-    """``{"sample": [0, 17, 2, 1], "text": "…"}``: what follows a ``turn`` event, as ``text`` or ``input_ids``; without
-    them the conversation is over; ``job`` as in the round."""
-    given = parse_answer(await _body(request, MAX_BODY_BYTES))
-    _manager().pat_rollouts.answer(given)
-    return {}
-
-
-@_or_refused
-async def more_prompts(request: Request) -> dict:
-    """Prompts for the round that is under way (:class:`~sglang_pat.server.bodies.MorePrompts`).
-
-    The answer says whether they were ``taken``: not if the round is over; then they are for the next one.
-
-    400: a body that is not like that, a key that came before, or a job without a round; then none is taken.
-    """
-    given = parse_more(await _body(request, MAX_BODY_BYTES))
-    return {"taken": await _manager().pat_rollouts.feed(given)}
-
-
-@auth_level(AuthLevel.ADMIN_OPTIONAL)
-@_or_refused
-async def forget(job: str) -> dict:
-    """Drop a job and the prompts that wait in it, for an administrator; 409 while it has a round under way."""
-    await _manager().pat_rollouts.forget(job)
-    return {}
-
-
-async def _body(request: Request, most: int) -> bytes:
-    """Raises ValueError: longer than ``most`` bytes; no more than these are held."""
+async def _body(request: Request) -> bytes:
+    """Raises ValueError: longer than :data:`MAX_BYTES`; no more than these are held."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > most:
-            raise ValueError(f"the body is longer than {most} bytes; send less")
+        if len(body) > MAX_BYTES:
+            raise ValueError(f"the body is longer than {MAX_BYTES} bytes; send less")
     return bytes(body)
 
 

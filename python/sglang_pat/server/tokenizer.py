@@ -7,8 +7,8 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
@@ -17,9 +17,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_pat import messages
 from sglang_pat.coordinator import schedule
 from sglang_pat.fixes.request_validation import ValidatingTokenizerManager
-from sglang_pat.metrics import RolloutMetrics
+from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.server.calibration import calibrate
-from sglang_pat.server.rollout import Rollouts
 from sglang_pat.server.shutdown import Ending, EndingHandler, handlers
 from sglang_pat.switch.order import AsyncOrderedReceiver
 
@@ -45,7 +44,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
 
     Attributes:
         pat_weight_updates: number of weight updates so far.
-        pat_rollouts: rounds of training jobs.
+        pat_rounds: those that this process drives, to be cancelled when weights are updated.
         pat_log_begins: in the decision log requests count from the next one on.
     """
 
@@ -60,9 +59,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
         self.pat_log_begins = config.log is not None
         self._pat_calibrates = config.calibrates
         self._pat_calibration: asyncio.Task | None = None
-        folder = server_args.pat_rollout_dir
-        metrics = RolloutMetrics() if server_args.enable_metrics else None
-        self.pat_rollouts = Rollouts(self, Path(folder) if folder else None, metrics)
+        self.pat_rounds: WeakSet[RolloutRound] = WeakSet()
         replies = (messages.StatusReply, messages.ReconfigureReply, messages.TraceReply, messages.ScheduleReply)
         self._result_dispatcher._mapping.update(dict.fromkeys(replies, self._pat_reply))
 
@@ -82,6 +79,14 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
     def pat_admit(self, obj: Any, request: Any) -> None:
         super().pat_admit(obj, request)
         self._pat_calibrate()
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        """SGLang's; an answer says how often weights had been updated."""
+        async with aclosing(super().generate_request(obj, request)) as answers:
+            async for answer in answers:
+                for one in answer if isinstance(answer, list) else [answer]:
+                    one["meta_info"]["weight_updates"] = self.pat_weight_updates
+                yield answer
 
     def _pat_calibrate(self) -> None:
         """The first requests wait at the gate for it; it goes on without those that do not."""
@@ -119,13 +124,17 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
     @asynccontextmanager
     async def pat_update(self, obj: Any) -> AsyncIterator[None]:
         # An update waits until no request is left, unless generation is paused: a round is not to be waited for.
-        self.pat_rollouts.weights_changed()
+        self._pat_cancel_rounds()
         try:
             async with super().pat_update(obj):
                 yield
         finally:
             self.pat_weight_updates += 1  # also after one that failed: some ranks may have begun
-            self.pat_rollouts.weights_changed()
+            self._pat_cancel_rounds()
+
+    def _pat_cancel_rounds(self) -> None:
+        for round_ in list(self.pat_rounds):
+            round_.weights_changed()
 
     def init_ipc_channels(self, port_args) -> None:
         super().init_ipc_channels(port_args)

@@ -27,7 +27,6 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils import tensordict_utils
 
-from sglang_pat.rollout import saved
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Abort, Action, Launch, Output, Return, RoundOver, SampleId, Span, Summary
 from sglang_pat.rollout.rules import Rules
@@ -116,7 +115,7 @@ class TailBatchingBuffer(ReplayBuffer):
 
     def state(self) -> dict[str, Any]:
         """Between two steps: what another process needs to go on, the prompts that wait among it."""
-        return {"admitter": saved.dumps(self._admitter), "rows": self._rows, "fed": self._fed}
+        return {**self._admitter.state_dict(), "rows": self._rows, "fed": self._fed}
 
     def restore(self, state: dict[str, Any], source: str) -> None:
         """Go on where :meth:`state` was taken.
@@ -124,7 +123,7 @@ class TailBatchingBuffer(ReplayBuffer):
         Raises:
             ValueError: it is of another version, one line that names its ``source``.
         """
-        self._admitter = saved.loads(state["admitter"], self._admitter.rules, source)
+        self._admitter.load_state_dict(state, source)
         self._rows, self._fed = state["rows"], state["fed"]
 
     def begin(self, version: int, fetch: Callable[[], TensorDict]) -> None:

@@ -32,12 +32,12 @@ class EngineLoop(uvloop.Loop):
         self._inside = 0
         """Calls and rollouts under way."""
         self._thread: threading.Thread | None = None
-        self._asked: set[Future] = set()
-        self._iterated: set[AsyncGenerator] = set()
+        self._asked: set[Future[Any]] = set()
+        self._iterated: set[AsyncGenerator[Any, None]] = set()
         """Held here too: else they would be garbage together with who iterates, and be closed twice at once."""
         self._ended = False
 
-    def run_until_complete(self, future: Awaitable[Any]) -> Any:
+    def run_until_complete(self, future: Awaitable[Any]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """What ``future`` gives.  Ctrl-C while another thread runs the loop cancels it.
 
         Raises:
@@ -119,8 +119,8 @@ class EngineLoop(uvloop.Loop):
 
     def _ask(self, future: Awaitable[Any]) -> Any:
         """Have whoever runs the loop do it."""
-        answer: Future[asyncio.Future] = Future()
-        tasks: list[asyncio.Future] = []
+        answer: Future[asyncio.Future[Any]] = Future()
+        tasks: list[asyncio.Future[Any]] = []
 
         def begin() -> None:
             tasks.append(asyncio.ensure_future(future, loop=self))
@@ -142,7 +142,7 @@ def _shut_down() -> RuntimeError:
     return RuntimeError("the engine was shut down; make another one")
 
 
-def _tell(answer: Future, result: Any = None, error: Exception | None = None) -> None:
+def _tell(answer: Future[Any], result: Any = None, error: Exception | None = None) -> None:
     """Unless it was told already."""
     if not answer.done():
         answer.set_exception(error) if error is not None else answer.set_result(result)

@@ -1,13 +1,19 @@
-"""Which sample of a round is started next, in each mode; kept up to date event by event, so that nothing is scanned."""
+"""How a round is put together, in each mode: its kind, how many prompts it needs, and which sample is started next.
+
+The modes are pure functions of the state.  The order of launches is kept up to date event by event, so that nothing is
+scanned.
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import math
+from typing import NamedTuple
 
 from sglang_pat.rollout.records import DONE, NEW, Group, Sample
-from sglang_pat.rollout.state import SHORT, Round, State
+from sglang_pat.rollout.rules import MODES, Rules
+from sglang_pat.rollout.state import LONG, SHORT, Round, State
 
 
 class Fresh:
@@ -17,7 +23,7 @@ class Fresh:
 FRESH = Fresh()
 
 
-class Starting:
+class QueueFirst:
     """``strict``: what was stopped unasked first, then the queue or fresh prompts, as many as the round may have.
 
     Made from the state alone, at any time of the round.
@@ -96,7 +102,7 @@ class Starting:
         return to_start(self._round, group)
 
 
-class StartingShortest(Starting):
+class ShortestFirst(QueueFirst):
     """``reorder``: those that must be in the round, then those that look short, or long if the round is a long one."""
 
     def __init__(self, round_: Round, state: State, filters: bool) -> None:
@@ -119,7 +125,7 @@ class StartingShortest(Starting):
         return self._queue.pop() if self._queue else None
 
 
-class StartingWhereLeft:
+class ResumedFirst:
     """``partial``: half done groups in the order of :func:`priority`, then fresh ones, while there is room.
 
     Args:
@@ -152,7 +158,7 @@ class StartingWhereLeft:
             self.waits(group)
 
     def next(self, fresh: bool, alive: int) -> Group | Fresh | None:
-        """See :meth:`Starting.next`."""
+        """See :meth:`QueueFirst.next`."""
         if alive >= self._capacity:
             return None
         while self._heap:
@@ -166,15 +172,15 @@ class StartingWhereLeft:
         return FRESH if fresh else None
 
     def places(self, alive: int) -> int:
-        """See :meth:`Starting.places`."""
+        """See :meth:`QueueFirst.places`."""
         return (self._capacity - alive) // self._round.responses
 
     def samples(self, group: Group, alive: int) -> list[Sample]:
-        """See :meth:`Starting.samples`."""
+        """See :meth:`QueueFirst.samples`."""
         return to_start(self._round, group)[: self._capacity - alive]
 
 
-AnyStarting = Starting | StartingWhereLeft
+LaunchOrder = QueueFirst | ResumedFirst
 
 
 def to_start(round_: Round, group: Group) -> list[Sample]:
@@ -194,3 +200,107 @@ def priority(group: Group) -> tuple[int, float, int]:
     done = [sample.output.tokens for sample in group.samples if sample.state == DONE]
     mean = sum(done) / len(done) if done else 1e9
     return len(group.samples) - len(done), mean, group.oldest if group.oldest is not None else 1 << 62
+
+
+class RoundShape(NamedTuple):
+    """Kind of a round; prompts under way at most, and samples started for each."""
+
+    kind: str
+    prompts: int
+    responses: int
+
+
+NO_LIMIT = 1 << 30
+
+
+class Strict:
+    """Tail batching (RollPacker section 3).
+
+    Short rounds start fresh prompts, more than needed, and keep the first; the others queue.  Long rounds take the
+    queue, its oldest first, and nothing more than needed: when it holds a batch, or when a prompt would wait too long.
+    """
+
+    keeps = False
+    """Whether tokens outlive their round."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+
+    def plan(self, state: State, owed: list[int], fresh: int) -> RoundShape:
+        """``owed``: see :class:`~.state.Round`; ``fresh``: prompts of the epoch that were never started."""
+        rules = self.rules
+        if len(state.waiting) >= rules.num_prompts or any(owed) or fresh < rules.num_prompts:
+            return RoundShape(LONG, rules.num_prompts, rules.num_responses)
+        return RoundShape(SHORT, rules.started_prompts, rules.started_responses)
+
+    def flushes(self, waiting: int, fresh: int) -> bool:
+        """Whether what is left of an epoch that has ended is to be finished now."""
+        return fresh < self.rules.num_prompts
+
+    def needs(self, state: State, owed: list[int]) -> int:
+        """Fresh prompts for a whole round; more than these if some are likely to be useless (``filter_groups``)."""
+        plan = self.plan(state, owed, self.rules.num_prompts)
+        waiting = 0 if plan.kind == SHORT else len(state.waiting)
+        return math.ceil(plan.prompts / state.keep_rate) - waiting
+
+    def order(self, round_: Round, state: State) -> LaunchOrder:
+        """What is to be started in a round, from now on."""
+        return QueueFirst(round_, state, self.rules.filter_groups)
+
+
+class Reorder(Strict):
+    """verl's recipe "Reorder Rollout": the first complete groups form the batch, the others are recycled.
+
+    Recycled prompts compete again, and those that are expected to be short are started first.  In a round in which some
+    are forced by the bound, those that are expected to be long are: they cost no more time there.  Such a round starts
+    nothing more than it needs: else the first complete groups would take its free places, and each forced prompt would
+    cost a long round of its own.
+    """
+
+    def plan(self, state: State, owed: list[int], fresh: int) -> RoundShape:
+        rules = self.rules
+        if any(owed):
+            return RoundShape(LONG, rules.num_prompts, rules.num_responses)
+        return RoundShape(SHORT, rules.started_prompts, rules.started_responses)
+
+    def flushes(self, waiting: int, fresh: int) -> bool:
+        return waiting + fresh <= self.rules.num_prompts
+
+    def needs(self, state: State, owed: list[int]) -> int:
+        plan = self.plan(state, owed, self.rules.num_prompts)
+        return math.ceil(plan.prompts / state.keep_rate) - len(state.waiting)
+
+    def order(self, round_: Round, state: State) -> LaunchOrder:
+        return ShortestFirst(round_, state, self.rules.filter_groups)
+
+
+class Partial:
+    """Partial rollout (verl's recipe "Async Partial Rollout Trainer", APRIL).
+
+    As many samples as the engine is to hold are under way; prompts are supplemented as samples end.  When the batch is
+    complete the others are interrupted, keep what they have and go on in the next round.
+    """
+
+    keeps = True
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.capacity = rules.started_prompts * rules.num_responses
+
+    def plan(self, state: State, owed: list[int], fresh: int) -> RoundShape:
+        return RoundShape(LONG if any(owed) else SHORT, NO_LIMIT, self.rules.num_responses)
+
+    def flushes(self, waiting: int, fresh: int) -> bool:
+        return waiting + fresh <= self.rules.num_prompts
+
+    def needs(self, state: State, owed: list[int]) -> int:
+        # Samples that end early are supplemented: some prompts more than fit at once.
+        return math.ceil(2 * self.rules.started_prompts / state.keep_rate) - len(state.waiting)
+
+    def order(self, round_: Round, state: State) -> LaunchOrder:
+        return ResumedFirst(round_, self.capacity)
+
+
+Mode = Strict | Reorder | Partial
+BY_NAME: dict[str, type[Mode]] = dict(zip(MODES, (Strict, Reorder, Partial), strict=True))
+"""By the name that a job gives (``Rules.mode``)."""

@@ -1,0 +1,313 @@
+"""Rounds on a server: the admitter is in this process, samples go over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from sglang_pat.messages import BeginRound
+from sglang_pat.rollout.loop import EngineLoop
+from sglang_pat.rollout.records import Output
+from sglang_pat.rollout.requests import output_of
+from sglang_pat.rollout.rounds import RolloutCalls, RolloutRound
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS = 4096
+"""Requests that are at the server at once, of up to sixteen samples each; the others wait here."""
+
+SPARED_FILES = 256
+"""Of the files that this process may have open, for others than connections."""
+
+ONCE = {"stream_interval": 1 << 30}
+"""Sampling parameters: an answer is streamed when it is whole."""
+
+BUFFER_BYTES = 1 << 26
+"""The longest line of an answer: half a million tokens."""
+
+CALL_SECONDS = 30.0
+"""Longest wait for the answer to a small call."""
+
+LOOK_SECONDS = 10.0
+"""Between two looks whether the server is alive."""
+
+LOST_SECONDS = 120.0
+"""A server that answers no look for so long, or an abort, is lost: so are the samples that it has."""
+
+
+class RolloutClient(RolloutCalls):
+    """Rounds on the server at ``url``: :meth:`rollout` and :meth:`async_rollout`, as those of ``Engine``.
+
+    When this process ends, or its connections break, the server aborts what it had of the round.
+
+    Args:
+        url: of a server with ``--adaptive-tp``, e.g. ``http://localhost:30000``.
+        tokenizer: the model's, to decode responses that came in pieces (``partial``, several turns); None: their
+            ``text`` is empty.
+        api_key: of the server, the administrator's if it has both: it is needed to abort.
+        name: of this client's rounds in ``/pat/status``; training jobs that share a server need different ones.
+    """
+
+    def __init__(self, url: str, tokenizer: Any = None, api_key: str | None = None, name: str = "default") -> None:
+        self.url = url.rstrip("/")
+        self._tokenizer, self._name, self._loop = tokenizer, name, EngineLoop()
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def _watch(self, round_: RolloutRound) -> None:
+        """Each answer says how often weights had been updated."""
+
+    def _loop_for_rounds(self) -> EngineLoop:
+        return self._loop
+
+    @asynccontextmanager
+    async def _connect(self) -> AsyncGenerator[HttpBackend]:
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=self._headers, read_bufsize=BUFFER_BYTES
+        )
+        async with session:
+            backend = HttpBackend(self.url, session, self._tokenizer, self._name)
+            try:
+                yield backend
+            finally:
+                await backend.close()
+
+
+class _Call:
+    """A sample that the server is asked for.
+
+    Attributes:
+        answer: SGLang's; ``limit``: when it is lost.
+        sent: whether it went out.
+    """
+
+    def __init__(self, prompt: dict[str, Any], params: dict[str, Any]) -> None:
+        self.prompt, self.params = prompt, params
+        self.answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.limit = asyncio.timeout(None)
+        self.sent = False
+
+    def expire(self, seconds: float) -> None:
+        """No answer comes after so long, or sooner."""
+        due = asyncio.get_running_loop().time() + seconds
+        if not self.limit.expired() and (self.limit.when() or due) >= due:
+            self.limit.reschedule(due)
+
+
+class HttpBackend:
+    """:class:`~.requests.Backend` over HTTP, for one round; see :class:`RolloutClient`.
+
+    Samples that are started in one turn of the event loop are one request to ``/generate``, which streams each answer
+    as it comes: a request costs client and server some ten times what a sample does.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, tokenizer: Any, name: str) -> None:
+        self._url, self._session, self._tokenizer, self._name = url, session, tokenizer, name
+        self._calls: dict[str, _Call] = {}
+        self._new: list[str] = []
+        self._places = asyncio.Semaphore(connections())
+        self._updates = self._room = 0
+        self._stop_tokens: list[int] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._look: asyncio.Task[None] | None = None
+
+    async def begin_round(self, begun: BeginRound) -> None:
+        about = await self._call("POST", "/pat/round", msgspec.structs.replace(begun, name=self._name))
+        if "weight_updates" not in about:
+            raise ValueError(f"{self._url} runs another version of sglang_pat; use the same one here and there")
+        self._updates, self._room = about["weight_updates"], about["room"]
+        self._stop_tokens = about["stop_token_ids"]
+        self._look = asyncio.ensure_future(self._look_after())
+
+    async def end_round(self, name: str) -> None:
+        if self._look is not None:  # else it was not told of the beginning
+            self._look.cancel()
+            await self._call("DELETE", f"/pat/round?name={self._name}")
+
+    def updates(self) -> int:
+        return self._updates
+
+    def room(self) -> int:
+        return self._room
+
+    def text(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True) if self._tokenizer is not None else ""
+
+    async def generate(self, rid: str, prompt: dict[str, Any], params: dict[str, Any]) -> Output:
+        """See :meth:`~.requests.Backend.generate`.
+
+        Raises:
+            ValueError: the server refuses it; its own line.
+            ConnectionError: it is gone, or does not answer any more.
+        """
+        call = self._calls[rid] = _Call(prompt, params)
+        if not self._new:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._new.append(rid)
+        try:
+            async with call.limit:
+                answer = await call.answer
+        except TimeoutError:
+            if not call.sent:  # it waited for a place, and nobody needs it any more
+                return Output()
+            raise ConnectionError(f"{self._url} has not answered for {LOST_SECONDS:.0f} s") from None
+        finally:
+            del self._calls[rid]
+        self._updates = max(self._updates, answer["meta_info"]["weight_updates"])
+        return output_of(answer, params, self._stop_tokens)
+
+    def abort(self, rid: str) -> None:
+        call = self._calls.get(rid)
+        if call is None:
+            return
+        if not call.sent:
+            call.expire(0.0)
+            return
+        call.expire(LOST_SECONDS)
+        self._begin(self._abort(rid))
+
+    async def close(self) -> None:
+        """No task of it is left."""
+        tasks = [*self._tasks, *([self._look] if self._look is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _begin(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send(self) -> None:
+        """Ask for the samples that were started in this turn of the event loop."""
+        new, self._new = self._new, []
+        kinds: dict[tuple[str, ...], list[str]] = {}
+        for rid in new:
+            if rid in self._calls:
+                kinds.setdefault(tuple(self._calls[rid].prompt), []).append(rid)
+        for rids in kinds.values():
+            self._begin(self._ask(rids))
+
+    async def _ask(self, rids: list[str]) -> None:
+        """One request for these samples, whose prompts have the same fields."""
+        async with self._places:
+            calls = {rid: self._calls[rid] for rid in rids if rid in self._calls}
+            if not calls:
+                return
+            prompts = [call.prompt for call in calls.values()]
+            body = {
+                **{field: [prompt[field] for prompt in prompts] for field in prompts[0]}, "rid": [*calls],
+                "sampling_params": [call.params | ONCE for call in calls.values()], "return_logprob": True,
+                "stream": True,
+            }  # fmt: skip
+            for call in calls.values():
+                call.sent = True
+            try:
+                await self._read(calls, self._session.post(self._url + "/generate", data=msgspec.json.encode(body)))
+                error: Exception = ConnectionError(f"{self._url} broke off, and did not answer")
+            except (ValueError, ConnectionError) as caught:
+                error = caught
+            for call in calls.values():
+                if not call.answer.done():
+                    call.answer.set_exception(error)
+
+    async def _read(self, calls: dict[str, _Call], request: Any) -> None:
+        """The answers, as they come.  Raises as :meth:`generate`."""
+        try:
+            async with request as answer:
+                if answer.status != 200:
+                    raise ValueError(refusal(self._url, answer.status, await answer.read()))
+                async for line in answer.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    if line.startswith(b'data: {"error"'):
+                        raise ValueError(refusal(self._url, 400, line[6:]))
+                    said = msgspec.json.decode(line[6:])
+                    call = calls[said["meta_info"]["id"]]
+                    if said["meta_info"]["finish_reason"] is not None and not call.answer.done():
+                        call.answer.set_result(said)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._gone(error) from None
+
+    def _gone(self, error: Exception) -> ConnectionError:
+        return ConnectionError(f"{self._url} is gone, or cannot be reached: {error or type(error).__name__}")
+
+    async def _abort(self, rid: str) -> None:
+        try:
+            await self._call("POST", "/abort_request", {"rid": rid})
+        except (ValueError, ConnectionError) as error:  # the round sends it again; closed connections abort, too
+            logger.warning("an abort was not taken: %s", error)
+
+    async def _look_after(self) -> None:
+        """A server that is stopped, or unplugged, closes no connection: ask it something now and then."""
+        now = asyncio.get_running_loop().time
+        heard = now()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                await self._call("GET", "/pat/status")
+                heard = now()
+            except (ValueError, ConnectionError) as error:
+                logger.warning("%s", error)
+            for call in list(self._calls.values()) if now() - heard > LOST_SECONDS else ():
+                call.expire(0.0)
+
+    async def _call(self, method: str, path: str, body: Any = None) -> Any:
+        """A small call.  Raises as :meth:`generate`."""
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with (
+                asyncio.timeout(CALL_SECONDS),
+                self._session.request(method, self._url + path, data=data) as answer,
+            ):
+                said = await answer.read()
+        except TimeoutError:
+            raise ConnectionError(f"{self._url}{path} has not answered for {CALL_SECONDS:.0f} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._gone(error) from None
+        if answer.status != 200:
+            raise ValueError(refusal(self._url, answer.status, said))
+        return msgspec.json.decode(said) if said else None
+
+
+def connections() -> int:
+    """Requests that may be at the server at once; first this process may have as many files open as it can."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < CONNECTIONS + SPARED_FILES and (soft < hard or hard == resource.RLIM_INFINITY):
+        most = CONNECTIONS + SPARED_FILES
+        soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(CONNECTIONS, soft - SPARED_FILES))
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    """As this server and SGLang's write it."""
+
+    error: _Error
+
+
+def refusal(url: str, status: int, data: bytes) -> str:
+    """A server's refusal, in one line."""
+    try:
+        said = msgspec.json.decode(data, type=_Refusal).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        said = data.decode(errors="replace")
+    if status == 404:
+        said += " (is it a server of sglang_pat.launch_server, with --adaptive-tp?)"
+    return f"{url} answered {status}: {' '.join(said.split())[:400]}"
