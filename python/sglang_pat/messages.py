@@ -4,9 +4,6 @@ Plain msgspec structs with an explicit encoding.  Requests that travel through S
 own input sockets (``Prepare``, ``Switch``) are carried by SGLang's transport, which
 broadcasts them inside each TP group; everything a rank sends to the coordinator is encoded
 here.
-
-One file because it is one protocol: its messages hold one another, and whoever writes one
-end reads the other.
 """
 
 from __future__ import annotations

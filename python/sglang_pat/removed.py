@@ -46,9 +46,10 @@ METHODS: dict[str, str] = {
 
 FIELDS: dict[tuple[str, str], str] = {
     ("round", "tp"): "the policy chooses the degree in which a round starts, from KV room and retractions",
+    ("schedule", "wait"): "this answers when the schedule is over; GET /pat/status has the switches so far",
 }
-"""By what has it, and the name of the field that is gone: of a body, or of the method of ``Engine`` that takes the
-same."""
+"""By what has it, and the name of the field that is gone: of a body, of a query, or of the method of ``Engine`` that
+takes the same."""
 
 
 def refuse_settings(names: Iterable[str], where: str) -> None:

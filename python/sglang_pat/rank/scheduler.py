@@ -4,8 +4,7 @@ It stays SGLang's scheduler of one replica, with faults mended (``fixes/schedule
 the coordinator, the handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and
 :meth:`AdaptiveScheduler.point_at`, which makes it the scheduler of another TP group.
 
-One file because it is one class: what it overrides of SGLang's scheduler is to be read as one list beside it.  What
-the methods do is in the modules that they call.
+What the methods do is in the modules that they call.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from sglang.srt.managers.io_struct import (
     OpenSessionReqOutput,
     ProfileReq,
     ProfileReqOutput,
-    TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightFromDiskReqOutput,
@@ -46,6 +44,7 @@ from sglang.srt.server_args import PortArgs
 
 from sglang_pat.checks import census, tokens
 from sglang_pat.config import AdaptiveConfig
+from sglang_pat.coordinator.controls import SINGLES
 from sglang_pat.fixes.scheduler import MendedScheduler
 from sglang_pat.memory.plan import size_text
 from sglang_pat.messages import Cancel, Compile, Go, InjectPrefixes, Prepare, Switch, TraceQuery
@@ -66,9 +65,6 @@ HELD_POLL_MILLISECONDS = 20
 """A leader that holds looks for requests this often: a bound on how long it sleeps, not a delay, as one wakes it."""
 
 RECAPTURE_REFUSED = "recapture_cuda_graph: not with --adaptive-tp, whose layouts keep their graphs; leave it out"
-
-WORK = (TokenizedGenerateReqInput, TokenizedEmbeddingReqInput)
-"""Types of requests that the coordinator routes to one leader."""
 
 
 def reseed(seed: int) -> None:
@@ -238,7 +234,7 @@ class AdaptiveScheduler(MendedScheduler):
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
         # Counted before handling: SGLang drops some (health checks) on the way.
         if self.is_leader:
-            self.load.received += sum(isinstance(req, WORK) for req in recv_reqs)
+            self.load.received += sum(isinstance(req, SINGLES) for req in recv_reqs)
         super().process_input_requests(recv_reqs)
         self._say_held()
 

@@ -217,12 +217,9 @@ async def set_schedule(request: Request) -> dict:
 
 
 @_or_refused
-async def schedule(wait: str = "") -> dict:
+async def schedule(request: Request) -> dict:
     """When the schedule is over or replaced, how it went (:class:`~sglang_pat.messages.ScheduleState`)."""
-    if wait:
-        raise ValueError(
-            "wait is gone: this answers when the schedule is over; GET /pat/status has the switches so far"
-        )
+    removed.refuse_fields("schedule", request.query_params)
     return await _manager().pat_schedule()
 
 

@@ -7,8 +7,6 @@ instead of 15, a start of stock SGLang 2 instead of 35.
 
 For many engines in one test run, on machines without CUDA: importing SGLang there touches the driver, which does not
 survive a fork.  What a module reads of the environment while it is imported is that of the first one.
-
-One file because its two sides, the one who wants programs and the interpreter, are one protocol.
 """
 
 from __future__ import annotations
