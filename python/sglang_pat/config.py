@@ -31,45 +31,33 @@ def one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveConfig:
-    """What ``--adaptive-tp`` and the ``--pat-*`` flags say.
+    """What ``--adaptive-tp`` and the ``--pat-*`` flags say; ``sglang_pat/settings.py`` tells what each means.
+
+    Attributes:
+        base: layout that the engine starts in and returns to.
+        degrees: candidate TP degrees; None for every doubling of the base degree, or only for the lowest and the
+            highest of these (:attr:`only_ends`).
+        max_running: most requests that one replica decodes at once; None if unbounded.
+        layouts: all of them, lowest degree (the base) first.
 
     Raises:
         ValueError: with what was given and what is allowed.
     """
 
     base: ParallelLayout
-    """Layout the engine starts in and returns to."""
     degrees: tuple[int, ...] | None = None
-    """Candidate TP degrees; None for every doubling of the base degree, or only for the lowest and the highest of
-    these (:attr:`only_ends`)."""
     policy: str = "threshold"
-    """Who decides on switches: ``survival`` or ``pat`` (predict from a profile), ``threshold``, ``schedule`` (at
-    given steps: POST /pat/schedule), ``manual`` (only /pat/reconfigure) or ``off``."""
     profile: str | None = None
-    """File that ``python -m profiler.sweep`` wrote for this deployment."""
     profile_as_is: bool = False
-    """Whether its step times are believed; else those of this run correct them (``sglang_pat.predict.correction``)."""
     calibrate: int = 16
-    """Steps that each layout decodes in a turn of the calibration (``sglang_pat.server.calibration``)."""
     log: str | None = None
-    """File to which each decision is appended with its inputs (JSON lines)."""
     switch_at: int = 8
-    """``threshold`` policy: merge when this many requests or fewer are left."""
     max_running: int | None = None
-    """Most requests that one replica decodes at once; None if unbounded."""
     weights: str = "resident"
-    """``resident``: base shards, of which other layouts are views; ``reshard``: PAT's all-gather and slice."""
     kv: str = "auto"
-    """``migrate`` KV, ``recompute`` it from tokens, or the cheaper (``auto``)."""
     kv_exchange: str = "direct"
-    """How KV is migrated.  ``direct``: each rank takes its slices from where the others packed them, on CPUs; elsewhere
-    the same as ``alltoall``: through the process group.  ``allgather``: all ranks of a group get everything and cut
-    their slices out of it, as in PAT."""
     gpu_order: str = "rank"
-    """``rank``: rank r runs on the r-th GPU, as trainers expect that hand weights over by IPC.  ``neighbours``: ranks
-    that merge first run on neighbouring GPUs, for machines whose GPUs are not all connected alike."""
     layouts: tuple[ParallelLayout, ...] = field(init=False)
-    """All layouts, lowest degree (the base) first."""
 
     def __post_init__(self) -> None:
         one_of("--pat-policy", self.policy, POLICIES)
@@ -111,7 +99,8 @@ class AdaptiveConfig:
         return self.predicts and not self.profile_as_is and self.calibrate > 0 and len(self.layouts) > 1
 
     def place(self, rank: int) -> int:
-        """Number of the GPU of ``rank`` among the engine's, from 0."""
+        """Number of the GPU of ``rank`` among the engine's, from 0: the rank's own, as trainers expect that hand
+        weights over by IPC, unless neighbours are to merge first."""
         return device_of_rank(rank, self.num_ranks) if self.gpu_order == "neighbours" else rank
 
     def layout(self, tp: int) -> ParallelLayout:

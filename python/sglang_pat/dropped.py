@@ -26,9 +26,6 @@ FATAL = (Prepare, Compile, Switch, Cancel, Go)
 LOG_SECONDS = 1.0
 """One line in the log for each kind in so much time; the counter has them all."""
 
-MAX_KINDS = 64
-"""Kinds that are told apart; others count as ``other``."""
-
 
 class Dropped:
     """What one process has dropped.
@@ -56,7 +53,6 @@ class Dropped:
 
     def note(self, kind: str, error: BaseException) -> None:
         """A message of this kind (the name of its type) was dropped for ``error``, which is being handled."""
-        kind = kind if kind in self._logged or len(self._logged) < MAX_KINDS else "other"
         self.total += 1
         if self._counter is not None:
             self._counter.labels(kind).inc()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 MOST_BYTES = 16 << 20
-"""Of a file that is read as a whole, unless told otherwise."""
+"""Of a file that is read as a whole."""
 
 SHOWN = 60
 """Most characters of a value in a message."""
@@ -26,19 +26,19 @@ class NotJson(ValueError):
     """Not JSON, or not all of it."""
 
 
-def read(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
+def read(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a file.
 
     Raises:
-        ValueError: it cannot be read, or has more than ``most`` bytes; the message does not name the file.
+        ValueError: it cannot be read, is empty or larger than :data:`MOST_BYTES`; the message does not name the file.
     """
     try:
         with open(path, "rb") as file:
-            data = file.read(most + 1)
+            data = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
-    if len(data) > most:
-        raise ValueError(f"larger than {most >> 20} MiB, the most that is read")
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"larger than {MOST_BYTES >> 20} MiB, the most that is read")
     if not data.strip():
         raise ValueError("empty")
     return data

@@ -10,8 +10,7 @@ from typing import Any
 
 from sglang_pat import settings
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.launch.flags import REFUSED
-from sglang_pat.launch.refusals import refuse_config
+from sglang_pat.launch.refusals import REFUSED, refuse_config
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.predict import profile as profiles
@@ -21,14 +20,11 @@ from sglang_pat.predict.profile import Profile
 def check(given: Mapping[str, Any], ranks: int, where: str) -> AdaptiveConfig:
     """Refuse what an engine of ``ranks`` would refuse, as far as that can be said without its model.
 
-    Files are looked at on this machine.
-
     Args:
-        given: settings by name, of one engine.
-        where: they were given, for the message.
+        given: settings by name, of one engine; ``where`` they were given, for the message.
 
     Raises:
-        ValueError: an unknown setting, a wrong value, degrees that do not fit, a file that cannot be used; one line.
+        ValueError: an unknown setting, a wrong value, a file that cannot be used on this machine; one line.
     """
     found = settings.fields(given, where)
     base = found.pop(settings.BASE_TP.name, settings.BASE_TP.default)
@@ -42,15 +38,10 @@ def check(given: Mapping[str, Any], ranks: int, where: str) -> AdaptiveConfig:
 
 
 def check_model(model: str, config: AdaptiveConfig, where: str) -> None:
-    """Refuse, by its ``config.json``, a model that an engine of this configuration would refuse.
-
-    No-op for one that is not on this machine.
+    """Refuse, by its ``config.json``, a model that an engine of this configuration would refuse; raises ValueError.
 
     Args:
-        model: a folder, or a name in the Hugging Face cache; ``where`` it was given, for the message.
-
-    Raises:
-        ValueError: one line.
+        model: a folder, or a name in the Hugging Face cache; one that is not on this machine passes.
     """
     try:
         found = read_config(model)
@@ -68,13 +59,10 @@ def check_model(model: str, config: AdaptiveConfig, where: str) -> None:
 
 
 def check_flags(given: Mapping[str, Any], where: str) -> None:
-    """Refuse SGLang's own arguments that an engine would refuse, by the names under which they were given.
+    """Raise ``ValueError`` for SGLang's own arguments that an engine would refuse.
 
     Args:
         given: by name; ``where``, for the message: what stands before a name.
-
-    Raises:
-        ValueError: one line.
     """
     for refusal in REFUSED:
         value = given.get(refusal.field)
@@ -86,11 +74,7 @@ def check_flags(given: Mapping[str, Any], where: str) -> None:
 
 
 def read_files(config: AdaptiveConfig) -> Profile | None:
-    """The profile, if one is given.
-
-    Raises:
-        ValueError: it cannot be read or is none; or the log cannot be written.
-    """
+    """The profile, if one is given; raises ValueError for one that is none, or a log that cannot be written."""
     profile = None if config.profile is None else profiles.load(config.profile, complete=True)
     if config.log is not None:
         try:

@@ -146,22 +146,15 @@ def length_limit(params: Any) -> int | None:
 
     What came with the prompt of it counts.  None if neither the request nor SGLang has set one yet.
     """
-    limit = _custom(params, LIMIT_PARAM)
+    limit = (params.custom_params or {}).get(LIMIT_PARAM)
     if limit is None and params.max_new_tokens is not None:
         limit = params.max_new_tokens + generated_before(params)
-    return None if limit is None else max(0, min(int(limit), INT32))
+    return None if limit is None else min(limit, INT32)
 
 
 def generated_before(params: Any) -> int:
     """Tokens of the response that came with the prompt, from SGLang's ``SamplingParams``; a number of 32 bits."""
-    return max(0, min(_custom(params, GENERATED_PARAM) or 0, INT32))
-
-
-def _custom(params: Any, name: str) -> int | None:
-    """A whole number of ``custom_params``; None if there is none."""
-    custom = params.custom_params
-    value = cast("dict[str, Any]", custom).get(name) if isinstance(custom, dict) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return min((params.custom_params or {}).get(GENERATED_PARAM) or 0, INT32)
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):

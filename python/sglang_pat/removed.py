@@ -53,11 +53,7 @@ takes the same."""
 
 
 def refuse_settings(names: Iterable[str], where: str) -> None:
-    """Raise ``ValueError`` for a setting that is gone.
-
-    Args:
-        where: they were given, for the message.
-    """
+    """Raise ``ValueError`` for a setting that is gone; ``where`` they were given is in the message."""
     for name in names:
         if name in SETTINGS:
             raise ValueError(f"{where}: {name} is gone: {SETTINGS[name]}")

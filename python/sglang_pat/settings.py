@@ -158,12 +158,8 @@ def table() -> list[str]:
 def parse(text: str, where: str) -> dict[str, str]:
     """``"base_tp=1,candidates=1,2,policy=pat"`` as a mapping; a piece without ``=`` belongs to the one before.
 
-    Args:
-        text: the settings, separated by commas.
-        where: they were given, for the message.
-
     Raises:
-        ValueError: the text begins with such a piece.
+        ValueError: the text begins with such a piece; ``where`` it was given is in the message.
     """
     given: dict[str, str] = {}
     name = None

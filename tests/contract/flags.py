@@ -2,13 +2,14 @@
 
     python -m tests.contract.flags > docs/flags.md
 
-A field of SGLang's ``ServerArgs`` is in exactly one of the tables below or among the refusals of ``launch/flags.py``,
-or ``test_flags_table.py`` fails by its name: that is how flags of a new SGLang version are met.
+A field of SGLang's ``ServerArgs`` is in exactly one of the tables below or among those of ``launch/refusals.py``, or
+``test_flags_table.py`` fails by its name: that is how flags of a new SGLang version are met.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import sys
 
 from sglang_pat.cpu import shim
@@ -18,7 +19,7 @@ shim.ensure()
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_pat import settings  # noqa: E402
-from sglang_pat.launch import flags  # noqa: E402
+from sglang_pat.launch import refusals  # noqa: E402
 
 WORKING = {
     "tests/engine/test_smoke.py": (
@@ -96,89 +97,52 @@ GPU = {
 """Accepted; takes effect on GPUs, where nothing of this has run yet."""
 
 UNUSED = {
-    "pipeline parallelism is refused": "pp_max_micro_batch_size pp_async_batch_depth enable_dynamic_chunking",
-    "LoRA is refused": (
-        "enable_lora_overlap_loading max_lora_rank lora_target_modules max_loaded_loras max_loras_per_batch "
-        "lora_eviction_policy lora_backend max_lora_chunk_size experts_shared_outer_loras lora_use_virtual_experts "
-        "lora_strict_loading lora_drain_wait_threshold record_nolora_graph"
-    ),
+    "pipeline parallelism is refused": "pp_* enable_dynamic_chunking",
+    "LoRA is refused": "*lora*",
     "speculative decoding is refused": (
-        "speculative_draft_model_path speculative_draft_model_revision speculative_draft_load_format "
-        "speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens speculative_dflash_block_size "
-        "speculative_accept_threshold_single speculative_accept_threshold_acc speculative_token_map "
-        "speculative_attention_mode speculative_draft_attention_backend speculative_draft_window_size "
-        "speculative_moe_runner_backend speculative_moe_a2a_backend speculative_draft_model_quantization "
-        "speculative_adaptive speculative_adaptive_config speculative_skip_dp_mlp_sync "
-        "speculative_ngram_min_bfs_breadth speculative_ngram_max_bfs_breadth speculative_ngram_match_type "
-        "speculative_ngram_max_trie_depth speculative_ngram_capacity speculative_ngram_external_corpus_path "
-        "speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens enable_multi_layer_eagle "
-        "enable_draft_weights_cpu_backup decrypted_draft_config_file"
+        "speculative_* enable_multi_layer_eagle enable_draft_weights_cpu_backup decrypted_draft_config_file"
     ),
     "mixture-of-experts models are refused": (
-        "moe_runner_backend flashinfer_mxfp4_moe_precision deepep_mode ep_num_redundant_experts ep_dispatch_algorithm "
-        "init_expert_location eplb_algorithm eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk "
-        "eplb_min_rebalancing_utilization_threshold expert_distribution_recorder_buffer_size deepep_config "
-        "moe_dense_tp_size mooncake_ib_device elastic_ep_rejoin enable_elastic_expert_backup enable_deepep_waterfill "
-        "disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion enforce_shared_experts_fusion "
-        "enable_fused_moe_sum_all_reduce tbo_token_distribution_threshold enable_fused_qk_norm_rope "
-        "enable_expert_distribution_metrics kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts "
-        "kt_max_deferred_experts_per_token"
+        "moe_* *deepep* ep_* eplb_* kt_* flashinfer_mxfp4_moe_precision init_expert_location expert_distribution_* "
+        "mooncake_ib_device elastic_ep_rejoin enable_elastic_expert_backup "
+        "disable_flashinfer_cutlass_moe_fp4_allgather *_shared_experts_fusion enable_fused_moe_sum_all_reduce "
+        "tbo_token_distribution_threshold enable_fused_qk_norm_rope enable_expert_distribution_metrics"
     ),
     "hybrid, sliding-window and state-space models are refused": (
-        "max_mamba_cache_size mamba_ssm_dtype mamba_full_memory_ratio mamba_scheduler_strategy mamba_track_interval "
-        "mamba_backend linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend "
-        "swa_full_tokens_ratio disable_hybrid_swa_memory"
+        "*mamba* linear_attn_* swa_full_tokens_ratio disable_hybrid_swa_memory"
     ),
     "MLA and sparse-attention models are refused": (
-        "nsa_prefill_backend nsa_decode_backend flashinfer_mla_disable_ragged disable_chunked_prefix_cache "
-        "nsa_prefill_cp_mode hisparse_config"
+        "nsa_* flashinfer_mla_disable_ragged disable_chunked_prefix_cache hisparse_config"
     ),
     "multimodal models are refused": (
-        "mm_attention_backend disable_fast_image_processor keep_mm_feature_on_device "
-        "enable_broadcast_mm_inputs_process enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config "
-        "limit_mm_data_per_request enable_mm_global_cache enable_precise_embedding_interpolation encoder_urls "
-        "encoder_transfer_backend enable_adaptive_dispatch_to_encoder warmups"
+        "mm_* encoder_* limit_mm_data_per_request enable_*_mm_* enable_mm_global_cache disable_fast_image_processor "
+        "keep_mm_feature_on_device enable_precise_embedding_interpolation enable_adaptive_dispatch_to_encoder warmups"
     ),
-    "the hierarchical cache is refused": (
-        "hicache_ratio hicache_size hicache_write_policy hicache_io_backend hicache_mem_layout "
-        "hicache_storage_prefetch_policy hicache_storage_backend_extra_config"
-    ),
+    "the hierarchical cache is refused": "hicache_*",
     "prefill/decode disaggregation and multiplexing are refused": (
-        "disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device "
-        "disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache "
-        "num_reserved_decode_tokens disaggregation_decode_polling_interval pdmux_config_path sm_group_num"
+        "disaggregation_* num_reserved_decode_tokens pdmux_config_path sm_group_num"
     ),
     "quantisation is refused": (
-        "quantization_param_path modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path "
-        "rl_quant_profile fp8_gemm_runner_backend fp4_gemm_runner_backend"
+        "quantization_param_path modelopt_* rl_quant_profile fp8_gemm_runner_backend fp4_gemm_runner_backend"
     ),
     "what it is for is refused: offloading, prefill delaying, DP attention, context parallelism, diffusion": (
-        "offload_num_in_group offload_prefetch_step offload_mode prefill_delayer_max_delay_passes "
-        "prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets "
-        "prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio prefill_delayer_max_delay_ms "
-        "enable_dp_attention_local_control_broadcast enable_dp_lm_head prefill_cp_mode dllm_algorithm_config"
+        "offload_* prefill_delayer_* enable_dp_* prefill_cp_mode dllm_algorithm_config"
     ),
     "what it is for is refused: tracing, forward-pass metrics, debug dumps, seeds of weights": (
-        "otlp_traces_endpoint forward_pass_metrics_worker_id forward_pass_metrics_ipc_name debug_tensor_dump_layers "
-        "debug_tensor_dump_input_file debug_tensor_dump_inject remote_instance_weight_loader_seed_instance_ip "
-        "remote_instance_weight_loader_seed_instance_service_port "
-        "remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_loader_backend "
-        "remote_instance_weight_loader_start_seed_via_transfer_engine engine_info_bootstrap_port modelexpress_config"
+        "otlp_traces_endpoint forward_pass_metrics_* debug_tensor_dump_* remote_instance_weight_loader_* "
+        "engine_info_bootstrap_port modelexpress_config"
     ),
     "the coordinator routes requests": "load_balance_method",
     "one node is the engine": "node_rank",
     "every group's communicator is made at start": "pre_warm_nccl",
     "read by nothing in this SGLang": "num_continuous_decode_steps disable_outlines_disk_cache file_storage_path",
     "its tools are for gpt-oss, which is refused": "tool_server",
-    "prefill runs without CUDA graphs in every layout": (
-        "disable_piecewise_cuda_graph piecewise_cuda_graph_max_tokens piecewise_cuda_graph_tokens "
-        "piecewise_cuda_graph_compiler"
-    ),
+    "prefill runs without CUDA graphs in every layout": "*piecewise_cuda_graph*",
     "it switches a refused flag off": "enforce_disable_flashinfer_allreduce_fusion",
     "the gRPC server is refused": "grpc_http_sidecar_port",
     "torch.compile is refused": "enable_torch_compile_debug_mode torch_compile_max_bs",
 }
-"""Accepted, and without effect: reason -> fields."""
+"""Accepted, and without effect: reason -> fields, or patterns of what the other tables do not name."""
 
 LIMITS = """\
 ## Limits of a replica
@@ -194,14 +158,21 @@ as it has replicas.
 
 
 def classified() -> dict[str, tuple[str, str]]:
-    """field -> (status, test or reason).  A field in two tables is an error."""
+    """field -> (status, test or reason).  A field in two tables is an error, and so is a pattern that fits nothing."""
     found: dict[str, tuple[str, str]] = {}
-    tables = (("works", WORKING), ("as in SGLang", OUTSIDE), ("GPU, not run yet", GPU), ("no effect", UNUSED))
+    tables = (("works", WORKING), ("as in SGLang", OUTSIDE), ("GPU, not run yet", GPU))
     rows = [(name, status, note) for status, table in tables for note, names in table.items() for name in names.split()]
-    rows += [(refusal.field, "refused", refusal.reason) for refusal in flags.REFUSED]
+    rows += [(refusal.field, "refused", refusal.reason) for refusal in refusals.REFUSED]
     for name, status, note in rows:
         assert name not in found, f"{name} is in two tables"
         found[name] = status, note
+    left = [field.name for field in dataclasses.fields(ServerArgs) if field.name not in found]
+    for note, patterns in UNUSED.items():
+        for pattern in patterns.split():
+            fitting = fnmatch.filter(left, pattern)
+            assert fitting, f"no other flag is called {pattern}"
+            found |= dict.fromkeys(fitting, ("no effect", note))
+            left = [name for name in left if name not in fitting]
     return found
 
 
@@ -235,7 +206,7 @@ def page() -> str:
         status, note = found[name]
         lines.append(f"| `{name}` | {status} | {f'`{note}`' if status == 'works' else note} |")
     lines += ["", *LIMITS, "", "Variables that are refused:", ""]
-    lines += [f"- `{name}`: {reason}" for name, reason in flags.ENVIRONMENT.items()]
+    lines += [f"- `{name}`: {reason}" for name, reason in refusals.ENVIRONMENT.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -155,6 +155,9 @@ class World:
                     self.check_aborted(call)
             elif call.open:
                 assert self.waits_rightly(call, aborting), f"{call.kind} {call.name} waits for nothing"
+        wanted = {rid for parts in self.manager._pat_parts.values() for rid, _ in parts}
+        unwanted = {rid for rid in self.rank.running if not rid.startswith(HEALTH_CHECK_RID_PREFIX)} - wanted
+        assert unwanted <= self.rank.aborted, "nobody waits for them, and they were not aborted"
         updates = [i for i, call in enumerate(self.calls) if call.kind == "update" and not call.open]
         assert self.updated == updates, "updates are answered in the order in which they came"
 

@@ -21,29 +21,6 @@ def test_what_the_table_does_not_know_is_named():
     assert attributes.unknown(values) == ["Scheduler.brand_new"]
 
 
-def test_a_name_goes_before_a_pattern():
-    assert attributes.line_of("Scheduler.server_args.tp_size").kind == "layout"
-    assert attributes.line_of("Scheduler.server_args.page_size").kind == "fixed"
-
-
-def test_graphs_and_the_like_belong_to_one_layout():
-    for name in ("model", "sampler", "attn_backend", "graph_runner", "piecewise_cuda_graph_runner", "token_to_kv_pool"):
-        assert attributes.line_of(f"ModelRunner.{name}").kind == "own"
-
-
-@pytest.mark.parametrize(
-    "text, said",
-    [
-        ("fixed Scheduler\n    *\n", "takes in everything"),
-        ("free Scheduler\n    stats\n", "for rank and free a reason"),
-        ("often Scheduler\n    stats\n", "must be one of fixed"),
-    ],
-)
-def test_a_table_with_a_hole_is_refused(text, said):
-    with pytest.raises(ValueError, match=said):
-        list(attributes.parse(text))
-
-
 def test_no_attribute_is_in_the_table_twice():
     patterns = [line.pattern for line in attributes.table()]
     assert len(patterns) == len(set(patterns))

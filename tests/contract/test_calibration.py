@@ -104,31 +104,22 @@ def test_a_layout_whose_steps_take_too_long_makes_fewer(monkeypatch):
     assert manager.did == [*["turn", 1, 2, 4, "turn", 4, 2, 1] * 2, 1, "flush", "over"]
 
 
-def test_a_short_context_takes_shorter_requests():
-    manager = Manager(context_len=40)
+@pytest.mark.parametrize(
+    "options, most",
+    [
+        (dict(context_len=40), 40 - 8 - 2),
+        (dict(kv=1000), 1000 // 4 - 8 - 2),  # each replica has the prompts of all
+        (dict(cached=False), 64),
+        (dict(device="cpu"), 2048),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_prompts_are_shorter_where_there_is_no_room_or_they_are_computed(options, most):
+    manager = Manager(**options)
     asyncio.run(calibration.calibrate(manager))
-    for request in manager.made_up:
-        assert len(request.input_ids[0]) + request.sampling_params["max_new_tokens"] <= 40
-
-
-def test_prompts_of_all_replicas_fit_into_one():
-    """As each has them all."""
-    manager = Manager(kv=1000)
-    asyncio.run(calibration.calibrate(manager))
-    for request in manager.made_up:
-        assert len(request.input_ids) * (len(request.input_ids[0]) + 8 + 2) <= 1000
-
-
-def test_without_a_cache_no_long_prompt_is_computed():
-    manager = Manager(cached=False)
-    asyncio.run(calibration.calibrate(manager))
-    assert {len(prompt) for request in manager.made_up for prompt in request.input_ids} == {64}
-
-
-def test_without_a_gpu_prompts_are_shorter():
-    manager = Manager(device="cpu")
-    asyncio.run(calibration.calibrate(manager))
-    assert {len(prompt) for request in manager.made_up for prompt in request.input_ids} == {64, 2048}
+    assert max(len(prompt) for request in manager.made_up for prompt in request.input_ids) <= most
+    if "kv" in options:
+        assert all(len(one.input_ids) * (len(one.input_ids[0]) + 8 + 2) <= 1000 for one in manager.made_up)
 
 
 @pytest.mark.parametrize("switch", [0, 4])

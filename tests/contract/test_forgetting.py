@@ -8,7 +8,6 @@ from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
 from sglang_pat.fixes import request_lifetime
 from sglang_pat.rank import degrees
@@ -54,25 +53,6 @@ def test_one_that_was_aborted_while_it_waited(play):
     play(scene)
 
 
-@pytest.mark.parametrize("end", ["aborted", "finished"])
-def test_one_that_ends_before_anybody_waits(play, end):
-    """As of a batch, whose first answers come while the last requests are tokenized, or sent."""
-
-    async def scene(manager):
-        answer = manager.ask(["a", "b"])
-        while manager.requests != ["a"]:
-            await asyncio.sleep(0)
-        if end == "aborted":
-            manager.told_aborted("a")
-        else:
-            await manager.told("a", "length")
-        await settle()
-        await manager.told("b", "length")
-        assert [one["meta_info"]["id"] for one in (await answer)[0]] == ["a", "b"]
-
-    play(scene)
-
-
 def test_another_one_of_the_same_id_has_its_own_answer(play):
     async def scene(manager):
         first = manager.ask(["a", "b"])
@@ -89,39 +69,6 @@ def test_another_one_of_the_same_id_has_its_own_answer(play):
     play(scene)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_one_whose_client_has_left_is_aborted(play, stream):
-    async def scene(manager):
-        answer = manager.ask("r", stream=stream)
-        await settle()
-        answer.cancel()
-        await ended(answer)
-        assert manager.aborted == ["r"]
-        assert [*manager.rid_to_state] == ["r"], "a rank has it, and will say when it has ended"
-        await manager.told("r", "abort")
-
-    play(scene)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_all_responses_of_one_whose_client_has_left_are_aborted(play, stream):
-    async def scene(manager):
-        answer = manager.ask("r", stream=stream, n=4)
-        await settle()
-        (prefix,) = manager.requests
-        await manager.told(prefix, "length")
-        await settle()
-        _, *copies = manager.requests
-        await manager.told(copies[0], "length")
-        answer.cancel()
-        await ended(answer)
-        assert len(copies) == 4 and manager.aborted == copies[1:]
-        for rid in copies[1:]:
-            manager.told_aborted(rid)
-
-    play(scene)
-
-
 def test_the_rest_of_a_batch_with_a_wrong_prompt_is_aborted(play):
     async def scene(manager):
         answer = manager.ask(["a", "b", "c"], text=["x", "x", "x" * (LONGEST + 1)])
@@ -134,19 +81,6 @@ def test_the_rest_of_a_batch_with_a_wrong_prompt_is_aborted(play):
         for rid in "abc":
             await manager.told(rid, "length")
         assert len((await again)[0]) == 3
-
-    play(scene)
-
-
-def test_the_rest_of_a_batch_is_aborted_if_a_rank_refuses_one(play):
-    async def scene(manager):
-        answer = manager.ask(["a", "b", "c"])
-        await settle()
-        manager.told_aborted("b", message="a bad grammar", status_code=400)
-        assert "a bad grammar" in str(await ended(answer))
-        assert manager.aborted == ["a", "c"]
-        for rid in "ac":
-            await manager.told(rid, "abort")
 
     play(scene)
 
@@ -177,30 +111,6 @@ def test_a_fault_of_the_server_is_no_malformed_request(play, n):
         for rid in manager.requests[-n:]:
             await manager.told(rid, "length")
         assert isinstance(await ended(answer), TypeError)
-
-    play(scene)
-
-
-@pytest.mark.parametrize("waits", ["an update", "a pause"])
-def test_who_needs_idle_ranks_waits_for_one_whose_client_has_left(play, waits):
-    async def scene(manager):
-        async def update():
-            async with manager.pat_update(None):
-                return manager.pat_running()
-
-        async def pause():
-            await manager.pause_generation(PauseGenerationReqInput(mode="abort"))
-            return manager.pat_running()
-
-        answer = manager.ask("r")
-        await settle()
-        waiting = asyncio.ensure_future(update() if waits == "an update" else pause())
-        answer.cancel()
-        await ended(answer)
-        await settle()
-        assert not waiting.done()
-        await manager.told("r", "abort")
-        assert await waiting == []
 
     play(scene)
 

@@ -30,22 +30,6 @@ def test_views_and_copies_multiply_alike(tp):
         assert product.copy.is_contiguous() and product.copy.untyped_storage().data_ptr() != base
 
 
-def test_times_are_those_of_all_layers(monkeypatch):
-    from sglang_pat.acceptance import linears
-
-    counted = []
-
-    def seconds(device, *calls, repeats):
-        counted.extend(len(call()) for call in calls)
-        return [4.0, 2.0]
-
-    monkeypatch.setattr(linears.kernels, "seconds", seconds)
-    shape = dataclasses.replace(SHAPE, layers=10)
-    found = linears.measure(shape, 2, 1, "cpu", torch.float32, repeats=3)
-    assert counted == [4 * linears.LAYERS] * 2, "four products a layer"
-    assert found == {"tp": 2, "batch": 1, "views_seconds": 10.0, "copies_seconds": 5.0}
-
-
 def test_few_tokens_are_multiplied_by_all_pieces_at_once(monkeypatch):
     pytest.importorskip("triton")
     from sglang_pat.rank import pieces_triton

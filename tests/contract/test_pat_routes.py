@@ -128,13 +128,3 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     else:
         said = answer.json()["error"]["message"]
         assert answer.status_code == 400 and line in said and "\n" not in said and not sent
-
-
-def test_routes_that_are_gone_say_what_to_use(app):
-    caller = client(app)
-    for name in removed.ROUTES:
-        method, path = name.split()
-        answer = caller.request(method, path.replace("{job}", "mine"), content=b"{}")
-        line = answer.json()["error"]["message"]
-        assert answer.status_code == 410 and line == f"{name} is gone: {removed.ROUTES[name]}" and "\n" not in line
-    assert "RolloutClient" in caller.post("/pat/rollout").text

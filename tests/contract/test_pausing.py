@@ -71,26 +71,6 @@ def reasons(call: Call) -> list[str]:
     return [part["meta_info"]["finish_reason"]["type"] for part in parts]
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
-@pytest.mark.parametrize("shape", ["one", "stream", "n"])
-def test_an_abort_at_the_gate_of_a_pause(monkeypatch, shape, mode):
-    """The answer comes in the pause, and no rank ever has the request; another one goes on after the pause."""
-
-    async def scene(world, manager):
-        world.pause(mode)
-        world.generate(shape)
-        world.generate("one")
-        await world.calm()
-        manager.abort_request(world.calls[1].name)
-        await world.calm()
-        assert set(reasons(world.calls[1])) == {"abort"} and world.calls[2].open
-        world.go_on()
-        await world.calm()
-        assert manager.requests == [world.calls[2].name]
-
-    play(monkeypatch, scene)
-
-
 def test_a_client_that_leaves_the_gate(monkeypatch):
     """SGLang's server does not cancel the handler of a request whose client has gone; it is looked for."""
     monkeypatch.setattr(pauses, "CLIENT_SECONDS", 1e-3)
@@ -132,78 +112,9 @@ def test_an_abort_reaches_all_that_a_client_knows_by_one_id(monkeypatch):
     play(monkeypatch, scene)
 
 
-def test_an_abort_of_one_id_is_none_of_another(monkeypatch):
-    async def scene(world, manager):
-        answers = {rid: manager.ask(rid) for rid in ("job-1", "job-10", "job-11")}
-        await world.calm()
-        answers["job-10"].cancel()
-        manager.abort_request("job-1")
-        await world.calm()
-        assert world.rank.aborted == {"job-1", "job-10"}
-        await world.rank.step(2)
-        await asyncio.gather(*answers.values(), return_exceptions=True)
-
-    play(monkeypatch, scene)
-
-
 def test_a_stream_that_has_ended_aborts_nobody_afterwards():
     """SGLang aborts its id two seconds later: another request may have it then."""
     assert not AdaptiveTokenizerManager.create_abort_task(None, None).tasks
-
-
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
-@pytest.mark.parametrize("first", ["the pause", "the update"])
-def test_updates_and_a_pause_do_not_wait_for_each_other(monkeypatch, first, mode):
-    """Three at once, of any kinds; what they waited for runs on afterwards."""
-
-    async def scene(world, manager):
-        world.generate("one")
-        await world.calm()
-        if first == "the pause":
-            world.pause(mode)
-        for kind in ("disk", "tensor", "disk"):
-            world.update(kind, aborts=False)
-        await world.calm()
-        if first == "the update":
-            assert not world.updated
-            world.pause(mode)
-        await world.calm()
-        assert len(world.updated) == 3 and world.calls[0].open
-
-    play(monkeypatch, scene)
-
-
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_a_probe_in_a_pause(monkeypatch, mode):
-    """Also one that was under way when it came."""
-
-    async def scene(world, manager):
-        world.generate("one")
-        await world.calm()
-        world.probe()
-        await world.calm()
-        world.pause(mode)
-        world.probe()
-        await world.calm()
-        assert not any(call.open for call in world.calls[1:])
-
-    play(monkeypatch, scene)
-
-
-def test_a_pause_that_aborts_after_one_in_place(monkeypatch):
-    """Paused ranks end nothing: SGLang's server would wait for them, and continue would wait for the server."""
-
-    async def scene(world, manager):
-        world.generate("one")
-        await world.calm()
-        world.pause("in_place")
-        world.pause("abort")
-        await world.calm()
-        await world.rank.step(0)
-        await world.calm()
-        assert not world.calls[2].open and reasons(world.calls[0]) == ["abort"]
-
-    play(monkeypatch, scene)
 
 
 def test_new_weights_have_their_version_though_the_cache_was_not_flushed(monkeypatch):
@@ -219,55 +130,6 @@ def test_new_weights_have_their_version_though_the_cache_was_not_flushed(monkeyp
         updating = asyncio.ensure_future(manager.update_weights_from_tensor(request))
         await world.calm()
         assert not updating.result()[0] and manager.server_args.weight_version == "8"
-
-    play(monkeypatch, scene)
-
-
-def test_what_comes_while_memory_is_released(monkeypatch):
-    """Requests wait until all of it is taken back, can be aborted, and are in nobody's way."""
-
-    async def scene(world, manager):
-        for tag in ("weights", "kv_cache"):
-            world.release(tag)
-        for what in (lambda: world.generate("one"), lambda: world.generate("one"), world.probe):
-            what()
-        world.resume("weights")
-        world.update("tensor", aborts=False)
-        await world.calm()
-        manager.abort_request(world.calls[2].name)
-        await world.calm()
-        assert [call.name for call in world.calls if call.open] == [world.calls[3].name] and not manager.requests
-        world.resume("kv_cache")
-        await world.calm()
-        assert manager.requests == [world.calls[3].name]
-
-    play(monkeypatch, scene)
-
-
-def test_a_flush_that_waits_succeeds_once_no_request_has_kv(monkeypatch):
-    async def scene(world, manager):
-        world.generate("one")
-        await world.calm()
-        world.flush(1000.0)
-        await world.calm()
-        assert world.calls[1].open
-        world.pause("retract")
-        await world.calm()
-        assert world.calls[1].answer.result().success and world.calls[0].open
-
-    play(monkeypatch, scene)
-
-
-def test_a_pause_ends_after_the_updates_that_came_before(monkeypatch):
-    async def scene(world, manager):
-        world.generate("one")
-        world.pause("in_place")
-        await world.calm()
-        for kind in ("disk", "tensor"):
-            world.update(kind, aborts=False)
-        world.go_on()
-        await world.calm()
-        assert len(world.updated) == 2 and not world.calls[-1].open
 
     play(monkeypatch, scene)
 

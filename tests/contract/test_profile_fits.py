@@ -80,40 +80,10 @@ def test_refused(model, profile, options, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_interrupted_sweep_is_refused(model, profile, tmp_path):
-    path = tmp_path / "half.json"
-    profiles.save(profiles.msgspec.structs.replace(profiles.load(profile), complete=False), path)
-    with pytest.raises(ValueError, match="interrupted"):
-        check(arguments(model, pat_profile=str(path)))
-
-
-def test_a_profile_that_cannot_predict_is_refused(model, profile, tmp_path):
-    path = tmp_path / "thin.json"
-    profiles.save(profiles.msgspec.structs.replace(profiles.load(profile), switches=()), path)
-    with pytest.raises(ValueError, match="thin.json: switches: no switches"):
-        check(arguments(model, pat_profile=str(path)))
-
-
-@pytest.mark.parametrize("data", [b"[0]", b'{"version": 1}'])
-def test_what_is_no_profile_is_refused_with_the_line_that_commands_give(model, tmp_path, data):
-    path = tmp_path / "bad.json"
-    path.write_bytes(data)
-    with pytest.raises(ValueError) as wanted:
-        profiles.load(path)
-    with pytest.raises(ValueError) as caught:
-        check(arguments(model, pat_profile=str(path)))
-    assert str(caught.value) == str(wanted.value)
-
-
 def test_another_link_is_refused(model, profile, monkeypatch):
     monkeypatch.setenv("SGLANG_PAT_LINK", "50:1")
     with pytest.raises(ValueError, match="link='none'"):
         check(arguments(model, pat_profile=str(profile)))
-
-
-def test_a_predicting_policy_needs_a_profile(model):
-    with pytest.raises(ValueError, match="--pat-policy survival needs a profile"):
-        arguments(model, pat_policy="survival")
 
 
 def test_the_command_says_it_in_one_line(model, profile):

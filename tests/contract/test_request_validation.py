@@ -58,30 +58,21 @@ def nested(depth: int) -> dict:
 
 
 PARAMETERS = [
-    ({"max_new_tokens": 16.5}, "max_new_tokens"),
     ({"max_new_tokens": -1}, "max_new_tokens"),
-    ({"min_new_tokens": 2**31}, "min_new_tokens"),
     ({"n": 0}, "n"),
     ({"temperature": math.nan}, "temperature"),
-    ({"temperature": math.inf}, "temperature"),
     ({"temperature": 10**400}, "temperature"),
-    ({"top_k": 2**31}, "top_k"),
     ({"repetition_penalty": 1e-40}, "repetition_penalty"),
     ({"logit_bias": {"5": math.nan}}, "logit_bias"),
-    ({"logit_bias": {"5": math.inf}}, "logit_bias"),
-    ({"stream_interval": 0}, "stream_interval"),
     ({"sampling_seed": 2**70}, "sampling_seed"),
     ({"stop": [None]}, "stop"),
     ({"stop": ["a"] * 5000}, "stop: 5000"),
     ({"stop": ["a" * 1500, "b" * 1500]}, "stop: 3000 characters"),
     ({"stop_regex": ["a" * 2**18] * 8}, "stop_regex: 2097152 characters"),
     ({"stop_regex": ["a*b"] * 16}, "stop_regex"),
-    ({"stop_token_ids": 5}, "stop_token_ids"),
-    ({"json_schema": {"type": "object"}}, "json_schema"),
     ({"ebnf": "(" * 10_000}, "ebnf: brackets 10000 deep"),
     ({"regex": "a" * 2**21}, "regex: 2097152 characters"),
     ({"custom_params": {"pat_limit": True}}, "pat_limit is True"),
-    ({"custom_params": {"pat_limit": 0}}, "pat_limit is 0"),
     ({"custom_params": {"pat_generated": -1}}, "pat_generated is -1"),
     ({"custom_params": nested(60)}, "custom_params: nested"),
     ({"unknown": 1}, "unknown"),
@@ -89,9 +80,7 @@ PARAMETERS = [
     ("abc", "must be an object"),
 ]
 REQUESTS = [
-    ({"rid": ""}, "rid is ''"),
     ({"rid": ["a", None, "b" * 10_000]}, "rid is 'bbb"),
-    ({"rid": 5}, "rid is 5"),
     ({"rid": "a\ud800"}, "must be printable"),
     ({"rid": "HEALTH_CHECK_1"}, "the engine's"),
     ({"rid": "pat-0-1"}, "the engine's"),
@@ -107,19 +96,15 @@ REQUESTS = [
     ({"input_ids": None, "text": ["a", 5]}, "text[1] is 5, must be a string"),
 ]
 TOKENIZED = [
-    ({"input_ids": [-1]}, "input_ids: -1"),
     ({"input_ids": [VOCAB]}, f"input_ids: {VOCAB}"),
     ({"input_ids": [2**70]}, "input_ids"),
-    ({"input_ids": ["a"]}, "input_ids"),
     ({"input_ids": []}, "input_ids: is empty"),
     ({"token_ids_logprob": [VOCAB]}, f"token_ids_logprob: {VOCAB}"),
     ({"top_logprobs_num": VOCAB + 1}, "top_logprobs_num"),
-    ({"logprob_start_len": -5}, "logprob_start_len"),
     ({"priority": 2**70}, "priority"),
     ({"extra_key": ["a"]}, "extra_key is of type list"),
     ({"session_params": SimpleNamespace(id=[1])}, "session_params.id"),
     ({"positional_embed_overrides": [1]}, "positional_embed_overrides"),
-    ({"return_routed_experts": True}, "return_routed_experts"),
     ({"multi_item_delimiter_indices": [2]}, "multi_item_delimiter_indices"),
     ({"custom_logit_processor": "x"}, "custom_logit_processor"),
 ]
@@ -236,11 +221,9 @@ def test_a_rank_looks_through_the_end_of_a_response_only(monkeypatch):
 # -- what policies are told ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [True, 16.0, 10**30, 2**63, "x", [1], -5, None])
-def test_length_limits_are_small_whole_numbers_whatever_was_given(value):
-    limit = length_limit(SimpleNamespace(custom_params={"pat_limit": value}, max_new_tokens=7))
-    assert type(limit) is int and 0 <= limit < 2**31
-    assert limit == {10**30: 2**31 - 1, 2**63: 2**31 - 1, -5: 0}.get(value if isinstance(value, int) else None, 7)
+def test_length_limits_have_32_bits():
+    for value, told in ((10**30, 2**31 - 1), (5, 5), (None, 7)):
+        assert length_limit(SimpleNamespace(custom_params={"pat_limit": value}, max_new_tokens=7)) == told
 
 
 def test_a_resumed_request_is_reported_as_its_response():

@@ -211,34 +211,3 @@ def test_a_crash_dump_that_fails_keeps_nothing_alive(ending, monkeypatch):
     with pytest.raises(OSError):  # here only: the process is gone otherwise
         ending.EndingHandler(manager).running_phase_sigquit_handler()
     assert ended
-
-
-SIGNALLED = """
-import os, signal, threading
-from types import SimpleNamespace
-from multiprocessing import get_context
-from sglang_pat.cpu import shim
-shim.ensure()
-from sglang_pat.server.shutdown import EndingHandler, watchdog_of
-
-child = get_context("fork").Process(target=signal.pause, name="sglang_pat: rank 1")
-child.start()
-watchdog = watchdog_of([child], ["scheduler_2"])
-watchdog.start()
-manager = SimpleNamespace(_subprocess_watchdog=watchdog, dump_requests_before_crash=lambda: None)
-signal.signal(signal.SIGQUIT, EndingHandler(manager).running_phase_sigquit_handler)
-
-def signals():
-    while True:
-        os.kill(os.getpid(), signal.SIGQUIT)
-
-threading.Thread(target=signals, daemon=True).start()
-while True:
-    signal.pause()
-"""
-
-
-def test_many_signals_at_once():
-    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 1 and "a process of the engine failed: all end" in done.stderr
-    assert "Traceback" not in done.stderr and "has ended" not in done.stderr, done.stderr

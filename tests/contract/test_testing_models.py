@@ -71,24 +71,6 @@ def test_failure_leaves_nothing_and_a_foreign_folder_is_refused(tmp_path, monkey
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
-def test_command(tmp_path, capsys):
-    out = str(tmp_path / "m")
-    assert models.main(["qwen2", "--out", out, "--layers", "1", "--tie", "--kv-heads", "2"]) == 0
-    assert capsys.readouterr().out.strip() == out
-    recipe = json.loads((tmp_path / "m" / "recipe.json").read_text())
-    assert (recipe["arch"], recipe["layers"], recipe["tie"], recipe["kv_heads"]) == ("qwen2", 1, True, 2)
-    for arguments in (["llama", "--heads", "7"], ["smollm2", "--heads", "12"]):
-        assert models.main([*arguments, "--out", out]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_shape_has_no_weights(transformers, tmp_path, monkeypatch):
-    monkeypatch.setitem(models.SHAPES, "tiny", dict(arch="qwen3", hidden=64, layers=1, heads=8, vocab=503))
-    folder = models.make_shape(tmp_path / "tiny", "tiny")
-    assert transformers.AutoConfig.from_pretrained(folder).num_key_value_heads == 8
-    assert not list(folder.glob("*.safetensors")) and (folder / "tokenizer.json").exists()
-
-
 # Content
 
 
@@ -135,19 +117,6 @@ def test_tokenizer_round_trip(transformers, folders):
     )
     assert tok.decode(ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert (tok.eos_token_id, tok.pad_token_id) == (tokenizer.EOS_ID, tokenizer.PAD_ID)
-
-
-def test_grammar_backend_understands_the_tokenizer(transformers, folders):
-    llguidance_hf = pytest.importorskip("llguidance.hf")
-    tok = transformers.AutoTokenizer.from_pretrained(folders["llama"])
-    text = '{"a": 12} bebi'
-    assert llguidance_hf.from_tokenizer(tok, 503).tokenize_str(text) == tok.encode(text)
-
-
-@pytest.mark.parametrize("size", [103, 512, 20_000])
-def test_vocabulary_texts_are_distinct(size):
-    texts = tokenizer.vocabulary(size)
-    assert len(texts) == len(set(texts)) == size
 
 
 # Markers

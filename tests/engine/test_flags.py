@@ -1,4 +1,4 @@
-"""SGLang's flags that ``launch/flags.py`` says work: turned on together, on servers that switch under load."""
+"""SGLang's flags that ``tests/contract/flags.py`` says work: turned on together, on servers that switch under load."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Habits of the code that a reader counts on.
 
-Modules import each other in one direction, no class defines a method twice, and files are written whole or not at all.
+Modules import each other in one direction, and files are written whole or not at all.
 """
 
 from __future__ import annotations
 
 import ast
 import tomllib
-from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("python", "profiler", "studies", "tests", "bench", "examples")
-PAIRS = {"setter", "getter", "deleter", "overload"}
 
 
 @cache
@@ -88,24 +86,6 @@ def test_pure_modules_compute_without_sglang_and_torch():
         assert not {n.partition(".")[0] for n in imported(tree, None)} & IMPURE, name
         rest = imported(tree, set(paths)) - allowed
         assert not rest, f"{name} imports {rest}, which is not among the pure modules"
-
-
-def _paired(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    names = [d.attr if isinstance(d, ast.Attribute) else getattr(d, "id", "") for d in function.decorator_list]
-    return not PAIRS.isdisjoint(names)
-
-
-def test_methods_are_defined_once():
-    """The second would silently replace the first."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    twice = []
-    for path in sources():
-        for node in ast.walk(parse(path)):
-            if isinstance(node, (ast.ClassDef, ast.Module)):
-                names = Counter(item.name for item in node.body if isinstance(item, kinds) and not _paired(item))
-                where = f"{path.relative_to(ROOT)}: {getattr(node, 'name', path.stem)}"
-                twice += [f"{where} defines {name} {count} times" for name, count in names.items() if count > 1]
-    assert not twice, twice
 
 
 def test_files_are_written_by_one_function():

@@ -8,9 +8,7 @@ import pytest
 
 from sglang_pat import figures
 from sglang_pat import messages as m
-from sglang_pat.config import AdaptiveConfig
 from sglang_pat.figures import Figures
-from sglang_pat.layout import ParallelLayout
 
 from .coordinator_rig import Rig
 
@@ -99,21 +97,6 @@ def test_lines():
     assert STEP.line() == "512 requests in 40.0 s (60% in tp1, 40% in tp8), 2 switches, 0.021 s paused by them"
     assert "2 switches, 1 aborted, 0.021 s" in Figures(512, 2, 1, 0.0213, {1: 24.0}).line()
     assert Figures(1).line().startswith("1 requests in 0.0 s"), "answered before anybody looked"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options", "line"),
-    [
-        (4, {}, "4 ranks: begins in tp1×dp4, may switch to tp4×dp1; policy threshold, merges when 8 requests"),
-        (3, {}, "3 ranks: begins in tp1×dp3, its only layout: nothing will switch; policy threshold"),
-        (2, {"profile": "p.json", "policy": "survival"}, "tp2×dp1; policy survival; profile p.json"),
-        (2, {}, "no profile: python -m profiler.sweep makes one"),
-    ],
-)
-def test_the_line_at_the_start(ranks, options, line):
-    degrees = {3: (1,)}.get(ranks)
-    config = AdaptiveConfig(base=ParallelLayout(1, ranks), degrees=degrees, **options)
-    assert line in figures.start_line(config)
 
 
 def test_figures_of_several_engines():

@@ -10,7 +10,8 @@ Upstream: ``docs/upstream/update_as_a_whole.md``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -171,46 +172,30 @@ def not_received(message: str) -> str:
 
 
 class Receiver:
-    """Stands in for ``model`` while an update is received: knows whether anything of it was loaded.
+    """Stands in for ``model`` while an update is received: what comes is looked at before any of it is loaded.
 
-    Args:
-        problem: why nothing of it may be.
-    """
-
-    def __init__(self, model: torch.nn.Module, problem: str | None) -> None:
-        self._model, self._problem = cast("Loader", model), problem
-        self.loaded = False
-
-    def load_weights(self, weights: Any) -> None:
-        if self._problem is not None:
-            raise ValueError(self._problem)
-        self.loaded = True
-        self._model.load_weights(weights)
-
-
-class Buckets:
-    """Stands in for ``model`` while an update comes in buckets: each is looked at before any of it is loaded.
-
-    All ranks get the same buckets in the same order, so all of them stop before the same one.
+    All ranks get the same tensors in the same order, so all of them stop before the same ones.
 
     Attributes:
-        problem: what was wrong with a bucket, in one line.
+        problem: what was wrong, in one line.
+        loaded: whether anything was.
     """
 
     def __init__(self, model: torch.nn.Module, expected: Expected) -> None:
         self._model, self._expected = model, expected
-        self._loaded = False
         self.problem: str | None = None
+        self.loaded = False
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError: the bucket does not fit; whoever sends them is told, and sends no more."""
-        bucket = list(weights)
-        problem = self._expected.problem((name, tensor.shape) for name, tensor in bucket)
-        if problem is not None:
-            self.problem = problem.replace(REFUSED, BROKEN_OFF) if self._loaded else problem
+        """Raises ValueError: they do not fit; over IPC whoever sends buckets is told, and sends no more."""
+        given = list(weights)
+        self.problem = self.problem or self._expected.problem((name, tensor.shape) for name, tensor in given)
+        if self.problem is not None:
+            if self.loaded:
+                self.problem = self.problem.replace(REFUSED, BROKEN_OFF)
             raise ValueError(self.problem)
-        self._loaded = True
-        cast("Loader", self._model).load_weights(bucket)
+        self.loaded = True
+        cast("Loader", self._model).load_weights(given)
 
     def __getattr__(self, name: str) -> Any:
         # SGLang goes through the model's modules when all has come.
@@ -262,28 +247,27 @@ class WholeUpdatesTpModelWorker(TpModelWorker):
 
     def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> tuple[bool, str]:
         """SGLang's; what does not fit is received all the same, since its sender waits for us."""
-        try:
-            problem = self.expected.problem(zip(recv_req.names, recv_req.shapes, strict=True))
-        except Exception as error:
-            problem = refused(error)
-        runner = self.model_runner
-        model, runner.model = runner.model, Receiver(runner.model, problem)
-        try:
+        with self._receives() as received:
+            if len(recv_req.names) != len(recv_req.shapes):  # SGLang takes the first of them
+                received.problem = f"{REFUSED}: {len(recv_req.names)} names, {len(recv_req.shapes)} shapes"
             success, message = super().update_weights_from_distributed(recv_req)
-            loaded = runner.model.loaded
-        finally:
-            runner.model = model
-        if success or loaded:
+        if success or received.loaded:
             return success, message
-        return False, problem or not_received(message)
+        return False, received.problem or not_received(message)
 
     def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> tuple[bool, str]:
         """SGLang's; nothing is loaded from the first bucket on that does not fit."""
+        with self._receives() as received:
+            success, message = super().update_weights_from_ipc(recv_req)
+        return success, message if success else received.problem or message
+
+    @contextmanager
+    def _receives(self) -> Iterator[Receiver]:
+        """A :class:`Receiver` in place of the model."""
         runner = self.model_runner
         model = runner.model
-        buckets = runner.model = Buckets(model, self.expected)
+        received = runner.model = Receiver(model, self.expected)
         try:
-            success, message = super().update_weights_from_ipc(recv_req)
+            yield received
         finally:
             runner.model = model
-        return success, message if success else buckets.problem or message

@@ -31,13 +31,9 @@ _where, _settings = "", None
 def attach(given: Mapping[str, Any], where: str) -> None:
     """Launch adaptive engines with these settings from now on; again: with these instead.
 
-    Args:
-        given: settings by name (``sglang_pat/settings.py``).
-        where: they were given, for messages.
-
     Raises:
         SGLangMismatch: another SGLang.
-        ValueError: an unknown setting, or a value that is none of it; one line.
+        ValueError: as :func:`sglang_pat.settings.fields`; ``where`` they were given is in the message.
     """
     global _where, _settings
     from sglang_pat.launch.contract import check_sglang

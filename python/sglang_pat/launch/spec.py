@@ -26,9 +26,14 @@ from sglang_pat.figures import job_log
 from sglang_pat.job_settings import read_files
 from sglang_pat.launch import sharing
 from sglang_pat.launch.contract import check_sglang
-from sglang_pat.launch.flags import refuse_flags
 from sglang_pat.launch.processes import private_folder
-from sglang_pat.launch.refusals import check_model_path, check_second_port, check_shared_memory, refuse_model
+from sglang_pat.launch.refusals import (
+    check_model_path,
+    check_second_port,
+    check_shared_memory,
+    refuse_flags,
+    refuse_model,
+)
 from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees
 from sglang_pat.memory.machine import Supply, supply_of_cpu
 from sglang_pat.memory.plan import Demand, MemoryPlan, advice, make_plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -34,32 +34,12 @@ FULL = 0.9
 more thing."""
 
 
-class Calibrated(Protocol):
-    """What a calibration asks of ``AdaptiveTokenizerManager``, which has it."""
+async def calibrate(manager: Any) -> None:
+    """Measure all layouts; ends in the base layout with an empty cache.  What fails is logged, and nothing else.
 
-    server_args: Any
-    model_config: Any
-    context_len: int
-
-    async def pat_status(self) -> dict[str, Any]: ...
-
-    async def pat_reconfigure(self, tp: int) -> dict[str, Any]: ...
-
-    async def pat_until_idle(self) -> None: ...
-
-    async def pat_made_up(self, obj: GenerateReqInput) -> None: ...
-
-    def pat_calibration_turn(self, over: bool = False) -> None: ...
-
-    def pat_inject_prefixes(self, prompts: list[list[int]]) -> None: ...
-
-    async def flush_cache(self, timeout_s: float | None = None) -> Any: ...
-
-    def abort_request(self, rid: str) -> None: ...
-
-
-async def calibrate(manager: Calibrated) -> None:
-    """Measure all layouts; ends in the base layout with an empty cache.  What fails is logged, and nothing else."""
+    Args:
+        manager: an ``AdaptiveTokenizerManager``, whose module imports this one.
+    """
     begun = time.monotonic()
     try:
         await _turns(manager, begun)
@@ -74,7 +54,7 @@ async def calibrate(manager: Calibrated) -> None:
         job_log.warning("the profile is not calibrated: %s", error)
 
 
-async def _turns(manager: Calibrated, begun: float) -> None:
+async def _turns(manager: Any, begun: float) -> None:
     config = manager.server_args.spec.config
     degrees = [layout.tp for layout in config.layouts]
     room = FULL * min(group["kv_total"] for group in (await manager.pat_status())["groups"])
@@ -95,7 +75,7 @@ async def _turns(manager: Calibrated, begun: float) -> None:
         manager.pat_calibration_turn(over=True)
 
 
-async def _decode(manager: Calibrated, requests: int, context: int, room: int, steps: int) -> None:
+async def _decode(manager: Any, requests: int, context: int, room: int, steps: int) -> None:
     """So many requests at once, whose prompts have ``context`` tokens if there is room; each makes ``steps`` steps that
     count: the first token is prefill's, the next step follows it.  Fewer after :data:`MOST_SECONDS`.
 

@@ -180,8 +180,11 @@ async def reconfigure(request: Request) -> dict:
     400: not a body like that, or not a candidate; 409: a switch is under way; 500: aborted, the old
     layout goes on.
     """
-    tp, dry_run = _degree(await _body(request))
-    return await _manager().pat_reconfigure(tp, dry_run)
+    try:
+        asked = files.decode(await _body(request), _Reconfigure)
+    except ValueError as error:
+        raise ValueError(f'{error}: send {{"tp": 2}}') from None
+    return await _manager().pat_reconfigure(asked.tp, asked.dry_run)
 
 
 @_or_refused
@@ -231,14 +234,6 @@ async def _body(request: Request) -> bytes:
         if len(body) > MAX_BYTES:
             raise ValueError(f"the body is longer than {MAX_BYTES} bytes; send less")
     return bytes(body)
-
-
-def _degree(body: bytes) -> tuple[int, bool]:
-    try:
-        asked = files.decode(body, _Reconfigure)
-    except ValueError as error:
-        raise ValueError(f'{error}: send {{"tp": 2}}') from None
-    return asked.tp, asked.dry_run
 
 
 def _error(code: int, message: str) -> JSONResponse:

@@ -17,7 +17,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -172,11 +171,6 @@ class Ending:
             await asyncio.sleep(0.2)
         handler(number, None)
         await asyncio.sleep(ANSWER_SECONDS)
-        force(handler)
-
-
-def force(handler: Callable) -> None:
-    """If ``handler`` is uvicorn's, it waits for open connections no longer."""
-    server = getattr(handler, "__self__", None)
-    if hasattr(server, "force_exit"):
-        server.force_exit = True
+        server = getattr(handler, "__self__", None)
+        if hasattr(server, "force_exit"):  # uvicorn's: it waits for open connections no longer
+            server.force_exit = True

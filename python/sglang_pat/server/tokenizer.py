@@ -170,9 +170,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
             await asyncio.sleep(POLL_SECONDS)
 
     async def pat_reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
-        """Switch to degree ``tp``; returns the switch record (empty if already there).
-
-        ``dry_run``: only says what that would do (``sglang_pat.coordinator.replicas.forecast``).
+        """As ``Engine.reconfigure``.
 
         Raises:
             ReconfigureError: not a candidate (400), a switch is under way (409), aborted (500).
@@ -187,10 +185,8 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
         return (await self._pat_ask(messages.TraceQuery)).steps
 
     async def pat_set_schedule(self, entries: list[Any]) -> dict[str, Any]:
-        """Replace the schedule, for the requests sent from now on; an empty one ends it.
-
-        Args:
-            entries: fields of :class:`~sglang_pat.messages.ScheduleEntry` each.
+        """Replace the schedule, for the requests sent from now on, by entries with the fields of
+        :class:`~sglang_pat.messages.ScheduleEntry`; none of them ends it.
 
         Raises:
             ValueError: no such entries.
