@@ -24,10 +24,10 @@ from rich.table import Table
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.rollout.rules import Rules
 from studies import PROFILES, tail_picture
 from studies.rounds import Engines, Simulation
+from studies.shapes import parse_shape
 
 CORRELATIONS = (0.0, 0.5, 0.8)
 ETAS = (1.0, 1.125, 1.25, 1.375, 1.5)

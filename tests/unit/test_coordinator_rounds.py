@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_pat import messages as m
-from sglang_pat.coordinator.decision_log import dump_decision
+from sglang_pat.coordinator.decision_log import encode_event
 from sglang_pat.coordinator.decisions import DECISION_INTERVAL_SECONDS
 from sglang_pat.coordinator.replicas import Generation
 from sglang_pat.policies.lengths import LengthHistory
@@ -16,7 +16,7 @@ from sglang_pat.policies.registry import stay
 from sglang_pat.policies.rules import SETTLE_SECONDS
 from sglang_pat.policies.snapshot import Decision
 from sglang_pat.policies.threshold import threshold
-from sglang_pat.replay.log import load_decision
+from sglang_pat.replay import load_decision
 
 from .coordinator_rig import Rig, with_a_fast_leader
 from .coordinator_world import Request
@@ -138,7 +138,7 @@ def test_its_decision_log_gives_the_same_decision():
     rig.work(2, now=5.0)
     decide, switches = threshold(2), 0
     for snapshot, decision in rig.world.decisions:
-        found, logged = load_decision(json.loads(json.dumps(dump_decision(snapshot, decision))))
+        found, logged = load_decision(json.loads(encode_event("decision", snapshot=snapshot, decision=decision)))
         assert decide(found, LengthHistory()) == logged == decision
         if decision.tp > snapshot.tp:
             switches += 1

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
-from sglang_pat.replay.oracle import oracle
-from sglang_pat.replay.simulate import Batch, Drain
+from studies.simulate import Batch, Drain, oracle
 
 from .drawn import examples
 from .policy_world import crossing, machine, profiles

@@ -160,15 +160,11 @@ def test_arrays_equal_scalars():
     assert grid.shape == (500, 7) and grid[3, 5] == CROOKED.step_seconds(1, batch[3], tokens[5])
 
 
-def test_prefill_of_uneven_requests_is_that_of_their_rms_length():
+def test_prefill():
     seconds = lambda tp, replicas, batch, length: batch * (1e-4 * length + 1e-8 * length**2) / tp  # noqa: E731
     found = Predictor(profile(prefill=prefill_points(seconds, (1, 2, 8), (128, 1024, 4096))))
-    assert found.prefill_seconds(2, [1024]) == pytest.approx(seconds(2, 2, 1, 1024))
-    assert found.prefill_seconds(2, np.full(5, 4096)) == pytest.approx(seconds(2, 2, 5, 4096))
-    assert found.prefill_seconds(2, np.full(11, 128)) == pytest.approx(seconds(2, 2, 11, 128))
-    rms = np.sqrt((300**2 + 900**2 + 4000**2) / 3)
-    assert found.prefill_seconds(2, [4000, 300, 900]) == pytest.approx(found.prefill_seconds(2, [rms] * 3))
-    assert found.prefill_seconds(2, []) == 0.0
+    for batch, length in ((1, 1024), (5, 4096), (11, 128)):
+        assert found.prefill_uniform(2, batch, length) == pytest.approx(seconds(2, 2, batch, length))
     assert found.has_prefill(4) and not found.has_prefill(8)
 
 
@@ -178,7 +174,7 @@ def test_refuses_what_it_has_not_got():
     with pytest.raises(ProfileError, match=r"tp=3, only for \[1, 2, 4\]"):
         CROOKED.step_seconds(3, 1, 100)
     with pytest.raises(ProfileError, match="no prefill times for tp=1"):
-        Predictor(profile(prefill=())).prefill_seconds(1, [5])
+        Predictor(profile(prefill=())).prefill_uniform(1, 1, 5)
 
 
 @pytest.mark.parametrize("x, seconds", [(447, 0.001765), (3520, 0.006888), (3364, 0.003584)])

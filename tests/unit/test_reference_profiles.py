@@ -55,15 +55,14 @@ def test_pat_figure_4(tp, batch, seconds):
 
 def test_pat_section_5_4_full_prefill():
     predictor, _ = loaded("8xA40-llama3.1-8b")
-    assert predictor.prefill_seconds(8, NINE_OF_12K) == pytest.approx(19.01, rel=0.01)
+    assert predictor.prefill_uniform(8, 9, 12288) == pytest.approx(19.01, rel=0.01)
 
 
 def test_pat_section_5_4_switch():
     _, costs = loaded("8xA40-llama3.1-8b-pat-costs")
     cost = costs.estimate(2, 8, NINE_OF_12K)
     assert cost.state_seconds == pytest.approx(2.36, rel=0.01) and cost.recompute_below == 0
-    assert cost.weights_seconds == pytest.approx(1.03, rel=0.01)
-    assert cost.control_seconds == pytest.approx(0.73 + 1.40, rel=0.01)
+    assert costs.fit(2, 8).reshard == pytest.approx(1.03, rel=0.01)
     assert cost.seconds == pytest.approx(5.52, rel=0.01)
 
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import lognorm
 
-from sglang_pat.policies import course
+from sglang_pat.policies import course, lengths
 from sglang_pat.policies.course import LayoutPlan, LayoutPlanner
-from sglang_pat.policies.lengths import LengthHistory, Lognormal
+from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.rules import MIN_PATIENCE_SECONDS, RETRY_SECONDS, SETTLE_SECONDS, patience
 from sglang_pat.policies.survival import _choose
@@ -102,13 +102,13 @@ def test_what_it_learnt_decides():
     assert make_policy("pat", predictor=predictor, costs=costs)(situation, short).tp == 4, "pat would take the bound"
 
 
-def test_estimates_of_one_request_by_hand():
+def test_estimates_of_one_request_by_hand(monkeypatch):
     """One request that surely ends at 1000 tokens: steps left times step time, plus the switch."""
     predictor, costs = machine(crossing())
     planner = LayoutPlanner(predictor, costs)
-    history = LengthHistory(prior=Lognormal(20.0, 0.1))  # ends at its limit only
+    monkeypatch.setattr(lengths, "PRIOR_MEDIAN", 1e6)  # ends at its limit only
     situation = snapshot([500], limit=1000)
-    plan = planner.plan(situation, course.look_ahead(situation.load, history))
+    plan = planner.plan(situation, course.look_ahead(situation.load, LengthHistory()))
     for tp in (1, 4):
         step = predictor.step_seconds(tp, 1, 850, 1)
         cost = costs.estimate(1, tp, [600]).seconds
@@ -117,11 +117,12 @@ def test_estimates_of_one_request_by_hand():
     assert plan.by_degree[4] < plan.by_degree[1] < plan.never
 
 
-def test_expected_number_alive():
+def test_expected_number_alive(monkeypatch):
     """Lognormal lengths, no history: number and probability by the closed form."""
-    prior = Lognormal(6.0, 1.0)
+    monkeypatch.setattr(lengths, "PRIOR_MEDIAN", np.exp(6.0) / 100_000)
+    monkeypatch.setattr(lengths, "PRIOR_STRENGTH", 1e9)
     situation = snapshot([200] * 10, limit=100_000)
-    ahead = course.look_ahead(situation.load, LengthHistory(prior=prior, strength=1e9))
+    ahead = course.look_ahead(situation.load, LengthHistory())
     middle = np.cumsum(ahead.width) - ahead.width / 2
     alive = lognorm(1.0, scale=np.exp(6.0)).sf(200 + middle) / lognorm(1.0, scale=np.exp(6.0)).sf(200)
     assert ahead.any_alive == pytest.approx(1 - (1 - alive) ** 10, rel=0.02, abs=1e-6)
