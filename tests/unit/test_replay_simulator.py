@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Decision
 from sglang_pat.predict.profile import save
 from sglang_pat.tools.commands import run
@@ -114,17 +113,6 @@ def test_policies_learn_how_many_requests_come():
     workload = Workload(shape=parse_shape("lognormal:5,1,2000"), batch=24, rounds=4)
     compare(Watched(crossing()), workload, ["pat", "survival" + KNOWN, "static:4"])
     assert asked == {"pat": [{False}, {False}, {True}, {True}], "survival": [{True}] * 4}
-
-
-def test_a_complete_batch_is_not_waited_for():
-    """Two requests, best at tp 4: at once, or after the time of which a switch in vain would cost more."""
-    found = crossing()
-    predictor, costs = machine(found)
-    case = Drain(predictor, costs, found.fingerprint, batch([3000, 3000]), 16)
-    for name in ("survival", "pat"):
-        policy = make_policy(name, predictor=predictor, costs=costs)
-        waits, knows = (case.follow(policy, LengthHistory(), complete) for complete in (False, True))
-        assert knows.switches[0][0] == 0 < waits.switches[0][0] and knows.seconds < waits.seconds, name
 
 
 def test_a_policy_learns_that_its_profile_is_wrong():
