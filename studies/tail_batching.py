@@ -257,14 +257,6 @@ def show_replay(console: Console, result: dict) -> None:
                 f"{cells[0]['seconds'] / cells[3]['seconds']:.2f}", f"{cells[3]['switches']:.1f}",
             )  # fmt: skip
     console.print(table)
-    console.print(recipe_example())
-
-
-def recipe_example(batches: int = 100, slow: float = 120.0, usual: float = 30.0) -> str:
-    """The reorder recipe's own example, by its assumptions: one slow sample in each batch, times given."""
-    before, after = slow * batches, usual * (batches - 1) + slow
-    return f"reorder's example: {batches} batches, {slow:.0f} s with the slow sample, {usual:.0f} s without: " \
-           f"{before:.0f} s become {after:.0f} s, {before / after:.1f} times"  # fmt: skip
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import pickle
 import time
 import zlib
 from array import array
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -153,31 +154,32 @@ def _from_rank(frames: list[bytes], num_ranks: int) -> tuple[int, Any]:
     return rank, message
 
 
+FROM_SERVER: dict[type, Callable[[Coordinator, Any, float], None]] = {
+    messages.StatusQuery: lambda coordinator, query, now: coordinator.status(query),
+    messages.Reconfigure: Coordinator.reconfigure,
+    messages.BeginRound: Coordinator.round,
+    messages.EndRound: Coordinator.round,
+    messages.CalibrationTurn: Coordinator.calibrate,
+    messages.TraceQuery: Coordinator.trace,
+    messages.ScheduleQuery: lambda coordinator, query, now: coordinator.schedule(query),
+    messages.SetSchedule: Coordinator.receive,
+}
+"""Messages of ours that the server sends to the coordinator for itself."""
+
+
 def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, dropped: Dropped) -> None:
     while socket.poll(0):
         try:
             obj = socket.recv_pyobj()
-            events = () if isinstance(obj, messages.FromServer) else classify(obj)
+            handle = FROM_SERVER.get(type(obj))
+            events = () if handle else classify(obj)
         except Exception as error:
             dropped.note("from the server", error)
             continue
-        if isinstance(obj, messages.StatusQuery):
-            coordinator.status(obj)
-        elif isinstance(obj, messages.Reconfigure):
-            coordinator.reconfigure(obj, now)
-        elif isinstance(obj, messages.BeginRound | messages.EndRound):
-            coordinator.round(obj, now)
-        elif isinstance(obj, messages.CalibrationTurn):
-            coordinator.calibrate(obj, now)
-        elif isinstance(obj, messages.TraceQuery):
-            coordinator.trace(obj, now)
-        elif isinstance(obj, messages.ScheduleQuery):
-            coordinator.schedule(obj)
-        elif isinstance(obj, messages.SetSchedule):
-            coordinator.receive(obj, now)
-        else:
-            for event in events:
-                coordinator.receive(event, now)
+        if handle:
+            handle(coordinator, obj, now)
+        for event in events:
+            coordinator.receive(event, now)
 
 
 BATCHES = (io.BatchTokenizedGenerateReqInput, io.BatchTokenizedEmbeddingReqInput)
