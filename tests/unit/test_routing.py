@@ -171,3 +171,13 @@ def test_the_coordinator_routes_by_the_lengths_seen():
     for request in siblings:
         core.receive(request, 0.0)
     assert list(chosen.ranks) == [0, 1, 2, 3] + [3] * 4
+
+
+def test_a_leader_knows_its_requests_one_by_one():
+    """But not right after a switch, when its account of it says only how many they are."""
+    leader = Leader()
+    leader.heard(report(0, 0, 2, 1, 5))
+    assert leader.known
+    leader.heard(m.LoadReport(rank=0, tp=1, received=0, running=2, waiting=0, tokens=5, kv_used=5, kv_total=9,
+                              retracted=0, weight_updates=0))  # fmt: skip
+    assert not leader.known
