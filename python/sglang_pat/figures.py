@@ -61,14 +61,16 @@ class Figures:
 
     def since(self, earlier: Figures) -> Figures:
         """What came after ``earlier``, of the same engine."""
-        degrees = sorted({*self.seconds, *earlier.seconds})
-        return Figures(
-            self.requests - earlier.requests,
-            self.switches - earlier.switches,
-            self.aborted_switches - earlier.aborted_switches,
-            self.pause_seconds - earlier.pause_seconds,
-            {tp: self.seconds.get(tp, 0.0) - earlier.seconds.get(tp, 0.0) for tp in degrees},
-        )
+        return self._plus(earlier, -1)
+
+    def __add__(self, other: Figures) -> Figures:
+        return self._plus(other, 1)
+
+    def _plus(self, other: Figures, sign: int) -> Figures:
+        degrees = sorted({*self.seconds, *other.seconds})
+        seconds = {tp: self.seconds.get(tp, 0.0) + sign * other.seconds.get(tp, 0.0) for tp in degrees}
+        counts = ("requests", "switches", "aborted_switches", "pause_seconds")
+        return Figures(seconds=seconds, **{n: getattr(self, n) + sign * getattr(other, n) for n in counts})
 
     def line(self) -> str:
         """For a log."""

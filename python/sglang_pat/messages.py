@@ -147,7 +147,7 @@ def length_limit(params: Any) -> int | None:
 
     What came with the prompt of it counts.  None if neither the request nor SGLang has set one yet.
     """
-    limit = (params.custom_params or {}).get(LIMIT_PARAM)
+    limit = _custom(params, LIMIT_PARAM)
     if limit is None and params.max_new_tokens is not None:
         limit = params.max_new_tokens + generated_before(params)
     return None if limit is None else min(limit, INT32)
@@ -155,7 +155,12 @@ def length_limit(params: Any) -> int | None:
 
 def generated_before(params: Any) -> int:
     """Tokens of the response that came with the prompt, from SGLang's ``SamplingParams``; a number of 32 bits."""
-    return min((params.custom_params or {}).get(GENERATED_PARAM) or 0, INT32)
+    return min(_custom(params, GENERATED_PARAM) or 0, INT32)
+
+
+def _custom(params: Any, name: str) -> int | None:
+    """A number of ``custom_params``, which the server has checked; None if there is none."""
+    return cast("dict[str, Any]", params.custom_params or {}).get(name)
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -422,11 +427,6 @@ class ScheduleReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     query_id: int
     state: ScheduleState
 
-
-FromServer = (
-    StatusQuery | Reconfigure | BeginRound | EndRound | CalibrationTurn | TraceQuery | ScheduleQuery | SetSchedule
-)
-"""Everything of ours that the server sends to the coordinator for itself."""
 
 FromRank = Prepared | RankSwitched | LoadReport | RankTrace | Held
 """Everything a rank sends on its channel to the coordinator."""
