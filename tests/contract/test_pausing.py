@@ -142,3 +142,47 @@ def test_a_flush_whose_time_is_over(monkeypatch):
         assert not answer.success and "Timed out" in answer.message
 
     play(monkeypatch, scene)
+
+
+def test_a_pause_that_aborts_after_one_in_place(monkeypatch):
+    """Paused ranks end nothing: SGLang's server would wait for them, and continue would wait for the server."""
+
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        world.pause("in_place")
+        world.pause("abort")
+        await world.calm()
+        await world.rank.step(0)
+        await world.calm()
+        assert not world.calls[2].open and reasons(world.calls[0]) == ["abort"]
+
+    play(monkeypatch, scene)
+
+
+def test_a_flush_that_waits_succeeds_once_no_request_has_kv(monkeypatch):
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        world.flush(1000.0)
+        await world.calm()
+        assert world.calls[1].open
+        world.pause("retract")
+        await world.calm()
+        assert world.calls[1].answer.result().success and world.calls[0].open
+
+    play(monkeypatch, scene)
+
+
+def test_a_pause_ends_after_the_updates_that_came_before(monkeypatch):
+    async def scene(world, manager):
+        world.generate("one")
+        world.pause("in_place")
+        await world.calm()
+        for kind in ("disk", "tensor"):
+            world.update(kind, aborts=False)
+        world.go_on()
+        await world.calm()
+        assert len(world.updated) == 2 and not world.calls[-1].open
+
+    play(monkeypatch, scene)
