@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-from sglang_pat.testing import cpu_jobs
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from on_cpu import cpu_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import requests
+from on_cpu import cpu_jobs
 
-from sglang_pat.testing import cpu_jobs
 from sglang_pat.testing.ports import free_port
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import IM_START_ID, PAD_ID, SPECIAL_TOKENS

@@ -11,8 +11,7 @@ import sys
 from types import ModuleType
 
 import pytest
-
-from sglang_pat.testing import cpu_jobs
+from on_cpu import cpu_jobs
 
 from .jobs import EXAMPLES
 

@@ -17,8 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-
-from sglang_pat.testing import openrlhf_cpu
+from on_cpu import openrlhf_cpu
 
 pytestmark = pytest.mark.integration
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from on_cpu import cpu_jobs
 
 from sglang_pat.integrations.verl.fields import spread
-from sglang_pat.testing import cpu_jobs
 from sglang_pat.testing.ports import free_port
 
 from . import jobs, verl_agents

@@ -1,4 +1,4 @@
-"""OpenRLHF 0.11.2 without GPUs.  For tests and demonstrations; nothing here belongs to the product.
+"""OpenRLHF 0.11.2 without GPUs.
 
 Its sources say ``cuda`` in a few places; they are read with those words changed.
 """
@@ -24,7 +24,7 @@ _CHANGED = {
 }
 
 
-NAME = "sglang_pat.testing.openrlhf_cpu"
+NAME = "on_cpu.openrlhf_cpu"
 """This module, also where it runs as ``__main__``."""
 
 
@@ -70,7 +70,7 @@ def setup() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """``python -m sglang_pat.testing.openrlhf_cpu GPUS RAY_FOLDER …``: the product's command without GPUs.
+    """``python -m on_cpu.openrlhf_cpu GPUS RAY_FOLDER …``: the product's command without GPUs.
 
     OpenRLHF starts Ray, as on GPUs; Ray is told here that the machine has some, and calls :func:`install` first.
     """
