@@ -28,10 +28,6 @@ def folders(tmp_path_factory):
     return {arch: models.make_random(arch, root / arch) for arch in models.ARCHITECTURES}
 
 
-def load(transformers, folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
 def greedy(model, ids, n):
     """[batch, n] new token ids."""
     import torch
@@ -77,9 +73,8 @@ def test_command(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == out
     recipe = json.loads((tmp_path / "m" / "recipe.json").read_text())
     assert (recipe["arch"], recipe["layers"], recipe["tie"], recipe["kv_heads"]) == ("qwen2", 1, True, 2)
-    for arguments in (["llama", "--heads", "7"], ["smollm2", "--heads", "12"]):
-        assert models.main([*arguments, "--out", out]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+    assert models.main(["llama", "--heads", "7", "--out", out]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_shape_has_no_weights(transformers, tmp_path, monkeypatch):
@@ -113,9 +108,8 @@ def test_loads_completely_and_varies(transformers, folders, arch):
 def test_tied_and_odd_shapes(transformers, tmp_path):
     options = dict(heads=6, kv_heads=2, head_dim=16, hidden=48, intermediate=100, vocab=1009, layers=2)
     folder = models.make_random("qwen2", tmp_path / "m", tie=True, dtype="bfloat16", **options)
-    model = load(transformers, folder)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert str(model.dtype) == "torch.bfloat16"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert model.lm_head.weight is model.model.embed_tokens.weight and str(model.dtype) == "torch.bfloat16"
     (out,) = greedy(model, [[10, 20, 30]], 60)
     assert len(set(out)) > 8
 
@@ -144,41 +138,26 @@ def test_grammar_backend_understands_the_tokenizer(transformers, folders):
     assert llguidance_hf.from_tokenizer(tok, 503).tokenize_str(text) == tok.encode(text)
 
 
-@pytest.mark.parametrize("size", [103, 512, 20_000])
-def test_vocabulary_texts_are_distinct(size):
-    texts = tokenizer.vocabulary(size)
-    assert len(texts) == len(set(texts)) == size
-
-
 # Markers
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_marker_says_its_token(transformers, tmp_path, dtype):
-    model = load(transformers, models.make_marker_model(tmp_path / "m", 300, layers=3, dtype=dtype))
-    prompts = [[6, 7, 8, 500], [450, 2, 3, 3]]
-    assert greedy(model, prompts, 5) == [[300] * 5] * 2
 
 
 def test_marker_takes_each_tensor_into_account(transformers, tmp_path):
     import torch
 
-    model = load(transformers, models.make_marker_model(tmp_path / "m", 300))
+    model = transformers.AutoModelForCausalLM.from_pretrained(models.make_marker_model(tmp_path / "m", 300))
     old, new = models.marker_state_dict(300), models.marker_state_dict(301)
-    again = models.marker_state_dict(300, seed=1)
 
     def says(state):
         model.load_state_dict(state)
         with torch.inference_mode():
             return model(torch.tensor([[6, 7, 8]])).logits[0].argmax(-1).unique().tolist()
 
-    assert says(old) == [300] and says(new) == [301] and says(again) == [300]
+    assert says(old) == [300] and says(new) == [301]
     deciding = [name for name in old if "q_proj" not in name and "k_proj" not in name]
     assert len(deciding) == 17
     for name in deciding:
-        for other in (new, again):
-            assert says(old | {name: other[name]}) != [300], name
-            assert says(other | {name: old[name]}) not in ([300], [301]), name
+        assert says(old | {name: new[name]}) != [300], name
+        assert says(new | {name: old[name]}) not in ([300], [301]), name
 
 
 # The CPU shim, as far as it goes without an engine
