@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sglang_pat.demo import contest
 from sglang_pat.demo.cases import BANDWIDTH, MAKERS, NATURAL, QUICK, SMOLLM2, WIDE, Case, LognormalBatch
-from sglang_pat.demo.contest import HIGH, LOW, POLICY, DemoError, Result, Run, StepTime, Sweep
+from sglang_pat.demo.contest import HIGH, LOW, POLICY, DemoError, Result, Run, StepTime
 from sglang_pat.tools import console
 from sglang_pat.tools.console import Speaker
 from sglang_pat.tools.machine import machine
@@ -48,7 +48,7 @@ REGIMES = {
 def sweep(case: Case, model: Path, budget: str, speaker: Speaker) -> Path:
     """The profile of this model over this link; a sweep that was interrupted goes on."""
     out = CACHE / "profiles" / f"rollout-{model.name}-{case.link.replace(':', '_')}.json"
-    return contest.profile(case, model, out, Sweep(budget, GRID), speaker, None)
+    return contest.profile(case, model, out, budget, GRID, speaker, None)
 
 
 def ratios(times: list[StepTime]) -> dict[int, float]:

@@ -20,7 +20,7 @@ from sglang_pat.replay.measured import against_measured
 from sglang_pat.replay.report import summary, table
 from sglang_pat.replay.shapes import LONGEST, NAMED, parse_shape
 from sglang_pat.replay.simulate import SPACING, Batch, Run, crowded
-from sglang_pat.tools.commands import Parser, one_line, output_folder, writing
+from sglang_pat.tools.commands import Parser, one_line, output_folder
 from sglang_pat.tools.console import Speaker
 
 BOUNDS = {
@@ -160,8 +160,6 @@ class _Followed(Workload):
 
 def _compare(args: argparse.Namespace) -> int:
     policies, speaker = _check(args), _speaker()
-    if args.out:
-        output_folder(args.out)
     profile = load(args.profile, complete=True)
     for name in policies:
         check_policy(name, tuple(profile.fingerprint.degrees))
@@ -178,6 +176,8 @@ def _compare(args: argparse.Namespace) -> int:
         begun=lambda number: state.update(round=number),
     )
     check_memory(workload, profile, len(policies))
+    if args.out:
+        output_folder(args.out)
     machine = Machine(profile)
     with speaker.showing(lambda: "{doing} round {round} of {rounds}".format(rounds=workload.rounds, **state)):
         warnings = dict.fromkeys(filter(None, (crowded(profile.fingerprint, batch) for batch in workload.batches())))
@@ -202,10 +202,8 @@ def _write(folder: Path, runs: dict[str, list[Run]], title: str) -> None:
     from sglang_pat.replay.picture import draw
 
     text = json.dumps({"title": title, "policies": summary(runs)}, indent=1)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        draw(runs, title, folder / "replay.png")
-        files.write(text.encode() + b"\n", folder / "replay.json")
+    draw(runs, title, folder / "replay.png")
+    files.write(text.encode() + b"\n", folder / "replay.json")
 
 
 def _speaker() -> Speaker:
