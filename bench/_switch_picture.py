@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
 
 from sglang_pat.tools import pictures
 
@@ -95,7 +96,9 @@ def _pauses(axes: Axes, rows: Rows) -> None:
                 fontsize=8.5, color=shade,
             )  # fmt: skip
     axes.set_xscale("log")
-    pictures.plain_decades(axes.xaxis)
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_yticks(range(len(points)), [f"{tokens:,} tokens, {_counted(n)}" for tokens, n in points])
     axes.set_ylim(len(points) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)

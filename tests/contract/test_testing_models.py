@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -67,23 +68,6 @@ def test_failure_leaves_nothing_and_a_foreign_folder_is_refused(tmp_path, monkey
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
-def test_command(tmp_path, capsys):
-    out = str(tmp_path / "m")
-    assert models.main(["qwen2", "--out", out, "--layers", "1", "--tie", "--kv-heads", "2"]) == 0
-    assert capsys.readouterr().out.strip() == out
-    recipe = json.loads((tmp_path / "m" / "recipe.json").read_text())
-    assert (recipe["arch"], recipe["layers"], recipe["tie"], recipe["kv_heads"]) == ("qwen2", 1, True, 2)
-    assert models.main(["llama", "--heads", "7", "--out", out]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_shape_has_no_weights(transformers, tmp_path, monkeypatch):
-    monkeypatch.setitem(models.SHAPES, "tiny", dict(arch="qwen3", hidden=64, layers=1, heads=8, vocab=503))
-    folder = models.make_shape(tmp_path / "tiny", "tiny")
-    assert transformers.AutoConfig.from_pretrained(folder).num_key_value_heads == 8
-    assert not list(folder.glob("*.safetensors")) and (folder / "tokenizer.json").exists()
-
-
 # Content
 
 
@@ -100,9 +84,9 @@ def test_loads_completely_and_varies(transformers, folders, arch):
         if "norm" in name or name.endswith("bias"):
             assert parameter.std() > 0.05, name
     prompts = torch.randint(6, 503, (4, 20), generator=torch.Generator().manual_seed(0))
-    for out in greedy(model, prompts, 120):
-        assert len(set(out)) > 20
-        assert sum(a == b for a, b in zip(out, out[1:], strict=False)) < 30
+    for out in greedy(model, prompts, 50):
+        assert len(set(out)) > 12
+        assert sum(a == b for a, b in pairwise(out)) < 12
 
 
 def test_tied_and_odd_shapes(transformers, tmp_path):
@@ -131,13 +115,6 @@ def test_tokenizer_round_trip(transformers, folders):
     assert (tok.eos_token_id, tok.pad_token_id) == (tokenizer.EOS_ID, tokenizer.PAD_ID)
 
 
-def test_grammar_backend_understands_the_tokenizer(transformers, folders):
-    llguidance_hf = pytest.importorskip("llguidance.hf")
-    tok = transformers.AutoTokenizer.from_pretrained(folders["llama"])
-    text = '{"a": 12} bebi'
-    assert llguidance_hf.from_tokenizer(tok, 503).tokenize_str(text) == tok.encode(text)
-
-
 # Markers
 
 
@@ -164,6 +141,7 @@ def test_marker_takes_each_tensor_into_account(transformers, tmp_path):
 
 SHIM_PROBE = """
 import sys
+from itertools import pairwise
 assert "torch" not in sys.modules and "sglang_pat" not in sys.modules, "start-up must stay cheap"
 import sgl_kernel
 from sgl_kernel.deep import rmsnorm

@@ -81,13 +81,6 @@ def plain_log(axis, values: Sequence[float]) -> None:
     axis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
-def plain_decades(axis) -> None:
-    """A decimal logarithmic axis with plain numbers at 1, 2 and 5."""
-    axis.set_major_locator(matplotlib.ticker.LogLocator(base=10, subs=(1, 2, 5)))
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_locator(matplotlib.ticker.NullLocator())
-
-
 def message(figure: Figure, text: str) -> None:
     """The title of a whole figure: a sentence, wrapped to the figure's width."""
     lines = fill(text, int(9.7 * figure.get_figwidth()))
