@@ -102,6 +102,7 @@ def test_every_point_is_measured_and_is_what_was_asked_for(swept):
     for point in profile.decode:
         seconds = predictor.step_seconds(point.tp, point.batch, point.batch * point.context, point.replicas)
         assert seconds == pytest.approx(point.seconds) and 1e-4 < seconds < 5
+    assert predictor.prefill_uniform(2, 2, 84) > 0
     assert 0 < SwitchCosts(profile, predictor).estimate(1, 2, [100, 200]).seconds < 10
 
 
