@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 
 import pytest
 
 from sglang_pat.checks import faults
 
 from . import jobs, verl_routers
-from .jobs import ROOT, VerlJob
+from .jobs import ROOT, SWITCHING, VerlJob
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
-
-SWITCHING = ("--settings", "{{base_tp:1,policy:threshold,switch_at:12}}")
 
 
 def nothing_left(job: VerlJob) -> bool:
@@ -49,13 +46,6 @@ def test_update_with_an_unknown_name(faulty):
     assert nothing_left(job)
 
 
-def test_update_with_a_wrong_shape(faulty):
-    job = faulty("shape:2")
-    found = re.search(r"send the whole update again: \S+ has the shape \[(\d+)", job.log)
-    assert found and f", must be [{int(found[1]) + 1}" in job.log and len(job.steps) <= 2, job.tail
-    assert nothing_left(job)
-
-
 def test_one_of_two_engines_dies(verl_job, tmp_path, monkeypatch):
     """Requests go to the other one; verl ends the job when it next asks something of all engines."""
     two = verl_routers.arguments(verl_routers.Killing, tmp_path, monkeypatch)
@@ -80,10 +70,4 @@ def test_refused_model(refused_model, tmp_path):
         f"model.path {refused_model}: an adaptive engine does not support Gemma2ForCausalLM: its attention logits are"
     )
     assert line in job.log and "actor and ref model engine initialized" not in job.log, job.tail
-    assert nothing_left(job)
-
-
-def test_degrees_that_do_not_fit_the_gpus(verl_job):
-    job = verl_job("--settings", "{{base_tp:3}}", fails=True)
-    assert "sglang_pat: base_tp is 3, must divide the engine's 2 GPUs: 1, 2" in job.log and not job.steps, job.tail
     assert nothing_left(job)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib.machinery
-import pkgutil
 import sys
 import types
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,13 +117,13 @@ VISIBLE = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 """Variable of Ray's: with 0 it hides no GPU from an actor that reserves none, as by default in Ray 2.60, but not in
 older ones.  The actor of an engine of several GPUs is such a one: OpenRLHF reserves them beside it."""
 HOOK = "worker_process_setup_hook"
-"""In a runtime environment of Ray's: what each process of the job calls first, a function or the name of one."""
+"""In a runtime environment of Ray's: name of the function that each process of the job calls first."""
 
 
 def install_in_workers() -> None:
-    """Have :func:`install` called in each process of the job, once Ray is started from this one.
+    """Have :func:`install` called in each process of the job.
 
-    OpenRLHF starts it, with an environment of its own.
+    OpenRLHF starts Ray from this one, with variables of its own and no hook.
     """
     import ray
 
@@ -133,19 +131,8 @@ def install_in_workers() -> None:
 
     @functools.wraps(init)
     def init_with_hook(*args: Any, runtime_env: dict[str, Any] | None = None, **named: Any) -> Any:
-        theirs, ours = (runtime_env or {}).get(HOOK), f"{__name__}.install"
-        hook = both(ours, theirs) if theirs else ours
-        variables = {VISIBLE: "0"} | (runtime_env or {}).get("env_vars", {})
-        return init(*args, runtime_env={**(runtime_env or {}), HOOK: hook, "env_vars": variables}, **named)
+        given = runtime_env or {}
+        ours = {HOOK: f"{__name__}.install", "env_vars": {VISIBLE: "0"} | given.get("env_vars", {})}
+        return init(*args, runtime_env=given | ours, **named)
 
     ray.init = init_with_hook
-
-
-def both(first: Callable[[], None] | str, second: Callable[[], None] | str) -> Callable[[], None]:
-    """Two hooks as one."""
-
-    def call_both() -> None:
-        for hook in (first, second):
-            (pkgutil.resolve_name(hook) if isinstance(hook, str) else hook)()
-
-    return call_both
