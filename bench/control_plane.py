@@ -1,13 +1,12 @@
 """What the coordinator and the admitter take for large rounds: no model, no engine, scripted ranks.
 
-    python bench/control_plane.py [--quick] [--json FILE]
+    python bench/control_plane.py [--quick] [--mode MODE] [--json FILE]
 
 Routing: a burst of requests to 8 leaders that report nothing meanwhile, and one that arrives while ranks switch.  Load
 reports: decoding and taking in the report of a leader that has its part of the requests.  Decisions: of ``survival``
 in tp1 in the middle of a batch of twice as many requests, with a profile of this repository.  Admitter: whole rounds,
 each call timed; then a round on an engine that answers at once, where what counts is how long the event loop is kept
-from others.  Intake (without ``--mode``): the prompts of a round on their way in, with SmolLM2's tokenizer.  Times are
-CPU time of the one thread: what else the machine does is not in them.
+from others.  Times are CPU time of the one thread: what else the machine does is not in them.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.rollout.rules import Rules
 
 LEADERS = 8
-PROFILE = Path(__file__).parents[1] / "profiles" / "8xH100-llama3.1-8b.json"
+PROFILE = Path(__file__).parents[1] / "studies" / "profiles" / "8xH100-llama3.1-8b.json"
 MODES = ("strict", "reorder", "partial")
 BARS = {"routing_us": 20, "event_us": 50, "slice_ms": 20}
 PATIENCE_SECONDS = 30.0

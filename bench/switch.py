@@ -24,6 +24,7 @@ import _switch_commands as commands
 import _switch_figures as figures
 from _switch_figures import QUICK, SETTINGS, Setting
 
+from profiler import launch
 from profiler.worker import Worker
 from sglang_pat.acceptance.commands import prefilled
 from sglang_pat.testing import models
@@ -194,7 +195,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=SETTINGS, metavar="SETTING", help=f"of {', '.join(SETTINGS)}")
     parser.add_argument("--rounds", type=int, default=5, help="switches there and back at each point (default: 5)")
     args = parser.parse_args()
-    host_environment()
+    launch.set_environment(quiet=True)  # which the engines inherit
     about = _bench.about()
     if args.quick:
         model, settings, rounds = models.make_random("llama", CACHE / "llama"), QUICK, 2
@@ -217,13 +218,6 @@ def main() -> int:
     print(f"idle slots, tiny model, 4 requests, 1024 tokens: {shown}")
     save(results[name], idle_slots=pauses)
     return 0
-
-
-def host_environment() -> None:
-    """What the engines inherit."""
-    from profiler.launch import set_environment
-
-    set_environment(quiet=True)
 
 
 if __name__ == "__main__":

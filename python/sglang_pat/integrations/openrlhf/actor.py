@@ -36,11 +36,13 @@ class Completion:
     text: str
     finish_reason: str
     logprobs: list[dict[int, Logprob]] | None
+    index: int = 0
 
 
 @dataclass
 class RequestOutput:
     outputs: list[Completion]
+    finished: bool = True
 
 
 @ray.remote

@@ -10,7 +10,7 @@ import importlib.machinery
 import sys
 import types
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 VERSION = "0.16.0"
@@ -44,38 +44,27 @@ class TokensPrompt(dict):
     """A prompt of token ids."""
 
 
-@dataclass
 class StatelessProcessGroup:
-    """What a weight-update group is made of."""
-
-    host: str
-    port: int
-    rank: int
-    world_size: int
+    """What a weight-update group is made of: ``host``, ``port``, ``rank`` and ``world_size``."""
 
     @staticmethod
-    def create(host: str, port: int, rank: int, world_size: int) -> StatelessProcessGroup:
-        return StatelessProcessGroup(host, port, rank, world_size)
+    def create(**named: Any) -> dict[str, Any]:
+        return named
 
 
-@dataclass
 class PyNcclCommunicator:
     """The trainer's end of the group that the engine's ranks join (``init_weights_update_group``)."""
 
-    group: StatelessProcessGroup
-    device: Any
-    _pg: Any = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, group: dict[str, Any], device: Any) -> None:
         import torch
 
         from sglang_pat.server.inprocess import init_custom_process_group
 
         self._pg = init_custom_process_group(
             backend="nccl" if torch.cuda.is_available() else "gloo",
-            init_method=f"tcp://{self.group.host}:{self.group.port}",
-            world_size=self.group.world_size,
-            rank=self.group.rank,
+            init_method=f"tcp://{group['host']}:{group['port']}",
+            world_size=group["world_size"],
+            rank=group["rank"],
             group_name=GROUP,
         )
 
