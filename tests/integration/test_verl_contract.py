@@ -65,7 +65,7 @@ def test_a_changed_symbol_is_named():
 
 TASK = main_ppo.TaskRunnerV1.__ray_metadata__.modified_class
 COUNTED_ON = {
-    "models are loaded after the trainer is made": (TASK, "trainer_cls(config=config)", "self.trainer.init()"),
+    "models are loaded after the trainer is made": (TASK.run, "trainer_cls(config=config)", "self.trainer.init()"),
     "keys of responses": (agent_loop_tq, 'keys.append(f"{uid}_{session_id}_{i}")'),
     "tokens of a response": (agent_loop_tq, '"response_len": response_len'),
     "a prompt ends after its last response": (agent_loop_tq, "session_errors = await _settle_session_tasks(tasks)"),

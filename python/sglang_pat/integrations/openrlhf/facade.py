@@ -60,7 +60,7 @@ class PyNcclCommunicator:
 
         from sglang_pat.server.inprocess import init_custom_process_group
 
-        self._pg = init_custom_process_group(
+        self._pg: Any = init_custom_process_group(
             backend="nccl" if torch.cuda.is_available() else "gloo",
             init_method=f"tcp://{group['host']}:{group['port']}",
             world_size=group["world_size"],
