@@ -72,7 +72,8 @@ def test_engines_are_waited_for_before_models_are_loaded(engine, monkeypatch):
     import ray
     from openrlhf.cli import train_ppo_ray
 
-    from sglang_pat.integrations.openrlhf.launcher import Given, install
+    from sglang_pat.integrations.openrlhf.given import Given
+    from sglang_pat.integrations.openrlhf.launcher import install
 
     source = inspect.getsource(train_ppo_ray)
     assert "\nfrom openrlhf.trainer.ray import create_vllm_engines\n" in source

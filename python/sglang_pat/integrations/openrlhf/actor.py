@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sglang_pat.figures import Figures
 from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
-from sglang_pat.integrations.openrlhf.launcher import WHERE, Given
+from sglang_pat.integrations.openrlhf.given import WHERE, Given
 from sglang_pat.launch.attach import attach
 from sglang_pat.server.inprocess import InProcessEngine
 

@@ -1,41 +1,16 @@
-"""What a job gives its engines; and where OpenRLHF makes its engine actors, it makes ours."""
+"""Where OpenRLHF makes its engine actors, it makes ours; and its trainer logs what they did."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_pat import figures, job_settings, settings
+from sglang_pat import figures
 from sglang_pat.integrations import CALLS
-
-WHERE, WHERE_SGLANG = "--sglang_pat", "--sglang"
-MODEL = "--actor.model_name_or_path"
-
-
-@dataclass
-class Given:
-    """What a job says of its engines: SGLang's arguments by name, and our settings by name.
-
-    The settings are those of the variable ``SGLANG_PAT`` of the driver, then those of its arguments.
-    """
-
-    sglang: dict[str, Any] = field(default_factory=dict)
-    pat: dict[str, Any] = field(default_factory=dict)
-
-    def of_engine(self, number: int) -> Given:
-        """With a decision log of its own (:func:`sglang_pat.settings.of_engine`)."""
-        return replace(self, pat=settings.of_engine(self.pat, number))
-
-    def check(self, gpus: int, model: str | None) -> None:
-        """Raise ``ValueError``, of one line, for what engines of so many GPUs would refuse."""
-        config = job_settings.check(self.of_engine(0).pat, gpus, WHERE)
-        job_settings.check_flags(self.sglang, f"{WHERE_SGLANG}.")
-        if model is not None:
-            job_settings.check_model(model, config, MODEL)
+from sglang_pat.integrations.openrlhf.given import Given
 
 
 class Launcher:

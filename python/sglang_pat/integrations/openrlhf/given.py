@@ -1,0 +1,33 @@
+"""What a job gives its engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sglang_pat import job_settings, settings
+
+WHERE, WHERE_SGLANG = "--sglang_pat", "--sglang"
+MODEL = "--actor.model_name_or_path"
+
+
+@dataclass
+class Given:
+    """What a job says of its engines: SGLang's arguments by name, and our settings by name.
+
+    The settings are those of the variable ``SGLANG_PAT`` of the driver, then those of its arguments.
+    """
+
+    sglang: dict[str, Any] = field(default_factory=dict)
+    pat: dict[str, Any] = field(default_factory=dict)
+
+    def of_engine(self, number: int) -> Given:
+        """With a decision log of its own (:func:`sglang_pat.settings.of_engine`)."""
+        return replace(self, pat=settings.of_engine(self.pat, number))
+
+    def check(self, gpus: int, model: str | None) -> None:
+        """Raise ``ValueError``, of one line, for what engines of so many GPUs would refuse."""
+        config = job_settings.check(self.of_engine(0).pat, gpus, WHERE)
+        job_settings.check_flags(self.sglang, f"{WHERE_SGLANG}.")
+        if model is not None:
+            job_settings.check_model(model, config, MODEL)
