@@ -23,6 +23,7 @@ from sglang_pat.memory.plan import (
     demand_of,
     make_plan,
     most_tokens,
+    needed,
 )  # fmt: skip
 from sglang_pat.memory.shapes import ModelShape, read_config
 
@@ -214,6 +215,8 @@ def test_more_memory_or_a_smaller_model_never_means_fewer_tokens(situation, more
     assert tokens_of(dataclasses.replace(asked, shape=smaller), there) >= tokens
     assert tokens_of(dataclasses.replace(asked, tail_weights=asked.tail_weights + more), there) <= tokens
     if most := most_tokens(asked, there):
+        assert needed(asked, there, most, asked.activations()) <= there.free
+        assert needed(asked, there, most + 1, asked.activations()) > there.free
         assert tokens_of(dataclasses.replace(asked, tokens=most), there) == most
     assert tokens_of(dataclasses.replace(asked, tokens=most + 1), there) == 0
 
