@@ -128,7 +128,6 @@ async def measure_all(
     if found is None:
         found = Profile(
             fingerprint=fingerprint, grid=grids.resolve(options.axes, limits).as_lists(), machine=dict(options.asked),
-            setup=tuple(engine.setup_costs()),
         )  # fmt: skip
     sweep = Sweep(rig, Store(options.out, found), limits, options.budget, display, began)
     progress, clock = sweep.progress, displays.clock
