@@ -111,10 +111,8 @@ async def measure_all(
     fingerprint = engine.deployment()
     limits = rig.limits(fingerprint.kv_tokens, fingerprint.max_running)
     if found is None:
-        found = Profile(
-            fingerprint=fingerprint, grid=grids.resolve(options.axes, limits).as_lists(), machine={"grid": asked},
-            setup=tuple(engine.setup_costs()),
-        )  # fmt: skip
+        grid = grids.resolve(options.axes, limits).as_lists()
+        found = Profile(fingerprint=fingerprint, grid=grid, machine={"grid": asked})
     sweep = Sweep(rig, Store(options.out, found), limits, options.budget, speaker, began)
     if found.complete and sweep.done == sweep.total:
         speaker.say(f"{options.out} is complete: {sweep.done} points; nothing to do")

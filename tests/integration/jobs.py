@@ -24,6 +24,8 @@ SECONDS = 900
 """Longest that a job may take: a loaded machine takes three times as long as a quiet one."""
 LEFT_SECONDS = 60
 """Ray's daemons notice the driver's end by and by."""
+SWITCHING = ("--settings", "{{base_tp:1,policy:threshold,switch_at:12}}")
+"""Of a verl job with 16 responses; the engine merges when 12 are left: the first ends of 16 come early in a step."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -7,11 +7,10 @@ import math
 import pytest
 
 from . import verl_routers
+from .jobs import SWITCHING
 
 pytestmark = pytest.mark.integration
 
-SWITCHING = ("--settings", "{{base_tp:1,policy:threshold,switch_at:12}}")
-"""16 responses; the engine merges when 12 are left: the first ends of 16 come early in a step."""
 GREEDY = ("--batch", "16", "--samples", "1", "actor_rollout_ref.rollout.top_k=1")
 """One greedy response a prompt: the loss of a group of equal ones would be 0."""
 

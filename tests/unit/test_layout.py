@@ -55,13 +55,6 @@ def test_shards_nest(low, high):
         assert start <= inner_start < inner_end <= end
 
 
-def test_contiguous_groups_would_not_nest():
-    """The reason for strided groups (PAT's are contiguous): rank 1 of 4 would need what it lacks."""
-    rank, ranks = 1, 4
-    low, high = (Fraction(rank % t, t) for t in (2, ranks))
-    assert not low <= high <= low + Fraction(1, 2) - Fraction(1, ranks)
-
-
 @for_each(NESTED)
 def test_leaders_and_groups_nest(low, high):
     assert set(high.leaders) <= set(low.leaders)
