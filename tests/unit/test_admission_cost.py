@@ -59,7 +59,7 @@ def test_a_job_is_told_once_that_tail_batching_does_not_pay(caplog):
 
 def test_a_round_on_an_engine_is_timed():
     async def run():
-        engine, mine = Played(), admitter()
+        engine, mine = Played(), admitter(3, 3, 3)
         *groups, summary = await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 50}))
         assert all(sample.output.seconds > 0 for group in groups for sample in group.kept())
         assert summary.seconds == summary.mean_seconds > 0 and summary.plain_seconds > 0

@@ -14,7 +14,8 @@ from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.client import RolloutClient
 from sglang_pat.rollout.records import Group
 from sglang_pat.rollout.rounds import WeightsChanged
-from sglang_pat.rollout.rules import Rules
+
+from .rounds_world import admitter
 
 pytestmark = pytest.mark.unit
 
@@ -101,12 +102,6 @@ async def served(server: PlayedServer):
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
-
-
-def admitter(*lengths: int, **rules) -> Admitter:
-    made = Admitter(Rules(**({"num_prompts": 2, "num_responses": 2, "eta_prompts": 1.5} | rules)))
-    made.feed([((0, i), {"input_ids": [length, i]}) for i, length in enumerate(lengths)], end_of=0)
-    return made
 
 
 def play(server: PlayedServer, mine: Admitter, **named) -> list:
