@@ -56,7 +56,6 @@ class ScanningOrder:
         self._capacity = rules.started_prompts * rules.num_responses
 
     def waits(self, group: Group) -> None: ...
-    def changed(self, group: Group) -> None: ...
 
     def _alive(self) -> int:
         return sum(sample.alive for group in self._round.groups for sample in group.samples)

@@ -175,7 +175,6 @@ class ActiveRound:
             return self._redrawn(group) + self.go_on()
         if len(group.chosen) == self._rules.num_responses:
             return self._complete(group) + self.go_on()
-        self._order.changed(group)
         return self.go_on()
 
     def stopped(self, sample: SampleId, output: Output) -> list[Action]:

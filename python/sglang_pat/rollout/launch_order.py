@@ -7,7 +7,6 @@ scanned.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -31,22 +30,16 @@ class LaunchOrder:
 
     def __init__(self, rules: Rules, round_: Round, state: State) -> None:
         self._rules, self._round, self._state = rules, round_, state
-        self._stamps: dict[int, int] = {}
-        """Of each group with samples to start, which of its entries counts: its priority may change as samples end."""
         self._heap: list[tuple[Any, ...]] = []
-        self._counter = itertools.count()
+        self._waiting: set[int] = set()
         for group in round_.open.values():
             self.waits(group)
 
     def waits(self, group: Group) -> None:
-        """It may have samples to start."""
-        stamp = self._stamps[group.order] = next(self._counter)
-        heapq.heappush(self._heap, (*self._priority(group), group.order, stamp))
-
-    def changed(self, group: Group) -> None:
-        """One of its samples has ended."""
-        if group.order in self._stamps:
-            self.waits(group)
+        """It may have samples to start; its priority is the one of this moment."""
+        if group.order not in self._waiting:
+            self._waiting.add(group.order)
+            heapq.heappush(self._heap, (*self._priority(group), group.order))
 
     def _priority(self, group: Group) -> tuple[Any, ...]:
         """The smallest first, those that are equal by arrival."""
@@ -55,10 +48,8 @@ class LaunchOrder:
     def _pop(self) -> Group | None:
         """Of the groups with samples to start, the first."""
         while self._heap:
-            *_, order, stamp = heapq.heappop(self._heap)
-            if self._stamps.get(order) != stamp:
-                continue
-            del self._stamps[order]
+            order = heapq.heappop(self._heap)[-1]
+            self._waiting.remove(order)
             group = self._round.open.get(order)
             if group is not None and to_start(self._round, group):
                 return group
