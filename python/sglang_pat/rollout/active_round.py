@@ -173,9 +173,8 @@ class ActiveRound:
         group.chosen.append(mine.number)
         if self._rules.unbiased and group.floors:
             return self._redrawn(group) + self.go_on()
-        if len(group.chosen) == self._rules.num_responses:
-            return self._complete(group) + self.go_on()
-        return self.go_on()
+        completed = self._complete(group) if len(group.chosen) == self._rules.num_responses else []
+        return completed + self.go_on()
 
     def stopped(self, sample: SampleId, output: Output) -> list[Action]:
         """See :meth:`Admitter.stopped`."""

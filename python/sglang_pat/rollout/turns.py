@@ -121,5 +121,6 @@ def given(answer: object) -> Output:
     said = list(cast(Sequence[object], answer)) if isinstance(answer, Sequence) else []
     ids = [token for token in said if isinstance(token, int)]
     if not ids or len(ids) < len(said):
-        raise ValueError(f"the environment answered {str(cast(object, answer))[:80]!r}, must be token ids, at least one, or None")
+        shown = str(cast(object, answer))[:80]
+        raise ValueError(f"the environment answered {shown!r}, must be token ids, at least one, or None")
     return Output(token_ids=ids, logprobs=[0.0] * len(ids), spans=[Span(None, len(ids))])
