@@ -39,7 +39,7 @@ from sglang_pat.rollout.rules import Rules
 from sglang_pat.tools.machine import machine
 
 LEADERS = 8
-PROFILE = Path(__file__).parents[1] / "profiles" / "8xH100-llama3.1-8b.json"
+PROFILE = Path(__file__).parents[1] / "studies" / "profiles" / "8xH100-llama3.1-8b.json"
 MODES = ("strict", "reorder", "partial")
 BARS = {"routing_us": 20, "event_us": 50}
 PATIENCE_SECONDS = 30.0
