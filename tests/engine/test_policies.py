@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_pat.predict import profile as profiles
-from sglang_pat.replay.log import read_schedule
+from sglang_pat.replay import read_schedule
 
 from .made_up import made_up
 
