@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from sglang_pat.testing.server import Server
 
 from .schedules import Request, Schedule
+from .streams import GREEDY
 
 TIE = 1e-5
 """Logprobs this close are a tie: either token is right."""
@@ -149,7 +150,7 @@ def compare(schedule: Schedule, outcome: Outcome, known: dict, stock, totals: To
 
 def tie(stock: Server, prompt: Sequence[int], got: list[int], want: list[int], position: int, where: str) -> str:
     """A line about a tie at ``position``; ``AssertionError`` if it is none."""
-    params = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+    params = GREEDY | {"max_new_tokens": 1}
     body = {"input_ids": [*prompt, *want[:position]], "sampling_params": params}
     (answer,) = stock.generate([body | {"return_logprob": True, "top_logprobs_num": 2}])
     (best, token, _), (second, other, _) = answer["meta_info"]["output_top_logprobs"][0]
@@ -163,7 +164,7 @@ def tie(stock: Server, prompt: Sequence[int], got: list[int], want: list[int], p
 
 def agreement(stock: Server, schedule: Schedule, outcome: Outcome) -> float:
     """Share of tokens that are the stock server's best, given the tokens before them."""
-    params = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+    params = GREEDY | {"max_new_tokens": 1}
     pairs = [(r.prompt, o) for r, outputs in zip(schedule.requests, outcome.outputs, strict=True) for o in outputs]
     bodies = [
         {
@@ -182,17 +183,3 @@ def agreement(stock: Server, schedule: Schedule, outcome: Outcome) -> float:
         for token, best in zip(output, answer["meta_info"]["input_top_logprobs"][1:], strict=True)
     ]
     return sum(same) / len(same)
-
-
-def check_idle(server: Server) -> None:
-    """Nothing is left over: no request and, after a flush, no KV token on any leader."""
-    answer = server.post("/flush_cache?timeout=500")
-    assert answer.status_code == 200, answer.text
-    left = _in_use(server)
-    assert not left, left
-
-
-def _in_use(server: Server) -> list[dict]:
-    """Groups that hold a request or a KV token."""
-    names = ("in_flight", "running", "waiting", "kv_used")
-    return [group for group in server.status()["groups"] if any(group[name] for name in names)]

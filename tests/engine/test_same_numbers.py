@@ -8,15 +8,14 @@ import random
 import pytest
 
 from .conftest import tell
+from .streams import GREEDY, hold
 
 RELATIVE = 1e-5
-
-GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture
 def stock(servers, flat):
-    return servers.stock(flat, max_total_tokens=65536)
+    return servers.stock(flat)
 
 
 @pytest.fixture
@@ -83,30 +82,23 @@ def body(seed: int, length: int, new: int, start: int = 0) -> dict:
 
 
 @pytest.mark.parametrize("degrees", [(2, 1, 4, 2, 4, 1), (4, 1, 4, 1)], ids=str)
-def test_logprobs_through_switches(adaptive, stock, degrees):
+async def test_logprobs_through_switches(adaptive, session, stock, degrees):
     """Decoding, and some prompts in chunked prefill, at every switch."""
     bodies = [body(i, length, new=260) for i, length in enumerate((3, 40, 130, 300))]
     bodies.append(body(9, 200, new=250, start=150))
     late = [body(20 + i, 500, new=30) for i in range(len(degrees))]
-    want = stock.generate([*bodies, *late])
-
-    async def switching():
-        async with adaptive.session() as session:
-            await adaptive.arm(session, {"arrived": len(bodies), "step": 10, "hold": True})
-            work = [asyncio.ensure_future(adaptive.one(session, each)) for each in bodies]
-            await adaptive.reached(session)
-            for tp, each in zip(degrees, late, strict=True):
-                # Its prefill takes four steps: the switch comes in the middle of it.
-                await adaptive.arm(session, {"tp": tp, "arrived": 1, "batch": 2}, {"step": 20, "hold": True})
-                work.append(asyncio.ensure_future(adaptive.one(session, each)))
-                (record,) = (await adaptive.reached(session))["switches"]
-                assert len(bodies) <= record["migrated"] < record["requests"], record
-            await adaptive.arm(session)
-            return await asyncio.gather(*work)
-
+    want = await stock.generate_async([*bodies, *late])
     adaptive.reconfigure(1)
     assert adaptive.post("/flush_cache?timeout=500").status_code == 200
-    for index, (got, expected) in enumerate(zip(asyncio.run(switching()), want, strict=True)):
+    work = await hold(adaptive, session, bodies, step=10)
+    for tp, each in zip(degrees, late, strict=True):
+        # Its prefill takes four steps: the switch comes in the middle of it.
+        await adaptive.arm(session, {"tp": tp, "arrived": 1, "batch": 2}, {"step": 20, "hold": True})
+        work.append(asyncio.ensure_future(adaptive.one(session, each)))
+        (record,) = (await adaptive.reached(session))["switches"]
+        assert len(bodies) <= record["migrated"] < record["requests"], record
+    await adaptive.arm(session)
+    for index, (got, expected) in enumerate(zip(await asyncio.gather(*work), want, strict=True)):
         assert_same_numbers(got, expected, f"request {index}")
 
 
