@@ -142,7 +142,11 @@ def check_answer(stock: Stock, stream: Stream, name: str) -> None:
     check_logprobs(answer["meta_info"], wanted["meta_info"])
 
 
-def check_logprobs(meta: dict[str, Any], wanted: dict[str, Any]) -> None:
+def near(value: float, expected: float) -> bool:
+    return abs(value - expected) <= LOGPROB_ERROR
+
+
+def check_logprobs(meta: dict[str, Any], wanted: dict[str, Any], close: Callable[[float, float], bool] = near) -> None:
     what = ("token_logprobs", "top_logprobs", "token_ids_logprobs")
     kinds = [f"{side}_{kind}" for side in ("input", "output") for kind in what]
     for kind in kinds:
@@ -153,10 +157,10 @@ def check_logprobs(meta: dict[str, Any], wanted: dict[str, Any]) -> None:
         for position, (mine, theirs) in enumerate(zip(meta[kind], wanted[kind], strict=True)):
             where = f"{kind} at {position}"
             single = bool(theirs) and not isinstance(theirs[0], list)
-            check_entries([mine] if single else mine, [theirs] if single else theirs, where)
+            check_entries([mine] if single else mine, [theirs] if single else theirs, where, close)
 
 
-def check_entries(mine: list[Any], theirs: list[Any], where: str) -> None:
+def check_entries(mine: list[Any], theirs: list[Any], where: str, close: Callable[[float, float], bool]) -> None:
     """Lists of (logprob, token, text); the order of near ties is free."""
     if not theirs:
         assert not mine, where
@@ -166,4 +170,4 @@ def check_entries(mine: list[Any], theirs: list[Any], where: str) -> None:
     values = {entry[1]: entry[0] for entry in theirs}
     for value, token, _ in mine:
         # The first prompt token has no logprob.
-        assert value == values[token] or abs(value - values[token]) <= LOGPROB_ERROR, where
+        assert value == values[token] or close(value, values[token]), f"{where}: {mine}, not {theirs}"

@@ -14,9 +14,7 @@ from collections import Counter
 
 import pytest
 from scipy.stats import chi2
-from tokenizers import Tokenizer
 
-from .conftest import tell
 from .streams import GREEDY, hold, switch, through, tokens
 
 ALPHA = 1e-6
@@ -148,43 +146,3 @@ async def test_replicas_draw_from_different_streams(adaptive, session, degrees):
     for one, other in itertools.combinations(tokens(await asyncio.gather(*work)), 2):
         equal = sum(a == b for a, b in zip(one, other, strict=True))
         assert equal < 40, f"{equal} of 400 tokens are equal"
-
-
-CHATS = (
-    "Give three facts about the Moon.",
-    "Write a short story about a lighthouse keeper.",
-    "Explain how bread is made.",
-    "Why is the sky blue?",
-    "Describe a walk through an old town.",
-    "What is a good way to learn to swim?",
-)
-
-
-@pytest.mark.soak
-def test_text_stays_sane(servers, smollm2):
-    """Temperature 0.7: what the model says through switches is as likely as what it says without."""
-    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
-    chats = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in CHATS]
-    prompts = [tokenizer.encode(chat).ids for chat in chats]
-    bodies = [body(prompt, 40, temperature=0.7) for prompt in prompts]
-    server = servers.adaptive(smollm2, 2, "--chunked-prefill-size", "128")
-
-    def nll(answers: list[dict]) -> float:
-        """Mean per token, in nats."""
-        server.reconfigure(1)
-        scored = server.generate(
-            [
-                body(prompt + answer["output_ids"], 1) | {"return_logprob": True, "logprob_start_len": len(prompt) - 1}
-                for prompt, answer in zip(prompts, answers, strict=True)
-            ]
-        )
-        entries = [e for s in scored for e in s["meta_info"]["input_token_logprobs"][1:]]
-        assert len(entries) == 40 * len(prompts)
-        return -sum(entry[0] for entry in entries) / len(entries)
-
-    static = nll(server.generate(bodies))
-    answers, _ = through(server, bodies, {8: 2, 18: 1, 28: 2})
-    switched = nll(answers)
-    text = tokenizer.decode(answers[0]["output_ids"])
-    tell(f"mean NLL {switched:.3f} through switches, {static:.3f} static; {CHATS[0]} {text!r}")
-    assert abs(switched - static) < 0.7, text
