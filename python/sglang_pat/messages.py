@@ -121,7 +121,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
 class Decoded(msgspec.Struct, frozen=True, array_like=True):
     """Decode steps of a replica that followed another decode step of the same degree.
 
-    ``steps``: how many; ``seconds``: of all of them; ``requests``, ``tokens``: sums of the batches and their contexts.
+    ``steps``: how many; ``seconds``: so many times their median; ``requests``, ``tokens``: sums of the batches and
+    their contexts.
     """
 
     steps: int = 0

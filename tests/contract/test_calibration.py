@@ -24,12 +24,14 @@ class Manager:
     """Notes what it is asked for; ``fails``: the number of the switch that does."""
 
     def __init__(
-        self, context_len: int = 16384, kv: int = 1 << 20, fails: int | None = None, cached: bool = True, device="cuda"
-    ) -> None:
+        self, context_len: int = 16384, kv: int = 1 << 20, fails: int | None = None, cached: bool = True,
+        device="cuda", profiled: tuple[int, int] = (256, 32768),
+    ) -> None:  # fmt: skip
         self.context_len, self._kv, self._fails = context_len, kv, fails
-        self.server_args = SimpleNamespace(
-            spec=SimpleNamespace(config=CONFIG), disable_radix_cache=not cached, device=device
-        )
+        batch, context = profiled
+        points = [SimpleNamespace(batch=1, context=64), SimpleNamespace(batch=batch, context=context)]
+        spec = SimpleNamespace(config=CONFIG, profile=SimpleNamespace(decode=points))
+        self.server_args = SimpleNamespace(spec=spec, disable_radix_cache=not cached, device=device)
         self.model_config = SimpleNamespace(vocab_size=500)
         self.did, self.made_up, self.injected = [], [], []
         self.busy = 0
@@ -129,6 +131,13 @@ def test_without_a_gpu_prompts_are_shorter():
     manager = Manager(device="cpu")
     asyncio.run(calibration.calibrate(manager))
     assert {len(prompt) for request in manager.made_up for prompt in request.input_ids} == {64, 2048}
+
+
+def test_nothing_is_measured_beyond_what_was_profiled():
+    manager = Manager(profiled=(8, 100))
+    asyncio.run(calibration.calibrate(manager))
+    assert {len(request.input_ids) for request in manager.made_up} == {4, 8}
+    assert {len(prompt) for request in manager.made_up for prompt in request.input_ids} == {64, 100}
 
 
 @pytest.mark.parametrize("switch", [0, 4])

@@ -147,6 +147,16 @@ def test_steps_of_the_layout_before_are_not_reported_as_those_of_the_new_one():
     assert rank.reports[-1].decoded.steps == 1
 
 
+def test_a_pause_of_the_machine_is_no_step_time_of_the_layout():
+    rank = Rank()
+    for seconds in (0.1, 9.0, 0.1, 0.1):
+        rank.load.decoded(Step(0.0, seconds, 1, "decode", 2, 30))
+    rank.load.look(None)
+    decoded = rank.reports[-1].decoded
+    assert (decoded.steps, decoded.requests, decoded.tokens) == (4, 8, 120)
+    assert decoded.seconds == pytest.approx(0.4)
+
+
 @pytest.mark.parametrize("others", [False, True])
 def test_memory_is_released_on_all_ranks_or_on_none(others, monkeypatch, caplog):
     """``others``: whether they are idle; this rank is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
+from statistics import median
 from typing import TYPE_CHECKING
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -51,7 +52,8 @@ class LoadReporter:
         self.retracted = 0
         """Requests put back into the queue for want of KV, while this rank led, since the last report."""
         self._finished: list[Finished] = []
-        self._decoded = Decoded()
+        self._decoded: list[Step] = []
+        """Decode steps since the last report that followed another one."""
         self._last: tuple[int, ...] | None = None
         self._steps = 0
 
@@ -62,7 +64,7 @@ class LoadReporter:
     def moved(self) -> None:
         """Part of another group: steps that were not reported are not of its layout."""
         self.forget()
-        self._decoded = Decoded()
+        self._decoded = []
 
     def finished(self, reqs: list[Req]) -> None:
         """Called before outputs go out, when SGLang has not yet marked the finished ones as sent."""
@@ -82,13 +84,7 @@ class LoadReporter:
 
     def decoded(self, step: Step) -> None:
         """A decode step that followed another one."""
-        so_far = self._decoded
-        self._decoded = Decoded(
-            so_far.steps + 1,
-            so_far.seconds + step.seconds,
-            so_far.requests + step.requests,
-            so_far.tokens + step.tokens,
-        )
+        self._decoded.append(step)
 
     def look(self, batch: ScheduleBatch | None) -> None:
         """Report if due.  ``batch``: what is about to run."""
@@ -144,10 +140,18 @@ class LoadReporter:
                 requests=[_running(req) for req in listed],
                 finished=self._finished,
                 kv_totals=scheduler.layouts.kv_totals,
-                decoded=self._decoded,
+                decoded=_decoded(self._decoded),
             )
         )
-        self._finished, self.retracted, self._decoded = [], 0, Decoded()
+        self._finished, self.retracted, self._decoded = [], 0, []
+
+
+def _decoded(steps: list[Step]) -> Decoded:
+    """Each step counts with the median of their times: a pause of the machine is no property of the layout."""
+    if not steps:
+        return Decoded()
+    seconds = len(steps) * median(step.seconds for step in steps)
+    return Decoded(len(steps), seconds, sum(step.requests for step in steps), sum(step.tokens for step in steps))
 
 
 def _running(req: Req) -> Running:

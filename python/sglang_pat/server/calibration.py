@@ -75,7 +75,10 @@ async def calibrate(manager: Calibrated) -> None:
 
 
 async def _turns(manager: Calibrated, begun: float) -> None:
-    config = manager.server_args.spec.config
+    spec = manager.server_args.spec
+    config, points = spec.config, spec.profile.decode
+    # Beyond what was profiled a step would be compared with a guess.
+    most, longest = max(point.batch for point in points), max(point.context for point in points)
     degrees = [layout.tp for layout in config.layouts]
     room = FULL * min(group["kv_total"] for group in (await manager.pat_status())["groups"])
     try:
@@ -83,10 +86,10 @@ async def _turns(manager: Calibrated, begun: float) -> None:
             if turn >= ENOUGH_TURNS and time.monotonic() - begun > ENOUGH_SECONDS:
                 break
             manager.pat_calibration_turn()
-            requests = each * config.base.dp
+            requests = min(each * config.base.dp, most)
             for tp in degrees[:: -1 if turn % 2 else 1]:  # there and back, which takes the fewest switches
                 await manager.pat_reconfigure(tp)
-                await _decode(manager, requests, context, int(room / requests), config.calibrate)
+                await _decode(manager, requests, min(context, longest), int(room / requests), config.calibrate)
                 await manager.pat_until_idle()
         await manager.pat_reconfigure(degrees[0])
         await manager.flush_cache(timeout_s=FLUSH_SECONDS)
