@@ -48,8 +48,8 @@ step and after every switch; no switch makes what should have been made at start
 
 SIDES = {
     "llama": (
-        "agreement attributes smoke control sglang_routes threshold attach python_api features commands requests "
-        "cramped rollout hostile same_tokens mixtures rehearsal policies flags faults"
+        "agreement attributes smoke control sglang_routes features same_tokens rollout rehearsal requests hostile "
+        "commands python_api cramped mixtures threshold attach policies flags faults"
     ).split(),
     "others": (
         "profiler sampling same_numbers same_tokens weights weights_refused clients inprocess acceptance start"
@@ -119,8 +119,10 @@ class Servers:
 
     def get(self, model: Path, *flags: str, **options) -> Server:
         key = (str(model), flags, repr(sorted(options.items())))
+        for other in [other for other, server in self._alive.items() if server.process.poll() is not None]:
+            self._alive.pop(other).stop()
         server = self._alive.pop(key, None)
-        if server is None or server.process.poll() is not None:
+        if server is None:
             if len(self._alive) >= KEEP:
                 self._alive.popitem(last=False)[1].stop()
             self.make_room()

@@ -36,6 +36,8 @@ class Case:
     def __init__(self, engine) -> None:
         self.engine = engine
         self.done, self.manager = engine.loop.run_until_complete, engine.tokenizer_manager
+        self.told, tell = [], self.manager.pat_round
+        self.manager.pat_round = lambda message: (self.told.append(message), tell(message))
 
     def switches(self) -> None:
         """In the middle of requests, and what they say is what they say without."""
@@ -95,9 +97,7 @@ class Case:
         assert "engine loop" not in {thread.name for thread in threading.enumerate()}
 
     def modes(self) -> None:
-        """Each prompt comes once, or is useless; of each round the engine is told."""
-        told, tell = [], self.manager.pat_round
-        self.manager.pat_round = lambda message: (told.append(message), tell(message))
+        """Each prompt comes once, or is useless."""
         for mode in ("strict", "reorder", "partial"):
             mine = admitter(*range(10), end=True, mode=mode, max_staleness=2, filter_groups=True)
             useless, returned, rounds = [], [], 0
@@ -114,9 +114,6 @@ class Case:
                 rounds += 1
             assert sorted(returned + useless) == list(range(10)), (mode, returned, useless)
             self.check_idle()
-        begun, ended = told[:2]
-        assert begun.requests >= begun.prompts >= 3 and begun.max_new_tokens == SAMPLING["max_new_tokens"]
-        assert ended.name == begun.name and len(told) % 2 == 0
 
     def left(self) -> None:
         mine = admitter(*range(4), **PAIR | {"eta_prompts": 1.0})
@@ -126,6 +123,10 @@ class Case:
         assert mine.state.round is None
         assert len(mine.state.fresh) + len(mine.state.waiting) + mine.state.returned == 4
         self.check_idle()
+        # Of each round the engine is told, and of its end.
+        begun, ended = self.told[-2:]
+        assert (begun.requests, begun.prompts, begun.max_new_tokens) == (2, 2, SAMPLING["max_new_tokens"])
+        assert ended.name == begun.name and len(self.told) % 2 == 0
 
     def trained(self) -> None:
         """As if the first event were trained on for as long as the whole round takes."""

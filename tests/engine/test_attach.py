@@ -11,6 +11,12 @@ from .streams import body, through, tokens
 BODIES = [body(i, 120) for i in range(4)]
 
 
+def test_nothing_is_adaptive_without_the_variable(servers, llama):
+    server = servers.stock(llama)
+    assert server.get("/pat/status").status_code == 404
+    assert server.generate(BODIES[:1])[0]["meta_info"]["completion_tokens"] == 120
+
+
 # launch_server without --adaptive-tp is SGLang's launcher, with its own arguments.
 @pytest.mark.parametrize("module", [SERVER, "tests.engine.spawned"], ids=["command", "spawned function"])
 def test_a_stock_launcher_switches(module, servers, llama):
@@ -27,9 +33,3 @@ def test_a_stock_launcher_switches(module, servers, llama):
     assert tokens(through(server, BODIES, {20: 2, 60: 1, 90: 2})[0]) == expected
     assert server.status()["layout"] == {"tp": 2, "dp": 1}
     assert told() == before
-
-
-def test_nothing_is_adaptive_without_the_variable(servers, llama):
-    server = servers.stock(llama)
-    assert server.get("/pat/status").status_code == 404
-    assert server.generate(BODIES[:1])[0]["meta_info"]["completion_tokens"] == 120
