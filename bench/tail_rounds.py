@@ -31,7 +31,6 @@ from sglang_pat.demo.contest import KV_TOKENS, LOW, POLICY, RANKS
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.shapes import Shape
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Output, Summary
 from sglang_pat.rollout.rules import Rules
@@ -42,6 +41,7 @@ from sglang_pat.tools.prompts import PROMPTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from studies.rounds import Engines, Simulation
+from studies.shapes import Shape
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PROMPT_TOKENS = 32

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from sglang_pat.replay.log import load_decision
+from sglang_pat.replay import load_decision
 from sglang_pat.tools import pictures
 
 PARTS = {

@@ -28,12 +28,12 @@ from scipy.special import ndtri
 
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.shapes import Shape, parse_shape
 from sglang_pat.rollout import redraws
 from sglang_pat.rollout.records import Group
 from sglang_pat.rollout.rules import Rules
 from studies import PROFILES
 from studies.rounds import Engines, Round, Simulation
+from studies.shapes import Shape, parse_shape
 from studies.tail_batching import CORRELATIONS, SETTINGS
 
 SETTING = SETTINGS[1]

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.compare import Machine, Workload
-from sglang_pat.replay.shapes import parse_shape
 from studies import PROFILES
+from studies.compare import Machine, Workload
+from studies.shapes import parse_shape
 
 CAPS = {
     "8xA40-llama3.1-8b": (6144, 8192, 12288, 16384),

@@ -4,7 +4,7 @@
     python -m studies.policies --wrong 0.2 --seeds 5 [--errors KIND ...] [the same]
 
 For every cell (profile × shape × ρ × batch) some rounds are drawn and generated under every static layout, ``pat``,
-``survival`` and the oracle (``python -m sglang_pat.replay`` does one cell). Simulated, so that the machine does not
+``survival`` and the oracle (``python -m studies.compare`` does one cell). Simulated, so that the machine does not
 matter; the same seeds give the same figures.  Cells whose KV would not fit the profile's pool are left out and counted.
 With ``--wrong`` the policies' profiles are off by this share, see ``wrong_profiles.py``; 0 for the right ones.
 Policies are calibrated, as an engine is before its first request.
@@ -27,11 +27,11 @@ from rich.progress import track
 from rich.table import Table
 
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.compare import KNOWN, Machine, Workload, compare, regrets
-from sglang_pat.replay.shapes import NAMED, parse_shape
-from sglang_pat.replay.simulate import crowded
 from sglang_pat.tools.commands import Parser, run
 from studies import PROFILES, pat_settings, wrong_profiles
+from studies.compare import KNOWN, Machine, Workload, compare, regrets
+from studies.shapes import NAMED, parse_shape
+from studies.simulate import crowded
 
 ROOT = Path(__file__).resolve().parents[1]
 CORRELATIONS = (0.0, 0.5, 0.8)

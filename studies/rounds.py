@@ -2,7 +2,7 @@
 
 The admitter is the real one (``sglang_pat.rollout``); only time and tokens are made up.  Replicas run independently,
 a sample goes to the one with the fewest; what does not fit its batch waits.  Prefill is left out, as in
-:mod:`sglang_pat.replay.simulate`.
+:mod:`studies.simulate`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from sglang_pat.policies.snapshot import Load, Policy, Snapshot
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Fingerprint
-from sglang_pat.replay.shapes import Shape
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import (
     Abort,
@@ -35,6 +34,7 @@ from sglang_pat.rollout.records import (
     Summary,
 )
 from sglang_pat.rollout.rules import Rules
+from studies.shapes import Shape
 
 ASK_SECONDS = 0.25
 """Time between two questions to a policy."""

@@ -24,10 +24,10 @@ from rich.table import Table
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.rollout.rules import Rules
 from studies import PROFILES, tail_picture
 from studies.rounds import Engines, Simulation
+from studies.shapes import parse_shape
 
 CORRELATIONS = (0.0, 0.5, 0.8)
 ETAS = (1.0, 1.125, 1.25, 1.375, 1.5)
@@ -257,14 +257,6 @@ def show_replay(console: Console, result: dict) -> None:
                 f"{cells[0]['seconds'] / cells[3]['seconds']:.2f}", f"{cells[3]['switches']:.1f}",
             )  # fmt: skip
     console.print(table)
-    console.print(recipe_example())
-
-
-def recipe_example(batches: int = 100, slow: float = 120.0, usual: float = 30.0) -> str:
-    """The reorder recipe's own example, by its assumptions: one slow sample in each batch, times given."""
-    before, after = slow * batches, usual * (batches - 1) + slow
-    return f"reorder's example: {batches} batches, {slow:.0f} s with the slow sample, {usual:.0f} s without: " \
-           f"{before:.0f} s become {after:.0f} s, {before / after:.1f} times"  # fmt: skip
 
 
 def main() -> int:

@@ -21,9 +21,9 @@ import numpy as np
 from rich.table import Table
 
 from sglang_pat.predict.profile import DecodePoint, load
-from sglang_pat.replay.compare import AS_IS, Machine, Workload, compare, regrets
-from sglang_pat.replay.shapes import parse_shape
-from sglang_pat.replay.simulate import crowded
+from studies.compare import AS_IS, Machine, Workload, compare, regrets
+from studies.shapes import parse_shape
+from studies.simulate import crowded
 
 KINDS: dict[str, Callable[[float, float], float]] = {
     "layout": lambda batch, context: 1.0,

@@ -430,11 +430,6 @@ class ScheduleReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state: ScheduleState
 
 
-FromServer = (
-    StatusQuery | Reconfigure | BeginRound | EndRound | CalibrationTurn | TraceQuery | ScheduleQuery | SetSchedule
-)
-"""Everything of ours that the server sends to the coordinator for itself."""
-
 FromRank = Prepared | RankSwitched | LoadReport | RankTrace | Held
 """Everything a rank sends on its channel to the coordinator."""
 

@@ -44,12 +44,18 @@ METHODS: dict[str, str] = {
 }
 """By name, of ``Engine``."""
 
+_COMPARE = "python -m studies.compare simulates rounds, from the top of the repository"
+
 FIELDS: dict[tuple[str, str], str] = {
     ("round", "tp"): "the policy chooses the degree in which a round starts, from KV room and retractions",
+    ("sglang_pat.replay", "--lengths"): _COMPARE,
+    ("sglang_pat.replay", "--policies"): _COMPARE,
+    ("sglang_pat.replay", "--out"): f"{_COMPARE}, and prints a table",
+    ("sglang_pat.replay", "--measured"): "--log with --profile FILE decides on another profile",
     ("schedule", "wait"): "this answers when the schedule is over; GET /pat/status has the switches so far",
 }
-"""By what has it, and the name of the field that is gone: of a body, of a query, or of the method of ``Engine`` that
-takes the same."""
+"""By what has it, and the name of the field that is gone: of a body, of a query, of the method of ``Engine`` that takes
+the same, or of a command."""
 
 
 def refuse_settings(names: Iterable[str], where: str) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from sglang_pat.predict import profile as profiles
-from sglang_pat.replay.log import read_schedule
+from sglang_pat.replay import read_schedule
 
 from . import streams
 from .made_up import made_up

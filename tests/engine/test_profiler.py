@@ -96,7 +96,7 @@ def test_the_profile_loads_and_predicts(swept):
     assert alone == {(1, 2, 1), (1, 2, 4), (1, 1, 1), (2, 1, 1), (2, 1, 4)}
     contexts = {p.context > 120 for p in profile.decode}
     assert contexts == {False, True}, [p.context for p in profile.decode]
-    assert predictor.prefill_seconds(2, [64, 100]) > 0
+    assert predictor.prefill_uniform(2, 2, 84) > 0
     costs = SwitchCosts(profile, predictor)
     assert 0 < costs.estimate(1, 2, [100, 200]).seconds < 10
     with_requests = [s for s in profile.switches if s.requests]

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator import decision_log
+from sglang_pat.coordinator.decision_log import encode_event
 from sglang_pat.coordinator.replicas import Generation
 from sglang_pat.coordinator.router import Coordinator
 from sglang_pat.layout import ParallelLayout
@@ -73,7 +73,7 @@ class World:
         self.commands: dict[int, Any] = {}
         self.rng = random.Random(seed)
         self.wire: deque[Any] = deque()
-        self.log: list[dict[str, Any]] = []
+        self.log: list[bytes] = []
         self.now = 0.0
         self.coordinator = Coordinator(self.config, self, decide)
         self._queries = 0
@@ -91,13 +91,14 @@ class World:
     def stepped(self, step: Any) -> None: ...
 
     def counting(self) -> None:
-        self.log.append(decision_log.dump_counting())
+        self.log.append(encode_event("counting"))
 
     def decided(self, snapshot, decision) -> None:
-        self.log.append(decision_log.dump_decision(snapshot, decision))
+        self.log.append(encode_event("decision", snapshot=snapshot, decision=decision))
 
     def finished(self, response: m.Finished) -> None:
-        self.log.append(decision_log.dump_length(response.length, response.family, not response.cut))
+        about = dict(length=response.length, family=response.family, finished=not response.cut)
+        self.log.append(encode_event("length", **about))
 
     # -- the server -----------------------------------------------------------------------------------
 

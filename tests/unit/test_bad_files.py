@@ -8,23 +8,17 @@ import pytest
 
 from profiler import report, sweep, validate
 from sglang_pat import job_settings
-from sglang_pat.coordinator import decision_log
 from sglang_pat.launch import refusals
-from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import ProfileError, save
-from sglang_pat.replay import cli
-from sglang_pat.replay.log import replay_log
-from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.tools import commands
+from studies import compare
 
 from .policy_world import crossing
 from .profiles_for_tests import profile
 
 pytestmark = pytest.mark.unit
 
-START = decision_log.dump_start("threshold", switch_at=8, history=LengthHistory())
-LOG = "\n".join(map(json.dumps, [START, {"event": "decision", "snapshot": 1, "decision": {}}, START])).encode()
 GOOD = json.loads(profiles.msgspec.json.encode(crossing()))
 
 
@@ -55,9 +49,6 @@ PROFILES = [
     (without(tp=4), "no decode times of tp=4, with all 1 replicas at work"),
 ]
 OTHERS = [
-    (lambda path: list(replay_log(path)), b"7\n7\n", "line 1: expected object, got int"),
-    (lambda path: list(replay_log(path)), LOG, "line 2: snapshot is 1: expected object"),
-    (parse_shape, b'[5, {"length": -3}]', "entry 2"),
     (lambda path: job_settings.check({"profile": path}, 4, "settings"), b"{}", "settings: profile "),
 ]
 
@@ -83,7 +74,7 @@ def test_whoever_reads_a_profile_says_the_same(tmp_path, capsys):
         report: [str(path), "--out", str(out)],
         validate: [str(path), "--model-path", model, "--out", str(out)],
         sweep: ["--model-path", model, "--out", str(path)],
-        cli: ["--profile", str(path), "--lengths", "sft", "--out", str(out)],
+        compare: ["--profile", str(path), "--lengths", "sft"],
     }
     said = set()
     for module, argv in words.items():
@@ -100,7 +91,7 @@ def test_whoever_reads_a_profile_says_the_same(tmp_path, capsys):
 def test_an_interrupted_profile_predicts_nothing(tmp_path, capsys):
     path = tmp_path / "half.json"
     save(profile(complete=False), path)
-    assert cli.main(["--profile", str(path), "--lengths", "sft"]) == 2
+    assert commands.run("compare", compare.main, ["--profile", str(path), "--lengths", "sft"]) == 2
     assert "interrupted" in capsys.readouterr().err
 
 
@@ -110,10 +101,3 @@ def test_a_profile_whose_grid_cannot_be_gone_on_with(tmp_path, capsys, grid):
     save(profile(grid=grid), path)
     assert commands.run("sweep", sweep.main, ["--model-path", str(tmp_path), "--out", str(path)]) == 2
     assert "no grid to go on with" in capsys.readouterr().err
-
-
-def test_more_than_fits_into_memory_is_not_simulated(tmp_path, capsys):
-    save(crossing(), tmp_path / "p.json")
-    words = ["--lengths", "partial-rollout", "--batch", "65536", "--rounds", "100000"]
-    assert cli.main(["--profile", str(tmp_path / "p.json"), *words]) == 2
-    assert "GiB of memory, 2 GiB are allowed" in capsys.readouterr().err

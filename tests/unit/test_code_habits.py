@@ -69,7 +69,8 @@ def test_what_is_installed_imports_no_study():
     assert not [name for name, modules in found.items() if any(m.partition(".")[0] == "studies" for m in modules)]
 
 
-PURE = ("layout", "config", "removed", "settings", "messages", "files", "errors", "figures", "dropped", "version")
+PURE = ("layout", "config", "removed", "settings", "messages", "files", "errors", "figures", "dropped", "version",
+        "replay")  # fmt: skip
 """Besides those of ``strict``."""
 IMPURE = {"sglang", "torch", "ray", "verl", "openrlhf", "transformers"}
 

@@ -103,15 +103,3 @@ def test_the_prompt_of_several_responses_is_none_of_them():
     rig.work(1, now=1.5)
     rig.coordinator.tick(1.7)
     assert rig.world.decisions[-1][0].complete
-
-
-def test_status_shows_what_was_announced():
-    rig = Rig(1, 2)
-    rig.coordinator.round(m.BeginRound(name="mine", requests=3), 0.0)
-    rig.work(1)
-    rig.coordinator.status(m.StatusQuery(query_id=1))
-    assert rig.world.server[-1].status["rounds"] == {
-        "open": [{"name": "mine", "requests": 3, "prompts": None, "prompt_tokens": 256, "max_new_tokens": 4096}],
-        "missing": 2,
-        "start": 1,
-    }

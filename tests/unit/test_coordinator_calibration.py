@@ -109,15 +109,6 @@ def test_a_round_that_is_announced_does_not_disturb_it(before):
     assert rig.world.known.tp == 2 and rig.world.records[-1].reason == "survival"
 
 
-def test_switches_after_it_are_counted():
-    rig = Rig(1, 2, stay, Predictor(), policy="survival", profile="-")
-    calibrate(rig)
-    rig.reconfigure(2)
-    rig.settle()
-    after = status(rig)
-    assert after["num_switches"] == 1 and [record["reason"] for record in after["switches"]] == ["request"]
-
-
 def test_an_engine_that_believes_its_profile_is_not_corrected():
     rig = Rig(1, 2, stay, Predictor(), policy="survival", profile="-", profile_as_is=True)
     calibrate(rig)

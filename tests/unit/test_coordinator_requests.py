@@ -8,60 +8,9 @@ from sglang_pat import messages as m
 from sglang_pat.coordinator.switching import BASE_ATTEMPTS
 
 from .coordinator_rig import Rig
-from .coordinator_world import FlushReply, Merged, Refused, Request
+from .coordinator_world import Merged, Refused, Request
 
 pytestmark = pytest.mark.unit
-
-
-def test_work_goes_to_the_least_loaded():
-    rig = Rig(1, 4)
-    assert rig.work(8) == [0, 1, 2, 3, 0, 1, 2, 3]
-    rig.settle()
-    rig.world.finish(2)
-    rig.world.iterate(2)
-    rig.deliver()
-    assert rig.work(1) == [2]
-
-
-def test_tokens_decide_between_equal_numbers():
-    rig = Rig(1, 2)
-    assert rig.work(1, tokens=500) + rig.work(1, tokens=3) == [0, 1]
-    assert rig.work(1, tokens=3) + rig.work(1, tokens=3) == [1, 0]
-
-
-def test_replies_of_a_fast_and_a_slow_leader():
-    """Leader 0 answers both requests before leader 1 answers the first."""
-    rig = Rig(1, 2)
-    first, second = rig.control("flush"), rig.control("flush")
-    rig.iterate()
-    for rank in (0, 0, 1, 1):
-        rig.world.answer(rank, "flush")
-        rig.deliver(rank)
-    assert rig.world.server == [Merged(first, (0, 1)), Merged(second, (0, 1))]
-
-
-def test_replies_are_merged_in_the_order_of_ranks():
-    rig = Rig(1, 4)
-    serial = rig.control("update")
-    rig.iterate()
-    for rank in (3, 1, 0, 2):
-        assert rig.world.server == []
-        rig.world.answer(rank, "update")
-        rig.deliver(rank)
-    assert rig.world.server == [Merged(serial, (0, 1, 2, 3))]
-
-
-def test_a_reply_nobody_asked_for_passes():
-    rig = Rig(1, 2)
-    extra = FlushReply(0, -1)
-    rig.coordinator.reply(0, extra, 0.0)
-    assert rig.world.server == [extra]
-    rig.control("flush")
-    rig.iterate()
-    rig.world.answer(0, "flush")
-    rig.deliver(0)
-    rig.coordinator.reply(0, extra, 0.0)
-    assert rig.world.server == [extra, extra]
 
 
 def test_needs_base_in_a_tail_layout_keeps_the_order():
@@ -130,33 +79,25 @@ def test_no_switch_without_memory():
     assert rig.answers()[-1].code == 200 and rig.coordinator.layout.tp == 2
 
 
-def test_memory_that_was_not_released():
-    """Ranks release on all or on none: after an error there is nothing to resume."""
-    rig = Rig(1, 2)
-    rig.control("update", releases=frozenset({"weights", "kv_cache"}), failed=lambda reply: True)
-    rig.iterate()
-    for rank in (0, 1):
-        rig.world.answer(rank, "update")
-    rig.settle()
-    rig.reconfigure(2)
-    rig.settle()
-    assert rig.answers()[-1].code == 200 and rig.coordinator.layout.tp == 2
-
-
 ALL, KV = frozenset({"weights", "kv_cache"}), frozenset({"kv_cache"})
 
 
-@pytest.mark.parametrize("second", [{"releases": ALL}, {"resumes": KV}])
-def test_what_an_earlier_release_has_taken_stays_away_if_the_next_request_fails(second):
+@pytest.mark.parametrize("first", [None, KV], ids=["nothing", "something released before"])
+@pytest.mark.parametrize("second", [{"releases": ALL}, {"resumes": KV}], ids=["release", "resume"])
+def test_a_release_or_resume_that_fails_changes_nothing(first, second):
+    """Ranks do it all or none of them does: what was there before still is, what was away stays away."""
     rig = Rig(1, 2)
-    rig.control("release", releases=KV)
+    if first:
+        rig.control("release", releases=first)
     rig.control("update", failed=lambda reply: True, **second)
     rig.iterate()
     for rank in (0, 1):
         rig.world.answer(rank, "update")
     rig.settle()
     rig.reconfigure(2)
-    assert [(a.code, a.message) for a in rig.answers()] == [(409, "memory is released (kv_cache); resume it first")]
+    rig.settle()
+    says = (409, "memory is released (kv_cache); resume it first") if first else (200, "")
+    assert [(answer.code, answer.message) for answer in rig.answers()] == [says]
 
 
 def test_policies_wait_for_controls():

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-
 import pytest
 
 from sglang_pat import messages as m
-from sglang_pat.coordinator.decision_log import dump_decision
 from sglang_pat.coordinator.decisions import DECISION_INTERVAL_SECONDS
 from sglang_pat.coordinator.replicas import Generation
-from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import stay
-from sglang_pat.policies.rules import SETTLE_SECONDS
 from sglang_pat.policies.snapshot import Decision
-from sglang_pat.policies.threshold import threshold
-from sglang_pat.replay.log import load_decision
 
 from .coordinator_rig import Rig, with_a_fast_leader
 from .coordinator_world import Request
@@ -132,20 +124,6 @@ def test_a_third_round_of_the_same_size_is_decided_without_waiting():
     assert [record.to_tp for record in rig.world.records] == [2]
 
 
-def test_its_decision_log_gives_the_same_decision():
-    rig = Rig(1, 2, policy="threshold", switch_at=2)
-    rig.rounds(2, requests=2)
-    rig.work(2, now=5.0)
-    decide, switches = threshold(2), 0
-    for snapshot, decision in rig.world.decisions:
-        found, logged = load_decision(json.loads(json.dumps(dump_decision(snapshot, decision))))
-        assert decide(found, LengthHistory()) == logged == decision
-        if decision.tp > snapshot.tp:
-            switches += 1
-            assert decide(replace(found, complete=False), LengthHistory()).tp == snapshot.tp
-    assert switches == 1
-
-
 def test_one_that_predicts_is_asked_at_once_when_a_round_is_complete():
     rig = Rig(1, 2, stay, policy="survival", profile="-")
     rig.rounds(2, requests=3)
@@ -193,31 +171,11 @@ def test_a_round_starts_in_the_layout_that_is_best_for_all_of_it():
     assert rig.world.decisions[-1][0].requests == 0
 
 
-@pytest.mark.parametrize("fate", ["prepare", "abort"])
-def test_and_in_the_old_one_if_that_fails(fate):
-    rig = known_rounds()
-    rig.work(2, now=50.0)
-    rig.settle(fate)
-    assert rig.world.records[0].error and rig.coordinator._in_engine == 2
-
-
 def test_it_is_asked_once_before_a_round_and_not_held_without_a_switch():
     rig = known_rounds()
     rig.coordinator._decisions.policy = stay
     before = len(rig.world.decisions)
     assert rig.work(2, now=50.0) == [0, 1] and len(rig.world.decisions) == before + 1
-
-
-def test_a_round_of_which_nothing_more_comes():
-    """Four came the last times; what came now is looked at as it is after a while."""
-    rig = known_rounds(4)
-    rig.coordinator._decisions.policy = stay
-    rig.work(2, now=50.0)
-    rig.settle()
-    rig.coordinator.tick(50.0 + 0.9 * SETTLE_SECONDS)
-    assert len(rig.world.decisions[-1][0].coming) == 4
-    rig.coordinator.tick(50.0 + 1.1 * SETTLE_SECONDS)
-    assert len(rig.world.decisions[-1][0].coming) == 0
 
 
 def test_one_that_predicts_is_asked_less_often_in_the_course_of_a_long_round():
@@ -267,3 +225,57 @@ def test_a_round_that_ends_during_a_switch():
     assert rig.world.decisions[-1][0].peak == 1 and not rig.world.decisions[-1][0].complete
     rig.work(1)
     assert rig.world.decisions[-1][0].complete
+
+
+# -- health probes come at any time: they are no part of a round, and move nothing --------------------------------
+
+
+def probe(rig: Rig, now: float) -> None:
+    rig.serial += 1
+    rig.coordinator.receive(Generation(obj=Request(rig.serial, "work"), tokens=1, counts=False), now)
+
+
+def test_a_probe_moves_no_idle_engine():
+    """Though the policy would start a round of the known size in another layout."""
+    rig = known_rounds()
+    probe(rig, 50.0)
+    rig.coordinator.tick(51.0)
+    rig.settle()
+    rig.finish_all()
+    rig.coordinator.tick(60.0)
+    rig.settle()
+    assert not rig.world.records
+    rig.work(3, now=70.0)
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2], "a round does"
+
+
+def test_threshold_does_not_merge_for_a_probe():
+    """As it does for what is left once nothing has come for a second."""
+    rig = Rig(1, 2, policy="threshold", switch_at=2)
+    probe(rig, 50.0)
+    rig.settle()
+    rig.coordinator.tick(50.5)  # it has a single token to generate
+    rig.settle()
+    assert rig.world.preparing is None and not rig.world.records
+    rig.finish_all()
+    rig.work(1, now=70.0)
+    rig.settle()
+    rig.coordinator.tick(80.0)
+    rig.settle()
+    assert [record.to_tp for record in rig.world.records] == [2], "for a request it does"
+
+
+def test_a_probe_in_a_round_does_not_make_it_larger():
+    rig = Rig(1, 2, stay, policy="survival", profile="-")
+    tracker = rig.coordinator._decisions.round
+    for number in range(4):
+        now = 100.0 * number
+        rig.work(2, now=now)
+        if number % 2:
+            probe(rig, now + 0.001)
+        rig.work(4, now=now + 0.002)
+        rig.settle()
+        assert tracker.came == 6 and tracker.complete == (number > 1)
+        rig.finish_all()
+        rig.coordinator.tick(now + 50)

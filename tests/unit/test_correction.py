@@ -71,12 +71,7 @@ def test_what_a_profile_gets_wrong_between_layouts_is_learnt():
     factors = seen({1: 1.2, 4: 0.8}, 50)
     assert between(factors, 4) == pytest.approx(0.8 / 1.2, rel=0.04)
     assert doubts(factors, 4)[1] < 0.08 < 0.15 < doubts(factors, 4)[2]
-
-
-def test_the_farther_from_what_was_seen_the_less_is_known():
-    factors = seen({1: 1.2, 4: 0.8}, 50)
-    near = doubts(factors, 1)[4]
-    assert near < doubts(factors, 1, context=16 * CONTEXT)[4] and near < doubts(factors, 1, requests=256)[4]
+    assert doubts(factors, 1)[4] < doubts(factors, 1, context=16 * CONTEXT)[4], "farther from what was seen"
 
 
 def test_what_depends_on_batch_and_context_is_learnt_in_the_run():
@@ -187,23 +182,14 @@ def test_a_run_still_corrects_what_a_calibration_confirmed():
     assert between(factors, 4) == pytest.approx(1.2, rel=0.05)
 
 
-def test_a_calibration_is_believed_however_wrong_the_profile_is():
-    """What its turns agree upon is no pause of the machine."""
-    assert between(calibrated(off(1.0, 0.02, 1.0), 0.01), 2) < 0.03
-
-
-def test_turns_that_were_broken_off_do_not_count():
-    factors = StepFactors(DEGREES)
-    factors.calibrate([], 0)
-    factors.calibrate([{1: steps(1.5)}, {1: steps(1.5), 2: steps(1.5)}], 0)
-    StepFactors((1,)).calibrate([{1: steps(1.5)}], 0)
-    assert factors.factors() == UNKNOWN
-
-
 def test_what_says_nothing_is_left_out():
+    """Reports without steps, and turns that were broken off."""
     factors = StepFactors(DEGREES)
     factors.observe(1, Steps(0, 0, 0, 0.0, 0.0), 1.0)
     factors.observe(1, Steps(32, 32, 320, 1.0, 0.0), 1.0)
+    factors.calibrate([], 0)
+    factors.calibrate([{1: steps(1.5)}, {1: steps(1.5), 2: steps(1.5)}], 0)
+    StepFactors((1,)).calibrate([{1: steps(1.5)}], 0)
     assert factors.factors() == UNKNOWN
 
 

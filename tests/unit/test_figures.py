@@ -36,6 +36,8 @@ def test_a_step_ends_with_the_update_of_the_weights():
     rig = Rig(1, 2)
     update(rig)
     assert rig.world.steps == [], "nothing has been generated yet"
+    rig.reconfigure(2)
+    rig.settle("abort")
     for step in (1, 2):
         rig.work(4)
         rig.settle()
@@ -45,31 +47,10 @@ def test_a_step_ends_with_the_update_of_the_weights():
         for _ in range(3):
             update(rig)
         assert len(rig.world.steps) == step
-        assert (rig.world.steps[-1].requests, rig.world.steps[-1].switches) == (4, 2)
+        found = rig.world.steps[-1]
+        assert (found.requests, found.switches, found.aborted_switches) == (4, 2, 2 - step)
     assert rig.world.steps[-1].pause_seconds == pytest.approx(2 * 0.21)
-    assert totals(rig) == Figures(8, 4, 0, pytest.approx(4 * 0.21), {1: 0.0, 2: 0.0})
-
-
-def test_what_is_no_step_belongs_to_the_next():
-    rig = Rig(1, 2)
-    rig.reconfigure(2)
-    rig.settle()
-    update(rig)
-    assert rig.world.steps == []
-    rig.work(1)
-    rig.settle()
-    rig.finish_all()
-    update(rig)
-    assert [(step.requests, step.switches) for step in rig.world.steps] == [(1, 2)]
-
-
-def test_an_aborted_switch_counts_apart():
-    rig = Rig(1, 2)
-    rig.work(4)
-    rig.settle()
-    rig.reconfigure(2)
-    rig.settle("abort")
-    assert (totals(rig).switches, totals(rig).aborted_switches) == (0, 1)
+    assert totals(rig) == Figures(8, 4, 1, pytest.approx(5 * 0.21), {1: 0.0, 2: 0.0})
 
 
 def test_seconds_are_of_the_layout_in_force_while_there_is_work():
@@ -78,18 +59,15 @@ def test_seconds_are_of_the_layout_in_force_while_there_is_work():
     rig.work(2, now=11.0)
     rig.coordinator.tick(14.0)
     assert totals(rig).seconds == {1: 3.0, 2: 0.0}
+    paused = Rig(1, 2)
+    paused.work(2)
+    paused.control("pause", pauses=True)
+    paused.coordinator.tick(14.0)
+    assert totals(paused).seconds == {1: 0.0, 2: 0.0}
     account = figures.Account([1, 2])
     for now, tp, works in ((0.0, 1, True), (2.0, 2, True), (7.0, 2, False), (100.0, 2, True), (101.0, 1, True)):
         account.state(now, tp, works)
     assert account.totals().seconds == {1: 2.0, 2: 6.0}
-
-
-def test_a_pause_is_no_work():
-    rig = Rig(1, 2)
-    rig.work(2)
-    rig.control("pause", pauses=True)
-    rig.coordinator.tick(14.0)
-    assert totals(rig).seconds == {1: 0.0, 2: 0.0}
 
 
 STEP = Figures(512, 2, 0, 0.0213, {1: 24.0, 2: 0.0, 8: 16.0})
@@ -105,15 +83,11 @@ def test_lines():
     ("ranks", "options", "line"),
     [
         (4, {}, "4 ranks: begins in tp1×dp4, may switch to tp4×dp1; policy threshold, merges when 8 requests"),
-        (3, {}, "3 ranks: begins in tp1×dp3, its only layout: nothing will switch; policy threshold"),
-        (2, {"profile": "p.json", "policy": "survival"}, "tp2×dp1; policy survival; profile p.json"),
-        (2, {}, "no profile: python -m profiler.sweep makes one"),
+        (3, {"degrees": (1,)}, "3 ranks: begins in tp1×dp3, its only layout: nothing will switch; policy threshold"),
     ],
 )
 def test_the_line_at_the_start(ranks, options, line):
-    degrees = {3: (1,)}.get(ranks)
-    config = AdaptiveConfig(base=ParallelLayout(1, ranks), degrees=degrees, **options)
-    assert line in figures.start_line(config)
+    assert line in figures.start_line(AdaptiveConfig(base=ParallelLayout(1, ranks), **options))
 
 
 def test_figures_of_several_engines():

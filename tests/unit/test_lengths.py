@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import lognorm
 
-from sglang_pat.policies.lengths import EDGES, LengthHistory, Lognormal
+from sglang_pat.policies import lengths
+from sglang_pat.policies.lengths import EDGES, LengthHistory
 
 from .drawn import examples
 
@@ -28,46 +29,33 @@ def tokens(weeks: int) -> int:
     return int(EDGES[40 + weeks])
 
 
-def test_kaplan_meier_textbook():
-    history = LengthHistory(strength=1e-9)
+@pytest.mark.parametrize("running", [False, True], ids=["cut", "still running"])
+def test_kaplan_meier_textbook(monkeypatch, running):
+    monkeypatch.setattr(lengths, "PRIOR_STRENGTH", 1e-9)
+    history, censored = LengthHistory(), [tokens(week) for week in CENSORED_WEEKS]
     for week in WEEKS:
         history.observe(tokens(week), week)
-    for week in CENSORED_WEEKS:
-        history.observe(tokens(week), week, finished=False)
-    curve = history.curve(10**6)
+    for length in () if running else censored:
+        history.observe(length, length, finished=False)
+    curve = history.curve(10**6, np.array(censored if running else []))
     for week, survival in TEXTBOOK.items():
         assert curve.survival(tokens(week)) == pytest.approx(survival, abs=6e-4)
     assert curve.survival(tokens(5)) == pytest.approx(1.0)
 
 
-def test_running_requests_are_censored():
-    """The same figures when those censored are still running."""
-    history = LengthHistory(strength=1e-9)
-    for week in WEEKS:
-        history.observe(tokens(week), week)
-    curve = history.curve(10**6, np.array([tokens(week) for week in CENSORED_WEEKS]))
-    assert curve.survival(tokens(23)) == pytest.approx(0.448, abs=6e-4)
-
-
-def test_nothing_seen_is_the_prior():
-    curve = LengthHistory(prior=Lognormal(7.919, 0.885)).curve(24576)
-    at = EDGES[60:130]
-    assert curve.survival(at) == pytest.approx(lognorm(0.885, scale=np.exp(7.919)).sf(at), rel=1e-6)
-
-
-def test_the_default_prior_is_scaled_to_the_limit():
-    history = LengthHistory()
-    assert history.curve(8192).survival(1024) == pytest.approx(0.5, abs=0.02)
-    assert history.curve(1024).survival(128) == pytest.approx(0.5, abs=0.02)
+@pytest.mark.parametrize("limit", [1024, 24576])
+def test_nothing_seen_is_the_prior(limit):
+    """Its median is an eighth of the limit."""
+    at = EDGES[40:130]
+    assert LengthHistory().curve(limit).survival(at) == pytest.approx(lognorm(1.0, scale=limit / 8).sf(at), rel=1e-6)
 
 
 def test_beyond_what_was_seen_the_prior_rules():
     """All of 1,000 responses were short; one that got far is not taken to end at once."""
-    prior = Lognormal(7.0, 1.0)
-    history = LengthHistory(prior=prior)
+    history = LengthHistory()
     for family in range(1000):
         history.observe(100, family)
-    curve, alone = history.curve(24576), LengthHistory(prior=prior).curve(24576)
+    curve, alone = history.curve(24576), LengthHistory().curve(24576)
     assert curve.survival(110) < 0.01
     left = np.array([2000, 4000, 8000])
     assert curve.survival(left) / curve.survival(1000) == pytest.approx(
@@ -76,10 +64,10 @@ def test_beyond_what_was_seen_the_prior_rules():
 
 
 def test_all_aborted_never_ends_sooner_than_the_prior():
-    history = LengthHistory(prior=Lognormal(6.0, 1.0))
+    history = LengthHistory()
     for family in range(50):
         history.observe(1000, family, finished=False)
-    assert history.curve(24576).survival(900) > 0.9
+    assert history.curve(8192).survival(900) > 0.9
 
 
 @examples(100)
@@ -89,7 +77,7 @@ def test_all_aborted_never_ends_sooner_than_the_prior():
     st.integers(1, 10**6),
 )
 def test_a_curve_is_a_survival_curve(responses, running, limit):
-    history = LengthHistory(window=40)
+    history = LengthHistory()
     for response in responses:
         history.observe(*response)
     curve = history.curve(limit, np.array(running, dtype=np.int64))
@@ -101,25 +89,14 @@ def test_a_curve_is_a_survival_curve(responses, running, limit):
 @examples(50)
 @given(st.lists(st.tuples(st.integers(0, 10**5), st.integers(0, 9), st.booleans()), max_size=120), st.integers(1, 30))
 def test_only_the_window_counts(responses, window):
-    long, short = LengthHistory(window=window), LengthHistory(window=window)
-    for response in responses:
-        long.observe(*response)
+    long, short = LengthHistory(), LengthHistory()
+    with patch.object(lengths, "WINDOW", window):
+        for response in responses:
+            long.observe(*response)
     for response in responses[-window:]:
         short.observe(*response)
     assert len(long) == len(short)
     assert (long.curve(1000).hazards == short.curve(1000).hazards).all()
-
-
-def test_written_and_read_it_is_the_same():
-    history = LengthHistory(prior=Lognormal(7.0, 1.0), window=500)
-    for family, length in enumerate(np.exp(np.random.default_rng(0).normal(7, 1, 800)).astype(int)):
-        history.observe(length, family)
-    again = LengthHistory.from_dict(json.loads(json.dumps(history.to_dict())))
-    running = np.array([100, 200])
-    assert (again.curve(8192, running).hazards == history.curve(8192, running).hazards).all()
-    for other in (history, again):
-        other.observe(50, 1000)
-    assert again.to_dict() == history.to_dict()
 
 
 def test_a_resumed_response_takes_the_place_of_its_first_piece():
@@ -131,8 +108,3 @@ def test_a_resumed_response_takes_the_place_of_its_first_piece():
             history.observe(1200, family, since=500)
     assert len(pieces) == len(whole)
     assert (pieces.curve(4096).hazards == whole.curve(4096).hazards).all()
-
-
-def test_bad_parameters():
-    with pytest.raises(ValueError, match="must be positive"):
-        LengthHistory(window=0)

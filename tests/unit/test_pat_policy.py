@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 
 from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.pat import algorithm_1 as algorithm
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import STAY
 
@@ -67,20 +66,6 @@ def test_as_transcribed(found, snap):
         assert decision.tp == tp
 
 
-def test_the_tokens_of_the_fullest_replica_are_those_of_its_requests():
-    """Five requests on four replicas: the batch is 2, so are the tokens those of two requests."""
-    asked = []
-
-    class Predictor:
-        def step_seconds(self, tp, batch, tokens, replicas):
-            asked.append((tp, batch, tokens))
-            return 0.01
-
-    _, costs = machine(crossing())
-    algorithm(snapshot([900] * 5), Predictor(), costs)
-    assert asked == [(1, 2, 2000), (2, 3, 3000), (4, 5, 5000)]
-
-
 def test_nothing_left_to_generate_is_no_division_by_zero():
     """Switch costs below 0 are no sensible profile's, and no reason to die."""
 
@@ -91,15 +76,3 @@ def test_nothing_left_to_generate_is_no_division_by_zero():
     predictor, _ = machine(crossing())
     decision = make_policy("pat", predictor=predictor, costs=Costs())(snapshot([4096] * 2, peak=64), HISTORY)
     assert decision.tp == 1
-
-
-DECIDE = make_policy("pat", **dict(zip(("predictor", "costs"), machine(crossing()), strict=True)))
-
-
-def test_may_fire_several_times():
-    """As the batch drains it goes up step by step."""
-    tp, seen = 1, []
-    for requests in range(64, 0, -1):
-        tp = DECIDE(snapshot([500] * requests, tp=tp, peak=256), HISTORY).tp
-        seen.append(tp)
-    assert seen == sorted(seen) and len(set(seen)) >= 2

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pat.replay import picture as replay
-from sglang_pat.replay.simulate import Run
 from sglang_pat.tools import pictures
 from studies import policies_picture, tail_picture
 
@@ -68,14 +66,6 @@ def test_study(tmp_path):
     ours, theirs = cell | {"profile": "a", "survival_decided": 0.01}, cell | {"profile": "a-pat-costs"}
     assert is_png(policies_picture.draw([ours, theirs], tmp_path / "a.png")), "PAT's switch costs are left out"
     assert "survival loses 1.00%" in policies_picture.title([ours]) and "pat 2.00%" in policies_picture.title([ours])
-
-
-def test_replay(tmp_path):
-    seconds = {"pat": 12.0, "survival": 11.0, "static:1": 22.0, "static:2": 13.2, "oracle": 10.0}
-    runs = {name: [Run(each, timeline=[(0.0, 1, 4), (each / 2, 2, 1)])] for name, each in seconds.items()}
-    assert is_png(replay.draw(runs, "a profile", tmp_path / "a.png"))
-    for said in ("10.0% more", "pat 20.0%", "1.20 times"):
-        assert said in replay.title(runs)
 
 
 def test_pictures_of_results_can_be_drawn_from_their_tables(bench, tmp_path, monkeypatch):

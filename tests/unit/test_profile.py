@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import msgspec
 import pytest
 
-from sglang_pat.predict import profile as module
 from sglang_pat.predict.profile import INFORMATIVE, LayoutSetup, Profile, ProfileError, check_fits, load, save
 
 from .profiles_for_tests import FINGERPRINT, profile, switch_sample
 
 pytestmark = pytest.mark.unit
 
-OTHER = dict(
-    model="another",
-    dtype="bfloat16",
-    device="H100",
-    attention="triton",
-    num_ranks=8,
-    base_tp=2,
-    degrees=(1, 4),
-    link="10 GB/s",
-    weights="reshard",
-    kv_exchange="allgather",
-    kv_tokens=1,
-    max_running=2,
-    sglang="0.6",
-    torch="3.0",
-    package="9.9",
-)
+
+def another(name: str):
+    """Another value of a field of the fingerprint."""
+    value = getattr(FINGERPRINT, name)
+    return value + 1 if isinstance(value, int) else value[:-1] if isinstance(value, tuple) else f"not {value}"
 
 
 def refused(call, *arguments) -> str:
@@ -57,36 +43,6 @@ def test_round_trip(tmp_path):
     assert os.listdir(tmp_path) == ["p.json"]
 
 
-def test_a_file_from_before_layouts_were_views_still_loads(tmp_path):
-    """It also says how long each layout's own copy of the weights took to fill."""
-    setup = LayoutSetup(tp=4, groups_seconds=1, build_seconds=2, graphs_seconds=0)
-    save(profile(setup=(setup,)), tmp_path / "p.json")
-    written = json.loads((tmp_path / "p.json").read_text())
-    written["setup"][0] |= {"fill_seconds": 0.1, "fill_bytes": 7}
-    (tmp_path / "p.json").write_text(json.dumps(written))
-    assert load(tmp_path / "p.json").setup == (setup,)
-
-
-def test_the_file_is_for_people_too(tmp_path):
-    save(profile(), tmp_path / "p.json")
-    text = (tmp_path / "p.json").read_text()
-    assert text.count("\n") > 100 and json.loads(text)["fingerprint"]["num_ranks"] == 4
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    save(profile(), tmp_path / "p.json")
-    before = (tmp_path / "p.json").read_bytes()
-
-    def no_space(*_):
-        raise OSError("no space")
-
-    monkeypatch.setattr(module.os, "replace", no_space)
-    with pytest.raises(OSError, match="no space"):
-        save(profile(complete=False), tmp_path / "p.json")
-    assert (tmp_path / "p.json").read_bytes() == before
-    assert os.listdir(tmp_path) == ["p.json"]
-
-
 def test_refuses_a_missing_file(tmp_path):
     message = refused(load, tmp_path / "none.json")
     assert "none.json" in message and "No such file" in message and "profiler.sweep" in message
@@ -96,18 +52,14 @@ def test_fits_its_own_deployment():
     check_fits(profile(), FINGERPRINT)
 
 
-def test_every_field_of_the_fingerprint_is_tried():
-    assert set(OTHER) == set(FINGERPRINT.__struct_fields__)
-
-
 @pytest.mark.parametrize("name", INFORMATIVE)
 def test_sizes_that_do_not_change_a_time_may_differ(name):
-    check_fits(profile(), msgspec.structs.replace(FINGERPRINT, **{name: OTHER[name]}))
+    check_fits(profile(), msgspec.structs.replace(FINGERPRINT, **{name: another(name)}))
 
 
 @pytest.mark.parametrize("name", [name for name in FINGERPRINT.__struct_fields__ if name not in INFORMATIVE])
 def test_refuses_another_deployment(name):
-    theirs, ours = getattr(FINGERPRINT, name), OTHER[name]
+    theirs, ours = getattr(FINGERPRINT, name), another(name)
     message = refused(check_fits, profile(), msgspec.structs.replace(FINGERPRINT, **{name: ours}), "p.json")
     assert f"{name}={theirs!r}" in message and repr(ours) in message and "p.json" in message
 

@@ -1,4 +1,4 @@
-"""Replay: the simulator by hand and step by step."""
+"""Simulated rounds: the simulator by hand and step by step, and the command that compares policies."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Decision
-from sglang_pat.replay.compare import AS_IS, KNOWN, Machine, Workload, compare, regrets
-from sglang_pat.replay.shapes import parse_shape
-from sglang_pat.replay.simulate import Batch, Drain, crowded
+from sglang_pat.predict.profile import save
+from sglang_pat.tools.commands import run
+from studies.compare import AS_IS, KNOWN, Machine, Workload, compare, main, regrets
+from studies.shapes import parse_shape
+from studies.simulate import Batch, Drain, crowded
 
 from .drawn import examples
 from .policy_world import crossing, machine
@@ -114,17 +115,6 @@ def test_policies_learn_how_many_requests_come():
     assert asked == {"pat": [{False}, {False}, {True}, {True}], "survival": [{True}] * 4}
 
 
-def test_a_complete_batch_is_not_waited_for():
-    """Two requests, best at tp 4: at once, or after the time of which a switch in vain would cost more."""
-    found = crossing()
-    predictor, costs = machine(found)
-    case = Drain(predictor, costs, found.fingerprint, batch([3000, 3000]), 16)
-    for name in ("survival", "pat"):
-        policy = make_policy(name, predictor=predictor, costs=costs)
-        waits, knows = (case.follow(policy, LengthHistory(), complete) for complete in (False, True))
-        assert knows.switches[0][0] == 0 < waits.switches[0][0] and knows.seconds < waits.seconds, name
-
-
 def test_a_policy_learns_that_its_profile_is_wrong():
     """tp=4 is believed to be twice as fast as it is, tp=1 half as fast: the first round pays for it, not the rest.
     Calibrated, not even the first one does."""
@@ -140,3 +130,24 @@ def test_a_policy_learns_that_its_profile_is_wrong():
     assert regrets(learnt, "survival")[1:].mean() < 0.05
     assert max(len(run.switches) for run in learnt["survival"]) <= 4
     assert regrets(calibrated, "survival")[0] < 0.05 < regrets(learnt, "survival")[0]
+
+
+def test_the_command(tmp_path, capsys):
+    save(crossing(), tmp_path / "profile.json")
+    words = (
+        f"--profile {tmp_path / 'profile.json'} --lengths lognormal:5,1,1500 --batch 24 --rounds 2 --rho 0.5".split()
+    )
+    assert main([*words, "--policies", "pat,survival,threshold:4,static:1,oracle"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("pat", "survival, later rounds", "threshold:4", "static:1", "oracle"):
+        assert name in printed
+    for bad in (
+        "--lengths nothing",
+        "--batch 0",
+        "--rho 1.5",
+        "--policies static:3",
+        "--policies threshold:x",
+        "--out x",
+    ):
+        assert run("compare", main, [*words, *bad.split()]) == 2
+        assert capsys.readouterr().err.count("\n") == 1

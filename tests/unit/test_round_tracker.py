@@ -60,30 +60,6 @@ def test_when_a_round_is_complete(sizes, requests, at):
     assert (arrivals.peak, arrivals.came, arrivals.last) == (requests, requests, float(requests))
 
 
-def test_requests_that_end_while_others_come():
-    """What counts is how many came, not how many are there."""
-    arrivals = after(4, 4)
-    come(arrivals, 2)
-    arrivals.in_engine(1)
-    arrivals.arrived(9.0)
-    arrivals.in_engine(2)
-    assert (arrivals.came, arrivals.peak, arrivals.complete) == (3, 2, False)
-    arrivals.arrived(9.5)
-    assert arrivals.complete and arrivals.last == 9.5
-    arrivals.in_engine(1)
-    assert arrivals.complete, "to its end"
-
-
-def test_an_engine_that_runs_empty_in_the_middle_of_a_round():
-    """Then it is two rounds."""
-    assert come(after(2, 5), 5) == [False] * 5
-    arrivals = after(7, 7)
-    come(arrivals, 2)
-    arrivals.in_engine(0)
-    assert (arrivals.peak, arrivals.came) == (0, 0)
-    assert come(arrivals, 5) == [False] * 5
-
-
 def load(*families: int) -> Load:
     numbers = np.arange(len(families))
     return Load(prompt=10 + numbers, output=numbers, limit=0 * numbers + 64, family=np.array(families), replica=numbers)
@@ -101,7 +77,8 @@ def seen(sizes: list[int], *loads: Load) -> RoundTracker:
 
 
 def test_the_round_to_come_is_like_the_last_one_before_its_first_token():
-    arrivals = seen([3, 3], load(5), load(8, 9, 8), load(9))
+    """Of two looks the later one is kept: when all have come their leaders have not told yet who are siblings."""
+    arrivals = seen([3, 3], load(5), load(-1, -2, -3), load(8, 9, 8), load(9))
     coming = arrivals.coming(100.0)
     assert (coming.prompt.tolist(), coming.output.tolist(), coming.limit.tolist()) == ([10, 11, 12], [0] * 3, [64] * 3)
     assert coming.family[0] == coming.family[2] != coming.family[1] and max(coming.family) < 0
@@ -110,12 +87,6 @@ def test_the_round_to_come_is_like_the_last_one_before_its_first_token():
     assert len(arrivals.coming(201.0)) == 0, "none came for a while"
     arrivals.arrived(201.0), arrivals.arrived(201.0)
     assert len(arrivals.coming(201.0)) == 0, "all are there"
-
-
-def test_of_the_round_to_come_the_later_look_is_kept():
-    """When all have come their leaders have not told yet who are siblings."""
-    coming = seen([3, 3], load(-1, -2, -3), load(8, 9, 8), load(9)).coming(100.0)
-    assert coming.family[0] == coming.family[2] != coming.family[1]
 
 
 @pytest.mark.parametrize(

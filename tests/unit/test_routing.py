@@ -109,27 +109,6 @@ def test_a_request_costs_the_same_however_many_are_on_their_way():
     assert lines_run(receive)[0] <= first + 10
 
 
-def test_a_request_that_is_held_back_costs_the_same_however_many_are():
-    chosen = Chosen()
-    core = Coordinator(AdaptiveConfig(base=ParallelLayout(1, 2), policy="manual"), chosen)
-    core.receive(Generation(obj=None, tokens=7), 0.0)
-    core.reconfigure(m.Reconfigure(query_id=1, tp=2), 0.0)
-    for rank in range(2):
-        core.rank_message(m.Prepared(rank=rank, epoch=1, seconds=0.0), 0.0)
-    assert core._switching.under_way.commanded
-
-    def snapshot():
-        requests = core._in_engine + core._held_requests
-        assert core._decisions.snapshot(core.layout, requests, 0.0).requests == 1 + len(core._backlog)
-
-    first, _ = lines_run(snapshot)
-    for _ in range(500):
-        core.receive(Generation(obj=None, tokens=7), 0.0)
-    assert lines_run(snapshot)[0] <= first + 10
-    core.status(m.StatusQuery(query_id=2))
-    assert chosen.answer.status["requests"] == 501, "held back ones count"
-
-
 def placed(requests: list[Generation], response: float, dp: int = 4) -> list[int]:
     """Where requests go that come one after another and stay."""
     layout, leaders, places = ParallelLayout(1, dp), {rank: Leader() for rank in range(dp)}, Places()
@@ -148,24 +127,6 @@ def test_siblings_of_a_long_prompt_go_to_one_replica():
     """Where responses are short: eight siblings are computed once, and in the end all replicas are equally full."""
     ranks = placed(groups(8, 8), response=250)
     assert ranks == [rank for rank in (0, 1, 2, 3) * 2 for _ in range(8)]
-
-
-@pytest.mark.parametrize("tokens", [8192, 32768])
-def test_where_responses_are_long_a_prompt_only_breaks_ties(tokens):
-    """A request more in each of 4,000 steps takes longer than its prompt."""
-    requests = groups(8, 8, tokens)
-    ranks = placed(requests, response=4000)
-    for number in range(1, len(ranks) + 1):
-        counts = [ranks[:number].count(rank) for rank in range(4)]
-        assert max(counts) - min(counts) <= 1
-
-
-def test_a_replica_that_has_the_prompt_is_not_filled_for_it():
-    """Of 64 siblings each replica gets its share, and computes the prompt once."""
-    ranks = placed(groups(1, 64), response=250)
-    assert (
-        sorted(map(ranks.count, range(4)))[0] >= 12 and sum(a != b for a, b in zip(ranks, ranks[1:], strict=False)) < 12
-    )
 
 
 @examples(200)
@@ -213,8 +174,8 @@ def test_the_coordinator_routes_by_the_lengths_seen():
 
 
 def test_a_leader_knows_its_requests_one_by_one():
+    """But not right after a switch, when its account of it says only how many they are."""
     leader = Leader()
-    assert leader.known
     leader.heard(report(0, 0, 2, 1, 5))
     assert leader.known
     leader.heard(m.LoadReport(rank=0, tp=1, received=0, running=2, waiting=0, tokens=5, kv_used=5, kv_total=9,

@@ -7,10 +7,10 @@ import pytest
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
-from sglang_pat.replay.shapes import parse_shape
 from sglang_pat.rollout.rules import Rules
 from studies import PROFILES
 from studies.rounds import Engines, Simulation
+from studies.shapes import parse_shape
 
 pytestmark = pytest.mark.unit
 

@@ -87,16 +87,10 @@ class Decisions:
         self._turns: list[dict[int, Steps]] = []
         """Of a calibration: steps by degree."""
         self.calibrating = False
-        self._arrived = 0
         self._last_abort = self._last_switch = self._last_decision = float("-inf")
         self._opened = False
 
     # -- what has happened ------------------------------------------------------------------------
-
-    def counts(self) -> None:
-        """Requests count from now on, as in a schedule: the server's warm-up is over."""
-        self._arrived = 0
-        self._outbox.counting()
 
     def arrived(self, request: Generation, now: float) -> None:
         """A request goes into the engine."""
@@ -105,7 +99,6 @@ class Decisions:
         if not request.counts:  # no part of a round; but it comes to an end before policies take it for what is left
             self.round.last = now
             return
-        self._arrived += 1
         # Of n responses SGLang first has the prompt computed alone, which is none of them.
         self.round.arrived(now, sample=request.limit > 0 and not request.generated)
         self._opened = False
@@ -225,7 +218,6 @@ class Decisions:
             start=self.round.start,
             room=self._room(layout) if predicts else {},
             switches=self.round.switches,
-            arrived=self._arrived,
             factors=self.factors.factors() if self.factors else {},
             doubts=self.factors.doubts(layout.tp, self._num_ranks, load.prompt + load.output) if self.factors else {},
         )

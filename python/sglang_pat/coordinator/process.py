@@ -11,6 +11,8 @@ import pickle
 import time
 import zlib
 from array import array
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import setproctitle
@@ -29,7 +31,6 @@ from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
 
 from sglang_pat import messages  # noqa: E402
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
-from sglang_pat.coordinator import decision_log  # noqa: E402
 from sglang_pat.coordinator.controls import CONTROLS, SINGLES, failed  # noqa: E402
 from sglang_pat.coordinator.decision_log import EventLog  # noqa: E402
 from sglang_pat.coordinator.decisions import CALIBRATION  # noqa: E402
@@ -79,7 +80,7 @@ class Sockets:
 
     def counting(self) -> None:
         if self._log:
-            self._log.write(decision_log.dump_counting())
+            self._log.write("counting")
 
     def decided(self, snapshot: Snapshot, decision: Decision) -> None:
         if self._log:
@@ -89,9 +90,8 @@ class Sockets:
 
     def finished(self, response: messages.Finished) -> None:
         if self._log:
-            self._log.write(
-                decision_log.dump_length(response.length, response.family, not response.cut, response.since)
-            )
+            about = dict(length=response.length, family=response.family, since=response.since)
+            self._log.write("length", finished=not response.cut, **about)
 
     def switched(self, record: messages.SwitchRecord) -> None:
         what = "aborted" if record.error else "done"
@@ -106,7 +106,7 @@ class Sockets:
     def stepped(self, step: Figures) -> None:
         job_log.info("step: %s", step.line())
         if self._log:
-            self._log.write(decision_log.dump_step(step))
+            self._log.write("step", **asdict(step))
 
 
 def serve(coordinator: Coordinator, sockets: Sockets, dropped: Dropped) -> None:
@@ -154,31 +154,32 @@ def _from_rank(frames: list[bytes], num_ranks: int) -> tuple[int, Any]:
     return rank, message
 
 
+FROM_SERVER: dict[type, Callable[[Coordinator, Any, float], None]] = {
+    messages.StatusQuery: lambda coordinator, query, now: coordinator.status(query),
+    messages.Reconfigure: Coordinator.reconfigure,
+    messages.BeginRound: Coordinator.round,
+    messages.EndRound: Coordinator.round,
+    messages.CalibrationTurn: Coordinator.calibrate,
+    messages.TraceQuery: Coordinator.trace,
+    messages.ScheduleQuery: lambda coordinator, query, now: coordinator.schedule(query),
+    messages.SetSchedule: Coordinator.receive,
+}
+"""Messages of ours that the server sends to the coordinator for itself."""
+
+
 def _drain_server(coordinator: Coordinator, socket: zmq.Socket, now: float, dropped: Dropped) -> None:
     while socket.poll(0):
         try:
             obj = socket.recv_pyobj()
-            events = () if isinstance(obj, messages.FromServer) else classify(obj)
+            handle = FROM_SERVER.get(type(obj))
+            events = () if handle else classify(obj)
         except Exception as error:
             dropped.note("from the server", error)
             continue
-        if isinstance(obj, messages.StatusQuery):
-            coordinator.status(obj)
-        elif isinstance(obj, messages.Reconfigure):
-            coordinator.reconfigure(obj, now)
-        elif isinstance(obj, messages.BeginRound | messages.EndRound):
-            coordinator.round(obj, now)
-        elif isinstance(obj, messages.CalibrationTurn):
-            coordinator.calibrate(obj, now)
-        elif isinstance(obj, messages.TraceQuery):
-            coordinator.trace(obj, now)
-        elif isinstance(obj, messages.ScheduleQuery):
-            coordinator.schedule(obj)
-        elif isinstance(obj, messages.SetSchedule):
-            coordinator.receive(obj, now)
-        else:
-            for event in events:
-                coordinator.receive(event, now)
+        if handle:
+            handle(coordinator, obj, now)
+        for event in events:
+            coordinator.receive(event, now)
 
 
 BATCHES = (io.BatchTokenizedGenerateReqInput, io.BatchTokenizedEmbeddingReqInput)
@@ -276,15 +277,8 @@ def run_coordinator(
         sockets = Sockets(port_args, leader_addresses, channel_address, metrics, log)
         coordinator = Coordinator(config, sockets, *load_policy(config, profile))
         if log:
-            log.write(
-                decision_log.dump_start(
-                    config.policy,
-                    switch_at=config.switch_at,
-                    history=coordinator.history,
-                    profile=config.profile,
-                    max_running=config.max_running,
-                )
-            )
+            about = dict(switch_at=config.switch_at, profile=config.profile, max_running=config.max_running)
+            log.write("start", policy=config.policy, **about)
         pipe_writer.send({"status": "ready"})
         pipe_writer.close()
         serve(coordinator, sockets, Dropped(server_args.enable_metrics))

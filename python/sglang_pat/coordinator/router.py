@@ -21,7 +21,7 @@ from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.decisions import Decisions
 from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, Places
 from sglang_pat.coordinator.schedule import Schedule
-from sglang_pat.coordinator.switching import Ended, Switching, Traffic
+from sglang_pat.coordinator.switching import Switching, Traffic
 from sglang_pat.figures import Account
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.snapshot import Policy
@@ -107,36 +107,6 @@ class Replies:
         return next((collect for collect in waiting if rank not in collect.replies), None)
 
 
-class Traces:
-    """Traces that were asked for and are not complete.
-
-    Args:
-        num_ranks: ranks that answer each query.
-        outbox: where the server gets its answer.
-    """
-
-    def __init__(self, num_ranks: int, outbox: Outbox) -> None:
-        self._num_ranks, self._outbox = num_ranks, outbox
-        self._heard: dict[int, list[m.RankTrace]] = {}
-
-    def asked(self, query_id: int) -> None:
-        """Every rank is."""
-        self._heard[query_id] = []
-
-    def heard(self, trace: m.RankTrace) -> None:
-        """The answer of a rank; the server gets all of them as one with the last."""
-        traces = self._heard.get(trace.query_id)
-        if traces is None:
-            return  # nobody waits for it
-        traces.append(trace)
-        if len(traces) < self._num_ranks:
-            return
-        steps = [{"rank": t.rank} | msgspec.structs.asdict(step) for t in traces for step in t.steps]
-        steps.sort(key=lambda step: step["at"])
-        del self._heard[trace.query_id]
-        self._outbox.to_server(m.TraceReply(query_id=trace.query_id, steps=steps))
-
-
 class Coordinator:
     """Life cycle: in the base layout with no load; then one event after another, forever.
 
@@ -157,7 +127,8 @@ class Coordinator:
         self._held_requests = self._in_engine = 0
         """Requests in the backlog; at the leaders of the layout in force."""
         self._replies = Replies()
-        self._traces = Traces(config.num_ranks, outbox)
+        self._traces: dict[int, list[m.RankTrace]] = {}
+        """That were asked for and are not complete, by query."""
         self._retracted = 0
         self._paused = False
         self._released: frozenset[str] = frozenset()
@@ -220,7 +191,7 @@ class Coordinator:
 
     def trace(self, query: m.TraceQuery, now: float) -> None:
         """``Engine.trace()``: every rank is asked, as any may have led until the last switch."""
-        self._traces.asked(query.query_id)
+        self._traces[query.query_id] = []
         self.receive(Control(obj=query), now)
 
     # -- events from the ranks --------------------------------------------------------------------
@@ -243,12 +214,27 @@ class Coordinator:
         if isinstance(message, m.LoadReport):
             self._load_report(message, now)
         elif isinstance(message, m.RankTrace):
-            self._traces.heard(message)
+            self._trace_heard(message)
         elif isinstance(message, m.Held):
             self._schedule.held(message)
-        elif (ended := self._switching.heard(message, now)) is not None:
-            self._switch_ended(ended)
+        else:
+            error = self._switching.heard(message, now)
+            self._count_requests()
+            if error:
+                self._refuse_controls(f"the engine cannot return to its base layout: {error}")
         self._proceed(now)
+
+    def _trace_heard(self, trace: m.RankTrace) -> None:
+        """The answer of a rank; the server gets all of them as one with the last."""
+        traces = self._traces.get(trace.query_id)
+        if traces is None:
+            return  # nobody waits for it
+        traces.append(trace)
+        if len(traces) == self.config.num_ranks:
+            del self._traces[trace.query_id]
+            steps = [{"rank": t.rank} | msgspec.structs.asdict(step) for t in traces for step in t.steps]
+            steps.sort(key=lambda step: step["at"])
+            self._outbox.to_server(m.TraceReply(query_id=trace.query_id, steps=steps))
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -305,7 +291,7 @@ class Coordinator:
 
     def _dispatch(self, event: Generation | Control | m.SetSchedule, now: float) -> None:
         if isinstance(event, m.SetSchedule):
-            self._decisions.counts()
+            self._outbox.counting()
             return self._schedule.set(event, self.layout)
         if isinstance(event, Generation):
             self._schedule.arrived(event)
@@ -321,11 +307,6 @@ class Coordinator:
         self._replies.expect(event, self.layout.dp)
         for rank in self.layout.leaders:
             self._outbox.to_leader(rank, event.obj)
-
-    def _switch_ended(self, ended: Ended) -> None:
-        self._count_requests()
-        if ended.gave_up:
-            self._refuse_controls(f"the engine cannot return to its base layout: {ended.record.error}")
 
     def _refuse_controls(self, reason: str) -> None:
         """Answer all that wait for the base layout; those that come later try anew."""

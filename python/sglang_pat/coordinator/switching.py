@@ -73,19 +73,11 @@ class UnderWay:
         return self.wanted.target
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a switch ended; ``gave_up``: no other attempt to get to the base layout follows."""
-
-    record: m.SwitchRecord
-    gave_up: bool = False
-
-
 class Switching:
     """The layout in force, and the switch to another one.
 
     Life cycle of a switch: it is :attr:`wanted`; :meth:`proceed` begins it, and commands it when all ranks are
-    prepared; :meth:`heard` takes the answers of the ranks, and says how it ended.
+    prepared; :meth:`heard` takes the answers of the ranks.
 
     Args:
         leaders: the coordinator's, by rank.
@@ -220,22 +212,22 @@ class Switching:
         if self._commanded and report.tp == self._switch.target.tp:
             self._switch.early[report.rank] = report
 
-    def heard(self, message: m.Prepared | m.RankSwitched, now: float) -> Ended | None:
-        """The answer of a rank; returns how the switch ended if this was the last one.
+    def heard(self, message: m.Prepared | m.RankSwitched, now: float) -> str:
+        """The answer of a rank; returns why the engine gave up to get to the base layout, "" if it did not.
 
         Raises:
             RuntimeError: the ranks disagree about the end, or lost requests.
         """
         switch = self.under_way
         if switch is None or message.epoch != switch.epoch:
-            return None
+            return ""
         if isinstance(message, m.RankSwitched):
             switch.reports[message.rank] = message
-            return self._all_switched(now) if len(switch.reports) == self._config.num_ranks else None
+            return self._all_switched(now) if len(switch.reports) == self._config.num_ranks else ""
         switch.prepared[message.rank] = message
-        return self._all_prepared(now) if len(switch.prepared) == self._config.num_ranks else None
+        return self._all_prepared(now) if len(switch.prepared) == self._config.num_ranks else ""
 
-    def _all_prepared(self, now: float) -> Ended | None:
+    def _all_prepared(self, now: float) -> str:
         switch = self._switch
         switch.prepare_seconds += max(reply.seconds for reply in switch.prepared.values())
         errors = [reply.error for reply in switch.prepared.values() if reply.error]
@@ -244,7 +236,7 @@ class Switching:
             return self._end(now, "; ".join(errors))
         if not switch.compiling and any(reply.grammars for reply in switch.prepared.values()):
             self._compile()
-        return None
+        return ""
 
     def _compile(self) -> None:
         """Each rank compiles the grammars of those groups that it joins."""
@@ -259,7 +251,7 @@ class Switching:
             wanted = [m.Grammar(kind=kind, text=text, count=count) for (kind, text), count in counts.items()]
             self._outbox.to_leader(rank, m.Compile(epoch=switch.epoch, grammars=wanted))
 
-    def _all_switched(self, now: float) -> Ended:
+    def _all_switched(self, now: float) -> str:
         switch, replies = self._switch, list(self._switch.reports.values())
         errors = {reply.error for reply in replies}
         if len(errors) > 1:
@@ -273,23 +265,14 @@ class Switching:
         for reply in replies:
             for name, seconds in reply.phases.items():
                 phases[name] = max(phases.get(name, 0.0), seconds)
-        return self._end(
-            now,
-            error,
-            pause_seconds=max(sum(reply.phases.values()) for reply in replies),
-            phases=phases,
-            requests=went,
-            migrated=sum(reply.migrated for reply in replies),
-            parked=sum(reply.parked for reply in replies),
-            recomputed=sum(reply.recomputed for reply in replies),
-            recomputed_tokens=sum(reply.recomputed_tokens for reply in replies),
-            tokens=sum(reply.tokens for reply in replies),
-            moved_bytes=sum(reply.moved_bytes for reply in replies),
-        )
+        pause = max(sum(reply.phases.values()) for reply in replies)
+        counts = ("migrated", "parked", "recomputed", "recomputed_tokens", "tokens", "moved_bytes")
+        totals = {name: sum(getattr(reply, name) for reply in replies) for name in counts}
+        return self._end(now, error, pause_seconds=pause, phases=phases, requests=went, **totals)
 
     # -- how it ended ---------------------------------------------------------------------------------
 
-    def _end(self, now: float, error: str, **totals: Any) -> Ended:
+    def _end(self, now: float, error: str, **totals: Any) -> str:
         switch, self.under_way = self._switch, None
         nothing: dict[str, Any] = {"pause_seconds": 0.0, "phases": {}}
         record = m.SwitchRecord(
@@ -320,7 +303,7 @@ class Switching:
         if switch.wanted.query_id is not None:
             code = 500 if record.error else 200
             self._answer(switch.wanted.query_id, code, record.error, msgspec.to_builtins(record))
-        return Ended(record, gave_up)
+        return record.error if gave_up else ""
 
     def _enter_layout(self, switch: UnderWay) -> None:
         """The new leaders' load: what they have reported already, or else what they were handed."""

@@ -42,11 +42,11 @@ class Outlook:
     response: float = np.inf
 
 
-def grid(longest: int, steps: int = STEPS) -> np.ndarray:
+def grid(longest: int) -> np.ndarray:
     """Interval ends ``[intervals + 1]``, from 0 to ``longest`` tokens ahead; increasing integers."""
     if longest <= FIRST_STEP:
         return np.array([0.0, longest])
-    ends = FIRST_STEP * (longest / FIRST_STEP) ** (np.arange(steps) / (steps - 1))
+    ends = FIRST_STEP * (longest / FIRST_STEP) ** (np.arange(STEPS) / (STEPS - 1))
     return np.concatenate([[0.0], np.unique(np.round(ends))])
 
 

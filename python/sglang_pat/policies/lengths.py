@@ -16,16 +16,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from scipy.special import log_ndtr
 
 PRIOR_MEDIAN = 0.125
-"""Median response of the prior, as a share of the limit: the shapes of long-tail RL lie between 1/4 and 1/30."""
+"""Median response of the prior, as a share of the running requests' limit: the shapes of long-tail RL lie between 1/4
+and 1/30."""
 
 PRIOR_SIGMA = 1.0
-"""Of the prior's lognormal."""
+"""Of the prior's lognormal: the logarithm of a length is normal."""
 
 PRIOR_STRENGTH = 2.0
 """``c``: what the prior weighs in each bin, in responses at risk."""
@@ -41,20 +41,9 @@ _STARTS = np.concatenate([[0], EDGES[:-1]])
 _KNOTS = np.concatenate([[0], EDGES]).astype(float)
 
 
-@dataclass(frozen=True)
-class Lognormal:
-    """A prior for response lengths: log(length) is normal with ``mu``, ``sigma``; length in tokens."""
-
-    mu: float
-    sigma: float
-
-    def hazard(self) -> np.ndarray:
-        """Probability of ending in each bin, having reached it; ``[bins]``."""
-        return _lognormal_hazard(self.mu, self.sigma)
-
-
 @lru_cache(maxsize=64)
 def _lognormal_hazard(mu: float, sigma: float) -> np.ndarray:
+    """Probability of ending in each bin, having reached it; ``[bins]``."""
     with np.errstate(divide="ignore"):
         log_survival = log_ndtr((mu - np.log(_KNOTS)) / sigma)
     hazard = -np.expm1(np.diff(log_survival))
@@ -66,16 +55,15 @@ def _lognormal_hazard(mu: float, sigma: float) -> np.ndarray:
 class Curve:
     """Survival curve of response lengths.
 
-    ``knots`` tokens, ``hazards`` cumulative hazard there, float64 ``[bins + 1]``; linear in between.
+    ``hazards``: cumulative hazard at 0 and at the ends of the bins, float64 ``[bins + 1]``; linear in between.
     """
 
-    knots: np.ndarray
     hazards: np.ndarray
 
     def hazard(self, tokens: np.ndarray) -> np.ndarray:
         """Cumulative hazard up to ``tokens``, of the same shape: P(length > a, given length > b) is
         exp(hazard(b) - hazard(a))."""
-        return np.interp(tokens, self.knots, self.hazards)
+        return np.interp(tokens, _KNOTS, self.hazards)
 
     def survival(self, tokens: np.ndarray) -> np.ndarray:
         """P(length > tokens), the shape of ``tokens``."""
@@ -83,23 +71,9 @@ class Curve:
 
 
 class LengthHistory:
-    """Lengths of finished responses, the newest ``window`` of them.
+    """Lengths of finished responses, the newest :data:`WINDOW` of them."""
 
-    Args:
-        prior: None for a lognormal scaled to the limit of the running requests (``PRIOR_MEDIAN``, ``PRIOR_SIGMA``).
-        window: responses remembered.
-        strength: weight of the prior in each bin, in responses.
-
-    Raises:
-        ValueError: ``window`` or ``strength`` is not positive.
-    """
-
-    def __init__(
-        self, *, prior: Lognormal | None = None, window: int = WINDOW, strength: float = PRIOR_STRENGTH
-    ) -> None:
-        if window < 1 or strength <= 0:
-            raise ValueError(f"window {window}, strength {strength}: both must be positive")
-        self.prior, self.window, self.strength = prior, window, strength
+    def __init__(self) -> None:
         self._responses: deque[tuple[int, int, bool]] = deque()
         self._tokens = 0
         self._ended = np.zeros(len(EDGES))
@@ -122,7 +96,7 @@ class LengthHistory:
             self._count(earlier[0], False, -1)
         self._responses.append((int(length), int(family), bool(finished)))
         self._count(length, finished, 1)
-        if len(self._responses) > self.window:
+        if len(self._responses) > WINDOW:
             oldest, _, ended = self._responses.popleft()
             self._count(oldest, ended, -1)
 
@@ -144,31 +118,13 @@ class LengthHistory:
             limit: most tokens of a response; scales the prior.
             running: present lengths of the requests that still run, ``[requests]``; they are censored there.
         """
-        prior = self.prior or Lognormal(float(np.log(max(limit, 2) * PRIOR_MEDIAN)), PRIOR_SIGMA)
+        prior = _lognormal_hazard(float(np.log(max(limit, 2) * PRIOR_MEDIAN)), PRIOR_SIGMA)
         at_risk = self._at_risk
         if len(running):
             at_risk = at_risk + _exposure(np.asarray(running), np.zeros(len(running), dtype=bool))
-        hazard = (self.strength * prior.hazard() + self._ended) / (self.strength + at_risk)
+        hazard = (PRIOR_STRENGTH * prior + self._ended) / (PRIOR_STRENGTH + at_risk)
         steps = -np.log1p(-np.minimum(hazard, 1 - 1e-9))
-        hazards = np.concatenate([[0.0], np.cumsum(steps)])
-        return Curve(_KNOTS, hazards)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values from which :meth:`from_dict` makes an equal history."""
-        return {
-            "prior": None if self.prior is None else [self.prior.mu, self.prior.sigma],
-            "window": self.window,
-            "strength": self.strength,
-            "responses": [list(response) for response in self._responses],
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> LengthHistory:
-        prior = None if values["prior"] is None else Lognormal(*values["prior"])
-        history = cls(prior=prior, window=values["window"], strength=values["strength"])
-        for length, family, finished in values["responses"]:
-            history.observe(length, family, finished)
-        return history
+        return Curve(np.concatenate([[0.0], np.cumsum(steps)]))
 
 
 def _exposure(lengths: np.ndarray, ended: np.ndarray) -> np.ndarray:

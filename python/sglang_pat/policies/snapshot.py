@@ -63,7 +63,6 @@ class Snapshot:
             (:mod:`~sglang_pat.policies.start`).
         room: KV tokens that one replica has room for, by degree; empty if not known.
         switches: made in this round.
-        arrived: requests passed on to replicas so far, the server's warm-up left out: for the log; None if not known.
         factors: measured over predicted time of a step by degree, as far as this run has told; 1 where there is none.
         doubts: standard deviation of the logarithm of each factor over that of ``tp``, for the present load; 0 where
             there is none.
@@ -85,7 +84,6 @@ class Snapshot:
     start: int = 1
     room: Mapping[int, int] = field(default_factory=dict[int, int])
     switches: int = 0
-    arrived: int | None = None
     factors: Mapping[int, StepFactor] = field(default_factory=dict[int, StepFactor])
     doubts: Mapping[int, float] = field(default_factory=dict[int, float])
 

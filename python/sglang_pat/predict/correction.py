@@ -16,11 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sglang_pat.predict.predictor import Number, StepPredictor
+from sglang_pat.predict.predictor import Number, StepPredictor, Value
 
 BATCH, CONTEXT = 8, 1024
 """Where a layout's scale holds: in the middle of what a calibration measures."""
@@ -194,23 +194,11 @@ class Corrected:
     def has_prefill(self, tp: int) -> bool:
         return self._predictor.has_prefill(tp)
 
-    @overload
-    def step_seconds(self, tp: int, batch: float, tokens: float, replicas: float | None = None) -> float: ...
-
-    @overload
-    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number: ...
-
-    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number:
+    def step_seconds(self, tp: int, batch: Value, tokens: Value, replicas: Value | None = None) -> Value:
         """As :meth:`Predictor.step_seconds`."""
-        seconds = self._predictor.step_seconds(tp, batch, tokens, replicas)
+        seconds: Any = self._predictor.step_seconds(tp, batch, tokens, replicas)
         return seconds * self._factors[tp].at(batch, tokens) if tp in self._factors else seconds
 
-    @overload
-    def prefill_uniform(self, tp: int, batch: float, length: float, replicas: float | None = None) -> float: ...
-
-    @overload
-    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number: ...
-
-    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number:
+    def prefill_uniform(self, tp: int, batch: Value, length: Value, replicas: Value | None = None) -> Value:
         """As :meth:`Predictor.prefill_uniform`."""
         return self._factors.get(tp, StepFactor()).scale * self._predictor.prefill_uniform(tp, batch, length, replicas)

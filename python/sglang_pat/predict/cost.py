@@ -31,21 +31,17 @@ class SwitchCost:
     """Expected time without decode steps because of one switch, seconds.
 
     Attributes:
-        seconds: sum of the three parts.
-        control_seconds: finishing the steps in flight, agreeing, handing requests over, installing the layout.
-        state_seconds: moving or recomputing the KV of live requests.
-        weights_seconds: resharding; nothing where weights are resident.
+        seconds: finishing the steps in flight, agreeing, handing requests over, installing the layout, resharding if
+            weights are not resident, and ``state_seconds``: moving or recomputing the KV of live requests.
         recompute_below: requests with fewer KV tokens are cheaper recomputed than moved; 0 if none is.
     """
 
     seconds: float
-    control_seconds: float
     state_seconds: float
-    weights_seconds: float
     recompute_below: int
 
 
-STAY = SwitchCost(seconds=0.0, control_seconds=0.0, state_seconds=0.0, weights_seconds=0.0, recompute_below=0)
+STAY = SwitchCost(seconds=0.0, state_seconds=0.0, recompute_below=0)
 """Of staying where one is."""
 
 
@@ -113,27 +109,20 @@ class SwitchCosts:
         except KeyError:
             raise ProfileError(f"the profile does not know a switch from tp={from_tp} to tp={to_tp}") from None
 
-    def estimate(self, from_tp: int, to_tp: int, lengths: np.ndarray | tuple[()] = (), waiting: int = 0) -> SwitchCost:
+    def estimate(self, from_tp: int, to_tp: int, lengths: np.ndarray | tuple[()] = ()) -> SwitchCost:
         """Cost of a switch.
 
         Args:
             lengths: KV tokens of the live requests of the engine, ``[requests]``; empty for a return to base after
                 the batch.
-            waiting: requests that go over as tokens and would be prefilled with or without the switch.
         """
         if from_tp == to_tp:
             return STAY
         fit = self.fit(from_tp, to_tp)
         lengths = np.sort(np.asarray(lengths, dtype=float))
-        control = fit.fixed + fit.per_request * (lengths.size + waiting) + self._drain(from_tp, lengths)
+        control = fit.fixed + fit.per_request * lengths.size + self._drain(from_tp, lengths)
         state, below = self._state(fit, to_tp, lengths) if lengths.size else (0.0, 0)
-        return SwitchCost(
-            seconds=control + state + fit.reshard,
-            control_seconds=control,
-            state_seconds=state,
-            weights_seconds=fit.reshard,
-            recompute_below=below,
-        )
+        return SwitchCost(seconds=control + state + fit.reshard, state_seconds=state, recompute_below=below)
 
     def _drain(self, tp: int, lengths: np.ndarray) -> float:
         replicas = min(self._num_ranks // tp, lengths.size)

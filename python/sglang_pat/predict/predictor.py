@@ -7,13 +7,16 @@ replicas that was measured.  :class:`StepPredictor` is what a policy asks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, overload
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, Profile, ProfileError
 
 Number = float | int | np.ndarray
+
+Value = TypeVar("Value", float, Number)
+"""Scalars give a float; if any argument is an array, so is the answer."""
 
 HAIR = 1e-14
 """Some tens of times the rounding of a float."""
@@ -108,24 +111,13 @@ def _end_slopes(index: int, curves: list[Curve], batches: np.ndarray) -> tuple[f
 
 
 class StepPredictor(Protocol):
-    """Seconds of one replica; :class:`Predictor` says what the arguments are.
+    """Seconds of one replica; :class:`Predictor` says what the arguments are."""
 
-    Scalars give a float; if any argument is an array, so is the answer.
-    """
-
-    @overload
-    def step_seconds(self, tp: int, batch: float, tokens: float, replicas: float | None = None) -> float: ...
-
-    @overload
-    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number: ...
+    def step_seconds(self, tp: int, batch: Value, tokens: Value, replicas: Value | None = None) -> Value: ...
 
     def has_prefill(self, tp: int) -> bool: ...
 
-    @overload
-    def prefill_uniform(self, tp: int, batch: float, length: float, replicas: float | None = None) -> float: ...
-
-    @overload
-    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number: ...
+    def prefill_uniform(self, tp: int, batch: Value, length: Value, replicas: Value | None = None) -> Value: ...
 
 
 class _Degree:
@@ -177,13 +169,7 @@ class Predictor:
         """Degrees with measured decode times, ascending."""
         return tuple(sorted(self._decode))
 
-    @overload
-    def step_seconds(self, tp: int, batch: float, tokens: float, replicas: float | None = None) -> float: ...
-
-    @overload
-    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number: ...
-
-    def step_seconds(self, tp: int, batch: Number, tokens: Number, replicas: Number | None = None) -> Number:
+    def step_seconds(self, tp: int, batch: Value, tokens: Value, replicas: Value | None = None) -> Value:
         """Seconds of a decode step of ONE replica.
 
         Args:
@@ -200,30 +186,17 @@ class Predictor:
     def has_prefill(self, tp: int) -> bool:
         return tp in self._prefill
 
-    def prefill_seconds(self, tp: int, lengths: np.ndarray, replicas: float | None = None) -> float:
-        """Seconds to prefill requests of ``lengths`` tokens, ``[requests]``, on one replica.
+    def prefill_uniform(self, tp: int, batch: Value, length: Value, replicas: Value | None = None) -> Value:
+        """Seconds to prefill ``batch`` requests of ``length`` tokens each on one replica; broadcasts.
 
-        Uneven lengths count as the same number of requests of their root-mean-square length, which keeps the
-        quadratic part of the work (PAT eq. 3 and 4) and overstates the linear one.
+        Uneven lengths count by their root mean square, which keeps the quadratic part of the work (PAT eq. 3 and 4) and
+        overstates the linear one.
         """
-        lengths = np.asarray(lengths, dtype=float)
-        if lengths.size == 0:
-            return 0.0
-        return self.prefill_uniform(tp, lengths.size, float(np.sqrt(np.mean(lengths**2))), replicas)
-
-    @overload
-    def prefill_uniform(self, tp: int, batch: float, length: float, replicas: float | None = None) -> float: ...
-
-    @overload
-    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number: ...
-
-    def prefill_uniform(self, tp: int, batch: Number, length: Number, replicas: Number | None = None) -> Number:
-        """Seconds to prefill ``batch`` requests of ``length`` tokens each on one replica; broadcasts."""
         return self._evaluate(self._prefill, "prefill", tp, batch, length, replicas)
 
     def _evaluate(
         self, table: dict[int, _Degree], what: str, tp: int, batch: Number, x: Number, replicas: Number | None
-    ) -> Number:
+    ) -> Any:
         degree = _of(table, what, tp)
         replicas = self.num_ranks // tp if replicas is None else replicas
         seconds = degree.at(replicas, np.asarray(batch, dtype=float), np.asarray(x, dtype=float))

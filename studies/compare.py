@@ -1,11 +1,18 @@
-"""Policies on the same batches, round after round, and what each loses against the oracle."""
+"""Policies on the same simulated batches, round after round, and what each loses against the oracle.
+
+python -m studies.compare --profile FILE --lengths SHAPE [--batch N] [--rho R] [--policies pat,survival,static:2]
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from sglang_pat.config import POLICIES
 from sglang_pat.coordinator.round_tracker import RoundTracker
@@ -13,17 +20,17 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import SwitchCosts, fitted
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.predict.profile import Profile
-from sglang_pat.replay.oracle import oracle
-from sglang_pat.replay.shapes import Shape
-from sglang_pat.replay.simulate import SPACING, Batch, Drain, Reports, Run
+from sglang_pat.predict.profile import Profile, load
+from sglang_pat.tools.commands import Parser, UsageError, run
+from studies.shapes import NAMED, Shape, parse_shape
+from studies.simulate import SPACING, Batch, Drain, Reports, Run, crowded, oracle
 
 SIMULATED = tuple(name for name in POLICIES if name != "schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Rounds to replay.
+    """Rounds to simulate.
 
     Attributes:
         prompt: tokens of each prompt.
@@ -157,3 +164,74 @@ def regrets(runs: dict[str, list[Run]], name: str) -> np.ndarray:
     """Time beyond the oracle's as a share of it, by round, ``[rounds]``."""
     best = np.array([run.seconds for run in runs["oracle"]])
     return np.array([run.seconds for run in runs[name]]) / best - 1
+
+
+def table(runs: dict[str, list[Run]], title: str) -> Table:
+    """One line a policy: means over rounds.  ``survival`` also without the first round, before which it knows nothing.
+
+    Regret: time beyond the oracle's, as a share of it.
+    """
+    result = Table(title=title, title_justify="left")
+    for name in ("policy", "seconds", "regret", "worst", "switches", "pauses"):
+        result.add_column(name, justify="left" if name == "policy" else "right")
+    parts = {name: (name, slice(None)) for name in runs}
+    if len(runs.get("survival", ())) > 1:
+        parts["survival, later rounds"] = "survival", slice(1, None)
+    for part, (name, rounds) in parts.items():
+        found, regret = runs[name][rounds], regrets(runs, name)[rounds]
+        result.add_row(
+            part, f"{np.mean([run.seconds for run in found]):.2f}", f"{regret.mean():+.2%}", f"{regret.max():+.2%}",
+            f"{np.mean([len(run.switches) for run in found]):.1f} (max {max(len(run.switches) for run in found)})",
+            f"{np.mean([sum(switch[3] for switch in run.switches) for run in found]):.2f} s",
+        )  # fmt: skip
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m studies.compare", description="Simulate draining batches under several policies.")
+    profiles = "of python -m profiler.sweep, or one of studies/profiles/"
+    parser.add_argument("--profile", metavar="FILE", required=True, help=profiles)
+    about = f"a file with a length a line, {', '.join(NAMED)}, lognormal:MU,SIGMA,CAP or "
+    about += "body-atom:MU,SIGMA,CAP,PROBABILITY"
+    parser.add_argument("--lengths", metavar="SHAPE", required=True, help=about)
+    parser.add_argument("--limit", type=int, help="most tokens of a response; default: the shape's cap")
+    parser.add_argument("--batch", type=int, default=128, help="responses a round (default 128)")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt (default 256)")
+    parser.add_argument("--group", type=int, default=8, help="responses to one prompt (default 8)")
+    parser.add_argument("--rho", type=float, default=0.0, help="correlation of lengths in a group, 0 to 1 (default 0)")
+    parser.add_argument("--rounds", type=int, default=8, help="batches, one after another (default 8)")
+    parser.add_argument("--seed", type=int, default=0)
+    about = f"separated by commas: {', '.join(SIMULATED)}, threshold:N, static:TP; the oracle is always shown"
+    parser.add_argument("--policies", default="pat,survival", help=f"{about} (default pat,survival)")
+    args = parser.parse_args(argv)
+    for name in ("batch", "group", "rounds", "limit"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UsageError(f"--{name} {value}: must be at least 1")
+    if not 0 <= args.rho <= 1:
+        raise UsageError(f"--rho {args.rho}: must be from 0 to 1")
+    machine = Machine(load(args.profile, complete=True))
+    policies = [name for name in dict.fromkeys(args.policies.split(",")) if name != "oracle"]
+    try:
+        for name in policies:
+            check_policy(name, machine.profile.fingerprint.degrees)
+        shape = parse_shape(args.lengths, args.limit)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    workload = Workload(
+        shape=shape, batch=args.batch, rounds=args.rounds, prompt=args.prompt, correlation=args.rho, group=args.group,
+        seed=args.seed,
+    )  # fmt: skip
+    console = Console(highlight=False)
+    found = (crowded(machine.profile.fingerprint, batch) for batch in workload.batches())
+    if warning := next(filter(None, found), None):
+        console.print(f"[yellow]note:[/] the batch {warning}", soft_wrap=True)
+    title = (
+        f"{Path(args.profile).stem} ({machine.profile.kind}), {shape.name}, limit {shape.limit}, batch {args.batch} in "
+        f"groups of {args.group}, ρ={args.rho}, prompt {args.prompt}, {args.rounds} rounds, seed {args.seed}"
+    )
+    console.print(table(compare(machine, workload, policies), title))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run("studies.compare", main))

@@ -47,12 +47,10 @@ class Batch:
 
 @dataclass
 class Run:
-    """What happened: total seconds; switches as (token index, from, to, seconds of pause); (start, tp, running) of
-    each span between questions, for pictures."""
+    """What happened: total seconds; switches as (token index, from, to, seconds of pause)."""
 
     seconds: float
     switches: list[tuple[int, int, int, float]] = field(default_factory=list[tuple[int, int, int, float]])
-    timeline: list[tuple[float, int, int]] = field(default_factory=list[tuple[float, int, int]])
 
 
 class Drain:
@@ -125,9 +123,7 @@ class Drain:
         return np.flatnonzero(self.batch.length > self.points[point])
 
     def static(self, tp: int) -> Run:
-        seconds = self.seconds(tp, 0)
-        timeline = [(float(seconds[i]), tp, len(self.running(i))) for i in range(len(self.points))]
-        return Run(seconds=float(seconds[-1]), timeline=timeline)
+        return Run(seconds=float(self.seconds(tp, 0)[-1]))
 
     def scheduled(self, schedule: list[tuple[int, int]]) -> Run:
         """Time with given switches: (point, tp) in order, from the base layout."""
@@ -216,10 +212,49 @@ class Drain:
                 run.switches.append((int(self.points[point]), tp, wanted, pause))
                 begun = last_switch = now + pause
                 tp, since, elapsed = wanted, point, self.seconds(wanted, point)
-            run.timeline.append((now, tp, len(self.running(point))))
         run.seconds = begun + float(elapsed[-1])
-        run.timeline.append((run.seconds, tp, 0))
         return run
+
+
+def oracle(drain: Drain) -> Run:
+    """The best schedule of switches for a batch whose lengths are known: what any policy's time is measured against.
+
+    Least total time from the base layout, by dynamic programming over (point, layout).
+
+    ``best[j, t]``: least time from point j to the end when layout t is entered there.  It is held up to some later
+    point k and left for another layout, or held to the end; what a layout takes does not depend on the past, so this
+    is exact.  O(points² · degrees) time.
+    """
+    degrees, last = drain.degrees, len(drain.points) - 1
+    best = np.zeros((last + 1, len(degrees)))
+    # Best continuation when the layout is left at a point, and for which.
+    onward = np.full((last + 1, len(degrees)), np.inf)
+    target = np.zeros((last + 1, len(degrees)), dtype=int)
+    until = np.full((last + 1, len(degrees)), last)
+    for point in range(last - 1, -1, -1):
+        for t, tp in enumerate(degrees):
+            held = drain.seconds(tp, point)
+            totals = held[1:] + onward[point + 1 :, t]
+            totals[-1] = held[-1]
+            choice = int(np.argmin(totals))
+            best[point, t], until[point, t] = totals[choice], point + 1 + choice
+        for t, tp in enumerate(degrees):
+            for other, to in enumerate(degrees):
+                if to == tp:
+                    continue
+                seconds = drain.switch_seconds(point, tp, to) + best[point, other]
+                if seconds < onward[point, t]:
+                    onward[point, t], target[point, t] = seconds, other
+    schedule: list[tuple[int, int]] = []
+    point, t = 0, 0
+    if last and onward[0, 0] < best[0, 0]:
+        t = int(target[0, 0])
+        schedule.append((0, degrees[t]))
+    while until[point, t] < last:
+        point = int(until[point, t])
+        t = int(target[point, t])
+        schedule.append((point, degrees[t]))
+    return drain.scheduled(schedule)
 
 
 def crowded(fingerprint: Fingerprint, batch: Batch) -> str | None:

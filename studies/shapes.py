@@ -1,11 +1,12 @@
-"""Response lengths to replay: named shapes, formulas, files; correlated within groups of one prompt."""
+"""Response lengths to simulate: named shapes, formulas, files; correlated within groups of one prompt."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from scipy.special import ndtr, ndtri
 
@@ -22,9 +23,11 @@ NAMED = {
 median 580, P75 930, 1% at the cap of 16K (max 28 times the median).  sft: slime #1450, median 680, mean 2,806, max
 61,565.  partial-rollout: verl, 97% below 80K, max 160K (sigma 1 is our guess)."""
 
-
 LONGEST = 1 << 22
 """Tokens of a response; policies tell no longer ones apart."""
+
+Length = Annotated[int, msgspec.Meta(ge=1, le=LONGEST)]
+"""Tokens of a response."""
 
 
 @dataclass(frozen=True)
@@ -103,36 +106,18 @@ def parse_shape(text: str, limit: int | None = None) -> Shape:
 
 
 def read_lengths(path: Path) -> np.ndarray:
-    """Lengths of a file: a JSON array, or one number or JSON object with ``length`` a line; int64.
+    """Lengths of a file, a JSON array or numbers between spaces; int64.
 
     Raises:
-        ValueError: one line that names the file, and the line in it.
+        ValueError: one line that names the file, and which of them is wrong.
     """
-    allowed = f"give a file, one of {', '.join(NAMED)}, lognormal:mu,sigma,cap or body-atom:mu,sigma,cap,probability"
     try:
         data = files.read(path)
-        whole = data.lstrip().startswith(b"[")
-        entries = files.decode(data, list[Any]) if whole else data.splitlines()
+        array = data if data.lstrip().startswith(b"[") else b"[" + b",".join(data.split()) + b"]"
+        lengths = files.decode(array, list[Length])
+        if not lengths:
+            raise ValueError("no lengths in it")
     except ValueError as error:
+        allowed = f"give a file, one of {', '.join(NAMED)}, lognormal:… or body-atom:…"
         raise ValueError(f"--lengths {path}: {error}; {allowed}") from None
-    lengths = [
-        _length(entry, f"--lengths {path}, {'entry' if whole else 'line'} {number}")
-        for number, entry in enumerate(entries, 1)
-        if whole or entry.strip()
-    ]
-    if not lengths:
-        raise ValueError(f"--lengths {path}: no lengths in it")
     return np.array(lengths, dtype=np.int64)
-
-
-def _length(entry: Any, where: str) -> int:
-    try:
-        value: Any = files.decode(entry, object) if isinstance(entry, bytes) else entry
-        value = cast(dict[str, Any], value)["length"] if isinstance(value, dict) else value
-        if isinstance(value, bool) or int(value) != value or not 1 <= value <= LONGEST:
-            raise ValueError
-    except (ValueError, TypeError, KeyError, OverflowError):
-        shown = entry.decode(errors="replace") if isinstance(entry, bytes) else str(entry)
-        allowed = f"a whole number of tokens from 1 to {LONGEST}"
-        raise ValueError(f"{where}: {shown[:40]!r} is not a length ({allowed})") from None
-    return int(value)

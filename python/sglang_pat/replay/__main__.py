@@ -1,8 +1,0 @@
-"""``python -m sglang_pat.replay``."""
-
-import sys
-
-from sglang_pat.replay.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
