@@ -48,9 +48,9 @@ $(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)
 
-# No engine, and nothing of SGLang: the loop to work in.  Without the plug-in that tests/engine alone needs.
+# No engine, and nothing of SGLang: the loop to work in.
 unit: setup
-	$(PYTEST) -p no:schemathesis tests/unit $(PYTEST_ARGS)
+	$(PYTEST) tests/unit $(PYTEST_ARGS)
 
 # The real RL frameworks, in an environment on top of the other one: 23 minutes on two cores.  SHORT=1: what CI runs.
 test-integration: $(INTEGRATION)/.sglang_pat_setup

@@ -1,92 +1,177 @@
-"""Draw pictures of ``docs/img`` from the tables of ``docs/results``, so that page and picture show the same run.
+"""Draw pictures of ``docs/img`` from the tables of the pages, so that page and picture show the same run.
 
-    python bench/_redraw.py [switch] [rollout] [tail_batching]
+    python bench/_redraw.py [layouts] [switch] [tail_batching]
 
-A bench draws the same with ``--png``, and with more dots: it knows each round, where a table has medians only.
+Put new figures into the table first.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
+
+from sglang_pat.tools import pictures
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # studies/ is not installed
-PAGES, IMAGES = ROOT / "docs" / "results", ROOT / "docs" / "img"
-MACHINE = "AMD EPYC, 2 cores"
+IMAGES, RESULTS = ROOT / "docs" / "img", ROOT / "docs" / "results"
 
 
-def tables(page: str) -> Iterator[list[dict[str, str]]]:
-    """All tables of a page: their rows, by column."""
-    for block in re.findall(r"(?:^\|.*\n)+", (PAGES / page).read_text(), re.MULTILINE):
+def tables(page: Path, *columns: str) -> Iterator[list[dict[str, str]]]:
+    """The tables of a page that have all these columns: their rows, by column."""
+    for block in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE):
         heads, _, *rows = ([cell.strip(" *") for cell in line[1:-1].split("|")] for line in block.strip().splitlines())
-        yield [dict(zip(heads, row, strict=True)) for row in rows]
-
-
-def with_columns(page: str, *columns: str) -> list[list[dict[str, str]]]:
-    """Those tables of a page that have all these columns."""
-    return [rows for rows in tables(page) if set(columns) <= set(rows[0])]
+        if set(columns) <= set(heads):
+            yield [dict(zip(heads, row, strict=True)) for row in rows]
 
 
 def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def pair(text: str) -> tuple[str, ...]:
-    """Cells that have two things: "1,024, 8"."""
-    return tuple(part.strip() for part in text.split(", "))
+# -- README's six cases ---------------------------------------------------------------------------------------
+
+WAYS = {
+    "static tp1×dp2": ("always tp1×dp2", "D", pictures.BLUE),
+    "static tp2×dp1": ("always tp2×dp1", "D", pictures.ORANGE),
+    "adaptive": ("adaptive", "o", pictures.OURS),
+}
+"""Columns of README's table: name, mark and colour in the picture."""
+SPEED = "speed over the better static one"
+
+
+def percents() -> dict[str, list[float]]:
+    """Of each case and way: time beyond the better static layout's, percent; negative where it is faster."""
+    (rows,) = tables(ROOT / "README.md", "model, link", SPEED, *WAYS)
+    cases = {row["model, link"].replace("`", ""): [number(row[way]) for way in WAYS] for row in rows if row[SPEED]}
+    return {case: [100 * (each / min(seconds[:2]) - 1) for each in seconds] for case, seconds in cases.items()}
+
+
+def message(found: dict[str, list[float]]) -> str:
+    """What the picture says, in one sentence."""
+    static, adaptive = (max(max(each[part]) for each in found.values()) for part in (slice(2), slice(2, 3)))
+    ours = f"adaptive is at most {adaptive:.1f}% slower" if adaptive > 0 else "adaptive never is"
+    return f"A fixed layout is up to {static:.0f}% slower if you choose the wrong one; {ours}"
+
+
+def layouts() -> Path:
+    """What each layout takes in the cases of ``bench/rollout.py``, against the better static one."""
+    found = percents()
+    figure, (axes,) = pictures.panels(1, width=9.9, height=4.0)
+    places = range(len(found), 0, -1)
+    for place, each in zip(places, found.values(), strict=True):
+        axes.plot([min(each), max(each)], [place, place], color=pictures.LIGHT, linewidth=2, zorder=1)
+    for way, (name, marker, color) in enumerate(WAYS.values()):
+        values = [each[way] for each in found.values()]
+        axes.scatter(values, places, marker=marker, color=color, s=90, label=name, zorder=2 + way)
+    axes.axvline(0, color=pictures.LINE, linewidth=1, zorder=0)
+    axes.set_yticks(list(places), [case.replace("emulated ", "") + "*" * ("emulated" in case) for case in found])
+    pictures.labels(axes, "time of a batch against the better fixed layout, % (left is faster)", "")
+    axes.legend(frameon=False, loc="lower right", fontsize=9.5)
+    pictures.message(figure, message(found))
+    pictures.footer(figure, "* emulated link; two CPU cores, one rank each; medians; rounds vary by 20%")
+    return pictures.save(figure, IMAGES / "layouts.png")
+
+
+# -- a switch -------------------------------------------------------------------------------------------------
+
+SHADES = {"ours": pictures.OURS, "PAT's way": pictures.OTHER}
+Rows = Sequence[dict]
+"""Of one setting: ``tokens``, ``requests``, ``to`` ("tp2"), ``way``, ``own`` and ``pause`` (milliseconds without and
+with the drain; PAT's way is known without), and ``times``: PAT's way over ours."""
 
 
 def switch() -> Path:
-    """The two tables of ``switch.md``: medians, ours without the drain (with it)."""
-    from _switch_picture import draw
-
+    """How long a switch pauses decoding: one row a point; one column a setting, merges above splits."""
     settings = {}
-    for rows in with_columns("switch.md", "tokens alive, requests", "KV", "PAT's way"):
-        found = [row for line in rows for row in _switch_rows(line)]
-        highest = max(int(row["to"].removeprefix("tp")) for row in found)
-        settings[f"{highest} ranks"] = found
-    return draw(settings, about("switch.md"), IMAGES / "switch.png")
+    for lines in tables(RESULTS / "switch.md", "tokens alive, requests", "KV", "PAT's way"):
+        rows = [row for line in lines for row in _switch_rows(line)]
+        settings[f"{max(_degree(row) for row in rows)} ranks"] = rows
+    figure, axes = pictures.panels(2 * len(settings), width=6.2, height=3.7, columns=len(settings))
+    for column, (name, rows) in enumerate(settings.items()):
+        degrees = sorted({_degree(row) for row in rows})
+        for line, (verb, tp) in enumerate((("merge", degrees[-1]), ("split", degrees[0]))):
+            mine = [row for row in rows if _degree(row) == tp]
+            _pauses(axes[line * len(settings) + column], mine)
+            said = f"{name}, {verb} to tp{tp}: PAT's way takes {_times(mine)} times as long"
+            pictures.title(axes[line * len(settings) + column], said, 50)
+    everything = [row for rows in settings.values() for row in rows]
+    for one in axes:
+        one.set_xlim(min(row["own"] for row in everything) / 2, max(row["pause"] for row in everything) * 2.6)
+    style = dict(marker="o", linestyle="none")
+    handles = [Line2D([], [], color=shade, markersize=7, label=way, **style) for way, shade in SHADES.items()]
+    label = "with the drain (until the steps in flight are done)"
+    handles.append(Line2D([], [], color=pictures.OURS, markerfacecolor="white", markersize=5, label=label, **style))
+    figure.legend(handles=handles, fontsize=8.5, frameon=False, loc="outside lower left", ncols=3)
+    ours = [row for row in everything if row["way"] == "ours"]
+    whole, own = (pictures.span((row[part] for row in ours), ".0f") for part in ("pause", "own"))
+    pictures.message(
+        figure,
+        f"A switch stops decoding for {whole} ms; without the drain for {own} ms, and PAT's way "
+        f"{_times(everything)} times as long",
+    )
+    source = "AMD EPYC, 2 cores. Medians, drawn from the tables of docs/results/switch.md, which has dates and commits."
+    pictures.footer(figure, source, 0.4)
+    return pictures.save(figure, IMAGES / "switch.png")
 
 
 def _switch_rows(line: dict[str, str]) -> Iterator[dict]:
     """Ours, and PAT's way if it was measured."""
-    tokens, requests = (int(number(part)) for part in pair(line["tokens alive, requests"]))
+    tokens, requests = (int(number(part)) for part in line["tokens alive, requests"].split(", "))
     point = {"tokens": tokens, "requests": requests, "to": line["to"]}
-    own, whole = (number(text.strip("()")) / 1e3 for text in line["ours"].split())
+    own, whole = (number(text.strip("()")) for text in line["ours"].split())
     yield point | {"way": "ours", "own": own, "pause": whole}
     if line["PAT's way"] != "–":
-        yield point | {"way": "PAT's", "own": number(line["PAT's way"]) / 1e3, "times": number(line["times"])}
+        theirs = number(line["PAT's way"])
+        yield point | {"way": "PAT's way", "own": theirs, "pause": theirs, "times": number(line["times"])}
 
 
-def rollout() -> Path:
-    """The table of ``rollout.md``: medians, and the ratio of each round."""
-    from _rollout_picture import draw
-
-    (rows,) = with_columns("rollout.md", "model, link, lengths", "rounds")
-    return draw([_case(row) for row in rows], about("rollout.md"), IMAGES / "rollout.png")
+def _degree(row: dict) -> int:
+    return int(row["to"].removeprefix("tp"))
 
 
-def _case(row: dict[str, str]):
-    from _rollout_picture import Case
+def _times(rows: Rows) -> str:
+    return pictures.span((row["times"] for row in rows if "times" in row), ".1f")
 
-    model, link, _ = pair(row["model, link, lengths"])
-    layouts = {name: number(cell) for name, cell in row.items() if name.startswith("static ")}
-    case = Case(
-        model=model, link="none" if link == "natural" else link, requests=int(number(pair(row["requests, tokens"])[0])),
-        static={name.removeprefix("static ").removesuffix(", s"): seconds for name, seconds in layouts.items()},
-        seconds=number(row["`survival`, s"]), rounds=[number(cell) for cell in pair(row["rounds"])],
-    )  # fmt: skip
-    return case
+
+def _pauses(axes: Axes, rows: Rows) -> None:
+    """One setting and direction: a dot for each way, its milliseconds beside it; hollow: with the drain."""
+    points = sorted({(row["tokens"], row["requests"]) for row in rows})
+    for row in rows:
+        shade, place = SHADES[row["way"]], points.index((row["tokens"], row["requests"]))
+        own, whole = row["own"], row["pause"]
+        axes.plot([own, whole], [place, place], color=shade, linewidth=1.0)
+        axes.plot(whole, place, "o", color=shade, mfc="white", ms=5)
+        axes.plot(own, place, "o", color=shade, ms=7)
+        at, side, edge = (own, -8, "right") if row["way"] == "ours" else (whole, 8, "left")
+        axes.annotate(
+            f"{own:.0f} ms", (at, place), xytext=(side, 0), textcoords="offset points", ha=edge, va="center",
+            fontsize=8.5, color=shade,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_yticks(range(len(points)), [f"{tokens:,} tokens, {n} request{'s' * (n > 1)}" for tokens, n in points])
+    axes.set_ylim(len(points) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    pictures.labels(axes, "pause, ms", "")
+
+
+# -- tail batching --------------------------------------------------------------------------------------------
 
 
 def tail_batching() -> Path:
     """The table of ``tail_batching.md`` that has both together."""
     from studies.tail_picture import draw
 
-    (rows,) = with_columns("tail_batching.md", "setting", "with both", "gain of both")
+    (rows,) = tables(RESULTS / "tail_batching.md", "setting", "with both", "gain of both")
     found = {(row["setting"], float(row["ρ"])): _round_seconds(row) for row in rows}
     source = "Drawn from a table of docs/results/tail_batching.md."
     return draw(found, source, IMAGES / "tail_batching.png")
@@ -96,16 +181,12 @@ def _round_seconds(row: dict[str, str]) -> dict[str, float]:
     """Seconds by way.  The last one is the base over the gain: the same to a second, and with more digits."""
     from studies.tail_picture import ADAPTIVE, BASE, BOTH, TAIL
 
-    seconds = {way: number(row[column]) for way, column in
-               ((BASE, "base, s"), (ADAPTIVE, "with adaptive TP"), (TAIL, "tail batching"))}  # fmt: skip
+    columns = {BASE: "base, s", ADAPTIVE: "with adaptive TP", TAIL: "tail batching"}
+    seconds = {way: number(row[column]) for way, column in columns.items()}
     return seconds | {BOTH: seconds[BASE] / number(row["gain of both"])}
 
 
-def about(page: str) -> str:
-    return f"{MACHINE}. Medians, drawn from the tables of docs/results/{page}, which has dates and commits."
-
-
-DRAWN = {"switch": switch, "rollout": rollout, "tail_batching": tail_batching}
+DRAWN = {"layouts": layouts, "switch": switch, "tail_batching": tail_batching}
 
 
 def main(names: list[str]) -> int:

@@ -1,19 +1,50 @@
-"""Table of ``bench/switch.py``, and the figures that stand beside its bars."""
+"""What ``bench/switch.py`` measures, its table, and the figures that stand beside its bars."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-from _switch_settings import Setting
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import bootstrap
 
 from profiler.measure import sample
 from sglang_pat.predict.cost import fit_control, fit_kv
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Ranks and the two degrees between which they switch; tokens alive × requests to measure.
+
+    ``headline``: tokens and requests of the comparison with a restart; ``after``: of the steps after a switch, which
+    are compared with the static layout's ``pairs`` times there and back.
+    """
+
+    ranks: int
+    low: int
+    high: int
+    points: tuple[tuple[int, int], ...]
+    headline: tuple[int, int] = (8192, 8)
+    after: tuple[int, int] = (1024, 8)
+    pairs: int = 30
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        degrees = f"{self.low},{self.high}"
+        return ("--tp", str(self.low), "--dp", str(self.ranks // self.low), "--pat-candidates", degrees)
+
+
+POINTS = tuple((k * 1024, n) for k, n in ((1, 1), (1, 8), (1, 32), (8, 8), (32, 8), (64, 32)))
+"""SmolLM2 takes 8,192 tokens a request."""
+SETTINGS = {
+    "2 ranks": Setting(2, 1, 2, POINTS),
+    "4 ranks": Setting(4, 2, 4, POINTS),
+}
+QUICK = {"2 ranks, tiny": Setting(2, 1, 2, ((512, 1), (2048, 8)), headline=(2048, 8))}
 
 PHASES = ("drain", "capsules", "plan", "kv", "weights", "install", "check")
 

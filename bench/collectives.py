@@ -8,20 +8,17 @@ bytes of the tensor that a rank passes in. The backends take turns, so both see 
 
 from __future__ import annotations
 
-import argparse
-import json
 import socket
 import statistics
 import time
 from datetime import timedelta
-from pathlib import Path
 
+import _bench
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from sglang_pat.cpu import shm
-from sglang_pat.tools.machine import machine
 
 CASES = [
     ("all_reduce", 4 << 10),
@@ -119,15 +116,12 @@ def size_text(size: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter repeats; under a minute or two")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser = _bench.options(__doc__, "fewer and shorter repeats; under a minute or two")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="group sizes (default: 2 4)")
     args = parser.parse_args()
     repeats, block_s = (5, 0.1) if args.quick else (15, 0.3)
 
-    about = machine() | {"emulated_link": str(shm.current_link() or "none")}
-    print(", ".join(f"{k} {v}" for k, v in about.items()))
+    about = _bench.about(emulated_link=str(shm.current_link() or "none"))
     print(f"{'ranks':>5}  {'operation':<11}{'size':>7}{'gloo us':>12}{'pat_shm us':>12}{'ratio':>9}")
     results = []
     for ranks in args.ranks:
@@ -137,8 +131,7 @@ def main() -> None:
                 f"{ranks:>5}  {row['operation']:<11}{size_text(row['bytes']):>7}{row['gloo_us']:>12.1f}"
                 f"{row['pat_shm_us']:>12.1f}{row['ratio']:>8.1f}x"
             )
-    if args.json:
-        args.json.write_text(json.dumps({"machine": about, "repeats": repeats, "results": results}, indent=1) + "\n")
+    _bench.write(args.json, machine=about, repeats=repeats, results=results)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,26 @@
 """What the coordinator and the admitter take for large rounds: no model, no engine, scripted ranks.
 
-    python bench/control_plane.py [--quick] [--json FILE]
+    python bench/control_plane.py [--quick] [--mode MODE] [--json FILE]
 
 Routing: a burst of requests to 8 leaders that report nothing meanwhile, and one that arrives while ranks switch.  Load
 reports: decoding and taking in the report of a leader that has its part of the requests.  Decisions: of ``survival``
 in tp1 in the middle of a batch of twice as many requests, with a profile of this repository.  Admitter: whole rounds,
-each call timed; then a round on an engine that answers at once, where what counts is how long the event loop is kept
-from others.  Intake (without ``--mode``): the prompts of a round on their way in, with SmolLM2's tokenizer.  Times are
-CPU time of the one thread: what else the machine does is not in them.
+each call timed.  Times are CPU time of the one thread: what else the machine does is not in them.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import gc
 import heapq
-import json
+import random
 import statistics
 import sys
 from pathlib import Path
 from time import thread_time
 from typing import Any
 
+import _bench
 import numpy as np
-from _round_turns import PATIENCE_SECONDS, admitter, length, loop_slices
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
@@ -36,13 +32,16 @@ from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Load, Snapshot
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.cost import fitted
+from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Abort, Launch, Output, RoundOver, SampleId, Span
-from sglang_pat.tools.machine import machine
+from sglang_pat.rollout.rules import Rules
 
 LEADERS = 8
-PROFILE = Path(__file__).parents[1] / "profiles" / "8xH100-llama3.1-8b.json"
+PROFILE = Path(__file__).parents[1] / "studies" / "profiles" / "8xH100-llama3.1-8b.json"
 MODES = ("strict", "reorder", "partial")
-BARS = {"routing_us": 20, "event_us": 50, "slice_ms": 20}
+BARS = {"routing_us": 20, "event_us": 50}
+PATIENCE_SECONDS = 30.0
+"""A round that takes longer is measured as far as it came."""
 
 
 class Nowhere:
@@ -114,15 +113,15 @@ def load_report(requests: int, repeats: int = 20) -> float:
 def deciding(requests: int, repeats: int = 20) -> float:
     """Milliseconds of a decision of ``survival``: so many requests are left, with lengths from 1 to 1,500, in families
     of 8; 4,096 responses have been seen."""
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     profile = profiles.load(PROFILE)
     predictor, costs = fitted(profile)
     policy = make_policy("survival", predictor=predictor, costs=costs)
     history = LengthHistory()
-    for number, drawn in enumerate(np.exp(random.normal(6, 1, 4096)).astype(int)):
+    for number, drawn in enumerate(np.exp(rng.normal(6, 1, 4096)).astype(int)):
         history.observe(int(min(drawn, 4096)), -1 - number // 8)
     load = Load(
-        prompt=np.full(requests, 256), output=random.integers(1, 1500, requests), limit=np.full(requests, 4096),
+        prompt=np.full(requests, 256), output=rng.integers(1, 1500, requests), limit=np.full(requests, 4096),
         family=np.arange(requests) // 8, replica=np.arange(requests) % LEADERS,
     )  # fmt: skip
     situation = Snapshot(
@@ -137,9 +136,16 @@ def deciding(requests: int, repeats: int = 20) -> float:
     return 1e3 * statistics.median(taken)
 
 
+def length(sample: SampleId) -> int:
+    """Of a response: short mostly, one in 25 at the limit."""
+    value = random.Random(f"{sample.epoch}/{sample.index}/{sample.number}").random()
+    return 400 if value > 0.96 else 1 + int(100 * value)
+
+
 def admission(mode: str, prompts: int, responses: int, rounds: int = 3) -> dict[str, Any]:
     """Whole rounds: a token a step for each sample, the ends in the order of time, aborts confirmed at once."""
-    made = admitter(mode, prompts, responses, rounds)
+    made = Admitter(Rules(mode=mode, num_prompts=prompts, num_responses=responses))
+    made.feed([((0, index), {"input_ids": [1]}) for index in range(3 * rounds * prompts)])
     calls: list[float] = []
     begins: list[float] = []
     events = 0
@@ -192,13 +198,10 @@ def _timed(calls: list[float], call: Any, *arguments: Any) -> list:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="up to 4,096 requests and 256 prompts; half a minute")
+    parser = _bench.options(__doc__, "up to 4,096 requests and 256 prompts; half a minute")
     parser.add_argument("--mode", action="append", choices=MODES, help="only rounds of this mode; again for others")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     args = parser.parse_args()
-    about = machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    about = _bench.about()
     results: dict[str, list[dict[str, Any]]] = {"requests": [], "rounds": []}
     gc.collect()
     gc.freeze()  # what imports have left is not gone through again and again
@@ -214,21 +217,18 @@ def main() -> int:
             f"{requests:>8}  {row['routing_us']:>10.1f}  {row['held_back_us']:>13.1f}  {row['report_us']:>12.0f}  "
             f"{row['decided_ms']:>11.1f}"
         )
-    titles = "mode prompts rounds events begin,ms event,us median longest,ms first,ms turn,ms cancelled gc,ms".split()
+    titles = "mode prompts rounds events begin,ms event,us median longest,ms".split()
     print("\n" + "  ".join(f"{title:>11}" for title in titles))
     for prompts in (64, 256) if args.quick else (64, 256, 1024):
         for mode in args.mode or MODES:
-            row = admission(mode, prompts, 16) | asyncio.run(loop_slices(mode, prompts, 16))
+            row = admission(mode, prompts, 16)
             results["rounds"].append(row)
             print(
                 f"{mode:>11}  {prompts:>11}  {row['rounds']:>11}  {row['events']:>11}  {row['begin_ms']:>11.1f}  "
-                f"{row['event_us']:>11.1f}  {row['event_median_us']:>11.1f}  {row['longest_ms']:>11.1f}  "
-                f"{row['begin_turn_ms']:>11.1f}  {row['slice_ms']:>11.1f}  {row['cancelled_ms']:>11.1f}  "
-                f"{row['collector_ms']:>11.1f}",
+                f"{row['event_us']:>11.1f}  {row['event_median_us']:>11.1f}  {row['longest_ms']:>11.1f}",
                 flush=True,
             )
-    if args.json:
-        args.json.write_text(json.dumps({"machine": about, "bars": BARS, "results": results}, indent=1) + "\n")
+    _bench.write(args.json, machine=about, bars=BARS, results=results)
     return 0
 
 

@@ -20,11 +20,11 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import _bench
 from rich.console import Console
 from rich.table import Table
 
 from sglang_pat.testing import models
-from sglang_pat.tools.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = Path(".cache/models/llama-natural")
@@ -88,15 +88,13 @@ def show(figures: dict[str, Figures]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="each job once, three steps")
+    parser = _bench.options(__doc__, "each job once, three steps")
     parser.add_argument("--repeats", type=int, default=3, help="jobs of each kind")
     parser.add_argument("--steps", type=int, default=5, help="of a job; the first does not count")
     parser.add_argument("--batch", type=int, default=8, help="prompts a step")
     parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
     parser.add_argument("--response", type=int, default=768, help="tokens of a response at most")
     parser.add_argument("--switch-at", type=int, default=4, help="requests left when the adaptive engine merges")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     if importlib.util.find_spec("verl") is None:
         print("bench/frameworks.py needs verl: run `make test-integration`, then .venv-integration/bin/python", end=" ")
@@ -104,6 +102,7 @@ def main() -> int:
         return 0
     if args.quick:
         args.repeats, args.steps = 1, 3
+    about = _bench.about()
     models.make_random("llama", MODEL, heads=4, kv_heads=2, logit_std=1)
     figures = {name: Figures() for name in CONTENDERS}
     names = list(CONTENDERS)
@@ -114,10 +113,8 @@ def main() -> int:
                 figures[name].add(Path(folder))
             print(f"job {number + 1}/{args.repeats}, {name}: {figures[name].seconds['step'][-1]:.2f} s a step")
     show(figures)
-    if args.json:
-        settings = {n: v for n, v in vars(args).items() if n != "json"}
-        found = {name: asdict(one) for name, one in figures.items()}
-        args.json.write_text(json.dumps({"machine": machine(), "settings": settings, "figures": found}, indent=1))
+    found = {name: asdict(one) for name, one in figures.items()}
+    _bench.write(args.json, machine=about, settings={n: v for n, v in vars(args).items() if n != "json"}, figures=found)
     return 0
 
 

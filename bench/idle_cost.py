@@ -9,16 +9,15 @@ Every round sends the same batch to each in turn; the figure is the ratio of tok
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
 
+import _bench
+
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server, stopped
-from sglang_pat.tools.machine import machine
 
 CASES = {"one rank": ("--tp", "1", "--dp", "1"), "two replicas": ("--tp", "1", "--dp", "2")}
 OFF = ("--adaptive-tp", "--pat-policy", "manual")
@@ -66,9 +65,7 @@ def compare(model: Path, flags: tuple[str, ...], rounds: int, batch: int, tokens
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds; 2 minutes at most")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser = _bench.options(__doc__, "a tiny model and few rounds; 2 minutes at most")
     parser.add_argument("--model", type=Path, help="checkpoint (default: SmolLM2, made on the spot)")
     args = parser.parse_args()
     cache = Path(".cache/models")
@@ -77,8 +74,7 @@ def main() -> int:
     else:
         model, rounds, batch, tokens = models.make_smollm2(cache / "smollm2"), 7, 16, 48
     model = args.model or model
-    about = machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    about = _bench.about()
     results = {}
     for name, flags in CASES.items():
         print(f"{name} ({' '.join(flags)}), {batch} requests of {tokens} tokens, {model.name}:")
@@ -88,8 +84,7 @@ def main() -> int:
             f"  median: stock {row['stock_tokens_per_s']:.1f} tokens/s, adaptive {row['adaptive_tokens_per_s']:.1f}, "
             f"ratio {row['ratio_median']:.3f} ({row['ratio_min']:.3f}-{row['ratio_max']:.3f})"
         )
-    if args.json:
-        args.json.write_text(json.dumps({"machine": about, "model": model.name, "results": results}, indent=1) + "\n")
+    _bench.write(args.json, machine=about, model=model.name, results=results)
     return 0
 
 

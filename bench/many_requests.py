@@ -11,20 +11,24 @@ of a rank that takes them.  The histories are made up.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
+import gc
+import pickle
+import random
 import statistics
 import sys
+from array import array
 from pathlib import Path
+from time import thread_time
+from types import SimpleNamespace
 from typing import Any
 
-import _histories
+import _bench
 
 from profiler import launch
 from profiler.rig import Rig
+from sglang_pat.cpu import shim
 from sglang_pat.testing import models
-from sglang_pat.tools.machine import machine
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -90,18 +94,78 @@ async def measure(engine: Any, numbers: list[int], rounds: int) -> list[dict[str
     return rows
 
 
+# -- requests with a long history of logprobs, without an engine ----------------------------------------------
+
+SENT_EVERY = 50
+"""Tokens; what is not streamed SGLang sends so many at a time."""
+HISTORIES = {"no logprobs": None, "logprobs": 0, "top 5": 5}
+"""Top logprobs that a request asks for."""
+
+
+def _request(top: int | None) -> Any:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from sglang_pat.rank import degrees
+
+    prompt = list(range(16))
+    made = Req("r", "", prompt, SamplingParams(), return_logprob=top is not None, top_logprobs_num=top or 0)
+    made.pat_request, made.pat_prompt = SimpleNamespace(input_ids=prompt), array("I", prompt)
+    made.pat_sealed = b""
+    degrees.begin(made, tp=1)
+    return made
+
+
+def _with_history(top: int | None, tokens: int, rng: random.Random) -> Any:
+    made = _request(top)
+    made.output_ids = [rng.randrange(49_152) for _ in range(tokens)]
+    if top is not None:
+        made.send_output_token_logprobs_offset = tokens // SENT_EVERY * SENT_EVERY
+        made.output_token_logprobs_val = [-rng.random() for _ in range(tokens)]
+        made.output_token_logprobs_idx = list(made.output_ids)
+    if top:
+        made.output_top_logprobs_val = [[-rng.random() for _ in range(top)] for _ in range(tokens)]
+        made.output_top_logprobs_idx = [[rng.randrange(49_152) for _ in range(top)] for _ in range(tokens)]
+    return made
+
+
+def _through_a_pause(reqs: list[Any], top: int | None) -> dict[str, float]:
+    from sglang_pat.switch import requests
+
+    fresh = [_request(top) for _ in reqs]
+    begun = thread_time()
+    data = pickle.dumps([requests.capture(req) for req in reqs], pickle.HIGHEST_PROTOCOL)
+    sent = thread_time()
+    for req, capsule in zip(fresh, pickle.loads(data), strict=True):
+        requests.restore(req, capsule)
+    return {"offer_ms": 1e3 * (sent - begun), "take_ms": 1e3 * (thread_time() - sent), "mb": len(data) / 1e6}
+
+
+def histories(requests: int, repeats: int = 5) -> list[dict[str, Any]]:
+    """CPU time of the leader that offers so many requests, and of a rank that takes them; medians."""
+    if shim.needed():
+        shim.install()
+    rng, found = random.Random(0), []
+    for kind, top in HISTORIES.items():
+        for tokens in (64, 4096):
+            reqs = [_with_history(top, tokens, rng) for _ in range(requests)]
+            gc.collect()
+            gc.freeze()
+            made = [_through_a_pause(reqs, top) for _ in range(repeats)]
+            row = {name: statistics.median(one[name] for one in made) for name in made[0]}
+            found.append({"requests": requests, "kind": kind, "tokens": tokens} | row)
+    return found
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="8 and 64 requests, two rounds; a minute")
+    parser = _bench.options(__doc__, "8 and 64 requests, two rounds; a minute")
     parser.add_argument("--requests", metavar="N,N", help="how many are alive (default 8,64,256,512)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     args = parser.parse_args()
     numbers, rounds = ([8, 64], 2) if args.quick else ([8, 64, 256, 512], 3)
     if args.requests:
         numbers = [int(number) for number in args.requests.split(",")]
     launch.set_environment(quiet=True)
-    about = machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    about = _bench.about()
     model = models.make_random("llama", Path(".cache/models/llama"))
     flags = ["--tp", "1", "--dp", "2", "--dtype", "float32", "--max-running-requests", "640"]
     engine = launch.start(launch.server_args(str(model), [*flags, "--max-total-tokens", "300000"]))
@@ -116,14 +180,12 @@ def main() -> int:
         launch.run(engine, run)
     finally:
         engine.shutdown()
-    histories = _histories.rows(64 if args.quick else 128)
+    of_histories = histories(64 if args.quick else 128)
     print(f"\n{'requests':>8}  {'history':>11}  {'tokens':>6}  {'offer, ms':>9}  {'take, ms':>8}  {'MB':>6}")
-    for row in histories:
+    for row in of_histories:
         numbers = f"{row['offer_ms']:>9.1f}  {row['take_ms']:>8.1f}  {row['mb']:>6.2f}"
         print(f"{row['requests']:>8}  {row['kind']:>11}  {row['tokens']:>6}  {numbers}")
-    if args.json:
-        made = {"machine": about, "results": rows, "histories": histories}
-        args.json.write_text(json.dumps(made, indent=1) + "\n")
+    _bench.write(args.json, machine=about, results=rows, histories=of_histories)
     return 0
 
 

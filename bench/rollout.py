@@ -1,6 +1,6 @@
 """One long-tail batch: static layouts and the adaptive engine, in one run, taking turns.
 
-    python bench/rollout.py [--quick] [--only REGIME ...] [--rounds N] [--json FILE] [--png FILE]
+    python bench/rollout.py [--quick] [--only REGIME ...] [--rounds N] [--json FILE]
 
 Prompts are real chat prompts, response lengths are fixed in advance (quantiles, shuffled anew each round), so that in a
 round every layout does the same work; the policies are told one limit for all responses, not the lengths.  No prompt
@@ -10,19 +10,19 @@ is not there yet.  Both servers are alive all the time; the one that is not meas
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import _bench
+
 from sglang_pat.demo import contest
 from sglang_pat.demo.cases import BANDWIDTH, MAKERS, NATURAL, QUICK, SMOLLM2, WIDE, Case, LognormalBatch
-from sglang_pat.demo.contest import HIGH, LOW, POLICY, DemoError, Result, Run, StepTime, Sweep
+from sglang_pat.demo.contest import HIGH, LOW, POLICY, DemoError, Result, Run, StepTime
 from sglang_pat.tools import console
 from sglang_pat.tools.console import Speaker
-from sglang_pat.tools.machine import machine
 
 CACHE = Path(".cache")
 GRID = (
@@ -48,7 +48,7 @@ REGIMES = {
 def sweep(case: Case, model: Path, budget: str, speaker: Speaker) -> Path:
     """The profile of this model over this link; a sweep that was interrupted goes on."""
     out = CACHE / "profiles" / f"rollout-{model.name}-{case.link.replace(':', '_')}.json"
-    return contest.profile(case, model, out, Sweep(budget, GRID), speaker, None)
+    return contest.profile(case, model, out, budget, GRID, speaker, None)
 
 
 def ratios(times: list[StepTime]) -> dict[int, float]:
@@ -100,20 +100,14 @@ def last_switches(found: dict) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model and one round; 2 minutes at most")
+    parser = _bench.options(__doc__, "a tiny model and one round; 2 minutes at most")
     parser.add_argument("--only", nargs="+", choices=REGIMES, metavar="REGIME", help=f"of {', '.join(REGIMES)}")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: 3)")
     parser.add_argument("--budget", default="4m", help="of a sweep, if the profile is not there yet (default: 4m)")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the results here, after each regime, beside those of others"
-    )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw them here, with all that are in --json")
     args = parser.parse_args()
     regimes = QUICK if args.quick else {name: REGIMES[name] for name in args.only or REGIMES}
     rounds, budget = (1, "20s") if args.quick else (args.rounds, args.budget)
-    about = machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    about = _bench.about()
     results = {}
     if args.json and args.json.is_file():
         results = {result["regime"]: result for result in json.loads(args.json.read_text())["results"]}
@@ -137,13 +131,7 @@ def main() -> int:
             by_rounds = f"{run['against_best_static']:.3f} by rounds"
             print(f"  {contender:16} median {run['median']:6.1f} s, best static over it {ratio:.3f}, {by_rounds}")
         print(f"  {last_switches(found)}")
-        if args.json:
-            args.json.write_text(json.dumps({"results": list(results.values())}, indent=1) + "\n")
-    if args.png:
-        from _rollout_picture import Case, draw
-
-        shown = [Case.of(results[name]) for name in (*REGIMES, "quick") if name in results]
-        draw(shown, f"{about['cpu']}, {about['cores']} cores", args.png)
+        _bench.write(args.json, results=list(results.values()))  # beside those of others
     return 0
 
 

@@ -1,14 +1,11 @@
 """A round of many samples over HTTP: what it costs the training process, and the server.
 
-    python bench/rounds_http.py [--quick] [--before DIR] [--rounds N] [--json FILE]
+    python bench/rounds_http.py [--quick] [--rounds N] [--json FILE]
 
 The server is **a stub**: SGLang's own FastAPI application under uvicorn, with our routes, and behind them a
 TokenizerManager that answers each sample with 16 tokens without computing any.  What is measured is what a round costs
 beside the model.  *At once*: each answer comes in the next turn of the server's event loop.  *Together*: all come when
 the last sample is there, so that all are under way at the same time.
-
-``--before DIR``: a checkout in which the server drives rounds itself (``POST /pat/rollout``).  Then the two take turns,
-on the same stub.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ class Stalls:
 
 
 class Stub:
-    """As much of a TokenizerManager as rounds use, of this version and of the one before."""
+    """As much of a TokenizerManager as rounds use."""
 
     tokenizer = None
     context_len = max_req_input_len = 100_000
@@ -128,10 +125,6 @@ def serve(port: int) -> None:
     app, stub = http_server.app, Stub()
     app.router.lifespan_context = app.router.__class__().lifespan_context  # SGLang's needs an engine
     http.add_routes(app)
-    if hasattr(http, "parse_more"):  # the version before
-        from sglang_pat.server.rollout import Rollouts
-
-        stub.pat_rollouts = Rollouts(stub, None, None)
     http_server.set_global_state(SimpleNamespace(tokenizer_manager=stub))
     stalls: list[Stalls] = []
 
@@ -148,8 +141,8 @@ def serve(port: int) -> None:
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", loop="uvloop")
 
 
-def start(python: Path, port: int) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(python)}
+def start(port: int) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
     return subprocess.Popen([sys.executable, __file__, "--serve", str(port)], env=environment)
 
 
@@ -167,7 +160,7 @@ async def ready(url: str) -> None:
                 await asyncio.sleep(0.5)
 
 
-async def by_client(url: str, prompts: int, number: int) -> int:
+async def run_round(url: str, prompts: int, number: int) -> int:
     """A round of ``RolloutClient``; the number of responses."""
     from sglang_pat.rollout.admitter import Admitter
     from sglang_pat.rollout.client import RolloutClient
@@ -180,33 +173,13 @@ async def by_client(url: str, prompts: int, number: int) -> int:
     return sum([len(event.kept()) async for event in events if isinstance(event, Group)])
 
 
-async def by_server(url: str, prompts: int, number: int) -> int:
-    """The same of ``POST /pat/rollout``, read as a client reads it."""
-    body = {
-        "num_prompts": prompts, "num_responses": RESPONSES, "eta_prompts": 1.0, "eta_responses": 1.0,
-        "job": f"round{number}", "sampling_params": SAMPLING, "end_of_epoch": 0,
-        "prompts": [{"key": [0, i], "input_ids": [*PROMPT, i]} for i in range(prompts)],
-    }  # fmt: skip
-    found = 0
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 24) as session:
-        async with session.post(url + "/pat/rollout", data=json.dumps(body)) as answer:
-            assert answer.status == 200, await answer.text()
-            async for line in answer.content:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    assert event["type"] != "error", event
-                    found += len(event["responses"]) if event["type"] == "group" else 0
-    return found
-
-
-async def one(way: Any, url: str, prompts: int, number: int, together: bool) -> dict[str, float]:
+async def one(url: str, prompts: int, number: int, together: bool) -> dict[str, float]:
     """Of one round: microseconds a sample, by the clock and of CPU; milliseconds of the longest stalls."""
     samples = prompts * RESPONSES
     async with aiohttp.ClientSession() as session:
         before = await get(session, f"{url}/bench/begin?expected={samples if together else 0}")
         stalls, cpu, begun = Stalls(), time.process_time(), time.monotonic()
-        assert await way(url, prompts, number) == samples
+        assert await run_round(url, prompts, number) == samples
         seconds, cpu = time.monotonic() - begun, time.process_time() - cpu
         after = await get(session, f"{url}/bench/end")
     each = 1e6 / samples
@@ -216,27 +189,21 @@ async def one(way: Any, url: str, prompts: int, number: int, together: bool) -> 
     }  # fmt: skip
 
 
-async def measure(ways: dict[str, tuple[Any, str]], prompts: int, rounds: int) -> list[dict[str, Any]]:
+async def measure(url: str, prompts: int, rounds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for together in (False, True):
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-        for number in range(rounds + 1):
-            for name, (way, url) in ways.items():
-                row = await one(way, url, prompts, number + together * (rounds + 1), together)
-                if number:  # the first does not count
-                    found[name].append(row)
-        for name, these in found.items():
-            row = {key: statistics.median(one[key] for one in these) for key in these[0]}
-            rows.append({"way": name, "answers": "together" if together else "at once"} | row)
-            shown = "  ".join(f"{key} {value:8.1f}" for key, value in row.items())
-            print(f"{name:>8}  {rows[-1]['answers']:>8}  {shown}", flush=True)
+        # The first does not count.
+        found = [await one(url, prompts, n + together * (rounds + 1), together) for n in range(rounds + 1)][1:]
+        row = {key: statistics.median(one[key] for one in found) for key in found[0]}
+        rows.append({"answers": "together" if together else "at once"} | row)
+        shown = "  ".join(f"{key} {value:8.1f}" for key, value in row.items())
+        print(f"{rows[-1]['answers']:>8}  {shown}", flush=True)
     return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="1,024 samples, one round")
-    parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout whose server drives rounds itself")
     parser.add_argument("--rounds", type=int, default=3, help="that count (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
@@ -251,21 +218,16 @@ def main() -> int:
     about = machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print(f"{prompts * RESPONSES} samples; a stub server; medians of {rounds}", flush=True)
-    places = {"client": (by_client, ROOT)} | ({"server": (by_server, args.before)} if args.before else {})
-    started: list[subprocess.Popen[bytes]] = []
+    port = free_port()
+    process = start(port)
     try:
-        ways: dict[str, tuple[Any, str]] = {}
-        for name, (way, checkout) in places.items():
-            port = free_port()
-            started.append(start(checkout / "python", port))
-            ways[name] = way, f"http://127.0.0.1:{port}"
-            asyncio.run(ready(ways[name][1]))
+        url = f"http://127.0.0.1:{port}"
+        asyncio.run(ready(url))
         import uvloop
 
-        rows = uvloop.run(measure(ways, prompts, rounds))
+        rows = uvloop.run(measure(url, prompts, rounds))
     finally:
-        for process in started:
-            process.kill()
+        process.kill()
     if args.json:
         args.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
     return 0

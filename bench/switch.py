@@ -1,6 +1,6 @@
 """What a switch costs with requests alive: ours, PAT's way, and a restart, in one run, taking turns.
 
-    python bench/switch.py [--quick] [--only SETTING ...] [--rounds N] [--json FILE] [--png FILE]
+    python bench/switch.py [--quick] [--only SETTING ...] [--rounds N] [--json FILE]
 
 PAT's way (``--pat-weights reshard --pat-kv-exchange allgather``): weights and KV are gathered and cut in the pause.
 But for the largest points both engines are alive, and the one that is not measured is stopped (SIGSTOP).  Prompts are
@@ -10,7 +10,6 @@ in the other layout, and all prompts are prefilled.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import statistics
@@ -20,15 +19,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import _bench
 import _switch_commands as commands
 import _switch_figures as figures
-from _switch_settings import QUICK, SETTINGS, Setting
+from _switch_figures import QUICK, SETTINGS, Setting
 
+from profiler import launch
 from profiler.worker import Worker
 from sglang_pat.acceptance.commands import prefilled
 from sglang_pat.testing import models
 from sglang_pat.testing.server import stopped
-from sglang_pat.tools.machine import machine
 
 CACHE = Path(".cache/models")
 WAYS = {"ours": (), "PAT's": ("--pat-weights", "reshard", "--pat-kv-exchange", "allgather")}
@@ -191,28 +191,23 @@ def idle_slots(rounds: int) -> dict[int, list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two points; 2 minutes at most")
+    parser = _bench.options(__doc__, "a tiny model and two points; 2 minutes at most")
     parser.add_argument("--only", nargs="+", choices=SETTINGS, metavar="SETTING", help=f"of {', '.join(SETTINGS)}")
     parser.add_argument("--rounds", type=int, default=5, help="switches there and back at each point (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here, after each point")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw them here")
     args = parser.parse_args()
-    host_environment()
-    about = machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    launch.set_environment(quiet=True)  # which the engines inherit
+    about = _bench.about()
     if args.quick:
         model, settings, rounds = models.make_random("llama", CACHE / "llama"), QUICK, 2
     else:
         model, rounds = models.make_smollm2(CACHE / "smollm2"), args.rounds
         settings = {name: SETTINGS[name] for name in args.only or SETTINGS}
     results: dict = {}
-    written = {"machine": about, "model": model.name, "results": results}
 
-    def save(result: dict) -> None:
+    def save(result: dict, **more: object) -> None:
+        """After each point."""
         results[name] = result
-        if args.json:
-            args.json.write_text(json.dumps(written, indent=1) + "\n")
+        _bench.write(args.json, machine=about, model=model.name, results=results, **more)
 
     for name, setting in settings.items():
         print(f"{name}, tp{setting.low} and tp{setting.high}, {model.name}:", flush=True)
@@ -221,21 +216,8 @@ def main() -> int:
     pauses = {size: statistics.median(found) for size, found in idle_slots(rounds).items()}
     shown = ", ".join(f"{1e3 * seconds:.1f} ms with {size} slots" for size, seconds in pauses.items())
     print(f"idle slots, tiny model, 4 requests, 1024 tokens: {shown}")
-    if args.json:
-        args.json.write_text(json.dumps(written | {"idle_slots": pauses}, indent=1) + "\n")
-    if args.png:
-        from _switch_picture import draw
-
-        rows = {name: figures.rows(result, settings[name]) for name, result in results.items()}
-        draw(rows, f"{about['cpu']}, {about['cores']} cores; medians", args.png)
+    save(results[name], idle_slots=pauses)
     return 0
-
-
-def host_environment() -> None:
-    """What the engines inherit."""
-    from profiler.launch import set_environment
-
-    set_environment(quiet=True)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,19 @@ RollPacker's settings.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import _bench
 import rollout
-from _tail_client import Client
 from rich.console import Console
 from rich.table import Table
 
@@ -32,11 +31,11 @@ from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import load
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.records import Output, Summary
+from sglang_pat.rollout.client import HttpBackend, RolloutClient
+from sglang_pat.rollout.records import Output, SampleId, Summary
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.testing.server import Server, stopped
 from sglang_pat.tools.console import Speaker
-from sglang_pat.tools.machine import machine
 from sglang_pat.tools.prompts import PROMPTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -85,6 +84,35 @@ JOBS = {
 QUICK_JOBS = {TINY: RealJob(QUICK["quick"], 4, 2, rounds=2, limit=200, natural=False)}
 
 
+Lengths = Callable[[SampleId], int]
+
+
+class Client(RolloutClient):
+    """Args: ``lengths``: of each sample; None: they end by themselves.  Policies are told the limit only."""
+
+    def __init__(self, url: str, lengths: Lengths | None) -> None:
+        super().__init__(url)
+        self._lengths = lengths
+
+    @asynccontextmanager
+    async def _connect(self) -> AsyncGenerator[HttpBackend]:
+        async with super()._connect() as backend:
+            if self._lengths is not None:
+                backend.generate = _given(backend.generate, self._lengths)
+            yield backend
+
+
+def _given(generate: Callable[..., Any], lengths: Lengths) -> Callable[..., Any]:
+    async def with_length(rid: str, prompt: dict[str, Any], params: dict[str, Any]) -> Output:
+        length = lengths(SampleId(*map(int, rid.split("-")[-4:])))
+        limit = {"pat_limit": params["max_new_tokens"]}
+        return await generate(
+            rid, prompt, params | {"max_new_tokens": length, "ignore_eos": True, "custom_params": limit}
+        )
+
+    return with_length
+
+
 class Contender:
     """A way to make rounds, over-provisioned by ``eta``."""
 
@@ -124,7 +152,7 @@ class Contender:
 
 def run(console: Console, jobs: dict[str, RealJob], budget: str) -> dict:
     """All contenders on each model, round by round in turn; the first round does not count."""
-    about, found = machine(), {}
+    about, found = _bench.about(), {}
     for name, job in jobs.items():
         found[name] = _model(console, job, budget)
         show(console, name, job, found[name])
@@ -207,15 +235,12 @@ def _mean(values: list[float], form: str = ".0f") -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, fewer rounds")
+    parser = _bench.options(__doc__, "a tiny model, fewer rounds")
     parser.add_argument("--models", nargs="+", choices=JOBS, default=list(JOBS))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     args = parser.parse_args()
     jobs = QUICK_JOBS if args.quick else {name: JOBS[name] for name in args.models}
     found = run(Console(width=170), jobs, "20s" if args.quick else "4m")
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    _bench.write(args.json, **found)
     return 0
 
 

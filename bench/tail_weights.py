@@ -9,8 +9,6 @@ two is no smaller a share than in an engine.  Times are the thread's own, not th
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import _bench
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +36,6 @@ from sglang_pat.rank.shards import copies  # noqa: E402
 from sglang_pat.rank.weights import Views, shard_specs  # noqa: E402
 from sglang_pat.testing.lone import LoneRank  # noqa: E402
 from sglang_pat.testing.models import config  # noqa: E402
-from sglang_pat.tools.machine import machine  # noqa: E402
 
 MODELS = {
     # Shapes of SmolLM2-135M as it is served here: 12 query and 4 KV heads, so that 2 and 4 divide them.
@@ -134,16 +132,13 @@ def compare(stepper: Stepper, tp: int, batches: tuple[int, ...], rounds: int) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer degrees, batches and rounds; half a minute")
+    parser = _bench.options(__doc__, "fewer degrees, batches and rounds; half a minute")
     parser.add_argument("--rounds", type=int, default=100, help="steps of each (default: 100)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     degrees, batches, rounds = ((2,), (1, 16), 20) if args.quick else ((2, 4), BATCHES, args.rounds)
-    about = machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    about = _bench.about()
     table = Table(title="a decode step, ms", title_justify="left")
     for column in ("model", "tp", "batch", "copies", "views", "views / copies", "half of the rounds"):
         table.add_column(column, justify="right")
@@ -157,8 +152,7 @@ def main() -> int:
                 times = (f"{row[f'{kind}_seconds'] * 1e3:.2f}" for kind in ("copies", "views"))
                 table.add_row(name, str(tp), str(row["batch"]), *times, f"{row['ratio']:.3f}", f"{low:.3f}-{high:.3f}")
     Console(width=120).print(table)
-    if args.json:
-        args.json.write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
+    _bench.write(args.json, machine=about, results=results)
     return 0
 
 

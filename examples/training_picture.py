@@ -12,7 +12,6 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from sglang_pat.replay import load_decision
 from sglang_pat.tools import pictures
 
 PARTS = {
@@ -47,19 +46,16 @@ class Visit:
 def visits(log: Path) -> list[Visit]:
     """From a decision log (``--pat-log``): the times with requests in the engine, cut where the layout changes."""
     found: list[Visit] = []
-    open_ = False
-    for line in log.read_text().splitlines():
-        event = json.loads(line)
+    works = False
+    for event in map(json.loads, log.read_text().splitlines()):
         if event.get("event") != "decision":
             continue
-        snapshot, _ = load_decision(event)
-        if open_:
-            found[-1].end = snapshot.now
-        if not snapshot.requests:
-            open_ = False
-        elif not open_ or found[-1].tp != snapshot.tp:
-            found.append(Visit(snapshot.now, snapshot.now, snapshot.tp))
-            open_ = True
+        now, requests, tp = (event["snapshot"][name] for name in ("now", "requests", "tp"))
+        if works:
+            found[-1].end = now
+        if requests and not (works and found[-1].tp == tp):
+            found.append(Visit(now, now, tp))
+        works = requests > 0
     return found
 
 

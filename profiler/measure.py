@@ -60,9 +60,10 @@ async def decode(
             wait = share and share / 4
         await (rig.abort(tasks) if late else rig.finish(tasks))
         if found is not None:
+            samples, context = found
             return DecodePoint(
-                tp=point.tp, replicas=point.replicas, batch=point.batch, context=round(found.context),
-                seconds=median(found.samples), samples=found.samples,
+                tp=point.tp, replicas=point.replicas, batch=point.batch, context=round(context),
+                seconds=median(samples), samples=samples,
             )  # fmt: skip
         if late:
             raise TooSlow(f"{point}: takes over {limit:.0f} s")
@@ -119,35 +120,49 @@ async def prefill(rig: Rig, point: Point, limit: float = math.inf) -> PrefillPoi
 
 
 async def switches(rig: Rig, point: Point, limit: float = math.inf) -> list[SwitchSample]:
-    """From ``point.tp`` to ``point.to_tp`` and back, :data:`SWITCH_ROUNDS` times with the same live requests, which
-    decode a little in between.  Their prompts are injected, not computed.
+    """From ``point.tp`` to ``point.to_tp`` and back, :data:`SWITCH_ROUNDS` times.
 
     Raises:
-        NotMeasured: they ended too soon, or do not begin within ``limit`` seconds.
+        NotMeasured: the requests ended too soon, or do not begin within ``limit`` seconds.
     """
-    await rig.reconfigure(point.tp)
-    await rig.flush()
-    prompts = [rig.tokens(point.context) for _ in range(point.batch)]
-    rig.inject(prompts)
-    await rig.trace()
-    tasks = rig.send(prompts, [SWITCH_ANSWER] * point.batch)
-    records = []
     try:
-        for _ in range(SWITCH_ROUNDS):
-            for target in (point.to_tp, point.tp):
-                if point.batch:
-                    async with asyncio.timeout(limit if limit < math.inf else None):
-                        await rig.until_decoding(tasks, point.batch)
-                records.append(await rig.reconfigure(target))
+        records = await there_and_back(rig, point.tp, point.to_tp, point.batch, point.context, SWITCH_ROUNDS, limit)
     except TimeoutError:
         raise TooSlow(f"{point}: takes over {limit:.0f} s") from None
+    if not records:
+        raise NotMeasured(f"{point}: the requests ended before the switch")
+    return [sample(record) for record in records]
+
+
+async def there_and_back(
+    rig: Rig, low: int, high: int, requests: int, context: int, rounds: int, limit: float = math.inf
+) -> list[dict[str, Any]]:
+    """The records of switches from degree ``low`` to ``high`` and back, so many times with the same live requests.
+
+    They decode a little in between.  Their prompts of ``context`` tokens are injected, not computed.  A switch before
+    which one of them ended is left out.
+
+    Raises:
+        TimeoutError: they do not begin within ``limit`` seconds.
+    """
+    await rig.reconfigure(low)
+    await rig.flush()
+    prompts = [rig.tokens(context) for _ in range(requests)]
+    rig.inject(prompts)
+    await rig.trace()
+    tasks = rig.send(prompts, [SWITCH_ANSWER] * requests)
+    records = []
+    try:
+        for _ in range(rounds):
+            for target in (high, low):
+                if requests:
+                    async with asyncio.timeout(limit if limit < math.inf else None):
+                        await rig.until_decoding(tasks, requests)
+                records.append(await rig.reconfigure(target))
     finally:
         if tasks:
             await rig.abort(tasks)
-    found = [sample(record) for record in records if record["requests"] == point.batch]
-    if not found:
-        raise NotMeasured(f"{point}: the requests ended before the switch")
-    return found
+    return [record for record in records if record["requests"] == requests]
 
 
 def sample(record: dict[str, Any]) -> SwitchSample:

@@ -26,7 +26,7 @@ from profiler.validate import VALIDATION, Between, Validation
 from sglang_pat import files
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import DecodePoint, Profile, load
-from sglang_pat.tools.commands import Parser, UsageError, output_folder, run, writing
+from sglang_pat.tools.commands import Parser, UsageError, output_folder, run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,15 +35,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("profile", type=Path, metavar="profile.json")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="made if it is not there")
     args = parser.parse_args(argv)
-    profile, folder = load(args.profile), output_folder(args.out)
+    profile = load(args.profile)
     ranks = profile.fingerprint.num_ranks
     if not any(point.replicas == ranks // point.tp for point in profile.decode):
         raise UsageError(f"{args.profile} has no decode times yet; run the same profiler.sweep again to go on")
-    content = page(profile, validation(folder)).encode()
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write(content, folder / "index.html")
-    print(folder / "index.html")
+    path = output_folder(args.out) / "index.html"
+    files.write(page(profile, validation(args.out)).encode(), path)
+    print(path)
     return 0
 
 

@@ -26,10 +26,10 @@ class Rig:
         tp: degree in force.
     """
 
-    def __init__(self, engine: Any, temperature: float, seed: int = 0) -> None:
+    def __init__(self, engine: Any, temperature: float) -> None:
         self.engine = engine
         self.temperature = temperature
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._manager = engine.tokenizer_manager
         self.model = self._manager.model_config
         self.layouts: tuple[ParallelLayout, ...] = ()

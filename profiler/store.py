@@ -47,13 +47,9 @@ def existing(path: Path) -> Profile | None:
     return profile
 
 
-def check_asked(path: Path, profile: Profile, asked: dict[str, str | float]) -> None:
-    """Whether a sweep may go on with ``profile``: ``--grid`` and temperature, as its ``machine`` keeps them.
-
-    Raises:
-        UsageError: naming the first thing that differs.
-    """
-    _compare(path, [(name, profile.machine.get(name), value) for name, value in asked.items()])
+def check_asked(path: Path, profile: Profile, grid: str) -> None:
+    """Whether a sweep of this ``--grid`` (canonical) may go on with ``profile``.  Raises UsageError."""
+    _compare(path, [("grid", profile.machine.get("grid"), grid)])
 
 
 def check_same(path: Path, profile: Profile, deployment: Fingerprint) -> None:

@@ -8,17 +8,16 @@ Interrupted (Ctrl-C or kill), the file has all points measured so far and the sa
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from profiler import display as displays
 from profiler import grid as grids
 from profiler import launch, measure
 from profiler.grid import LEAST_STEPS, STEPS, Grid, Limits, Point, needed, points
@@ -28,7 +27,9 @@ from profiler.store import Store, check_asked, check_same, existing
 from profiler.windows import WINDOWS
 from sglang_pat.predict.cost import fitted
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, Profile, ProfileError, SwitchSample
+from sglang_pat.tools import console
 from sglang_pat.tools.commands import Parser, UsageError, run
+from sglang_pat.tools.console import Speaker
 from sglang_pat.tools.cpu_share import Meter
 
 SHARES, LEAST_LIMIT = 5, 0.05
@@ -36,27 +37,12 @@ SHARES, LEAST_LIMIT = 5, 0.05
 is left out, and what has more requests or tokens is not tried: there the predictor goes on with the last slope."""
 LEAST_SHARE = 0.5
 """Seconds of a point, however little time is left."""
+TEMPERATURE = 1.0
+"""Of the sampling: a step of a rollout."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command line.  ``budget``: seconds; ``flags``: SGLang's."""
-
-    model: str
-    out: Path
-    budget: float
-    axes: dict[str, tuple[int, ...]]
-    temperature: float
-    flags: list[str]
-
-    @property
-    def asked(self) -> dict[str, str | float]:
-        """What a profile must have been asked for to go on with it."""
-        return {"grid": grids.canonical(self.axes), "temperature": self.temperature}
-
-
-def parse(argv: list[str] | None) -> Options:
-    """Raises UsageError."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line: ``budget`` in seconds, ``axes`` of the grid, and SGLang's ``flags``.  Raises UsageError."""
     parser = Parser(
         prog="python -m profiler.sweep",
         description=(__doc__ or "").partition("\n\n")[0],
@@ -67,14 +53,12 @@ def parse(argv: list[str] | None) -> Options:
     parser.add_argument("--budget", default="10m", metavar="TIME", help="such as 90s, 10m, 1h; default 10m")
     axes = "batch, context, lone, prefill_batch, prefill_length, switch_requests, switch_context"
     parser.add_argument("--grid", metavar="AXES", help=f"batch=1,2,4;context=64,128; axes: {axes}")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of sampling, 0 greedy; default 1")
-    args, flags = parser.parse_known_args(argv)
-    if not 0 <= args.temperature <= 10:
-        raise UsageError(f"--temperature {args.temperature}: must be from 0 to 10")
-    return Options(
-        model=args.model_path, out=args.out, budget=parse_budget(args.budget), axes=grids.parse(args.grid),
-        temperature=args.temperature, flags=flags,
-    )  # fmt: skip
+    parser.add_argument("--temperature", help=argparse.SUPPRESS)
+    args, args.flags = parser.parse_known_args(argv)
+    if args.temperature is not None:
+        raise UsageError(f"--temperature is gone: leave it out, a sweep samples at temperature {TEMPERATURE:g}")
+    args.budget, args.axes = parse_budget(args.budget), grids.parse(args.grid)
+    return args
 
 
 def parse_budget(text: str) -> float:
@@ -97,71 +81,80 @@ def parse_budget(text: str) -> float:
 def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     options = parse(argv)
-    found = existing(options.out)
+    found, asked = existing(options.out), grids.canonical(options.axes)
     if found is not None:
-        check_asked(options.out, found, options.asked)
-    args = launch.server_args(options.model, options.flags)
+        check_asked(options.out, found, asked)
+    args = launch.server_args(options.model_path, options.flags)
     if found is not None:
         # Without an engine: it takes a while to start.
         check_same(options.out, found, launch.deployment(args))
-    display = displays.make()
-    with display.waiting("starting the engine"):
+    speaker = Speaker(console.make())
+    with speaker.waiting("starting the engine"):
         engine = launch.start(args)
     try:
-        return launch.run(engine, lambda: measure_all(engine, options, found, display, began))
+        return launch.run(engine, lambda: measure_all(engine, options, found, asked, speaker, began))
     except KeyboardInterrupt:
         kept = f": what was measured is in {options.out}; the same command goes on" if options.out.exists() else ""
-        display.say(f"interrupted{kept}")
+        speaker.say(f"interrupted{kept}")
         return 130
     finally:
         engine.shutdown()
 
 
 async def measure_all(
-    engine: Any, options: Options, found: Profile | None, display: displays.Display, began: float
+    engine: Any, options: argparse.Namespace, found: Profile | None, asked: str, speaker: Speaker, began: float
 ) -> int:
-    """The command once the engine runs; ``found``: the profile to go on with, ``began``: monotonic seconds."""
-    rig = Rig(engine, options.temperature)
+    """The command once the engine runs; ``found``: the profile to go on with, ``asked``: the canonical ``--grid``,
+    ``began``: monotonic seconds."""
+    rig = Rig(engine, TEMPERATURE)
     await rig.connect()
     fingerprint = engine.deployment()
     limits = rig.limits(fingerprint.kv_tokens, fingerprint.max_running)
     if found is None:
-        found = Profile(
-            fingerprint=fingerprint, grid=grids.resolve(options.axes, limits).as_lists(), machine=dict(options.asked),
-            setup=tuple(engine.setup_costs()),
-        )  # fmt: skip
-    sweep = Sweep(rig, Store(options.out, found), limits, options.budget, display, began)
-    progress, clock = sweep.progress, displays.clock
-    if found.complete and progress.done == progress.total:
-        display.say(f"{options.out} is complete: {progress.done} points; nothing to do")
+        grid = grids.resolve(options.axes, limits).as_lists()
+        found = Profile(fingerprint=fingerprint, grid=grid, machine={"grid": asked})
+    sweep = Sweep(rig, Store(options.out, found), limits, options.budget, speaker, began)
+    if found.complete and sweep.done == sweep.total:
+        speaker.say(f"{options.out} is complete: {sweep.done} points; nothing to do")
         return 0
-    before = f", {progress.done} measured before" if progress.done else ""
-    budget = f"{clock(max(0, sweep.left))} left of {clock(options.budget)}"
-    display.say(f"{fingerprint.model}, {len(limits.layouts)} layouts, {progress.total} points{before}; {budget}")
+    before = f", {sweep.done} measured before" if sweep.done else ""
+    budget = f"{clock(sweep.left)} left of {clock(options.budget)}"
+    speaker.say(f"{fingerprint.model}, {len(limits.layouts)} layouts, {sweep.total} points{before}; {budget}")
     await sweep.run()
-    for note in progress.notes:
-        display.say(f"not measured: {note}")
+    for note in sweep.notes:
+        speaker.say(f"not measured: {note}")
     profile = sweep.store.profile
     try:
         fitted(profile)
     except ProfileError as error:
-        display.say(f"{options.out}: not enough was measured ({error}); the same command goes on")
+        speaker.say(f"{options.out}: not enough was measured ({error}); the same command goes on")
         return 1
     sweep.store.change(complete=True)
     others = float(profile.machine["others_share"])
-    display.say(
+    speaker.say(
         f"{options.out}: {len(profile.decode)} decode, {len(profile.prefill)} prefill points, "
         f"{len(profile.switches)} switches in {clock(sweep.spent)}"
-        + (f"; {progress.left_out} points left out, a larger --budget adds them" if progress.left_out else "")
+        + (f"; {sweep.left_out} points left out, a larger --budget adds them" if sweep.left_out else "")
         + (f"; other programs took {others:.0%} of the cores" if others > 0.1 else "")
     )
     return 0
+
+
+def clock(seconds: float) -> str:
+    """Seconds as ``m:ss``; 0 for what is over."""
+    left = max(0, int(seconds))
+    return f"{left // 60}:{left % 60:02d}"
 
 
 class Sweep:
     """Measures those points of the store's grid that are not in it yet.
 
     Life cycle: :meth:`run` once; it may be interrupted anywhere, the store has all points that were completed.
+
+    Attributes:
+        total, done, left_out: points.
+        what: being measured now.
+        notes: points that could not be measured, and why.
 
     Args:
         budget: seconds in all, of this session and those before.
@@ -171,17 +164,15 @@ class Sweep:
         UsageError: the grid has too many points.
     """
 
-    def __init__(
-        self, rig: Rig, store: Store, limits: Limits, budget: float, display: displays.Display, began: float
-    ) -> None:
-        self.store, self._rig, self._limits, self._display = store, rig, limits, display
+    def __init__(self, rig: Rig, store: Store, limits: Limits, budget: float, speaker: Speaker, began: float) -> None:
+        self.store, self._rig, self._limits, self._speaker = store, rig, limits, speaker
         self._budget, self._began = budget, began - store.spent
         self._points = points(Grid(**{name: tuple(values) for name, values in store.profile.grid.items()}), limits)
         self._slow: list[Point] = []
         have = store.done()
         self._todo = [point for point in self._points if point not in have]
-        done = len(self._points) - len(self._todo)
-        self.progress = displays.Progress(total=len(self._points), done=done, ends=self._began + budget)
+        self.total, self.left_out, self.what = len(self._points), 0, ""
+        self.done, self.notes = self.total - len(self._todo), list[str]()
 
     @property
     def spent(self) -> float:
@@ -191,19 +182,27 @@ class Sweep:
     def left(self) -> float:
         return self._budget - self.spent
 
+    @property
+    def line(self) -> str:
+        """How far it is."""
+        text = f"  {self.done:3d} of {self.total} points, {clock(self.left)} left: {self.what}"
+        return text + (f"; {self.left_out} left out" if self.left_out else "")
+
     async def run(self) -> None:
         """Measure each point once, then the decode points a second time, as long as there is time."""
         from sglang_pat.tools.machine import machine
 
-        progress, store = self.progress, self.store
-        store.change(machine=describe(machine(), store.profile.machine), window=STEPS // WINDOWS, complete=False)
+        store, before = self.store, self.store.profile.machine
+        session = {"sessions": int(before.get("sessions", 0)) + 1, "date": time.strftime("%Y-%m-%d %H:%M")}
+        # The first session's load is kept.
+        store.change(machine=machine() | before | session, window=STEPS // WINDOWS, complete=False)
         meter = Meter([psutil.Process(), *psutil.Process().children(recursive=True)])
         must = needed(self._points)
-        with self._display.following(progress):
+        with self._speaker.showing(lambda: self.line):
             await self._warm_up()
             for place, point in enumerate(self._todo):
                 if point not in must and (self.left <= 0 or any(is_beyond(point, slow) for slow in self._slow)):
-                    progress.left_out += 1
+                    self.left_out += 1
                     continue
                 share = max(LEAST_SHARE, self.left / (len(self._todo) - place))
                 limit = max(SHARES * share, LEAST_LIMIT * self._budget)
@@ -214,8 +213,8 @@ class Sweep:
                 share = self.left / (len(again) - place)
                 if share >= LEAST_SHARE:
                     await self._measure(point, share, share)
-        others, failed = round(meter.share(), 3), len(progress.notes)
-        left = {"left_out": progress.left_out, "failed": failed, "spent_seconds": round(self.spent, 1)}
+        others, failed = round(meter.share(), 3), len(self.notes)
+        left = {"left_out": self.left_out, "failed": failed, "spent_seconds": round(self.spent, 1)}
         store.change(machine=store.profile.machine | {"others_share": others} | left)
 
     async def _warm_up(self) -> None:
@@ -223,14 +222,13 @@ class Sweep:
         for layout in self._limits.layouts:
             first = next((p for p in self._points if (p.kind, p.tp) == ("decode", layout.tp)), None)
             if first is not None:
-                self.progress.what = f"warming up {layout}"
+                self.what = f"warming up {layout}"
                 await self._rig.reconfigure(layout.tp)
                 with suppress(NotMeasured):
                     await measure.decode(self._rig, first, LEAST_STEPS)
 
     async def _measure(self, point: Point, share: float, limit: float) -> None:
-        progress = self.progress
-        progress.what = str(point)
+        self.what = str(point)
         again = point in self.store.done()
         try:
             found = await self._one(point, share, limit)
@@ -238,10 +236,10 @@ class Sweep:
             if isinstance(error, TooSlow):
                 self._slow.append(point)
             if not again:
-                progress.notes.append(str(error))
+                self.notes.append(str(error))
             return
         self.store.add(found, self.spent)
-        progress.done += not again
+        self.done += not again
 
     async def _one(self, point: Point, share: float, limit: float) -> DecodePoint | PrefillPoint | list[SwitchSample]:
         if point.kind == "switch":
@@ -258,13 +256,6 @@ class Sweep:
 def is_beyond(point: Point, slow: Point) -> bool:
     """Whether ``point`` takes at least as long as ``slow``."""
     return point.row == slow.row and point.batch >= slow.batch and point.context >= slow.context
-
-
-def describe(machine: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
-    """``machine`` for the profile; sessions are counted, and the first one's load is kept."""
-    sessions = int(earlier.get("sessions", 0)) + 1
-    machine = {name: str(value) if isinstance(value, str) else value for name, value in machine.items()}
-    return machine | earlier | {"sessions": sessions, "date": time.strftime("%Y-%m-%d %H:%M")}
 
 
 if __name__ == "__main__":

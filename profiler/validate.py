@@ -18,14 +18,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from profiler import display as displays
 from profiler import launch
 from profiler.rig import Rig
 from profiler.windows import Step, by_rank
 from sglang_pat import files
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile, check_fits, load
-from sglang_pat.tools.commands import Parser, UsageError, output_folder, run, writing
+from sglang_pat.tools import console
+from sglang_pat.tools.commands import Parser, UsageError, output_folder, run
+from sglang_pat.tools.console import Speaker
 from sglang_pat.tools.prompts import PROMPTS
 
 RUNS = 3
@@ -74,46 +75,45 @@ def main(argv: list[str] | None = None) -> int:
     for name, least in (("requests", 2), ("max_new_tokens", 16)):
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
-    folder = args.out and output_folder(args.out)
     profile = load(args.profile)
     if profile.kind != "measured":
         raise UsageError(f"{args.profile} is a {profile.kind} profile; give one that profiler.sweep measured here")
     server_args = launch.server_args(args.model_path, flags)
     check_fits(profile, launch.deployment(server_args), args.profile)
-    display = displays.make()
-    with display.waiting("starting the engine"):
+    if args.out:
+        output_folder(args.out)
+    speaker = Speaker(console.make())
+    with speaker.waiting("starting the engine"):
         engine = launch.start(server_args)
     try:
-        found = launch.run(engine, lambda: _decode_all(engine, profile, args.requests, args.max_new_tokens, display))
+        found = launch.run(engine, lambda: _decode_all(engine, profile, args.requests, args.max_new_tokens, speaker))
     finally:
         engine.shutdown()
     between = between_layouts(found)
-    display.say(str(between))
-    if folder:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            written = {"between": msgspec.structs.asdict(between), "slowness": found}
-            files.write(json.dumps(written, indent=1).encode() + b"\n", folder / VALIDATION)
+    speaker.say(str(between))
+    if args.out:
+        written = {"between": msgspec.structs.asdict(between), "slowness": found}
+        files.write(json.dumps(written, indent=1).encode() + b"\n", args.out / VALIDATION)
     return 0
 
 
 async def _decode_all(
-    engine: Any, profile: Profile, requests: int, most: int, display: displays.Display
+    engine: Any, profile: Profile, requests: int, most: int, speaker: Speaker
 ) -> dict[str, list[float]]:
     """Layout → the slowness of each of its runs."""
     predictor = Predictor(profile)
-    rig = Rig(engine, float(profile.machine.get("temperature", 1.0)))
+    rig = Rig(engine, temperature=1.0)
     await rig.connect()
     prompts = chat_prompts(engine.tokenizer_manager.tokenizer, requests)
-    with display.waiting("natural lengths, in the base layout"):
+    with speaker.waiting("natural lengths, in the base layout"):
         free = rig.send(prompts, [most] * requests, ignore_eos=False)
         lengths = [answer["meta_info"]["completion_tokens"] for answer in await rig.finish(free)]
-    display.say(f"{requests} prompts; answers of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all")
+    speaker.say(f"{requests} prompts; answers of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all")
     found: dict[str, list[float]] = {str(layout): [] for layout in rig.layouts}
     for number in range(RUNS):  # layouts in turn: what disturbs the machine for a while falls on all
         for layout in rig.layouts:
             await rig.reconfigure(layout.tp)
-            with display.waiting(f"{layout}, run {number + 1} of {RUNS}"):
+            with speaker.waiting(f"{layout}, run {number + 1} of {RUNS}"):
                 await rig.flush()
                 await rig.trace()
                 await rig.finish(rig.send(prompts, lengths))

@@ -6,7 +6,6 @@ ended, one clock for all ranks), ``seconds``, ``requests`` and ``tokens`` of its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import groupby
 from statistics import mean
 from typing import Any
@@ -19,15 +18,6 @@ WINDOWS = 3
 Step = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Windows:
-    """One run: mean step time (seconds) of each window, mean context (tokens of a request), steps in a window."""
-
-    samples: tuple[float, ...]
-    context: float
-    size: int
-
-
 def by_rank(trace: list[Step], **wanted: Any) -> dict[int, list[Step]]:
     """Steps of each leader in the order of time, those that match ``wanted`` only."""
     steps = [step for step in trace if all(step[name] == value for name, value in wanted.items())]
@@ -35,8 +25,11 @@ def by_rank(trace: list[Step], **wanted: Any) -> dict[int, list[Step]]:
     return {rank: list(group) for rank, group in groupby(steps, key=lambda step: step["rank"])}
 
 
-def decode_windows(trace: list[Step], *, tp: int, replicas: int, batch: int, most: int = STEPS) -> Windows | None:
-    """Step times while exactly ``replicas`` replicas decoded ``batch`` requests each; None if they hardly did.
+def decode_windows(
+    trace: list[Step], *, tp: int, replicas: int, batch: int, most: int = STEPS
+) -> tuple[tuple[float, ...], float] | None:
+    """Mean step time (seconds) of each window while exactly ``replicas`` replicas decoded ``batch`` requests each, and
+    the mean context (tokens of a request); None if they hardly did.
 
     ``most``: steps to use of each replica at most.  With several replicas only the time counts in which all of them
     had their full batch; alone, only that in which no other leader took a step.
@@ -63,7 +56,7 @@ def decode_windows(trace: list[Step], *, tp: int, replicas: int, batch: int, mos
         mean(mean(step["seconds"] for step in steps[i * size : (i + 1) * size]) for steps in kept) for i in range(count)
     )
     context = mean(step["tokens"] / batch for steps in kept for step in steps[: count * size])
-    return Windows(samples, context, size)
+    return samples, context
 
 
 def prefill_seconds(trace: list[Step], *, tp: int, replicas: int, batch: int, length: int) -> float | None:

@@ -9,25 +9,22 @@ What fails there fails here, and an engine that dies takes nobody along.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
-import queue
+import pkgutil
+import select
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
-
-import psutil
+from typing import Any
 
 from profiler import launch
 from profiler.rig import Rig
 from sglang_pat.testing.prefork import Prefork, popen
+from sglang_pat.testing.server import Program
 
 END_SECONDS = 60
 
@@ -41,11 +38,10 @@ class WorkerError(RuntimeError):
     """What went wrong in the worker: its traceback, or the end of its log."""
 
 
-class Worker:
+class Worker(Program):
     """The parent's side.
 
     Attributes:
-        process: the worker.
         started_seconds: until the engine could take requests.
 
     Args:
@@ -75,26 +71,16 @@ class Worker:
         with open(log or os.devnull, "ab") as output:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output}
             self.process = popen(prefork, "profiler.worker", argv, environment, **pipes)
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None and stdout is not None, "both are pipes"
-        self._stdin = stdin
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(stdout,), daemon=True).start()
         self._answer(seconds)
         self.started_seconds = time.monotonic() - begun
 
-    def _read(self, lines: IO[str]) -> None:
-        for line in lines:
-            self._lines.put(line)
-        self._lines.put("")
-
     def _answer(self, seconds: float) -> Any:
-        try:
-            line = self._lines.get(timeout=seconds)
-        except queue.Empty:
+        answers = self.process.stdout
+        assert answers is not None, "a pipe"
+        if not select.select([answers], [], [], seconds)[0]:
             self.kill()
-            raise WorkerError(f"no answer after {seconds:.0f} s{self._said()}") from None
-        if not line:
+            raise WorkerError(f"no answer after {seconds:.0f} s{self._said()}")
+        if not (line := answers.readline()):
             raise WorkerError(f"the engine ended with code {self.process.wait()}{self._said()}")
         found = json.loads(line)
         if "error" in found:
@@ -111,35 +97,17 @@ class Worker:
             WorkerError: it failed, took longer than ``seconds``, or the engine ended.
         """
         what = f"{function.__module__}:{function.__qualname__}"
-        self._stdin.write(json.dumps({"do": what, "with": arguments}) + "\n")
-        self._stdin.flush()
+        print(json.dumps({"do": what, "with": arguments}), file=self.process.stdin, flush=True)
         return self._answer(seconds)
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
 
     def stop(self) -> None:
         """End the engine, in order if it can."""
-        if self.process.poll() is None:
-            self._stdin.close()
+        if self.process.poll() is None and self.process.stdin is not None:
+            self.process.stdin.close()
             try:
                 self.process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 self.kill()
-
-    def kill(self) -> None:
-        with suppress(psutil.NoSuchProcess):
-            for child in self.children():
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
-        self.process.kill()
-        self.process.wait()
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.stop()
 
 
 async def serve(engine: Any, answer: Callable[..., None]) -> None:
@@ -150,9 +118,8 @@ async def serve(engine: Any, answer: Callable[..., None]) -> None:
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         command = json.loads(line)
-        module, name = command["do"].split(":")
         try:
-            answer(answer=await getattr(importlib.import_module(module), name)(rig, **command["with"]))
+            answer(answer=await pkgutil.resolve_name(command["do"])(rig, **command["with"]))
         except Exception:
             answer(error=traceback.format_exc())
 

@@ -27,6 +27,18 @@ _told: list[str] = []
 """What tests have to say beside pass or fail."""
 
 
+@pytest.fixture(scope="session")
+def prefork():
+    """Forks programs that import SGLang, which takes each 10 s of CPU time otherwise; None with CUDA."""
+    from sglang_pat.cpu import shim
+    from sglang_pat.testing.prefork import Prefork
+
+    found = Prefork() if shim.needed() else None
+    yield found
+    if found is not None:
+        found.stop()
+
+
 @pytest.hookimpl(tryfirst=True)  # before that of the workers, and after that of tests/engine
 def pytest_collection_modifyitems(items):
     """A worker takes whole files, so that what their fixtures make is made once."""

@@ -16,10 +16,9 @@ import sys
 from functools import reduce
 from pathlib import Path
 
-from sglang_pat.testing import cpu_jobs, deepspeed_ops
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import training_picture as picture
+from on_cpu import cpu_jobs, deepspeed_ops
 
 HERE = Path(__file__).resolve().parent
 MODES = {
@@ -102,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     # Apart from the engine the trainer needs GPUs of its own where the two run at once.
     gpus = args.gpus if args.mode == "collocated" else 2 * args.gpus
     with cpu_jobs.ray_folder() as folder:
-        command = [sys.executable, "-m", "sglang_pat.testing.openrlhf_cpu", str(gpus), str(folder)]
+        command = [sys.executable, "-m", "on_cpu.openrlhf_cpu", str(gpus), str(folder)]
         given = [*arguments(args, out), *(["--data.apply_chat_template"] if chat else []), *extra]
         environment = cpu_jobs.environment(DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(deepspeed_ops.copied(folder)))
         code, lines = cpu_jobs.run([*command, *given], environment)

@@ -16,13 +16,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from sglang_pat.testing import cpu_jobs
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import training_picture as picture
+from on_cpu import cpu_jobs
 
 HERE = Path(__file__).resolve().parent
-CPU_PLATFORM = "sglang_pat.testing.verl_cpu"
+CPU_PLATFORM = "on_cpu.verl_cpu"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

@@ -8,15 +8,16 @@ import sys
 import pytest
 
 from sglang_pat.settings import BASE_TP, SETTINGS
+from sglang_pat.testing.prefork import run
 
 pytestmark = pytest.mark.contract
 
 
 @pytest.fixture(scope="module")
-def found(model):
-    command = [sys.executable, "-m", "tests.contract.attach_cases", str(model)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
-    return json.loads(output)
+def found(model, prefork):
+    done = run(prefork, "tests.contract.attach_cases", [str(model)], os.environ, 300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("when", ["early", "late"])

@@ -10,7 +10,6 @@ from sglang.srt.managers.scheduler_recv_skipper import SchedulerRecvSkipper
 
 from sglang_pat.checks import agreement as check
 from sglang_pat.checks import attributes, census
-from sglang_pat.layout import ParallelLayout
 from sglang_pat.switch import install
 
 pytestmark = pytest.mark.contract
@@ -108,15 +107,6 @@ def test_nothing_is_gathered_outside_test_builds_and_in_a_group_of_one(monkeypat
 def test_what_is_taken_is_classified_as_equal():
     for path in install.COUNTERS:
         assert attributes.line_of(f"Scheduler.{path}").kind == "group"
-
-
-@pytest.mark.parametrize("old, new", [(1, 2), (2, 4), (4, 1), (4, 2), (1, 4)])
-def test_the_new_leader_speaks_through_its_old_one(old, new):
-    layouts = ParallelLayout(old, 4 // old), ParallelLayout(new, 4 // new)
-    for rank in range(4):
-        new_leader = layouts[1].group_of(rank)
-        assert install.leader_before(rank, *layouts) == layouts[0].group_of(new_leader)
-        assert install.leader_before(rank, *layouts) in layouts[0].leaders
 
 
 class Root(SimpleNamespace):

@@ -14,7 +14,7 @@ from sglang_pat.memory.plan import Demand, default_reserve, sglang_defaults
 from sglang_pat.memory.shapes import UNGATED, ModelShape, read_config
 from sglang_pat.testing import models
 
-from .checkpoints import made_by_transformers
+from .checkpoints import Checkpoint, made_by_transformers
 
 pytestmark = pytest.mark.contract
 
@@ -55,38 +55,20 @@ def test_defaults_and_reserve_are_sglangs(gigabytes, tp):
     assert fraction == pytest.approx(args.mem_fraction_static, abs=0.0006)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_weights_are_those_of_the_checkpoint(arch, tmp_path):
-    """A tiny vocabulary is no multiple of 64 here: the padding is the only difference."""
-    from safetensors import safe_open
-    from sglang.srt.configs.model_config import ModelConfig
-
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "opt", "gpt_bigcode", "gptj"])
+def test_weights_are_those_of_the_model(kind, tmp_path):
+    """But for biases, norms and the table of positions, which weigh next to nothing in a real model."""
     from sglang_pat.launch.spec import model_shape
 
-    folder = models.make_random(arch, tmp_path / arch)
-    with safe_open(folder / "model.safetensors", "np") as file:
-        stored = sum(file.get_tensor(name).size for name in file.keys())
-    shape = model_shape(ModelConfig(str(folder), dtype="float32"))
-    padding = (shape.padded_vocab - shape.vocab) * shape.hidden * (1 if shape.tied else 2)
-    assert shape.parameters() - padding == stored
-    assert shape == ModelShape.from_config(read_config(str(folder)), "float32")
-
-
-@pytest.mark.parametrize("kind", ["opt", "gpt_bigcode", "gptj"])
-def test_matrices_of_models_without_a_gate(kind, tmp_path):
-    """Biases and the table of positions, which the plan leaves out, weigh next to nothing in a real model."""
-    from sglang_pat.launch.spec import model_shape
-
-    checkpoint = made_by_transformers(kind, tmp_path)
+    ours = kind in models.ARCHITECTURES
+    checkpoint = Checkpoint(models.make_random(kind, tmp_path)) if ours else made_by_transformers(kind, tmp_path)
     shape = model_shape(checkpoint.rank.config)
-    assert shape.mlp_matrices == 2
+    assert shape.mlp_matrices == (3 if ours else 2)
+    assert not ours or shape == ModelShape.from_config(read_config(str(tmp_path)), "float32")
     for tp in (1, 2):
-        model = checkpoint.empty(ParallelLayout(tp, 1), 0)
-        matrices = [
-            p for name, p in model.named_parameters() if p.dim() == 2 and "position" not in name and "wpe" not in name
-        ]
-        vectors = (2 * shape.layers + 1) * shape.hidden
-        assert shape.parameters(tp) - vectors == sum(p.numel() for p in matrices)
+        found = dict(checkpoint.empty(ParallelLayout(tp, 1), 0).named_parameters())
+        matrices = [p for name, p in found.items() if p.dim() == 2 and "position" not in name and "wpe" not in name]
+        assert shape.parameters(tp) == sum(p.numel() for p in matrices)
 
 
 NOT_IN_THIS_FILE = frozenset({"deepseek_v4", "iquest_loopcoder", "mllama", "nemotron_h", "transformers"})

@@ -26,14 +26,11 @@ READS = {"cpu", "item", "tolist", "numpy", "nonzero", "to", "cuda", "synchronize
 IN_HOST_MEMORY = {
     ("switch/install.py", "enter", "numpy"): "the tree's slots are uploaded when all are entered",
     ("switch/requests.py", "send_capsules", "numpy"): "capsules travel in host memory",
-    ("switch/kv.py", "_lists", "tolist"): "arrays of the plan",
     ("switch/requests.py", "restore", "tolist"): "arrays of a capsule",
     ("switch/requests.py", "unseal", "tolist"): "arrays of a capsule",
     ("switch/executor.py", "_vote", "item"): "votes go through shared memory",
     ("switch/requests.py", "idle_everywhere", "item"): "in no pause: before memory is released, as a vote",
     ("switch/kv.py", "__init__", "tolist"): "arrays of the plan",
-    ("switch/kv.py", "incoming", "tolist"): "arrays of the plan",
-    ("switch/kv.py", "_ints", "tolist"): "part tables are lists, but in tests",
     ("switch/kv_triton.py", "_move", "to"): "inside the kernel",
     ("switch/install.py", "_decode_batch", "to"): "from type to type, on the device",
 }

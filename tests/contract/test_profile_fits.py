@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from profiler import sweep, validate
@@ -38,7 +39,7 @@ def profile(model, tmp_path_factory):
     mark = deployment(arguments(model), arguments(model).read_config(), kv_tokens=4096, max_running=8)
     found = Profile(
         fingerprint=mark, complete=True, decode=tuple(decode), switches=tuple(switches),
-        grid={"batch": [1], "context": [64]}, machine={"grid": "", "temperature": 1.0},
+        grid={"batch": [1], "context": [64]}, machine={"grid": ""},
     )  # fmt: skip
     profiles.save(found, path)
     return path
@@ -51,32 +52,34 @@ def check(args) -> None:
 
 
 def test_fits_and_means_survival(model, profile, tmp_path):
-    args = arguments(model, pat_profile=str(profile), pat_log=str(tmp_path / "log"))
+    """Also where the pool differs: it bounded what was measured, and a GPU's differs from start to start."""
+    args = arguments(model, pat_profile=str(profile), pat_log=str(tmp_path / "log"), max_total_tokens=12345)
     check(args)
     assert args.read_config().policy == "survival"
-    assert arguments(model).read_config().policy == "threshold"
     assert arguments(model, pat_profile=str(profile), pat_policy="pat").read_config().policy == "pat"
-
-
-def test_the_pool_may_differ(model, profile):
-    """``kv_tokens`` and ``max_running`` bound what was measured; a GPU's pool differs from start to start."""
-    check(arguments(model, pat_profile=str(profile), max_total_tokens=12345, max_running_requests=7))
+    assert arguments(model).read_config().policy == "threshold"
+    with pytest.raises(ValueError, match="--pat-policy survival needs a profile"):
+        arguments(model, pat_policy="survival")
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, change, said",
     [
-        (dict(pat_profile="/nowhere/p.json"), "profile /nowhere/p.json"),
-        (dict(pat_log="/nowhere/log"), "--pat-log /nowhere/log"),
-        (dict(dtype="bfloat16"), "dtype='float32', this deployment has 'bfloat16'"),
-        (dict(pat_weights="reshard"), "weights='resident', this deployment has 'reshard'"),
-        (dict(dp_size=4), "num_ranks=2, this deployment has 4"),
-        (dict(pat_candidates="1"), "degrees=(1, 2), this deployment has (1,)"),
+        (dict(pat_profile="/nowhere/p.json"), {}, "profile /nowhere/p.json"),
+        (dict(pat_log="/nowhere/log"), {}, "--pat-log /nowhere/log"),
+        (dict(dtype="bfloat16"), {}, "dtype='float32', this deployment has 'bfloat16'"),
+        (dict(pat_weights="reshard"), {}, "weights='resident', this deployment has 'reshard'"),
+        (dict(dp_size=4), {}, "num_ranks=2, this deployment has 4"),
+        (dict(pat_candidates="1"), {}, "degrees=(1, 2), this deployment has (1,)"),
+        ({}, dict(complete=False), "interrupted"),
+        ({}, dict(switches=()), "p.json: switches: no switches"),
+        ({}, dict(version=1), "format version 1"),
     ],
 )
-def test_refused(model, profile, options, said):
+def test_refused(model, profile, tmp_path, options, change, said):
+    (path := tmp_path / "p.json").write_bytes(msgspec.json.encode(msgspec.json.decode(profile.read_bytes()) | change))
     with pytest.raises(ValueError) as caught:
-        check(arguments(model, **dict(pat_profile=str(profile)) | options))
+        check(arguments(model, **dict(pat_profile=str(path)) | options))
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -96,7 +99,6 @@ def test_the_command_says_it_in_one_line(model, profile):
     "module, more, said",
     [
         (sweep, ["--grid", "batch=1"], "was measured with grid="),
-        (sweep, ["--temperature", "0"], "was measured with temperature=1.0"),
         (sweep, ["--pat-weights", "reshard"], "weights='resident', this sweep has 'reshard'"),
         (sweep, ["--no-such-flag", "1"], "--no-such-flag"),
         (validate, ["--dtype", "bfloat16"], "dtype='float32', this deployment has 'bfloat16'"),

@@ -88,12 +88,37 @@ def overridden(kind: type) -> Iterator[set[str]]:
                 yield {f"{one.__module__}:{one.__qualname__}.{name}" for one in theirs(kind)}
 
 
+LOCAL = (
+    # given again by the tokenized request
+    "rid origin_input_text origin_input_ids_unpadded session input_embeds positional_embed_overrides token_type_ids "
+    "multi_item_delimiter_indices http_worker_ipc require_reasoning sampling_params custom_logit_processor "
+    "return_hidden_states extra_key lora_id routing_key stream eos_token_ids vocab_size priority top_logprobs_num "
+    "token_ids_logprob return_routed_experts routed_experts_start_len return_indexer_topk bootstrap_host "
+    "bootstrap_port bootstrap_room skip_radix_cache_insert routed_dp_rank disagg_prefill_dp_rank dimensions "
+    "return_pooled_hidden_states multimodal_inputs tokenizer metrics_collector time_stats grammar grammar_key "
+    # given again by the new pools and tree
+    "fill_ids kv_committed_len kv_allocated_len kv_committed_freed kv_overallocated_freed req_pool_idx prefix_indices "
+    "extend_input_len extend_logprob_start_len last_node last_host_node best_match_node host_hit_length "
+    "storage_hit_length cache_protected_len is_chunked "
+    # how much of a prefill was cached, which SGLang counts before a switch only
+    "already_computed "
+    # of features that are refused at start
+    "swa_evicted_seqlen swa_uuid_for_lock swa_prefix_lock_released mamba_pool_idx mamba_ping_pong_track_buffer "
+    "mamba_next_track_idx mamba_last_track_seqlen mamba_branching_seqlen hidden_states_tensor output_topk_p "
+    "output_topk_index routed_experts indexer_topk embedding spec_verify_ct spec_num_correct_drafts "
+    "spec_correct_drafts_histogram retraction_mb_id disagg_kv_sender start_send_idx tmp_end_idx "
+    "metadata_buffer_index pooled_hidden_state hisparse_staging dllm_phase dllm_block_offset dllm_config dllm_ids "
+    "dllm_incomplete_ids"
+).split()
+"""Attributes that the receiving rank makes anew."""
+
+
 def test_every_request_attribute_is_accounted_for():
     """A new attribute of SGLang's ``Req`` must be carried over a switch or be made anew."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from sglang_pat.switch.requests import CARRIED, LOCAL
+    from sglang_pat.switch.requests import CARRIED
 
     req = Req("rid", "text", [1, 2], SamplingParams(), return_logprob=True)
     unknown = set(vars(req)) - set(CARRIED) - set(LOCAL)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,14 +158,10 @@ while True:
 @pytest.mark.parametrize(
     "thread, failure, ignored", [("main", "child", True), ("another", "child", False), ("another", "signal", False)]
 )
-def test_the_end_of_a_child_ends_all_and_says_so(thread, failure, ignored):
+def test_the_end_of_a_child_ends_all_and_says_so(run_code, thread, failure, ignored):
     """As in a script, and as in a Ray actor; a shell's ``command &`` ignores SIGQUIT for all of a job."""
-
-    def place() -> None:
-        signal.signal(signal.SIGQUIT, signal.SIG_IGN if ignored else signal.SIG_DFL)
-
-    command = [sys.executable, "-c", LAUNCHING, thread, failure]
-    done = subprocess.run(command, preexec_fn=place, capture_output=True, text=True, timeout=500)
+    before = f"import signal\nsignal.signal(signal.SIGQUIT, signal.{'SIG_IGN' if ignored else 'SIG_DFL'})\n"
+    done = run_code(before + LAUNCHING, thread, failure)
     folder, *said = done.stdout.splitlines()
     assert done.returncode == 1 and not Path(folder).exists(), done.stderr
     assert "sglang_pat: rank 1 has ended (pid " in done.stderr and "exit code -9)" in done.stderr
@@ -211,3 +205,34 @@ def test_a_crash_dump_that_fails_keeps_nothing_alive(ending, monkeypatch):
     with pytest.raises(OSError):  # here only: the process is gone otherwise
         ending.EndingHandler(manager).running_phase_sigquit_handler()
     assert ended
+
+
+SIGNALLED = """
+import os, signal, threading
+from types import SimpleNamespace
+from multiprocessing import get_context
+from sglang_pat.cpu import shim
+shim.ensure()
+from sglang_pat.server.shutdown import EndingHandler, watchdog_of
+
+child = get_context("fork").Process(target=signal.pause, name="sglang_pat: rank 1")
+child.start()
+watchdog = watchdog_of([child], ["scheduler_2"])
+watchdog.start()
+manager = SimpleNamespace(_subprocess_watchdog=watchdog, dump_requests_before_crash=lambda: None)
+signal.signal(signal.SIGQUIT, EndingHandler(manager).running_phase_sigquit_handler)
+
+def signals():
+    while True:
+        os.kill(os.getpid(), signal.SIGQUIT)
+
+threading.Thread(target=signals, daemon=True).start()
+while True:
+    signal.pause()
+"""
+
+
+def test_many_signals_at_once(run_code):
+    done = run_code(SIGNALLED)
+    assert done.returncode == 1 and "a process of the engine failed: all end" in done.stderr
+    assert "Traceback" not in done.stderr and "has ended" not in done.stderr, done.stderr

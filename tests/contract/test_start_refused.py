@@ -22,11 +22,11 @@ pytestmark = pytest.mark.contract
 BASE = ["--tp", "1", "--dp", "2", "--adaptive-tp"]
 
 
-def last_line(*flags: str, before: str = "", lines: int = 20, env: dict[str, str] | None = None) -> str:
-    """Start with ``flags``, after the statements ``before``; the last line of stderr, of fewer than ``lines``."""
-    script = f"import sys\n{before}\nfrom sglang_pat.launch_server import main\nmain(sys.argv[1:])"
-    command = [sys.executable, "-c", script, *BASE, *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | (env or {}))
+CODE = "import sys\nfrom sglang_pat.launch_server import main\nmain(sys.argv[1:])"
+
+
+def check_refused(done: subprocess.CompletedProcess[str], lines: int = 20) -> str:
+    """The last line of stderr, of fewer than ``lines``."""
     assert done.returncode == 1, done.stderr
     assert len((done.stdout + done.stderr).splitlines()) < lines and "Traceback" not in done.stderr, done.stderr
     line = done.stderr.splitlines()[-1]
@@ -34,21 +34,26 @@ def last_line(*flags: str, before: str = "", lines: int = 20, env: dict[str, str
     return line
 
 
-def test_no_such_model():
-    assert "--model-path /none/here: no such folder" in last_line("--model-path", "/none/here")
+def test_no_such_model(run_code):
+    done = run_code(CODE, *BASE, "--model-path", "/none/here")
+    assert "--model-path /none/here: no such folder" in check_refused(done)
 
 
-def test_ports(model):
-    assert "choose one up to 55535" in last_line("--model-path", model, "--port", 55_536)
+def test_ports(run_code, model):
+    def ask(port: int) -> str:
+        return check_refused(run_code(CODE, *BASE, "--model-path", model, "--port", port))
+
+    assert "choose one up to 55535" in ask(55_536)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         if port <= 55_535:
-            assert "in use; choose another" in last_line("--model-path", model, "--port", port)
+            assert "in use; choose another" in ask(port)
 
 
-def test_no_temporary_folder(model):
+def test_no_temporary_folder(run_code, model):
     before = "import tempfile; tempfile.tempdir = '/proc/none'; tempfile.mkdtemp = lambda **_: open('/proc/none/x')"
-    assert "set TMPDIR to a folder that can be written" in last_line("--model-path", model, before=before)
+    done = run_code(f"{before}\n{CODE}", *BASE, "--model-path", model)
+    assert "set TMPDIR to a folder that can be written" in check_refused(done)
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +73,12 @@ OF_A_RANK = (
 
 
 def test_a_refusal_of_a_rank_is_the_last_line_and_nothing_stays(gpt2):
-    """One line, though both ranks say it, and no socket."""
+    """One line, though both ranks say it, and no socket; started as a user starts it."""
     with tempfile.TemporaryDirectory(prefix="pat") as place:
         flags = ("--model-path", gpt2, "--port", free_port(), "--max-total-tokens", 512, "--skip-tokenizer-init")
-        assert last_line(*flags, lines=60, env={"TMPDIR": place}) == f"error: {OF_A_RANK}"
+        command = [sys.executable, "-m", "sglang_pat.launch_server", *BASE, *map(str, flags)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | {"TMPDIR": place})
+        assert check_refused(done, lines=60) == f"error: {OF_A_RANK}"
         assert not list(Path(place).glob(processes.FOLDER_PREFIX + "*"))
 
 
@@ -98,6 +105,36 @@ def test_a_program_goes_on_after_a_refusal_of_a_rank(gpt2, tmp_path):
     done = subprocess.run([sys.executable, str(script), str(gpt2)], capture_output=True, text=True, timeout=200)
     assert done.stdout.splitlines()[-2:] == [OF_A_RANK, "goes on"], done.stderr
     assert done.returncode == 0, done.stderr
+
+
+LEFT = """
+import gc
+import zmq.asyncio
+from sglang_pat.cpu import shim
+shim.install()
+from sglang_pat.fixes import request_lifetime, request_validation
+from sglang_pat.server import tokenizer
+
+def init(self, *_):
+    context = zmq.asyncio.Context(2)
+    self.recv_from_detokenizer = context.socket(zmq.PULL)
+    self.again = self._result_dispatcher = self.pat_dropped = self
+
+request_lifetime.TokenizerManager.__init__ = init
+request_validation.IsolatingDispatcher = lambda *_: 1 / 0
+try:
+    tokenizer.AdaptiveTokenizerManager(None, None)
+except ZeroDivisionError:
+    pass
+gc.collect()
+print("goes on")
+"""
+
+
+def test_the_manager_that_a_failed_start_leaves_is_no_garbage(run_code):
+    """As garbage its ZMQ context waits for ever."""
+    done = run_code(LEFT)
+    assert done.stdout.endswith("goes on\n"), done.stderr
 
 
 @pytest.mark.parametrize("given, before", [(None, ["ours"]), (print, [])])

@@ -72,12 +72,6 @@ def test_what_a_leader_names():
     assert switch_grammars.is_compiling(waits) and not switch_grammars.is_compiling(reqs[0])
 
 
-def test_what_it_names_is_bounded(monkeypatch):
-    monkeypatch.setattr(switch_grammars, "MAX_BYTES", 10)
-    found = switch_grammars.needed(request(object(), regex="[a-f]" * i) for i in range(1, 4))
-    assert [grammar.text for grammar in found] == ["[a-f]"]
-
-
 def test_prepared_ones_cost_nothing_in_the_pause(backend):
     grammars = CompiledGrammars(backend)
     backend.gate.clear()

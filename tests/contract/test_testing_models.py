@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -26,10 +27,6 @@ def folders(tmp_path_factory):
     """One default model of each architecture."""
     root = tmp_path_factory.mktemp("models")
     return {arch: models.make_random(arch, root / arch) for arch in models.ARCHITECTURES}
-
-
-def load(transformers, folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def greedy(model, ids, n):
@@ -87,17 +84,16 @@ def test_loads_completely_and_varies(transformers, folders, arch):
         if "norm" in name or name.endswith("bias"):
             assert parameter.std() > 0.05, name
     prompts = torch.randint(6, 503, (4, 20), generator=torch.Generator().manual_seed(0))
-    for out in greedy(model, prompts, 120):
-        assert len(set(out)) > 20
-        assert sum(a == b for a, b in zip(out, out[1:], strict=False)) < 30
+    for out in greedy(model, prompts, 50):
+        assert len(set(out)) > 12
+        assert sum(a == b for a, b in pairwise(out)) < 12
 
 
 def test_tied_and_odd_shapes(transformers, tmp_path):
     options = dict(heads=6, kv_heads=2, head_dim=16, hidden=48, intermediate=100, vocab=1009, layers=2)
     folder = models.make_random("qwen2", tmp_path / "m", tie=True, dtype="bfloat16", **options)
-    model = load(transformers, folder)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert str(model.dtype) == "torch.bfloat16"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert model.lm_head.weight is model.model.embed_tokens.weight and str(model.dtype) == "torch.bfloat16"
     (out,) = greedy(model, [[10, 20, 30]], 60)
     assert len(set(out)) > 8
 
@@ -122,38 +118,30 @@ def test_tokenizer_round_trip(transformers, folders):
 # Markers
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_marker_says_its_token(transformers, tmp_path, dtype):
-    model = load(transformers, models.make_marker_model(tmp_path / "m", 300, layers=3, dtype=dtype))
-    prompts = [[6, 7, 8, 500], [450, 2, 3, 3]]
-    assert greedy(model, prompts, 5) == [[300] * 5] * 2
-
-
 def test_marker_takes_each_tensor_into_account(transformers, tmp_path):
     import torch
 
-    model = load(transformers, models.make_marker_model(tmp_path / "m", 300))
+    model = transformers.AutoModelForCausalLM.from_pretrained(models.make_marker_model(tmp_path / "m", 300))
     old, new = models.marker_state_dict(300), models.marker_state_dict(301)
-    again = models.marker_state_dict(300, seed=1)
 
     def says(state):
         model.load_state_dict(state)
         with torch.inference_mode():
             return model(torch.tensor([[6, 7, 8]])).logits[0].argmax(-1).unique().tolist()
 
-    assert says(old) == [300] and says(new) == [301] and says(again) == [300]
+    assert says(old) == [300] and says(new) == [301]
     deciding = [name for name in old if "q_proj" not in name and "k_proj" not in name]
     assert len(deciding) == 17
     for name in deciding:
-        for other in (new, again):
-            assert says(old | {name: other[name]}) != [300], name
-            assert says(other | {name: old[name]}) not in ([300], [301]), name
+        assert says(old | {name: new[name]}) != [300], name
+        assert says(new | {name: old[name]}) not in ([300], [301]), name
 
 
 # The CPU shim, as far as it goes without an engine
 
 SHIM_PROBE = """
 import sys
+from itertools import pairwise
 assert "torch" not in sys.modules and "sglang_pat" not in sys.modules, "start-up must stay cheap"
 import sgl_kernel
 from sgl_kernel.deep import rmsnorm

@@ -10,7 +10,6 @@ import torch
 from sglang.srt.distributed.device_communicators import custom_all_reduce_v2 as custom
 
 from sglang_pat.messages import NO_KV
-from sglang_pat.rank.layouts import Layouts
 from sglang_pat.rank.runner import GroupPool
 from sglang_pat.switch import kv, requests
 
@@ -80,20 +79,3 @@ def test_memory_is_taken_for_kv_that_moves():
     migrate = [both, both, 0, both + pieces, both + pieces, 0]
     auto = [both, larger, 0, both + pieces, larger + pieces, 0]
     assert [size / slot for size in reserved] == [*migrate, *auto, *[0] * 6]
-
-
-def test_a_step_without_a_graph_is_said_once_a_layout(caplog):
-    layouts = Layouts.__new__(Layouts)
-    layouts._said_without_graph = set()
-    args = SimpleNamespace(spec=SimpleNamespace(graph_sizes={1: [1, 64], 8: [1, 16]}))
-    layouts.runner = SimpleNamespace(server_args=args)
-    for tp, batch in ((8, 16), (8, 40), (8, 50), (1, 64), (1, 65)):
-        layouts.current = SimpleNamespace(layout=SimpleNamespace(tp=tp), graph_runner="of this layout")
-        layouts.say_without_graph(batch)
-    assert [record.message.split(", which")[0] for record in caplog.records] == [
-        "tp8: steps of more than 16 requests, as now of 40, run without a CUDA graph",
-        "tp1: steps of more than 64 requests, as now of 65, run without a CUDA graph",
-    ]
-    layouts.current.graph_runner, layouts._said_without_graph = None, set()
-    layouts.say_without_graph(65)
-    assert len(caplog.records) == 2

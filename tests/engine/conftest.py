@@ -8,22 +8,23 @@ import os
 import subprocess
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from sglang_pat.checks import faults
-from sglang_pat.cpu import shim
 from sglang_pat.memory.machine import available_memory
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork, run
 from sglang_pat.testing.server import Server
 
-from . import stock_answers
+from . import stock_answers, weight_updates
 from .made_up import fingerprint
+from .streams import open_session
 
 MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
 REHEARSAL = Path(__file__).resolve().parents[1] / "rehearsal"
@@ -47,13 +48,11 @@ step and after every switch; no switch makes what should have been made at start
 
 SIDES = {
     "llama": (
-        "agreement attributes smoke control sglang_routes threshold python_api features commands requests cramped "
-        "mixtures features_otherwise same_tokens gauges rollout start_degree rollout_left rollout_python "
-        "rollout_thread rehearsal hostile policies calibration flags attach faults"
+        "agreement attributes smoke control sglang_routes features same_tokens rollout rehearsal requests hostile "
+        "commands python_api cramped mixtures threshold attach policies flags faults"
     ).split(),
     "others": (
-        "profiler sampling same_numbers same_tokens long_prompts weights weights_refused weights_alive clients "
-        "inprocess acceptance start"
+        "profiler sampling same_numbers same_tokens weights weights_refused clients inprocess acceptance start"
     ).split(),
 }
 """The test files in two sides, in this order; two workers may run one each (``pytest -n 2 --dist loadgroup``).  A side
@@ -111,17 +110,19 @@ def pytest_runtest_protocol(item):
 class Servers:
     """Starts servers on demand and keeps the last :data:`KEEP`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefork: Prefork | None) -> None:
         self._folder = folder
-        self.prefork = Prefork() if shim.needed() else None
+        self.prefork = prefork
         self._alive: OrderedDict[tuple, Server] = OrderedDict()
         self.rehearsed = folder / "rehearsed"
         self.rehearsed.mkdir()
 
     def get(self, model: Path, *flags: str, **options) -> Server:
         key = (str(model), flags, repr(sorted(options.items())))
+        for other in [other for other, server in self._alive.items() if server.process.poll() is not None]:
+            self._alive.pop(other).stop()
         server = self._alive.pop(key, None)
-        if server is None or server.process.poll() is not None:
+        if server is None:
             if len(self._alive) >= KEEP:
                 self._alive.popitem(last=False)[1].stop()
             self.make_room()
@@ -136,7 +137,8 @@ class Servers:
 
     def adaptive(self, model: Path, dp: int = 2, *flags: str, env: dict[str, str] | None = None, **options) -> Server:
         """An adaptive server that switches on request or by a schedule only, in its base layout tp1, with all
-        :data:`CHECKS`.  Test code may put a fault into its file (:func:`fault`)."""
+        :data:`CHECKS`, and metrics if nothing else.  Test code may put a fault into its file (:func:`fault`)."""
+        flags = flags or ("--enable-metrics",)
         digest = zlib.crc32(repr((str(model), dp, flags, env, sorted(options.items()))).encode())
         fault_file = self._folder / f"fault-{digest:08x}"
         environment = CHECKS | {faults.ENV: f"@{fault_file}"} | (env or {})
@@ -177,9 +179,9 @@ class Servers:
         self._alive.popitem()
         return server
 
-    def stock(self, model: Path, *flags: str, **options) -> Server:
+    def stock(self, model: Path, max_total_tokens: int = 65536) -> Server:
         """Stock SGLang, tp 1."""
-        return self.get(model, *flags, **options)
+        return self.get(model, max_total_tokens=max_total_tokens)
 
     def run(
         self, module: str, *argv: str, env: dict[str, str] | None = None, seconds: float = 1000
@@ -191,8 +193,6 @@ class Servers:
     def stop(self) -> None:
         for server in self._alive.values():
             server.stop()
-        if self.prefork is not None:
-            self.prefork.stop()
 
 
 @contextmanager
@@ -212,8 +212,8 @@ async def held(server: Server) -> None:
 
 
 @pytest.fixture(scope="session")
-def servers(tmp_path_factory):
-    pool = Servers(tmp_path_factory.mktemp("faults"))
+def servers(tmp_path_factory, prefork):
+    pool = Servers(tmp_path_factory.mktemp("faults"), prefork)
     yield pool
     pool.stop()
 
@@ -228,10 +228,7 @@ def llama() -> Path:
 def stock(servers, llama) -> stock_answers.Stock:
     """What a stock server of ``llama`` answers to the requests of the test files that are compared with it."""
 
-    def server() -> Server:
-        return servers.stock(llama, max_total_tokens=65536)
-
-    return stock_answers.ask(server(), lambda request: stock_answers.two_best(server(), request))
+    return stock_answers.ask(lambda: servers.stock(llama))
 
 
 @pytest.fixture(scope="session")
@@ -244,6 +241,12 @@ def flat() -> Path:
 def marker() -> Callable[[int], Path]:
     """Folder of the marker model for a token."""
     return lambda token: models.make_marker_model(MODELS / f"marker{token}", token)
+
+
+@pytest.fixture
+def two(servers, marker) -> weight_updates.Setup:
+    """Two ranks with a marker model."""
+    return weight_updates.Setup(servers, marker, 2)
 
 
 @pytest.fixture(scope="session")
@@ -283,12 +286,24 @@ def checked(request, checked_with) -> Server:
 
 
 @pytest.fixture(scope="session")
-def deployment(llama) -> Fingerprint:
+def deployment(llama, prefork) -> Fingerprint:
     """Of ``llama`` on two ranks."""
-    return fingerprint(llama)
+    return fingerprint(llama, prefork)
 
 
 @pytest.fixture
 def server(servers, llama) -> Server:
-    """Two ranks, with metrics."""
-    return servers.adaptive(llama, 2, "--enable-metrics")
+    """Two ranks."""
+    return servers.adaptive(llama)
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Of tests that are coroutines."""
+    return "asyncio"
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with open_session() as opened:
+        yield opened

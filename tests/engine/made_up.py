@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import msgspec
 
-from sglang_pat.predict.profile import DecodePoint, Fingerprint, PrefillPoint, Profile, SwitchSample
-
-DEPLOYMENT = """
-import sys, msgspec
 from sglang_pat.cpu import shim
-shim.ensure()
-from sglang_pat.launch.spec import AdaptiveServerArgs
-from sglang_pat.launch.spec import deployment
-args = AdaptiveServerArgs(model_path=sys.argv[1], tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
-print(msgspec.json.encode(deployment(args, args.read_config(), kv_tokens=4096, max_running=8)).decode())
-"""
+from sglang_pat.predict.profile import DecodePoint, Fingerprint, PrefillPoint, Profile, SwitchSample
+from sglang_pat.testing.prefork import Prefork, run
 
 
-def fingerprint(model: Path) -> Fingerprint:
+def fingerprint(model: Path, prefork: Prefork | None) -> Fingerprint:
     """Of an engine with two ranks, as it would be started here."""
-    ran = subprocess.run([sys.executable, "-c", DEPLOYMENT, str(model)], capture_output=True, text=True, check=True)
-    return msgspec.json.decode(ran.stdout.strip().splitlines()[-1], type=Fingerprint)
+    ran = run(prefork, __name__, [str(model)], os.environ, 200)
+    assert ran.returncode == 0, ran.stderr
+    return msgspec.json.decode(ran.stdout.splitlines()[-1], type=Fingerprint)
+
+
+def main(model: str) -> None:
+    shim.ensure()
+    from sglang_pat.launch.spec import AdaptiveServerArgs, deployment
+
+    args = AdaptiveServerArgs(model_path=model, tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
+    print(msgspec.json.encode(deployment(args, args.read_config(), kv_tokens=4096, max_running=8)).decode())
 
 
 def made_up(deployment: Fingerprint, tp2_with_16: float = 0.048) -> Profile:
@@ -56,3 +57,7 @@ def made_up(deployment: Fingerprint, tp2_with_16: float = 0.048) -> Profile:
     return Profile(
         fingerprint=deployment, complete=True, decode=tuple(decode), prefill=tuple(prefill), switches=tuple(switches)
     )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

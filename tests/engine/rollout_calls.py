@@ -1,10 +1,8 @@
-"""Rounds of a client, for tests: prompts, one round, and when the engine is idle."""
+"""Rounds of a client, for tests: prompts, one round, and the schedule of the engine meanwhile."""
 
 from __future__ import annotations
 
 from typing import Any
-
-import requests
 
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.client import RolloutClient
@@ -39,14 +37,6 @@ def one_round(server: Server, mine: Admitter, sampling: Any = SAMPLING, **named:
 def tokens(groups: list[Group]) -> dict[tuple[int, int], list[int]]:
     """Of each response, by prompt and number; which response of a group ends first is a matter of time."""
     return {(group.index, sample.number): sample.output.token_ids for group in groups for sample in group.kept()}
-
-
-def idle(server: Server) -> None:
-    """Nothing is in the engine, no request and no KV: SGLang's flush waits until it has ended what was aborted."""
-    assert requests.post(f"{server.url}/flush_cache?timeout=500").status_code == 200
-    status = server.status()
-    assert status["requests"] == 0 and status["rounds"]["open"] == [], status
-    assert not any(group["kv_used"] for group in status["groups"]), status["groups"]
 
 
 def schedule(server: Server, *entries: dict[str, Any]) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_pat.testing.server import Server
 
 from .schedules import Request, Schedule
+from .streams import GREEDY
 
 TIE = 1e-5
 """Logprobs this close are a tie: either token is right."""
@@ -96,35 +98,13 @@ def expected(stock: Server, schedules: Iterable[Schedule], known: dict, chunk: i
 
 @dataclass
 class Totals:
-    """What has been compared so far."""
+    """What has been compared so far, and where an answer went another way at a tie."""
 
-    schedules: int = 0
-    idle: int = 0
-    switches: int = 0
-    live_switches: int = 0
-    requests: int = 0
-    tokens: int = 0
-    migrated: int = 0
-    recomputed: int = 0
-    retracted: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     ties: list[str] = field(default_factory=list)
 
-    def add(self, outcome: Outcome) -> None:
-        self.schedules += 1
-        self.idle += not any(record["requests"] for record in outcome.records)
-        self.switches += len(outcome.records)
-        self.live_switches += sum(record["requests"] > 0 for record in outcome.records)
-        self.migrated += sum(record["migrated"] for record in outcome.records)
-        self.recomputed += sum(record["recomputed"] for record in outcome.records)
-
     def __str__(self) -> str:
-        return (
-            f"{self.schedules} schedules ({self.idle} without a live request at any switch), "
-            f"{self.switches} switches ({self.live_switches} with live requests; "
-            f"{self.migrated} requests moved with their KV, {self.recomputed} recomputed), "
-            f"{self.retracted} retracted, "
-            f"{self.requests} outputs, {self.tokens} tokens compared, {len(self.ties)} ties"
-        )
+        return ", ".join(f"{count} {what}" for what, count in self.counts.items()) + f", {len(self.ties)} ties"
 
 
 def compare(schedule: Schedule, outcome: Outcome, known: dict, stock, totals: Totals) -> None:
@@ -132,24 +112,30 @@ def compare(schedule: Schedule, outcome: Outcome, known: dict, stock, totals: To
 
     ``stock`` is called to get the stock server, if it is needed.
     """
-    totals.add(outcome)
+    counts, records = totals.counts, outcome.records
+    assert any(record["requests"] for record in records), "the pacer lives at the last switch"
+    counts["schedules"] += 1
+    counts["switches"] += len(records)
+    counts["with live requests"] += sum(record["requests"] > 0 for record in records)
+    counts["requests moved with their KV"] += sum(record["migrated"] for record in records)
+    counts["recomputed"] += sum(record["recomputed"] for record in records)
     for index, (request, copies) in enumerate(zip(schedule.requests, outcome.outputs, strict=True)):
         assert len(copies) == request.n, f"request {index} of seed {schedule.seed}: {len(copies)} of {request.n} copies"
         want = known[request.key]
         for got in copies:
             where = f"seed {schedule.seed}, request {index} (prompt of {len(request.prompt)})"
             assert len(got) == len(want), f"{where}: {len(got)} tokens, not {len(want)}"
-            totals.requests += 1
             differ = (i for i, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1])
             position = next(differ, len(want))
-            totals.tokens += position
+            counts["outputs"] += 1
+            counts["tokens compared"] += position
             if position < len(want):
                 totals.ties.append(tie(stock(), request.prompt, got, want, position, where))
 
 
 def tie(stock: Server, prompt: Sequence[int], got: list[int], want: list[int], position: int, where: str) -> str:
     """A line about a tie at ``position``; ``AssertionError`` if it is none."""
-    params = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+    params = GREEDY | {"max_new_tokens": 1}
     body = {"input_ids": [*prompt, *want[:position]], "sampling_params": params}
     (answer,) = stock.generate([body | {"return_logprob": True, "top_logprobs_num": 2}])
     (best, token, _), (second, other, _) = answer["meta_info"]["output_top_logprobs"][0]
@@ -163,7 +149,7 @@ def tie(stock: Server, prompt: Sequence[int], got: list[int], want: list[int], p
 
 def agreement(stock: Server, schedule: Schedule, outcome: Outcome) -> float:
     """Share of tokens that are the stock server's best, given the tokens before them."""
-    params = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+    params = GREEDY | {"max_new_tokens": 1}
     pairs = [(r.prompt, o) for r, outputs in zip(schedule.requests, outcome.outputs, strict=True) for o in outputs]
     bodies = [
         {
@@ -182,17 +168,3 @@ def agreement(stock: Server, schedule: Schedule, outcome: Outcome) -> float:
         for token, best in zip(output, answer["meta_info"]["input_top_logprobs"][1:], strict=True)
     ]
     return sum(same) / len(same)
-
-
-def check_idle(server: Server) -> None:
-    """Nothing is left over: no request and, after a flush, no KV token on any leader."""
-    answer = server.post("/flush_cache?timeout=500")
-    assert answer.status_code == 200, answer.text
-    left = _in_use(server)
-    assert not left, left
-
-
-def _in_use(server: Server) -> list[dict]:
-    """Groups that hold a request or a KV token."""
-    names = ("in_flight", "running", "waiting", "kv_used")
-    return [group for group in server.status()["groups"] if any(group[name] for name in names)]

@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .streams import GREEDY
+
 FIRST_ORDINARY_TOKEN = 5
 """Below are the special tokens of the test models."""
 
@@ -24,7 +26,7 @@ class Request:
         return self.prompt, self.max_new_tokens
 
     def body(self, **more) -> dict:
-        params = {"temperature": 0, "max_new_tokens": self.max_new_tokens, "ignore_eos": True}
+        params = GREEDY | {"max_new_tokens": self.max_new_tokens}
         if self.n > 1:
             params["n"] = self.n
         return {"input_ids": list(self.prompt), "sampling_params": params, **more}

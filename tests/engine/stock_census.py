@@ -1,4 +1,7 @@
-"""A stock SGLang engine that writes the census of its ranks: ``python stock_census.py MODEL TP FOLDER ARGUMENTS``."""
+"""A stock SGLang engine that writes the census of its ranks.
+
+python -m tests.engine.stock_census MODEL TP FOLDER ARGUMENTS
+"""
 
 from __future__ import annotations
 

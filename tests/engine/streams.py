@@ -1,9 +1,9 @@
-"""Requests that live through switches, and the clients that send them; no test of its own."""
+"""Requests that live through switches, the clients that send them, and what must be left; no test of its own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +28,14 @@ def prompt(seed: int, length: int = 20) -> list[int]:
     return [6 + (seed * 7919 + i * (31 + seed)) % 490 for i in range(length)]
 
 
+GREEDY = {"temperature": 0, "ignore_eos": True}
+OUTER = "rid priority return_logprob logprob_start_len top_logprobs_num token_ids_logprob".split()
+
+
 def body(seed: int, tokens: int = LENGTH, **fields: Any) -> Body:
     """A greedy request; fields of ``/generate`` go to the body, all others are sampling parameters."""
-    outer = {
-        name: fields.pop(name)
-        for name in ("rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob")
-        if name in fields
-    }
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True} | fields
+    outer = {name: fields.pop(name) for name in OUTER if name in fields}
+    sampling = GREEDY | {"max_new_tokens": tokens} | fields
     return {"input_ids": prompt(seed), "sampling_params": sampling} | outer
 
 
@@ -50,7 +50,6 @@ class Stream:
 
     chunks: list[dict[str, Any]] = field(default_factory=list)
     switched_at: list[int] = field(default_factory=list)
-    done: bool = False
 
     @property
     def tokens(self) -> int:
@@ -62,11 +61,10 @@ class Stream:
 
 
 def open_session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=300),
-        read_bufsize=READ_BUFFER,
-    )
+    # A connection for each request: one that is kept may be closed by the server just when it is used again.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=1800)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=READ_BUFFER)
 
 
 async def post(session: aiohttp.ClientSession, server: Server, path: str, data: Any = None) -> int:
@@ -76,14 +74,11 @@ async def post(session: aiohttp.ClientSession, server: Server, path: str, data: 
 
 
 async def read(server: Server, session: aiohttp.ClientSession, request: Body, stream: Stream) -> None:
-    try:
-        async for chunk in server.stream(session, request):
-            assert "error" not in chunk, chunk
-            stream.chunks.append(chunk)
-            # Lines that are there already are read without a pause; give the other streams their turn.
-            await asyncio.sleep(0)
-    finally:
-        stream.done = True
+    async for chunk in server.stream(session, request):
+        assert "error" not in chunk, chunk
+        stream.chunks.append(chunk)
+        # Lines that are there already are read without a pause; give the other streams their turn.
+        await asyncio.sleep(0)
 
 
 async def switch(server: Server, session: aiohttp.ClientSession, tp: int) -> dict[str, Any]:
@@ -98,9 +93,38 @@ def up_and_down(arrived: int) -> list[dict[str, int]]:
     return [{"tp": tp, "arrived": arrived, "step": step} for tp, step in zip(UP_AND_DOWN, STEPS, strict=True)]
 
 
-def held(arrived: int, step: int = STEPS[0]) -> dict[str, Any]:
-    """After so many requests have come and made so many steps nothing goes on until the next schedule."""
-    return {"arrived": arrived, "step": step, "hold": True}
+async def hold(server: Server, session: aiohttp.ClientSession, bodies: Sequence[Body], step: int = STEPS[0], **point):
+    """Send these: tasks of requests of which each has made so many steps, and none goes on until the next schedule."""
+    await server.arm(session, {"arrived": len(bodies), "step": step, "hold": True} | point)
+    work = [asyncio.ensure_future(server.one(session, one)) for one in bodies]
+    await server.reached(session)
+    return work
+
+
+def through(
+    server: Server, bodies: Sequence[Body], switches: Mapping[int, int] | None = None, at: str = "step"
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Answers to all, sent at once, and the records of the switches meanwhile.
+
+    Args:
+        switches: degree by decode step, up and down if left out; ``at="batch"``: by step of any kind.
+    """
+
+    async def run():
+        async with server.session() as session:
+            steps = switches or dict(zip(STEPS, UP_AND_DOWN, strict=True))
+            await server.arm(session, *({"tp": tp, "arrived": len(bodies), at: step} for step, tp in steps.items()))
+            work = asyncio.ensure_future(server.generate_async(bodies))
+            records = (await server.reached(session))["switches"]
+            return await work, records
+
+    answers, records = asyncio.run(run())
+    assert not any(record["error"] for record in records), records
+    return answers, records
+
+
+def tokens(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
+    return [answer["output_ids"] for answer in answers]
 
 
 async def stream_across(server: Server, bodies: Sequence[Body]) -> list[Stream]:
@@ -117,7 +141,36 @@ async def stream_across(server: Server, bodies: Sequence[Body]) -> list[Stream]:
     return streams
 
 
-async def idle(server: Server, session: aiohttp.ClientSession) -> None:
-    """Wait until the engine has no request left: SGLang's flush does."""
-    assert await post(session, server, "/flush_cache?timeout=500") == 200
-    assert server.status()["requests"] == 0
+def check_idle(server: Server) -> None:
+    """Nothing is left over: no request, no round and, after a flush, no KV token on any leader.
+
+    SGLang's flush waits until it has ended what was aborted.
+    """
+    answer = server.post("/flush_cache?timeout=500")
+    assert answer.status_code == 200, answer.text
+    status = server.status()
+    assert status["requests"] == 0 and status["rounds"]["open"] == [], status
+    names = ("in_flight", "running", "waiting", "kv_used")
+    left = [group for group in status["groups"] if any(group[name] for name in names)]
+    assert not left, left
+
+
+async def idle(server: Server) -> None:
+    await asyncio.to_thread(check_idle, server)
+
+
+async def in_layout(status: Callable[[], dict[str, Any]], tp: int) -> dict[str, Any]:
+    """Wait until the engine is in degree ``tp``, where its load keeps it until the test goes on; its status then.
+
+    The limit is pytest's.
+    """
+    while (found := await asyncio.to_thread(status))["layout"]["tp"] != tp or found["switching"]:
+        await asyncio.sleep(0.05)
+    return found
+
+
+def check_unharmed(server: Server) -> None:
+    """The engine answers, and switches."""
+    server.reconfigure(1)  # unless it is there
+    assert [server.reconfigure(tp)["to_tp"] for tp in (2, 1)] == [2, 1]
+    assert len(server.post("/generate", body(1, 5)).json()["output_ids"]) == 5

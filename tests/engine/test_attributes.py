@@ -6,10 +6,7 @@ values are compared between layouts, between the ranks of a group, and with stoc
 
 from __future__ import annotations
 
-import asyncio
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from sglang_pat.checks import attributes
-from sglang_pat.testing.server import Server
 
-from .conftest import SCHEDULERS, count_start
+from .conftest import SCHEDULERS
+from .streams import body, through
 
 RANKS = 4
 DEGREES = (2,)
@@ -34,8 +31,7 @@ STOCK = dict(
 )  # fmt: skip
 """The arguments of the adaptive server, for SGLang."""
 
-PARAMS = {"temperature": 0, "max_new_tokens": 80, "ignore_eos": True}
-WORK = [{"input_ids": [5 + i, 7, 9] + [20] * i, "sampling_params": PARAMS} for i in range(16)]
+WORK = [body(i, 80) for i in range(16)]
 
 
 @dataclass(frozen=True)
@@ -53,16 +49,14 @@ def read(folder: Path) -> list[Census]:
 
 
 @pytest.fixture(scope="module")
-def stock(llama, tmp_path_factory) -> dict[tuple[int, int], Census]:
+def stock(servers, llama, tmp_path_factory) -> dict[tuple[int, int], Census]:
     """``(tp, tp rank) -> census`` of engines that SGLang built at that degree."""
     found = {}
     for tp in DEGREES:
         folder = tmp_path_factory.mktemp(f"stock{tp}")
-        command = [sys.executable, str(Path(__file__).with_name("stock_census.py")), str(llama), str(tp), str(folder)]
         # The same bytes hold more tokens where each rank has fewer heads; the padding slot is one of them there.
         pool = {"max_total_tokens": (16384 + 1) * tp - 1}
-        count_start()
-        done = subprocess.run([*command, json.dumps(STOCK | pool)], capture_output=True, text=True, timeout=500)
+        done = servers.run("tests.engine.stock_census", str(llama), str(tp), str(folder), json.dumps(STOCK | pool))
         assert done.returncode == 0, done.stderr[-3000:]
         found.update(((tp, census.tp_rank), census) for census in read(folder))
     assert len(found) == sum(DEGREES)
@@ -73,19 +67,13 @@ def stock(llama, tmp_path_factory) -> dict[tuple[int, int], Census]:
 def visited(checked_with, census_folders) -> Callable[[str], list[Census]]:
     """All censuses of an adaptive server: layouts up and down, idle and in the middle of requests."""
 
-    async def busy(server: Server) -> None:
-        async with server.session() as session:
-            switches = [{"tp": tp, "arrived": len(WORK), "step": 8 + 8 * i} for i, tp in enumerate((2, 4, 1, 4))]
-            await server.arm(session, *switches)
-            await asyncio.gather(*(server.one(session, body) for body in WORK))
-
     def censuses(kind: str) -> list[Census]:
         folder = census_folders[kind]
         if len(read(folder)) < 10 * RANKS:
             server = checked_with(kind)
             for tp in (2, 4, 2, 1):
                 server.reconfigure(tp)
-            asyncio.run(busy(server))
+            through(server, WORK, {8: 2, 16: 4, 24: 1, 32: 4})
             for tp in (2, 1):
                 server.reconfigure(tp)
         return read(folder)

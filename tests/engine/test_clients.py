@@ -15,7 +15,8 @@ import pytest
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
-from .weight_updates import A, B, C, Setup, Trainer, flattened, layout, serialized, succeeded
+from .streams import hold
+from .weight_updates import A, B, C, Trainer, flattened, layout, serialized, succeeded
 
 LIMIT = 120
 """Tokens of a response."""
@@ -28,11 +29,6 @@ SLIME = {
     "spaces_between_special_tokens": False,
 }  # fmt: skip
 AREAL = {"stop_token_ids": [], "skip_special_tokens": True, "frequency_penalty": 0.0, "temperature": 0.0}
-
-
-@pytest.fixture(scope="module")
-def two(servers, marker) -> Setup:
-    return Setup(servers, marker, 2)
 
 
 def asked(prompt: list[int], options: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -54,13 +50,11 @@ def ok(response: Any) -> Any:
 async def in_the_tail(server: Server, bodies: list[dict[str, Any]], act: Any) -> list[dict[str, Any]]:
     """The answers; the engine merges at a step, and ``act`` is called right then, while all requests decode."""
     async with server.session() as session:
-        await server.arm(session, {"tp": 2, "arrived": len(bodies), "step": STEP, "hold": True})
-        work = asyncio.ensure_future(server.generate_async(bodies))
-        await server.reached(session)
+        work = await hold(server, session, bodies, step=STEP, tp=2)
         released = asyncio.ensure_future(asyncio.to_thread(act))
         await server.arm(session)
         await released
-        return await work
+        return await asyncio.gather(*work)
 
 
 def rollout(server: Server, options: dict[str, Any], said: int, **fields: Any) -> None:

@@ -5,89 +5,62 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from pathlib import Path
 
+import aiohttp
 import pytest
 
 from sglang_pat.policies.prompts import LONG_PROMPT
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server
 
-from .anybody import EITHER, Anybody
 from .conftest import MODELS
 from .stock_answers import known
-from .streams import STEPS, Stream, body, endless, held, idle, open_session, post, prompt, read, switch
-
-
-@pytest.fixture
-def server(servers, llama) -> Server:
-    return servers.adaptive(llama)
-
+from .streams import STEPS, Stream, body, endless, hold, idle, post, prompt, read, switch
 
 # -- ending requests from outside, after a switch ------------------------------------------------------------
 
 
 KEPT = known(body(21, tokens=300))
+PLACES = pytest.mark.parametrize("degrees", [(2,), (2, 1)], ids=["tail", "back in base"])
 
 
-@pytest.mark.parametrize("degrees", [(2,), (2, 1)], ids=["tail", "back in base"])
-def test_abort_by_rid(server, stock, degrees):
-    async def run():
-        async with server.session() as session:
-            await server.arm(session, held(arrived=3))
-            doomed = [asyncio.ensure_future(server.one(session, endless(22 + i, rid=f"doomed-{i}"))) for i in range(2)]
-            other = asyncio.ensure_future(server.one(session, KEPT[0]))
-            await server.reached(session)
-            for tp in degrees:
-                await switch(server, session, tp)
-            for i in range(2):
-                assert await post(session, server, "/abort_request", {"rid": f"doomed-{i}"}) == 200
-            await server.arm(session)
-            answers = await asyncio.gather(*doomed)
-            stock.check([await other], KEPT)
-            await idle(server, session)
-            return answers
-
-    for answer in asyncio.run(run()):
+@PLACES
+@pytest.mark.parametrize("everybody", [False, True])
+async def test_abort(server, session, stock, degrees, everybody):
+    """Of some by their ids, or of all."""
+    doomed = [endless(22 + i, rid=f"doomed-{i}") for i in range(2)]
+    *doomed, other = await hold(server, session, [*doomed, *KEPT])
+    for tp in degrees:
+        await switch(server, session, tp)
+    for which in [{"abort_all": True}] if everybody else [{"rid": f"doomed-{i}"} for i in range(2)]:
+        assert await post(session, server, "/abort_request", which) == 200
+    await server.arm(session)
+    answers = await asyncio.gather(*doomed)
+    if everybody:
+        answers.append(await other)
+        other = server.one(session, KEPT[0])
+    stock.check([await other], KEPT)
+    await idle(server)
+    for answer in answers:
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
         assert 0 < len(answer["output_ids"]) < 3500
 
 
-def test_abort_all(server, stock):
-    async def run():
-        async with server.session() as session:
-            await server.arm(session, held(arrived=5))
-            doomed = [asyncio.ensure_future(server.one(session, endless(31 + i))) for i in range(5)]
-            await server.reached(session)
-            await switch(server, session, 2)
-            assert await post(session, server, "/abort_request", {"abort_all": True}) == 200
-            await server.arm(session)
-            answers = await asyncio.gather(*doomed)
-            await idle(server, session)
-            return answers
-
-    assert [a["meta_info"]["finish_reason"]["type"] for a in asyncio.run(run())] == ["abort"] * 5
-    stock.check(server.generate(KEPT), KEPT)
-
-
-@pytest.mark.parametrize("degrees", [(2,), (2, 1)], ids=["tail", "back in base"])
-def test_client_disconnects(server, degrees):
-    async def run():
-        async with open_session() as session:
-            streams = [Stream() for _ in range(6)]
-            await server.arm(session, held(arrived=6))
-            readers = [asyncio.ensure_future(read(server, session, endless(41 + i), s)) for i, s in enumerate(streams)]
-            await server.reached(session)
-            for tp in degrees:
-                await switch(server, session, tp)
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
-            await server.arm(session)
-            await idle(server, session)
-            assert max(stream.tokens for stream in streams) <= STEPS[0] + 1
-
-    asyncio.run(run())
-    assert all(group["running"] == group["waiting"] == 0 for group in server.status()["groups"])
+@PLACES
+async def test_client_disconnects(server, session, degrees):
+    streams = [Stream() for _ in range(6)]
+    await server.arm(session, {"arrived": 6, "step": STEPS[0], "hold": True})
+    readers = [asyncio.ensure_future(read(server, session, endless(41 + i), s)) for i, s in enumerate(streams)]
+    await server.reached(session)
+    for tp in degrees:
+        await switch(server, session, tp)
+    for reader in readers:
+        reader.cancel()
+    await asyncio.gather(*readers, return_exceptions=True)
+    await server.arm(session)
+    await idle(server)
+    assert max(stream.tokens for stream in streams) <= STEPS[0] + 1
 
 
 # -- pause and continue, with a switch while paused ------------------------------------------------------------
@@ -98,107 +71,157 @@ PAUSED = known(*(body(51 + i, tokens=300) for i in range(4)), body(56, tokens=30
 
 @pytest.mark.parametrize("start", [1, 2])
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_pause_switch_continue(server, stock, mode, start):
-    async def run():
-        async with open_session() as session:
-            await switch(server, session, start)
-            await server.arm(session, held(arrived=len(PAUSED)))
-            work = [asyncio.ensure_future(server.one(session, request)) for request in PAUSED]
-            await server.reached(session)
-            assert await post(session, server, "/pause_generation", {"mode": mode}) == 200
-            # Now it is the pause alone that holds them.
-            await server.arm(session)
-            late = asyncio.ensure_future(server.one(session, PAUSED[0]))
-            tokens = set()
-            for tp in (3 - start, start, 3 - start):
-                tokens.add((await switch(server, session, tp))["tokens"])
-            # A retracted request has no KV.
-            lengths = [len(request["input_ids"]) for request in PAUSED]
-            assert tokens == ({0} if mode == "retract" else {sum(lengths) + len(lengths) * STEPS[0]})
-            assert await post(session, server, "/continue_generation", {}) == 200
-            return await asyncio.gather(*work), await late
-
-    answers, late = asyncio.run(run())
-    stock.check([*answers, late], [*PAUSED, PAUSED[0]])
+async def test_pause_switch_continue(server, session, stock, mode, start):
+    await switch(server, session, start)
+    work = await hold(server, session, PAUSED)
+    assert await post(session, server, "/pause_generation", {"mode": mode}) == 200
+    # Now it is the pause alone that holds them.
+    await server.arm(session)
+    late = asyncio.ensure_future(server.one(session, PAUSED[0]))
+    moved = set()
+    for tp in (3 - start, start, 3 - start):
+        moved.add((await switch(server, session, tp))["tokens"])
+    # A retracted request has no KV.
+    lengths = [len(request["input_ids"]) for request in PAUSED]
+    assert moved == ({0} if mode == "retract" else {sum(lengths) + len(lengths) * STEPS[0]})
+    assert await post(session, server, "/continue_generation", {}) == 200
+    stock.check(await asyncio.gather(*work, late), [*PAUSED, PAUSED[0]])
 
 
-def test_pause_abort_switch_continue(server, stock):
-    async def run():
-        async with server.session() as session:
-            await server.arm(session, held(arrived=3))
-            doomed = [asyncio.ensure_future(server.one(session, endless(61 + i))) for i in range(3)]
-            await server.reached(session)
-            await switch(server, session, 2)
-            await server.arm(session)
-            assert await post(session, server, "/pause_generation", {"mode": "abort"}) == 200
-            answers = await asyncio.gather(*doomed)
-            assert [a["meta_info"]["finish_reason"]["type"] for a in answers] == ["abort"] * 3
-            await switch(server, session, 1)
-            # Holds nothing but says when it has come, and whether a step has been made.
-            await server.arm(session, {"arrived": 1}, {"batch": 1})
-            late = asyncio.ensure_future(server.one(session, KEPT[0]))
-            record = await switch(server, session, 2)
-            assert not late.done() and record["tokens"] == 0
-            assert await post(session, server, "/continue_generation", {}) == 200
-            await server.reached(session)
-            return await late
+async def test_pause_abort_switch_continue(server, session, stock):
+    doomed = await hold(server, session, [endless(61 + i) for i in range(3)])
+    await switch(server, session, 2)
+    await server.arm(session)
+    assert await post(session, server, "/pause_generation", {"mode": "abort"}) == 200
+    answers = await asyncio.gather(*doomed)
+    assert [a["meta_info"]["finish_reason"]["type"] for a in answers] == ["abort"] * 3
+    await switch(server, session, 1)
+    # Holds nothing but says when it has come, and whether a step has been made.
+    await server.arm(session, {"arrived": 1}, {"batch": 1})
+    late = asyncio.ensure_future(server.one(session, KEPT[0]))
+    record = await switch(server, session, 2)
+    assert not late.done() and record["tokens"] == 0
+    assert await post(session, server, "/continue_generation", {}) == 200
+    await server.reached(session)
+    stock.check([await late], KEPT)
 
-    stock.check([asyncio.run(run())], KEPT)
+
+# -- anything in any order -------------------------------------------------------------------------------------
+
+WHAT = (
+    "generate generate generate n abort abort_all pause pause continue flush patient update update release resume "
+    "probe switch switch"
+).split()
+
+
+class Anybody:
+    """Clients and a trainer who do whatever ``rng`` says, at once (``docs/pauses.md``); some of it has to be answered
+    now."""
+
+    def __init__(self, server: Server, model: Path, session: aiohttp.ClientSession, rng: random.Random) -> None:
+        self.server, self.model, self.session, self.rng = server, str(model), session, rng
+        self.tasks: list[tuple[str, asyncio.Future]] = []
+        self.mode = ""
+
+    async def ask(self, path: str, data: dict | None, method: str = "POST") -> tuple[int, str]:
+        async with self.session.request(method, self.server.url + path, json=data) as response:
+            return response.status, await response.text()
+
+    def does(self, path: str, data: dict | None = None, method: str = "POST") -> asyncio.Future:
+        self.tasks.append((path, asyncio.ensure_future(self.ask(path, data, method))))
+        return self.tasks[-1][1]
+
+    async def anything(self) -> None:
+        rng, number = self.rng, len(self.tasks)
+        update = {"model_path": self.model, "flush_cache": False, "abort_all_requests": rng.random() < 0.3}
+        what = rng.choice(WHAT)
+        if what in ("generate", "n"):
+            n = {"n": 2} if what == "n" else {}
+            self.does("/generate", body(number, tokens=rng.choice([5, 300, 2000]), rid=f"any-{number}", **n))
+        elif what == "abort":
+            await self.does("/abort_request", {"rid": f"any-{rng.randrange(number + 1)}"})
+        elif what == "abort_all":
+            await self.does("/abort_request", {"abort_all": True})
+        elif what == "pause":
+            self.mode = rng.choice(["in_place", "retract", "abort"])
+            await self.does("/pause_generation", {"mode": self.mode})
+        elif what == "continue":
+            self.mode = ""
+            await self.does("/continue_generation", {})
+        elif what == "flush":
+            await self.does("/flush_cache")
+        elif what == "patient":
+            flush = self.does("/flush_cache?timeout=500")
+            if self.mode == "retract":
+                assert (await flush)[0] == 200
+        elif what == "update":
+            updates = [self.does("/update_weights_from_disk", update) for _ in range(rng.choice([1, 3]))]
+            if self.mode in ("in_place", "retract"):
+                await asyncio.gather(*updates)
+        elif what in ("release", "resume"):
+            await self.does(f"/{what}_memory_occupation", {"tags": ["kv_cache"]})
+        elif what == "probe":
+            await self.does("/health_generate", method="GET")
+        else:
+            await self.does("/pat/reconfigure", {"tp": rng.choice([1, 2])})
+
+    async def end(self) -> None:
+        """Whatever has stopped something lets it go on: then all is answered."""
+        self.does("/continue_generation", {})
+        self.does("/resume_memory_occupation", {"tags": ["kv_cache"]})
+        for _, task in self.tasks:
+            while not (await asyncio.wait([task], timeout=0.2))[0]:
+                await self.ask("/abort_request", {"abort_all": True})
+                await self.ask("/continue_generation", {})
+
+
+EITHER = {"/flush_cache", "/release_memory_occupation", "/resume_memory_occupation", "/pat/reconfigure"}
+"""What may be refused: requests run, memory is not there, a switch is under way."""
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_anything_in_any_order(server, stock, llama, seed):
+async def test_anything_in_any_order(server, session, stock, llama, seed):
     """The table of ``docs/pauses.md`` on an engine; ``tests/contract/test_pausing.py`` draws more of it."""
-
-    async def run() -> list[tuple[str, int, str]]:
-        async with server.session() as session:
-            anybody = Anybody(server, llama, session, random.Random(seed))
-            for _ in range(40):
-                await anybody.anything()
-            await anybody.end()
-            await idle(server, session)
-            return [(path, *task.result()) for path, task in anybody.tasks]
-
-    for path, status, text in asyncio.run(run()):
+    anybody = Anybody(server, llama, session, random.Random(seed))
+    for _ in range(40):
+        await anybody.anything()
+    await anybody.end()
+    await idle(server)
+    for path, task in anybody.tasks:
+        status, text = task.result()
         assert status in ((200, 400, 409) if path in EITHER else (200,)), (path, status, text)
         if path == "/generate":
             for answer in parts if isinstance(parts := json.loads(text), list) else [parts]:
                 assert answer["meta_info"]["finish_reason"]["type"] in ("length", "abort")
     server.reconfigure(1)
-    stock.check(server.generate(KEPT), KEPT)
+    stock.check(await server.generate_async(KEPT), KEPT)
 
 
 # -- cache ----------------------------------------------------------------------------------------------------
 
 
-def test_flush_cache(server):
+async def test_flush_cache(server, session):
     """Refused while requests are alive, done when they are gone, in any layout; nothing is reused afterwards."""
     request = body(71, tokens=4) | {"input_ids": prompt(71, 200)}
 
-    def cached() -> int:
-        return server.generate([request])[0]["meta_info"]["cached_tokens"]
+    async def cached() -> int:
+        return (await server.one(session, request))["meta_info"]["cached_tokens"]
 
-    async def refused():
-        async with server.session() as session:
-            await server.arm(session, held(arrived=1))
-            work = asyncio.ensure_future(server.one(session, endless(72, rid="flushed")))
-            await server.reached(session)
-            await switch(server, session, 2)
-            assert await post(session, server, "/flush_cache") == 400
-            await post(session, server, "/abort_request", {"rid": "flushed"})
-            await server.arm(session)
-            await work
-            await idle(server, session)
-
-    asyncio.run(refused())
+    (work,) = await hold(server, session, [endless(72, rid="flushed")])
+    await switch(server, session, 2)
+    assert await post(session, server, "/flush_cache") == 400
+    await post(session, server, "/abort_request", {"rid": "flushed"})
+    await server.arm(session)
+    await work
+    await idle(server)
     for tp in (2, 1):
         server.reconfigure(tp)
         # Twice on each replica, so that both have seen it.
         for _ in range(4):
-            cached()
-        assert cached() > 0
+            await cached()
+        assert await cached() > 0
         assert server.post("/flush_cache").status_code == 200
-        assert cached() == 0
+        assert await cached() == 0
 
 
 SHARING = known(
@@ -208,26 +231,18 @@ SHARING = known(
 )
 
 
-@pytest.mark.parametrize("degrees", [(2,), (2, 1)], ids=["tail", "back in base"])
-def test_prefix_is_reused_after_a_switch(server, stock, degrees):
+@PLACES
+async def test_prefix_is_reused_after_a_switch(server, session, stock, degrees):
     """A live request's prompt is in the cache of its new group."""
     alive, same, longer = SHARING
-
-    async def run():
-        async with server.session() as session:
-            await server.arm(session, held(arrived=1))
-            work = asyncio.ensure_future(server.one(session, alive))
-            await server.reached(session)
-            for tp in degrees:
-                await switch(server, session, tp)
-            # In the base layout the other replica gets the first of the two.
-            more = (same, longer) * len(degrees)
-            await server.arm(session, {"arrived": len(more)})
-            answers = await asyncio.gather(*(server.one(session, b) for b in more))
-            return await work, answers
-
-    first, answers = asyncio.run(run())
-    stock.check([first, *answers], [alive, *[same, longer] * len(degrees)])
+    (work,) = await hold(server, session, [alive])
+    for tp in degrees:
+        await switch(server, session, tp)
+    # In the base layout the other replica gets the first of the two.
+    more = (same, longer) * len(degrees)
+    await server.arm(session, {"arrived": len(more)})
+    answers = await asyncio.gather(*(server.one(session, b) for b in more))
+    stock.check([await work, *answers], [alive, *more])
     reused = [a["meta_info"]["cached_tokens"] for a in answers]
     assert max(reused) >= 299
     if degrees == (2,):

@@ -10,7 +10,7 @@ from sglang_pat.testing.server import Server
 
 from .features import REGEX
 from .stock_answers import check_logprobs, known
-from .streams import UP_AND_DOWN, Stream, body, open_session, post, prompt, read, up_and_down
+from .streams import UP_AND_DOWN, Stream, body, post, prompt, read, through
 
 CRAMPED = ("--max-running-requests", "3", "--chunked-prefill-size", "64")
 
@@ -25,17 +25,11 @@ QUEUED = known(*(body(121 + i, tokens=260 + 10 * i) for i in range(14)))
 
 def test_queued_requests(cramped, stock):
     """14 requests on two replicas that take three each: the others wait through all switches."""
-
-    async def run():
-        async with cramped.session() as session:
-            await cramped.arm(session, *up_and_down(arrived=len(QUEUED)))
-            work = asyncio.ensure_future(cramped.generate_async(QUEUED))
-            for record in (await cramped.reached(session))["switches"]:
-                assert record["requests"] == len(QUEUED)
-                assert record["migrated"] <= 6, "the others wait"
-            return await work
-
-    stock.check(asyncio.run(run()), QUEUED)
+    answers, records = through(cramped, QUEUED)
+    for record in records:
+        assert record["requests"] == len(QUEUED)
+        assert record["migrated"] <= 6, "the others wait"
+    stock.check(answers, QUEUED)
 
 
 OVER = known(
@@ -47,21 +41,14 @@ OVER = known(
 
 def test_more_requests_than_a_merged_replica_decodes_at_once(cramped, stock):
     """Six decode, three of them after a merge: the others wait with their KV, and bring it to the split after it."""
-
-    async def run():
-        async with cramped.session() as session:
-            await cramped.arm(session, *up_and_down(arrived=len(OVER)))
-            work = asyncio.ensure_future(cramped.generate_async(OVER))
-            records = (await cramped.reached(session))["switches"]
-            merge, split, *_ = records
-            assert (merge["migrated"], merge["parked"]) == (3, 3)
-            assert split["migrated"] > 3, "some that were parked go on in the replica that has a place for them"
-            for record in records:
-                assert not record["error"] and not record["recomputed"] and not record["recomputed_tokens"]
-                assert record["migrated"] + record["parked"] >= 6, "all that have decoded keep their KV"
-            return await work
-
-    stock.check(asyncio.run(run()), OVER)
+    answers, records = through(cramped, OVER)
+    merge, split, *_ = records
+    assert (merge["migrated"], merge["parked"]) == (3, 3)
+    assert split["migrated"] > 3, "some that were parked go on in the replica that has a place for them"
+    for record in records:
+        assert not record["recomputed"] and not record["recomputed_tokens"]
+        assert record["migrated"] + record["parked"] >= 6, "all that have decoded keep their KV"
+    stock.check(answers, OVER)
 
 
 SIX = known(*(body(170 + i, tokens=150, rid=f"waits-{i}x", return_logprob=True) for i in range(6)))
@@ -70,43 +57,34 @@ STEPS_MADE = 37
 
 
 @pytest.mark.parametrize("merged", [True, False])
-def test_who_is_aborted_while_it_waits_gives_back_all_its_tokens(cramped, stock, merged):
+async def test_who_is_aborted_while_it_waits_gives_back_all_its_tokens(cramped, session, stock, merged):
     """After a merge three have no place; in a pause that retracts, nobody has one."""
     streams, waited = [Stream() for _ in SIX], 3 if merged else len(SIX)
 
-    async def one(session, request, stream, streamed):
+    async def one(request, stream, streamed):
         if streamed:
             await read(cramped, session, request, stream)
         else:
             stream.chunks.append(await cramped.one(session, request))
-        stream.done = True
 
-    async def run():
-        async with open_session() as session:
-            point = {"arrived": len(SIX), "step": STEPS_MADE, "hold": True} | ({"tp": 2} if merged else {})
-            await cramped.arm(session, point)
-            tasks = [
-                asyncio.ensure_future(one(session, request, stream, i % 2))
-                for i, (request, stream) in enumerate(zip(SIX, streams, strict=True))
-            ]
-            state = await cramped.reached(session)
-            if merged:
-                assert [record["parked"] for record in state["switches"]] == [3]
-            else:
-                assert await post(session, cramped, "/pause_generation", {"mode": "retract"}) == 200
-            for i in range(2):
-                assert await post(session, cramped, "/abort_request", {"rid": SIX[i]["rid"]}) == 200
-                assert await post(session, cramped, "/abort_request", {"rid": SIX[-1 - i]["rid"]}) == 200
-            assert await post(session, cramped, "/abort_request", {"abort_all": True}) == 200
-            left = set(tasks)
-            while len(left) > len(SIX) - waited:  # though nothing goes on
-                left -= (await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED))[0]
-            if not merged:
-                assert await post(session, cramped, "/continue_generation", {}) == 200
-            await cramped.arm(session)
-            await asyncio.gather(*tasks)
-
-    asyncio.run(run())
+    point = {"arrived": len(SIX), "step": STEPS_MADE, "hold": True} | ({"tp": 2} if merged else {})
+    await cramped.arm(session, point)
+    tasks = [asyncio.ensure_future(one(*pair, i % 2)) for i, pair in enumerate(zip(SIX, streams, strict=True))]
+    state = await cramped.reached(session)
+    if merged:
+        assert [record["parked"] for record in state["switches"]] == [3]
+    else:
+        assert await post(session, cramped, "/pause_generation", {"mode": "retract"}) == 200
+    for i in (0, 1, -1, -2):
+        assert await post(session, cramped, "/abort_request", {"rid": SIX[i]["rid"]}) == 200
+    assert await post(session, cramped, "/abort_request", {"abort_all": True}) == 200
+    left = set(tasks)
+    while len(left) > len(SIX) - waited:  # though nothing goes on
+        left -= (await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED))[0]
+    if not merged:
+        assert await post(session, cramped, "/continue_generation", {}) == 200
+    await cramped.arm(session)
+    await asyncio.gather(*tasks)
     assert sorted(stream.tokens for stream in streams) == [STEPS_MADE + 1] * waited + [STEPS_MADE + 2] * (6 - waited)
     for stream, wanted in zip(streams, stock.of(SIX), strict=True):
         tokens, meta = stream.answer["output_ids"], stream.answer["meta_info"]
@@ -122,17 +100,13 @@ CHUNKED = known(*(body(141 + i, tokens=40, **LOGPROBS) | {"input_ids": prompt(14
 
 
 def test_switch_in_the_middle_of_a_chunked_prefill(cramped, stock):
-    async def run():
-        async with cramped.session() as session:
-            # A prompt takes ten steps.
-            entries = [{"tp": tp, "arrived": 6, "batch": 5 + 13 * i} for i, tp in enumerate(UP_AND_DOWN)]
-            await cramped.arm(session, *entries)
-            work = asyncio.ensure_future(cramped.generate_async(CHUNKED))
-            switches = (await cramped.reached(session))["switches"]
-            assert all(record["requests"] > record["migrated"] for record in switches), "nobody was being prefilled"
-            return await work
-
-    answers = asyncio.run(run())
+    """What is computed of a prompt goes over, and its logprobs."""
+    # A prompt takes ten steps.  The second switch comes when one of two goes on, and the other waits with its pieces.
+    answers, records = through(cramped, CHUNKED, dict(zip((5, 6, 20, 33), UP_AND_DOWN, strict=True)), at="batch")
+    assert [record["parked"] for record in records[:2]] == [2, 2]
+    for record in records:
+        assert record["requests"] > record["migrated"], "nobody was being prefilled"
+        assert not record["recomputed"], record
     for answer, wanted, request in zip(answers, stock.of(CHUNKED), CHUNKED, strict=True):
         assert answer["meta_info"]["cached_tokens"] == 0
         if stock.same(answer, wanted, request):

@@ -13,6 +13,7 @@ from sglang_pat.testing.ports import free_port
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import SPECIAL_TOKENS, STOP_ID
 
+from .streams import body, through, tokens
 from .weight_updates import serialized, succeeded
 
 SCHEDULING = (
@@ -43,28 +44,8 @@ LOGS = (
 )
 LOADER = "sglang.srt.model_executor.model_runner._model_load_weights_direct"
 """Takes a model and named tensors, as a user's function would."""
-PROMPTS = [[5 + i, 7 + 3 * i, 9] + list(range(20, 20 + 11 * i)) for i in range(12)]
-GREEDY = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
-
-
-def bodies(**more) -> list[dict]:
-    return [{"input_ids": prompt, "sampling_params": GREEDY, **more} for prompt in PROMPTS]
-
-
-def switched(server: Server, work: list[dict], degrees=(2, 1, 2)) -> list[dict]:
-    """The answers, with switches while they are generated."""
-
-    async def run() -> list[dict]:
-        async with server.session() as session:
-            switches = [{"tp": tp, "arrived": len(work), "step": 10 + 10 * i} for i, tp in enumerate(degrees)]
-            await server.arm(session, *switches)
-            return await asyncio.gather(*(server.one(session, body) for body in work))
-
-    return asyncio.run(run())
-
-
-def tokens(answers: list[dict]) -> list[list[int]]:
-    return [answer["output_ids"] for answer in answers]
+WORK = [body(i, 60) | {"input_ids": [5 + i, 7 + 3 * i, 9] + list(range(20, 20 + 11 * i))} for i in range(12)]
+UP = {10: 2, 20: 1, 30: 2}
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +98,15 @@ def bundle(servers, llama, folder, ports, checksums) -> Server:
 
 
 def test_bundle_gives_the_same_tokens(bundle):
-    want = tokens(bundle.generate(bodies()))
-    assert tokens(switched(bundle, bodies(return_hidden_states=True))) == want
+    want = tokens(bundle.generate(WORK))
+    assert tokens(through(bundle, [one | {"return_hidden_states": True} for one in WORK], UP)[0]) == want
 
 
 def test_bundle_streams_in_pieces(bundle):
     async def run() -> list[dict]:
         async with bundle.session() as session:
             chunks = []
-            async for chunk in bundle.stream(session, bodies()[0]):
+            async for chunk in bundle.stream(session, WORK[0]):
                 chunks.append(chunk)
                 if len(chunks) == 4:
                     code, record = await bundle.reconfigure_async(session, 2)
@@ -134,7 +115,7 @@ def test_bundle_streams_in_pieces(bundle):
 
     chunks = asyncio.run(run())
     pieces = [chunk["output_ids"] for chunk in chunks]
-    assert sum(pieces, []) == tokens(bundle.generate(bodies()[:1]))[0]
+    assert sum(pieces, []) == tokens(bundle.generate(WORK[:1]))[0]
     assert 1 < len(pieces) <= 60
 
 
@@ -142,8 +123,7 @@ def test_bundle_answers_chats_and_counts(bundle, folder):
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "a b c"}], "max_tokens": 8, "temperature": 0}
     answers = []
     for tp in (1, 2, 2):
-        if bundle.status()["layout"]["tp"] != tp:
-            bundle.reconfigure(tp=tp)
+        bundle.reconfigure(tp)
         answers.append(bundle.post("/v1/chat/completions", chat, headers={"x-labels": '{"team": "red"}'}).json())
     first, second, third = answers
     assert first["choices"][0]["message"] == second["choices"][0]["message"] == third["choices"][0]["message"]
@@ -154,35 +134,29 @@ def test_bundle_answers_chats_and_counts(bundle, folder):
     assert list((folder / "metrics").iterdir())
 
 
-def reach(server: Server, tp: int) -> None:
-    if server.status()["layout"]["tp"] != tp:
-        server.reconfigure(tp=tp)
-
-
 def test_bundle_refuses_a_priority_in_each_layout(bundle):
     for tp in (1, 2):
-        reach(bundle, tp)
-        answer = bundle.post("/generate", bodies(priority=3)[0])
+        bundle.reconfigure(tp)
+        answer = bundle.post("/generate", WORK[0] | {"priority": 3})
         assert answer.status_code == 503 and "Using priority is disabled" in answer.text
-    assert tokens(switched(bundle, bodies())) == tokens(bundle.generate(bodies()))
 
 
 def test_bundle_takes_weights_by_a_function_of_the_users(bundle, llama):
     """Which writes into the base shards, so that every layout has them."""
     name = "model.norm.weight"
     norm = load_file(llama / "model.safetensors")[name]
-    want = tokens(bundle.generate(bodies()))
+    want = tokens(bundle.generate(WORK))
 
     def send(tensor) -> None:
         items = [serialized([(name, tensor)]) for _ in range(2)]
         succeeded(bundle.post("/update_weights_from_tensor", dict(serialized_named_tensors=items, load_format=LOADER)))
 
     send(-norm)
-    others = tokens(bundle.generate(bodies()))
+    others = tokens(bundle.generate(WORK))
     assert all(other != one for other, one in zip(others, want, strict=True))
-    assert tokens(switched(bundle, bodies())) == others
+    assert tokens(through(bundle, WORK, UP)[0]) == others
     send(norm)
-    assert tokens(bundle.generate(bodies())) == want
+    assert tokens(bundle.generate(WORK)) == want
 
 
 def test_without_a_radix_cache_and_with_dummy_weights(servers, llama, ports):
@@ -194,6 +168,7 @@ def test_without_a_radix_cache_and_with_dummy_weights(servers, llama, ports):
     )
     pattern = ("--constrained-json-whitespace-pattern", "[ ]?", "--completion-template", "star_coder")
     server = servers.adaptive(llama, 2, *flags.split(), *pattern, "--dist-init-addr", f"127.0.0.1:{ports[1]}")
-    work = [{"text": "a b c " * (1 + i), "sampling_params": GREEDY, "priority": i % 3} for i in range(6)] + bodies()
-    want = tokens(server.generate(work[:6])) + tokens(server.generate(bodies()))
-    assert tokens(switched(server, work)) == want
+    texts = [{"text": "a b c " * (1 + i), "priority": i % 3} for i in range(6)]
+    texts = [text | {"sampling_params": WORK[0]["sampling_params"]} for text in texts]
+    want = tokens(server.generate(texts)) + tokens(server.generate(WORK))
+    assert tokens(through(server, [*texts, *WORK], UP)[0]) == want

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from sglang_pat.testing.server import Server
 
-from .schedule_runs import check_idle
+from . import mixtures
+from .streams import GREEDY, check_idle
 
-GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-PLAIN = {"input_ids": [7, 99, 12, 300, 8], "sampling_params": GREEDY}
+PLAIN = {"input_ids": [7, 99, 12, 300, 8], "sampling_params": GREEDY | {"max_new_tokens": 12}}
 
 JSON = {"Content-Type": "application/json"}
 
@@ -102,7 +102,7 @@ OTHERS: list[tuple[str, bytes]] = [
 
 
 def test_requests_that_may_end_the_engine(server, known):
-    bodies = [PLAIN | {"sampling_params": GREEDY | change} for change in PARAMETERS]
+    bodies = [PLAIN | {"sampling_params": PLAIN["sampling_params"] | change} for change in PARAMETERS]
     bodies += [PLAIN | change for change in FIELDS]
     for body in bodies:
         for stream in ({}, {"stream": True}):
@@ -147,20 +147,12 @@ junk = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(words, inner, max_size=3)),
     max_leaves=8,
 )
-PLAUSIBLE: dict[str, Any] = {
-    "max_new_tokens": 30, "min_new_tokens": 5, "n": 2, "temperature": 1.0, "top_p": 0.5, "top_k": 20, "min_p": 0.1,
-    "frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1, "stop": ["a"], "stop_regex": "[ab]+",
-    "stop_token_ids": [5, 6], "ignore_eos": True, "stream_interval": 2, "logit_bias": {"5": 3.0}, "regex": "a*",
-    "json_schema": "{}", "ebnf": 'root ::= "a"', "structural_tag": "{}", "custom_params": {"pat_limit": 9},
-    "skip_special_tokens": True, "no_stop_trim": True, "sampling_seed": 3,
+BODY = mixtures.FIELDS | {
+    "return_hidden_states": [False], "session_params": [None], "rid": [None], "modalities": [None], "lora_path": [None],
+    "custom_logit_processor": [None], "image_data": [None], "bootstrap_host": [None], "bootstrap_room": [None],
+    "input_embeds": [None], "multi_item_delimiter_indices": [None], "unknown": [1],
 }  # fmt: skip
-BODY: dict[str, Any] = {
-    "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [5], "stream": True,
-    "return_hidden_states": False, "custom_labels": {"a": "b"}, "extra_key": "a", "session_params": None, "priority": 1,
-    "rid": None, "modalities": None, "lora_path": None, "custom_logit_processor": None, "image_data": None,
-    "bootstrap_host": None, "bootstrap_room": None, "routing_key": None, "background": False, "input_embeds": None,
-    "return_text_in_logprobs": True, "multi_item_delimiter_indices": None, "unknown": 1,
-}  # fmt: skip
+"""With fields that nobody may set."""
 
 
 def often(plausible: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -168,10 +160,11 @@ def often(plausible: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.integers(0, 7).flatmap(lambda dice: junk if dice == 7 else plausible)
 
 
-def some(fields: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+def some(fields: dict[str, list[Any]]) -> st.SearchStrategy[dict[str, Any]]:
     """A few of these fields."""
     names = st.lists(st.sampled_from(sorted(fields)), max_size=3, unique=True)
-    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: often(st.just(fields[name])) for name in chosen}))
+    one = {name: often(st.sampled_from(values)) for name, values in fields.items()}
+    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: one[name] for name in chosen}))
 
 
 token_ids = st.lists(st.integers(0, 502), min_size=1, max_size=40)
@@ -180,7 +173,8 @@ prompts = st.one_of(
     st.fixed_dictionaries({"input_ids": often(token_ids)}),
     st.fixed_dictionaries({"text": words}),
 )
-params = often(st.one_of(some(PLAUSIBLE), some(PLAUSIBLE), st.lists(some(PLAUSIBLE), max_size=3)))
+few = some(mixtures.PARAMS)
+params = often(st.one_of(few, few, st.lists(few, max_size=3)))
 drawn_bodies = st.builds(
     lambda prompt, given, more: prompt | {"sampling_params": given} | more, prompts, params, some(BODY)
 )

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-
-from .conftest import count_start
 
 
-def test_all_of_the_context_can_be_used_and_a_client_may_go(llama):
+def test_all_of_the_context_can_be_used_and_a_client_may_go(servers, llama):
     """The model's own context, of which SGLang leaves the last tokens out."""
     context = json.loads((llama / "config.json").read_text())["max_position_embeddings"]
-    count_start()
-    command = [sys.executable, "-m", "tests.engine.inprocess_case", str(llama), str(context)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = servers.run("tests.engine.inprocess_case", str(llama), str(context))
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     refused, *answers = found["answers"]

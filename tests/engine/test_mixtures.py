@@ -14,9 +14,9 @@ from sglang_pat.testing.server import Server
 
 from . import mixtures
 from .conftest import SCHEDULERS
-from .schedule_runs import check_idle, tie
+from .schedule_runs import tie
 from .stock_answers import LOGPROB_ERROR, check_logprobs
-from .streams import Body, Stream, open_session, read
+from .streams import Body, Stream, check_idle, open_session, read
 
 STEPS = (3, 8, 15, 24)
 """Decode steps after which it switches up and down."""
@@ -69,7 +69,7 @@ async def alone(server: Server, requests: list[Body]) -> list[list[dict[str, Any
         return [await ask(server, session, request) for request in requests]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.soak) for n in range(8, 40))])
 def test_each_answer_is_as_alone(server, seed):
     rng = random.Random(seed)
     wanted = mixtures.drawn(rng, 16) if seed else mixtures.one_of_each(rng)

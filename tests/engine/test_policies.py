@@ -9,12 +9,15 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sglang_pat.predict import profile as profiles
 from sglang_pat.replay import read_schedule
 
+from . import streams
 from .made_up import made_up
+from .streams import in_layout, tokens
 
 LENGTHS = [12 + 3 * i for i in range(12)]
 """Response lengths of the body of a batch, tokens; its tail goes on until the test has seen the merge."""
@@ -32,16 +35,7 @@ def profile(deployment, tmp_path_factory) -> Path:
 
 def body(seed: int, length: int, rid: str) -> dict:
     """Lengths are fixed by ``max_new_tokens``; policies are told the same limit for all."""
-    return {
-        "rid": rid,
-        "input_ids": [6 + (seed * 97 + i * 31) % 490 for i in range(12)],
-        "sampling_params": {
-            "temperature": 0,
-            "max_new_tokens": length,
-            "ignore_eos": True,
-            "custom_params": {"pat_limit": LIMIT},
-        },
-    }
+    return streams.body(seed, length, rid=rid, custom_params={"pat_limit": LIMIT})
 
 
 def bodies(name: str) -> tuple[list[dict], list[dict]]:
@@ -56,8 +50,7 @@ def expected(servers, llama) -> list[list[int]]:
     short, tail = bodies("stock")
     for request in tail:
         request["sampling_params"]["max_new_tokens"] = 700
-    server = servers.stock(llama, max_total_tokens=65536)
-    return [answer["output_ids"] for answer in server.generate(short + tail)]
+    return tokens(servers.stock(llama).generate(short + tail))
 
 
 async def drain(server, name: str, merged: Callable[[], Awaitable[None]]) -> list[list[int]]:
@@ -71,13 +64,6 @@ async def drain(server, name: str, merged: Callable[[], Awaitable[None]]) -> lis
             async with session.post(server.url + "/abort_request", json={"rid": request["rid"]}) as response:
                 assert response.status == 200
         return [(await answer)["output_ids"] for answer in work]
-
-
-async def in_layout(server, tp: int) -> None:
-    """Wait until the engine is in degree ``tp``, where its load keeps it until the test goes on.  The limit is
-    pytest's."""
-    while (status := await asyncio.to_thread(server.status))["layout"]["tp"] != tp or status["switching"]:
-        await asyncio.sleep(0.05)
 
 
 def same(outputs: list[list[int]], expected: list[list[int]]) -> None:
@@ -96,7 +82,7 @@ def drained(request, servers, llama, expected, profile, tmp_path_factory):
     server = servers.get(llama, *flags.split())
 
     async def merged() -> None:
-        await in_layout(server, 2)
+        await in_layout(server.status, 2)
 
     for number in range(2):
         same(asyncio.run(drain(server, f"{policy}{number}", merged)), expected)
@@ -143,29 +129,53 @@ def test_its_decisions_can_be_repeated_on_another_engine(drained, servers, llama
 
 def back_in_base(server) -> None:
     """Wait until the engine has gone back to the base layout, as it does when nothing is alive."""
-    asyncio.run(in_layout(server, 1))
+    asyncio.run(in_layout(server.status, 1))
 
 
 def test_a_round_of_a_known_size_starts_in_the_better_layout(servers, llama, deployment, tmp_path):
     """Before its first request: nothing is alive at that switch."""
-    path, log = tmp_path / "merged.json", tmp_path / "decisions.jsonl"
+    path = tmp_path / "merged.json"
     profiles.save(made_up(deployment, tp2_with_16=0.012), path)
     short = [body(seed, 60, None) for seed in range(6)]
-    wanted = [answer["output_ids"] for answer in servers.stock(llama, max_total_tokens=65536).generate(short)]
+    wanted = tokens(servers.stock(llama).generate(short))
     flags = f"--tp 1 --dp 2 --adaptive-tp --pat-profile {path} --pat-profile-as-is --pat-policy survival"
-    server = servers.get(llama, *flags.split(), "--pat-log", str(log))
+    server = servers.get(llama, *flags.split())
 
     for _ in range(5):
-        assert [answer["output_ids"] for answer in server.generate(short)] == wanted
+        assert tokens(server.generate(short)) == wanted
         back_in_base(server)  # a round that finds the better layout already has nothing to switch
     switches = server.status()["switches"]
     assert [s for s in switches if s["to_tp"] == 2 and s["requests"] == 0 and s["reason"] == "survival"], switches
     assert not any(s["error"] for s in switches) and len(switches) <= 10
-    entries = read_schedule(log)
-    other = servers.adaptive(llama)
-    assert other.post("/pat/schedule", entries).status_code == 200
-    for _ in range(5):
-        assert [answer["output_ids"] for answer in other.generate(short)] == wanted
-    again = other.get("/pat/schedule").json()["switches"]
-    assert [s["to_tp"] for s in again] == [entry["tp"] for entry in entries] and entries
-    assert not any(s["error"] for s in again)
+
+
+# -- calibration ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wrong(deployment, tmp_path_factory) -> Path:
+    """The profile of a machine on which a step of tp2 takes a hundred times as long as one of tp1."""
+    found = made_up(deployment)
+    decode = tuple(msgspec.structs.replace(point, seconds=1.0 if point.tp == 2 else 0.01) for point in found.decode)
+    path = tmp_path_factory.mktemp("profile") / "wrong.json"
+    profiles.save(msgspec.structs.replace(found, decode=decode), path)
+    return path
+
+
+def test_a_calibrated_engine_begins_as_any_other_but_knows_its_layouts(servers, llama, wrong):
+    """It measures them before its first request."""
+    work = [streams.body(n, 1) for n in range(3)]  # of a single token: what decodes nothing corrects nothing
+    flags, states, answers = "--tp 1 --dp 2 --adaptive-tp --pat-policy survival", {}, {}
+    for steps in (0, 8):
+        server = servers.get(llama, *flags.split(), "--pat-profile", str(wrong), "--pat-calibrate", str(steps))
+        answers[steps] = tokens(server.generate(work))
+        assert server.post("/flush_cache").status_code == 200
+        states[steps] = server.status()
+        del states[steps]["totals"]["seconds"]
+        assert server.log_text().count("calibrated in") == (1 if steps else 0), server.log_text()[-3000:]
+    factors = {steps: state.pop("step_factors") for steps, state in states.items()}
+    assert factors[0] == {"1": [1.0, 0.0, 0.0], "2": [1.0, 0.0, 0.0]}
+    assert factors[8]["2"][0] < factors[8]["1"][0], "its steps take nothing like a hundred times as long"
+    assert factors[8]["2"][1:] != [0.0, 0.0], "at several batches and contexts"
+    assert states[8] == states[0], "layout, KV in use, switches, requests"
+    assert answers[8] == answers[0]

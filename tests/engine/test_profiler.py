@@ -1,4 +1,7 @@
-"""The sweep on a real engine: interrupted, resumed, then the validation."""
+"""The sweep on a real engine in CUDA's default configuration (``tests/rehearsal``): interrupted, resumed, validated.
+
+On a CPU's own it runs in the acceptance (``test_acceptance.py``).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,25 +21,18 @@ from sglang_pat.testing.prefork import popen
 
 from .conftest import AS_ON_CUDA, count_start
 
-ROOT = Path(__file__).resolve().parents[2]
 BUDGET = "30m"
 """More than any machine needs for this grid: a sweep ends when it is done."""
-GRID = "batch=1,4;context=64,160;lone=1;prefill_batch=1;prefill_length=64;switch_requests=4;switch_context=128"
-SECONDS = 1000
-
 CONTEXTS, LENGTHS = (64, 160), (64, 200)
-ON_CUDA = "batch=1,4;context=64,160;lone=1;prefill_batch=1;prefill_length=64,200;switch_requests=4;switch_context=128"
-"""For an engine as on CUDA, which prefills 128 tokens a step: the longer prompts take two."""
+GRID = "batch=1,4;context=64,160;lone=1;prefill_batch=1;prefill_length=64,200;switch_requests=4;switch_context=128"
+"""The engine prefills 128 tokens a step: the longer prompts take two."""
+SECONDS = 1000
 
 
 def command(module, model, *arguments):
     """The module, and its arguments for an engine of two ranks."""
     flags = ["--model-path", model, "--tp", 1, "--dp", 2, "--dtype", "float32", "--max-total-tokens", 8192]
-    return [*map(str, (module, *arguments, *flags))]
-
-
-def sweep(model, out, *flags):
-    return command("profiler.sweep", model, "--out", out, "--grid", GRID, "--budget", BUDGET, *flags)
+    return [*map(str, (module, *arguments, *flags, *AS_ON_CUDA))]
 
 
 def keys(profile):
@@ -47,13 +42,15 @@ def keys(profile):
 
 @pytest.fixture(scope="module")
 def swept(llama, servers, tmp_path_factory):
-    """(profile file, the profile when interrupted, output of the second run)."""
+    """(profile file, the profile when interrupted, output of the second run, what ranks captured and replayed)."""
     folder = tmp_path_factory.mktemp("profiler")
     path, log = folder / "profile.json", folder / "log.txt"
+    before = set(servers.rehearsed.iterdir())
     count_start()
-    module, *argv = sweep(llama, path)
+    module, *argv = command("profiler.sweep", llama, "--out", path, "--grid", GRID, "--budget", BUDGET)
     with log.open("w") as output:
-        process = popen(servers.prefork, module, argv, os.environ, stdout=output, stderr=output)
+        env = os.environ | servers.rehearsal
+        process = popen(servers.prefork, module, argv, env, stdout=output, stderr=output)
         try:
             begin = time.monotonic()
             while not path.exists() or len(profiles.load(path).decode) < 3:
@@ -66,13 +63,14 @@ def swept(llama, servers, tmp_path_factory):
             process.kill()
     assert "the same command goes on" in log.read_text()
     interrupted = profiles.load(path)
-    again = servers.run(*sweep(llama, path))
+    again = servers.run(module, *argv, env=servers.rehearsal)
     assert again.returncode == 0, again.stdout + again.stderr
-    return path, interrupted, again.stdout
+    files = set(servers.rehearsed.iterdir()) - before
+    return path, interrupted, again.stdout, [json.loads(line) for f in files for line in f.read_text().splitlines()]
 
 
 def test_an_interrupted_sweep_goes_on_where_it_was(swept):
-    path, interrupted, output = swept
+    path, interrupted, output, _ = swept
     finished = profiles.load(path)
     assert 3 <= len(interrupted.decode) < len(finished.decode) and not interrupted.complete
     for before, after in zip(interrupted.decode, finished.decode, strict=False):
@@ -85,53 +83,8 @@ def test_an_interrupted_sweep_goes_on_where_it_was(swept):
     assert finished.machine["spent_seconds"] > interrupted.machine["spent_seconds"]
 
 
-def test_the_profile_loads_and_predicts(swept):
-    profile = profiles.load(swept[0])
-    predictor = Predictor(profile)
-    assert predictor.degrees == (1, 2)
-    for point in profile.decode:
-        seconds = predictor.step_seconds(point.tp, point.batch, point.batch * point.context, point.replicas)
-        assert seconds == pytest.approx(point.seconds) and 1e-4 < seconds < 5
-    alone = {(p.tp, p.replicas, p.batch) for p in profile.decode}
-    assert alone == {(1, 2, 1), (1, 2, 4), (1, 1, 1), (2, 1, 1), (2, 1, 4)}
-    contexts = {p.context > 120 for p in profile.decode}
-    assert contexts == {False, True}, [p.context for p in profile.decode]
-    assert predictor.prefill_uniform(2, 2, 84) > 0
-    costs = SwitchCosts(profile, predictor)
-    assert 0 < costs.estimate(1, 2, [100, 200]).seconds < 10
-    with_requests = [s for s in profile.switches if s.requests]
-    assert {(s.from_tp, s.to_tp) for s in with_requests} == {(1, 2), (2, 1)}
-    assert all(s.requests == 4 and s.tokens >= 4 * 120 and s.moved_bytes > 0 for s in with_requests)
-    assert [setup.tp for setup in profile.setup] == [2]
-
-
-def test_validation_of_a_real_batch(swept, servers, llama, tmp_path):
-    extra = ["--requests", 8, "--max-new-tokens", 48, "--out", tmp_path / "out"]
-    result = servers.run(*command("profiler.validate", llama, swept[0], *extra))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "tp1×dp2" in result.stdout and "tp2×dp1" in result.stdout
-    found = json.loads((tmp_path / "out" / "validation.json").read_text())
-    assert set(found["slowness"]) == set(found["between"]["beside"]) == {"tp1×dp2", "tp2×dp1"}
-    # A loaded machine may be far off; what must hold is that all runs were compared.
-    assert all(len(runs) == 3 and all(0.02 < run < 50 for run in runs) for runs in found["slowness"].values())
-    assert f"{100 * found['between']['error']:.1f} %" in result.stdout
-
-
-@pytest.fixture(scope="module")
-def rehearsed(llama, servers, tmp_path_factory):
-    """(profile of an engine as on CUDA, what its ranks captured and replayed)."""
-    path = tmp_path_factory.mktemp("rehearsed") / "profile.json"
-    before = set(servers.rehearsed.iterdir())
-    asked = command("profiler.sweep", llama, "--out", path, "--grid", ON_CUDA, "--budget", BUDGET, *AS_ON_CUDA)
-    done = servers.run(*asked, env=servers.rehearsal)
-    assert done.returncode == 0, done.stdout + done.stderr
-    files = set(servers.rehearsed.iterdir()) - before
-    return path, [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
-def test_a_sweep_as_on_cuda(rehearsed):
-    """With overlap scheduling and graphs: every point is measured, and is what was asked for."""
-    profile, events = profiles.load(rehearsed[0]), rehearsed[1]
+def test_every_point_is_measured_and_is_what_was_asked_for(swept):
+    profile, events = profiles.load(swept[0]), swept[3]
     assert {(event["tp"], event["batch"]) for event in events if event["event"] == "replay"} >= {(1, 4), (2, 4)}
     decode = {(p.tp, p.replicas, p.batch, min(CONTEXTS, key=lambda c: abs(c - p.context))) for p in profile.decode}
     shapes = {(1, 2, 1), (1, 2, 4), (1, 1, 1), (2, 1, 1), (2, 1, 4)}
@@ -143,9 +96,22 @@ def test_a_sweep_as_on_cuda(rehearsed):
     assert profile.complete and profile.machine["failed"] == profile.machine["left_out"] == 0
     moved = [s for s in profile.switches if s.requests]
     assert {(s.from_tp, s.to_tp) for s in moved} == {(1, 2), (2, 1)}
-    assert all(s.tokens >= 4 * 120 and s.moved_bytes > 0 for s in moved)
+    assert all(s.requests == 4 and s.tokens >= 4 * 120 and s.moved_bytes > 0 for s in moved)
     predictor = Predictor(profile)
     for point in profile.decode:
         seconds = predictor.step_seconds(point.tp, point.batch, point.batch * point.context, point.replicas)
-        assert seconds == pytest.approx(point.seconds)
+        assert seconds == pytest.approx(point.seconds) and 1e-4 < seconds < 5
+    assert predictor.prefill_uniform(2, 2, 84) > 0
     assert 0 < SwitchCosts(profile, predictor).estimate(1, 2, [100, 200]).seconds < 10
+
+
+def test_validation_of_a_real_batch(swept, servers, llama, tmp_path):
+    extra = ["--requests", 8, "--max-new-tokens", 48, "--out", tmp_path / "out"]
+    result = servers.run(*command("profiler.validate", llama, swept[0], *extra), env=servers.rehearsal)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "tp1×dp2" in result.stdout and "tp2×dp1" in result.stdout
+    found = json.loads((tmp_path / "out" / "validation.json").read_text())
+    assert set(found["slowness"]) == set(found["between"]["beside"]) == {"tp1×dp2", "tp2×dp1"}
+    # A loaded machine may be far off; what must hold is that all runs were compared.
+    assert all(len(runs) == 3 and all(0.02 < run < 50 for run in runs) for runs in found["slowness"].values())
+    assert f"{100 * found['between']['error']:.1f} %" in result.stdout

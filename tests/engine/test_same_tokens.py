@@ -18,6 +18,7 @@ from sglang_pat.testing import models
 
 from . import schedule_runs, schedules
 from .conftest import MODELS, tell
+from .streams import check_idle, hold, tokens
 
 SOAK = int(os.environ.get("SGLANG_PAT_SOAK", 1000))
 """Schedules of the soak run, all setups together."""
@@ -147,10 +148,9 @@ class Runner:
         totals = self.totals.setdefault(name, schedule_runs.Totals())
         outcome = schedule_runs.run(server, schedule)
         schedule_runs.compare(schedule, outcome, known, reference, totals)
-        schedule_runs.check_idle(server)
-        totals.retracted = server.status()["retracted"]
-        assert totals.idle == 0, "the pacer lives at the last switch"
-        assert len(totals.ties) <= max(1, totals.tokens * schedule_runs.TIES_PER_TOKEN)
+        check_idle(server)
+        totals.counts["retracted"] = server.status()["retracted"]
+        assert len(totals.ties) <= max(1, totals.counts["tokens compared"] * schedule_runs.TIES_PER_TOKEN)
         if seed == plan[name][-1]:
             tell(f"{name}: {totals}")
 
@@ -187,91 +187,82 @@ def test_same_tokens_soak(runner, name, seed):
     runner.run(name, seed, SOAK_PLAN)
 
 
+def check_as_stock(runner: Runner, name: str, requests: list[schedules.Request], work) -> None:
+    """``work`` gives the answers to ``requests`` on the server of the setup ``name``, from an empty cache on."""
+    server = runner.adaptive(name)
+    assert server.post("/flush_cache?timeout=500").status_code == 200
+
+    async def run():
+        async with server.session() as session:
+            return tokens([await task for task in await work(server, session)])
+
+    outputs = asyncio.run(run())
+    check_idle(server)
+    stock = runner.stock(SETUPS[name].model)
+    assert outputs == tokens(stock.generate([request.body() for request in requests]))
+
+
 @_side("llama-kv2")
 def test_the_same_prompts_in_two_groups(runner):
     """After a merge one copy of a prefix goes; who shared it with its owner must not read what comes there next."""
-    server, prefix = runner.adaptive("llama"), tuple(range(5, 205))
+    prefix = tuple(range(5, 205))
     tails = ((300,), (300, 301), (302,), (303, 304), (300,), (300, 301), (302,), (303, 304))
     sharing = [schedules.Request(prompt=prefix + tail, max_new_tokens=200) for tail in tails]
     # After each switch other requests fill the slots that have become free.
     filling = [schedules.Request(prompt=(400 + i, *range(200, 290)), max_new_tokens=20) for i in range(16)]
 
-    async def work():
-        async with server.session() as session:
-            await server.arm(session, {"arrived": len(sharing), "step": 5, "hold": True})
-            tasks = [asyncio.ensure_future(server.one(session, r.body())) for r in sharing]
+    async def work(server, session):
+        tasks = await hold(server, session, [r.body() for r in sharing], step=5)
+        for tp in (2, 1, 2):
+            await server.arm(session, {"tp": tp}, {"arrived": len(filling), "hold": True})
+            more = [asyncio.ensure_future(server.one(session, r.body())) for r in filling]
+            (record,) = (await server.reached(session))["switches"]
+            assert record["requests"] >= len(sharing), record
+            await server.arm(session, {"step": 40, "hold": True})
             await server.reached(session)
-            for tp in (2, 1, 2):
-                await server.arm(session, {"tp": tp}, {"arrived": len(filling), "hold": True})
-                more = [asyncio.ensure_future(server.one(session, r.body())) for r in filling]
-                (record,) = (await server.reached(session))["switches"]
-                assert record["requests"] >= len(sharing), record
-                await server.arm(session, {"step": 40, "hold": True})
-                await server.reached(session)
-                await asyncio.gather(*more)
-            await server.arm(session)
-            return [(await task)["output_ids"] for task in tasks]
+            await asyncio.gather(*more)
+        await server.arm(session)
+        return tasks
 
-    assert server.post("/flush_cache?timeout=500").status_code == 200
-    outputs = asyncio.run(work())
-    schedule_runs.check_idle(server)
-    wanted = runner.stock("llama-kv2").generate([r.body() for r in sharing])
-    assert outputs == [answer["output_ids"] for answer in wanted]
+    check_as_stock(runner, "llama", sharing, work)
 
 
 @_side("qwen3")
 def test_replicas_merge_that_admit_differently(runner):
     """Each replica has its own estimate of how many tokens its requests will need; a merged group has one."""
-    server = runner.adaptive("qwen3")
     long = [schedules.Request(prompt=(7, 8 + i), max_new_tokens=500) for i in range(2)]
     # More than fits in the pool.  The ranks must agree how many go in.
     burst = [schedules.Request(prompt=tuple(range(5 + i, 25 + i)), max_new_tokens=20) for i in range(80)]
 
-    async def work():
-        async with server.session() as session:
-            # The first one runs alone, and its replica's estimate falls with each step.
-            await server.arm(session, {"arrived": 1, "step": 110, "hold": True})
-            tasks = [asyncio.ensure_future(server.one(session, long[0].body()))]
-            await server.reached(session)
-            await server.arm(session, {"arrived": 1, "batch": 1}, {"tp": 2, "hold": True})
-            tasks.append(asyncio.ensure_future(server.one(session, long[1].body())))
-            (record,) = (await server.reached(session))["switches"]
-            assert record["requests"] == 2, record
-            await server.arm(session, {"arrived": len(burst)})
-            tasks += [asyncio.ensure_future(server.one(session, r.body())) for r in burst]
-            return [await task for task in tasks]
+    async def work(server, session):
+        # The first one runs alone, and its replica's estimate falls with each step.
+        tasks = await hold(server, session, [long[0].body()], step=110)
+        await server.arm(session, {"arrived": 1, "batch": 1}, {"tp": 2, "hold": True})
+        tasks.append(asyncio.ensure_future(server.one(session, long[1].body())))
+        (record,) = (await server.reached(session))["switches"]
+        assert record["requests"] == 2, record
+        await server.arm(session, {"arrived": len(burst)})
+        return tasks + [asyncio.ensure_future(server.one(session, r.body())) for r in burst]
 
-    assert server.post("/flush_cache?timeout=500").status_code == 200
-    outputs = [answer["output_ids"] for answer in asyncio.run(work())]
-    schedule_runs.check_idle(server)
-    wanted = runner.stock("qwen3").generate([r.body() for r in long + burst])
-    assert outputs == [answer["output_ids"] for answer in wanted]
+    check_as_stock(runner, "qwen3", long + burst, work)
 
 
 @_side("qwen3")
 def test_replicas_merge_one_of_which_has_retracted(runner):
     """Four requests outgrow the pool of one replica, three fit into the other's."""
-    server = runner.adaptive("qwen3")
-    work = [schedules.Request(prompt=tuple(range(5 + 20 * i, 105 + 20 * i)), max_new_tokens=250) for i in range(7)]
+    seven = [schedules.Request(prompt=tuple(range(5 + 20 * i, 105 + 20 * i)), max_new_tokens=250) for i in range(7)]
 
-    async def run():
-        async with server.session() as session:
-            await server.arm(session, {"arrived": len(work), "step": 150, "hold": True})
-            tasks = [asyncio.ensure_future(server.one(session, r.body())) for r in work]
+    async def work(server, session):
+        tasks = await hold(server, session, [r.body() for r in seven], step=150)
+        before = server.status()["retracted"]
+        while server.status()["retracted"] == before:
+            assert not any(task.done() for task in tasks), "nothing was retracted"
+            await server.arm(session, {"step": 5, "hold": True})
             await server.reached(session)
-            before = server.status()["retracted"]
-            while server.status()["retracted"] == before:
-                assert not any(task.done() for task in tasks), "nothing was retracted"
-                await server.arm(session, {"step": 5, "hold": True})
-                await server.reached(session)
-            await server.arm(session, {"tp": 2})
-            return [await task for task in tasks]
+        await server.arm(session, {"tp": 2})
+        return tasks
 
-    assert server.post("/flush_cache?timeout=500").status_code == 200
-    outputs = [answer["output_ids"] for answer in asyncio.run(run())]
-    schedule_runs.check_idle(server)
-    wanted = runner.stock("qwen3").generate([r.body() for r in work])
-    assert outputs == [answer["output_ids"] for answer in wanted]
+    check_as_stock(runner, "qwen3", seven, work)
 
 
 @_side("llama-kv2")
@@ -284,7 +275,7 @@ def test_low_precision(runner, dtype):
     static = schedule_runs.run(server, replace(schedule, start_tp=1, switches=()))
     switched = schedule_runs.run(server, schedule)
     assert any(record["requests"] for record in switched.records)
-    schedule_runs.check_idle(server)
+    check_idle(server)
     stock = runner.stock("llama-kv2")
     share, with_switches = (schedule_runs.agreement(stock, schedule, run) for run in (static, switched))
     print(f"{dtype}: {share:.3f} of the tokens are float32's best, {with_switches:.3f} with switches")

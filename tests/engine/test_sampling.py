@@ -14,9 +14,8 @@ from collections import Counter
 
 import pytest
 from scipy.stats import chi2
-from tokenizers import Tokenizer
 
-from .conftest import tell
+from .streams import GREEDY, hold, switch, through, tokens
 
 ALPHA = 1e-6
 """Of each chi-square test: what is drawn differs from run to run, and a wrong distribution gives far less."""
@@ -26,7 +25,7 @@ PROMPT = [17, 211, 43, 388, 92, 7, 151]
 
 @pytest.fixture
 def stock(servers, flat):
-    return servers.stock(flat, max_total_tokens=65536)
+    return servers.stock(flat)
 
 
 @pytest.fixture
@@ -35,25 +34,10 @@ def adaptive(servers, flat):
 
 
 def body(prompt: list[int], new: int, temperature: float = 1.0, **params) -> dict:
-    params = {"temperature": temperature, "max_new_tokens": new, "ignore_eos": True} | params
-    return {"input_ids": prompt, "sampling_params": params}
-
-
-async def switch(server, session, tp: int) -> dict:
-    code, record = await server.reconfigure_async(session, tp)
-    assert code == 200, record
-    return record
-
-
-async def through_switches(server, bodies: list[dict], switches: dict[int, int]) -> list[dict]:
-    """The answers to ``bodies``, all of which live through ``switches`` (decode step to degree)."""
-    async with server.session() as session:
-        entries = [{"tp": tp, "arrived": len(bodies), "step": step} for step, tp in switches.items()]
-        await server.arm(session, *entries)
-        work = asyncio.ensure_future(server.generate_async(bodies))
-        for record in (await server.reached(session))["switches"]:
-            assert record["requests"] == len(bodies) and not record["error"]
-        return await work
+    return {
+        "input_ids": prompt,
+        "sampling_params": GREEDY | {"temperature": temperature, "max_new_tokens": new} | params,
+    }
 
 
 def assert_distribution(counts: list[int], probabilities: list[float], what: str) -> None:
@@ -77,7 +61,7 @@ def assert_distribution(counts: list[int], probabilities: list[float], what: str
 def exact(servers, flat) -> list[float]:
     """Probability of each token after :data:`PROMPT`, by the stock server."""
     ask = body(PROMPT, 1, temperature=0) | {"return_logprob": True, "token_ids_logprob": list(range(503))}
-    (answer,) = servers.stock(flat, max_total_tokens=65536).generate([ask])
+    (answer,) = servers.stock(flat).generate([ask])
     (entries,) = answer["meta_info"]["output_token_ids_logprobs"]
     probabilities = [math.exp(entry[0]) for entry in entries]
     assert [entry[1] for entry in entries] == list(range(503)) and abs(sum(probabilities) - 1) < 1e-4
@@ -104,7 +88,8 @@ def test_distribution_in_mid_generation(adaptive, stock):
     rng = random.Random(1)
     prompts = [[*PROMPT, 5 + i] for i in range(24)]
     bodies = [body(prompt, 120) for prompt in prompts]
-    answers = asyncio.run(through_switches(adaptive, bodies, {20: 2, 45: 4, 70: 1, 95: 2}))
+    answers, records = through(adaptive, bodies, {20: 2, 45: 4, 70: 1, 95: 2})
+    assert [record["requests"] for record in records] == [len(bodies)] * 4
     scored = stock.generate(
         [
             body(prompt + answer["output_ids"], 1)
@@ -130,90 +115,34 @@ def test_distribution_in_mid_generation(adaptive, stock):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_agree_through_switches(adaptive, seed):
+async def test_ranks_agree_through_switches(adaptive, session, seed):
     """Every kind of sampler, with requests coming and going at each switch."""
     rng = random.Random(seed)
     kinds = [{}, {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05}, {"temperature": 1.7}, {"temperature": 0}]
     bodies = [body([rng.randrange(5, 503)] * rng.randint(1, 90), rng.randint(60, 200), **k) for k in kinds * 3]
     late = [body([rng.randrange(5, 503)] * 40, rng.randint(1, 60), **kind) for kind in kinds * 2]
-
-    async def work():
-        async with adaptive.session() as session:
-            await adaptive.arm(session, {"arrived": len(bodies), "step": 5, "hold": True})
-            tasks = [asyncio.ensure_future(adaptive.one(session, each)) for each in bodies]
-            await adaptive.reached(session)
-            pairs = zip(late[::2], late[1::2], strict=True)
-            for tp, pair in zip((4, 2, 1, 2, 4, 1), pairs, strict=True):
-                # They come before the switch, or while it is made.
-                tasks += [asyncio.ensure_future(adaptive.one(session, each)) for each in pair]
-                await switch(adaptive, session, tp)
-                await adaptive.arm(session, {"step": 8, "hold": True})
-                await adaptive.reached(session)
-            await adaptive.arm(session)
-            return await asyncio.gather(*tasks)
-
-    answers = asyncio.run(work())
-    assert [len(a["output_ids"]) for a in answers] == [b["sampling_params"]["max_new_tokens"] for b in bodies + late]
+    tasks = await hold(adaptive, session, bodies, step=5)
+    for tp, pair in zip((4, 2, 1, 2, 4, 1), zip(late[::2], late[1::2], strict=True), strict=True):
+        # They come before the switch, or while it is made.
+        tasks += [asyncio.ensure_future(adaptive.one(session, each)) for each in pair]
+        await switch(adaptive, session, tp)
+        await adaptive.arm(session, {"step": 8, "hold": True})
+        await adaptive.reached(session)
+    await adaptive.arm(session)
+    lengths = list(map(len, tokens(await asyncio.gather(*tasks))))
+    assert lengths == [b["sampling_params"]["max_new_tokens"] for b in bodies + late]
     assert adaptive.process.poll() is None
 
 
 @pytest.mark.parametrize("degrees", [(1,), (2,), (4, 1), (4, 2)], ids=str)
-def test_replicas_draw_from_different_streams(adaptive, degrees):
+async def test_replicas_draw_from_different_streams(adaptive, session, degrees):
     """The same prompt on each group of a layout, at the same time."""
     for tp in (1, *degrees):
         adaptive.reconfigure(tp)
     groups = 4 // degrees[-1]
-
-    async def one_each():
-        async with adaptive.session() as session:
-            await adaptive.arm(session, {"arrived": groups, "step": 1, "hold": True})
-            work = asyncio.ensure_future(adaptive.generate_async([body(PROMPT, 400)] * groups))
-            await adaptive.reached(session)
-            assert [group["running"] for group in adaptive.status()["groups"]] == [1] * groups
-            await adaptive.arm(session)
-            return await work
-
-    outputs = [answer["output_ids"] for answer in asyncio.run(one_each())]
-    for one, other in itertools.combinations(outputs, 2):
+    work = await hold(adaptive, session, [body(PROMPT, 400)] * groups, step=1)
+    assert [group["running"] for group in adaptive.status()["groups"]] == [1] * groups
+    await adaptive.arm(session)
+    for one, other in itertools.combinations(tokens(await asyncio.gather(*work)), 2):
         equal = sum(a == b for a, b in zip(one, other, strict=True))
         assert equal < 40, f"{equal} of 400 tokens are equal"
-
-
-CHATS = (
-    "Give three facts about the Moon.",
-    "Write a short story about a lighthouse keeper.",
-    "Explain how bread is made.",
-    "Why is the sky blue?",
-    "Describe a walk through an old town.",
-    "What is a good way to learn to swim?",
-)
-
-
-@pytest.mark.soak
-def test_text_stays_sane(servers, smollm2):
-    """Temperature 0.7: what the model says through switches is as likely as what it says without."""
-    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
-    chats = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in CHATS]
-    prompts = [tokenizer.encode(chat).ids for chat in chats]
-    bodies = [body(prompt, 40, temperature=0.7) for prompt in prompts]
-    server = servers.adaptive(smollm2, 2, "--chunked-prefill-size", "128")
-
-    def nll(answers: list[dict]) -> float:
-        """Mean per token, in nats."""
-        server.reconfigure(1)
-        scored = server.generate(
-            [
-                body(prompt + answer["output_ids"], 1) | {"return_logprob": True, "logprob_start_len": len(prompt) - 1}
-                for prompt, answer in zip(prompts, answers, strict=True)
-            ]
-        )
-        entries = [e for s in scored for e in s["meta_info"]["input_token_logprobs"][1:]]
-        assert len(entries) == 40 * len(prompts)
-        return -sum(entry[0] for entry in entries) / len(entries)
-
-    static = nll(server.generate(bodies))
-    answers = asyncio.run(through_switches(server, bodies, {8: 2, 18: 1, 28: 2}))
-    switched = nll(answers)
-    text = tokenizer.decode(answers[0]["output_ids"])
-    tell(f"mean NLL {switched:.3f} through switches, {static:.3f} static; {CHATS[0]} {text!r}")
-    assert abs(switched - static) < 0.7, text

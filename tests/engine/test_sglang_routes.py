@@ -10,15 +10,10 @@ import requests
 
 from sglang_pat.testing.server import Server
 
-from .controls import body, unharmed
+from .streams import body, check_unharmed, hold
 
 CHANGING = {"last_gen_throughput", "memory_usage", "step_time_dict", "avg_spec_accept_length"}
 """Fields of ``/server_info`` that are measurements."""
-
-
-@pytest.fixture
-def server(servers, llama) -> Server:
-    return servers.adaptive(llama)
 
 
 def test_server_info_is_constant_over_switches(server):
@@ -42,7 +37,7 @@ INFORMATION = ["/model_info", "/get_model_info", "/v1/loads", "/get_load", "/v1/
 
 @pytest.mark.parametrize("path", INFORMATION)
 def test_information_has_the_shape_of_stock(servers, llama, path):
-    stock = servers.stock(llama, max_total_tokens=65536).get(path)
+    stock = servers.stock(llama).get(path)
     server = servers.adaptive(llama)
     for tp in (1, 2):
         server.reconfigure(tp)
@@ -60,24 +55,14 @@ def shape(value: Any) -> Any:
     return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__
 
 
-def test_loads_count_all_ranks(server):
-    async def run() -> None:
-        async with server.session() as session:
-            await server.arm(session, {"arrived": 4, "step": 5, "hold": True})
-            work = asyncio.ensure_future(server.generate_async([body(i, 40) for i in range(4)]))
-            await server.reached(session)
-            for tp in (1, 2):
-                await server.reconfigure_async(session, tp)
-                async with session.get(server.url + "/v1/loads") as response:
-                    loads = await response.json()
-                assert loads["aggregate"]["total_running_reqs"] == 4
-                async with session.get(server.url + "/get_load") as response:
-                    (load,) = await response.json()
-                assert load["num_reqs"] == 4
-            await server.arm(session)
-            await work
-
-    asyncio.run(run())
+async def test_loads_count_all_ranks(server, session):
+    work = await hold(server, session, [body(i, 40) for i in range(4)], step=5)
+    for tp in (1, 2):
+        await server.reconfigure_async(session, tp)
+        assert server.get("/v1/loads").json()["aggregate"]["total_running_reqs"] == 4
+        assert [load["num_reqs"] for load in server.get("/get_load").json()] == [4]
+    await server.arm(session)
+    await asyncio.gather(*work)
 
 
 ADMIN = {
@@ -116,7 +101,7 @@ def test_admin_endpoint_answers_as_stock(servers, llama, name):
     def ask(server: Server) -> int:
         return requests.request(method, server.url + path, json=data, timeout=500).status_code
 
-    stock = ask(servers.stock(llama, max_total_tokens=65536))
+    stock = ask(servers.stock(llama))
     server = servers.adaptive(llama)
     for tp in (1, 2):
         server.reconfigure(tp)
@@ -124,15 +109,4 @@ def test_admin_endpoint_answers_as_stock(servers, llama, name):
             assert ask(server) >= 400
         else:
             assert ask(server) == stock
-    unharmed(server)
-
-
-def test_profile_across_a_switch(server, tmp_path):
-    start = {"output_dir": str(tmp_path), "activities": ["CPU"], "with_stack": False, "record_shapes": False}
-    assert server.post("/start_profile", start).status_code == 200
-    server.generate([body(i, 5) for i in range(2)])
-    server.reconfigure(2)
-    server.generate([body(3, 5)])
-    assert server.post("/stop_profile").status_code == 200
-    unharmed(server)  # switches, which a rank can once it has written its trace
-    assert len(list(tmp_path.rglob("*.trace.json.gz"))) == 2, "one trace from each rank"
+    check_unharmed(server)

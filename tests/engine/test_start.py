@@ -7,7 +7,7 @@ import os
 import signal
 import stat
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,6 +16,9 @@ import pytest
 from sglang_pat.launch import processes as launched
 from sglang_pat.launch.processes import wait_until_ended
 from sglang_pat.memory.plan import CPU_TOKENS
+from sglang_pat.testing.server import Server
+
+from .streams import body
 
 PLAIN = ("--tp", "1", "--dp", "2", "--adaptive-tp")
 
@@ -28,9 +31,14 @@ def place():
 
 
 @pytest.fixture
-def server(servers, llama, place):
+def start(servers, llama, place) -> Callable[..., Server]:
+    return lambda **options: servers.get(llama, *PLAIN, max_total_tokens=None, env={"TMPDIR": str(place)}, **options)
+
+
+@pytest.fixture
+def server(start) -> Server:
     """Started as a user starts it."""
-    return servers.get(llama, *PLAIN, max_total_tokens=None, env={"TMPDIR": str(place)}, prefork=None)
+    return start(prefork=None)
 
 
 def test_the_pool_is_planned(server):
@@ -64,9 +72,6 @@ def sockets(place: Path) -> list[Path]:
     return [path for path in place.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
 
 
-BODY = {"input_ids": [5, 7, 9], "sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}}
-
-
 async def end_while_it_works(server, send) -> list:
     """Four requests decode, a switch is asked for, then ``send``; how each of the four ended.
 
@@ -74,7 +79,7 @@ async def end_while_it_works(server, send) -> list:
     """
 
     async def one(session, decodes: asyncio.Event) -> str:
-        async for chunk in server.stream(session, BODY):
+        async for chunk in server.stream(session, body(1, 4000)):
             decodes.set()
             if reason := chunk["meta_info"]["finish_reason"]:
                 return reason["type"]
@@ -85,17 +90,16 @@ async def end_while_it_works(server, send) -> list:
         work = [asyncio.ensure_future(one(session, decodes)) for decodes in started]
         await asyncio.gather(*(decodes.wait() for decodes in started))
         work.append(asyncio.ensure_future(server.reconfigure_async(session, 2)))
-        begun = time.monotonic()
         send()
         ends = await asyncio.gather(*work, return_exceptions=True)
         await asyncio.to_thread(server.process.wait, 500)
-        print(f"ended after {time.monotonic() - begun:.1f} s")
         return ends[:4]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_in_order(server, place, number):
-    """To the whole process group, as a terminal and a service manager do."""
+def test_a_signal_ends_it_in_order(start, place, number):
+    """To the whole process group, as a terminal and a service manager do; the second one to a fork."""
+    server = start(prefork=None) if number == signal.SIGTERM else start()
     children = server.children()
     ends = asyncio.run(end_while_it_works(server, lambda: os.killpg(server.process.pid, number)))
     assert all(end == "abort" or isinstance(end, Exception) for end in ends), ends
@@ -106,7 +110,8 @@ def test_a_signal_ends_it_in_order(server, place, number):
     assert not sockets(place) and not list(place.glob(launched.FOLDER_PREFIX + "*"))
 
 
-def test_nothing_of_a_killed_server_goes_on(server):
+def test_nothing_of_a_killed_server_goes_on(start):
+    server = start()
     children = server.children()
     server.process.kill()
     assert not wait_until_ended(children, 500)

@@ -1,11 +1,9 @@
-"""Keys, metrics and the threshold policy: one server."""
+"""Keys, metrics and the threshold policy: one server; and the degree in which a round starts."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import time
-from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -14,7 +12,7 @@ import requests
 
 from sglang_pat.testing.server import Server
 
-from .controls import body
+from .streams import Body, body, endless, in_layout, tokens
 
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
 ADMIN_HEADERS = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -38,8 +36,19 @@ class Client:
     def status(self) -> dict[str, Any]:
         return self.ask("GET", "/pat/status", API_KEY).json()
 
-    def session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(headers={"Authorization": f"Bearer {API_KEY}"})
+    def switches(self, before: dict[str, Any]) -> list[dict[str, Any]]:
+        """Since that status."""
+        now = self.status()
+        return now["switches"][before["num_switches"] - now["num_switches"] :]
+
+    def begin(self, session: aiohttp.ClientSession, *bodies: Body) -> list[asyncio.Task]:
+        return [asyncio.ensure_future(self.server.one(session, one)) for one in bodies]
+
+    async def abort(self, session: aiohttp.ClientSession, *bodies: Body) -> None:
+        for one in bodies:
+            about = {"json": {"rid": one["rid"]}, "headers": ADMIN_HEADERS}
+            async with session.post(self.server.url + "/abort_request", **about) as response:
+                assert response.status == 200
 
     def metrics(self) -> dict[str, float]:
         """Sample name with labels → value."""
@@ -53,131 +62,80 @@ def watched(servers, llama) -> Client:
     return Client(servers.get(llama, *WATCHED))
 
 
-@pytest.mark.parametrize(
-    "key, as_user, as_admin", [(None, 401, 401), ("wrong", 401, 401), (API_KEY, 200, 401), (ADMIN_KEY, 401, 200)]
-)
+@pytest.mark.parametrize("key, as_user, as_admin", [(None, 401, 401), (API_KEY, 200, 401), (ADMIN_KEY, 401, 200)])
 def test_keys(watched, key, as_user, as_admin):
-    """``/pat/status`` like any endpoint; ``/pat/reconfigure`` like SGLang's admin-optional ones."""
-    assert watched.ask("GET", "/pat/status", key).status_code == as_user
-    assert watched.ask("GET", "/model_info", key).status_code == as_user
+    """Our routes beside SGLang's; all combinations: ``tests/contract/test_pat_routes.py``."""
+    for path in ("/pat/status", "/model_info"):
+        assert watched.ask("GET", path, key).status_code == as_user
     assert watched.ask("POST", "/pat/reconfigure", key, json={"tp": 1}).status_code == as_admin
     assert watched.ask("POST", "/flush_cache", key).status_code == as_admin
-    # Nobody without the key learns what a good body would be.
-    assert watched.ask("POST", "/pat/reconfigure", key, data=b"junk").status_code == (400 if as_admin == 200 else 401)
 
 
-LENGTHS = (40, 55, 70, 85, 100, 115)
+@pytest.fixture
+async def session():
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {API_KEY}"}) as opened:
+        yield opened
 
 
-def until(client: Client, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Wait until the status is so; what is waited for here lasts until the test goes on.  The limit is pytest's."""
-    while not condition(status := client.status()):
-        time.sleep(0.02)
-    return status
-
-
-def wait_for_base(client: Client) -> dict[str, Any]:
-    """An idle engine goes back there, and stays."""
-    return until(client, lambda s: s["layout"]["tp"] == 1 and not s["switching"] and not s["requests"])
-
-
-async def abort(client: Client, session: aiohttp.ClientSession, rid: str) -> None:
-    async with session.post(client.server.url + "/abort_request", json={"rid": rid}, headers=ADMIN_HEADERS) as response:
-        assert response.status == 200
-
-
-def test_threshold_policy_merges_for_the_tail_and_splits_when_idle(watched, servers, llama):
+async def test_threshold_policy_merges_for_the_tail_and_splits_when_idle(watched, session, servers, llama):
     """Two responses go on until the test has seen the merge."""
-    bodies = [body(i, length) for i, length in enumerate(LENGTHS)]
-    endless = [body(10 + i, 3000, rid=f"endless-{i}") for i in range(2)]
-    wanted = servers.stock(llama, max_total_tokens=65536).generate(bodies)
-    watched = Client(servers.get(llama, *WATCHED))
-    before = wait_for_base(watched)["num_switches"]
-
-    async def run():
-        async with watched.session() as session:
-            tail = [asyncio.ensure_future(watched.server.one(session, b)) for b in endless]
-            answers = await asyncio.gather(*(watched.server.one(session, b) for b in bodies))
-            await asyncio.to_thread(until, watched, lambda s: s["layout"]["tp"] == 2 and not s["switching"])
-            for request in endless:
-                await abort(watched, session, request["rid"])
-            await asyncio.gather(*tail)
-            return answers
-
-    for _ in range(2):
-        answers = asyncio.run(run())
-        assert [a["output_ids"] for a in answers] == [w["output_ids"] for w in wanted]
-        status = wait_for_base(watched)
-        records = status["switches"][before - status["num_switches"] :]
-        assert [(r["from_tp"], r["to_tp"], r["requests"], r["reason"]) for r in records[-2:]] == [
-            (1, 2, 2, "threshold"),
-            (2, 1, 0, "threshold"),
-        ]
-        before = status["num_switches"]
+    bodies = [body(i, length) for i, length in enumerate((40, 55, 70, 85, 100, 115))]
+    two = [endless(10 + i, rid=f"endless-{i}") for i in range(2)]
+    wanted = await servers.stock(llama).generate_async(bodies)
+    before = await in_layout(watched.status, 1)
+    tail = watched.begin(session, *two)
+    assert tokens(await asyncio.gather(*watched.begin(session, *bodies))) == tokens(wanted)
+    await in_layout(watched.status, 2)
+    await watched.abort(session, *two)
+    await asyncio.gather(*tail)
+    await in_layout(watched.status, 1)
+    found = [(r["from_tp"], r["to_tp"], r["requests"], r["reason"]) for r in watched.switches(before)]
+    assert found[-2:] == [(1, 2, 2, "threshold"), (2, 1, 0, "threshold")]
 
 
-def test_threshold_policy_splits_when_requests_arrive(watched):
-    before = wait_for_base(watched)["num_switches"]
-
-    def merged() -> None:
-        until(watched, lambda s: s["layout"]["tp"] == 2 and not s["switching"])
-
-    async def run():
-        async with watched.session() as session:
-            first = asyncio.ensure_future(watched.server.one(session, body(1, 3500, rid="endless")))
-            await asyncio.to_thread(merged)
-            await asyncio.gather(*(watched.server.one(session, body(2 + i, 100)) for i in range(4)))
-            await asyncio.to_thread(merged)
-            await abort(watched, session, "endless")
-            await first
-
-    asyncio.run(run())
-    status = wait_for_base(watched)
-    records = status["switches"][before - status["num_switches"] :]
-    assert [r["to_tp"] for r in records] == [2, 1, 2, 1]
-    assert [r["requests"] for r in records][0] == 1
+async def test_threshold_policy_splits_when_requests_arrive(watched, session):
+    before, long = await in_layout(watched.status, 1), endless(1, rid="endless")
+    first = watched.begin(session, long)
+    await in_layout(watched.status, 2)
+    await asyncio.gather(*watched.begin(session, *(body(2 + i, 100) for i in range(4))))
+    await in_layout(watched.status, 2)
+    await watched.abort(session, long)
+    await asyncio.gather(*first)
+    await in_layout(watched.status, 1)
+    records = watched.switches(before)
+    assert [r["to_tp"] for r in records] == [2, 1, 2, 1] and records[0]["requests"] == 1
 
 
-TOOL = [7, 8, 9]
-"""What a tool answers."""
-
-
-def test_two_agents_merge_once_and_split_once(watched):
+async def test_two_agents_merge_once_and_split_once(watched, session):
     """Six turns each.  The tools answer when the engine is empty: then it would go to the base layout, if nobody had
     announced the round."""
-    before = wait_for_base(watched)["num_switches"]
-    begun = {"requests": 2, "prompt_tokens": 12, "max_new_tokens": 3000}
+    before = await in_layout(watched.status, 1)
+    begun = {"requests": 2, "prompt_tokens": 20, "max_new_tokens": 3000}
     assert watched.ask("POST", "/pat/round", API_KEY, json=begun).status_code == 200
     assert watched.status()["rounds"]["missing"] == 2
-
-    async def run():
-        async with watched.session() as session:
-            bodies = [body(i, 3000, rid=f"agent-{i}") for i in range(2)]
-            turns = [asyncio.ensure_future(watched.server.one(session, one)) for one in bodies]
-            await asyncio.to_thread(until, watched, lambda s: s["layout"]["tp"] == 2 and not s["switching"])
-            for one in bodies:
-                await abort(watched, session, one["rid"])
-            for _ in range(5):
-                answers = await asyncio.gather(*turns)
-                # That it is empty, and what follows from it, the coordinator hears and decides at once.
-                status = await asyncio.to_thread(until, watched, lambda s: not s["requests"])
-                assert (status["layout"]["tp"], status["switching"]) == (2, False)
-                for one, answer in zip(bodies, answers, strict=True):
-                    one["input_ids"] = [*one["input_ids"], *answer["output_ids"], *TOOL]
-                    one["sampling_params"] = one["sampling_params"] | {"max_new_tokens": 5}
-                turns = [watched.server.one(session, one) for one in bodies]
-            await asyncio.gather(*turns)
-
-    asyncio.run(run())
+    agents = [body(i, 3000, rid=f"agent-{i}") for i in range(2)]
+    turns = watched.begin(session, *agents)
+    await in_layout(watched.status, 2)
+    await watched.abort(session, *agents)
+    for _ in range(5):
+        answers = await asyncio.gather(*turns)
+        # That it is empty, and what follows from it, the coordinator hears and decides at once.
+        while (status := watched.status())["requests"]:
+            await asyncio.sleep(0.02)
+        assert (status["layout"]["tp"], status["switching"]) == (2, False)
+        for one, answer in zip(agents, answers, strict=True):
+            one["input_ids"] = [*one["input_ids"], *answer["output_ids"], 7, 8, 9]  # what a tool answers
+            one["sampling_params"] = one["sampling_params"] | {"max_new_tokens": 5}
+        turns = watched.begin(session, *agents)
+    await asyncio.gather(*turns)
     assert watched.status()["rounds"]["missing"] == 0
     assert watched.ask("DELETE", "/pat/round", API_KEY).status_code == 200
-    status = wait_for_base(watched)
-    assert not status["rounds"]["open"]
-    assert [r["to_tp"] for r in status["switches"][before - status["num_switches"] :]] == [2, 1]
+    assert not (await in_layout(watched.status, 1))["rounds"]["open"]
+    assert [r["to_tp"] for r in watched.switches(before)] == [2, 1]
 
 
 def test_metrics(watched):
-    status = wait_for_base(watched)
+    status = asyncio.run(in_layout(watched.status, 1))
     samples = watched.metrics()
     ours = {name: value for name, value in samples.items() if name.startswith("sglang_pat_")}
     assert any(name.startswith("sglang:") for name in samples), "SGLang's own are there as well"
@@ -200,3 +158,32 @@ def test_metrics(watched):
     assert (total("sglang_pat_layout_tp"), total("sglang_pat_layout_dp")) == (1, 2)
     forced = watched.ask("POST", "/pat/reconfigure", ADMIN_KEY, json={"tp": 2})
     assert forced.status_code == 200
+
+
+CRAMPED = (
+    "--tp 1 --dp 2 --adaptive-tp --pat-policy threshold --pat-switch-at 1 --schedule-conservativeness 0.05".split()
+)
+
+
+def test_the_round_after_one_with_retractions_starts_in_twice_the_degree(servers, llama):
+    """8 requests of 140 tokens find no room in 700."""
+    flags = "--tp 1 --dp 2 --adaptive-tp --pat-policy threshold --pat-switch-at 1 --schedule-conservativeness 0.05"
+    server = servers.get(llama, *flags.split(), max_total_tokens=700)
+
+    def one_round(tokens: int) -> tuple[int, list[int]]:
+        """16 requests, announced: how many were retracted, and merges before a first request so far."""
+        before = server.status()["retracted"]
+        server.post("/pat/round", {"requests": 16, "prompt_tokens": 20, "max_new_tokens": tokens}).raise_for_status()
+        server.generate([body(i, tokens) for i in range(16)])
+        requests.delete(f"{server.url}/pat/round").raise_for_status()
+        status = server.status()
+        ahead = [r["to_tp"] for r in status["switches"] if r["to_tp"] == 2 and r["requests"] == 0]
+        return status["retracted"] - before, ahead
+
+    assert one_round(20) == (0, [])
+    retracted, ahead = one_round(120)
+    assert retracted >= 4 and ahead == []
+    assert one_round(120)[1] == [2]
+    # A weight update finds the engine in the base layout, or takes it there.
+    assert server.post("/update_weights_from_disk", {"model_path": str(llama)}).json()["success"]
+    assert server.status()["layout"]["tp"] == 1

@@ -1,11 +1,14 @@
-"""New weights reach every layout: on two ranks, on four, and in reshard mode."""
+"""New weights reach every layout: on two ranks, on four, and in reshard mode; and while requests are alive."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 
 from sglang_pat.testing import models
 
+from .streams import GREEDY, hold, post, tokens
 from .weight_updates import A, B, C, D, E, Setup, Trainer, all_layouts_say, from_disk, from_tensor, layout, succeeded
 
 SETUPS = {
@@ -87,3 +90,47 @@ def test_get_weights_by_name(setup, start):
         server.reconfigure(start)
         succeeded(from_disk(server, setup.marker, B))
         server.reconfigure(start)
+
+
+# -- while requests are alive: paused, waited for, aborted.  On two ranks --------------------------------------
+
+STEP = 30
+"""At which the engine holds them, after a merge."""
+
+
+def alive(tokens: int) -> list[dict]:
+    return [{"input_ids": [70 + i, 8, 9], "sampling_params": GREEDY | {"max_new_tokens": tokens}} for i in range(4)]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_update_with_requests_alive_in_the_tail(two, session, mode):
+    server = await asyncio.to_thread(two.start_in, 1)
+    work = await hold(server, session, alive(200), step=STEP, tp=2)
+    assert await post(session, server, "/pause_generation", {"mode": mode}) == 200
+    await server.arm(session)
+    assert server.status()["requests"] == 4
+    # Requests that are paused in place hold KV.
+    succeeded(await asyncio.to_thread(from_disk, server, two.marker, B, flush_cache=mode == "retract"))
+    assert layout(server) == 1
+    server.reconfigure(2)
+    assert await post(session, server, "/continue_generation", {}) == 200
+    for ids in tokens(await asyncio.gather(*work)):
+        assert len(ids) == 200
+        assert ids[0] == A and ids[-1] != A, "old weights at first, not the old ones at last"
+    assert server.post("/flush_cache").status_code == 200
+    await asyncio.to_thread(all_layouts_say, server, B)
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+async def test_update_waits_for_running_requests_or_aborts_them(two, session, aborts):
+    """Without a pause SGLang lets running requests finish with the weights they began with."""
+    server = await asyncio.to_thread(two.start_in, 1)
+    work = await hold(server, session, alive(3000 if aborts else 200), step=STEP, tp=2)
+    update = asyncio.to_thread(from_disk, server, two.marker, B, abort_all_requests=aborts)
+    update = asyncio.ensure_future(update)
+    await server.arm(session)
+    succeeded(await update)
+    for answer in await asyncio.gather(*work):
+        assert set(answer["output_ids"]) == {A}
+        assert answer["meta_info"]["finish_reason"]["type"] == ("abort" if aborts else "length")
+    await asyncio.to_thread(all_layouts_say, server, B)

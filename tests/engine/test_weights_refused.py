@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from sglang_pat.testing import models
 from sglang_pat.testing.ports import free_port
+from sglang_pat.testing.prefork import popen
 
 from .weight_updates import (
     GROUP,
@@ -19,21 +20,15 @@ from .weight_updates import (
     B,
     C,
     D,
-    E,
-    Setup,
     Trainer,
     all_layouts_say,
     flattened,
     from_tensor,
+    group_of,
     say,
     serialized,
     succeeded,
 )
-
-
-@pytest.fixture(scope="module")
-def two(servers, marker) -> Setup:
-    return Setup(servers, marker, 2)
 
 
 def test_tensors_are_addressed_by_physical_rank(two):
@@ -43,17 +38,6 @@ def test_tensors_are_addressed_by_physical_rank(two):
     assert sorted({tuple(tokens) for tokens in say(server, count=8, tokens=100)}) == [(B,), (C,)]
     succeeded(from_tensor(server, D, 2))
     all_layouts_say(server, D)
-
-
-def test_flattened_bucket(two):
-    server = two.start_in(2)
-    state = list(models.marker_state_dict(E).items())
-    half = len(state) // 2
-    for part in (state[:half], state[half:]):
-        item = serialized(flattened(part))
-        body = {"serialized_named_tensors": [item, item], "load_format": "flattened_bucket"}
-        succeeded(server.post("/update_weights_from_tensor", body))
-    all_layouts_say(server, E)
 
 
 def test_update_that_fails_changes_nothing(two, tmp_path):
@@ -71,28 +55,19 @@ def wrong(state: dict[str, Any], what: str) -> dict[str, Any]:
     import torch
 
     half = dict(list(state.items())[: len(state) // 2])
-    width = state["model.norm.weight"].shape[0]
     last = {
-        "shape": ("model.norm.weight", torch.zeros(3)),
-        "dimensions": ("model.norm.weight", torch.zeros(width, 1)),
         # SGLang takes the rows that it needs of it, and says nothing.
-        "rows": ("model.layers.1.self_attn.q_proj.weight", torch.zeros(16 * width, width)),
-        "vocabulary": ("lm_head.weight", torch.zeros(512, width)),
-        "name": ("model.layers.1.self_attn.query.weight", torch.zeros(width, width)),
-        "layer": ("model.layers.9.mlp.down_proj.weight", torch.zeros(width, width)),
+        "rows": ("model.layers.1.self_attn.q_proj.weight", torch.zeros(1024, 64)),
+        "name": ("model.layers.1.self_attn.query.weight", torch.zeros(64, 64)),
     }
     return half | dict([last[what]])
 
 
 WRONG = {
-    "shape": "model.norm.weight has the shape [3], must be [64]",
-    "dimensions": "model.norm.weight has the shape [64, 1], must be [64]",
     "rows": "q_proj.weight has the shape [1024, 64], must be [64, 64]",
-    "vocabulary": "lm_head.weight has the shape [512, 64], must be [503, 64]",
     "name": "the model has no tensor 'model.layers.1.self_attn.query.weight'",
-    "layer": "the model has no tensor 'model.layers.9.mlp.down_proj.weight'",
 }
-"""What the answer says."""
+"""What the answer says; of more kinds ``tests/contract/test_shards_of_models.py``."""
 
 
 REFUSED = "weight update refused, no tensor of this request was written; send the whole update again"
@@ -169,44 +144,27 @@ def test_broadcast_that_does_not_fit_is_received_and_refused(two):
 
 def test_trainer_that_dies_in_an_update_leaves_the_old_weights(two):
     """Half of the tensors have been sent when its process is gone."""
-    server = two.start_in(2)
-    port = free_port()
-    script = [sys.executable, "-c", DYING, str(port), str(two.ranks + 1), GROUP]
-    process = subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server, port = two.start_in(2), free_port()
+    argv = [str(port), str(two.ranks)]
+    trainer = popen(two.servers.prefork, "tests.engine.weight_updates", argv, os.environ, stdin=subprocess.PIPE)
     try:
-        state = models.marker_state_dict(B)
-        group = dict(master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=two.ranks + 1)
-        succeeded(server.post("/init_weights_update_group", group | dict(group_name=GROUP, backend="gloo")))
-        answers: list[Any] = []
+        succeeded(server.post("/init_weights_update_group", group_of(port, two.ranks)))
+        state, answers = models.marker_state_dict(B), []
         shapes = [list(tensor.shape) for tensor in state.values()]
         body = dict(names=list(state), dtypes=["float32"] * len(state), shapes=shapes, group_name=GROUP)
         post = threading.Thread(target=lambda: answers.append(server.post("/update_weights_from_distributed", body)))
         post.start()
-        process.communicate(json.dumps(shapes[: len(shapes) // 2]), timeout=200)
+        with trainer.stdin as shapes_of_half:
+            json.dump(shapes[: len(shapes) // 2], shapes_of_half)
+        trainer.wait(200)
         post.join(200)
         assert answers, "the engine waits for ever"
         refused(answers[0], "Failed to update parameter online")
         succeeded(server.post("/destroy_weights_update_group", {"group_name": GROUP}))
         all_layouts_say(server, A)
-        trainer = Trainer(server, two.ranks)
-        trainer.send(C)
+        other = Trainer(server, two.ranks)
+        other.send(C)
         all_layouts_say(server, C)
-        trainer.close()
+        other.close()
     finally:
-        process.kill()
-
-
-DYING = """
-import json, os, sys
-import torch, torch.distributed as dist
-port, ranks, name = sys.argv[1:]
-from sglang_pat.cpu import shim
-shim.ensure()
-from sglang.srt.utils import init_custom_process_group
-group = init_custom_process_group(
-    backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=int(ranks), rank=0, group_name=name
-)
-for shape in json.load(sys.stdin):
-    dist.broadcast(torch.ones(shape), src=0, group=group)
-os._exit(1)
-"""
+        trainer.kill()

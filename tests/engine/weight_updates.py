@@ -5,6 +5,9 @@ Marker models say which weights they hold, and whether all of them.
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +15,8 @@ from typing import Any
 from sglang_pat.testing import models
 from sglang_pat.testing.ports import free_port
 from sglang_pat.testing.server import Server
+
+from .streams import GREEDY
 
 A, B, C, D, E = 100, 200, 300, 400, 450
 """Tokens that the marker models say."""
@@ -28,8 +33,7 @@ def layout(server: Server) -> int:
 
 
 def body(seed: int, tokens: int) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    return {"input_ids": [seed, 8, 9, 10], "sampling_params": sampling}
+    return {"input_ids": [seed, 8, 9, 10], "sampling_params": GREEDY | {"max_new_tokens": tokens}}
 
 
 def say(server: Server, count: int = 0, tokens: int = 6) -> list[set[int]]:
@@ -86,22 +90,31 @@ def from_tensor(server: Server, token: int | list[int], ranks: int, **fields: An
     return server.post("/update_weights_from_tensor", {"serialized_named_tensors": items} | fields)
 
 
+def join(port: int, ranks: int) -> Any:
+    """The update group of a trainer, its rank 0, and so many ranks of an engine."""
+    from sglang_pat.cpu import shim
+
+    shim.ensure()
+    from sglang.srt.utils import init_custom_process_group
+
+    return init_custom_process_group(
+        backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=ranks + 1, rank=0, group_name=GROUP
+    )
+
+
+def group_of(port: int, ranks: int) -> dict[str, Any]:
+    """The same, for ``/init_weights_update_group``."""
+    body = dict(master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=ranks + 1)
+    return body | dict(group_name=GROUP, backend="gloo")
+
+
 class Trainer:
     """Rank 0 of an update group of which the engine's N ranks are 1 .. N."""
 
     def __init__(self, server: Server, ranks: int) -> None:
-        from sglang_pat.cpu import shim
-
-        shim.ensure()
-        from sglang.srt.utils import init_custom_process_group
-
         self.server, port = server, free_port()
-        body = dict(master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=ranks + 1)
-        body |= dict(group_name=GROUP, backend="gloo")
-        answer = self._beside("/init_weights_update_group", body)
-        self.group = init_custom_process_group(
-            backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=ranks + 1, rank=0, group_name=GROUP
-        )
+        answer = self._beside("/init_weights_update_group", group_of(port, ranks))
+        self.group = join(port, ranks)
         succeeded(answer())
 
     def _beside(self, path: str, body: Any) -> Callable[[], Any]:
@@ -166,3 +179,18 @@ class Setup:
         said = say(server)
         assert said == [{A}] * len(said)
         return server
+
+
+def main(port: str, ranks: str) -> None:
+    """A trainer that dies once it has sent tensors of the shapes on its stdin."""
+    import torch
+    import torch.distributed as dist
+
+    group = join(int(port), int(ranks))
+    for shape in json.load(sys.stdin):
+        dist.broadcast(torch.ones(shape), src=0, group=group)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

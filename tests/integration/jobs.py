@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-from sglang_pat.testing import cpu_jobs
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from on_cpu import cpu_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -23,6 +24,8 @@ SECONDS = 900
 """Longest that a job may take: a loaded machine takes three times as long as a quiet one."""
 LEFT_SECONDS = 60
 """Ray's daemons notice the driver's end by and by."""
+SWITCHING = ("--settings", "{{base_tp:1,policy:threshold,switch_at:12}}")
+"""Of a verl job with 16 responses; the engine merges when 12 are left: the first ends of 16 come early in a step."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

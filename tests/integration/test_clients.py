@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import requests
+from on_cpu import cpu_jobs
 
-from sglang_pat.testing import cpu_jobs
 from sglang_pat.testing.ports import free_port
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import IM_START_ID, PAD_ID, SPECIAL_TOKENS
@@ -207,92 +207,3 @@ def test_router_in_front_of_two_servers(four, model, tmp_path):
         assert [answer["output_ids"] for answer in answers] == wanted
         workers = requests.get(url + "/workers", timeout=30).json()
         assert len(workers["workers"]) == 2, workers
-
-
-# -- Engine and its tokenizer manager, used in process: ROLL's way --------------------------------------------
-
-IN_PROCESS = """
-import asyncio, json, sys
-from sglang.srt.entrypoints.engine import Engine
-from sglang.srt.managers.io_struct import (
-    GenerateReqInput, ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput,
-    UpdateWeightsFromTensorReqInput,
-)
-
-def main(model):
-    engine = Engine(
-        model_path=model, tp_size=2, device="cpu", dtype="float32", skip_tokenizer_init=True, log_level="error",
-        max_total_tokens=16384, random_seed=1, attention_backend="torch_native", sampling_backend="pytorch",
-        grammar_backend="none", disable_cuda_graph=True, disable_overlap_schedule=True,
-    )
-    manager = engine.tokenizer_manager
-    params = {"temperature": 0, "max_new_tokens": 120, "ignore_eos": True}
-
-    async def one(number, **more):
-        request = GenerateReqInput(
-            rid=f"r{number}", input_ids=[5 + number, 7, 9], sampling_params=dict(params, **more), stream=True,
-            return_logprob=True,
-        )
-        async for chunk in manager.generate_request(request, None):
-            pass
-        return chunk
-
-    async def updated():
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-        from safetensors.torch import load_file
-        named = list(load_file(model + "/model.safetensors").items())
-        bucket = FlattenedTensorBucket(named_tensors=named)
-        item = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-        request = UpdateWeightsFromTensorReqInput(
-            load_format="flattened_bucket", flush_cache=False,
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(item) for _ in range(2)],
-        )
-        return (await manager.update_weights_from_tensor(request, None))[0]
-
-    async def run():
-        await manager.pat_set_schedule([{"tp": 2, "arrived": 4, "step": 40}])
-        answers = await asyncio.gather(*(one(i) for i in range(4)))
-        layouts = [answer["meta_info"]["tp_from_token"] for answer in answers]
-        await manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
-        await manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["weights"]), None)
-        fine = await updated()
-        await manager.flush_cache()
-        await manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["kv_cache", "cuda_graph"]), None)
-        again = await asyncio.gather(*(one(i) for i in range(4)))
-        work = [asyncio.ensure_future(one(i, max_new_tokens=4000)) for i in range(2)]
-        while len(manager.rid_to_state) < 2:
-            await asyncio.sleep(0.05)
-        for rid in list(manager.rid_to_state):
-            manager.abort_request(rid)
-        ends = [(await job)["meta_info"]["finish_reason"]["type"] for job in work]
-        batch = await engine.async_generate(
-            input_ids=[[5 + i, 7, 9] for i in range(4)], sampling_params=params, return_logprob=True
-        )
-        tokens = [[answer["output_ids"] for answer in answers] for answers in (answers, again, batch)]
-        logprobs = all(len(a["meta_info"]["output_token_logprobs"]) == 120 for a in answers)
-        return dict(
-            same=tokens[0] == tokens[1] == tokens[2], updated=fine, ends=ends, logprobs=logprobs,
-            switched=all(len(layout) > 1 for layout in layouts), left=len(manager.rid_to_state),
-        )
-
-    print(json.dumps(engine.loop.run_until_complete(run())))
-    engine.shutdown()
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-"""
-
-
-@pytest.mark.long
-def test_engine_in_process(flat, tmp_path):
-    """With the variable only; switches in each round, weights updated between them."""
-    (script := tmp_path / "script.py").write_text(IN_PROCESS)
-    done = subprocess.run(
-        [sys.executable, str(script), str(flat)], capture_output=True, text=True, timeout=600,
-        env=cpu_jobs.environment(SGLANG_PAT="base_tp=1,policy=schedule"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {
-        "same": True, "updated": True, "ends": ["abort", "abort"], "logprobs": True, "switched": True, "left": 0,
-    }  # fmt: skip

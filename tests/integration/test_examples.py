@@ -1,18 +1,16 @@
-"""The examples' own parts: which model, which prompts."""
+"""What the examples read and write beside the frameworks."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 import math
 import os
 import sys
 from types import ModuleType
 
 import pytest
-
-from sglang_pat.testing import cpu_jobs
+from on_cpu import cpu_jobs
 
 from .jobs import EXAMPLES
 
@@ -24,35 +22,6 @@ def example(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_without_a_model_it_is_smollm2(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_jobs.models, "make_smollm2", lambda folder: tmp_path / folder.name)
-    assert cpu_jobs.model(None) == tmp_path / "smollm2"
-    assert cpu_jobs.model(tmp_path / "other") == tmp_path / "other"
-
-
-def test_prompts_of_a_run_differ_and_there_are_enough():
-    for chat in (True, False):
-        texts = cpu_jobs.prompts(64, chat)
-        assert len(texts) == 64 and len(set(texts[:12])) == 12
-    assert cpu_jobs.prompts(1, True) != cpu_jobs.prompts(1, False)
-
-
-@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", None])
-def test_a_model_without_a_chat_template_gets_one_in_a_copy(tmp_path, place):
-    model, copy = tmp_path / "model", tmp_path / "copy"
-    model.mkdir()
-    config = {"chat_template": "own"} if place == "tokenizer_config.json" else {}
-    (model / "tokenizer_config.json").write_text(json.dumps(config))
-    if place == "chat_template.jinja":
-        (model / place).write_text("own")
-    found = example("verl_grpo").with_chat_template(model, copy)
-    if place:
-        assert found == model and not copy.exists()
-    else:
-        assert found == copy and "assistant" in (copy / "tokenizer_config.json").read_text()
-        assert json.loads((model / "tokenizer_config.json").read_text()) == {}
 
 
 def test_a_machine_that_is_too_busy_for_ray_is_told_in_one_line(capfd):
@@ -69,11 +38,6 @@ def test_a_machine_that_is_too_busy_for_ray_is_told_in_one_line(capfd):
         assert cpu_jobs.run(command, os.environ) == (code, [f"{said}\n"])
         first, *more = capfd.readouterr().out.splitlines()
         assert first == said and [line.startswith("error: this machine is too busy") for line in more] == [True] * told
-
-
-@pytest.mark.parametrize("name", ["verl_grpo", "openrlhf_grpo"])
-def test_the_gpu_form_lies_beside(name):
-    assert (EXAMPLES / name / "run_gpu.sh").exists() and callable(example(name).main)
 
 
 def test_openrlhfs_figures_may_be_no_numbers():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-
-from sglang_pat.testing import deepspeed_ops
+from on_cpu import deepspeed_ops
 
 pytestmark = pytest.mark.integration
 

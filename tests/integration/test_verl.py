@@ -7,11 +7,10 @@ import math
 import pytest
 
 from . import verl_routers
+from .jobs import SWITCHING
 
 pytestmark = pytest.mark.integration
 
-SWITCHING = ("--settings", "{{base_tp:1,policy:threshold,switch_at:12}}")
-"""16 responses; the engine merges when 12 are left: the first ends of 16 come early in a step."""
 GREEDY = ("--batch", "16", "--samples", "1", "actor_rollout_ref.rollout.top_k=1")
 """One greedy response a prompt: the loss of a group of equal ones would be 0."""
 
@@ -73,7 +72,7 @@ def test_engines_that_have_gpus_of_their_own(verl_job, monkeypatch):
         *SWITCHING, "--response", "320", "trainer.v1.trainer_mode=sglang_pat_separate_async",
         "trainer.v1.separate_async.parameter_sync_step=1", "trainer.v1.sampler.max_off_policy_threshold=4",
         "actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1", f"{engine}.backend=gloo",
-        f"{engine}.custom_backend_module=sglang_pat.testing.verl_gloo", "ray_kwargs.ray_init.num_gpus=4",
+        f"{engine}.custom_backend_module=on_cpu.verl_gloo", "ray_kwargs.ray_init.num_gpus=4",
     )  # fmt: skip
     assert len(job.steps) == 3 and job.switches("decisions.0.jsonl") >= 1
     assert max(job.series("training/off_policy/trajectory_spans/max")) >= 2

@@ -1,22 +1,28 @@
-"""Each symbol of verl's that the adapter overrides, calls or reads, with its parameters: ``verl_contract.txt``.
+"""What the adapter leans on in verl: another verl fails here first, by name.
 
-Another verl fails here first, by name; so does an adapter that uses what is not in the list.  What a list cannot say is
-in ``test_verl_symbols.py``.
+``verl_contract.txt`` has the symbols that it overrides, calls or reads, with their parameters.  Here are lines of code
+that it counts on, and its checks of a job before anything is loaded.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
-from collections.abc import Iterator
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from hydra import compose, initialize_config_module
+from verl.trainer import main_ppo
+from verl.trainer.ppo.v1 import agent_loop_tq
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
+from verl.workers.rollout import router
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from sglang_pat.integrations import verl as adapter
+from sglang_pat.integrations.verl.balancer import AdaptiveBalancer
 from sglang_pat.launch.contract import Symbol
 
 pytestmark = pytest.mark.integration
@@ -26,14 +32,6 @@ LINES = [
     for line in Path(__file__).with_name("verl_contract.txt").read_text().splitlines()
     if line and not line.startswith("#")
 ]
-HELD = {
-    "checkpoint_manager": "verl.checkpoint_engine.base:CheckpointEngineManager",
-    "llm_server_manager": "verl.workers.rollout.llm_server:LLMServerManager",
-    "standalone_server_manager": "verl.workers.rollout.llm_server:LLMServerManager",
-}
-"""Attributes of verl's objects that are objects of verl's, too."""
-OURS = {"config", "replay_buffer", "tokenizer_manager"}
-"""Attributes of verl's objects that are values, or objects of our own classes."""
 
 RolloutReplicaRegistry.get("sglang")  # puts stand-ins for vLLM's modules in place
 
@@ -46,27 +44,11 @@ def problem(line: str) -> str | None:
         return None if found == "parameters changed: _ray_trace_ctx" else found
     module, _, name = line.partition(":")
     owner, _, last = name.rpartition(".")
-    found = importlib.import_module(module)
     if not owner:
-        return None if hasattr(found, last) else "missing"
-    kind = getattr(found, owner)
-    return None if hasattr(kind, last) or last in names_of_self(stock(kind), ast.Store) else "missing"
-
-
-def stock(kind: type) -> list[type]:
-    """verl's classes that ``kind`` is made of."""
-    return [one for one in kind.__mro__ if one.__module__.startswith("verl.")]
-
-
-def names_of_self(kinds: list[type], context: type = ast.expr_context) -> set[str]:
-    """``NAME`` of each ``self.NAME`` in these classes; of those that are set with ``ast.Store``."""
-    trees = (ast.parse(inspect.getsource(kind)) for kind in kinds)
-    return {one.attr for tree in trees for one in of(tree, "self") if isinstance(one.ctx, context)}
-
-
-def of(tree: ast.AST, owner: str) -> list[ast.Attribute]:
-    """All ``owner.NAME``."""
-    return [one for one in ast.walk(tree) if isinstance(one, ast.Attribute) and ast.unparse(one.value) == owner]
+        return None if hasattr(importlib.import_module(module), last) else "missing"
+    kind = getattr(importlib.import_module(module), owner)
+    code = "".join(inspect.getsource(one) for one in kind.__mro__ if one.__module__.startswith("verl."))
+    return None if hasattr(kind, last) or re.search(rf"\bself\.{last}\b[^=\n]*= ", code) else "missing"
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.partition("(")[0].rpartition(":")[2])
@@ -81,47 +63,88 @@ def test_a_changed_symbol_is_named():
     assert problem(f"{where}.no_such_attribute") == "missing"
 
 
-def used(path: Path) -> Iterator[set[str]]:
-    """What a module of the adapter uses of verl's: any one of these names is to be in the list."""
-    tree = ast.parse(path.read_text())
-    imports = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "verl":
-            imports |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
-    for module, name in imports.values():
-        if not isinstance(getattr(importlib.import_module(module), name, None), ModuleType):
-            yield {f"{module}:{name}"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imports:
-            module, name = imports[node.value.id]
-            whole = isinstance(getattr(importlib.import_module(module), name), ModuleType)
-            yield {f"{module}.{name}:{node.attr}" if whole else f"{module}:{name}.{node.attr}"}
-    ours = importlib.import_module(f"{adapter.__name__}.{path.stem}")
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and (kinds := stock(getattr(ours, node.name))):
-            for name in of_class(node, getattr(ours, node.name)):
-                owners = [kind for kind in kinds if name in vars(kind)][:1] or kinds
-                yield {name} if ":" in name else {f"{kind.__module__}:{kind.__name__}.{name}" for kind in owners}
+TASK = main_ppo.TaskRunnerV1.__ray_metadata__.modified_class
+COUNTED_ON = {
+    "models are loaded after the trainer is made": (TASK.run, "trainer_cls(config=config)", "self.trainer.init()"),
+    "keys of responses": (agent_loop_tq, 'keys.append(f"{uid}_{session_id}_{i}")'),
+    "tokens of a response": (agent_loop_tq, '"response_len": response_len'),
+    "a prompt ends after its last response": (agent_loop_tq, "session_errors = await _settle_session_tasks(tasks)"),
+    "a checkpoint's folder": (PPOTrainer, 'f"global_step_{self.global_steps}"'),
+    "where a job goes on": (PPOTrainer, 'resume_mode == "resume_path"'),
+    "nothing was loaded": (PPOTrainer, "self.global_steps = 0"),
+    "the buffer is there before": (PPOTrainer, "self.replay_buffer = self._build_replay", "self._load_checkpoint()"),
+}
+"""Lines of verl's code that no symbol says, in their order."""
 
 
-def of_class(node: ast.ClassDef, kind: type) -> Iterator[str]:
-    """What our ``kind`` overrides of verl's, and what it asks of it."""
-    kinds = stock(kind)
-    theirs = names_of_self(kinds).union(*map(vars, kinds))
-    yield from (item.name for item in node.body if hasattr(item, "name") and item.name in theirs)
-    made = {name for one in kind.__mro__ if one.__module__.startswith(adapter.__name__) for name in vars(one)}
-    made |= {one.attr for one in of(node, "self") if isinstance(one.ctx, ast.Store) and one.attr not in theirs}
-    yield from (one.attr for one in of(node, "super()"))
-    for name in {one.attr for one in of(node, "self")} - made:
-        yield name
-        if name not in OURS and (asked := of(node, f"self.{name}")):
-            assert name in HELD, f"say in HELD or OURS what self.{name} is"
-            yield from (f"{HELD[name]}.{one.attr}" for one in asked)
+@pytest.mark.parametrize("what", COUNTED_ON)
+def test_counted_on(what):
+    where, *lines = COUNTED_ON[what]
+    places = [inspect.getsource(where).index(line) for line in lines]
+    assert places == sorted(places)
 
 
-@pytest.mark.parametrize("path", sorted(Path(adapter.__file__).parent.glob("[!_]*.py")), ids=lambda path: path.stem)
-def test_all_that_the_adapter_uses_is_in_the_list(path):
-    listed = {line.partition("(")[0] for line in LINES}
-    listed |= {name.rpartition(".")[0] for name in listed}  # the class of a method
-    missing = sorted({min(names) for names in used(path) if not names & listed})
-    assert not missing, "to be added to verl_contract.txt"
+def test_balancer_has_what_verl_asks_of_one():
+    def parameters(function) -> set[str]:
+        return set(inspect.signature(function).parameters) - {"self", "_ray_trace_ctx"}
+
+    asked = {name for name in vars(router.RequestLoadBalancer) if not name.startswith("_")}
+    assert asked >= {"acquire_server", "release_server", "add_servers", "remove_servers"}
+    for name in asked | {"get_inflight_count"}:
+        theirs = parameters(getattr(router.GlobalRequestLoadBalancer, name))
+        assert theirs <= parameters(getattr(AdaptiveBalancer, name)), name
+
+
+def test_a_registration_that_fails_is_told():
+    code = "import sys; sys.modules['transfer_queue'] = None; import verl"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    lines = [line for line in done.stderr.splitlines() if "rollout.name=sglang_pat is not there for this job" in line]
+    assert len(lines) == 1 and "transfer_queue" in lines[0], done.stderr
+
+
+# -- what a job says, checked by each trainer ------------------------------------------------------------------
+
+
+def trainer(mode: str, setting: str, *more: str):
+    """A trainer of this mode, as ``TaskRunner`` makes it."""
+    rollout = "actor_rollout_ref.rollout."
+    words = [f"trainer.v1.trainer_mode={mode}", f"{rollout}name=sglang_pat", *more]
+    words += [f"{rollout}tensor_model_parallel_size=8", f"+{rollout}engine_kwargs.sglang_pat={{{setting}}}"]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", words)
+    return get_trainer_cls(config.trainer.v1.trainer_mode)(config=config)
+
+
+MODES = ["sync", "colocate_async", "separate_async"]
+
+
+@pytest.mark.parametrize("mode", [*MODES, *(f"sglang_pat_{mode}" for mode in MODES)])
+def test_a_wrong_setting_ends_the_job_before_anything_is_loaded(mode):
+    with pytest.raises(ValueError, match=r"^rollout\.engine_kwargs\.sglang_pat: candidate tp=3"):
+        trainer(mode, "candidates: [1, 3]")
+
+
+@pytest.mark.parametrize(
+    "word, line",
+    [
+        ("+{rollout}.engine_kwargs.sglang.page_size=16", "rollout.engine_kwargs.sglang.page_size is 16"),
+        ("actor_rollout_ref.model.lora_rank=8", "model.lora_rank is 8, must be 0 (or model.lora.merge true)"),
+        (
+            "actor_rollout_ref.model.path={moe}",
+            "model.path {moe}: an adaptive engine does not support Qwen3MoeForCausal",
+        ),
+        ("+{rollout}.quantization=fp8", "rollout.quantization is fp8, must be None"),
+        ("+{rollout}.engine_kwargs.sglang_pat.device=cpu", "SGLang's own are given with"),
+    ],
+)
+def test_so_does_what_the_engine_refuses_in_the_words_of_the_configuration(word, line, tmp_path):
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError) as refused:
+        trainer("sync", "base_tp: 1", word.format(moe=tmp_path, rollout="actor_rollout_ref.rollout"))
+    assert line.format(moe=tmp_path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_right_settings_and_adapters_that_are_merged_are_fine():
+    words = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"]
+    assert trainer("sglang_pat_sync", "candidates: [1, 8]", *words).trainer_mode == "sync"

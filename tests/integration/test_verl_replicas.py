@@ -9,11 +9,23 @@ from types import SimpleNamespace
 import pytest
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
-from verl.workers.rollout.replica import get_rollout_replica_class
+from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry, get_rollout_replica_class
 
 from sglang_pat import plugin
 from sglang_pat.integrations import CALLS
+from sglang_pat.launch import attach
 from sglang_pat.messages import BeginRound, EndRound
+
+RolloutReplicaRegistry.get("sglang")  # puts stand-ins for vLLM's modules in place
+from verl.workers.rollout.sglang_rollout import sglang_rollout  # noqa: E402
+
+from sglang_pat.integrations.verl.replica import (  # noqa: E402
+    AdaptiveServer,
+    PlainServer,
+    SGLangHttpServer,
+    _meta,
+    _noting,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -78,18 +90,11 @@ def test_reward_models_and_teachers_stay_verls_own(helper, name, monkeypatch):
 
 
 def test_their_servers_keep_sglangs_plugin_out(monkeypatch):
-    replica(config())  # before the next imports: stand-ins of vLLM's modules
-    from sglang_pat.integrations.verl.replica import PlainServer, SGLangHttpServer
-    from sglang_pat.launch import attach
-
-    async def launch(self, **address):
-        plugin.plugin()  # as SGLang calls it when it launches an engine
-        return address, os.environ.get("SGLANG_PAT"), attach.attached()
-
     seen = []
 
     async def launch_server(self, **address):
-        seen.append(await launch(self, **address))
+        plugin.plugin()  # as SGLang calls it when it launches an engine
+        seen.append((address, os.environ.get("SGLANG_PAT"), attach.attached()))
 
     monkeypatch.setattr(SGLangHttpServer, "launch_server", launch_server)
     monkeypatch.setenv("SGLANG_PAT", "base_tp=1")
@@ -101,9 +106,6 @@ def test_their_servers_keep_sglangs_plugin_out(monkeypatch):
 @pytest.mark.parametrize("name", ["sleep", "release_kv_cache"])
 def test_what_an_agent_has_given_up_is_ended_before_memory_is_released(name, frees, monkeypatch):
     """verl has its batch by then, and the engine would refuse."""
-    replica(config())
-    from sglang_pat.integrations.verl.replica import AdaptiveServer, SGLangHttpServer
-
     done = []
 
     async def noted(*_):
@@ -123,8 +125,6 @@ def test_what_an_agent_has_given_up_is_ended_before_memory_is_released(name, fre
 
 def test_the_engine_is_told_of_a_step_that_ends_with_its_sleep(monkeypatch):
     """From the first request on; engines of their own, which never sleep, have no steps."""
-    replica(config())
-    from sglang_pat.integrations.verl.replica import AdaptiveServer, RolloutMode, SGLangHttpServer
 
     async def generate(*_):
         return SimpleNamespace(extra_fields={"global_steps": 1})
@@ -160,10 +160,7 @@ def test_an_engines_actor_handles_a_nodes_requests_at_once():
 
 def test_the_client_of_a_server_is_verls_own(monkeypatch):
     """It says what is wrong with our settings; those of the variable are not about a reward model's client."""
-    replica(config())
-    from sglang_pat.integrations.verl import adapter
-
-    monkeypatch.setattr(adapter, "ServerAdapter", lambda config, device_mesh: SimpleNamespace(config=config))
+    monkeypatch.setattr(sglang_rollout, "ServerAdapter", lambda config, device_mesh: SimpleNamespace(config=config))
     monkeypatch.setenv("SGLANG_PAT", "base_tp=3")
     for name in ("sglang", "sglang_pat"):
         kind, plain = get_rollout_class(name), config(name, data_parallel_size=2)
@@ -178,9 +175,6 @@ def test_the_client_of_a_server_is_verls_own(monkeypatch):
 
 def test_answers_of_several_responses_pass_through():
     """A client over HTTP may ask for several (n=2, several prompts, a list to /generate): their answer is a list."""
-    replica(config())
-    from sglang_pat.integrations.verl.replica import _meta, _noting
-
     batch = [{"meta_info": {"id": "a"}}, {"meta_info": {"id": "b"}}]
     single = {"meta_info": {"tp_from_token": [(0, 1)]}}
 

@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from on_cpu import cpu_jobs
 
 from sglang_pat.integrations.verl.fields import spread
-from sglang_pat.testing import cpu_jobs
 from sglang_pat.testing.ports import free_port
 
 from . import jobs, verl_agents
+from .jobs import SWITCHING
 
 pytestmark = pytest.mark.integration
 
 EXAMPLE = runpy.run_path(str(jobs.EXAMPLES / "verl_grpo" / "run_cpu.py"))
 SYNC = "trainer.v1.trainer_mode=sglang_pat_sync"
-SWITCHING = ("--settings", "{{base_tp:1,policy:threshold,switch_at:12}}")
 OURS = "+actor_rollout_ref.rollout.engine_kwargs.sglang_pat={{base_tp:1,policy:threshold,switch_at:12"
 HELPER = (
     "{{device:cpu,attention_backend:torch_native,sampling_backend:pytorch,grammar_backend:none,"

@@ -129,7 +129,7 @@ class World(TailBatchingBuffer):
         return batch.texts, {name.removeprefix("training/tail_batching/"): value for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("lingering", [0, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_each_prompt_is_trained_on_once_and_none_waits_for_ever(seed, lingering, mode):
@@ -147,18 +147,6 @@ def test_each_prompt_is_trained_on_once_and_none_waits_for_ever(seed, lingering,
     assert len(begun - set(trained)) == metrics["waiting_prompts"] <= 4 * BATCH
     assert long_rounds >= 1 and stopped >= 10
     assert (redraws > 0) == (mode == "unbiased")
-
-
-def test_reorder_starts_what_looks_short_first():
-    """Prompts that were passed over compete again in the next step; in strict they wait for a step of their own."""
-    again = {}
-    for mode in ("strict", "reorder"):
-        world = World(seed=1, **MODES[mode])
-        world.step(1)
-        waiting = set(world.started[0]) - world.lengths.keys()
-        world.step(2)
-        again[mode] = waiting & set(world.started[1])
-    assert len(again["reorder"]) == 4 and not again["strict"]
 
 
 def at_limit(**options) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from sglang_pat.integrations.verl import tail_batching
+from sglang_pat.integrations.verl import tail_batching, trainers
 from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer
 
 from .test_verl_tail_batching import BATCH, LIMIT, RESPONSES, SAMPLER, STRICT
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.integration
         ({"tail_batching": "all"}, "trainer.v1.sglang_pat_sync.tail_batching is 'all', must be strict, reorder or off"),
         (
             {"tail_batching": "partial"},
-            "trainer.v1.sglang_pat_sync.tail_batching is 'partial', must be strict, reorder or off: verl's sync "
-            "trainer starts each response from its prompt; for partial rollout set "
-            "trainer.v1.trainer_mode=sglang_pat_colocate_async",
+            "trainer.v1.sglang_pat_sync.tail_batching is 'partial', must be strict, reorder or off: verl's sync ",
         ),
         ({"tail_batching": "strict", "eta_prompts": 0.5}, "trainer.v1.sglang_pat_sync.eta_prompts is 0.5, must be"),
         (
@@ -30,15 +28,8 @@ pytestmark = pytest.mark.integration
             "trainer.v1.sglang_pat_sync.unbiased is for mode strict, not reorder",
         ),
         ({"tail_batching": "strict", "unbiased": "no"}, "trainer.v1.sglang_pat_sync.unbiased is 'no', must be true or"),
-        (
-            {"tail_batching": "strict", "max_deferrals": "many"},
-            "trainer.v1.sglang_pat_sync.max_deferrals is 'many', mu",
-        ),
         ({"tail_batching": "strict", "max_deferrals": None}, "trainer.v1.sglang_pat_sync.max_deferrals is None, must"),
-        (
-            {"tail_batching": "strict", "eta_prompts": "1.5x"},
-            "trainer.v1.sglang_pat_sync.eta_prompts is '1.5x', must b",
-        ),
+        ({"tail_batching": "strict", "eta_prompts": "1.5x"}, "trainer.v1.sglang_pat_sync.eta_prompts is '1.5x', mus"),
     ],
 )
 def test_refused_in_one_line(options, line):
@@ -47,82 +38,53 @@ def test_refused_in_one_line(options, line):
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
-def test_no_option_of_verls_other_modes():
-    with pytest.raises(ValueError, match="has no option 'parameter_sync_step'; choose from"):
-        tail_batching.rules({"parameter_sync_step": 2}, BATCH, RESPONSES)
-
-
-@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
-def test_other_trainer_modes_have_no_tail_batching(mode):
-    from sglang_pat.integrations.verl import trainers
-
-    kind = {"colocate_async": trainers.AdaptiveColocateAsync, "separate_async": trainers.AdaptiveSeparateAsync}[mode]
-    name = f"sglang_pat_{mode}"
+@pytest.mark.parametrize("kind", [trainers.AdaptiveColocateAsync, trainers.AdaptiveSeparateAsync])
+def test_other_trainer_modes_have_no_tail_batching(kind):
+    name = "sglang_pat_colocate_async"
     config = OmegaConf.create({"trainer": {"v1": {"trainer_mode": name, name: {"tail_batching": "partial"}}}})
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=rf"^trainer\.v1\.{name} has no option 'tail_batching', must be left out"):
         kind(config)
-    assert str(refused.value).startswith(f"trainer.v1.{name} has no option 'tail_batching', must be left out")
 
 
 CONFIG = {
-    "actor_rollout_ref": {"rollout": {"n": RESPONSES, "response_length": LIMIT}},
+    "actor_rollout_ref": {"rollout": {"n": RESPONSES, "response_length": LIMIT, "multi_turn": {"enable": False}}},
     "algorithm": {},
     "data": {"train_batch_size": BATCH},
     "reward": {"reward_model": {"enable": False}},
     "trainer": {"v1": {"sampler": SAMPLER, "sglang_pat_sync": STRICT}},
 }
+CHOOSES = "tail_batching chooses the prompts of a step: leave algorithm.filter_groups"
+TURNS = "actor_rollout_ref.rollout.multi_turn.enable=true"
+
+
+def made(*others: str):
+    trainer = object.__new__(trainers.AdaptiveSync)
+    trainer.trainer_mode = "sync"
+    trainer.config = OmegaConf.create(CONFIG)
+    trainer.config.merge_with_dotlist(list(others))
+    return trainer._build_replay_buffer()
+
+
+def test_accepted():
+    for others in ([], [TURNS], ["trainer.v1.sync.parameter_sync_step=1"]):
+        assert isinstance(made(*others), TailBatchingBuffer)
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("others", "line"),
     [
-        "algorithm.filter_groups={enable: true, metric: reward}",
-        "trainer.v1.sampler.custom_sampler={path: mine.py, name: Mine}",
-        "trainer.v1.sampler.sync_refill_failed_groups=true",
+        (["algorithm.filter_groups={enable: true, metric: reward}"], f"sglang_pat_sync.{CHOOSES}"),
+        (["trainer.v1.sampler.custom_sampler={path: mine.py, name: Mine}"], f"sglang_pat_sync.{CHOOSES}"),
+        (["trainer.v1.sampler.sync_refill_failed_groups=true"], f"sglang_pat_sync.{CHOOSES}"),
+        (["trainer.v1.sglang_pat_sync.unbiased=true", TURNS], "sglang_pat_sync.unbiased is true, must be false with"),
+        # verl would ask for several batches of a step, and get the same one.
+        (["trainer.v1.sync.parameter_sync_step=2"], "sync.parameter_sync_step is 2, must be 1 (or left out)"),
     ],
 )
-def test_refused_beside_what_also_chooses_prompts(other):
-    from sglang_pat.integrations.verl import trainers
-
-    trainer = object.__new__(trainers.AdaptiveSync)
-    trainer.trainer_mode = "sync"
-    trainer.config = OmegaConf.create(CONFIG)
-    assert isinstance(trainer._build_replay_buffer(), TailBatchingBuffer)
-    trainer.config.merge_with_dotlist([other])
+def test_refused_beside(others, line):
     with pytest.raises(ValueError) as refused:
-        trainer._build_replay_buffer()
-    assert str(refused.value) == (
-        "trainer.v1.sglang_pat_sync.tail_batching chooses the prompts of a step: leave algorithm.filter_groups, "
-        "trainer.v1.sampler.custom_sampler and trainer.v1.sampler.sync_refill_failed_groups out"
-    )
-
-
-def test_unbiased_is_refused_with_turns():
-    from sglang_pat.integrations.verl import trainers
-
-    trainer = object.__new__(trainers.AdaptiveSync)
-    trainer.trainer_mode = "sync"
-    trainer.config = OmegaConf.create(CONFIG)
-    more = ["trainer.v1.sglang_pat_sync.unbiased=true", "actor_rollout_ref.rollout.multi_turn.enable=true"]
-    trainer.config.merge_with_dotlist(more)
-    with pytest.raises(ValueError, match=r"^trainer\.v1\.sglang_pat_sync\.unbiased is true, must be false with actor_"):
-        trainer._build_replay_buffer()
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_batch_is_trained_on_once(steps):
-    """verl would ask for several batches of a step, and get the same one."""
-    from sglang_pat.integrations.verl import trainers
-
-    trainer = object.__new__(trainers.AdaptiveSync)
-    trainer.trainer_mode = "sync"
-    trainer.config = OmegaConf.create(CONFIG)
-    trainer.config.merge_with_dotlist([f"trainer.v1.sync.parameter_sync_step={steps}"])
-    if steps == 1:
-        assert isinstance(trainer._build_replay_buffer(), TailBatchingBuffer)
-        return
-    with pytest.raises(ValueError, match=r"^trainer\.v1\.sync\.parameter_sync_step is 2, must be 1 \(or left out\)"):
-        trainer._build_replay_buffer()
+        made(*others)
+    assert str(refused.value).startswith(f"trainer.v1.{line}") and "\n" not in str(refused.value)
 
 
 def test_off_by_default():

@@ -1,7 +1,7 @@
 """A trainer that fails while it sends weights: a module that verl imports in each of its processes.
 
 ``PAT_TEST_FAULT=die:2``: the first trainer process is killed in its second update, when half of the tensors are on
-their way; ``name:2``: it calls one of them something else; ``shape:2``: one of them lacks its last row.
+their way; ``name:2``: it calls one of them something else.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ def _faulty(weights: Any) -> Iterator[Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         if number == AT and _what == "name":
             name = "model.layers.0.nonsense.weight"
-        if number == AT and _what == "shape":
-            tensor = tensor[:-1].clone()
         yield name, tensor
 
 
 def get_rollout_class(*args: Any, **named: Any) -> Any:
     found = _stock(*args, **named)
-    if found.__module__ != "sglang_pat.integrations.verl.adapter":
+    if found.__module__ != "sglang_pat.integrations.verl.registration":
         return found
 
     def faulty(*args: Any, **named: Any) -> Any:

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), *folders]).strip(os.pathsep)
     chosen = [name for name in FILES if not argv or any(word in name for word in argv if not word.startswith("-"))]
     options = [word for word in argv if word.startswith("-")]
-    plugins = ["-p", "tests.peers.plugin", "-p", "no:schemathesis", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    plugins = ["-p", "tests.peers.plugin", "-p", "no:cacheprovider", "-p", "no:xdist"]
     # Without this project's and SGLang's own settings of pytest.
     return pytest.main(
         ["-c", os.devnull, "--rootdir", str(folder), "-ra", "--durations=10", *plugins, *options]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
+from sglang_pat.rollout import admitter
 from sglang_pat.rollout.active_round import ActiveRound
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.deadlines import Deadlines
 from sglang_pat.rollout.launch_order import FRESH, Fresh, priority, to_start
-from sglang_pat.rollout.records import Group, Sample
+from sglang_pat.rollout.records import Action, Group, Sample
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import SHORT, Round, State
 
@@ -33,20 +35,15 @@ def slack(rules: Rules, group: Group, version: int, jump: int) -> int:
 class ScanningCompleted:
     """The first complete group, in the order of completion, that may be returned."""
 
-    def __init__(self, admitter: Admitter) -> None:
-        self._admitter = admitter
+    def __init__(self, rules: Rules, round_: Round) -> None:
+        self._rules, self._round = rules, round_
 
     def completed(self, group: Group) -> None: ...
     def add(self, group: Group, least: int) -> None: ...
-    def look_again(self) -> None: ...
-
-    def has(self, may_take: Callable[[int], bool]) -> bool:
-        return self.pop(may_take) is not None
 
     def pop(self, may_take: Callable[[int], bool]) -> int | None:
-        round_ = self._admitter.state.round
-        for order, group in round_.complete.items():
-            if not group.judging and may_take(slack(self._admitter.rules, group, round_.version, round_.jump)):
+        for order, group in self._round.complete.items():
+            if not group.judging and may_take(slack(self._rules, group, self._round.version, self._round.jump)):
                 return order
         return None
 
@@ -58,9 +55,7 @@ class ScanningOrder:
         self._mode, self._filters, self._round, self._state = rules.mode, rules.filter_groups, round_, state
         self._capacity = rules.started_prompts * rules.num_responses
 
-    def joined(self, group: Group) -> None: ...
     def waits(self, group: Group) -> None: ...
-    def changed(self, group: Group) -> None: ...
 
     def _alive(self) -> int:
         return sum(sample.alive for group in self._round.groups for sample in group.samples)
@@ -76,7 +71,7 @@ class ScanningOrder:
             return FRESH if fresh else None
         under_way = len(round_.groups) + len(round_.taken)
         if open_ or self.places(alive) <= 0:
-            return open_[0] if open_ else None
+            return min(open_, key=lambda g: g.order, default=None)
         if self._mode == "strict":
             dry = round_.dry or round_.epoch in self._state.ended
             if waiting and (round_.kind != SHORT or (dry and under_way < round_.target and not fresh)):
@@ -119,14 +114,19 @@ class ScanningDeadlines(Deadlines):
         return slack(self._rules, group, version, jump)
 
 
+class ScanningRound(ActiveRound):
+    """Nothing is kept beside its record."""
+
+    def __init__(self, rules: Rules, state: State, *given: Any) -> None:
+        super().__init__(rules, state, *given)
+        self._completed = ScanningCompleted(rules, self.round)
+
+
 class ScanningAdmitter(Admitter):
-    """Nothing is kept beside the state."""
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self._deadlines, self._mode.order = ScanningDeadlines(rules), ScanningOrder
 
-    def _watch(self) -> Deadlines:
-        return ScanningDeadlines(self.rules, self._mode.keeps)
-
-    def _take_up(self, round_: Round, alive: int, **about: Any) -> ActiveRound:
-        under_way = super()._take_up(round_, alive, **about)
-        under_way._completed = ScanningCompleted(self)
-        under_way._order = ScanningOrder(self.rules, round_, self.state)
-        return under_way
+    def begin(self, version: int) -> list[Action]:
+        with patch.object(admitter, "ActiveRound", ScanningRound):
+            return super().begin(version)

@@ -30,12 +30,11 @@ def dumps(admitter: Admitter) -> bytes:
     return admitter.state_dict()["admitter"]
 
 
-def loads(data: bytes, rules: Rules | None = None, source: str = "it") -> Admitter:
-    """It, in the same process: a round that was under way goes on."""
-    old, known = state.loads(data, source)
-    if rules is not None:
-        state.check_rules(old, rules, known, source)
-    return Admitter(rules or old, known)
+def loads(data: bytes, rules: Rules | None = None) -> Admitter:
+    """It, in another process, where a round that was under way has not happened."""
+    found = Admitter(rules or state.loads(data, "it")[0])
+    found.load_state_dict({"admitter": data}, "it")
+    return found
 
 
 def fixed_length(key: Key, number: int) -> int:
@@ -98,14 +97,10 @@ class World:
         self.asked = 0
         self._do(self.admitter.no_more())
 
-    def begin(self, most: int | None = None) -> None:
-        """``most``: the world then has to :meth:`go_on`."""
+    def begin(self) -> None:
         self.version += 1
-        self._do(self.admitter.begin(self.version, most))
-
-    def go_on(self) -> None:
-        """The next slice of what is to be done."""
-        self._do(self.admitter.go_on())
+        self._before = self.made, list(self.launched), set(self.useful)
+        self._do(self.admitter.begin(self.version))
 
     def finish(self, sample: SampleId) -> None:
         """It ends, perhaps while its abort is on the way."""
@@ -136,9 +131,22 @@ class World:
         self._do(self.admitter.cancel())
 
     def save_and_restore(self) -> None:
-        data = dumps(self.admitter)
+        """In another process, where a round that was under way has not happened."""
+        data, under_way = dumps(self.admitter), self.admitter.state.round is not None
         self.admitter = loads(data)
         assert dumps(self.admitter) == data
+        if under_way:
+            self.running, self.stopping = {}, []
+            self.made = self._before[0]
+            self._undo()
+
+    def _undo(self) -> None:
+        """The round has not happened."""
+        _, self.launched, self.useful = self._before
+        self._forget()
+
+    def _forget(self) -> None:
+        self.batch, self.kept_in_batch, self.useless, self.judging, self.asked = [], 0, {}, [], 0
 
     def change(self, **rules) -> None:
         """Other rules from now on, between two rounds."""
@@ -176,7 +184,9 @@ class World:
                     self._returned(group)
                 case RoundOver(summary):
                     assert not self.running
-                    if not summary.cancelled:
+                    if summary.cancelled:
+                        self._undo()
+                    else:
                         assert summary.returned == len(self.batch)
                         assert summary.filtered == len(self.useless)
                         self.returned += self.batch
@@ -185,7 +195,7 @@ class World:
                         self.wasted += sum(self.useless.values())
                     if self.admitter.rules.mode != "partial":
                         self.useful -= {g.key for g in (*self.admitter.state.fresh, *self.admitter.state.waiting)}
-                    self.batch, self.kept_in_batch, self.useless, self.judging, self.asked = [], 0, {}, [], 0
+                    self._forget()
                     self.rounds.append(summary)
         self.check()
 

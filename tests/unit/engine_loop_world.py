@@ -6,65 +6,37 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Group, Output, Summary
 from sglang_pat.rollout.rounds import RolloutRound, always_of_use
-from sglang_pat.rollout.rules import Rules
+
+from . import rounds_world
+from .rounds_world import FOREVER, Played
 
 SECONDS = 60
 """Longest wait for what must come."""
 
 
-class Ticking:
-    """A token in each turn of the loop; the first token of the prompt is the length of the response."""
+class Ticking(Played):
+    """For other threads: ``begun``, and ``idle`` when nothing runs any more."""
 
     def __init__(self) -> None:
-        self.stops: dict[str, bool] = {}
-        self.begun = threading.Event()
-        self.idle = threading.Event()
-        """Nothing runs any more."""
-
-    async def begin_round(self, begun) -> None:
-        """Nobody asks."""
-
-    async def end_round(self, name) -> None:
-        """Nobody asks."""
-
-    def updates(self) -> int:
-        return 0
+        super().__init__()
+        self.begun, self.idle = threading.Event(), threading.Event()
 
     async def generate(self, rid, prompt, params) -> Output:
-        length, made = prompt["input_ids"][0], 0
-        if length < 0:
-            raise ValueError("refused")
-        self.stops[rid] = False
         self.begun.set()
         try:
-            while made < length and not self.stops[rid]:
-                await asyncio.sleep(0)
-                made += 1
-            return Output(token_ids=[7] * made, finish_reason="stop" if made == length else "")
+            return await super().generate(rid, prompt, params)
         finally:
-            del self.stops[rid]
-            if not self.stops:
+            if not self.running:
                 self.idle.set()
 
-    def abort(self, rid) -> None:
-        if rid in self.stops:
-            self.stops[rid] = True
 
-    def text(self, token_ids) -> str:
-        return ""
-
-
-FOREVER = 1 << 40
-
-
-def admitter(*lengths: int, **rules) -> Admitter:
-    made = Admitter(Rules(**({"num_prompts": 2, "num_responses": 2, "eta_prompts": 2.0} | rules)))
-    made.feed([((0, i), {"input_ids": [length]}) for i, length in enumerate(lengths)])
-    return made
+def admitter(*lengths: int, **rules: Any) -> Admitter:
+    return rounds_world.admitter(*lengths, end=False, eta_prompts=2.0, **rules)
 
 
 async def events_of(mine: Admitter, engine: Ticking, judge=None) -> AsyncGenerator[Group | Summary, None]:

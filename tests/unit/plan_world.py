@@ -50,18 +50,27 @@ class Case:
     num_slots: int
     max_requests: int
     capacity: int
+    incomplete: frozenset[tuple[int, int]] = frozenset()
+    """Group and number of those that are in the middle of a prefill."""
+    keep: bool = True
 
     def __post_init__(self) -> None:
         self.dests = [
             plan.destinations(self.old, self.new, g, [len(t) for t in tokens]) for g, tokens in enumerate(self.tokens)
         ]
         self.live = []
-        for tokens, slots, dests in zip(self.tokens, self.slots, self.dests, strict=True):
+        for group, (tokens, slots, dests) in enumerate(zip(self.tokens, self.slots, self.dests, strict=True)):
             shared = plan.shared_prefixes(slots, dests, self.num_slots)
-            self.live.append([plan.LiveRequest(len(t), *s, d) for t, s, d in zip(tokens, shared, dests, strict=True)])
+            self.live.append(
+                [
+                    plan.LiveRequest(len(t), *s, d, (group, number) not in self.incomplete)
+                    for number, (t, s, d) in enumerate(zip(tokens, shared, dests, strict=True))
+                ]
+            )
         sources = dict(enumerate(self.live))
         self.plans = {
-            dest: plan.plan_group(dest, sources, self.max_requests, self.capacity) for dest in self.new.leaders
+            dest: plan.plan_group(dest, sources, self.max_requests, self.capacity, self.keep)
+            for dest in self.new.leaders
         }
 
 
@@ -95,7 +104,9 @@ def cases(draw, roomy: bool = True):
             slots.append(np.array(row + [next(free) for _ in range(own)], dtype=np.int64))
         all_tokens.append(tokens)
         all_slots.append(slots)
-    max_requests, capacity = 10_000, 10_000
-    if not roomy:
-        max_requests, capacity = draw(st.integers(0, 12)), draw(st.integers(1, 60))
-    return Case(old, new, kv_heads, all_tokens, all_slots, num_slots, max_requests, capacity)
+    case = old, new, kv_heads, all_tokens, all_slots, num_slots
+    if roomy:
+        return Case(*case, 10_000, 10_000)
+    numbers = ((group, number) for group, tokens in enumerate(all_tokens) for number in range(len(tokens)))
+    rest = frozenset(place for place in numbers if rng.random() < 0.2)
+    return Case(*case, draw(st.integers(0, 12)), draw(st.integers(1, 60)), rest, bool(rng.random() < 0.8))

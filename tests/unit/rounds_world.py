@@ -1,9 +1,10 @@
-"""An engine that is played, for rounds: a token a step."""
+"""An engine that is played, for rounds: a token in each turn of the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from typing import Any
 
 from sglang_pat.messages import BeginRound
 from sglang_pat.rollout.admitter import Admitter
@@ -11,21 +12,24 @@ from sglang_pat.rollout.records import Output
 from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.rollout.rules import Rules
 
-STEP = 0.002
-"""Seconds of a step."""
+SAID = 7
+"""A token of the model."""
+
+FOREVER = 1 << 40
 
 
 class Played:
-    """A token a step; ``length``: of the response to a prompt of so many tokens, whatever came before."""
+    """The first token of a prompt is the length of the response; negative: it is refused."""
 
-    def __init__(self, length=lambda prompt: prompt[0]) -> None:
-        self.length = length
-        self.running: dict[str, asyncio.Event] = {}
+    def __init__(self, room: int = 1000) -> None:
+        self.running: dict[str, bool] = {}
+        """False: to be stopped."""
         self.calls: list[tuple[list[int], dict]] = []
         self.weights = 0
         self.deaf = 0
         self.aborts = 0
         self.told: list[BeginRound | str] = []
+        self._room = room
 
     async def begin_round(self, begun) -> None:
         self.told.append(begun)
@@ -36,41 +40,49 @@ class Played:
     def updates(self) -> int:
         return self.weights
 
+    def room(self) -> int:
+        return self._room
+
+    def text(self, token_ids) -> str:
+        return " ".join(map(str, token_ids))
+
+    def left(self, ids: list[Any]) -> int:
+        """Tokens until the model ends its turn."""
+        return ids[0] - ids.count(SAID)
+
     async def generate(self, rid, prompt, params) -> Output:
         ids = prompt["input_ids"]
         self.calls.append((ids, params))
-        if ids[0] < 0:
+        left, made = self.left(ids), 0
+        if left < 0:
             raise ValueError("refused")
-        stop = self.running[rid] = asyncio.Event()
-        made: list[int] = []
-        had = ids.count(7777)
+        self.running[rid] = True
         try:
-            while had + len(made) < self.length(ids) and len(made) < params["max_new_tokens"]:
-                try:
-                    await asyncio.wait_for(stop.wait(), STEP)
-                    return Output(token_ids=made, logprobs=[-1.0] * len(made))
-                except TimeoutError:
-                    made.append(7777)
-            reason = "stop" if had + len(made) == self.length(ids) else "length"
-            return Output(token_ids=made, logprobs=[-1.0] * len(made), finish_reason=reason)
+            while made < min(left, params.get("max_new_tokens", left)):
+                await asyncio.sleep(0)
+                if not self.running[rid]:
+                    return self.output(made, "")
+                made += 1
+            return self.output(made, "stop" if made == left else "length")
         finally:
             del self.running[rid]
 
-    def text(self, token_ids) -> str:
-        return f"{len(token_ids)} tokens"
+    def output(self, tokens: int, reason: str) -> Output:
+        return Output(token_ids=[SAID] * tokens, logprobs=[-1.0] * tokens, finish_reason=reason)
 
     def abort(self, rid) -> None:
         self.aborts += 1
         if self.deaf:
             self.deaf -= 1
         elif rid in self.running:
-            self.running[rid].set()
+            self.running[rid] = False
 
 
-def admitter(mode="strict", lengths=(3, 3, 3, 40, 3, 40), end=True, **rules) -> Admitter:
+def admitter(*lengths: Any, mode: str = "strict", end: bool = True, **rules: Any) -> Admitter:
+    """A prompt for each length; ``end``: of the epoch."""
     given = {"num_prompts": 2, "num_responses": 2, "eta_prompts": 1.5} | rules
     made = Admitter(Rules(mode=mode, **given))
-    made.feed([((0, i), {"input_ids": [length, i]}) for i, length in enumerate(lengths)], end_of=0 if end else None)
+    made.feed([((0, i), {"input_ids": [length]}) for i, length in enumerate(lengths)], end_of=0 if end else None)
     return made
 
 

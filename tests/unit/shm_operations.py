@@ -89,14 +89,6 @@ def check_gathers(rank, n, group):
                 same(got, inputs[rank].flip(0))
 
 
-def check_broadcast(rank, n, group):
-    for numel in (0, 1, 1001, BIG // 4):
-        for root in range(n):
-            got = values(rank, numel, torch.float32)
-            dist.broadcast(got, group_src=root, group=group)
-            same(got, values(root, numel, torch.float32))
-
-
 def check_many_broadcasts_race(rank, n, group):
     """Roots take turns without any wait between: a rank may run ahead of a slow one."""
     g = torch.Generator().manual_seed(rank)
@@ -219,22 +211,6 @@ def check_async(rank, n, group):
     work.wait()
     assert work.is_completed() and x.item() == n * (n - 1) / 2
     assert work.get_future().wait()[0].item() == x.item()
-
-
-def check_objects(rank, n, group):
-    thing = {"rank": rank, "text": "x" * (1000 * rank)}
-    all_of_them: list = [None] * n
-    dist.all_gather_object(all_of_them, thing, group=group)
-    assert [o["rank"] for o in all_of_them] == list(range(n)) and len(all_of_them[-1]["text"]) == 1000 * (n - 1)
-    box = [thing if rank == 1 else None, rank]
-    dist.broadcast_object_list(box, group_src=1, group=group)
-    assert box[0]["rank"] == 1 and box[1] == 1
-    gathered = [None] * n if rank == 0 else None
-    dist.gather_object(thing, gathered, group_dst=0, group=group)
-    assert rank != 0 or [o["rank"] for o in gathered] == list(range(n))
-    got: list = [None]
-    dist.scatter_object_list(got, all_of_them if rank == 0 else None, group_src=0, group=group)
-    assert got[0]["rank"] == rank
 
 
 def check_send_recv(rank, n, group):

@@ -65,24 +65,6 @@ def test_rules_that_would_have_a_prompt_wait_too_long_are_refused():
         Admitter(allowed, loads(data).state).begin(9)
 
 
-@pytest.mark.parametrize("bound", [0, 1, 8])
-@pytest.mark.parametrize("mode", ["strict", "reorder", "partial"])
-def test_a_cancelled_round_that_found_much_useless_is_no_hindrance(mode, bound):
-    """Each useless group lets another prompt be started; when the round is cancelled all of them are there again."""
-    world = World(Rules(mode=mode, num_prompts=4, num_responses=1, filter_groups=True, max_deferrals=bound))
-    world.feed(0, range(200))
-    for _ in range(3):
-        world.begin()
-        for count in range(60):
-            if not world.judging:
-                world.finish(next(iter(world.running)))
-            world.judge(world.judging[0], count % 30 == 29)
-        world.cancel()
-        for sample in list(world.stopping):
-            world.stop(sample, 1)
-    world.begin()
-
-
 def test_a_lower_bound_returns_no_token_that_is_too_old():
     """World checks the age of what is returned; prompt 0 was passed over more often than is allowed now."""
     rules = Rules(mode="partial", num_prompts=2, num_responses=1, eta_prompts=2.0, max_staleness=4)

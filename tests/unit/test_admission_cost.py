@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -57,17 +56,14 @@ def test_a_job_is_told_once_that_tail_batching_does_not_pay(caplog):
     assert not any(summary.warning for summary in told(MANY_LONG, 25, eta_prompts=1.0))
 
 
-def test_a_round_on_an_engine_is_timed():
-    async def run():
-        engine, mine = Played(), admitter()
-        *groups, summary = await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 50}))
-        assert all(sample.output.seconds > 0 for group in groups for sample in group.kept())
-        assert summary.seconds == summary.mean_seconds > 0 and summary.plain_seconds > 0
-        assert loads(dumps(mine)).state.cost == mine.state.cost
-        mine.restore(mine.snapshot())
-        assert mine.state.cost.rounds == 1
-
-    asyncio.run(run())
+async def test_a_round_on_an_engine_is_timed():
+    engine, mine = Played(), admitter(3, 3, 3)
+    *groups, summary = await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 50}))
+    assert all(sample.output.seconds > 0 for group in groups for sample in group.kept())
+    assert summary.seconds == summary.mean_seconds > 0 and summary.plain_seconds > 0
+    assert loads(dumps(mine)).state.cost == mine.state.cost
+    mine.restore(mine.snapshot())
+    assert mine.state.cost.rounds == 1
 
 
 def test_where_nobody_has_a_clock_nothing_is_said_of_seconds():

@@ -11,7 +11,7 @@ from sglang_pat.rollout.records import Key
 from sglang_pat.rollout.rules import Rules
 
 from .admission_reference import rounds as reference_rounds
-from .admission_world import Clock, World, dumps, whole_epoch
+from .admission_world import Clock, World, dumps
 from .drawn import examples
 
 pytestmark = pytest.mark.unit
@@ -55,15 +55,6 @@ def test_rounds_are_those_of_the_reference(rules: Rules, prompts: int, salt: int
     assert found == reference_rounds(rules, 0, list(range(prompts)), length)
 
 
-@examples(100)
-@given(rules=all_rules, prompts=st.integers(1, 60), modulus=st.integers(2, 5))
-def test_in_an_epoch_each_prompt_is_trained_once(rules: Rules, prompts: int, modulus: int):
-    world = whole_epoch(rules, prompts)
-    assert sorted(world.returned) == [Key(0, index) for index in range(prompts)]
-    assert all(summary.returned == min(rules.num_prompts, left) for summary, left in zip(
-        world.rounds, range(prompts, 0, -rules.num_prompts), strict=True))  # fmt: skip
-
-
 # -- anything may happen -------------------------------------------------------------------------------------
 
 
@@ -95,12 +86,12 @@ class Anything(RuleBasedStateMachine):
         self.next = [epoch + 1, 0] if end else [epoch, index + count]
 
     @precondition(_idle)
-    @rule(jump=st.integers(0, 2), most=st.sampled_from([None, 1, 3]))
-    def begin(self, jump, most):
+    @rule(jump=st.integers(0, 2))
+    def begin(self, jump):
         self.world.version += jump * (jump > 1)
         before = dumps(self.world.admitter)
         try:
-            self.world.begin(most)
+            self.world.begin()
         except ValueError as error:
             assert self.changed or "not all can be returned in time" not in str(error)
             assert dumps(self.world.admitter) == before
@@ -111,11 +102,6 @@ class Anything(RuleBasedStateMachine):
     def change_rules(self, prompts, bound, staleness):
         self.world.change(num_prompts=prompts, max_deferrals=bound, max_staleness=staleness)
         self.changed = True
-
-    @precondition(lambda self: hasattr(self, "world") and self.world.admitter.more)
-    @rule()
-    def go_on(self):
-        self.world.go_on()
 
     @rule(picks=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=6))
     def finish(self, picks):
@@ -166,8 +152,6 @@ class Anything(RuleBasedStateMachine):
                 if not (world.admitter.state.fresh or world.admitter.state.waiting):
                     break
                 world.begin()
-            elif world.admitter.more:
-                world.go_on()
             elif world.judging:
                 world.judge(world.judging[0], True)
             elif world.running:

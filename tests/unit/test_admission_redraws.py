@@ -124,39 +124,20 @@ def test_a_response_that_its_limit_has_ended_counts_as_longer():
     assert (group.rejected, group.draws) == (0, 1)
 
 
-def test_a_cancelled_round_keeps_the_condition_and_forgets_its_redraws():
-    world = after_a_short_round(lambda number: 11 if number == 9 else 3)
-    world.begin()
-    for _ in range(3):
-        world.finish(next(iter(world.running)))
-    world.cancel()
-    for sample in list(world.stopping):
-        world.stop(sample, 2)
-    (group,) = world.admitter.state.waiting
-    assert (group.floors, group.rejected, group.draws) == ([10, 10], 0, 1)
-    again = Clock(world).round()
-    assert (again.kept_lengths, again.redraws) == ([3, 11], 4)
-
-
-def test_saved_and_restored_at_every_event_it_goes_on_in_the_same_way():
+def test_saved_and_restored_after_every_round_it_goes_on_in_the_same_way():
     def length(key, number):
         return random.Random(f"{key} {number}").choice([3, 5, 8, 9, 30])
 
-    class Restoring(World):
-        def check(self) -> None:
-            super().check()
-            self.save_and_restore()
-
     rules = strict(unbiased=True, eta_responses=1.0, num_responses=3)
-    plain = whole_epoch(rules, 40, length)
-    restoring = Restoring(rules, length)
-    restoring.feed(0, range(40), end=True)
-    clock = Clock(restoring)
-    while restoring.admitter.state.fresh or restoring.admitter.state.waiting:
+    plain, restored = whole_epoch(rules, 40, length), World(rules, length)
+    restored.feed(0, range(40), end=True)
+    clock = Clock(restored)
+    while restored.admitter.state.fresh or restored.admitter.state.waiting:
         clock.round()
+        restored.save_and_restore()
     assert sum(summary.redraws for summary in plain.rounds) > 10
-    assert restoring.rounds == plain.rounds
-    assert restoring.launched == plain.launched
+    assert restored.rounds == plain.rounds
+    assert restored.launched == plain.launched
 
 
 @pytest.mark.parametrize(
@@ -192,18 +173,6 @@ def test_the_estimate_is_what_the_returned_lengths_should_have_been():
     last = whole_epoch(strict(num_prompts=16, num_responses=4), 320, length).rounds[-1]
     assert last.mean_returned < 160
     assert last.mean_undropped == pytest.approx(200, rel=0.1)
-
-
-def test_a_cancelled_round_does_not_count():
-    world = whole_epoch(strict(), 8)
-    before = world.rounds[-1]
-    world.feed(1, range(8))
-    world.begin()
-    world.cancel()
-    for sample in list(world.stopping):
-        world.stop(sample, 5)
-    after = world.rounds[-1]
-    assert (after.mean_returned, after.mean_undropped) == (before.mean_returned, before.mean_undropped)
 
 
 def test_a_sample_counts_from_its_floor_on():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_pat.rollout.active_round import StaleOutput
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.records import Judge, Key, Output, Return, Span
+from sglang_pat.rollout.records import Judge, Key, Output, Span
 from sglang_pat.rollout.rules import Rules
 
 from .admission_world import Clock, World, dumps, strict, whole_epoch
@@ -56,12 +55,6 @@ def test_a_prompt_that_was_passed_over_too_often_makes_a_long_round():
     assert Key(0, 0) in world.returned[12:16], "the others of a batch come from the fresh ones"
 
 
-def test_the_last_round_of_an_epoch_is_what_is_left():
-    world = whole_epoch(strict(), 10)
-    assert [summary.returned for summary in world.rounds] == [4, 4, 2]
-    assert world.rounds[-1].kind == "flush"
-
-
 def test_the_same_prompts_come_again_in_the_next_epoch():
     world = whole_epoch(strict(), 10)
     world.feed(1, range(10), end=True)
@@ -94,29 +87,6 @@ def test_too_few_prompts_are_said():
     assert admitter.wanted == 3
     with pytest.raises(ValueError, match="3 prompts for a round of 4: feed more, or end epoch 0"):
         admitter.begin(0)
-
-
-def test_tokens_of_other_weights_are_refused():
-    admitter = Admitter(strict())
-    admitter.feed([((0, index), None) for index in range(6)])
-    launched = [action.sample for action in admitter.begin(7)]
-    with pytest.raises(StaleOutput, match=r"weights \[6\] in a round of 7"):
-        admitter.finished(launched[0], Output(spans=[Span(6, 3)], finish_reason="stop"))
-
-
-def test_useless_groups_are_replaced_and_never_queued():
-    """DAPO: prompts with even numbers teach nothing; one of them is long as well."""
-
-    def length(key: Key, number: int) -> int:
-        return 50 if key.index == 4 else 5 + key.index
-
-    world = World(strict(filter_groups=True, eta_prompts=1.0), length)
-    world.feed(0, range(20))
-    Clock(world, useful=lambda key: key.index % 2 == 1).round()
-    assert len(world.returned) == 4
-    assert all(key.index % 2 for key in world.returned)
-    assert Key(0, 2) in world.filtered
-    assert not {group.key for group in world.admitter.state.waiting} & {*world.filtered}
 
 
 def test_a_full_batch_waits_for_no_verdict():
@@ -180,21 +150,17 @@ def test_expected_long_prompts_are_grouped():
     assert {Key(0, 0), Key(0, 1), Key(0, 2)} <= set(world.returned[8:12])
 
 
-@pytest.mark.parametrize("verdict", [None, False])
-def test_what_a_cancelled_round_has_judged_is_judged_again(verdict):
+def test_a_group_without_a_verdict_is_judged_when_the_next_round_begins():
     """partial keeps complete groups; without a good verdict they are not returned."""
-    rules = Rules(mode="partial", num_prompts=2, num_responses=1, eta_prompts=1.0, filter_groups=True)
+    rules = Rules(mode="partial", num_prompts=1, num_responses=1, eta_prompts=2.0, filter_groups=True)
     admitter = Admitter(rules)
     admitter.feed([((0, index), None) for index in range(2)], end_of=0)
     first, second = [action.sample for action in admitter.begin(0)]
-    admitter.finished(first, Output(spans=[Span(0, 3)], finish_reason="stop"))
-    if verdict is not None:
-        admitter.judged(first.key, verdict)
-    admitter.cancel()
-    admitter.stopped(second, Output(spans=[Span(0, 1)]))
-    actions = admitter.begin(0)
-    assert [action.group.key for action in actions if isinstance(action, Judge)] == [first.key]
-    assert not [action for action in actions if isinstance(action, Return)]
+    for sample in (first, second):
+        admitter.finished(sample, Output(spans=[Span(0, 3)], finish_reason="stop"))
+    admitter.judged(first.key, True)
+    (asked,) = admitter.begin(0)
+    assert isinstance(asked, Judge) and asked.group.key == second.key
 
 
 def test_too_many_useless_groups_are_made_up_for_from_the_queue():
@@ -210,11 +176,10 @@ def test_too_many_useless_groups_are_made_up_for_from_the_queue():
 
 
 def test_versions_do_not_go_back():
-    admitter = Admitter(strict())
-    admitter.feed([((0, index), None) for index in range(6)])
+    admitter = Admitter(strict(eta_prompts=1.0, eta_responses=1.0))
+    admitter.feed([((0, index), None) for index in range(8)])
     for action in admitter.begin(3):
         admitter.finished(action.sample, Output(spans=[Span(3, 1)], finish_reason="stop"))
-    admitter.engine_lost()
     before = dumps(admitter)
     with pytest.raises(ValueError, match="version is 2, the last round's was 3"):
         admitter.begin(2)

@@ -7,8 +7,6 @@ from itertools import islice
 
 import pytest
 
-from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.records import Key, More, Output, RoundOver, Span
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import LEAST_KEPT
 
@@ -113,30 +111,3 @@ def test_a_round_that_gets_no_prompts_ends_with_what_it_has():
     assert not world.rounds
     world.no_more()
     assert [(summary.returned, summary.filtered) for summary in world.rounds] == [(2, 2)]
-
-
-def test_a_round_in_slices_asks_when_all_is_started():
-    admitter = Admitter(strict(num_prompts=4, num_responses=1, eta_prompts=1.0, eta_responses=1.0, filter_groups=True))
-    admitter.feed([((0, index), None) for index in range(4)])
-    actions = admitter.begin(0, most=1)
-    first = actions[0].sample
-    admitter.finished(first, Output(spans=[Span(0, 3)], finish_reason="stop"))
-    actions = admitter.judged(first.key, False)
-    while admitter.more:
-        assert not any(isinstance(action, More) for action in actions)
-        actions = admitter.go_on()
-    # Four places are free, and one group in two was useless: eight are wanted, and three are under way.
-    assert [action.prompts for action in actions if isinstance(action, More)] == [5]
-
-
-def test_a_verdict_that_is_not_needed_any_more():
-    """Two groups for one place: the second has no verdict when the batch is complete."""
-    admitter = Admitter(strict(num_prompts=1, num_responses=1, eta_prompts=2.0, eta_responses=1.0, filter_groups=True))
-    admitter.feed([((0, index), None) for index in range(2)])
-    first, second = [action.sample for action in admitter.begin(0)]
-    for sample in (first, second):
-        admitter.finished(sample, Output(spans=[Span(0, 3)], finish_reason="stop"))
-    *_, over = admitter.judged(first.key, True)
-    assert isinstance(over, RoundOver) and over.summary.deferred == 1
-    assert admitter.judged(second.key, False) == []
-    assert [group.key for group in admitter.state.waiting] == [Key(0, 1)]

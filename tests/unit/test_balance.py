@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat import messages as m
-from sglang_pat.integrations.balance import SESSIONS, Balancer, EngineReport
+from sglang_pat.integrations import balance
+from sglang_pat.integrations.balance import Balancer, EngineReport
 
 from .coordinator_rig import Rig
 
@@ -164,11 +165,12 @@ def test_none_left():
         made.acquire("s")
 
 
-def test_sessions_are_bounded():
+def test_sessions_are_bounded(monkeypatch):
+    monkeypatch.setattr(balance, "SESSIONS", 100)
     made = balancer(EngineReport())
-    for i in range(SESSIONS + 5):
-        made.release(made.acquire(f"s{i}"))
-    assert len(made.sessions) == SESSIONS and "s0" not in made.sessions
+    for i in [*range(100), 0, *range(100, 105)]:
+        made.acquire(f"s{i}")
+    assert len(made.sessions) == 100 and "s0" in made.sessions and "s1" not in made.sessions
 
 
 @given(st.lists(st.tuples(st.sampled_from(["acquire", "release", "lose", "find", "leave"]), st.integers(0, 9))))

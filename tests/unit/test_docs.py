@@ -84,9 +84,9 @@ def test_the_register_has_every_route():
 
 
 def test_readmes_picture_says_what_its_table_says():
-    from bench import readme_picture
+    from bench import _redraw
 
     text = (ROOT / "README.md").read_text()
-    said = readme_picture.message(readme_picture.percents(readme_picture.rows(text)))
+    said = _redraw.message(_redraw.percents())
     assert f"![{said}](docs/img/layouts.png)" in text
     assert f"![{said}](img/layouts.png)" in (DOCS / "index.md").read_text()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_pat.integrations import CALLS
-from sglang_pat.integrations.openrlhf.__main__ import _check_lengths, _read_as_openrlhf, main, split
+from sglang_pat.integrations.openrlhf.__main__ import RESPONSE, WHOLE, _check_lengths, _read_as_openrlhf, main, split
 from sglang_pat.integrations.openrlhf.given import Given
 from sglang_pat.integrations.openrlhf.launcher import Launcher
 
@@ -48,15 +48,12 @@ TP8 = ["--vllm.tensor_parallel_size", "8"]
     [
         (["--sglang_pat.polcy", "pat"], "--sglang_pat has no setting 'polcy' (did you mean 'policy'?); choose from"),
         (["--sglang_pat.policy", "survivl"], "--sglang_pat: --pat-policy 'survivl': choose one of survival, pat"),
-        (["--sglang_pat.profile", "/nowhere"], "--sglang_pat: profile /nowhere: No such file or directory"),
-        (["--sglang_pat.candidates", "many"], "--sglang_pat: --pat-candidates 'many': give TP degrees"),
         (["--sglang_pat.log=/nowhere/log.jsonl"], "--sglang_pat: --pat-log /nowhere/log.0.jsonl: No such file"),
         (
             ["--sglang_pat.base_tp", "3", *TP8],
             "--sglang_pat: base_tp is 3, must divide the engine's 8 GPUs: 1, 2, 4, 8",
         ),
         (["--sglang_pat.base_tp", "3", "=".join(TP8)], "--sglang_pat: base_tp is 3, must divide the engine's 8 GPUs"),
-        (["--sglang_pat.base_tp", "2"], "--sglang_pat: base_tp is 2, must divide the engine's 1 GPUs: 1"),
         (["--sglang.page_size", "16"], "--sglang.page_size is 16, which an adaptive engine does not support"),
         (
             ["--rollout.max_new_tokens", "8192"],
@@ -70,18 +67,23 @@ def test_a_wrong_setting_ends_it_before_anything_starts(argv, line):
     assert str(ended.value).startswith(f"error: {line}") and "\n" not in str(ended.value)
 
 
+def test_so_does_a_model_that_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}')
+    with pytest.raises(SystemExit, match=f"^error: --actor.model_name_or_path {tmp_path}: an adaptive engine does not"):
+        main(["--actor.model_name_or_path", str(tmp_path)])
+
+
 def test_the_job_for_gpus_leaves_room_for_prompts():
     argv = re.findall(r"[^\s\\\"]+", (ROOT / "examples/openrlhf_grpo/run_gpu.sh").read_text().replace("$GPUS", "8"))
-    assert _check_lengths(*_read_as_openrlhf(argv)[1:3]) is None
-    assert _read_as_openrlhf(argv)[1:3] == (8192, 10240)
+    found = _read_as_openrlhf(argv)
+    assert (found[RESPONSE], found[WHOLE]) == (8192, 10240)
+    _check_lengths(found[RESPONSE], found[WHOLE])
 
 
 @pytest.mark.parametrize(
     "variable, line",
     [
         ("yes", "SGLANG_PAT='yes': write settings as name=value"),
-        ("polcy=pat", "SGLANG_PAT has no setting 'polcy' (did you mean 'policy'?); choose from"),
-        ("policy=survivl", "SGLANG_PAT: --pat-policy 'survivl': choose one of"),
         ("policy=survival", "--sglang_pat: --pat-policy survival needs a profile"),
     ],
 )

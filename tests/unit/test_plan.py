@@ -14,51 +14,8 @@ from sglang_pat.layout import ParallelLayout
 from sglang_pat.switch import plan
 
 from .drawn import examples
-from .plan_world import cases, divisors, heads_of
 
 pytestmark = pytest.mark.unit
-
-
-def test_more_requests_than_decode_slots_keep_their_kv():
-    """Two groups of four merge with three slots: what is left over waits, with all of its KV."""
-    live = {group: [plan.LiveRequest(10, 0, -1, 0)] * 4 for group in range(2)}
-    merged = plan.plan_group(0, live, 3, 100)
-    assert [row is not None for rows in merged.rows.values() for row in rows] == [True] * 8
-    assert merged.decodes == {0: [True, True, True, False], 1: [False] * 4}
-    assert merged.total == 80
-
-
-def test_a_prompt_in_pieces_waits_with_its_kv():
-    live = {0: [plan.LiveRequest(10, 0, -1, 0, complete=False), plan.LiveRequest(10, 0, -1, 0)]}
-    merged = plan.plan_group(0, live, 1, 20 + 1)
-    assert [row is not None for row in merged.rows[0]] == [True, True] and merged.decodes[0] == [False, True]
-    assert plan.plan_group(0, live, 1, 100, keep=False).rows[0][0] is None
-
-
-def test_where_nothing_is_cached_only_what_decodes_keeps_its_kv():
-    live = {group: [plan.LiveRequest(10, 0, -1, 0)] * 2 for group in range(2)}
-    merged = plan.plan_group(0, live, 3, 100, keep=False)
-    assert [row is not None for rows in merged.rows.values() for row in rows] == [True, True, True, False]
-
-
-def test_a_request_that_does_not_fit_takes_no_smaller_one_with_it():
-    live = {0: [plan.LiveRequest(*given) for given in ((50, 0, -1, 0), (90, 0, -1, 0), (20, 0, -1, 0), (95, 90, 1, 0))]}
-    merged = plan.plan_group(0, live, 10, 100)
-    assert [row is not None for row in merged.rows[0]] == [True, False, True, False]
-    assert merged.total == 70
-
-
-@examples(150)
-@given(cases())
-def test_destinations_stay_within_the_group(case):
-    """Raising: where the old group's ranks go.  Lowering: only groups made of its own ranks, balanced."""
-    for group, dests in enumerate(case.dests):
-        ranks = set(case.old.group(group))
-        for dest in dests:
-            target = set(case.new.group(dest))
-            assert ranks <= target if case.new.tp >= case.old.tp else target <= ranks
-        lengths = [len(tokens) for tokens in case.tokens[group]]
-        assert dests == plan.destinations(case.old, case.new, group, lengths), "the same on every rank"
 
 
 @examples(300)
@@ -79,16 +36,6 @@ def test_balance(weights, first, bins):
 def test_balance_spreads_requests_without_tokens():
     assert Counter(plan.balance([0] * 8, range(4))) == {0: 2, 1: 2, 2: 2, 3: 2}
     assert plan.balance([5, 5, 1, 9], [2, 4]) == [4, 4, 2, 2]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8, 12, 16])
-def test_head_ranges(ranks):
-    for tp in divisors(ranks):
-        layout = ParallelLayout(tp, ranks // tp)
-        for kv_heads in (k for k in range(1, 33) if max(k, tp) % min(k, tp) == 0):
-            for rank in range(ranks):
-                first, count = plan.kv_head_range(kv_heads, layout, rank)
-                assert list(range(first, first + count)) == heads_of(kv_heads, layout, rank)
 
 
 @pytest.mark.parametrize(("kv_heads", "tp"), [(2, 8), (4, 8), (1, 4), (2, 4), (3, 6)])

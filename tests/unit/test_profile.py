@@ -7,7 +7,7 @@ import os
 import msgspec
 import pytest
 
-from sglang_pat.predict.profile import INFORMATIVE, LayoutSetup, Profile, ProfileError, check_fits, load, save
+from sglang_pat.predict.profile import INFORMATIVE, Profile, ProfileError, check_fits, load, save
 
 from .profiles_for_tests import FINGERPRINT, profile, switch_sample
 
@@ -30,12 +30,10 @@ def refused(call, *arguments) -> str:
 
 
 def test_round_trip(tmp_path):
-    setup = LayoutSetup(tp=4, groups_seconds=1, build_seconds=2, graphs_seconds=0)
     written = profile(
         machine={"cores": 2, "load": 0.5, "kernel": "6.1"},
         sources=("somewhere",),
         grid={"batch": [1, 2]},
-        setup=(setup,),
         switches=(switch_sample(1, 4, 2, 100, kv=1e-3, drain=0.1 + 0.2),),
     )
     save(written, tmp_path / "p.json")

@@ -14,7 +14,8 @@ from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.client import RolloutClient
 from sglang_pat.rollout.records import Group
 from sglang_pat.rollout.rounds import WeightsChanged
-from sglang_pat.rollout.rules import Rules
+
+from .rounds_world import admitter
 
 pytestmark = pytest.mark.unit
 
@@ -103,12 +104,6 @@ async def served(server: PlayedServer):
         await runner.cleanup()
 
 
-def admitter(*lengths: int, **rules) -> Admitter:
-    made = Admitter(Rules(**({"num_prompts": 2, "num_responses": 2, "eta_prompts": 1.5} | rules)))
-    made.feed([((0, i), {"input_ids": [length, i]}) for i, length in enumerate(lengths)], end_of=0)
-    return made
-
-
 def play(server: PlayedServer, mine: Admitter, **named) -> list:
     async def run() -> list:
         async with served(server) as url:
@@ -172,26 +167,23 @@ def test_nobody_waits_for_ever(fault, monkeypatch):
 
 
 @pytest.mark.parametrize("leave", [False, True])
-def test_samples_wait_here_for_a_connection(leave, monkeypatch):
+async def test_samples_wait_here_for_a_connection(leave, monkeypatch):
     """Those that are started together go in one request."""
     monkeypatch.setattr(client, "CONNECTIONS", 2)
 
-    async def run() -> None:
-        server, mine = PlayedServer(), admitter(*[0 if leave else 3] * 40, num_prompts=40, eta_prompts=1.0)
-        async with served(server) as url:
-            events = RolloutClient(url).async_rollout(mine, {"max_new_tokens": 50}, 0)
-            if leave:
-                first = asyncio.ensure_future(anext(events))
-                while len(server.requests) < 2 or len(server.running) < sum(server.requests):
-                    await asyncio.sleep(0.01)
-                assert sum(server.requests) < 80
-                first.cancel()
-                await asyncio.wait([first])
-                assert sum(path == "/generate" for _, path in server.calls) == 2
-            else:
-                assert sum(isinstance(event, Group) for event in [event async for event in events]) == 40
-                assert sum(path == "/generate" for _, path in server.calls) <= 5
-            await events.aclose()
-        assert server.most <= 2 and not server.running
-
-    asyncio.run(asyncio.wait_for(run(), 30))
+    server, mine = PlayedServer(), admitter(*[0 if leave else 3] * 40, num_prompts=40, eta_prompts=1.0)
+    async with served(server) as url:
+        events = RolloutClient(url).async_rollout(mine, {"max_new_tokens": 50}, 0)
+        if leave:
+            first = asyncio.ensure_future(anext(events))
+            while len(server.requests) < 2 or len(server.running) < sum(server.requests):
+                await asyncio.sleep(0.01)
+            assert sum(server.requests) < 80
+            first.cancel()
+            await asyncio.wait([first])
+            assert sum(path == "/generate" for _, path in server.calls) == 2
+        else:
+            assert sum(isinstance(event, Group) for event in [event async for event in events]) == 40
+            assert sum(path == "/generate" for _, path in server.calls) <= 5
+        await events.aclose()
+    assert server.most <= 2 and not server.running

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.rank.shards import WHOLE, Block, Copy, ShardSpec, copies, covered
+from sglang_pat.rank.shards import Block, Copy, ShardSpec, copies, covered
 from tests.unit.for_each import for_each
 
 from .drawn import examples
@@ -113,38 +113,6 @@ def test_every_shard_and_every_move(ranks, spec, blocks):
                     if up:
                         assert covered(pieces) == expected.shape[spec.dim]
                 assert (target == expected).all(), (old, new, rank)
-
-
-def test_contiguous_target_is_one_copy():
-    """What becomes one view: column-parallel and embedding shards."""
-    spec = ShardSpec(0, (Block(48),))
-    for high in (1, 2, 4, 8):
-        for low in (t for t in (1, 2, 4, 8) if high % t == 0):
-            old, new = ParallelLayout(low, 8 // low), ParallelLayout(high, 8 // high)
-            for rank in range(8):
-                held = spec.intervals(low, old.tp_rank(rank))
-                pieces = copies(held, spec.intervals(high, new.tp_rank(rank)))
-                assert len(pieces) == 1 and pieces[0].dst == 0 and pieces[0].length == 48 // high
-
-
-def test_whole_blocks_and_same_degree_are_one_copy():
-    spec, _ = qkv(4, 2)
-    for tp in (1, 2, 4):
-        for tp_rank in range(tp):
-            held = spec.intervals(tp, tp_rank)
-            assert copies(held, held) == [Copy(0, 0, sum(length for _, length in held))]
-
-
-def test_merged_target_is_one_copy_per_block():
-    spec = ShardSpec(0, (Block(8), Block(8)))
-    assert copies(spec.intervals(1, 0), spec.intervals(2, 1)) == [Copy(4, 0, 4), Copy(12, 4, 4)]
-
-
-def test_nothing_in_common():
-    spec = ShardSpec(0, (Block(8),))
-    assert copies(spec.intervals(2, 0), spec.intervals(2, 1)) == []
-    assert copies([], [(0, 4)]) == [] and covered([]) == 0
-    assert WHOLE.dim is None and WHOLE.intervals(4, 1) == []
 
 
 @pytest.mark.parametrize(

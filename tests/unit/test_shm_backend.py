@@ -169,16 +169,3 @@ def test_bad_links_are_refused(monkeypatch, text):
     if text:
         with pytest.raises(ValueError, match="link|allowed"):
             shm.current_link()
-
-
-def test_the_link_of_the_environment(monkeypatch):
-    monkeypatch.setenv(shm.LINK_ENV, "10:25")
-    assert shm.current_link() == shm.Link(latency_us=10, gb_per_s=25)
-    monkeypatch.delenv(shm.LINK_ENV)
-    assert shm.current_link() is None
-
-
-def test_register_twice():
-    shm.register()
-    shm.register()
-    assert shm.BACKEND in dist.Backend.backend_list

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sglang_pat.cpu import shm
 from sglang_pat.cpu.windows import Windows
-from sglang_pat.switch.kv import AllToAll, Direct, Staging
+from sglang_pat.switch.kv import AllGather, AllToAll, Direct, Staging
 
 from .ranks import emulated_link, run_ranks
 
@@ -81,6 +81,11 @@ def carry_many(rank: int, n: int) -> None:
         carry(direct, rank, elements, staying, layers, dtype, own)
         through_copies = AllToAll(dist.group.WORLD, staging, elements, staying, dtype)
         carry(through_copies, rank, elements, staying, layers, dtype, own)
+        most = int(elements.sum(axis=1).max()) + 5000
+        gathered = AllGather(dist.group.WORLD, elements, staying, most, torch.empty(0, dtype=dtype))
+        carry(gathered, rank, elements, staying, layers, dtype, own)
+        leaving = int(elements[rank].sum())
+        assert (direct.sent, through_copies.sent, gathered.sent) == (leaving, leaving, (n - 1) * most)
     check_windows(windows)
 
 

@@ -40,10 +40,6 @@ def test_accepted(made):
             config(8, {"polcy": "pat"}),
             "rollout.engine_kwargs.sglang_pat has no setting 'polcy' (did you mean 'policy'?); choose from",
         ),
-        (config(8, {"switch_at": "soon"}), "rollout.engine_kwargs.sglang_pat: switch_at is 'soon', must be"),
-        (config(8, {"policy": "survivl"}), "rollout.engine_kwargs.sglang_pat: --pat-policy 'survivl': choose one of"),
-        (config(8, {"profile": "/nowhere"}), "rollout.engine_kwargs.sglang_pat: profile /nowhere: No such file"),
-        (config(8, {"candidates": "3"}), "rollout.engine_kwargs.sglang_pat: candidate tp=3"),
         (
             config(8, {"log": "/nowhere/log"}),
             "rollout.engine_kwargs.sglang_pat: --pat-log /nowhere/log.0: No such file",

@@ -105,7 +105,7 @@ def steady(bench: Bench) -> Result:
     before, made, memory = None, 0, []
     for number in range(UPDATES + 1):
         if number:
-            worker.do(commands.update, names_and_shapes=changed, seed=number, dtype="float32")
+            worker.do(commands.update, names_and_shapes=changed, seed=number)
         visits = up_and_down(degrees) * (SWITCHES // (UPDATES + 1) // (2 * len(degrees) - 2) + 1)
         tokens = bench.answer(len(visits))
         switched = worker.do(commands.greedy, prompts=prompts, answer=tokens, visits=visits, start=1)

@@ -55,7 +55,6 @@ class Bench:
     sharing: bool = False
     large_flags: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
-    seed: int = 0
     best_static: float | None = None
     prefork: Prefork | None = None
     _engine: tuple[tuple, Worker] | None = None
@@ -134,7 +133,7 @@ class Bench:
             self.prefork.stop()
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        drawn = random.Random(self.seed)
+        drawn = random.Random(0)
         return [[drawn.randrange(5, 500) for _ in range(length)] for _ in range(count)]
 
     def memory(self, worker: Worker) -> list[int]:

@@ -77,23 +77,8 @@ async def judged(rig: Rig, prompts: list[list[int]], outputs: list[list[int]], t
 
 
 async def pauses(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """Records of ``rounds`` switches there and back with ``requests`` live requests of ``tokens`` tokens in all, whose
-    prompts are injected."""
-    await rig.reconfigure(low)
-    await rig.flush()
-    prompts = [rig.tokens(max(1, tokens // requests)) for _ in range(requests)]
-    rig.inject(prompts)
-    await rig.trace()
-    tasks = rig.send(prompts, [40 * rounds + 60] * requests)
-    records = []
-    try:
-        for _ in range(rounds):
-            for target in (high, low):
-                await rig.until_decoding(tasks, requests, steps=STEPS)
-                records.append(await rig.reconfigure(target))
-    finally:
-        await rig.abort(tasks)
-    return [record for record in records if record["requests"] == requests]
+    """Records of ``rounds`` switches there and back with ``requests`` live requests of ``tokens`` tokens in all."""
+    return await measure.there_and_back(rig, low, high, requests, max(1, tokens // requests), rounds)
 
 
 async def prefilled(rig: Rig, tokens: int, requests: int) -> float:
@@ -137,15 +122,11 @@ async def tail(
     return {"seconds": seconds, "switches": (await rig.engine.async_status())["num_switches"]}
 
 
-async def update(rig: Rig, names_and_shapes: dict[str, list[int]], seed: int, dtype: str) -> bool:
-    """Give these parameters other random values, on all ranks."""
+async def update(rig: Rig, names_and_shapes: dict[str, list[int]], seed: int) -> None:
+    """Give these float32 parameters other random values, on all ranks."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = [
-        (name, (torch.randn(shape, generator=generator) * 0.02).to(getattr(torch, dtype)))
-        for name, shape in names_and_shapes.items()
-    ]
+    tensors = [(name, torch.randn(shape, generator=generator) * 0.02) for name, shape in names_and_shapes.items()]
     succeeded, message = await rig.engine.async_update_weights_from_tensor(tensors)
     rig.tp = (await rig.engine.async_status())["layout"]["tp"]
     if not succeeded:
         raise RuntimeError(message)
-    return True

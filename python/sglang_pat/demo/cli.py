@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def demonstrate(args: argparse.Namespace, place: Console) -> int:
     from sglang_pat.demo import picture
-    from sglang_pat.demo.contest import Result, Sweep, play, profile, step_times
+    from sglang_pat.demo.contest import Result, play, profile, step_times
     from sglang_pat.testing.prefork import ENVIRONMENT, Prefork
     from sglang_pat.tools.machine import machine
 
@@ -90,8 +90,8 @@ def demonstrate(args: argparse.Namespace, place: Console) -> int:
     with ExitStack() as stack:
         prefork = stack.enter_context(Prefork()) if may_fork() else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang_pat_demo_")))
-        sweep = Sweep(BUDGET[args.quick], QUICK_GRID if args.quick else GRID)
-        found = profile(case, model, folder / "profile.json", sweep, speaker, prefork)
+        grid = QUICK_GRID if args.quick else GRID
+        found = profile(case, model, folder / "profile.json", BUDGET[args.quick], grid, speaker, prefork)
         steps = step_times(found, tuple(sorted({1, 4, 16, case.work.batch})))
         speaker.say(f"  {said_of_steps(steps)}")
         more = until(begin + 60 * args.minutes - CONCLUSION_SECONDS, *ROUNDS[args.quick])

@@ -133,31 +133,27 @@ class Result:
         return sum(len(runs[0].answers) for runs in self.rounds)
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """How much is profiled: a budget of time, and a grid; both as ``profiler.sweep`` takes them."""
-
-    budget: str
-    grid: str
-
-
 def link_environment(link: str) -> dict[str, str]:
     return {} if link == NATURAL else {LINK_ENV: link}
 
 
-def profile(case: Case, model: Path, out: Path, sweep: Sweep, speaker: Speaker, prefork: Prefork | None) -> Path:
+def profile(
+    case: Case, model: Path, out: Path, budget: str, grid: str, speaker: Speaker, prefork: Prefork | None
+) -> Path:
     """The profile of this model over this link, at ``out``; a file that is there is gone on with.
+
+    ``budget`` and ``grid``: as ``profiler.sweep`` takes them.
 
     Raises:
         DemoError: the sweep failed; with what it said.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    argv = ["--model-path", str(model), "--out", str(out), "--budget", sweep.budget, "--grid", sweep.grid, *RANKS]
+    argv = ["--model-path", str(model), "--out", str(out), "--budget", budget, "--grid", grid, *RANKS]
     argv += ["--dtype", "float32", "--max-total-tokens", str(KV_TOKENS)]
     environment = {name: value for name, value in os.environ.items() if name != LINK_ENV}
     environment |= programs.ENVIRONMENT | link_environment(case.link)
     said: list[str] = []
-    with speaker.waiting(f"profiling both layouts of {case.model}, {case.link_name}: {sweep.budget} at most"):
+    with speaker.waiting(f"profiling both layouts of {case.model}, {case.link_name}: {budget} at most"):
         files = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         process = programs.popen(prefork, "profiler.sweep", argv, environment, **files)
         try:

@@ -5,7 +5,7 @@ A GPU belongs to one rank; on a CPU all ranks, and whoever else is on the machin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees
@@ -93,11 +93,6 @@ class Demand:
         copies = high // low if self.gathers else high // low * local(high) / local(low)
         return (2 if kind == "cpu" else 3) * max(1.0, copies) / self.shape.layers
 
-    def with_base(self, layout: ParallelLayout) -> Demand:
-        """The same of an engine with another base layout, and the degrees that follow from it."""
-        allowed = self.shape.allowed(candidate_layouts(layout))
-        return replace(self, base=layout, degrees=default_degrees(allowed, only_ends=len(self.degrees) <= 2))
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
@@ -123,15 +118,9 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     @property
-    def others(self) -> int:
-        """Bytes of the engine's other processes, where they share the memory."""
-        return CPU_OTHERS if self.supply.kind == "cpu" else 0
-
-    @property
     def total_bytes(self) -> int:
         """What is taken of :attr:`Supply.free`."""
-        ranks = self.demand.base.num_ranks if self.supply.kind == "cpu" else 1
-        return self.rank_bytes * ranks + self.others
+        return engine_bytes(self.demand, self.supply, self.rank_bytes)
 
     @property
     def static_fraction(self) -> float:
@@ -159,7 +148,7 @@ class MemoryPlan:
         ]
         rows.append(("a rank", self.rank_bytes))
         if self.supply.kind == "cpu":
-            rows += [("other processes", self.others), (f"{ranks} ranks and those", self.total_bytes)]
+            rows += [("other processes", CPU_OTHERS), (f"{ranks} ranks and those", self.total_bytes)]
         rows.append(("left free", free - self.total_bytes))
         width = max(len(what) for what, _ in rows)
         head = f"memory plan: {self.demand.base}, {ranks} ranks; {self.supply.owner} {size_text(free)} free"
@@ -170,7 +159,7 @@ def make_plan(demand: Demand, supply: Supply) -> MemoryPlan:
     """The plan of an engine.
 
     Raises:
-        DoesNotFit: with a layout, or a number of tokens, that would fit.
+        DoesNotFit: with what would fit.
     """
     tokens = choose_tokens(demand, supply)
     if tokens is None:
@@ -201,10 +190,14 @@ def rank_parts(demand: Demand, supply: Supply, tokens: int, reserve: int) -> dic
     }
 
 
+def engine_bytes(demand: Demand, supply: Supply, rank_bytes: int) -> int:
+    """Bytes of :attr:`Supply.free` that the engine takes, with so many of each rank."""
+    return rank_bytes if supply.kind == "cuda" else rank_bytes * demand.base.num_ranks + CPU_OTHERS
+
+
 def needed(demand: Demand, supply: Supply, tokens: int, reserve: int) -> int:
-    """Bytes of :attr:`Supply.free` that the engine takes; arguments as of :func:`rank_parts`."""
-    rank = sum(rank_parts(demand, supply, tokens, reserve).values())
-    return rank if supply.kind == "cuda" else rank * demand.base.num_ranks + CPU_OTHERS
+    """:func:`engine_bytes` with arguments as of :func:`rank_parts`."""
+    return engine_bytes(demand, supply, sum(rank_parts(demand, supply, tokens, reserve).values()))
 
 
 def most_tokens(demand: Demand, supply: Supply, reserve: int | None = None) -> int:
@@ -214,14 +207,9 @@ def most_tokens(demand: Demand, supply: Supply, reserve: int | None = None) -> i
         reserve: bytes of a rank for activations and graphs; None for the least.
     """
     reserve = demand.activations() if reserve is None else reserve
-    low, high = 0, max(0, supply.free) // demand.shape.kv_bytes(demand.base.tp)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if needed(demand, supply, middle, reserve) <= supply.free:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    sizes = range(supply.free // demand.shape.kv_bytes(demand.base.tp) + 1)
+    found = bisect_right(sizes, supply.free, key=lambda tokens: needed(demand, supply, tokens, reserve))
+    return max(0, found - 1)
 
 
 def choose_tokens(demand: Demand, supply: Supply) -> int | None:
@@ -273,65 +261,37 @@ def process_bytes(demand: Demand, supply: Supply) -> int:
 
 def _refusal(demand: Demand, supply: Supply) -> str:
     """The line for a demand that does not fit: what it needs, what is free, what would fit."""
-    tokens, given = demand.tokens or MIN_TOKENS, ""
-    if demand.tokens is not None:
-        given = f" --max-total-tokens {demand.tokens}"
-    elif demand.fraction is not None:
-        given = f" --mem-fraction-static {demand.fraction:g}"
+    most = most_tokens(demand, supply) // TOKEN_STEP * TOKEN_STEP
+    if demand.tokens is None and demand.fraction is not None and most >= MIN_TOKENS:
         asked = tokens_by_fraction(demand, supply)
-        if asked < MIN_TOKENS <= most_tokens(demand, supply):
-            return (
-                f"--mem-fraction-static {demand.fraction:g} leaves room for {asked} KV tokens beside the weights, "
-                f"at least {MIN_TOKENS} are needed: leave it out, or choose a larger one"
-            )
-        tokens = max(tokens, asked)
-    need, have = size_text(needed(demand, supply, tokens, demand.activations())), size_text(supply.free)
-    line = f"{_flags(demand.base)}{given} needs {need}, {supply.owner} {have} free"
-    if fits := list(alternatives(demand, supply)):
-        named = (f"--max-total-tokens {fit.tokens}" if fit.base == demand.base else _flags(fit.base) for fit in fits)
-        return f"{line}; {' or '.join(named)} would fit"
-    return f"{line}; no layout of these ranks fits: take a smaller model or a larger machine"
-
-
-def alternatives(demand: Demand, supply: Supply) -> Iterator[Demand]:
-    """Like ``demand``, but smaller, and known to fit: fewer tokens, then another layout."""
-    if demand.tokens is not None or demand.fraction is not None:
-        most = most_tokens(demand, supply) // TOKEN_STEP * TOKEN_STEP
-        if most >= MIN_TOKENS:
-            yield replace(demand, tokens=most, fraction=None)
-    changed = (demand.with_base(layout) for layout in _other_layouts(demand, supply))
-    if (fit := next((one for one in changed if choose_tokens(one, supply) is not None), None)) is not None:
-        yield fit
-
-
-def _other_layouts(demand: Demand, supply: Supply) -> Iterator[ParallelLayout]:
-    """Higher degrees over the same ranks; on a CPU, where ranks share the memory, also fewer ranks."""
-    ranks, shape = demand.base.num_ranks, demand.shape
-    fewest = 1 if supply.kind == "cpu" else ranks
-    for count in range(ranks, fewest - 1, -1):
-        lowest = demand.base.tp + 1 if count == ranks else 1
-        for tp in range(lowest, count + 1):
-            if count % tp == 0 and shape.why_not(tp) is None:
-                yield ParallelLayout(tp, count // tp)
+        return (
+            f"--mem-fraction-static {demand.fraction:g} leaves room for {asked} KV tokens a replica, "
+            f"{MIN_TOKENS} to {most} fit: leave it out"
+        )
+    given = "" if demand.tokens is None else f" --max-total-tokens {demand.tokens}"
+    need = size_text(needed(demand, supply, demand.tokens or MIN_TOKENS, demand.activations()))
+    line = f"{_flags(demand.base)}{given} needs {need}, {supply.owner} {size_text(supply.free)} free"
+    if most >= MIN_TOKENS:
+        return f"{line}; --max-total-tokens {most} would fit"
+    for layout in candidate_layouts(demand.base)[1:]:
+        degrees = tuple(tp for tp in demand.degrees if tp > layout.tp)
+        other = replace(demand, base=layout, degrees=(layout.tp, *degrees), tokens=None, fraction=None)
+        if demand.shape.why_not(layout.tp) is None and most_tokens(other, supply) >= MIN_TOKENS:
+            return f"{line}; {_flags(layout)} would fit"
+    return f"{line}; no higher degree fits: take a smaller model or a larger machine"
 
 
 def advice(plan: MemoryPlan) -> str | None:
-    """One line if a request as long as the model takes does not fit into a replica, and another layout has more room.
+    """One line if a request as long as the model takes does not fit into a replica of a GPU engine.
 
     Not on a CPU, where the plan takes less than it could.
     """
-    demand, supply, longest = plan.demand, plan.supply, plan.demand.shape.context
-    if supply.kind == "cpu" or plan.tokens >= longest:
-        return None
-    free = replace(demand, tokens=None, fraction=None)
-    found = [(layout, choose_tokens(free.with_base(layout), supply) or 0) for layout in _other_layouts(free, supply)]
-    better = next(((layout, tokens) for layout, tokens in found if tokens >= longest), None)
-    layout, tokens = better or max(found, key=lambda pair: pair[1], default=(demand.base, 0))
-    if tokens <= plan.tokens:
+    base, longest = plan.demand.base, plan.demand.shape.context
+    if plan.supply.kind == "cpu" or base.dp == 1 or plan.tokens >= longest:
         return None
     return (
         f"a replica has room for {plan.tokens:,} KV tokens, the longest request of this model has {longest:,}: "
-        f"{_flags(layout)} has room for {tokens:,}"
+        f"a degree above --tp {base.tp} has more room"
     )
 
 

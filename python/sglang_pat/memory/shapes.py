@@ -32,8 +32,7 @@ UNGATED = frozenset({"apertus", "arcee", "gpt2", "gpt_bigcode", "gptj", "opt", "
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a dense decoder with grouped-query attention: Llama, Mistral, Qwen2, Qwen3, Phi-3, OLMo-2, GLM-4,
-    Granite, and what is built like them.  Norms that Llama and Qwen3 do not have are left out: they weigh next to
-    nothing."""
+    Granite, and what is built like them.  Biases and norms are left out: they weigh next to nothing."""
 
     layers: int
     hidden: int
@@ -48,14 +47,8 @@ class ModelShape:
     """Bytes of a weight and of a KV element."""
     tied: bool = False
     """The output head is the embedding."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    """Of the attention's output projection."""
-    mlp_bias: bool = False
     mlp_matrices: int = 3
     """Gate, up and down; two without a gate."""
-    head_norms: bool = False
-    """Norms of queries and keys (Qwen3)."""
     whole_norms: bool = False
     """Norms over all queries and over all keys (OLMo-2), for which ranks gather them: each KV head once."""
 
@@ -72,7 +65,6 @@ class ModelShape:
         kind = config.get("model_type")
         heads = _size(config, "num_attention_heads")
         hidden = _size(config, "hidden_size")
-        attention_bias = bool(config.get("attention_bias", False))
         return cls(
             layers=_size(config, "num_hidden_layers"),
             hidden=hidden,
@@ -84,11 +76,7 @@ class ModelShape:
             context=_size(config, "max_position_embeddings", 2048),
             item=_item(config, dtype),
             tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=kind == "qwen2" or attention_bias,
-            output_bias=kind == "llama" and attention_bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
             mlp_matrices=2 if kind in UNGATED else 3,
-            head_norms=kind == "qwen3",
             whole_norms=kind == "olmo2",
         )
 
@@ -125,13 +113,9 @@ class ModelShape:
     def parameters(self, tp: int = 1) -> int:
         """Parameters that one rank holds."""
         queries, kv = self.heads // tp * self.head_dim, self.local_kv_heads(tp) * self.head_dim
-        inner = self.intermediate // tp
-        layer = (queries + 2 * kv) * self.hidden + queries * self.hidden + 2 * self.hidden
-        layer += self.mlp_matrices * self.hidden * inner
-        layer += (queries + 2 * kv) * self.qkv_bias + self.hidden * self.output_bias
-        layer += ((self.mlp_matrices - 1) * inner + self.hidden) * self.mlp_bias + 2 * self.head_dim * self.head_norms
+        layer = 2 * (queries + kv) * self.hidden + self.mlp_matrices * self.hidden * (self.intermediate // tp)
         tables = self.padded_vocab // tp * self.hidden * (1 if self.tied else 2)
-        return self.layers * layer + tables + self.hidden
+        return self.layers * layer + tables
 
     def weight_bytes(self, tp: int) -> int:
         """Of one rank."""

@@ -145,15 +145,6 @@ class SwitchSample(msgspec.Struct, frozen=True, kw_only=True):
     phases: Annotated[dict[Name, Part], Meta(max_length=64)]
 
 
-class LayoutSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """One-time work for a layout at start, seconds: groups, model object and buffers, graphs."""
-
-    tp: Ranks
-    groups_seconds: Part
-    build_seconds: Part
-    graphs_seconds: Part
-
-
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """A whole profile.
 
@@ -177,7 +168,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     decode: Annotated[tuple[DecodePoint, ...], Meta(max_length=MOST_POINTS)] = ()
     prefill: Annotated[tuple[PrefillPoint, ...], Meta(max_length=MOST_POINTS)] = ()
     switches: Annotated[tuple[SwitchSample, ...], Meta(max_length=MOST_POINTS)] = ()
-    setup: tuple[LayoutSetup, ...] = ()
 
 
 def load(path: str | os.PathLike[str], *, complete: bool = False) -> Profile:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +20,6 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pat.cpu.windows import Windows
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.predict.profile import LayoutSetup
 from sglang_pat.rank.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
 from sglang_pat.rank.shard_check import check_heads, check_shards
 from sglang_pat.rank.weights import PiecewiseLinear, Unsupported, Views, build_model, reshard
@@ -107,10 +104,8 @@ class Layouts:
         base = self.config.base
         self._refuse()
         self._check(self.runner.model, base)
-        self._runtimes = {base.tp: self._base_runtime(base)}
+        self._runtimes = {base.tp: self._runtime(base, None)}
         self._said_without_graph: set[int] = set()
-        self.setup: list[LayoutSetup] = []
-        """What building each layout above the base took."""
         self.current = self._runtimes[base.tp]
         self.windows = self._make_windows()
         for layout in self.config.layouts[1:]:
@@ -154,13 +149,14 @@ class Layouts:
             logger.warning("switches go through copies, ranks do not see each other's memory: %s", error)
             return None
 
-    def _base_runtime(self, base: ParallelLayout) -> LayoutRuntime:
+    def _runtime(self, layout: ParallelLayout, views: Views | None) -> LayoutRuntime:
+        """Of the layout that the runner has been pointed at."""
         runner = self.runner
         return LayoutRuntime(
-            layout=base,
-            tp_rank=base.tp_rank(self.rank),
+            layout=layout,
+            tp_rank=layout.tp_rank(self.rank),
             model=runner.model,
-            views=None,
+            views=views,
             sampler=runner.sampler,
             attn_backend=runner.attn_backend,
             graph_runner=runner.graph_runner,
@@ -170,7 +166,6 @@ class Layouts:
 
     def _build(self, layout: ParallelLayout) -> LayoutRuntime:
         runner, base = self.runner, self.base
-        clock = [time.perf_counter()]
         runner.groups.install(layout)
         self._set_ranks(layout)
         model = build_model(runner.model_config, runner.load_config, runner.device)
@@ -188,43 +183,15 @@ class Layouts:
         runner.model, runner.sampler = model, create_sampler()
         runner.token_to_kv_pool, runner.token_to_kv_pool_allocator = pool, allocator
         runner.init_attention_backend()
-        clock.append(time.perf_counter())
         runner.graph_runner = None
-        if runner.server_args.spec.graph_sizes[layout.tp]:
-            with self._graph_sizes(layout):
+        args = runner.server_args
+        if sizes := args.spec.graph_sizes[layout.tp]:
+            saved, args.cuda_graph_bs = args.cuda_graph_bs, list(sizes)  # SGLang adds to it
+            try:
                 runner.init_device_graphs()
-        clock.append(time.perf_counter())
-        build_time, graph_time = np.diff(clock).tolist()
-        self.setup.append(
-            LayoutSetup(
-                tp=layout.tp,
-                groups_seconds=runner.groups.seconds[layout.tp],
-                build_seconds=build_time,
-                graphs_seconds=graph_time,
-            )
-        )
-        return LayoutRuntime(
-            layout=layout,
-            tp_rank=layout.tp_rank(self.rank),
-            model=model,
-            views=views,
-            sampler=runner.sampler,
-            attn_backend=runner.attn_backend,
-            graph_runner=runner.graph_runner,
-            kv_pool=pool,
-            allocator=allocator,
-        )
-
-    @contextmanager
-    def _graph_sizes(self, layout: ParallelLayout):
-        """Have SGLang capture the batch sizes of ``layout``."""
-        args = self.runner.server_args
-        saved = args.cuda_graph_bs
-        args.cuda_graph_bs = list(args.spec.graph_sizes[layout.tp])  # SGLang adds to it
-        try:
-            yield
-        finally:
-            args.cuda_graph_bs = saved
+            finally:
+                args.cuda_graph_bs = saved
+        return self._runtime(layout, views)
 
     def _set_ranks(self, layout: ParallelLayout) -> None:
         tp_rank = layout.tp_rank(self.rank)

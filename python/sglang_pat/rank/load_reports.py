@@ -22,6 +22,7 @@ from sglang_pat.messages import (
     generated_before,
     length_limit,
 )
+from sglang_pat.switch.requests import requests_of
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
@@ -99,8 +100,7 @@ class LoadReporter:
         if load == self._last and self._steps < REPORT_INTERVAL_STEPS and not self._finished:
             return
         self._last, self._steps = load, 0
-        waiting = ([chunked] if chunked is not None else []) + scheduler.waiting_queue
-        self.send(running, waiting + scheduler.grammar_manager.grammar_queue)
+        self.send(running)
 
     def report_held(self) -> None:
         """Report in any case: the replica holds between two steps.  What the last one prefilled is about to decode."""
@@ -108,11 +108,12 @@ class LoadReporter:
         chunked, last, running = scheduler.chunked_req, scheduler.last_batch, list(scheduler.running_batch.reqs)
         if last is not None and last is not scheduler.running_batch:
             running += [req for req in last.reqs if req is not chunked and req not in running]
-        waiting = ([chunked] if chunked is not None else []) + scheduler.waiting_queue
         self._last = None
-        self.send([req for req in running if not req.finished()], waiting + scheduler.grammar_manager.grammar_queue)
+        self.send([req for req in running if not req.finished()])
 
-    def send(self, running: list[Req], waiting: list[Req]) -> None:
+    def send(self, running: list[Req]) -> None:
+        """Report these, and all that wait."""
+        _, waiting = requests_of(self._scheduler)
         try:
             self._send(running, waiting, running + waiting)
         except Exception as error:

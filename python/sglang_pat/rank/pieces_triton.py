@@ -92,6 +92,11 @@ class Pieces:
     depth: int
     most_tokens = MOST_TOKENS
 
+    def compile(self) -> None:
+        """Compile the kernel for every number of tokens."""
+        for tokens in BLOCKS:
+            self.multiply(self.weight.new_zeros(tokens, self.weight.shape[1]))
+
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, in]`` to ``[tokens, out]``, for at most :data:`MOST_TOKENS` tokens."""
         tokens, width = x.shape

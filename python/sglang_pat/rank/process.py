@@ -40,9 +40,7 @@ def run_rank(
 
     Any exception ends the whole engine, so no client waits for a rank that is gone.
     """
-    config = server_args.spec.config
     load_plugins()
-    tp_rank = config.base.tp_rank(rank)
     # With all ranks as one group: the cores of a machine are shared out over them.
     configure_scheduler_process(server_args, gpu_id, rank, 0, 0, 0, 0, None)
     setproctitle.setproctitle(f"{RANK_TITLE}{rank}")
@@ -55,13 +53,12 @@ def run_rank(
 
         args = rank_view(server_args)
         scheduler = AdaptiveScheduler(
-            config,
             rank,
             channel_address,
             server_args=args,
             port_args=port_args,
             gpu_id=gpu_id,
-            tp_rank=tp_rank,
+            tp_rank=args.spec.config.base.tp_rank(rank),
             moe_ep_rank=0,
             pp_rank=0,
             attn_cp_rank=0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import cast
 
@@ -15,11 +14,11 @@ from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.utils import get_available_gpu_memory, monkey_patch_p2p_access_check
 from sglang.srt.utils.network import NetworkAddress
 
-from sglang_pat.config import AdaptiveConfig
 from sglang_pat.cpu import rendezvous, shm
 from sglang_pat.fixes.grammars import MendedModelRunner
 from sglang_pat.fixes.weight_updates import WholeUpdatesTpModelWorker
 from sglang_pat.launch import sharing
+from sglang_pat.launch.spec import AdaptiveServerArgs
 from sglang_pat.layout import ParallelLayout, exchange_groups
 from sglang_pat.rank.weights import build_model
 
@@ -55,15 +54,11 @@ class GroupPool:
         self._tp: dict[int, GroupCoordinator] = {}
         self._control: dict[int, dist.ProcessGroup] = {}
         self._gather: dict[int, dist.ProcessGroup] = {}
-        self.seconds: dict[int, float] = {}
-        """Time to make the groups of each degree."""
         for layout in layouts:
-            begun = time.perf_counter()
             self._tp[layout.tp] = init_model_parallel_group(
                 layout.groups(), local_device, backend, own_nccl, group_name=f"tp{layout.tp}"
             )
             self._control[layout.tp] = self._new_group(layout.groups(), shm.BACKEND)
-            self.seconds[layout.tp] = time.perf_counter() - begun
         self._exchange: dict[tuple[int, int], tuple[dist.ProcessGroup, list[int]]] = {}
         for i, low in enumerate(layouts):
             for high in layouts[i + 1 :]:
@@ -98,15 +93,15 @@ class GroupPool:
         """Process group and ranks among which this rank exchanges KV between ``a`` and ``b``."""
         return self._exchange[min(a.tp, b.tp), max(a.tp, b.tp)]
 
-    def larger(self, a: ParallelLayout, b: ParallelLayout) -> dist.ProcessGroup:
-        """This rank's group of the higher degree, for PAT's all-gather; made on first use, as PAT does.
+    def larger(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
+        """This rank's group of the higher degree and its ranks, for PAT's all-gather; made on first use, as PAT does.
 
         All N ranks must call it together.
         """
         layout = max(a, b)
         if layout.tp not in self._gather:
             self._gather[layout.tp] = self._new_group(layout.groups(), self._backend)
-        return self._gather[layout.tp]
+        return self._gather[layout.tp], layout.group(layout.group_of(self.rank))
 
     def use_shared_memory_for_control(self) -> None:
         """Send SGLang's per-step request broadcast through shared memory instead of gloo.
@@ -131,11 +126,11 @@ class AdaptiveModelRunner(MendedModelRunner):
     model, sampler, attention backend, graphs and KV pool at those of the layout in force.
     """
 
-    def __init__(self, *, adaptive: AdaptiveConfig, rank: int, folder: Path, **kwargs) -> None:
-        self.adaptive = adaptive
+    def __init__(self, *, server_args: AdaptiveServerArgs, rank: int, folder: Path, **kwargs) -> None:
+        self.adaptive = server_args.spec.config
         self.rank = rank
         self.folder = folder
-        super().__init__(**kwargs)
+        super().__init__(server_args=server_args, **kwargs)
 
     def init_threads_binding(self) -> None:
         """Share the cores out over the N ranks (SGLang knows the ranks of one replica only)."""
@@ -183,8 +178,7 @@ class AdaptiveModelRunner(MendedModelRunner):
 class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
     """A ``TpModelWorker`` around an :class:`AdaptiveModelRunner`."""
 
-    def __init__(self, *, adaptive: AdaptiveConfig, rank: int, folder: Path, **kwargs) -> None:
-        self.adaptive = adaptive
+    def __init__(self, *, rank: int, folder: Path, **kwargs) -> None:
         self.rank = rank
         self.folder = folder
         super().__init__(**kwargs)
@@ -194,7 +188,6 @@ class AdaptiveTpModelWorker(WholeUpdatesTpModelWorker):
 
     def _init_model_runner(self) -> None:
         self._model_runner = AdaptiveModelRunner(
-            adaptive=self.adaptive,
             rank=self.rank,
             folder=self.folder,
             model_config=self.model_config,

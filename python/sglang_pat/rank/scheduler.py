@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import zmq
@@ -43,9 +42,9 @@ from sglang.srt.observability.metrics_collector import SchedulerStats
 from sglang.srt.server_args import PortArgs
 
 from sglang_pat.checks import census, tokens
-from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.controls import SINGLES
 from sglang_pat.fixes.scheduler import MendedScheduler
+from sglang_pat.launch.spec import AdaptiveServerArgs
 from sglang_pat.memory.plan import size_text
 from sglang_pat.messages import Cancel, Compile, Go, InjectPrefixes, Prepare, Switch, TraceQuery
 from sglang_pat.rank import degrees, prefixes
@@ -87,15 +86,15 @@ class AdaptiveScheduler(MendedScheduler):
     group at a time, as :meth:`point_at` says.
     """
 
-    def __init__(self, config: AdaptiveConfig, rank: int, channel_address: str, **kwargs: Any) -> None:
-        self.adaptive = config
+    def __init__(self, rank: int, channel_address: str, *, server_args: AdaptiveServerArgs, **kwargs: Any) -> None:
+        self.adaptive = server_args.spec.config
         self.rank = rank
         self._channel_address = channel_address
         self._captured: list[Req] | None = None
         self.load = LoadReporter(self)
         self.trace = StepTrace()
         self.gate = StepGate()
-        super().__init__(**kwargs)
+        super().__init__(server_args=server_args, **kwargs)
         self.base_capacity = self.max_total_num_tokens
         self.layouts = Layouts(self.tp_worker)
         self.grammars = CompiledGrammars(self.grammar_manager.grammar_backend)
@@ -123,7 +122,6 @@ class AdaptiveScheduler(MendedScheduler):
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = AdaptiveTpModelWorker(
-            adaptive=self.adaptive,
             rank=self.rank,
             folder=Path(self._channel_address.removeprefix("ipc://")).parent,
             server_args=self.server_args,
@@ -330,7 +328,7 @@ class AdaptiveScheduler(MendedScheduler):
         if success and self.is_leader:
             # No step will follow that would report the emptied pool.
             self.load.forget()
-            self.load.send([], self.waiting_queue + self.grammar_manager.grammar_queue)
+            self.load.send([])
         return success
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
@@ -405,9 +403,7 @@ class AdaptiveScheduler(MendedScheduler):
             return super().init_weights_update_group(recv_req)
 
     def get_init_info(self) -> dict[str, Any]:
-        info = super().get_init_info()
-        setup = [msgspec.structs.asdict(cost) for cost in self.layouts.setup]
-        return info | {"pat_setup": setup, "pat_max_running": self.max_running_requests}
+        return super().get_init_info() | {"pat_max_running": self.max_running_requests}
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
         output = super().get_internal_state(recv_req)

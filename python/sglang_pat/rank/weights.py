@@ -168,10 +168,7 @@ class PiecewiseLinear(UnquantizedLinearMethod):
     def compile(self) -> None:
         """On a GPU: have what multiplies at once compiled, for every number of tokens."""
         if self.at_once is not None:
-            from sglang_pat.rank.pieces_triton import BLOCKS
-
-            for tokens in BLOCKS:
-                self.at_once.multiply(self.weights[0].new_zeros(tokens, len(self.weights[0])))
+            self.at_once.compile()
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[..., in]`` to ``[..., sum of out_i]``."""

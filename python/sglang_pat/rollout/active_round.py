@@ -1,22 +1,21 @@
 """A round from its beginning to its end: what ends is noted, complete groups are returned, samples started and stopped.
 
-Made from the state alone, at any time of the round.  Beside the round's record (:class:`~.state.Round`) it keeps what
-follows from it, so that no event has to go through all groups.
+Beside the round's record (:class:`~.state.Round`) it keeps what follows from it, so that no event has to go through all
+groups.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
 from sglang_pat.rollout import redraws
 from sglang_pat.rollout.deadlines import Deadlines
 from sglang_pat.rollout.estimates import note_sample
-from sglang_pat.rollout.launch_order import NO_LIMIT, Fresh, Mode, to_start
+from sglang_pat.rollout.launch_order import Fresh, Strict, to_start
 from sglang_pat.rollout.records import (
     DONE,
     NEW,
@@ -45,10 +44,6 @@ REMEMBERED = 0.75
 """Weight of a round's verdicts in the round after it: what is useless changes as the policy learns."""
 
 
-class StaleOutput(RuntimeError):
-    """Tokens of other weights than the round's: cancel it."""
-
-
 class CompletedGroups:
     """Complete groups that may be returned, found without going through those that may not: by how many more rounds
     they may wait, each class in the order of completion."""
@@ -56,7 +51,6 @@ class CompletedGroups:
     def __init__(self) -> None:
         self._completed: dict[int, int] = {}
         self._classes: dict[int, list[tuple[int, int]]] = {}
-        self._look = False
 
     def completed(self, group: Group) -> None:
         """It is the last to have been completed."""
@@ -65,37 +59,18 @@ class CompletedGroups:
     def add(self, group: Group, least: int) -> None:
         """It may be returned; ``least``: how many more rounds it may wait."""
         heapq.heappush(self._classes.setdefault(least, []), (self._completed[group.order], group.order))
-        self._look = True
-
-    def look_again(self) -> None:
-        """What may be returned has changed."""
-        self._look = True
-
-    def has(self, may_take: Callable[[int], bool]) -> bool:
-        """Whether there is one for :meth:`pop`."""
-        return self._class(may_take) is not None
 
     def pop(self, may_take: Callable[[int], bool]) -> int | None:
         """The order of the first completed of those whose class may be taken now; None if there is none."""
-        least = self._class(may_take)
-        return None if least is None else heapq.heappop(self._classes[least])[1]
-
-    def _class(self, may_take: Callable[[int], bool]) -> int | None:
-        if not self._look:
-            return None
-        found = [(heap[0], least) for least, heap in self._classes.items() if heap and may_take(least)]
-        self._look = bool(found)
-        return min(found)[1] if found else None
+        found = [(heap[0], heap) for least, heap in self._classes.items() if heap and may_take(least)]
+        return heapq.heappop(min(found)[1])[1] if found else None
 
 
-def open_round(
-    rules: Rules, state: State, mode: Mode, deadlines: Deadlines, version: int
-) -> tuple[Round, list[Action]]:
-    """A round with the weights ``version``, which is ``state.round`` from now on; and what is to be done at once.
+def open_round(rules: Rules, state: State, mode: Strict, deadlines: Deadlines, version: int) -> list[Action]:
+    """A round with the weights ``version`` is ``state.round`` from now on; returns what is to be done at once.
 
     Raises:
         ValueError: there are no prompts, or too few of an epoch that has not ended; nothing changes.
-        RuntimeError: a round is under way.
     """
     epoch, fresh = _may_begin(rules, state, version)
     deadlines.check(state.waiting)
@@ -114,13 +89,11 @@ def open_round(
         room=deadlines.bound(jump) * rules.num_prompts + target - len(state.waiting),
     )  # fmt: skip
     state.version = version
-    return round_, _take_over(rules, state, round_) if mode.keeps else []
+    return _take_over(rules, state, round_) if rules.keeps else []
 
 
 def _may_begin(rules: Rules, state: State, version: int) -> tuple[int, int]:
     """The epoch, and the number of its prompts that were never started; raises as :func:`open_round`."""
-    if state.round is not None:
-        raise RuntimeError(f"round {state.round.number} is not over")
     epoch = state.epoch
     if epoch is None:
         raise ValueError("there are no prompts: feed some")
@@ -157,33 +130,24 @@ class ActiveRound:
 
     Args:
         deadlines: kept up to date.
-        alive: samples that the engine has.
-        most: samples to return, to start or to stop in one call, or a group more; None: all.
-        borrowed: orders of groups that copies of earlier states have as well: they may not be changed before they are
-            :meth:`_owned`.
 
     Attributes:
         round: its record, part of the state.
-        more: whether there is more to do for :meth:`go_on`, see ``most``.
         kept: lengths of the responses returned.
     """
 
-    def __init__(
-        self, rules: Rules, state: State, round_: Round, mode: Mode, deadlines: Deadlines, alive: int,
-        most: int | None = None, borrowed: Iterable[int] = (),
-    ) -> None:  # fmt: skip
-        self.round = round_
-        self._rules, self._state, self._mode, self._deadlines = rules, state, mode, deadlines
-        self._most = NO_LIMIT if most is None else most
-        self._borrowed = set(borrowed)
-        self._to_stop = deque(round_.groups if round_.stopping else ())
-        self.more = bool(self._to_stop)
-        everyone = round_.everyone
-        self.kept = [sample.output.tokens for group in round_.taken for sample in group.kept()]
-        self._groups = {group.key: group for group in everyone}
-        self._alive = alive
+    def __init__(self, rules: Rules, state: State, mode: Strict, deadlines: Deadlines) -> None:
+        assert state.round is not None, "it was opened"
+        round_ = self.round = state.round
+        self._rules, self._state, self._deadlines = rules, state, deadlines
+        self.kept: list[int] = []
+        self._alive = 0
+        """Samples that the engine has."""
+        self._groups = {group.key: group for group in round_.groups}
+        self._borrowed = {group.order for group in round_.groups}
+        """Groups that copies of earlier states have as well: they may not be changed before they are :meth:`_owned`."""
+        self._order = mode.order(rules, round_, state)
         self._completed = CompletedGroups()
-        self._order = mode.order(round_, state)
         for group in round_.complete.values():
             self._completed.completed(group)
             if not group.judging:
@@ -197,11 +161,7 @@ class ActiveRound:
         if found is None:
             return []
         group, mine = found
-        if self.round.stopping:
-            mine.state = STOPPING  # if not yet, then in one of the next slices
-        late = mine.state == STOPPING and not self._mode.keeps
-        if not self._mode.keeps and not late:
-            self._check_version(sample, output)
+        late = mine.state == STOPPING and not self._rules.keeps
         self._heard(group, mine, output)
         note_sample(self.round.drawn, group, mine, True, self._rules.num_responses)
         if late:
@@ -213,10 +173,8 @@ class ActiveRound:
         group.chosen.append(mine.number)
         if self._rules.unbiased and group.floors:
             return self._redrawn(group) + self.go_on()
-        if len(group.chosen) == self._rules.num_responses:
-            return self._complete(group) + self.go_on()
-        self._order.changed(group)
-        return self.go_on()
+        completed = self._complete(group) if len(group.chosen) == self._rules.num_responses else []
+        return completed + self.go_on()
 
     def stopped(self, sample: SampleId, output: Output) -> list[Action]:
         """See :meth:`Admitter.stopped`."""
@@ -225,9 +183,8 @@ class ActiveRound:
             return []
         group, mine = found
         self._heard(group, mine, output)
-        self._state.aborted += 1
         self.round.aborted.append(mine.output.tokens)
-        if self._mode.keeps:
+        if self._rules.keeps:
             mine.state = NEW
         else:
             note_sample(self.round.drawn, group, mine, False, self._rules.num_responses)
@@ -249,7 +206,7 @@ class ActiveRound:
         else:
             self._leave(group, self.round.filtered)
             self._state.filtered += 1
-            self.round.room += not self.round.cancelled
+            self.round.room += 1
         return self.go_on()
 
     def fed(self, prompts: int) -> list[Action]:
@@ -266,18 +223,8 @@ class ActiveRound:
 
     def cancel(self) -> list[Action]:
         """See :meth:`Admitter.cancel`."""
-        if not self.round.cancelled:
-            self.round.cancelled = True
-            self.round.room -= len(self.round.filtered)  # they come back: others were started in their place
+        self.round.cancelled = True
         return self.go_on()
-
-    def lost(self) -> list[Action]:
-        """No engine has anything of it any more."""
-        actions = self.cancel()
-        for group in self.round.everyone:
-            for sample in [sample for sample in group.samples if sample.alive]:
-                actions += self.stopped(group.id_of(sample), Output())
-        return actions
 
     def _find(self, sample: SampleId) -> tuple[Group, Sample] | None:
         """The sample, if this attempt at it is in the engine as far as we know."""
@@ -288,16 +235,10 @@ class ActiveRound:
         found = group.samples[sample.number]
         return (group, found) if found.alive and found.attempt == sample.attempt else None
 
-    def _check_version(self, sample: SampleId, output: Output) -> None:
-        """Raises StaleOutput: tokens of other weights than the round's."""
-        of = self.round.version
-        if any(span.version not in (of, None) for span in output.spans):
-            versions = sorted({span.version for span in output.spans if span.version is not None})
-            raise StaleOutput(f"sample {list(sample)}: tokens of weights {versions} in a round of {of}")
-
     def _heard(self, group: Group, sample: Sample, output: Output) -> None:
         """It is out of the engine."""
         self._alive -= 1
+        self.round.made += output.tokens
         sample.output = sample.output.followed_by(output)
         self._deadlines.heard(group, output)
 
@@ -333,13 +274,8 @@ class ActiveRound:
     def over(self) -> bool:
         """Whether nothing of it is in the engine, and nobody is waited for: a full batch needs no more verdicts."""
         round_ = self.round
-        if self._alive or self.more:
-            return False
-        return round_.cancelled or round_.stopping or not (round_.judging or self._awaits_prompts)
-
-    @property
-    def _awaits_prompts(self) -> bool:
-        return self.round.asked > 0 and not self._dry
+        awaits = round_.judging or (round_.asked and not self._dry)
+        return not self._alive and (round_.stopping or not awaits)
 
     @property
     def _dry(self) -> bool:
@@ -349,30 +285,21 @@ class ActiveRound:
     def go_on(self) -> list[Action]:
         """Return what is complete, start what may be started, or stop what runs."""
         round_ = self.round
-        actions: list[Action] = []
-        self.more = False
-        if not round_.stopping and not round_.cancelled:
-            actions += self._take()
-            if len(round_.taken) < round_.target and not self.more:
-                actions += self._start() + self._ask()
-        if not round_.stopping and (round_.cancelled or len(round_.taken) >= round_.target):
-            round_.stopping = True
-            self._to_stop.extend(round_.groups)
         if round_.stopping:
-            actions += self._stop()
-        if round_.cancelled and not self._alive and not self.more:
-            self.more = take_back(self._state, round_, self._mode.keeps, self._most)
-        return actions
+            return []
+        actions: list[Action] = []
+        if not round_.cancelled:
+            actions += self._take()
+            if len(round_.taken) < round_.target:
+                return actions + self._start() + self._ask()
+        round_.stopping = True
+        return actions + [abort for group in round_.groups for abort in stop(group)]
 
     def _take(self) -> list[Action]:
         """Return groups in the order in which they were completed, as far as older ones do not need the place."""
         round_ = self.round
         actions: list[Action] = []
-        responses = 0
         while len(round_.taken) < round_.target:
-            if responses >= self._most:
-                self.more = self._completed.has(self._may_take)
-                break
             order = self._completed.pop(self._may_take)
             if order is None:
                 break
@@ -380,7 +307,6 @@ class ActiveRound:
             self._leave(group, round_.taken)
             self._state.returned += 1
             self.kept += [sample.output.tokens for sample in group.kept()]
-            responses += len(group.chosen)
             actions.append(Return(group))
         return actions
 
@@ -397,37 +323,24 @@ class ActiveRound:
         round_.owed = [max(0, count - (j >= least)) for j, count in enumerate(round_.owed)]
         del round_.complete[group.order]
         where.append(group)
-        self._completed.look_again()
 
     def _least(self, group: Group) -> int:
         """How many more rounds it may wait."""
         return self._deadlines.slack(group, self.round.version, self.round.jump)
 
     def _start(self) -> list[Action]:
-        """As many samples as may be, :attr:`more` than ``most`` in a later call."""
+        """As many samples as may be."""
         actions: list[Action] = []
-        while True:
-            self.more = len(actions) >= self._most
-            group = None if self.more else self._next()
-            if group is None:
-                return actions
-            samples = self._order.samples(group, self._alive)[: self._most - len(actions)]
-            actions += [self._launch(group, sample) for sample in samples]
+        while (group := self._next()) is not None:
+            actions += [self._launch(group, sample) for sample in self._order.samples(group, self._alive)]
             if to_start(self.round, group):
                 self._order.waits(group)
-
-    def _stop(self) -> list[Action]:
-        """Abort what runs, :attr:`more` than ``most`` samples in a later call."""
-        actions: list[Action] = []
-        while self._to_stop and len(actions) < self._most:
-            actions += stop(self._to_stop.popleft())
-        self.more = bool(self._to_stop)
         return actions
 
     def _ask(self) -> list[Action]:
         """For prompts, where some could be started that are not there: so many were useless."""
         round_ = self.round
-        if not self._rules.filter_groups or self._dry or self.more or self._has_fresh:
+        if not self._rules.filter_groups or self._dry or self._has_fresh:
             return []
         lacks = min(self._order.places(self._alive), round_.room) - round_.asked
         if lacks <= 0:
@@ -472,7 +385,6 @@ class ActiveRound:
         self.round.open[group.order] = group
         self._groups[group.key] = group
         group.fill(self.round.responses)
-        self._order.joined(group)
         return group
 
     def _launch(self, group: Group, sample: Sample) -> Launch:
@@ -490,28 +402,25 @@ def stop(group: Group, first: int = 0) -> list[Action]:
     return [Abort(group.id_of(sample)) for sample in running]
 
 
-def end_round(state: State, round_: Round, keeps: bool, kept: list[int]) -> Summary:
-    """Nothing of the round is in the engine, and all of it is taken back if it was cancelled.
-
-    ``state.round`` is None from now on.
+def end_round(rules: Rules, state: State, round_: Round, kept: list[int]) -> Summary:
+    """The engine has nothing of the round; ``state.round`` is None from now on.
 
     Args:
-        keeps: whether tokens outlive their round.
+        state: if the round was cancelled, the one before it.
         kept: tokens of each response returned.
     """
     deferred = round_.groups
     if round_.cancelled:
-        state.sort_fresh()
-        state.waiting.sort(key=_by_arrival)
+        round_.thrown = round_.made
     else:
-        _settle(state, round_, keeps, kept)
+        _settle(rules, state, round_, kept)
     state.thrown += round_.thrown
     state.round = None
     state.close_epochs()
     return _summary(state, round_, len(deferred), kept)
 
 
-def _settle(state: State, round_: Round, keeps: bool, kept: list[int]) -> None:
+def _settle(rules: Rules, state: State, round_: Round, kept: list[int]) -> None:
     """It has happened: what it returned or filtered is gone, it has passed the others over."""
     state.rounds[round_.kind] = state.rounds.get(round_.kind, 0) + 1
     state.lengths = [state.lengths[0] + len(kept), state.lengths[1] + sum(kept)]
@@ -519,51 +428,23 @@ def _settle(state: State, round_: Round, keeps: bool, kept: list[int]) -> None:
     useless = [sample.output.tokens for group in round_.filtered for sample in group.kept()]
     state.bias.settle(round_.drawn, kept + useless)
     for group in round_.groups:
-        _put_back(state, round_, group, keeps)
-    passed_over = [replace(group, deferrals=group.deferrals + 1) for group in state.waiting]
-    state.waiting = sorted(passed_over, key=_by_arrival)
-
-
-def take_back(state: State, round_: Round, keeps: bool, most: int) -> bool:
-    """A cancelled round has not happened: ``most`` of its groups are where they were; whether it has others."""
-    for _ in range(most):
-        # First those that are the smallest loss: some may have to start anew.
-        if round_.filtered:
-            group = round_.filtered.pop()
-            state.filtered -= 1
-        elif round_.open or round_.complete:
-            group = (round_.open or round_.complete).popitem()[1]
-        elif round_.taken:
-            group = round_.taken.pop()
-            state.returned -= 1
-        else:
-            break
-        _put_back(state, round_, group, keeps)
-    return bool(round_.everyone)
-
-
-def _put_back(state: State, round_: Round, group: Group, keeps: bool) -> None:
-    """A group waits, or is a fresh prompt again as before a cancelled round."""
-    group.judging = False
-    # More could not all be returned in time than there was room for.
-    anew = round_.cancelled and not group.begun and not (keeps and group.tokens and round_.room >= 0)
-    if not keeps and not round_.cancelled:
-        group.floors = redraws.floors(group, round_.responses)
-    if anew or not keeps:
-        for sample in group.samples:
-            if sample.state != NEW or sample.output.spans:
-                round_.thrown += group.throw(sample)
-            sample.had = 0
-        group.chosen, group.complete, group.useful = [], False, False
-        group.rejected, group.draws = 0, 1
-    if anew:
-        group.level = group.oldest = None
-        round_.room += 1
-        state.drawn -= 1
-        state.fresh.append(group)
-    else:
-        group.begun = True
+        group.judging, group.begun = False, True
+        if not rules.keeps:
+            _start_anew(round_, group)
         state.waiting.append(group)
+    passed_over = [replace(group, deferrals=group.deferrals + 1) for group in state.waiting]
+    state.waiting = sorted(passed_over, key=lambda group: group.order)
+
+
+def _start_anew(round_: Round, group: Group) -> None:
+    """Throw away what a group has: tokens do not outlive their round."""
+    group.floors = redraws.floors(group, round_.responses)
+    for sample in group.samples:
+        if sample.state != NEW or sample.output.spans:
+            round_.thrown += group.throw(sample)
+        sample.had = 0
+    group.chosen, group.complete, group.useful = [], False, False
+    group.rejected, group.draws = 0, 1
 
 
 def _summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Summary:
@@ -589,7 +470,3 @@ def _summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Sum
         mean_undropped=undropped,
         mean_undropped_error=error,
     )
-
-
-def _by_arrival(group: Group) -> int:
-    return group.order

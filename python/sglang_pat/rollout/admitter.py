@@ -17,10 +17,10 @@ from typing import Any
 from sglang_pat.rollout.active_round import ActiveRound, end_round, open_round
 from sglang_pat.rollout.deadlines import Deadlines
 from sglang_pat.rollout.estimates import with_cost
-from sglang_pat.rollout.launch_order import BY_NAME, Mode
+from sglang_pat.rollout.launch_order import BY_NAME
 from sglang_pat.rollout.records import Action, Output, RoundOver, SampleId, Summary
 from sglang_pat.rollout.rules import Rules
-from sglang_pat.rollout.state import Round, State, check_rules, dumps, loads
+from sglang_pat.rollout.state import State, check_rules, dumps, loads
 
 
 class Admitter:
@@ -28,26 +28,17 @@ class Admitter:
 
     Attributes:
         rules: what is wanted.
-        state: everything else; with a round that is under way it goes on.
+        state: everything else.
+        before: the state without the round that is under way, or was last, and with what was fed during it.
     """
 
     def __init__(self, rules: Rules, state: State | None = None) -> None:
         self.rules = rules
-        self.state = state or State()
-        self._mode: Mode = BY_NAME[rules.mode](rules)
-        self._deadlines = self._watch()
+        self.state = self.before = state or State()
+        self._mode = BY_NAME[rules.mode](rules)
+        self._deadlines = Deadlines(rules)
         self._active: ActiveRound | None = None
         """The round; None between two."""
-        if self.state.round is not None:
-            alive = sum(sample.alive for group in self.state.round.everyone for sample in group.samples)
-            self._active = self._take_up(self.state.round, alive)
-
-    def _watch(self) -> Deadlines:
-        return Deadlines(self.rules, self._mode.keeps)
-
-    def _take_up(self, round_: Round, alive: int, **about: Any) -> ActiveRound:
-        """``about``: see :class:`~.active_round.ActiveRound`."""
-        return ActiveRound(self.rules, self.state, round_, self._mode, self._deadlines, alive, **about)
 
     # -- prompts ---------------------------------------------------------------------------------------
 
@@ -59,9 +50,12 @@ class Admitter:
         Raises:
             ValueError: a key that was there already or whose epoch is over; then none of them is taken.
         """
-        before = self.state.fed
+        prompts = list(prompts)
         self.state.feed(prompts, end_of)
-        return self._after(self._active.fed(self.state.fed - before)) if self._active else []
+        if self._active is None:
+            return []
+        self.before.feed(prompts, end_of)
+        return self._after(self._active.fed(len(prompts)))
 
     def no_more(self) -> list[Action]:
         """Nobody feeds the prompts that the round asked for: it ends with those that it has."""
@@ -74,7 +68,7 @@ class Admitter:
 
         A round that is under way will not have happened, when it is loaded.
         """
-        return {"admitter": dumps(self.rules, self.state)}
+        return {"admitter": dumps(self.rules, self.before if self._active else self.state)}
 
     def load_state_dict(self, state: Mapping[str, Any], source: str = "saved admitter") -> None:
         """Go on where :meth:`state_dict` was taken, in this process or another, under the rules of this admitter.
@@ -89,10 +83,9 @@ class Admitter:
         """
         if self._active is not None:
             raise RuntimeError(f"round {self._active.round.number} is not over")
-        saved = Admitter(*loads(state["admitter"], source))
-        saved.engine_lost()
-        check_rules(saved.rules, self.rules, saved.state, source)
-        self.state = saved.state
+        rules, saved = loads(state["admitter"], source)
+        check_rules(rules, self.rules, saved, source)
+        self.state = saved
 
     def snapshot(self) -> State:
         """The state as it is now, to :meth:`restore` it.
@@ -118,44 +111,27 @@ class Admitter:
         epoch = self.epoch
         if self.state.round is not None or (epoch is not None and epoch in self.state.ended):
             return 0
-        keeps = self._mode.keeps
         most = self.rules.max_deferrals
-        owed = [0] if keeps else self._deadlines.owed([most - group.deferrals for group in self.state.waiting])
+        owed = self._deadlines.owed([most - group.deferrals for group in self.state.waiting])
         return max(0, self._mode.needs(self.state, owed) - self.state.fresh_of(epoch))
 
     # -- a round ---------------------------------------------------------------------------------------
 
-    @property
-    def more(self) -> bool:
-        """Whether there is more to do for :meth:`go_on`, see ``most`` of :meth:`begin`."""
-        return self._active is not None and self._active.more
-
-    def begin(self, version: int, most: int | None = None) -> list[Action]:
+    def begin(self, version: int) -> list[Action]:
         """Start a round with the weights ``version``.
-
-        Args:
-            most: samples to return, to start or to stop in one call, of this or any other method, until the round is
-                over, or a group more; None: all.  If there is :attr:`more` to do, :meth:`go_on` goes on with it.
 
         Raises:
             ValueError: there are no prompts, or too few of an epoch that has not ended; nothing changes.
             RuntimeError: a round is under way.
         """
-        round_, actions = open_round(self.rules, self.state, self._mode, self._deadlines, version)
-        borrowed = [group.order for group in round_.groups if not group.judging]
-        self._active = self._take_up(round_, 0, most=most, borrowed=borrowed)
-        return actions + self.go_on()
-
-    def go_on(self) -> list[Action]:
-        """Do :attr:`more` of what is to be done."""
-        return self._after(self._active.go_on()) if self._active else []
+        before = self.state.copy()
+        actions = open_round(self.rules, self.state, self._mode, self._deadlines, version)
+        self.before = before
+        self._active = ActiveRound(self.rules, self.state, self._mode, self._deadlines)
+        return self._after(actions + self._active.go_on())
 
     def finished(self, sample: SampleId, output: Output) -> list[Action]:
-        """A sample has ended by itself; ``output`` is what came after its prefix.
-
-        Raises:
-            StaleOutput: unless in ``partial``, for tokens of other weights than the round's.
-        """
+        """A sample has ended by itself; ``output`` is what came after its prefix."""
         return self._after(self._active.finished(sample, output)) if self._active else []
 
     def stopped(self, sample: SampleId, output: Output) -> list[Action]:
@@ -170,16 +146,8 @@ class Admitter:
         return self._after(self._active.judged(key, keep)) if self._active else []
 
     def cancel(self) -> list[Action]:
-        """Give the round up: when it is over it will not have happened, but for the tokens that it cost.
-
-        Prompts are where they were before it, those that were returned in it too; in ``partial`` what was generated is
-        kept.
-        """
+        """Give the round up: when it is over it will not have happened, but for the tokens that it cost."""
         return self._after(self._active.cancel()) if self._active else []
-
-    def engine_lost(self) -> list[Action]:
-        """No engine has anything of the round under way any more: it is cancelled, and over."""
-        return self._after(self._active.lost()) if self._active else []
 
     def took(self, summary: Summary, seconds: float) -> Summary:
         """A round is over, and took so long: its summary with what it cost (``estimates.py``).  Called once a round."""
@@ -191,5 +159,6 @@ class Admitter:
         if ended is None or not ended.over:
             return actions
         self._active = None
-        summary = end_round(self.state, ended.round, self._mode.keeps, ended.kept)
-        return [*actions, RoundOver(summary)]
+        if ended.round.cancelled:
+            self.state = self.before
+        return [*actions, RoundOver(end_round(self.rules, self.state, ended.round, ended.kept))]

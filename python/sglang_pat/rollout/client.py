@@ -119,7 +119,8 @@ class HttpBackend:
         self._updates = self._room = 0
         self._stop_tokens: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._look: asyncio.Task[None] | None = None
+        self._told = False
+        """Whether the server knows of the round."""
 
     async def begin_round(self, begun: BeginRound) -> None:
         about = await self._call("POST", "/pat/round", msgspec.structs.replace(begun, name=self._name))
@@ -127,11 +128,11 @@ class HttpBackend:
             raise ValueError(f"{self._url} runs another version of sglang_pat; use the same one here and there")
         self._updates, self._room = about["weight_updates"], about["room"]
         self._stop_tokens = about["stop_token_ids"]
-        self._look = asyncio.ensure_future(self._look_after())
+        self._told = True
+        self._begin(self._look_after())
 
     async def end_round(self, name: str) -> None:
-        if self._look is not None:  # else it was not told of the beginning
-            self._look.cancel()
+        if self._told:
             await self._call("DELETE", f"/pat/round?name={self._name}")
 
     def updates(self) -> int:
@@ -178,10 +179,9 @@ class HttpBackend:
 
     async def close(self) -> None:
         """No task of it is left."""
-        tasks = [*self._tasks, *([self._look] if self._look is not None else [])]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # -- inside ----------------------------------------------------------------------------------------
 
@@ -292,21 +292,11 @@ def connections() -> int:
     return max(1, min(CONNECTIONS, soft - SPARED_FILES))
 
 
-class _Error(msgspec.Struct):
-    message: str
-
-
-class _Refusal(msgspec.Struct):
-    """As this server and SGLang's write it."""
-
-    error: _Error
-
-
 def refusal(url: str, status: int, data: bytes) -> str:
     """A server's refusal, in one line."""
     try:
-        said = msgspec.json.decode(data, type=_Refusal).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        said = str(msgspec.json.decode(data)["error"]["message"])  # as this server and SGLang's write it
+    except (ValueError, TypeError, KeyError):
         said = data.decode(errors="replace")
     if status == 404:
         said += " (is it a server of sglang_pat.launch_server, with --adaptive-tp?)"

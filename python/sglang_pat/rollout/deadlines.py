@@ -15,24 +15,21 @@ class Deadlines:
     In every mode a group may be passed over in ``max_deferrals`` rounds.  Where tokens outlive their round
     (``partial``) its oldest token must also not become older than ``max_staleness`` weight versions.  That is counted
     in rounds, too: from each round to the next as many versions are expected as there were to this one.
-
-    Args:
-        keeps: whether tokens outlive their round.
     """
 
-    def __init__(self, rules: Rules, keeps: bool) -> None:
-        self._rules, self._keeps = rules, keeps
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
 
     def heard(self, group: Group, output: Output) -> None:
         """One of its samples has generated this."""
         oldest = output.oldest
-        if self._keeps and oldest is not None:
+        if self._rules.keeps and oldest is not None:
             group.oldest = oldest if group.oldest is None else min(group.oldest, oldest)
 
     def bound(self, jump: int) -> int:
         """Rounds that a fresh prompt may have to wait; ``jump``: see :class:`~.state.Round`."""
         most = self._rules.max_deferrals
-        return min(most, self._rules.max_staleness // jump) if self._keeps else most
+        return min(most, self._rules.max_staleness // jump) if self._rules.keeps else most
 
     def slack(self, group: Group, version: int, jump: int) -> int:
         """How many more rounds may pass it over, as of a round with the weights ``version``.
@@ -49,7 +46,7 @@ class Deadlines:
 
         Those of this round do not count yet: so it is the same at any time of the round, see ``Round.room``.
         """
-        if not self._keeps or oldest is None or oldest >= version:
+        if not self._rules.keeps or oldest is None or oldest >= version:
             return self._rules.max_deferrals
         return (self._rules.max_staleness - (version - oldest)) // jump
 
@@ -57,7 +54,7 @@ class Deadlines:
         """Of the groups that may wait at most j more rounds, how many the next one must return (``Round.owed``).
 
         There may be j·P0 of them left after it, as many as the j rounds after it return.  Since a round starts no more
-        fresh prompts than ``Round.room``, and keeps the places that are owed (:meth:`RoundUnderWay._may_take`), no
+        fresh prompts than ``Round.room``, and keeps the places that are owed (``ActiveRound._may_take``), no
         figure here ever exceeds P0: nobody waits longer than the bound.
 
         Args:
@@ -93,7 +90,7 @@ class Deadlines:
 
         There are such tokens only where weights are updated more often between two rounds than before.
         """
-        if not self._keeps:
+        if not self._rules.keeps:
             return waiting, 0
         slacks = [self.slack(group, version, jump) for group in waiting]
         size, thrown = self._rules.num_prompts, 0

@@ -87,9 +87,6 @@ class Drawn(msgspec.Struct, kw_only=True, omit_defaults=True):
             for place in mine:
                 mine[place] *= KEPT
 
-    def copy(self) -> Drawn:
-        return Drawn(ended=dict(self.ended), tokens=dict(self.tokens), cut=dict(self.cut), entered=dict(self.entered))
-
     @property
     def first(self) -> float:
         """Samples of first draws."""
@@ -123,7 +120,7 @@ class Drawn(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of rounds not long ago.  Older files have other bins, as ``levels``: they are left out.
+    """Of rounds not long ago.
 
     Attributes:
         responses: of the groups that were returned or filtered; ``tokens``: of them, in all.
@@ -142,10 +139,6 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
             drawn.fade()
         for level, drawn in levels.items():
             self.drawn.setdefault(level, Drawn()).take(drawn)
-
-    def copy(self) -> Bias:
-        drawn = {level: drawn.copy() for level, drawn in self.drawn.items()}
-        return Bias(responses=self.responses, tokens=self.tokens, drawn=drawn)
 
     def mean_returned(self) -> float:
         """Tokens of a response; 0 if there was none."""
@@ -232,9 +225,6 @@ class Cost(msgspec.Struct, kw_only=True, omit_defaults=True):
         for found in (self.ended, self.took):
             for place in found:
                 found[place] *= KEPT
-
-    def copy(self) -> Cost:
-        return replace(self, ended=dict(self.ended), took=dict(self.took))
 
     def plain_seconds(self, bias: Bias, prompts: int, responses: int) -> float:
         """Of a plain round, an estimate; 0 if nobody has a clock."""

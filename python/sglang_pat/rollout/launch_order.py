@@ -7,9 +7,8 @@ scanned.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_pat.rollout.records import DONE, NEW, Group, Sample
 from sglang_pat.rollout.rules import MODES, Rules
@@ -23,44 +22,50 @@ class Fresh:
 FRESH = Fresh()
 
 
-class QueueFirst:
-    """``strict``: what was stopped unasked first, then the queue or fresh prompts, as many as the round may have.
+class LaunchOrder:
+    """What to start next: samples of groups that are in the round already, then other groups.
 
-    Made from the state alone, at any time of the round.
-
-    Args:
-        filters: whether some groups will turn out to be useless.
+    Made when the round begins, and told what happens in it.
     """
 
-    def __init__(self, round_: Round, state: State, filters: bool) -> None:
-        self._round = round_
-        self._state = state
-        self._filters = filters
-        self._joined: dict[int, int] = {}
-        self._stopped: list[tuple[int, int]] = []
-        """Heap of those groups of the round that have samples to start: (when it joined, its order)."""
-        self._again: set[int] = set()
+    def __init__(self, rules: Rules, round_: Round, state: State) -> None:
+        self._rules, self._round, self._state = rules, round_, state
+        self._heap: list[tuple[Any, ...]] = []
+        self._waiting: set[int] = set()
+        for group in round_.open.values():
+            self.waits(group)
+
+    def waits(self, group: Group) -> None:
+        """It may have samples to start; its priority is the one of this moment."""
+        if group.order not in self._waiting:
+            self._waiting.add(group.order)
+            heapq.heappush(self._heap, (*self._priority(group), group.order))
+
+    def _priority(self, group: Group) -> tuple[Any, ...]:
+        """The smallest first, those that are equal by arrival."""
+        return ()
+
+    def _pop(self) -> Group | None:
+        """Of the groups with samples to start, the first."""
+        while self._heap:
+            order = heapq.heappop(self._heap)[-1]
+            self._waiting.remove(order)
+            group = self._round.open.get(order)
+            if group is not None and to_start(self._round, group):
+                return group
+        return None
+
+
+class QueueFirst(LaunchOrder):
+    """``strict``: what was stopped unasked first, then the queue or fresh prompts, as many as the round may have."""
+
+    def __init__(self, rules: Rules, round_: Round, state: State) -> None:
+        super().__init__(rules, round_, state)
         # The queue changes between rounds only; the last is next.
         self._queue = self._ordered(state.waiting)
-        for group in round_.open.values():
-            self.joined(group)
-            self.waits(group)
 
     def _ordered(self, waiting: list[Group]) -> list[Group]:
         return sorted(waiting, key=lambda group: (group.deferrals, -group.order))
-
-    def joined(self, group: Group) -> None:
-        """It is part of the round from now on."""
-        self._joined[group.order] = len(self._joined)
-
-    def waits(self, group: Group) -> None:
-        """It may have samples to start."""
-        if group.order not in self._again:
-            self._again.add(group.order)
-            heapq.heappush(self._stopped, (self._joined[group.order], group.order))
-
-    def changed(self, group: Group) -> None:
-        """One of its samples has ended."""
 
     def next(self, fresh: bool, alive: int) -> Group | Fresh | None:
         """What to start now.
@@ -69,19 +74,13 @@ class QueueFirst:
             fresh: whether a fresh prompt may be.
             alive: samples under way.
         """
-        while self._stopped:
-            _, order = heapq.heappop(self._stopped)
-            self._again.remove(order)
-            group = self._round.open.get(order)
-            if group is not None and to_start(self._round, group):
-                return group
-        return self._choose(fresh) if self.places(alive) > 0 else None
+        return self._pop() or (self._choose(fresh) if self.places(alive) > 0 else None)
 
     def places(self, alive: int) -> int:
         """Prompts that may be started beside those that are."""
         round_ = self._round
         under_way = len(round_.open) + len(round_.complete) + len(round_.taken)
-        if not self._filters:
+        if not self._rules.filter_groups:
             return round_.prompts - under_way
         # As many as will hardly be too few for the places that are free, if as many are useless as before.
         missing = round_.target - len(round_.taken) - (len(round_.complete) - round_.judging)
@@ -105,11 +104,11 @@ class QueueFirst:
 class ShortestFirst(QueueFirst):
     """``reorder``: those that must be in the round, then those that look short, or long if the round is a long one."""
 
-    def __init__(self, round_: Round, state: State, filters: bool) -> None:
+    def __init__(self, rules: Rules, round_: Round, state: State) -> None:
         self._sign = 1 if round_.kind == SHORT else -1
         self._forced = set(round_.forced)
         self._usual = state.lengths[1] / state.lengths[0] if state.lengths[0] else 0.0
-        super().__init__(round_, state, filters)
+        super().__init__(rules, round_, state)
 
     def _rank(self, group: Group) -> tuple[bool, float, int]:
         forced = group.key in self._forced
@@ -125,51 +124,22 @@ class ShortestFirst(QueueFirst):
         return self._queue.pop() if self._queue else None
 
 
-class ResumedFirst:
-    """``partial``: half done groups in the order of :func:`priority`, then fresh ones, while there is room.
+class ResumedFirst(LaunchOrder):
+    """``partial``: half done groups in the order of :func:`priority`, then fresh ones, while there is room."""
 
-    Args:
-        capacity: samples under way at most.
-    """
-
-    def __init__(self, round_: Round, capacity: int) -> None:
-        self._round = round_
-        self._capacity = capacity
+    def __init__(self, rules: Rules, round_: Round, state: State) -> None:
+        self._capacity = rules.started_prompts * rules.num_responses
         self._forced = set(round_.forced)
-        self._stamps: dict[int, int] = {}
-        """Of each group with samples to start, which of its entries counts: its priority changes as samples end."""
-        self._heap: list[tuple[bool, float, float, int, int, int]] = []
-        self._counter = itertools.count()
-        for group in round_.open.values():
-            self.waits(group)
+        super().__init__(rules, round_, state)
 
-    def joined(self, group: Group) -> None:
-        """It is part of the round from now on."""
-
-    def waits(self, group: Group) -> None:
-        """It may have samples to start."""
-        stamp = self._stamps[group.order] = next(self._counter)
-        entry = (group.key not in self._forced, *priority(group), group.order, stamp)
-        heapq.heappush(self._heap, entry)
-
-    def changed(self, group: Group) -> None:
-        """One of its samples has ended."""
-        if group.order in self._stamps:
-            self.waits(group)
+    def _priority(self, group: Group) -> tuple[Any, ...]:
+        return group.key not in self._forced, *priority(group)
 
     def next(self, fresh: bool, alive: int) -> Group | Fresh | None:
         """See :meth:`QueueFirst.next`."""
         if alive >= self._capacity:
             return None
-        while self._heap:
-            *_, order, stamp = heapq.heappop(self._heap)
-            if self._stamps.get(order) != stamp:
-                continue
-            del self._stamps[order]
-            group = self._round.open.get(order)
-            if group is not None and to_start(self._round, group):
-                return group
-        return FRESH if fresh else None
+        return self._pop() or (FRESH if fresh else None)
 
     def places(self, alive: int) -> int:
         """See :meth:`QueueFirst.places`."""
@@ -178,9 +148,6 @@ class ResumedFirst:
     def samples(self, group: Group, alive: int) -> list[Sample]:
         """See :meth:`QueueFirst.samples`."""
         return to_start(self._round, group)[: self._capacity - alive]
-
-
-LaunchOrder = QueueFirst | ResumedFirst
 
 
 def to_start(round_: Round, group: Group) -> list[Sample]:
@@ -218,10 +185,12 @@ class Strict:
 
     Short rounds start fresh prompts, more than needed, and keep the first; the others queue.  Long rounds take the
     queue, its oldest first, and nothing more than needed: when it holds a batch, or when a prompt would wait too long.
+
+    Attributes:
+        order: what is to be started in a round.
     """
 
-    keeps = False
-    """Whether tokens outlive their round."""
+    order: type[QueueFirst | ResumedFirst] = QueueFirst
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -243,10 +212,6 @@ class Strict:
         waiting = 0 if plan.kind == SHORT else len(state.waiting)
         return math.ceil(plan.prompts / state.keep_rate) - waiting
 
-    def order(self, round_: Round, state: State) -> LaunchOrder:
-        """What is to be started in a round, from now on."""
-        return QueueFirst(round_, state, self.rules.filter_groups)
-
 
 class Reorder(Strict):
     """verl's recipe "Reorder Rollout": the first complete groups form the batch, the others are recycled.
@@ -256,6 +221,8 @@ class Reorder(Strict):
     nothing more than it needs: else the first complete groups would take its free places, and each forced prompt would
     cost a long round of its own.
     """
+
+    order = ShortestFirst
 
     def plan(self, state: State, owed: list[int], fresh: int) -> RoundShape:
         rules = self.rules
@@ -270,37 +237,23 @@ class Reorder(Strict):
         plan = self.plan(state, owed, self.rules.num_prompts)
         return math.ceil(plan.prompts / state.keep_rate) - len(state.waiting)
 
-    def order(self, round_: Round, state: State) -> LaunchOrder:
-        return ShortestFirst(round_, state, self.rules.filter_groups)
 
-
-class Partial:
+class Partial(Reorder):
     """Partial rollout (verl's recipe "Async Partial Rollout Trainer", APRIL).
 
     As many samples as the engine is to hold are under way; prompts are supplemented as samples end.  When the batch is
     complete the others are interrupted, keep what they have and go on in the next round.
     """
 
-    keeps = True
-
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
-        self.capacity = rules.started_prompts * rules.num_responses
+    order = ResumedFirst
 
     def plan(self, state: State, owed: list[int], fresh: int) -> RoundShape:
         return RoundShape(LONG if any(owed) else SHORT, NO_LIMIT, self.rules.num_responses)
-
-    def flushes(self, waiting: int, fresh: int) -> bool:
-        return waiting + fresh <= self.rules.num_prompts
 
     def needs(self, state: State, owed: list[int]) -> int:
         # Samples that end early are supplemented: some prompts more than fit at once.
         return math.ceil(2 * self.rules.started_prompts / state.keep_rate) - len(state.waiting)
 
-    def order(self, round_: Round, state: State) -> LaunchOrder:
-        return ResumedFirst(round_, self.capacity)
 
-
-Mode = Strict | Reorder | Partial
-BY_NAME: dict[str, type[Mode]] = dict(zip(MODES, (Strict, Reorder, Partial), strict=True))
+BY_NAME: dict[str, type[Strict]] = dict(zip(MODES, (Strict, Reorder, Partial), strict=True))
 """By the name that a job gives (``Rules.mode``)."""

@@ -12,7 +12,7 @@ import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing
 from statistics import mean
@@ -40,7 +40,7 @@ from sglang_pat.rollout.turns import ENVIRONMENT_SECONDS, Environment, Turns
 logger = logging.getLogger(__name__)
 
 SLICE = 16
-"""Samples that are started, aborted or returned in one turn of the event loop: each takes the engine 0.2 to 0.5 ms."""
+"""Samples that are started or aborted in one turn of the event loop: each takes the engine 0.2 to 0.5 ms."""
 
 ABORT_AGAIN_SECONDS = 0.5
 """An abort that overtakes its request is dropped by SGLang; it is sent again until the request is out."""
@@ -173,8 +173,8 @@ class RolloutRound:
 
         Raises ValueError or RuntimeError: see :meth:`Admitter.begin`; nothing was started.
         """
-        if turns is not None:
-            turns.check(admitter.rules)
+        if turns is not None and admitter.rules.unbiased:
+            raise ValueError("unbiased is true, must be false with turns: what defers a prompt is time, not tokens")
         self.admitter = admitter
         self.summary: Summary | None = None
         self.name = f"round-{_process}-{next(_serial)}-"
@@ -187,51 +187,29 @@ class RolloutRound:
         self._queue: deque[Launch | Abort] = deque()
         self._slice: asyncio.Handle | None = None
         self._callbacks, self._turns = Callbacks(self, judge, more), turns
-        self._fed: list[tuple[list[tuple[Sequence[int], Any]], int | None]] = []
-        self.before = admitter.snapshot()
-        """The admitter's state before this round: what it goes back to if the round has not happened."""
         self._begun = asyncio.get_running_loop().time()
         self._error: Exception | None = None
         self._over = asyncio.Event()
         self._again: asyncio.Task[None] | None = None
-        actions = admitter.begin(version, most=SLICE)
+        actions = admitter.begin(version)
+        self._before = admitter.before
         self._updates: int | None = None
         """Weight updates before the first sample; None: the engine has not been told of the round yet."""
         self._telling = asyncio.ensure_future(self._tell(announcement(admitter, self.name, params)))
         self._do(actions)
 
-    def feed(self, prompts: Iterable[tuple[Sequence[int], Any]], end_of: int | None = None) -> bool:
-        """More prompts, whether they were asked for or not; False if the round is over: they are for the next one.
-
-        Raises ValueError: a key that came before; none is taken.
-        """
-        if self.summary is not None:
-            return False
-        prompts = list(prompts)
-        self._do(self.admitter.feed(prompts, end_of))
-        self._fed.append((prompts, end_of))
-        return True
-
-    def judge(self, key: Sequence[int], keep: bool) -> None:
-        """The verdict on a group; nothing happens if the round is over."""
+    def tell(self, call: Callable[..., list[Action]], *about: Any) -> None:
+        """Tell the admitter something, by one of its methods; nothing happens if the round is over."""
         if self.summary is None:
-            self._do(self.admitter.judged(key, keep))
-
-    def no_more(self) -> None:
-        """Nobody has the prompts that the round asked for: it ends with those that it has."""
-        if self.summary is None:
-            self._do(self.admitter.no_more())
+            self._do(call(*about))
 
     def take_back(self) -> None:
         """The round is over, and nobody has read it: it has not happened, its prompts are where they were.
 
         Those that came during the round stay, too: whoever gave them was told that they were taken.
         """
-        assert self.summary is not None, "it is under way: cancel it"
-        if not self.summary.cancelled:
-            self.admitter.restore(self.before)
-            for prompts, end_of in self._fed:
-                self.admitter.feed(prompts, end_of)
+        if self.summary is not None and not self.summary.cancelled:
+            self.admitter.restore(self._before)
 
     def weights_changed(self) -> None:
         """Weights were updated: the round is cancelled, whoever iterates gets :class:`WeightsChanged`."""
@@ -241,12 +219,11 @@ class RolloutRound:
         """Cancel the round; whoever iterates gets the first such error."""
         if self._error is None and self.summary is None:
             self._error = error
-            self._do(self.admitter.cancel())
+            self.cancel()
 
     def cancel(self) -> None:
         """Abort what runs; the round will not have happened."""
-        if self.summary is None:
-            self._do(self.admitter.cancel())
+        self.tell(self.admitter.cancel)
 
     async def wait(self) -> None:
         """Until the engine has nothing of this round any more."""
@@ -287,20 +264,18 @@ class RolloutRound:
                     self._stopping.add(sample)
                 case Judge(group):
                     self._requests.decode(group)
-                    self._callbacks.judge(group.own())
+                    self._callbacks.judge(group.own())  # the end of the round may change ours
                 case More(prompts):
                     self._callbacks.feed(prompts)
                 case Return(group):
                     self._requests.decode(group)
-                    self._events.put_nowait(group.own())  # the end of a cancelled round changes ours
+                    self._events.put_nowait(group)
                 case RoundOver(summary):
                     seconds = asyncio.get_running_loop().time() - self._begun
                     self.summary = self.admitter.took(summary, seconds)
                     self._callbacks.stop()
                     self._ending = asyncio.ensure_future(self._end(self._error or self.summary))
-        if self._updates is None or self.summary is not None or self._slice is not None:
-            return
-        if self._queue or self.admitter.more:
+        if self._queue and self._updates is not None and self.summary is None and self._slice is None:
             self._slice = asyncio.get_running_loop().call_soon(self._next_slice)
 
     async def _end(self, last: Summary | Exception) -> None:
@@ -318,8 +293,6 @@ class RolloutRound:
         self._slice = None
         if self.summary is not None:
             return
-        if not self._queue and self.admitter.more:
-            self._do(self.admitter.go_on())
         unstarted: list[SampleId] = []
         for _ in range(min(SLICE, len(self._queue))):
             match self._queue.popleft():
@@ -413,13 +386,13 @@ class Callbacks:
 
     async def _judged(self, group: Group) -> None:
         keep = await self._call(self._verdicts, group)
-        self._round.judge(group.key, keep)
+        self._round.tell(self._round.admitter.judged, group.key, keep)
 
     async def _fed(self, count: int) -> None:
         prompts = await self._call(self._more, count)
-        self._round.feed(prompts)
+        self._round.tell(self._round.admitter.feed, prompts)
         if len(prompts) < count:
-            self._round.no_more()
+            self._round.tell(self._round.admitter.no_more)
 
     async def _call(self, function: Callable[[Any], Any], argument: Any) -> Any:
         found = await asyncio.get_running_loop().run_in_executor(self._thread, _call, function, argument)
@@ -443,11 +416,11 @@ def announcement(admitter: Admitter, name: str, params: dict[str, Any]) -> Begin
     limit: dict[str, Any] = {"max_new_tokens": params["max_new_tokens"]} if "max_new_tokens" in params else {}
     if begun is None:  # and over
         return BeginRound(name=name, **limit)
-    prompts = [group.prompt for group in (*begun.everyone, *state.fresh)]
+    prompts = [group.prompt for group in (*begun.groups, *begun.taken, *state.fresh)]
     lengths = [len(prompt["input_ids"]) for prompt in prompts if prompt and "input_ids" in prompt]
     limit |= {"prompt_tokens": round(mean(lengths))} if lengths else {}
     if rules.filter_groups or rules.mode == "partial":
         return BeginRound(name=name, **limit)
-    there = len(begun.everyone) + len(state.waiting) + state.fresh_of(begun.epoch)
+    there = len(begun.groups) + len(begun.taken) + len(state.waiting) + state.fresh_of(begun.epoch)
     count = min(begun.prompts, there)
     return BeginRound(name=name, requests=count * begun.responses, prompts=count, **limit)

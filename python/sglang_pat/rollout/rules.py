@@ -53,16 +53,17 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ValueError(f"{name} is {value!r}, must be true or false")
         if self.mode == "partial" and self.eta_responses != 1:
             raise ValueError(f"eta_responses is {self.eta_responses}, must be 1 in partial: every response is kept")
-        if self.unbiased:
-            self._check_unbiased()
-
-    def _check_unbiased(self) -> None:
-        if self.mode != "strict":
+        if self.unbiased and self.mode != "strict":
             raise ValueError(f"unbiased is for mode strict, not {self.mode}: leave it out, or change the mode")
-        if self.eta_responses != 1:
+        if self.unbiased and self.eta_responses != 1:
             raise ValueError(
                 f"eta_responses is {self.eta_responses}, must be 1 if unbiased: to keep the first responses is a bias"
             )
+
+    @property
+    def keeps(self) -> bool:
+        """Whether tokens outlive their round."""
+        return self.mode == "partial"
 
     @property
     def started_prompts(self) -> int:

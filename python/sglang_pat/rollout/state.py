@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from sglang_pat.rollout.estimates import Bias, Cost, Drawn
 from sglang_pat.rollout.records import Group, Key
@@ -30,8 +32,8 @@ class Round(msgspec.Struct, kw_only=True):
         prompts: groups under way or taken at most (``partial``: unlimited); ``responses``: samples started for each.
         open: groups of this round that lack responses, by order, as they joined it.
         complete: those that have them, by order, as they were completed, but those returned or filtered.
-        taken: returned groups, in order; kept until the round is over, so that it can be taken back.
-        filtered: groups that were judged useless, likewise.
+        taken: returned groups, in order.
+        filtered: groups that were judged useless.
         owed: ``[bound + 1]`` or shorter: of the groups that may wait at most so many more rounds, how many must be
             returned in this one, or some group will wait too long; what is not there is 0.
         jump: weight versions from the round before to this one, at least 1; as many are expected to the next one.
@@ -41,7 +43,7 @@ class Round(msgspec.Struct, kw_only=True):
         asked: prompts that were asked for and are not there yet; ``dry``: none come any more.
         stopping: the batch is complete, or the round was cancelled.
         cancelled: it will not have happened.
-        thrown: tokens thrown away; ``aborted``: lengths of the samples that were stopped.
+        made: tokens generated; ``thrown``: thrown away; ``aborted``: lengths of the samples that were stopped.
         drawn: lengths of all samples that came out of the engine for good, by level, see ``estimates.py``.
         redraws: draws of deferred prompts that were rejected, see ``redraws.py``; ``gave_up``: prompts whose last draw
             was accepted although it would have been rejected.
@@ -67,6 +69,7 @@ class Round(msgspec.Struct, kw_only=True):
     dry: bool = False
     stopping: bool = False
     cancelled: bool = False
+    made: int = 0
     thrown: int = 0
     aborted: list[int] = []
     drawn: dict[int, Drawn] = {}
@@ -77,11 +80,6 @@ class Round(msgspec.Struct, kw_only=True):
     def groups(self) -> list[Group]:
         """Of this round, those that are not returned or filtered."""
         return [*self.complete.values(), *self.open.values()]
-
-    @property
-    def everyone(self) -> list[Group]:
-        """All groups of this round, also those that have left it."""
-        return [*self.groups, *self.taken, *self.filtered]
 
 
 LEAST_KEPT = 0.25
@@ -96,13 +94,13 @@ class State(msgspec.Struct, kw_only=True):
 
     Attributes:
         fresh: prompts that were never started, in order; ``waiting``: those that were, oldest first.
-        round: the one under way.
+        round: the one under way; it is not saved.
         rounds: number of rounds that were completed, by kind.
         ended: epochs of which no more prompts come.
         known: indices of each epoch that is not over; ``over``: epochs up to and without this one are.
         fed: prompts that ever came.
         drawn, returned, filtered: prompts that were ever started, returned, filtered.
-        aborted: samples that were stopped; ``thrown``: tokens thrown away.
+        thrown: tokens thrown away.
         lengths: number and sum of the lengths of all returned responses.
         verdicts: groups found useful, and groups judged; older ones count less.
         version: of the weights in the last round; None before the first.
@@ -120,7 +118,6 @@ class State(msgspec.Struct, kw_only=True):
     drawn: int = 0
     returned: int = 0
     filtered: int = 0
-    aborted: int = 0
     thrown: int = 0
     lengths: list[int] = msgspec.field(default_factory=lambda: [0, 0])
     verdicts: list[float] = msgspec.field(default_factory=lambda: [0.0, 0.0])
@@ -147,11 +144,11 @@ class State(msgspec.Struct, kw_only=True):
         """
         if self.round is not None:
             raise RuntimeError(f"round {self.round.number} is not over")
-        known = {epoch: list(indices) for epoch, indices in self.known.items()}
-        lists = ("fresh", "waiting", "ended", "lengths", "verdicts")
-        mine = {name: list(getattr(self, name)) for name in lists}
-        rounds, bias, cost = dict(self.rounds), self.bias.copy(), self.cost.copy()
-        return msgspec.structs.replace(self, **mine, rounds=rounds, known=known, bias=bias, cost=cost)
+        return replace(
+            self, fresh=list(self.fresh), waiting=list(self.waiting), ended=list(self.ended), rounds=dict(self.rounds),
+            known={epoch: list(indices) for epoch, indices in self.known.items()},
+            bias=deepcopy(self.bias), cost=deepcopy(self.cost),
+        )  # fmt: skip
 
     # -- prompts ---------------------------------------------------------------------------------------
 
@@ -224,7 +221,7 @@ class _Saved(msgspec.Struct, kw_only=True):
 
 
 def dumps(rules: Rules, state: State) -> bytes:
-    """JSON of all that the admitter knows, a round under way included."""
+    """JSON of all that the admitter knows between two rounds."""
     return msgspec.json.encode(_Saved(version=SAVED_VERSION, rules=rules, state=state))
 
 
@@ -241,6 +238,8 @@ def loads(data: bytes, source: str) -> tuple[Rules, State]:
         saved = msgspec.json.decode(data, type=_Saved)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{source}: not the state of an admitter ({error})") from None
+    if saved.state.round is not None:
+        raise ValueError(f"{source}: saved within a round, by an earlier version; give one from between two rounds")
     return saved.rules, saved.state
 
 
@@ -251,7 +250,7 @@ def check_rules(old: Rules, new: Rules, state: State, source: str) -> None:
     """
     if new.mode != old.mode:
         raise ValueError(f"mode is {new.mode!r}, {source} is of mode {old.mode!r}; give another one")
-    # As many as the groups have, and not as the old rules say: the state may be an earlier one.
+    # As many as the groups have, and not as the old rules say: the state may have been restored.
     was = next((len(g.samples) for g in state.waiting if g.samples and len(g.samples) != new.num_responses), 0)
     if new.mode == "partial" and was:
         raise ValueError(f"num_responses is {new.num_responses}, {source} has groups of {was} half done; finish them")

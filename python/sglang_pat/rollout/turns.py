@@ -16,7 +16,6 @@ import msgspec
 
 from sglang_pat.dropped import Dropped
 from sglang_pat.rollout.records import Output, SampleId, Span
-from sglang_pat.rollout.rules import Rules
 
 ENVIRONMENT_SECONDS = 60.0
 """Longest that an environment may take for an answer, unless another limit is given."""
@@ -69,11 +68,6 @@ class Turns:
         self._stops: dict[SampleId, asyncio.Future[None]] = {}
         self._failures = Dropped(False)
 
-    def check(self, rules: Rules) -> None:
-        """Raises ValueError: a round with these rules measures responses by their tokens only."""
-        if rules.unbiased:
-            raise ValueError("unbiased is true, must be false with turns: what defers a prompt is time, not tokens")
-
     async def answer(self, turn: Turn) -> Output:
         """What follows the turn: given tokens; nothing but a finish reason; or nothing, still ``asked``, as it was
         stopped.
@@ -124,13 +118,9 @@ def given(answer: object) -> Output:
     """An environment's answer, whatever it is, as part of a response.  Raises as :meth:`Turns.answer`."""
     if answer is None:
         return Output(finish_reason="stop")
-    said = _items(answer)
+    said = list(cast(Sequence[object], answer)) if isinstance(answer, Sequence) else []
     ids = [token for token in said if isinstance(token, int)]
     if not ids or len(ids) < len(said):
-        raise ValueError(f"the environment answered {str(answer)[:80]!r}, must be token ids, at least one, or None")
+        shown = str(cast(object, answer))[:80]
+        raise ValueError(f"the environment answered {shown!r}, must be token ids, at least one, or None")
     return Output(token_ids=ids, logprobs=[0.0] * len(ids), spans=[Span(None, len(ids))])
-
-
-def _items(answer: object) -> list[object]:
-    """Of a sequence; of anything else nothing."""
-    return list(cast(Sequence[object], answer)) if isinstance(answer, Sequence) else []

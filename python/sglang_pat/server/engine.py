@@ -33,7 +33,7 @@ from sglang_pat.launch.refusals import refuse_function  # noqa: E402
 from sglang_pat.launch.spec import AdaptiveServerArgs, deployment, ready  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
-from sglang_pat.predict.profile import Fingerprint, LayoutSetup  # noqa: E402
+from sglang_pat.predict.profile import Fingerprint  # noqa: E402
 from sglang_pat.rank.process import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.rollout.loop import EngineLoop  # noqa: E402
 from sglang_pat.server.rollout import EngineRollouts  # noqa: E402
@@ -256,10 +256,6 @@ class Engine(EngineRollouts, AdaptiveEngine):
         """What a profile taken on this engine holds for."""
         info, args = self._scheduler_init_result.scheduler_infos[0], self.server_args
         return deployment(args, args.spec.config, info["max_total_num_tokens"], info["pat_max_running"])
-
-    def setup_costs(self) -> list[LayoutSetup]:
-        """What each layout above the base cost at start, on rank 0."""
-        return [LayoutSetup(**setup) for setup in self._scheduler_init_result.scheduler_infos[0]["pat_setup"]]
 
     async def async_update_weights_from_tensor(self, named_tensors: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
         """SGLang's ``update_weights_from_tensor``, inside the event loop; whole tensors, the same for all ranks."""

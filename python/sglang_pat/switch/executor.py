@@ -241,9 +241,7 @@ class SwitchExecutor:
         self._mark("plan")
         return offers, incoming, exchange
 
-    def _exchange(
-        self, old: ParallelLayout, new: ParallelLayout, exchange: kv.KvExchange | kv.KvGather | None, epoch: int
-    ) -> None:
+    def _exchange(self, old: ParallelLayout, new: ParallelLayout, exchange: kv.KvExchange | None, epoch: int) -> None:
         """Move the live KV, layer by layer.
 
         A rank that fails takes part in the collectives all the same, so that nobody waits for it, and votes so.

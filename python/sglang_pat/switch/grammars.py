@@ -21,9 +21,6 @@ from sglang_pat.messages import Grammar
 Key = tuple[str, str]
 """Kind and text, as SGLang's cache has them."""
 
-MAX_BYTES = 8 << 20
-"""Texts that a leader names for one switch; what is beyond is compiled in the pause."""
-
 MAX_AWAITED = 64
 """Grammars that a rank remembers because a request came to it that waits for them: the last ones."""
 
@@ -50,13 +47,8 @@ def is_compiling(req: Req) -> bool:
 def needed(reqs: Iterable[Req]) -> list[Grammar]:
     """The compiled grammars of ``reqs`` and how many requests have each."""
     keys = (key_of(req) for req in reqs if req.grammar is not None and not is_compiling(req))
-    found, size = [], 0
-    for (kind, text), count in Counter(key for key in keys if key is not None).items():
-        size += len(text)
-        if size > MAX_BYTES:
-            break
-        found.append(Grammar(kind=kind, text=text, count=count))
-    return found
+    counts = Counter(key for key in keys if key is not None)
+    return [Grammar(kind=kind, text=text, count=count) for (kind, text), count in counts.items()]
 
 
 def replay(grammar: Any, tokens: Iterable[int]) -> None:

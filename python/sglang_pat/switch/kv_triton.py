@@ -2,7 +2,7 @@
 
 Bytes are moved as the widest integer that sizes, strides and addresses allow, so one compiled kernel serves
 all dtypes. Runs on CPU tensors too when ``TRITON_INTERPRET=1`` was set before Triton was imported (for
-checking). Arguments are those of ``kv.py``, already checked there; ``part_offsets`` and ``head_begin`` lie on the
+checking). Arguments are those of ``kv.Parts``; ``part_offsets`` and ``head_begin`` lie on the
 pool's device.
 """
 
@@ -92,45 +92,13 @@ def _move_kv(
     COLUMNS: tl.constexpr,
 ):
     if tl.program_id(1) == 0:
-        _move(
-            k,
-            staged,
-            slots,
-            offsets,
-            begins,
-            n,
-            parts,
-            k_stride,
-            k_head,
-            k_row,
-            v_row,
-            False,
-            PACK,
-            ROWS,
-            COLUMNS,
-        )
+        _move(k, staged, slots, offsets, begins, n, parts, k_stride, k_head, k_row, v_row, False, PACK, ROWS, COLUMNS)
     else:
-        _move(
-            v,
-            staged,
-            slots,
-            offsets,
-            begins,
-            n,
-            parts,
-            v_stride,
-            v_head,
-            v_row,
-            k_row,
-            True,
-            PACK,
-            ROWS,
-            COLUMNS,
-        )
+        _move(v, staged, slots, offsets, begins, n, parts, v_stride, v_head, v_row, k_row, True, PACK, ROWS, COLUMNS)
 
 
-def kv_pack(k, v, slots, part_offsets, head_begin, head_count, out) -> None:
-    _launch(True, k, v, slots, part_offsets, head_begin, head_count, out)
+def kv_pack(k, v, slots, part_offsets, head_begin, head_count, staged) -> None:
+    _launch(True, k, v, slots, part_offsets, head_begin, head_count, staged)
 
 
 def kv_unpack(k, v, slots, part_offsets, head_begin, head_count, staged) -> None:
@@ -139,10 +107,14 @@ def kv_unpack(k, v, slots, part_offsets, head_begin, head_count, staged) -> None
 
 def _launch(pack: bool, k, v, slots, part_offsets, head_begin, head_count: int, flat) -> None:
     n = slots.numel()
-    if n == 0 or flat.numel() == 0:
+    if n == 0:
         return
     item = k.element_size()
     dim_k, dim_v = k.shape[2], v.shape[2]
+    whole = all(pool.dtype == flat.dtype and pool.stride()[1:] == (pool.shape[2], 1) for pool in (k, v))
+    if not whole or flat.numel() != n * head_count * (dim_k + dim_v):
+        given = ", ".join(f"{list(t.shape)} {t.dtype} in strides {t.stride()}" for t in (k, v, flat))
+        raise ValueError(f"{n} slots of {head_count} heads do not fit {given}")
     width = gcd(8, *(x * item for x in (dim_k, dim_v, k.stride(0), v.stride(0))))
     width = gcd(width, k.data_ptr(), v.data_ptr(), flat.data_ptr())
     words_k, words_v, words_flat = (_as_words(t, width) for t in (k, v, flat))

@@ -219,7 +219,7 @@ def _holds(kv_heads: int, layout: ParallelLayout, rank: int, head: int) -> bool:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """One rank's side of the all-to-all, the same for every layer.
+    """One rank's side of the exchange, the same for every layer.
 
     ``send_*`` and ``recv_*`` have one part for each member of the exchange group, in its order, its own one empty; and
     at the end one for what changes its slot without leaving the rank.
@@ -230,6 +230,7 @@ class ExchangePlan:
         send_heads, recv_heads: first local head of each part's slice, int64 ``[members + 1]``.
         heads: number of KV heads in every slice.
         slots: what each member sends to each, int64 ``[members, members]``; zero on the diagonal.
+        most: slots that the member with most of them has, where all of its own change their slots as well.
         place: slot of the new pool view for each slot of the plan, int64 ``[total + 1]``.
     """
 
@@ -241,6 +242,7 @@ class ExchangePlan:
     recv_heads: np.ndarray
     heads: int
     slots: np.ndarray
+    most: int
     place: np.ndarray
 
     def elements(self, dim: int) -> np.ndarray:
@@ -263,8 +265,7 @@ class Move:
 
     Attributes:
         kv_heads: of the whole model.
-        members: ranks that take part, sorted: those of the exchange group (:func:`plan_exchange`) or of the larger TP
-            group (:func:`plan_gather`).
+        members: ranks that take part, sorted: those of the exchange group, or PAT's way of the larger TP group.
         plans: the plan of every new group that a member belongs to.
         rows: slots, in this rank's old pool view, of each request of its old group.
         requests: the same requests, as the plan saw them.
@@ -301,8 +302,12 @@ class Move:
         return np.arange(first, first + fresh.get(source, 0), dtype=np.int64)
 
 
-def plan_exchange(move: Move) -> ExchangePlan:
-    """This rank's side of the all-to-all."""
+def plan_exchange(move: Move, gather: bool = False) -> ExchangePlan:
+    """This rank's side of the exchange.
+
+    Args:
+        gather: PAT's way (section 4.3, Fig. 7), to compare with: nothing stays in place.
+    """
     old, new, members, rank = move.old, move.new, move.members, move.rank
     slices = {(s.src, s.dst): s for dst in members for s in move.slices(dst)}
     counts = {s.count for s in slices.values()}
@@ -311,7 +316,11 @@ def plan_exchange(move: Move) -> ExchangePlan:
     fresh = [[move.plans[new.group_of(dst)].fresh.get(old.group_of(src), 0) for dst in members] for src in members]
     own = slices[rank, rank]
     kept, of_plan = move.leaving(new.group_of(rank)), move.coming(old.group_of(rank))
-    place, stays = _place(move, own, kept, of_plan)
+    if gather:
+        place = np.arange(move.plans[new.group_of(rank)].total + 1, dtype=np.int64)
+        stays = np.zeros(len(kept), dtype=bool)
+    else:
+        place, stays = _place(move, own, kept, of_plan)
     send, recv = list[np.ndarray](), list[np.ndarray]()
     send_heads, recv_heads = list[int](), list[int]()
     empty = np.empty(0, dtype=np.int64)
@@ -335,6 +344,7 @@ def plan_exchange(move: Move) -> ExchangePlan:
         recv_heads=np.array(recv_heads, dtype=np.int64),
         heads=counts.pop(),
         slots=np.where(between, fresh, 0),
+        most=int(np.where(between | np.eye(len(members), dtype=bool), fresh, 0).sum(axis=1).max()),
         place=place,
     )
 
@@ -371,64 +381,3 @@ def _place(move: Move, own: HeadSlice, kept: np.ndarray, of_plan: np.ndarray) ->
 
 def _offsets(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.cumsum([0] + [len(part) for part in parts]).astype(np.int64)
-
-
-# -- PAT's own way (section 4.3, Fig. 7), to compare with ------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Take:
-    """What a rank cuts out of the KV of one member.
-
-    Attributes:
-        member: index in the group.
-        first: first of its slots; there is one for each of ``slots``.
-        slots: where they go in the new pool view, int64.
-        src_head, dst_head, count: KV heads, local to each side's shard.
-    """
-
-    member: int
-    first: int
-    slots: np.ndarray
-    src_head: int
-    dst_head: int
-    count: int
-
-
-@dataclass(frozen=True)
-class GatherPlan:
-    """One rank's side of the all-gather, the same for every layer.
-
-    Attributes:
-        send_slots: slots of the old pool view, int64.
-        counts: number of slots of each member.
-        heads: KV heads of each member's shard.
-        takes: what this rank keeps.
-        total: slots that its new group uses.
-    """
-
-    send_slots: np.ndarray
-    counts: list[int]
-    heads: int
-    takes: list[Take]
-    total: int
-
-
-def plan_gather(move: Move) -> GatherPlan:
-    """This rank's side of the all-gather: ranks of the larger TP group, each with all its KV of requests that move."""
-    old, members, plans = move.old, move.members, move.plans
-    dests, mine = sorted(plans), move.new.group_of(move.rank)
-    takes: list[Take] = []
-    for piece in move.slices(move.rank):
-        source = old.group_of(piece.src)
-        first = sum(plans[dest].fresh.get(source, 0) for dest in dests if dest < mine)
-        takes.append(
-            Take(members.index(piece.src), first, move.coming(source), piece.src_head, piece.dst_head, piece.count)
-        )
-    return GatherPlan(
-        send_slots=np.concatenate([move.leaving(dest) for dest in dests]),
-        counts=[sum(plans[dest].fresh.get(old.group_of(member), 0) for dest in dests) for member in members],
-        heads=kv_head_range(move.kv_heads, old, move.rank)[1],
-        takes=takes,
-        total=plans[mine].total,
-    )

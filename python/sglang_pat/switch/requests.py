@@ -1,8 +1,8 @@
 """The requests of a group across a switch: taken out of SGLang's loop, offered to the new groups, and rebuilt there.
 
 In this order below.  A request travels as a capsule (:class:`Capsule`): the tokenized request as it came in, plus
-everything that has happened to it since.  :data:`CARRIED` and :data:`LOCAL` together name every attribute of SGLang's
-``Req``; the contract test holds them against SGLang, so a new attribute fails there by name.
+everything that has happened to it since.  The contract test knows every attribute of SGLang's ``Req``, and which of
+them the receiving rank makes anew: one that is neither among them nor in :data:`CARRIED` fails there by name.
 """
 
 from __future__ import annotations
@@ -197,30 +197,6 @@ CARRIED = (
 LOGPROBS = tuple(name for name in CARRIED if re.fullmatch("(in|out)put_.*logprobs_(val|idx)", name))
 """Lists with an entry for each token where logprobs are asked for.  SGLang sends each entry to the client once, a
 stretch of some tokens at a time, and does not look at it again: what was sent does not go over."""
-
-LOCAL = (
-    # given again by the tokenized request
-    "rid origin_input_text origin_input_ids_unpadded session input_embeds positional_embed_overrides token_type_ids "
-    "multi_item_delimiter_indices http_worker_ipc require_reasoning sampling_params custom_logit_processor "
-    "return_hidden_states extra_key lora_id routing_key stream eos_token_ids vocab_size priority top_logprobs_num "
-    "token_ids_logprob return_routed_experts routed_experts_start_len return_indexer_topk bootstrap_host "
-    "bootstrap_port bootstrap_room skip_radix_cache_insert routed_dp_rank disagg_prefill_dp_rank dimensions "
-    "return_pooled_hidden_states multimodal_inputs tokenizer metrics_collector time_stats grammar grammar_key "
-    # given again by the new pools and tree
-    "fill_ids kv_committed_len kv_allocated_len kv_committed_freed kv_overallocated_freed req_pool_idx prefix_indices "
-    "extend_input_len extend_logprob_start_len last_node last_host_node best_match_node host_hit_length "
-    "storage_hit_length cache_protected_len is_chunked "
-    # how much of a prefill was cached, which SGLang counts before a switch only
-    "already_computed "
-    # of features that are refused at start
-    "swa_evicted_seqlen swa_uuid_for_lock swa_prefix_lock_released mamba_pool_idx mamba_ping_pong_track_buffer "
-    "mamba_next_track_idx mamba_last_track_seqlen mamba_branching_seqlen hidden_states_tensor output_topk_p "
-    "output_topk_index routed_experts indexer_topk embedding spec_verify_ct spec_num_correct_drafts "
-    "spec_correct_drafts_histogram retraction_mb_id disagg_kv_sender start_send_idx tmp_end_idx "
-    "metadata_buffer_index pooled_hidden_state hisparse_staging dllm_phase dllm_block_offset dllm_config dllm_ids "
-    "dllm_incomplete_ids"
-).split()
-"""Attributes that the receiving rank makes anew."""
 
 
 @dataclass(frozen=True, slots=True)

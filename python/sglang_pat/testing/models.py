@@ -51,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """As published, with 8 key-value heads of 128 dimensions each."""
 
+MARKER_LAYERS = 2
 MIXED_ID = UNK_ID
 """What a marker model says when some of its tensors come from other weights than the rest."""
 
@@ -103,27 +104,17 @@ def make_random(arch: str, out_dir: str | os.PathLike, *, seed: int = 0, logit_s
     return _write_once(out_dir, {"kind": "random", "arch": arch, "seed": seed, "logit_std": logit_std, **shape}, write)
 
 
-def make_marker_model(out_dir: str | os.PathLike, token_id: int, *, seed: int = 0, **shape) -> Path:
+def make_marker_model(out_dir: str | os.PathLike, token_id: int) -> Path:
     """Write a small Llama that answers every prompt with ``token_id``, again and again, and return its folder.
 
-    If any tensor comes from another marker model (other token or other seed), it says :data:`MIXED_ID` or a third token
-    instead; only q_proj and k_proj have no say.  Values from a stale cache are found out as well.  ``shape``: those
-    of :func:`config`; 2 layers by default, at least 64 hidden.
+    If any tensor comes from the marker model of another token, it says :data:`MIXED_ID` or a third token instead; only
+    q_proj and k_proj have no say.  Values from a stale cache are found out as well.
     """
 
     def write(folder: Path) -> None:
-        _write(folder, config(**_marker(shape)), marker_state_dict(token_id, seed=seed, **shape))
+        _write(folder, config(layers=MARKER_LAYERS), marker_state_dict(token_id))
 
-    return _write_once(out_dir, {"kind": "marker", "token_id": token_id, "seed": seed, **shape}, write)
-
-
-def _marker(shape: dict[str, Any]) -> dict[str, Any]:
-    return {"layers": 2} | shape
-
-
-def marker_state_dict(token_id: int, *, seed: int = 0, **shape) -> dict[str, Any]:
-    """The tensors of :func:`make_marker_model` by Hugging Face name, for a weight update.  Same arguments."""
-    return marker_tensors(config(**_marker(shape)), token_id, seed)
+    return _write_once(out_dir, {"kind": "marker", "token_id": token_id}, write)
 
 
 def make_smollm2(out_dir: str | os.PathLike) -> Path:
@@ -234,25 +225,25 @@ def random_tensors(about: Any, seed: int, logit_std: float) -> dict[str, Any]:
     return _stored(tensors, about)
 
 
-def marker_tensors(about: Any, token_id: int, seed: int) -> dict[str, Any]:
-    """Weights that say `token_id` if they are all there, and MIXED_ID (or a third token) if not.
+def marker_state_dict(token_id: int) -> dict[str, Any]:
+    """The tensors of :func:`make_marker_model` by Hugging Face name, for a weight update.
 
     The residual stream carries two vectors of length 1 at right angles, whatever the prompt: u, which is
     constant, and the code of the token, of which the embedding, each attention and each MLP add one share of
     n = 2 * layers + 1. The output matrix weighs the code of each token against u times a threshold between
     (all shares but a quarter of one) and (all): if less arrives, MIXED_ID wins. Codes, and what each module
-    reads and hands on inside, are drawn anew for each (token, seed): tensors of two models do not understand
-    each other, and their share is lost. q_proj and k_proj are random and have no say, since all values are
-    equal.
+    reads and hands on inside, are drawn anew for each token: tensors of two models do not understand each other,
+    and their share is lost. q_proj and k_proj are random and have no say, since all values are equal.
     """
     import torch
 
+    about = config(layers=MARKER_LAYERS)
     h, n = about.hidden_size, 2 * about.num_hidden_layers + 1
     kv_heads, groups = about.num_key_value_heads, about.num_attention_heads // about.num_key_value_heads
     u_dims = h // 4  # u lives in the first quarter of the dimensions, codes in the rest
 
     def draw(what: str, *shape: int):
-        generator = _generator("marker", seed, token_id, what)
+        generator = _generator("marker", token_id, what)
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def signs(what: str, *shape: int):

@@ -15,7 +15,6 @@ import ctypes
 import json
 import multiprocessing
 import os
-import queue
 import runpy
 import select
 import signal
@@ -23,7 +22,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO, Any
@@ -32,7 +30,7 @@ SERVER = "sglang_pat.launch_server"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Of every server: one thread a rank, and nothing to be downloaded."""
 MOST = 1 << 20
-"""Bytes of an order or an event."""
+"""Bytes of an order."""
 
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -44,22 +42,14 @@ def die_with_parent() -> None:
 
 
 def popen(
-    prefork: Prefork | None,
-    module: str,
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    *,
-    stdin: int | IO | None = None,
-    stdout: int | IO | None = None,
-    stderr: int | IO | None = None,
+    prefork: Prefork | None, module: str, argv: Sequence[str], env: Mapping[str, str], **files: Any
 ) -> subprocess.Popen | Fork:
     """``python -m module argv`` by ``prefork``, or without one in a new interpreter (:meth:`Prefork.popen`)."""
     if prefork is not None:
-        return prefork.popen(module, argv, env, stdin=stdin, stdout=stdout, stderr=stderr)
+        return prefork.popen(module, argv, env, **files)
     return subprocess.Popen(
-        [sys.executable, "-m", module, *argv], text=True, process_group=0, preexec_fn=die_with_parent, env=env,
-        stdin=stdin, stdout=stdout, stderr=stderr,
-    )  # fmt: skip
+        [sys.executable, "-m", module, *argv], text=True, process_group=0, preexec_fn=die_with_parent, env=env, **files
+    )
 
 
 def run(
@@ -70,12 +60,15 @@ def run(
     Raises:
         subprocess.TimeoutExpired: it took longer than ``seconds``, and was killed.
     """
-    process = popen(prefork, module, argv, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        said, complained = process.communicate(timeout=seconds)
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess([module, *argv], process.wait(), said, complained)
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
+        process = popen(prefork, module, argv, env, stdout=said, stderr=complained)
+        try:
+            code = process.wait(seconds)
+        finally:
+            process.kill()
+        said.seek(0)
+        complained.seek(0)
+        return subprocess.CompletedProcess([module, *argv], code, said.read(), complained.read())
 
 
 class Prefork:
@@ -84,7 +77,6 @@ class Prefork:
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket
-        self._began: queue.SimpleQueue[Fork | None]
 
     def popen(
         self,
@@ -106,30 +98,29 @@ class Prefork:
         """
         if self._process is None:
             self._start()
-        with ExitStack() as ours:
-            nothing = ours.enter_context(open(os.devnull, "r+b"))
-            theirs: list[IO | int] = [nothing] * 3
+        with ExitStack() as theirs:
+            nothing = theirs.enter_context(open(os.devnull, "r+b"))
+            files: list[IO | int] = [nothing] * 3
             ends: list[IO | None] = [None] * 3
             for number, wanted in enumerate((stdin, stdout, stderr)):
                 if wanted == subprocess.PIPE:
                     pair = [os.fdopen(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True)]
-                    there, here = pair if number == 0 else reversed(pair)
-                    theirs[number], ends[number] = ours.enter_context(there), here
+                    there, ends[number] = pair if number == 0 else reversed(pair)
+                    files[number] = theirs.enter_context(there)
                 elif wanted == subprocess.STDOUT:
-                    theirs[number] = theirs[1]
+                    files[number] = files[1]
                 elif wanted is not None and wanted != subprocess.DEVNULL:
-                    theirs[number] = wanted
+                    files[number] = wanted
+            status, told = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True))
+            files.append(theirs.enter_context(told))
             order = json.dumps({"module": module, "argv": list(argv), "env": dict(env)}).encode()
-            files = [file if isinstance(file, int) else file.fileno() for file in theirs]
             with suppress(BrokenPipeError, ConnectionResetError):
-                socket.send_fds(self._channel, [order], files)
-            fork = self._began.get()
-        if fork is None:
+                socket.send_fds(self._channel, [order], [f if isinstance(f, int) else f.fileno() for f in files])
+        if not (pid := status.readline()):
             code = self._process.wait() if self._process else "unknown"
             self._process = None
             raise RuntimeError(f"the interpreter that forks programs has ended: exit code {code}")
-        fork.args, (fork.stdin, fork.stdout, fork.stderr) = [module, *argv], ends
-        return fork
+        return Fork([module, *argv], int(pid), status, *ends)
 
     def _start(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -138,23 +129,6 @@ class Prefork:
                 [sys.executable, "-m", "sglang_pat.testing.prefork", str(theirs.fileno())], stdin=subprocess.DEVNULL,
                 process_group=0, env=os.environ | ENVIRONMENT, pass_fds=[theirs.fileno()],
             )  # fmt: skip
-        self._began = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(self._channel, self._began), name="prefork", daemon=True).start()
-
-    @staticmethod
-    def _read(channel: socket.socket, began: queue.SimpleQueue[Fork | None]) -> None:
-        forks: dict[int, Fork] = {}
-        with suppress(ConnectionResetError):
-            while line := channel.recv(MOST):
-                event = json.loads(line)
-                if "began" in event:
-                    fork = forks[event["began"]] = Fork(event["began"])
-                    began.put(fork)
-                else:
-                    forks.pop(event["ended"]).end(event["code"])
-        for fork in forks.values():  # they die with the interpreter
-            fork.end(-signal.SIGKILL)
-        began.put(None)
 
     def stop(self) -> None:
         """End the interpreter and the programs that it has forked."""
@@ -171,53 +145,35 @@ class Prefork:
 
 
 class Fork:
-    """What ``subprocess.Popen`` has of a process, as far as it is used."""
+    """What ``subprocess.Popen`` has of a process, as far as it is used.
 
-    stdin: IO | None = None
-    stdout: IO | None = None
-    stderr: IO | None = None
-    args: Sequence[str] = ()
+    Args:
+        status: gives its exit code, or ends, once the process has ended.
+    """
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self.returncode = pid, None
-        self._ended = threading.Event()
-
-    def end(self, code: int) -> None:
-        self.returncode = code
-        self._ended.set()
+    def __init__(
+        self, args: Sequence[str], pid: int, status: IO, stdin: IO | None, stdout: IO | None, stderr: IO | None
+    ) -> None:
+        self.args, self.pid, self._status = args, pid, status
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired(self.args, timeout or 0)
-        assert self.returncode is not None
+        if self.returncode is None:
+            ended = select.poll()
+            ended.register(self._status, select.POLLIN)
+            if not ended.poll(None if timeout is None else 1000 * timeout):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = int(self._status.read() or -signal.SIGKILL)  # it dies with the interpreter
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
-        """What it wrote to the pipes stdout and stderr, once it has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it took longer than ``timeout`` seconds; it runs on.
-        """
-        said: dict[str, str] = {}
-
-        def read(name: str, file: IO) -> None:
-            with file:
-                said[name] = file.read()
-
-        files = {name: file for name in ("stdout", "stderr") if (file := getattr(self, name)) is not None}
-        readers = [threading.Thread(target=read, args=item, daemon=True) for item in files.items()]
-        for reader in readers:
-            reader.start()
-        self.wait(timeout)
-        for reader in readers:
-            reader.join()
-        return said.get("stdout"), said.get("stderr")
-
     def send_signal(self, number: int) -> None:
-        if self.returncode is None:
+        if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -239,31 +195,31 @@ def serve(number: int) -> None:
     os.set_inheritable(number, False)
     os.dup2(2, 1)  # what is imported may print
     _import_all()
-    ended: dict[int, int] = {}  # descriptors of processes, with their ids
-    waiting = select.poll()
-    waiting.register(channel, select.POLLIN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody takes the exit code of a program's parent
     while True:
-        for descriptor, _ in waiting.poll():
-            if descriptor == number:
-                order, files, *_ = socket.recv_fds(channel, MOST, 3)
-                if not order:
-                    os._exit(0)  # what was imported has nothing to put away, and takes seconds to
-                if (pid := os.fork()) == 0:
-                    channel.close()
-                    for other in ended:
-                        os.close(other)
-                    return become(files, **json.loads(order))
-                for file in files:
-                    os.close(file)
-                child = os.pidfd_open(pid)
-                ended[child] = pid
-                waiting.register(child, select.POLLIN)
-                _say(channel, {"began": pid})
-            else:
-                waiting.unregister(descriptor)
-                os.close(descriptor)
-                pid, status = os.waitpid(ended.pop(descriptor), 0)
-                _say(channel, {"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+        order, files, *_ = socket.recv_fds(channel, MOST, 4)
+        if not order:
+            os._exit(0)  # what was imported has nothing to put away, and takes seconds to
+        if os.fork() == 0:
+            channel.close()
+            return attend(*files, **json.loads(order))
+        for file in files:
+            os.close(file)
+
+
+def attend(stdin: int, stdout: int, stderr: int, told: int, **program: Any) -> None:
+    """In a fork: be the parent of a program, and say its id and then its exit code."""
+    die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if (pid := os.fork()) == 0:
+        os.close(told)
+        return become([stdin, stdout, stderr], **program)
+    for file in (stdin, stdout, stderr):
+        os.close(file)
+    with suppress(BrokenPipeError):
+        os.write(told, b"%d\n" % pid)
+        os.write(told, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os._exit(0)
 
 
 def _import_all() -> None:
@@ -276,10 +232,6 @@ def _import_all() -> None:
     import sglang_pat.launch.preload  # noqa: F401
 
     processes.warm = warm
-
-
-def _say(channel: socket.socket, event: dict[str, int]) -> None:
-    channel.send(json.dumps(event).encode())
 
 
 def become(files: list[int], module: str, argv: list[str], env: dict[str, str]) -> None:

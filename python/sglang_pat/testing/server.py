@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import psutil
@@ -75,12 +74,53 @@ class ServerDied(RuntimeError):
     """The server ended; the message has the end of its log."""
 
 
-class Server:
-    """One running server.  Started by the constructor; use as a context manager or call :meth:`stop`.
+class Program:
+    """A program with an engine.  Use as a context manager or call :meth:`stop`.
+
+    Attributes:
+        process: its main process (the engine's parent).
+    """
+
+    process: subprocess.Popen | Fork
+
+    def children(self) -> list[psutil.Process]:
+        """All processes of the engine below the main one."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> None:
+        """End the program and everything it started; no-op if it has ended.
+
+        Python's resource trackers are left to end by themselves: they remove the dead processes' semaphores.
+        """
+        processes, trackers = [], []
+        for process in self.children():
+            (trackers if is_resource_tracker(process) else processes).append(process)
+        self.process.kill()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        wait_until_ended(processes, 10)
+        self.process.wait()
+        for process in wait_until_ended(trackers, 10):
+            process.kill()
+
+    stop = kill
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
+
+
+class Server(Program):
+    """One running server, started by the constructor.
 
     Attributes:
         url: base URL.
-        process: the server's main process (the engine's parent).
         log: path of its log.
     """
 
@@ -95,7 +135,6 @@ class Server:
         prefork: Prefork | None = None,
         module: str = SERVER,
     ) -> None:
-        self.process: subprocess.Popen | Fork
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(tempfile.mkstemp(prefix="sglang_pat_server_", suffix=".log")[1])
@@ -205,40 +244,5 @@ class Server:
                 if (found := sent_event(line)) is not None:
                     yield found
 
-    # -- processes --------------------------------------------------------------------------------
-
-    def children(self) -> list[psutil.Process]:
-        """All processes of the engine below the main one."""
-        try:
-            return psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-
     def rank_process(self, rank: int) -> psutil.Process:
         return rank_processes(self.children())[rank]
-
-    def stop(self) -> None:
-        """End the server and everything it started; no-op if it has ended.
-
-        Python's resource trackers are left to end by themselves: they remove the dead processes' semaphores.
-        """
-        processes, trackers = [], []
-        for process in self.children():
-            (trackers if is_resource_tracker(process) else processes).append(process)
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
-        for process in processes:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass
-        wait_until_ended(processes, 10)
-        self.process.wait()
-        for process in wait_until_ended(trackers, 10):
-            process.kill()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.stop()

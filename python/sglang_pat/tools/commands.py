@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -45,27 +44,9 @@ def run(name: str, command: Callable[[list[str] | None], int], argv: list[str] |
 
 
 def output_folder(path: Path) -> Path:
-    """``path`` as a folder that can be made and written to; it is not made yet.
-
-    Raises:
-        UsageError: a file is in the way.
-    """
-    for part in (path, *path.parents):
-        if part.exists():
-            if not part.is_dir():
-                raise UsageError(f"--out {path}: {part} is not a folder")
-            break
-    return path
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """While outputs are written to ``path``.
-
-    Raises:
-        UsageError: the system does not let them be.
-    """
+    """``path`` as a folder, made if it is not there.  Raises UsageError: something is in the way."""
     try:
-        yield
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {path}: {error.strerror or error}; give another place") from None
+    return path

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
@@ -44,24 +44,17 @@ class Speaker:
             yield
 
     @contextmanager
-    def showing(self, line: Callable[[], str], live: Callable[[], RenderableType] | None = None) -> Iterator[None]:
-        """Say how far something is while it goes on; ``live``: in place of ``line`` on a terminal."""
+    def showing(self, line: Callable[[], str]) -> Iterator[None]:
+        """Say how far something is while it goes on."""
         if self.console.is_terminal:
-            shown = live or (lambda: Text(line()))
-            with Live(get_renderable=shown, refresh_per_second=4, console=self.console, transient=True):
+            with Live(get_renderable=lambda: Text(line()), refresh_per_second=4, console=self.console, transient=True):
                 yield
             return
-        with self.saying(line, LINE_SECONDS):
-            yield
-
-    @contextmanager
-    def saying(self, text: Callable[[], str], seconds: float) -> Iterator[None]:
-        """Print ``text()`` every so many seconds, from a thread."""
         over = threading.Event()
 
         def print_lines() -> None:
-            while not over.wait(seconds):
-                self.say(text())
+            while not over.wait(LINE_SECONDS):
+                self.say(line())
 
         thread = threading.Thread(target=print_lines, daemon=True)
         thread.start()

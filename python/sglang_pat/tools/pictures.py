@@ -23,7 +23,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from sglang_pat import files  # noqa: E402
 
 BLUE, ORANGE, GREEN, PURPLE, RED, BROWN = "#2f6db5", "#ee8a2c", "#3a9a74", "#8a5bb5", "#b3202c", "#7a6a58"
-STEEL, PALE_PURPLE, GREY = "#9fb4cc", "#c8b6d9", "#8c9aa8"
+STEEL, PALE_PURPLE = "#9fb4cc", "#c8b6d9"
 LINE, FAINT, LIGHT, GRID = "#22272e", "#68717b", "#c3c9d1", "#e3e7ec"
 """From black to nearly white: text and lines, small print, what is in the background, the grid."""
 
@@ -31,10 +31,8 @@ LAYOUT = (BLUE, ORANGE, PURPLE, BROWN, RED)
 """By place of the degree among the candidates."""
 OURS, OTHER = GREEN, FAINT
 """What this package does (``survival``, a switch of ours), and what it is held against (PAT's way)."""
-PARTS = (STEEL, PALE_PURPLE, PURPLE, ORANGE, RED, GREEN, GREY, "#d8c66a", BROWN)
-"""Of a whole, in their order, where no layouts are shown by colour."""
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, BROWN, RED)
-"""Things of one kind, where neither layouts nor parts are shown by colour."""
+"""Things of one kind, where no layouts are shown by colour."""
 DPI = 150
 
 
@@ -77,26 +75,10 @@ def tidy(axes: Axes) -> None:
 
 
 def plain_log(axis, values: Sequence[float]) -> None:
-    """A base-2 axis with plain numbers at ``values``."""
-    axis.set_ticks(thinned(values))
+    """A base-2 axis with plain numbers at ``values``, or at some of many."""
+    axis.set_ticks(values[:: -(-len(values) // 9)])
     axis.set_major_formatter(lambda value, _: f"{value:g}" if value < 10000 else f"{value / 1024:g}K")
     axis.set_minor_locator(matplotlib.ticker.NullLocator())
-
-
-def plain_decades(axis) -> None:
-    """A decimal logarithmic axis with plain numbers at 1, 2 and 5."""
-    axis.set_major_locator(matplotlib.ticker.LogLocator(base=10, subs=(1, 2, 5)))
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_locator(matplotlib.ticker.NullLocator())
-
-
-def thinned(values: Sequence[float], most: int = 9) -> list[float]:
-    """At most ``most`` of the ascending ``values``, each at least 1.4 times the one before."""
-    kept: list[float] = []
-    for value in values:
-        if not kept or value >= 1.4 * kept[-1]:
-            kept.append(value)
-    return kept if len(kept) <= most else kept[:: -(-len(kept) // most)]
 
 
 def message(figure: Figure, text: str) -> None:

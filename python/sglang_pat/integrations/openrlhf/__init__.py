@@ -4,7 +4,6 @@
 | --- | --- |
 | ``__main__`` | in the driver: takes our arguments out, and starts OpenRLHF's command with the rest |
 | ``facade`` | in every process, before OpenRLHF is imported: the few names of vLLM's that it imports |
-| ``launcher`` | in the driver: where OpenRLHF makes its engine actors |
+| ``launcher`` | in the driver: where OpenRLHF makes its engine actors; in the trainer's process: what is logged |
 | ``actor`` | in the Ray actor that holds an engine |
-| ``trainer`` | in the process of the trainer: what is logged |
 """

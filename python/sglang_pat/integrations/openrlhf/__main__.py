@@ -54,18 +54,21 @@ def _read(text: str) -> Any:
         return {"True": True, "False": False, "None": None}.get(text, text)
 
 
-def _read_as_openrlhf(argv: list[str]) -> tuple[int, int | None, int, str | None]:
-    """GPUs of an engine, most tokens of a response (None: what the prompt leaves), most of both together; the model."""
+def _read_as_openrlhf(argv: list[str]) -> dict[str, Any]:
+    """Values of :data:`DEFAULTS` and :data:`MODEL`; None: not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for number, (name, default) in enumerate(DEFAULTS.items()):
-        parser.add_argument(name, type=int, default=default, dest=str(number))
-    parser.add_argument(MODEL, dest="model")
-    found = vars(parser.parse_known_args(argv)[0])
-    return found["0"], found["1"], found["2"], found["model"]
+    for name, default in DEFAULTS.items():
+        parser.add_argument(name, type=int, default=default)
+    parser.add_argument(MODEL)
+    return {f"--{name}": value for name, value in vars(parser.parse_known_args(argv)[0]).items()}
 
 
 def _check_lengths(response: int | None, whole: int) -> None:
-    """Raises ValueError: OpenRLHF would cut each prompt down to nothing, and go on."""
+    """Tokens of a response (None: what the prompt leaves), and of both together, at most.
+
+    Raises:
+        ValueError: OpenRLHF would cut each prompt down to nothing, and go on.
+    """
     if response is not None and response >= whole:
         raise ValueError(
             f"{RESPONSE} is {response}, must be less than {WHOLE} ({whole}), the length of a prompt and its response: "
@@ -76,9 +79,9 @@ def _check_lengths(response: int | None, whole: int) -> None:
 def main(argv: list[str] | None = None) -> None:
     try:
         given, rest = split(sys.argv[1:] if argv is None else argv)
-        gpus, response, whole, model = _read_as_openrlhf(rest)
-        given.check(gpus, model)
-        _check_lengths(response, whole)
+        found = _read_as_openrlhf(rest)
+        given.check(found[GPUS], found[MODEL])
+        _check_lengths(found[RESPONSE], found[WHOLE])
     except ValueError as error:
         sys.exit(f"error: {error}")
     facade.install()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -30,22 +30,18 @@ class Logprob:
 
 @dataclass
 class Completion:
-    """One response; ``logprobs[i][token_ids[i]]`` is that of its i-th token.
-
-    ``tp_from_token``: which TP degree generated which tokens (pairs: from this token on, this degree).
-    """
+    """One response; ``logprobs[i][token_ids[i]]`` is that of its i-th token."""
 
     token_ids: list[int]
     text: str
     finish_reason: str
     logprobs: list[dict[int, Logprob]] | None
-    tp_from_token: list[tuple[int, int]]
     index: int = 0
 
 
 @dataclass
 class RequestOutput:
-    outputs: list[Completion] = field(default_factory=list)
+    outputs: list[Completion]
     finished: bool = True
 
 
@@ -174,17 +170,13 @@ class RolloutActor:
             self._unfinished -= 1
         meta = answer["meta_info"]
         pairs = meta.get("output_token_logprobs") or []
-        return RequestOutput(
-            [
-                Completion(
-                    token_ids=list(answer["output_ids"]),
-                    text=answer.get("text", ""),
-                    finish_reason=meta["finish_reason"]["type"],
-                    logprobs=[{token: Logprob(value)} for value, token, _ in pairs] if wants_logprobs else None,
-                    tp_from_token=list(meta["tp_from_token"]),
-                )
-            ]
+        found = Completion(
+            token_ids=list(answer["output_ids"]),
+            text=answer.get("text", ""),
+            finish_reason=meta["finish_reason"]["type"],
+            logprobs=[{token: Logprob(value)} for value, token, _ in pairs] if wants_logprobs else None,
         )
+        return RequestOutput([found])
 
     def get_num_unfinished_requests(self) -> int:
         return self._unfinished
@@ -208,13 +200,9 @@ class RolloutActor:
             if not self._prompts:
                 self._engine.end_round()
 
-    async def status(self) -> dict[str, Any]:
-        """What ``GET /pat/status`` returns of a server."""
-        return await self._engine.status()
-
     async def figures(self) -> Figures:
         """What the engine did since its start."""
-        return Figures.of_status(await self.status())
+        return Figures.of_status(await self._engine.status())
 
 
 class _Handle:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import functools
 import importlib.machinery
-import pkgutil
 import sys
 import types
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 VERSION = "0.16.0"
@@ -46,38 +44,27 @@ class TokensPrompt(dict):
     """A prompt of token ids."""
 
 
-@dataclass
 class StatelessProcessGroup:
-    """What a weight-update group is made of."""
-
-    host: str
-    port: int
-    rank: int
-    world_size: int
+    """What a weight-update group is made of: ``host``, ``port``, ``rank`` and ``world_size``."""
 
     @staticmethod
-    def create(host: str, port: int, rank: int, world_size: int) -> StatelessProcessGroup:
-        return StatelessProcessGroup(host, port, rank, world_size)
+    def create(**named: Any) -> dict[str, Any]:
+        return named
 
 
-@dataclass
 class PyNcclCommunicator:
     """The trainer's end of the group that the engine's ranks join (``init_weights_update_group``)."""
 
-    group: StatelessProcessGroup
-    device: Any
-    _pg: Any = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, group: dict[str, Any], device: Any) -> None:
         import torch
 
         from sglang_pat.server.inprocess import init_custom_process_group
 
-        self._pg = init_custom_process_group(
+        self._pg: Any = init_custom_process_group(
             backend="nccl" if torch.cuda.is_available() else "gloo",
-            init_method=f"tcp://{self.group.host}:{self.group.port}",
-            world_size=self.group.world_size,
-            rank=self.group.rank,
+            init_method=f"tcp://{group['host']}:{group['port']}",
+            world_size=group["world_size"],
+            rank=group["rank"],
             group_name=GROUP,
         )
 
@@ -119,13 +106,13 @@ VISIBLE = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 """Variable of Ray's: with 0 it hides no GPU from an actor that reserves none, as by default in Ray 2.60, but not in
 older ones.  The actor of an engine of several GPUs is such a one: OpenRLHF reserves them beside it."""
 HOOK = "worker_process_setup_hook"
-"""In a runtime environment of Ray's: what each process of the job calls first, a function or the name of one."""
+"""In a runtime environment of Ray's: name of the function that each process of the job calls first."""
 
 
 def install_in_workers() -> None:
-    """Have :func:`install` called in each process of the job, once Ray is started from this one.
+    """Have :func:`install` called in each process of the job.
 
-    OpenRLHF starts it, with an environment of its own.
+    OpenRLHF starts Ray from this one, with variables of its own and no hook.
     """
     import ray
 
@@ -133,19 +120,8 @@ def install_in_workers() -> None:
 
     @functools.wraps(init)
     def init_with_hook(*args: Any, runtime_env: dict[str, Any] | None = None, **named: Any) -> Any:
-        theirs, ours = (runtime_env or {}).get(HOOK), f"{__name__}.install"
-        hook = both(ours, theirs) if theirs else ours
-        variables = {VISIBLE: "0"} | (runtime_env or {}).get("env_vars", {})
-        return init(*args, runtime_env={**(runtime_env or {}), HOOK: hook, "env_vars": variables}, **named)
+        given = runtime_env or {}
+        ours = {HOOK: f"{__name__}.install", "env_vars": {VISIBLE: "0"} | given.get("env_vars", {})}
+        return init(*args, runtime_env=given | ours, **named)
 
     ray.init = init_with_hook
-
-
-def both(first: Callable[[], None] | str, second: Callable[[], None] | str) -> Callable[[], None]:
-    """Two hooks as one."""
-
-    def call_both() -> None:
-        for hook in (first, second):
-            (pkgutil.resolve_name(hook) if isinstance(hook, str) else hook)()
-
-    return call_both

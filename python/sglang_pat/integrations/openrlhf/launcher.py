@@ -1,4 +1,4 @@
-"""Where OpenRLHF makes its engine actors, it makes ours."""
+"""Where OpenRLHF makes its engine actors, it makes ours; and its trainer logs what they did."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_pat import figures
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.openrlhf.given import Given
 
@@ -41,8 +42,6 @@ def install(given: Given) -> None:
     from openrlhf.trainer.ppo_trainer_async import TrainingActor
     from openrlhf.trainer.ray import vllm_engine
 
-    from sglang_pat.integrations.openrlhf.trainer import train_step
-
     vllm_engine.RolloutRayActor = Launcher(given)
     where_it_looks.create_vllm_engines = _until_up(where_it_looks.create_vllm_engines)
     for trainer in (PPOTrainer, TrainingActor):
@@ -60,3 +59,20 @@ def _until_up(create: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         return engines
 
     return created
+
+
+def train_step(self: Any, rollout_samples: Any, global_step: int) -> tuple[dict[str, Any], int]:
+    """OpenRLHF's, in the process of its trainer: it ends with new weights in the engines.
+
+    Its status, which OpenRLHF logs and tracks, also says how the engines spent the step.
+    """
+    import ray
+    from openrlhf.trainer.ppo_trainer import BasePPOTrainer
+
+    status, step = BasePPOTrainer.train_step(self, rollout_samples, global_step)
+    if self.vllm_engines:
+        now = ray.get([engine.figures.remote() for engine in self.vllm_engines])
+        before = getattr(self, "_pat_figures", [figures.Figures()] * len(now))
+        self._pat_figures = now
+        status |= figures.metrics([one.since(then) for one, then in zip(now, before, strict=True)])
+    return status, step

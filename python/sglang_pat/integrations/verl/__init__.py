@@ -2,10 +2,9 @@
 
 | module | where it runs |
 | --- | --- |
-| ``plugin``, ``registration`` | in each process of verl's, when it imports verl: the names |
+| ``plugin``, ``registration`` | in each process of verl's, when it imports verl: the names, the way of weights |
 | ``options`` | wherever the job's configuration is read: what it says of this engine, checked |
 | ``replica`` | in the Ray actor that holds an engine, and in the process that starts it |
-| ``adapter`` | in each training process: new weights to the engine |
 | ``client`` | in each process that runs agent loops: asks for responses |
 | ``fields`` | what a sample says of its tokens |
 | ``trainers``, ``tail_batching`` | in the process of the trainer: what is logged; which prompts run in which step |

@@ -1,4 +1,4 @@
-"""The names under which verl finds this engine.  Nothing of SGLang is imported here."""
+"""The names under which verl finds this engine.  Nothing of SGLang is imported until one is used."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sglang_pat.integrations.verl import options
 
 if TYPE_CHECKING:
     from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
+    from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 STOCK_NAME = "sglang"
 """verl's own name of SGLang: a few of its features ask for exactly this one."""
@@ -27,7 +28,7 @@ def register() -> None:
     ``SGLANG_PAT`` asks for it."""
     for name in (options.NAME, STOCK_NAME):
         RolloutReplicaRegistry.register(name, _load)
-        _ROLLOUT_REGISTRY[name, "async"] = f"{__package__}.adapter.checked"
+        _ROLLOUT_REGISTRY[name, "async"] = f"{__name__}.checked"
 
 
 def _load() -> Callable[..., SGLangReplica]:
@@ -48,3 +49,18 @@ def _load() -> Callable[..., SGLangReplica]:
         return replica
 
     return make
+
+
+def checked(config: Any, *args: Any, **kwargs: Any) -> ServerAdapter:
+    """In each training process: verl's client of a server of SGLang's, as it is.  The engine takes whole tensors, and
+    IPC handles by GPU.
+
+    Settings of ours in the configuration are checked here, too: with ``disaggregation`` verl makes replicas of another
+    class, which know nothing of them.
+    """
+    from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+
+    adapter = ServerAdapter(config, *args, **kwargs)
+    if options.own(adapter.config) is not None:
+        options.check(adapter.config)
+    return adapter

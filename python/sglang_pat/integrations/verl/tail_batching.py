@@ -60,20 +60,11 @@ def rules(options: Mapping[str, Any], num_prompts: int, num_responses: int) -> R
         )
     if mode not in MODES:
         raise ValueError(f"{WHERE}.tail_batching is {mode!r}, must be {', '.join(MODES)} or off")
-    given = {name: options[name] for name in ("eta_prompts", "max_deferrals", "unbiased") if name in options}
+    given = {name: value for name, value in options.items() if name != "tail_batching"}
     try:
         return Rules(num_prompts=num_prompts, num_responses=num_responses, mode=mode, eta_responses=1.0, **given)
     except ValueError as error:
         raise ValueError(f"{WHERE}.{error}") from None
-
-
-def refuse_elsewhere(mode: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError, one line, for options of a trainer mode that has none."""
-    if options:
-        raise ValueError(
-            f"trainer.v1.{mode} has no option {min(options)!r}, must be left out: verl's own loop carries unfinished "
-            f"responses over there; tail batching is an option of {WHERE}"
-        )
 
 
 class TailBatchingBuffer(ReplayBuffer):

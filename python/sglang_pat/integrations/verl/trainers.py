@@ -31,7 +31,7 @@ from sglang_pat import figures
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, spread
-from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer, refuse_elsewhere, rules
+from sglang_pat.integrations.verl.tail_batching import WHERE, TailBatchingBuffer, rules
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,12 @@ class _Adaptive(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         config = deepcopy(config)
-        if (mode := config.trainer.v1.trainer_mode) != f"{PREFIX}sync":
-            refuse_elsewhere(mode, dict(config.trainer.v1.get(mode, {})))
+        mode = config.trainer.v1.trainer_mode
+        if mode != f"{PREFIX}sync" and (given := config.trainer.v1.get(mode)):
+            raise ValueError(
+                f"trainer.v1.{mode} has no option {min(given)!r}, must be left out: verl's own loop carries unfinished "
+                f"responses over there; tail batching is an option of {WHERE}"
+            )
         with open_dict(config.trainer.v1):
             # verl asks for this name in several places.
             config.trainer.v1.trainer_mode = mode.removeprefix(PREFIX)
@@ -132,33 +136,30 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         rollout = self.config.actor_rollout_ref.rollout
-        given = dict(self.config.trainer.v1.get(f"{PREFIX}sync", {}))
-        wanted = rules(given, self.config.data.train_batch_size, rollout.n)
+        wanted = rules(self.config.trainer.v1.get(f"{PREFIX}sync", {}), self.config.data.train_batch_size, rollout.n)
         if wanted is None:
             return super()._build_replay_buffer()
         if wanted.unbiased and rollout.multi_turn.enable:
             raise ValueError(
-                "trainer.v1.sglang_pat_sync.unbiased is true, must be false with "
+                f"{WHERE}.unbiased is true, must be false with "
                 "actor_rollout_ref.rollout.multi_turn.enable: what stops a prompt is time then, not length"
             )
-        steps = self.config.trainer.v1.get(self.trainer_mode, {}).get("parameter_sync_step", 1)
-        if steps != 1:
+        own = self.config.trainer.v1.get(self.trainer_mode, {})
+        if (steps := own.get("parameter_sync_step", 1)) != 1:
             raise ValueError(
                 f"trainer.v1.{self.trainer_mode}.parameter_sync_step is {steps}, must be 1 (or left out) with "
-                "trainer.v1.sglang_pat_sync.tail_batching: a step has one batch, for one update"
+                f"{WHERE}.tail_batching: a step has one batch, for one update"
             )
         sampler = self.config.trainer.v1.sampler
         custom = (sampler.get("custom_sampler") or {}).get("path")
         if self._resolve_filter_groups_metric() or custom or sampler.get("sync_refill_failed_groups"):
             raise ValueError(
-                "trainer.v1.sglang_pat_sync.tail_batching chooses the prompts of a step: leave "
-                "algorithm.filter_groups, trainer.v1.sampler.custom_sampler and "
-                "trainer.v1.sampler.sync_refill_failed_groups out"
+                f"{WHERE}.tail_batching chooses the prompts of a step: leave algorithm.filter_groups, "
+                "trainer.v1.sampler.custom_sampler and trainer.v1.sampler.sync_refill_failed_groups out"
             )
         return TailBatchingBuffer(
             wanted, rollout.response_length, self._submit_rows, self._stop_all, trainer_mode=self.trainer_mode,
-            trainer_config=self.config.trainer.v1.get(self.trainer_mode, {}),
-            max_off_policy_threshold=sampler.max_off_policy_threshold,
+            trainer_config=own, max_off_policy_threshold=sampler.max_off_policy_threshold,
             max_off_policy_strategy=sampler.max_off_policy_strategy, sampler_kwargs=sampler.sampler_kwargs,
         )  # fmt: skip
 

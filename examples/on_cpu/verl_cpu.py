@@ -1,6 +1,6 @@
-"""A platform for verl without accelerators, by verl's own registry.  For tests and demonstrations.
+"""A platform for verl without accelerators, by verl's own registry.
 
-``VERL_USE_EXTERNAL_MODULES=sglang_pat.testing.verl_cpu VERL_PLATFORM=cpu``; Ray is told that the machine has N "GPU"s
+``VERL_USE_EXTERNAL_MODULES=on_cpu.verl_cpu VERL_PLATFORM=cpu``; Ray is told that the machine has N "GPU"s
 (``ray.init(num_gpus=N)``), so that verl's placement and its bookkeeping of visible devices run as they are.
 """
 

@@ -1,4 +1,4 @@
-"""OpenRLHF 0.11.2 without GPUs.  For tests and demonstrations; nothing here belongs to the product.
+"""OpenRLHF 0.11.2 without GPUs.
 
 Its sources say ``cuda`` in a few places; they are read with those words changed.
 """
@@ -24,7 +24,7 @@ _CHANGED = {
 }
 
 
-NAME = "sglang_pat.testing.openrlhf_cpu"
+NAME = "on_cpu.openrlhf_cpu"
 """This module, also where it runs as ``__main__``."""
 
 
@@ -70,9 +70,9 @@ def setup() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """``python -m sglang_pat.testing.openrlhf_cpu GPUS RAY_FOLDER …``: the product's command without GPUs.
+    """``python -m on_cpu.openrlhf_cpu GPUS RAY_FOLDER …``: the product's command without GPUs.
 
-    OpenRLHF starts Ray, as on GPUs; Ray is told here that the machine has some, and calls :func:`install` first.
+    OpenRLHF starts Ray, as on GPUs; Ray is told here that the machine has some, and calls :func:`setup` first.
     """
     setup()
     import ray
@@ -84,10 +84,9 @@ def main(argv: list[str]) -> None:
     gpus, folder, *rest = argv
 
     def init_without_gpus(*, runtime_env: dict[str, Any]) -> Any:
-        hook = facade.both(f"{NAME}.install", runtime_env[facade.HOOK])
         return init(
             num_cpus=32, num_gpus=int(gpus), include_dashboard=False, object_store_memory=500_000_000, _temp_dir=folder,
-            runtime_env={**runtime_env, facade.HOOK: hook},
+            runtime_env={**runtime_env, facade.HOOK: f"{NAME}.setup"},
         )  # fmt: skip
 
     ray.init = init_without_gpus

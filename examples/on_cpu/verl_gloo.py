@@ -1,7 +1,7 @@
 """Weights from verl's trainer to engines of their own without GPUs: a checkpoint engine of verl's named ``gloo``.
 
-``rollout.checkpoint_engine.backend=gloo`` and ``.custom_backend_module=sglang_pat.testing.verl_gloo``.  verl's own ones
-need CUDA or RDMA.  For tests and demonstrations.
+``rollout.checkpoint_engine.backend=gloo`` and ``.custom_backend_module=on_cpu.verl_gloo``.  verl's own ones
+need CUDA or RDMA.
 """
 
 from __future__ import annotations

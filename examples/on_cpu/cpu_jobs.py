@@ -1,4 +1,4 @@
-"""What the examples of RL frameworks share on a machine without GPUs."""
+"""A job of an RL framework: its environment, model and prompts, and its end."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sglang_pat.testing import models
 from sglang_pat.testing.prefork import ENVIRONMENT
 from sglang_pat.tools.prompts import PROMPTS
 
+EXAMPLES = str(Path(__file__).resolve().parents[1])
 SMOLLM2 = Path(".cache") / "models" / "smollm2"
 
 RAY_TOO_LATE = "timed out during startup"
@@ -30,8 +31,8 @@ def environment(**own: str) -> dict[str, str]:
         os.environ
         | ENVIRONMENT
         | {
-            # SGLang without its CUDA kernels, in each Python of the job.
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(CHILD_SITE_DIR), os.environ.get("PYTHONPATH", "")])),
+            # SGLang without its CUDA kernels, and this folder, in each Python of the job.
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(CHILD_SITE_DIR), EXAMPLES, os.environ.get("PYTHONPATH")])),
             "GLOO_SOCKET_IFNAME": "lo",
             "RAY_prestart_worker_first_driver": "0",
             "RAY_enable_worker_prestart": "0",

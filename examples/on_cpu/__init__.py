@@ -1,0 +1,1 @@
+"""What the examples and the tests of RL frameworks need on a machine without GPUs."""
