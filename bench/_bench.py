@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.tools.machine import machine
+from sglang_pat.tools.machine import describe_machine
 
 
 def options(doc: str, quick: str) -> argparse.ArgumentParser:
@@ -20,7 +20,7 @@ def options(doc: str, quick: str) -> argparse.ArgumentParser:
 
 def about(**more: Any) -> dict[str, Any]:
     """What the figures are taken on, ``more`` of it if given; also printed."""
-    found = machine() | more
+    found = describe_machine() | more
     print(", ".join(f"{key} {value}" for key, value in found.items()))
     return found
 

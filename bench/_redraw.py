@@ -63,7 +63,7 @@ def message(found: dict[str, list[float]]) -> str:
 def layouts() -> Path:
     """What each layout takes in the cases of ``bench/rollout.py``, against the better static one."""
     found = percents()
-    figure, (axes,) = pictures.panels(1, width=9.9, height=4.0)
+    figure, (axes,) = pictures.make_panels(1, width=9.9, height=4.0)
     places = range(len(found), 0, -1)
     for place, each in zip(places, found.values(), strict=True):
         axes.plot([min(each), max(each)], [place, place], color=pictures.LIGHT, linewidth=2, zorder=1)
@@ -72,10 +72,10 @@ def layouts() -> Path:
         axes.scatter(values, places, marker=marker, color=color, s=90, label=name, zorder=2 + way)
     axes.axvline(0, color=pictures.LINE, linewidth=1, zorder=0)
     axes.set_yticks(list(places), [case.replace("emulated ", "") + "*" * ("emulated" in case) for case in found])
-    pictures.labels(axes, "time of a batch against the better fixed layout, % (left is faster)", "")
+    pictures.set_labels(axes, "time of a batch against the better fixed layout, % (left is faster)", "")
     axes.legend(frameon=False, loc="lower right", fontsize=9.5)
-    pictures.message(figure, message(found))
-    pictures.footer(figure, "* emulated link; two CPU cores, one rank each; medians; rounds vary by 20%")
+    pictures.set_figure_title(figure, message(found))
+    pictures.set_footer(figure, "* emulated link; two CPU cores, one rank each; medians; rounds vary by 20%")
     return pictures.save(figure, IMAGES / "layouts.png")
 
 
@@ -93,14 +93,14 @@ def switch() -> Path:
     for lines in tables(RESULTS / "switch.md", "tokens alive, requests", "KV", "PAT's way"):
         rows = [row for line in lines for row in _switch_rows(line)]
         settings[f"{max(_degree(row) for row in rows)} ranks"] = rows
-    figure, axes = pictures.panels(2 * len(settings), width=6.2, height=3.7, columns=len(settings))
+    figure, axes = pictures.make_panels(2 * len(settings), width=6.2, height=3.7, columns=len(settings))
     for column, (name, rows) in enumerate(settings.items()):
         degrees = sorted({_degree(row) for row in rows})
         for line, (verb, tp) in enumerate((("merge", degrees[-1]), ("split", degrees[0]))):
             mine = [row for row in rows if _degree(row) == tp]
             _pauses(axes[line * len(settings) + column], mine)
             said = f"{name}, {verb} to tp{tp}: PAT's way takes {_times(mine)} times as long"
-            pictures.title(axes[line * len(settings) + column], said, 50)
+            pictures.set_panel_title(axes[line * len(settings) + column], said, 50)
     everything = [row for rows in settings.values() for row in rows]
     for one in axes:
         one.set_xlim(min(row["own"] for row in everything) / 2, max(row["pause"] for row in everything) * 2.6)
@@ -110,14 +110,14 @@ def switch() -> Path:
     handles.append(Line2D([], [], color=pictures.OURS, markerfacecolor="white", markersize=5, label=label, **style))
     figure.legend(handles=handles, fontsize=8.5, frameon=False, loc="outside lower left", ncols=3)
     ours = [row for row in everything if row["way"] == "ours"]
-    whole, own = (pictures.span((row[part] for row in ours), ".0f") for part in ("pause", "own"))
-    pictures.message(
+    whole, own = (pictures.format_span((row[part] for row in ours), ".0f") for part in ("pause", "own"))
+    pictures.set_figure_title(
         figure,
         f"A switch stops decoding for {whole} ms; without the drain for {own} ms, and PAT's way "
         f"{_times(everything)} times as long",
     )
     source = "AMD EPYC, 2 cores. Medians, drawn from the tables of docs/results/switch.md, which has dates and commits."
-    pictures.footer(figure, source, 0.4)
+    pictures.set_footer(figure, source, 0.4)
     return pictures.save(figure, IMAGES / "switch.png")
 
 
@@ -137,7 +137,7 @@ def _degree(row: dict) -> int:
 
 
 def _times(rows: Rows) -> str:
-    return pictures.span((row["times"] for row in rows if "times" in row), ".1f")
+    return pictures.format_span((row["times"] for row in rows if "times" in row), ".1f")
 
 
 def _pauses(axes: Axes, rows: Rows) -> None:
@@ -161,7 +161,7 @@ def _pauses(axes: Axes, rows: Rows) -> None:
     axes.set_yticks(range(len(points)), [f"{tokens:,} tokens, {n} request{'s' * (n > 1)}" for tokens, n in points])
     axes.set_ylim(len(points) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
-    pictures.labels(axes, "pause, ms", "")
+    pictures.set_labels(axes, "pause, ms", "")
 
 
 # -- tail batching --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from profiler.rig import Rig
-from sglang_pat.testing.server import rank_processes
+from sglang_pat.testing.server import find_rank_processes
 
 SKIP = 2
 """Steps after a switch that are not timed: the caches are cold."""
@@ -22,7 +22,7 @@ class Memory:
     """What a switch takes on each rank beyond what is mapped already, and in the windows that KV goes through."""
 
     def __init__(self) -> None:
-        ranks = rank_processes(psutil.Process().children(recursive=True))
+        ranks = find_rank_processes(psutil.Process().children(recursive=True))
         self._pids = [process.pid for process in ranks.values()]
 
     def start(self) -> None:
@@ -59,10 +59,10 @@ class Memory:
 
 async def decode(rig: Rig, tasks: list, requests: int, steps: int) -> tuple[float, float]:
     """Median seconds of so many steps from now on, the mean over replicas of each step; mean context of a request."""
-    await rig.until_decoding(tasks, requests, steps=SKIP)
+    await rig.wait_until_decoding(tasks, requests, steps=SKIP)
     found: dict[int, list[dict]] = {}
     while not found or any(len(mine) < steps for mine in found.values()):
-        for step in await rig.trace():
+        for step in await rig.read_trace():
             if step["tp"] == rig.tp and step["kind"] == "decode":
                 found.setdefault(step["rank"], []).append(step)
         if all(task.done() for task in tasks):
@@ -78,9 +78,9 @@ async def decoding(rig: Rig, tp: int, requests: int, tokens: int, answer: int):
     """A batch whose prompts are injected, not computed; tasks that decode for ``answer`` steps unless aborted."""
     await rig.reconfigure(tp)
     await rig.flush()
-    prompts = [rig.tokens(tokens // requests) for _ in range(requests)]
+    prompts = [rig.sample_tokens(tokens // requests) for _ in range(requests)]
     rig.inject(prompts)
-    await rig.trace()
+    await rig.read_trace()
     tasks = rig.send(prompts, [answer] * requests)
     try:
         yield tasks
@@ -92,10 +92,10 @@ async def switches(rig: Rig, low: int, high: int, requests: int, tokens: int) ->
     """One there and one back."""
     made = []
     async with decoding(rig, low, requests, tokens, 50) as tasks:
-        await rig.until_decoding(tasks, requests, steps=1)
+        await rig.wait_until_decoding(tasks, requests, steps=1)
         for target in (high, low):
             made.append(await rig.reconfigure(target))
-            await rig.until_decoding(tasks, requests, steps=1)
+            await rig.wait_until_decoding(tasks, requests, steps=1)
     return made
 
 
@@ -120,7 +120,7 @@ async def after(
     begun = await static(contexts) if contexts else None
     switched = []
     async with decoding(rig, low, requests, tokens, answer) as tasks:
-        await rig.until_decoding(tasks, requests, steps=SKIP)
+        await rig.wait_until_decoding(tasks, requests, steps=SKIP)
         for target in (high, low):
             await rig.reconfigure(target)
             switched.append(await decode(rig, tasks, requests, steps))
@@ -141,7 +141,7 @@ async def taken(rig: Rig, low: int, high: int, requests: int, tokens: int) -> di
 
     manager, memory, found = rig.engine.tokenizer_manager, Memory(), {}
     async with decoding(rig, low, requests, tokens, 100) as tasks:
-        await rig.until_decoding(tasks, requests)
+        await rig.wait_until_decoding(tasks, requests)
         await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
         for target in (high, low) * 2:
             memory.start()

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import bootstrap
 
-from profiler.measure import sample
+from profiler.measure import make_sample
 from sglang_pat.predict.cost import fit_control, fit_kv
 
 
@@ -122,7 +122,7 @@ def modelled(result: dict) -> list[float]:
     """
     ratios = []
     for point, up in itertools.product(result["points"], (True, False)):
-        others = [sample(s) for p in result["points"] if p is not point for s in of(p, "ours", up)]
+        others = [make_sample(s) for p in result["points"] if p is not point for s in of(p, "ours", up)]
         if len({(s.requests, s.tokens) for s in others}) < 3:
             continue
         fixed, per_request, handing_over = fit_control(others, None)

@@ -121,7 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     repeats, block_s = (5, 0.1) if args.quick else (15, 0.3)
 
-    about = _bench.about(emulated_link=str(shm.current_link() or "none"))
+    about = _bench.about(emulated_link=str(shm.get_current_link() or "none"))
     print(f"{'ranks':>5}  {'operation':<11}{'size':>7}{'gloo us':>12}{'pat_shm us':>12}{'ratio':>9}")
     results = []
     for ranks in args.ranks:

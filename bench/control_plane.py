@@ -31,7 +31,7 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Load, Snapshot
 from sglang_pat.predict import profile as profiles
-from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.cost import build_predictors
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Abort, Launch, Output, RoundOver, SampleId, Span
 from sglang_pat.rollout.rules import Rules
@@ -47,13 +47,13 @@ PATIENCE_SECONDS = 30.0
 class Nowhere:
     """An outbox that keeps nothing."""
 
-    def to_leader(self, rank: int, obj: Any) -> None: ...
-    def to_server(self, obj: Any) -> None: ...
-    def switched(self, record: m.SwitchRecord) -> None: ...
-    def stepped(self, step: Any) -> None: ...
-    def counting(self) -> None: ...
-    def decided(self, snapshot: Any, decision: Any) -> None: ...
-    def finished(self, response: m.Finished) -> None: ...
+    def send_to_leader(self, rank: int, obj: Any) -> None: ...
+    def send_to_server(self, obj: Any) -> None: ...
+    def record_switch(self, record: m.SwitchRecord) -> None: ...
+    def record_training_step(self, step: Any) -> None: ...
+    def start_counting_requests(self) -> None: ...
+    def log_decision(self, snapshot: Any, decision: Any) -> None: ...
+    def log_response(self, response: m.Finished) -> None: ...
 
 
 def coordinator() -> Coordinator:
@@ -79,14 +79,14 @@ def held_back(requests: int) -> float:
     core.receive(request(0), 0.0)
     core.reconfigure(m.Reconfigure(query_id=1, tp=8), 0.0)
     for rank in range(LEADERS):
-        core.rank_message(m.Prepared(rank=rank, epoch=1, seconds=0.0), 0.0)
+        core.handle_rank_message(m.Prepared(rank=rank, epoch=1, seconds=0.0), 0.0)
     begun = thread_time()
     for number in range(requests):
         core.receive(request(number), 0.0)
     for rank in range(LEADERS):
         phases = {"drain": 0.0}
         done = dict(requests_in=int(rank == 0), requests_out=int(rank == 0), migrated=int(rank == 0))
-        core.rank_message(m.RankSwitched(rank=rank, epoch=1, tp=8, phases=phases, **done), 0.0)
+        core.handle_rank_message(m.RankSwitched(rank=rank, epoch=1, tp=8, phases=phases, **done), 0.0)
     assert core.layout.tp == 8
     return 1e6 * (thread_time() - begun) / requests
 
@@ -105,7 +105,7 @@ def load_report(requests: int, repeats: int = 20) -> float:
     taken = []
     for _ in range(repeats):
         begun = thread_time()
-        core.rank_message(m.decode_from_rank(data), 0.0)
+        core.handle_rank_message(m.decode_from_rank(data), 0.0)
         taken.append(thread_time() - begun)
     return 1e6 * statistics.median(taken)
 
@@ -115,7 +115,7 @@ def deciding(requests: int, repeats: int = 20) -> float:
     of 8; 4,096 responses have been seen."""
     rng = np.random.default_rng(0)
     profile = profiles.load(PROFILE)
-    predictor, costs = fitted(profile)
+    predictor, costs = build_predictors(profile)
     policy = make_policy("survival", predictor=predictor, costs=costs)
     history = LengthHistory()
     for number, drawn in enumerate(np.exp(rng.normal(6, 1, 4096)).astype(int)):
@@ -170,14 +170,14 @@ def admission(mode: str, prompts: int, responses: int, rounds: int = 3) -> dict[
             actions = []
             gone = set(stopped)
             for sample in stopped:
-                actions += _timed(calls, made.stopped, sample, Output())
+                actions += _timed(calls, made.record_stopped, sample, Output())
             if gone:
                 ends = [end for end in ends if end[1] not in gone]
                 heapq.heapify(ends)
             elif not over:
                 now, sample = heapq.heappop(ends)
                 output = Output(spans=[Span(number, length(sample) - had[sample])], finish_reason="stop")
-                actions += _timed(calls, made.finished, sample, output)
+                actions += _timed(calls, made.record_finished, sample, output)
             if thread_time() > gave_up:
                 break
         events = len(calls)

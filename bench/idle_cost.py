@@ -17,7 +17,7 @@ from pathlib import Path
 import _bench
 
 from sglang_pat.testing import models
-from sglang_pat.testing.server import Server, stopped
+from sglang_pat.testing.server import Server, suspend
 
 CASES = {"one rank": ("--tp", "1", "--dp", "1"), "two replicas": ("--tp", "1", "--dp", "2")}
 OFF = ("--adaptive-tp", "--pat-policy", "manual")
@@ -40,14 +40,14 @@ def tokens_per_second(server: Server, batch: int, tokens: int) -> float:
 
 def compare(model: Path, flags: tuple[str, ...], rounds: int, batch: int, tokens: int) -> dict:
     with Server(model, *flags) as stock:
-        with stopped(stock):
+        with suspend(stock):
             adaptive = Server(model, *flags, *OFF)
         with adaptive:
             pairs = []
             for number in range(rounds + 1):
-                with stopped(adaptive):
+                with suspend(adaptive):
                     plain = tokens_per_second(stock, batch, tokens)
-                with stopped(stock):
+                with suspend(stock):
                     ours = tokens_per_second(adaptive, batch, tokens)
                 if number:  # the first round warms both up
                     pairs.append((plain, ours))

@@ -49,7 +49,7 @@ def send(rig: Rig, requests: int, kind: dict[str, Any]) -> list[asyncio.Task]:
     def one(number: int) -> asyncio.Task:
         mine = params | ({"regex": params["regex"] % (4 + number)} if "regex" in params else {})
         return asyncio.ensure_future(
-            rig.engine.async_generate(input_ids=rig.tokens(PROMPT), sampling_params=mine, **asked)
+            rig.engine.async_generate(input_ids=rig.sample_tokens(PROMPT), sampling_params=mine, **asked)
         )
 
     return [one(number) for number in range(requests)]
@@ -59,13 +59,13 @@ async def switches(rig: Rig, requests: int, kind: dict[str, Any]) -> list[dict[s
     """The records of one there and one back."""
     await rig.reconfigure(1)
     await rig.flush()
-    await rig.trace()
+    await rig.read_trace()
     tasks, made = send(rig, requests, kind), []
     try:
-        await rig.until_decoding(tasks, requests, steps=BEFORE)
+        await rig.wait_until_decoding(tasks, requests, steps=BEFORE)
         for target in (2, 1):
             made.append(await rig.reconfigure(target))
-            await rig.until_decoding(tasks, requests, steps=1)
+            await rig.wait_until_decoding(tasks, requests, steps=1)
     finally:
         await rig.abort(tasks)
     return made
@@ -134,16 +134,16 @@ def _through_a_pause(reqs: list[Any], top: int | None) -> dict[str, float]:
 
     fresh = [_request(top) for _ in reqs]
     begun = thread_time()
-    data = pickle.dumps([requests.capture(req) for req in reqs], pickle.HIGHEST_PROTOCOL)
+    data = pickle.dumps([requests.serialize_request(req) for req in reqs], pickle.HIGHEST_PROTOCOL)
     sent = thread_time()
     for req, capsule in zip(fresh, pickle.loads(data), strict=True):
-        requests.restore(req, capsule)
+        requests.restore_state(req, capsule)
     return {"offer_ms": 1e3 * (sent - begun), "take_ms": 1e3 * (thread_time() - sent), "mb": len(data) / 1e6}
 
 
 def histories(requests: int, repeats: int = 5) -> list[dict[str, Any]]:
     """CPU time of the leader that offers so many requests, and of a rank that takes them; medians."""
-    if shim.needed():
+    if shim.is_needed():
         shim.install()
     rng, found = random.Random(0), []
     for kind, top in HISTORIES.items():
@@ -168,7 +168,7 @@ def main() -> int:
     about = _bench.about()
     model = models.make_random("llama", Path(".cache/models/llama"))
     flags = ["--tp", "1", "--dp", "2", "--dtype", "float32", "--max-running-requests", "640"]
-    engine = launch.start(launch.server_args(str(model), [*flags, "--max-total-tokens", "300000"]))
+    engine = launch.start(launch.make_server_args(str(model), [*flags, "--max-total-tokens", "300000"]))
     titles = "".join(f"{title:>10}" for title in ("capsules", "plan", "KV", "install"))
     print(f"{'requests':>8}  {'kind':>9}  {'to tp':>5}  {'pause, ms':>9}{titles}")
     rows: list[dict[str, Any]] = []

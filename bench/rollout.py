@@ -48,7 +48,7 @@ REGIMES = {
 def sweep(case: Case, model: Path, budget: str, speaker: Speaker) -> Path:
     """The profile of this model over this link; a sweep that was interrupted goes on."""
     out = CACHE / "profiles" / f"rollout-{model.name}-{case.link.replace(':', '_')}.json"
-    return contest.profile(case, model, out, budget, GRID, speaker, None)
+    return contest.sweep_profile(case, model, out, budget, GRID, speaker, None)
 
 
 def ratios(times: list[StepTime]) -> dict[int, float]:
@@ -65,8 +65,8 @@ def figures(case: Case, result: Result) -> dict:
         "best_static": result.static[0],
         "runs": {
             POLICY if name == contest.ADAPTIVE else name: {
-                "seconds": result.seconds(name),
-                "median": result.median(name),
+                "seconds": result.list_seconds(name),
+                "median": result.compute_median(name),
                 # Round by round, since the machine's speed drifts from one to the next.
                 "against_best_static": statistics.median(gains(result, name)),
                 "switches": [_switches(runs[at]) for runs in result.rounds],
@@ -78,8 +78,8 @@ def figures(case: Case, result: Result) -> dict:
 
 def gains(result: Result, name: str) -> list[float]:
     """Seconds of the better static layout over those of a contender, round by round."""
-    best = result.seconds(result.static[0])
-    return [one / other for one, other in zip(best, result.seconds(name), strict=True)]
+    best = result.list_seconds(result.static[0])
+    return [one / other for one, other in zip(best, result.list_seconds(name), strict=True)]
 
 
 def _switches(run: Run) -> list[dict]:
@@ -114,14 +114,14 @@ def main() -> int:
     speaker = Speaker(console.make())
     for name, case in regimes.items():
         model = MAKERS[case.model]()
-        print(f"{name}: {case.work.batch} requests, {sum(case.work.lengths())} tokens, {case.link_name}")
+        print(f"{name}: {case.work.batch} requests, {sum(case.work.compute_lengths())} tokens, {case.link_name}")
         try:
             profile = sweep(case, model, budget, speaker)
-            steps = contest.step_times(profile, (1, 4, 16, case.work.batch))
+            steps = contest.predict_step_times(profile, (1, 4, 16, case.work.batch))
             over = ratios(steps)
             shown = ", ".join(f"{ratio} at {batch}" for batch, ratio in over.items())
             print(f"  a step of tp2 over one of tp1, by requests: {shown}", flush=True)
-            played = contest.play(case, model, profile, lambda done, _: done < rounds, speaker)
+            played = contest.run_rounds(case, model, profile, lambda done, _: done < rounds, speaker)
         except DemoError as error:
             sys.exit(f"error: {error}")
         found = figures(case, Result(steps, played))

@@ -95,7 +95,7 @@ class Stub:
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         raise AssertionError("nothing is aborted here")
 
-    def pat_round(self, message: Any) -> None:
+    def pat_send_round(self, message: Any) -> None:
         """Nobody decides."""
 
     async def pat_status(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def serve(port: int) -> None:
     """In the server's process."""
     from sglang_pat.cpu import shim
 
-    if shim.needed():
+    if shim.is_needed():
         shim.install()
     import uvicorn
     from sglang.srt.entrypoints import http_server
@@ -170,7 +170,7 @@ async def run_round(url: str, prompts: int, number: int) -> int:
     admitter = Admitter(Rules(num_prompts=prompts, num_responses=RESPONSES, eta_prompts=1.0))
     admitter.feed([((0, i), {"input_ids": [*PROMPT, i]}) for i in range(prompts)], end_of=0)
     events = RolloutClient(url).async_rollout(admitter, SAMPLING, number)
-    return sum([len(event.kept()) async for event in events if isinstance(event, Group)])
+    return sum([len(event.list_kept()) async for event in events if isinstance(event, Group)])
 
 
 async def one(url: str, prompts: int, number: int, together: bool) -> dict[str, float]:
@@ -211,14 +211,14 @@ def main() -> int:
     if args.serve:
         serve(args.serve)
         return 0
-    from sglang_pat.testing.ports import free_port
-    from sglang_pat.tools.machine import machine
+    from sglang_pat.testing.ports import find_free_port
+    from sglang_pat.tools.machine import describe_machine
 
     prompts, rounds = (64, 1) if args.quick else (1024, args.rounds)
-    about = machine()
+    about = describe_machine()
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print(f"{prompts * RESPONSES} samples; a stub server; medians of {rounds}", flush=True)
-    port = free_port()
+    port = find_free_port()
     process = start(port)
     try:
         url = f"http://127.0.0.1:{port}"

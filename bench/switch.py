@@ -26,9 +26,9 @@ from _switch_figures import QUICK, SETTINGS, Setting
 
 from profiler import launch
 from profiler.worker import Worker
-from sglang_pat.acceptance.commands import prefilled
+from sglang_pat.acceptance.commands import time_prefill
 from sglang_pat.testing import models
-from sglang_pat.testing.server import stopped
+from sglang_pat.testing.server import suspend
 
 CACHE = Path(".cache/models")
 WAYS = {"ours": (), "PAT's": ("--pat-weights", "reshard", "--pat-kv-exchange", "allgather")}
@@ -100,7 +100,7 @@ def restart(model: Path, setting: Setting, pool: int) -> dict[str, float]:
     sizes = ("--dtype", "float32", "--max-total-tokens", str(pool))
     with Worker(model, *flags, *sizes) as again:
         started = time.monotonic()
-        prefill = again.do(prefilled, requests=requests, tokens=tokens)
+        prefill = again.do(time_prefill, requests=requests, tokens=tokens)
     return {"stop": stopped_at - begun, "start": started - stopped_at, "prefill": prefill}
 
 
@@ -116,10 +116,10 @@ def compare(model: Path, setting: Setting, rounds: int, save: Callable[[dict], N
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for way, flags in WAYS.items():
-            with stopped(*workers.values()):
+            with suspend(*workers.values()):
                 workers[way] = stack.enter_context(engine(model, setting, kv_tokens(setting, small), *flags))
         measure(workers, setting, small, rounds, lambda: save(result))
-        with stopped(*(worker for way, worker in workers.items() if way != "ours")):
+        with suspend(*(worker for way, worker in workers.items() if way != "ours")):
             alone(workers["ours"], setting, small, result, rounds)
             save(result)
     for way, flags in WAYS.items() if large else ():
@@ -138,10 +138,10 @@ def measure(workers: dict[str, Worker], setting: Setting, points: list[dict], ro
     for number in range(rounds):
         for point in points:
             for way, worker in workers.items():
-                with stopped(*(other for other in workers.values() if other is not worker)):
+                with suspend(*(other for other in workers.values() if other is not worker)):
                     made = worker.do(commands.switches, **batch(setting, point["tokens"], point["requests"]))
                 point["switches"].setdefault(way, []).extend(made)
-            with stopped(*workers.values()):
+            with suspend(*workers.values()):
                 moved = point["switches"]["ours"][0]["moved_bytes"] // setting.ranks
                 point.setdefault("copies", []).append(copy_seconds(setting.ranks, max(moved, 1)))
             print(f"  {number + 1}/{rounds} " + figures.line(point), flush=True)
@@ -179,11 +179,11 @@ def idle_slots(rounds: int) -> dict[int, list[float]]:
     with ExitStack() as stack:
         workers: dict[int, Worker] = {}
         for size in slots:
-            with stopped(*workers.values()):
+            with suspend(*workers.values()):
                 workers[size] = stack.enter_context(engine(model, setting, size))
         for _ in range(rounds):
             for size, worker in workers.items():
-                with stopped(*(other for other in workers.values() if other is not worker)):
+                with suspend(*(other for other in workers.values() if other is not worker)):
                     worker.do(commands.switches, **batch(setting, 1024, 4))
                     found = worker.do(commands.switches, **batch(setting, 1024, 4))
                 pauses.setdefault(size, []).extend(r["pause_seconds"] - r["phases"]["drain"] for r in found)

@@ -28,13 +28,13 @@ from rich.table import Table
 from sglang_pat.demo.cases import MAKERS, QUICK, SMOLLM2, TINY, WIDE, Case
 from sglang_pat.demo.contest import KV_TOKENS, LOW, POLICY, RANKS
 from sglang_pat.policies.registry import make_policy
-from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import load
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.client import HttpBackend, RolloutClient
 from sglang_pat.rollout.records import Output, SampleId, Summary
 from sglang_pat.rollout.rules import Rules
-from sglang_pat.testing.server import Server, stopped
+from sglang_pat.testing.server import Server, suspend
 from sglang_pat.tools.console import Speaker
 from sglang_pat.tools.prompts import PROMPTS
 
@@ -121,9 +121,9 @@ class Contender:
         self.rounds: list[dict[str, Any]] = []
         self._admitter, self._fed = Admitter(self.rules), 0
 
-    def round(self, version: int) -> None:
+    def run_round(self, version: int) -> None:
         """One more in :attr:`rounds`: seconds, kind, each response's length, whether it ended by itself, and so on."""
-        self._feed()
+        self._feed_prompts()
         before = self.server.status()["num_switches"]
         began = time.monotonic()
         outputs, summary = self._play(version)
@@ -137,7 +137,7 @@ class Contender:
             }
         )  # fmt: skip
 
-    def _feed(self) -> None:
+    def _feed_prompts(self) -> None:
         indices = range(self._fed, self._fed + self._admitter.wanted)
         self._admitter.feed([((0, i), {"text": CHAT.format(PROMPTS[i % len(PROMPTS)])}) for i in indices])
         self._fed = indices.stop
@@ -145,9 +145,9 @@ class Contender:
     def _play(self, version: int) -> tuple[list[Output], Summary]:
         params = {"temperature": 1.0, "max_new_tokens": self.job.limit}
         shape = self.job.shape
-        lengths = None if self.job.natural else partial(shape.of_sample, SEED, correlation=RHO)
+        lengths = None if self.job.natural else partial(shape.sample_length, SEED, correlation=RHO)
         *groups, summary = Client(self.server.url, lengths).rollout(self._admitter, params, version)
-        return [sample.output for group in groups for sample in group.kept()], summary
+        return [sample.output for group in groups for sample in group.list_kept()], summary
 
 
 def run(console: Console, jobs: dict[str, RealJob], budget: str) -> dict:
@@ -165,7 +165,7 @@ def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]
     with ExitStack() as stack:
         servers: list[Server] = []
         for flags in (["--pat-policy", "off"], ["--pat-policy", POLICY, "--pat-profile", str(profile)]):
-            with stopped(*servers):
+            with suspend(*servers):
                 made = Server(model, *RANKS, "--adaptive-tp", *flags, max_total_tokens=KV_TOKENS)
                 servers.append(stack.enter_context(made))
         contenders = [
@@ -175,8 +175,8 @@ def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]
         ]
         for number in range(1 + job.rounds):
             for contender in contenders:
-                with stopped(*(server for server in servers if server is not contender.server)):
-                    contender.round(number)
+                with suspend(*(server for server in servers if server is not contender.server)):
+                    contender.run_round(number)
             shown = ", ".join(f"{c.name} {c.rounds[-1]['seconds']:.1f} s ({c.rounds[-1]['kind']})" for c in contenders)
             console.print(f"  {job.case.model}, round {number}: {shown}")
     if not job.natural:
@@ -188,14 +188,14 @@ def _model(console: Console, job: RealJob, budget: str) -> dict[str, list[dict]]
 def predict(contender: Contender, path: Path, adaptive: bool) -> None:
     """How long the simulator says that the same rounds take, on the profile: same prompts, same lengths."""
     profile = load(path, complete=True)
-    predictor, costs = fitted(profile)
+    predictor, costs = build_predictors(profile)
     engines = Engines(
         predictor=predictor, costs=costs, fingerprint=profile.fingerprint, nodes=1, tp=LOW.tp,
         policy=make_policy(POLICY, predictor=predictor, costs=costs) if adaptive else None,
     )  # fmt: skip
     simulation = Simulation(engines, contender.rules, contender.job.shape, RHO, SEED, PROMPT_TOKENS)
     for number, found in enumerate(contender.rounds):
-        found["predicted"] = simulation.round(number).seconds
+        found["predicted"] = simulation.run_round(number).seconds
 
 
 def show(console: Console, name: str, job: RealJob, contenders: dict[str, list[dict]]) -> None:

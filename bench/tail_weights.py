@@ -32,10 +32,10 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_pat.layout import ParallelLayout  # noqa: E402
-from sglang_pat.rank.shards import copies  # noqa: E402
-from sglang_pat.rank.weights import Views, shard_specs  # noqa: E402
+from sglang_pat.rank.shards import list_copies  # noqa: E402
+from sglang_pat.rank.weights import Views, make_shard_specs  # noqa: E402
 from sglang_pat.testing.lone import LoneRank  # noqa: E402
-from sglang_pat.testing.models import config  # noqa: E402
+from sglang_pat.testing.models import make_config  # noqa: E402
 
 MODELS = {
     # Shapes of SmolLM2-135M as it is served here: 12 query and 4 KV heads, so that 2 and 4 divide them.
@@ -52,31 +52,31 @@ class Stepper:
 
     def __init__(self, shape: dict) -> None:
         folder = Path(tempfile.mkdtemp())
-        self.config = config("llama", **shape)
+        self.config = make_config("llama", **shape)
         self.config.save_pretrained(folder)
         args = ServerArgs(
             model_path=str(folder), device="cpu", dtype="float32", attention_backend="torch_native",
             skip_tokenizer_init=True, disable_cuda_graph=True,
         )  # fmt: skip
         self.rank = LoneRank(args)
-        self.base = self.rank.model(1, 0)
+        self.base = self.rank.make_model(1, 0)
         for param in self.base.parameters():
             param.data = torch.randn(param.shape, dtype=param.dtype) * 0.02
 
     def viewed(self, layout: ParallelLayout) -> torch.nn.Module:
         """The model of rank 0 in ``layout``, as the engine has it."""
-        model = self.rank.model(layout.tp, 0)
+        model = self.rank.make_model(layout.tp, 0)
         Views(model, self.base, layout, ParallelLayout(1, layout.num_ranks), 0)
         return model
 
     def copied(self, layout: ParallelLayout) -> torch.nn.Module:
         """The same with weights of its own, each in one piece."""
-        model = self.rank.model(layout.tp, 0)
-        held, wanted, base = shard_specs(self.base), shard_specs(model), dict(self.base.named_parameters())
+        model = self.rank.make_model(layout.tp, 0)
+        held, wanted, base = make_shard_specs(self.base), make_shard_specs(model), dict(self.base.named_parameters())
         for name, param in model.named_parameters():
             source, dim = base[name].data, wanted[name].dim
             if dim is not None:
-                pieces = copies(held[name].intervals(1, 0), wanted[name].intervals(layout.tp, 0))
+                pieces = list_copies(held[name].list_intervals(1, 0), wanted[name].list_intervals(layout.tp, 0))
                 source = torch.cat([source.narrow(dim, piece.src, piece.length) for piece in pieces], dim)
             param.data = source.clone(memory_format=torch.contiguous_format)
         return model

@@ -44,7 +44,7 @@ def main() -> None:
         for event in engine.rollout(admitter, sampling, version=step):
             if isinstance(event, Group):
                 trained += 1
-                lengths += [sample.output.tokens for sample in event.kept()]
+                lengths += [sample.output.tokens for sample in event.list_kept()]
         seconds = time.perf_counter() - begun
         print(
             f"round {step}, {event.kind}: {seconds:.2f} s, kept {min(lengths)} to {max(lengths)} tokens, "

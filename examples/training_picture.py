@@ -70,13 +70,13 @@ def draw(path: Path, steps: Sequence[Step], logs: Sequence[Path]) -> Path:
         pictures.tidy(axes)
     numbers = list(range(1, len(steps) + 1))
     reward.plot(numbers, [step.reward for step in steps], marker="o", color=pictures.LINE)
-    pictures.labels(reward, "", "reward")
+    pictures.set_labels(reward, "", "reward")
     _times(time, numbers, steps)
     for axes in (reward, time):
         axes.set_xticks(numbers)
         axes.set_xlim(0.4, len(steps) + 0.6)
     _layouts(layouts, engines)
-    pictures.message(figure, title(steps, engines))
+    pictures.set_figure_title(figure, title(steps, engines))
     return pictures.save(figure, path)
 
 
@@ -98,7 +98,7 @@ def _times(axes: Axes, numbers: Sequence[int], steps: Sequence[Step]) -> None:
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     axes.grid(axis="x", visible=False)
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    pictures.labels(axes, "step", "seconds a step")
+    pictures.set_labels(axes, "step", "seconds a step")
 
 
 def _layouts(axes: Axes, engines: Sequence[Sequence[Visit]]) -> None:
@@ -108,10 +108,10 @@ def _layouts(axes: Axes, engines: Sequence[Sequence[Visit]]) -> None:
     for row, engine in enumerate(engines):
         for visit in engine:
             span = visit.start - begin, visit.end - visit.start
-            axes.broken_barh([span], (row + 0.1, 0.8), color=pictures.color(degrees, visit.tp))
+            axes.broken_barh([span], (row + 0.1, 0.8), color=pictures.choose_color(degrees, visit.tp))
     axes.set_yticks([row + 0.5 for row in range(len(engines))], [f"engine {row}" for row in range(len(engines))])
     axes.grid(axis="y", visible=False)
-    handles = [pictures.plt.Rectangle((0, 0), 1, 1, color=pictures.color(degrees, tp)) for tp in degrees]
+    handles = [pictures.plt.Rectangle((0, 0), 1, 1, color=pictures.choose_color(degrees, tp)) for tp in degrees]
     names = [f"tp{tp}" for tp in degrees]
     axes.legend(handles, names, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    pictures.labels(axes, "seconds since the first request", "")
+    pictures.set_labels(axes, "seconds since the first request", "")

@@ -44,7 +44,7 @@ class Limits:
     max_running: int
     max_length: int
 
-    def holds(self, tp: int, batch: int, length: int) -> bool:
+    def can_hold(self, tp: int, batch: int, length: int) -> bool:
         """Whether a replica of degree ``tp`` decodes ``batch`` requests of ``length`` tokens without retracting any."""
         return batch <= self.max_running and length <= self.max_length and batch * length <= 0.95 * self.kv_tokens[tp]
 
@@ -101,12 +101,12 @@ def parse(text: str | None) -> dict[str, tuple[int, ...]]:
     return axes
 
 
-def canonical(axes: dict[str, tuple[int, ...]]) -> str:
+def format_axes(axes: dict[str, tuple[int, ...]]) -> str:
     """``axes`` as text, the same for the same request."""
     return ";".join(f"{name}={','.join(map(str, axes[name]))}" for name in sorted(axes))
 
 
-def length_needed(context: int) -> int:
+def compute_length_needed(context: int) -> int:
     """Tokens that a request has in the end whose steps lie about ``context``."""
     return context + STEPS // 2 + 2 * SLACK
 
@@ -126,7 +126,7 @@ def resolve(axes: dict[str, tuple[int, ...]], limits: Limits) -> Grid:
         "switch_requests": tuple(n for n in (ranks, 8 * ranks) if n <= limits.max_running),
     }
     grid = Grid(**defaults | axes)
-    if not any(limits.holds(base, grid.batch[0], length_needed(c)) for c in grid.context):
+    if not any(limits.can_hold(base, grid.batch[0], compute_length_needed(c)) for c in grid.context):
         raise UsageError(
             f"--grid: no point fits {limits.kv_tokens[base]} KV tokens, {limits.max_running} requests a replica and "
             f"{limits.max_length} tokens a request; choose a smaller batch or context, or a larger --max-total-tokens"
@@ -165,7 +165,7 @@ class Point:
         return f"{self.kind} tp{self.tp}, batch {self.batch} × {self.context} tokens{lone}"
 
 
-def points(grid: Grid, limits: Limits) -> list[Point]:
+def list_points(grid: Grid, limits: Limits) -> list[Point]:
     """Every point that fits, in the order of measurement.
 
     Short contexts come first, there the smallest and the largest batch, then those between.  Layouts take turns at each
@@ -187,9 +187,9 @@ def _round(grid: Grid, limits: Limits, number: int) -> Iterator[Point]:
     layouts = limits.layouts
     for context in grid.context[number : number + 1]:
         for alone, batches in ((False, grid.batch), (True, grid.lone)):
-            for place, batch in enumerate(_coarse_first(batches)):
+            for place, batch in enumerate(_sort_coarse_first(batches)):
                 for tp, dp in ((one.tp, one.dp) for one in layouts[:: -1 if place % 2 else 1]):  # the fewest switches
-                    if limits.holds(tp, batch, length_needed(context)) and not (alone and dp == 1):
+                    if limits.can_hold(tp, batch, compute_length_needed(context)) and not (alone and dp == 1):
                         yield Point(kind="decode", tp=tp, replicas=1 if alone else dp, batch=batch, context=context)
     for low, high in combinations(layouts, 2):
         pair = {"kind": "switch", "tp": low.tp, "to_tp": high.tp, "replicas": low.dp}
@@ -197,16 +197,16 @@ def _round(grid: Grid, limits: Limits, number: int) -> Iterator[Point]:
             yield Point(**pair, batch=0, context=0)
         for context in grid.switch_context[number : number + 1]:
             for requests in grid.switch_requests:
-                if limits.holds(low.tp, -(-requests // low.dp), context + SWITCH_ANSWER):
+                if limits.can_hold(low.tp, -(-requests // low.dp), context + SWITCH_ANSWER):
                     yield Point(**pair, batch=requests, context=context)
     for length in grid.prefill_length[number : number + 1]:
         for batch in grid.prefill_batch:
             for layout in layouts:
-                if limits.holds(layout.tp, batch, length + 2):
+                if limits.can_hold(layout.tp, batch, length + 2):
                     yield Point(kind="prefill", tp=layout.tp, replicas=layout.dp, batch=batch, context=length)
 
 
-def _coarse_first(values: Sequence[int]) -> list[int]:
+def _sort_coarse_first(values: Sequence[int]) -> list[int]:
     """Both ends, the middle, the quarters, ...: beyond the ends a policy has only a guess."""
     found, step = [*values[:1], *values[-1:]], 1 << len(values).bit_length()
     while step > 1:
@@ -215,7 +215,7 @@ def _coarse_first(values: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def needed(found: Sequence[Point]) -> set[Point]:
+def list_required_points(found: Sequence[Point]) -> set[Point]:
     """Those without which nothing can be predicted: the first decode point of each layout with all its replicas, and
     the first switch of each pair that moves KV."""
     first: dict[tuple[int, int], Point] = {}

@@ -14,7 +14,7 @@ from sglang_pat.launch.contract import SGLangMismatch, check_sglang
 from sglang_pat.launch.refusals import check_model_path
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.testing.prefork import ENVIRONMENT
-from sglang_pat.tools.commands import Parser, UsageError, one_line
+from sglang_pat.tools.commands import Parser, UsageError, format_short_line
 
 OURS = ("--adaptive-tp", "--pat-policy", "--pat-switch-at", "--pat-profile")
 """Flags that the profiler sets itself, or that have no meaning here."""
@@ -35,7 +35,7 @@ def set_environment(quiet: bool) -> None:
         logging.basicConfig(level=logging.ERROR)
 
 
-def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) -> Any:
+def make_server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) -> Any:
     """``AdaptiveServerArgs`` for ``model`` with these flags of ours for the ``policy`` and SGLang's ``flags``.
 
     Raises:
@@ -58,12 +58,12 @@ def server_args(model: str, flags: list[str], policy: Sequence[str] = MANUAL) ->
         check_sglang()
         return AdaptiveServerArgs.from_cli_args(parser.parse_args(given))
     except (ValueError, OSError, SGLangMismatch, AssertionError) as error:
-        raise UsageError(one_line(error)) from None
+        raise UsageError(format_short_line(error)) from None
 
 
-def deployment(args: Any) -> Fingerprint:
+def make_fingerprint(args: Any) -> Fingerprint:
     """The fingerprint of what ``args`` would start, but for the sizes of its pools."""
-    from sglang_pat.launch.spec import deployment as of
+    from sglang_pat.launch.spec import make_fingerprint as of
 
     return of(args, args.read_config())
 
@@ -86,7 +86,7 @@ def start(args: Any) -> Any:
 
         return Engine(server_args=args)
     except (ValueError, RuntimeError, OSError) as error:
-        raise UsageError(f"the engine did not start: {one_line(error)}") from None
+        raise UsageError(f"the engine did not start: {format_short_line(error)}") from None
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

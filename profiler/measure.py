@@ -10,7 +10,7 @@ from typing import Any
 
 from profiler.grid import SLACK, STEPS, SWITCH_ANSWER, WARM_UP, Point
 from profiler.rig import Rig
-from profiler.windows import decode_windows, prefill_seconds
+from profiler.windows import decode_windows, measure_prefill_seconds
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, SwitchSample
 
 ATTEMPTS = 5
@@ -42,18 +42,18 @@ async def decode(
     Raises:
         NotMeasured: never was the batch full for :data:`~profiler.grid.LEAST_STEPS` steps.
     """
-    alone_after = FILLER_STEPS if point.replicas < _dp(rig, point) else 0
+    alone_after = FILLER_STEPS if point.replicas < _get_dp(rig, point) else 0
     length = max(8, point.context - alone_after - WARM_UP - steps // 2)
-    ids = [rig.tokens(length) for _ in range(point.batch)]
+    ids = [rig.sample_tokens(length) for _ in range(point.batch)]
     for _ in range(ATTEMPTS):
         await rig.flush()
         rig.inject(ids)
-        await rig.trace()
+        await rig.read_trace()
         begun, wait, trace = time.monotonic(), share, []
         tasks = _start(rig, point, ids, WARM_UP + steps + SLACK)
         while True:
             _, late = await asyncio.wait(tasks, timeout=wait)
-            trace += await rig.trace()
+            trace += await rig.read_trace()
             found = decode_windows(trace, tp=point.tp, replicas=point.replicas, batch=point.batch, most=steps)
             if not late or found is not None or time.monotonic() - begun > limit:
                 break
@@ -77,19 +77,19 @@ def _start(rig: Rig, point: Point, ids: list[list[int]], answer: int) -> list[as
     replica takes it, all have the same prompts; but for the last token, since a long prompt would go where it is
     already.  For a lone replica all but the first of each row end early.
     """
-    dp = _dp(rig, point)
+    dp = _get_dp(rig, point)
     prompts, answers = [], []
     for prompt in ids:
-        prompts += [[*prompt[:-1], *rig.tokens(1)] for _ in range(dp)]
+        prompts += [[*prompt[:-1], *rig.sample_tokens(1)] for _ in range(dp)]
         answers += [answer] * dp if point.replicas == dp else [answer + FILLER_STEPS] + [FILLER_STEPS] * (dp - 1)
     return rig.send(prompts, answers)
 
 
-def _dp(rig: Rig, point: Point) -> int:
+def _get_dp(rig: Rig, point: Point) -> int:
     return next(layout.dp for layout in rig.layouts if layout.tp == point.tp)
 
 
-async def prefill(rig: Rig, point: Point, limit: float = math.inf) -> PrefillPoint:
+async def measure_prefill(rig: Rig, point: Point, limit: float = math.inf) -> PrefillPoint:
     """Time to prefill fresh random prompts; median of up to :data:`PREFILLS` runs, of one where it takes long.
 
     Raises:
@@ -98,15 +98,15 @@ async def prefill(rig: Rig, point: Point, limit: float = math.inf) -> PrefillPoi
     samples: list[float] = []
     for _ in range(ATTEMPTS):
         await rig.flush()
-        batch = [rig.tokens(point.context) for _ in range(point.replicas * point.batch)]
-        await rig.trace()
+        batch = [rig.sample_tokens(point.context) for _ in range(point.replicas * point.batch)]
+        await rig.read_trace()
         tasks = rig.send(batch, [1] * len(batch))
         _, late = await asyncio.wait(tasks, timeout=limit if limit < math.inf else None)
         await (rig.abort(tasks) if late else rig.finish(tasks))
         if late:
             raise TooSlow(f"{point}: takes over {limit:.0f} s")
-        found = prefill_seconds(
-            await rig.trace(), tp=point.tp, replicas=point.replicas, batch=point.batch, length=point.context
+        found = measure_prefill_seconds(
+            await rig.read_trace(), tp=point.tp, replicas=point.replicas, batch=point.batch, length=point.context
         )
         samples += [] if found is None else [found]
         if len(samples) >= PREFILLS or sum(samples) > QUICK_SECONDS:
@@ -119,22 +119,24 @@ async def prefill(rig: Rig, point: Point, limit: float = math.inf) -> PrefillPoi
     )  # fmt: skip
 
 
-async def switches(rig: Rig, point: Point, limit: float = math.inf) -> list[SwitchSample]:
+async def measure_switches(rig: Rig, point: Point, limit: float = math.inf) -> list[SwitchSample]:
     """From ``point.tp`` to ``point.to_tp`` and back, :data:`SWITCH_ROUNDS` times.
 
     Raises:
         NotMeasured: the requests ended too soon, or do not begin within ``limit`` seconds.
     """
     try:
-        records = await there_and_back(rig, point.tp, point.to_tp, point.batch, point.context, SWITCH_ROUNDS, limit)
+        records = await switch_there_and_back(
+            rig, point.tp, point.to_tp, point.batch, point.context, SWITCH_ROUNDS, limit
+        )
     except TimeoutError:
         raise TooSlow(f"{point}: takes over {limit:.0f} s") from None
     if not records:
         raise NotMeasured(f"{point}: the requests ended before the switch")
-    return [sample(record) for record in records]
+    return [make_sample(record) for record in records]
 
 
-async def there_and_back(
+async def switch_there_and_back(
     rig: Rig, low: int, high: int, requests: int, context: int, rounds: int, limit: float = math.inf
 ) -> list[dict[str, Any]]:
     """The records of switches from degree ``low`` to ``high`` and back, so many times with the same live requests.
@@ -147,9 +149,9 @@ async def there_and_back(
     """
     await rig.reconfigure(low)
     await rig.flush()
-    prompts = [rig.tokens(context) for _ in range(requests)]
+    prompts = [rig.sample_tokens(context) for _ in range(requests)]
     rig.inject(prompts)
-    await rig.trace()
+    await rig.read_trace()
     tasks = rig.send(prompts, [SWITCH_ANSWER] * requests)
     records = []
     try:
@@ -157,7 +159,7 @@ async def there_and_back(
             for target in (high, low):
                 if requests:
                     async with asyncio.timeout(limit if limit < math.inf else None):
-                        await rig.until_decoding(tasks, requests)
+                        await rig.wait_until_decoding(tasks, requests)
                 records.append(await rig.reconfigure(target))
     finally:
         if tasks:
@@ -165,7 +167,7 @@ async def there_and_back(
     return [record for record in records if record["requests"] == requests]
 
 
-def sample(record: dict[str, Any]) -> SwitchSample:
+def make_sample(record: dict[str, Any]) -> SwitchSample:
     """A switch record of the engine as the profile keeps it."""
     phases = {name: seconds for name, seconds in record["phases"].items() if name != "prepare"}
     return SwitchSample(

@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from profiler.validate import VALIDATION, Between, Validation
+from profiler.validate import VALIDATION, LayoutComparison, Validation
 from sglang_pat import files
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import DecodePoint, Profile, load
-from sglang_pat.tools.commands import Parser, UsageError, output_folder, run
+from sglang_pat.tools.commands import Parser, UsageError, check_output_folder, run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,13 +39,13 @@ def main(argv: list[str] | None = None) -> int:
     ranks = profile.fingerprint.num_ranks
     if not any(point.replicas == ranks // point.tp for point in profile.decode):
         raise UsageError(f"{args.profile} has no decode times yet; run the same profiler.sweep again to go on")
-    path = output_folder(args.out) / "index.html"
-    files.write(page(profile, validation(args.out)).encode(), path)
+    path = check_output_folder(args.out) / "index.html"
+    files.write(format_page(profile, read_validation(args.out)).encode(), path)
     print(path)
     return 0
 
 
-def validation(folder: Path) -> Between | None:
+def read_validation(folder: Path) -> LayoutComparison | None:
     """What ``profiler.validate`` left in ``folder``.
 
     Raises:
@@ -67,13 +67,13 @@ border-bottom: 1px solid $grid; font-size: 0.9em; vertical-align: top; }
 """)
 
 
-def page(profile: Profile, between: Between | None) -> str:
+def format_page(profile: Profile, between: LayoutComparison | None) -> str:
     """The page, whole."""
     from sglang_pat.tools import pictures  # late: a bad command line is told at once
 
     mark = profile.fingerprint
-    switches = sorted(profile.switches, key=_kind)
-    groups = [(kind, list(samples)) for kind, samples in groupby(switches, key=_kind)]
+    switches = sorted(profile.switches, key=_get_kind)
+    groups = [(kind, list(samples)) for kind, samples in groupby(switches, key=_get_kind)]
     pauses = [
         (
             f"tp{low} → tp{high}", requests, int(median(s.tokens for s in samples)), mode, len(samples),
@@ -81,17 +81,18 @@ def page(profile: Profile, between: Between | None) -> str:
         )
         for (low, high, requests, _, mode), samples in groups
     ]  # fmt: skip
+    shown = base64.b64encode(draw_picture(profile, between)).decode()
     parts = [
         f"<h1>Profile of {html.escape(mark.model)}</h1>",
         "" if profile.complete else "<p><b>An interrupted sweep: some points are missing.</b></p>",
-        f'<img alt="step times" src="data:image/png;base64,{base64.b64encode(picture(profile, between)).decode()}">',
+        f'<img alt="step times" src="data:image/png;base64,{shown}">',
         "<p>Dots are measured, lines predicted: requests are spread evenly over the replicas of each layout. Hollow "
         "dots: one replica at work alone.</p>",
         f"<p>{html.escape(str(between))}</p>" if between else "",
         "<h2>What a switch costs</h2>",
-        _table(("switch", "requests", "KV tokens", "KV", "samples", "pause, ms"), pauses),
-        "<h2>What it holds for</h2>" + _table(("", ""), msgspec.structs.asdict(mark).items()),
-        "<h2>How it was made</h2>" + _table(("", ""), [*profile.machine.items(), *profile.grid.items()]),
+        _format_table(("switch", "requests", "KV tokens", "KV", "samples", "pause, ms"), pauses),
+        "<h2>What it holds for</h2>" + _format_table(("", ""), msgspec.structs.asdict(mark).items()),
+        "<h2>How it was made</h2>" + _format_table(("", ""), [*profile.machine.items(), *profile.grid.items()]),
         "".join(f"<p>{html.escape(source)}</p>" for source in profile.sources),
     ]
     style = STYLE.substitute(line=pictures.LINE, grid=pictures.GRID)
@@ -99,18 +100,18 @@ def page(profile: Profile, between: Between | None) -> str:
     return f"<!doctype html><html><head>{head}</head><body>" + "\n".join(parts) + "</body></html>\n"
 
 
-def _kind(sample: Any) -> tuple[int, int, int, int, str]:
+def _get_kind(sample: Any) -> tuple[int, int, int, int, str]:
     """Switches of a kind have about as many tokens: the same power of two."""
     return sample.from_tp, sample.to_tp, sample.requests, sample.tokens.bit_length(), sample.mode
 
 
-def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+def _format_table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     cells = [[f"<th>{html.escape(name)}</th>" for name in columns]]
     cells += [[f"<td>{html.escape(str(value))}</td>" for value in row] for row in rows]
     return "<table>" + "".join(f"<tr>{''.join(row)}</tr>" for row in cells) + "</table>"
 
 
-def picture(profile: Profile, between: Between | None) -> bytes:
+def draw_picture(profile: Profile, between: LayoutComparison | None) -> bytes:
     """PNG: time of a step over the requests in the engine, one line a layout, at a short and at a long context (PAT
     Fig. 4); and the check between layouts, if there was one."""
     from sglang_pat.tools import pictures
@@ -119,41 +120,43 @@ def picture(profile: Profile, between: Between | None) -> bytes:
     ranks = mark.num_ranks
     points = {tp: [p for p in profile.decode if (p.tp, p.replicas) == (tp, ranks // tp)] for tp in predictor.degrees}
     degrees = [tp for tp in predictor.degrees if points[tp]]
-    contexts = _typical([point for tp in degrees for point in points[tp]])
-    figure, axes = pictures.panels(len(contexts) + (between is not None), width=4.8)
+    contexts = _choose_contexts([point for tp in degrees for point in points[tp]])
+    figure, axes = pictures.make_panels(len(contexts) + (between is not None), width=4.8)
     for one, context in zip(axes, contexts, strict=False):
         most = {}
         for tp in degrees:
-            dp, color = ranks // tp, pictures.color(degrees, tp)
+            dp, color = ranks // tp, pictures.choose_color(degrees, tp)
             found = [p for p in points[tp] if _is_near(p, context)]
             most[tp] = max((p.batch for p in found), default=1) * dp
             line = np.unique(np.geomspace(1, most[tp], 200).round())
             seconds = step_seconds(predictor, tp, line, context)
-            one.plot(line, 1e3 * seconds, color=color, label=pictures.name(ranks, tp), linewidth=1.8)
+            one.plot(line, 1e3 * seconds, color=color, label=pictures.format_layout(ranks, tp), linewidth=1.8)
             one.plot([p.batch * dp for p in found], [1e3 * p.seconds for p in found], "o", color=color, ms=4)
             lone = [p for p in profile.decode if (p.tp, p.replicas, p.batch) == (tp, 1, 1) and _is_near(p, context)]
             if dp > 1:
                 one.plot([1] * len(lone), [1e3 * p.seconds for p in lone], "o", color=color, ms=4, mfc="white")
         one.set_xscale("log", base=2)
-        pictures.plain_log(one.xaxis, [2**power for power in range(max(most.values()).bit_length())])
+        pictures.set_log_axis(one.xaxis, [2**power for power in range(max(most.values()).bit_length())])
         one.set_ylim(bottom=0)
-        pictures.labels(one, "requests in the engine", "ms a step")
-        pictures.title(one, f"{context} tokens: {fastest(predictor, degrees, context, min(most.values()))}", 50)
+        pictures.set_labels(one, "requests in the engine", "ms a step")
+        pictures.set_panel_title(
+            one, f"{context} tokens: {find_fastest(predictor, degrees, context, min(most.values()))}", 50
+        )
         one.legend(fontsize=8.5, frameon=False)
     if between is not None:
         off = {name: 100 * value for name, value in between.beside.items()}
         colors = [pictures.LAYOUT[place % len(pictures.LAYOUT)] for place in range(len(off))]
         axes[-1].bar(list(off), list(off.values()), yerr=100 * between.noise, color=colors, width=0.5)
         axes[-1].axhline(0, color=pictures.LINE, linewidth=0.8)
-        pictures.labels(axes[-1], "", "% slower than predicted, beside the others")
-        pictures.title(
+        pictures.set_labels(axes[-1], "", "% slower than predicted, beside the others")
+        pictures.set_panel_title(
             axes[-1],
             f"Check between layouts: off by {between.error:.1%}, the machine's noise is {between.noise:.1%}",
             50,
         )
     link = "" if mark.link == "none" else f", emulated link {mark.link}"
-    pictures.footer(figure, f"{profile.kind}: {mark.model}, {mark.dtype}, {ranks} × {mark.device}{link}")
-    return pictures.drawn(figure)
+    pictures.set_footer(figure, f"{profile.kind}: {mark.model}, {mark.dtype}, {ranks} × {mark.device}{link}")
+    return pictures.render_figure(figure)
 
 
 def step_seconds(predictor: Predictor, tp: int, requests: np.ndarray, context: int) -> np.ndarray:
@@ -163,7 +166,7 @@ def step_seconds(predictor: Predictor, tp: int, requests: np.ndarray, context: i
     return np.asarray(predictor.step_seconds(tp, batch, batch * context, np.minimum(dp, requests)))
 
 
-def fastest(predictor: Predictor, degrees: list[int], context: int, most: int) -> str:
+def find_fastest(predictor: Predictor, degrees: list[int], context: int, most: int) -> str:
     """Which layout has the shortest step, from one request to ``most``."""
     requests = np.unique(np.geomspace(1, most, 4096).round())
     best = np.stack([step_seconds(predictor, tp, requests, context) for tp in degrees]).argmin(axis=0)
@@ -177,7 +180,7 @@ def fastest(predictor: Predictor, degrees: list[int], context: int, most: int) -
     return f"fastest are {', '.join(until)}, {names[-1]} with more requests"
 
 
-def _typical(points: list[DecodePoint]) -> list[int]:
+def _choose_contexts(points: list[DecodePoint]) -> list[int]:
     """Two contexts at which much was measured: the shortest, and the longest with at least half as many points."""
     counts = Counter(next((c for c in (p.context for p in points) if _is_near(p, c)), p.context) for p in points)
     many = sorted(context for context, count in counts.items() if 2 * count >= max(counts.values()))

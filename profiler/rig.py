@@ -41,7 +41,7 @@ class Rig:
         self.layouts = tuple(ParallelLayout(**layout) for layout in status["candidates"])
         self.tp = status["layout"]["tp"]
 
-    def limits(self, kv_tokens: int, max_running: int) -> Limits:
+    def compute_limits(self, kv_tokens: int, max_running: int) -> Limits:
         """``kv_tokens``: of a replica of the base layout; another degree holds more where it splits KV heads."""
         heads, base = self.model.get_total_num_kv_heads(), self.layouts[0].tp
         local = {layout.tp: max(1, heads // layout.tp) for layout in self.layouts}
@@ -52,36 +52,36 @@ class Rig:
 
     # -- requests -------------------------------------------------------------------------------------
 
-    def tokens(self, count: int) -> list[int]:
+    def sample_tokens(self, count: int) -> list[int]:
         """Random token ids."""
         return self._random.choices(range(self.model.vocab_size), k=count)
 
     def send(self, prompts: Sequence[list[int]], answers: Sequence[int], **sampling: Any) -> list[asyncio.Task]:
         """Start a request for each prompt (token ids); each answer has exactly so many tokens."""
         return [
-            asyncio.ensure_future(self._one(prompt, answer, sampling))
+            asyncio.ensure_future(self._generate_one(prompt, answer, sampling))
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
-    async def _one(self, prompt: list[int], answer: int, sampling: dict[str, Any]) -> dict[str, Any]:
+    async def _generate_one(self, prompt: list[int], answer: int, sampling: dict[str, Any]) -> dict[str, Any]:
         params = {"max_new_tokens": answer, "ignore_eos": True, "temperature": self.temperature} | sampling
         return await self.engine.async_generate(input_ids=prompt, sampling_params=params)
 
     async def finish(self, tasks: Sequence[asyncio.Task]) -> list[dict[str, Any]]:
         """All answers, and the engine empty again."""
         answers = await asyncio.gather(*tasks)
-        await self.until_idle()
+        await self.wait_until_idle()
         return answers
 
     async def abort(self, tasks: Sequence[asyncio.Task]) -> None:
         """Give up what is still running."""
         self._manager.abort_request(abort_all=True)
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.until_idle()
+        await self.wait_until_idle()
 
-    async def until_idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Until no request is known to the engine: then the next batch is spread evenly."""
-        await self._manager.pat_until_idle()
+        await self._manager.pat_wait_until_idle()
 
     async def flush(self) -> None:
         """Empty the radix cache; the engine is idle, or in the step that follows its last answer."""
@@ -93,11 +93,11 @@ class Rig:
         """What is sent next finds ``prompts`` in every replica's radix cache, with whatever KV."""
         self.engine.inject_prefixes(prompts)
 
-    async def trace(self) -> list[Step]:
+    async def read_trace(self) -> list[Step]:
         """Scheduler steps since the last call."""
         return await self.engine.async_trace()
 
-    async def until_decoding(self, tasks: Sequence[asyncio.Task], requests: int, steps: int = 2) -> None:
+    async def wait_until_decoding(self, tasks: Sequence[asyncio.Task], requests: int, steps: int = 2) -> None:
         """Until ``requests`` requests in all have decoded together for ``steps`` steps, in the layout in force.
 
         Forgets the trace.  Returns as well if all ``tasks`` are over.
@@ -105,7 +105,7 @@ class Rig:
         last: dict[int, int] = {}
         seen: dict[int, int] = {}
         while not all(task.done() for task in tasks):
-            for step in await self.trace():
+            for step in await self.read_trace():
                 if step["tp"] != self.tp:
                     continue  # from before the last switch
                 decoding = step["kind"] == "decode"

@@ -23,7 +23,7 @@ from sglang_pat.predict.profile import (
 from sglang_pat.tools.commands import UsageError
 
 
-def existing(path: Path) -> Profile | None:
+def load_existing(path: Path) -> Profile | None:
     """The profile at ``path``, to go on with; None if there is none.
 
     Raises:
@@ -84,7 +84,7 @@ class Store:
         """Seconds of all sessions so far."""
         return float(self.profile.machine.get("spent_seconds", 0.0))
 
-    def point_of(self, measured: DecodePoint | PrefillPoint | SwitchSample) -> Point:
+    def find_point(self, measured: DecodePoint | PrefillPoint | SwitchSample) -> Point:
         """The point of the grid that was measured; its context is not exactly the one that was asked for."""
         if isinstance(measured, DecodePoint):
             context = min(self.profile.grid["context"], key=lambda c: abs(c - measured.context))
@@ -104,11 +104,11 @@ class Store:
         replicas = self.profile.fingerprint.num_ranks // low
         return Point(kind="switch", tp=low, to_tp=high, replicas=replicas, batch=measured.requests, context=context)
 
-    def done(self) -> set[Point]:
+    def list_done(self) -> set[Point]:
         """The points that are in the profile."""
         profile = self.profile
         up = [sample for sample in profile.switches if sample.from_tp < sample.to_tp]
-        return {self.point_of(measured) for measured in (*profile.decode, *profile.prefill, *up)}
+        return {self.find_point(measured) for measured in (*profile.decode, *profile.prefill, *up)}
 
     def add(self, measured: DecodePoint | PrefillPoint | list[SwitchSample], spent: float) -> None:
         """Keep what was measured; ``spent``: seconds of all sessions so far.
@@ -122,8 +122,8 @@ class Store:
         elif isinstance(measured, PrefillPoint):
             change = {"prefill": (*profile.prefill, measured)}
         else:
-            points = {self.point_of(found): found for found in profile.decode}
-            point = self.point_of(measured)
+            points = {self.find_point(found): found for found in profile.decode}
+            point = self.find_point(measured)
             if before := points.get(point):
                 samples = before.samples + measured.samples
                 measured = msgspec.structs.replace(before, samples=samples, seconds=median(samples))

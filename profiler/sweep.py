@@ -20,12 +20,12 @@ import psutil
 
 from profiler import grid as grids
 from profiler import launch, measure
-from profiler.grid import LEAST_STEPS, STEPS, Grid, Limits, Point, needed, points
+from profiler.grid import LEAST_STEPS, STEPS, Grid, Limits, Point, list_points, list_required_points
 from profiler.measure import NotMeasured, TooSlow
 from profiler.rig import Rig
-from profiler.store import Store, check_asked, check_same, existing
+from profiler.store import Store, check_asked, check_same, load_existing
 from profiler.windows import WINDOWS
-from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, Profile, ProfileError, SwitchSample
 from sglang_pat.tools import console
 from sglang_pat.tools.commands import Parser, UsageError, run
@@ -81,15 +81,15 @@ def parse_budget(text: str) -> float:
 def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     options = parse(argv)
-    found, asked = existing(options.out), grids.canonical(options.axes)
+    found, asked = load_existing(options.out), grids.format_axes(options.axes)
     if found is not None:
         check_asked(options.out, found, asked)
-    args = launch.server_args(options.model_path, options.flags)
+    args = launch.make_server_args(options.model_path, options.flags)
     if found is not None:
         # Without an engine: it takes a while to start.
-        check_same(options.out, found, launch.deployment(args))
+        check_same(options.out, found, launch.make_fingerprint(args))
     speaker = Speaker(console.make())
-    with speaker.waiting("starting the engine"):
+    with speaker.show_waiting("starting the engine"):
         engine = launch.start(args)
     try:
         return launch.run(engine, lambda: measure_all(engine, options, found, asked, speaker, began))
@@ -108,8 +108,8 @@ async def measure_all(
     ``began``: monotonic seconds."""
     rig = Rig(engine, TEMPERATURE)
     await rig.connect()
-    fingerprint = engine.deployment()
-    limits = rig.limits(fingerprint.kv_tokens, fingerprint.max_running)
+    fingerprint = engine.get_fingerprint()
+    limits = rig.compute_limits(fingerprint.kv_tokens, fingerprint.max_running)
     if found is None:
         grid = grids.resolve(options.axes, limits).as_lists()
         found = Profile(fingerprint=fingerprint, grid=grid, machine={"grid": asked})
@@ -125,7 +125,7 @@ async def measure_all(
         speaker.say(f"not measured: {note}")
     profile = sweep.store.profile
     try:
-        fitted(profile)
+        build_predictors(profile)
     except ProfileError as error:
         speaker.say(f"{options.out}: not enough was measured ({error}); the same command goes on")
         return 1
@@ -167,9 +167,9 @@ class Sweep:
     def __init__(self, rig: Rig, store: Store, limits: Limits, budget: float, speaker: Speaker, began: float) -> None:
         self.store, self._rig, self._limits, self._speaker = store, rig, limits, speaker
         self._budget, self._began = budget, began - store.spent
-        self._points = points(Grid(**{name: tuple(values) for name, values in store.profile.grid.items()}), limits)
+        self._points = list_points(Grid(**{name: tuple(values) for name, values in store.profile.grid.items()}), limits)
         self._slow: list[Point] = []
-        have = store.done()
+        have = store.list_done()
         self._todo = [point for point in self._points if point not in have]
         self.total, self.left_out, self.what = len(self._points), 0, ""
         self.done, self.notes = self.total - len(self._todo), list[str]()
@@ -190,15 +190,15 @@ class Sweep:
 
     async def run(self) -> None:
         """Measure each point once, then the decode points a second time, as long as there is time."""
-        from sglang_pat.tools.machine import machine
+        from sglang_pat.tools.machine import describe_machine
 
         store, before = self.store, self.store.profile.machine
         session = {"sessions": int(before.get("sessions", 0)) + 1, "date": time.strftime("%Y-%m-%d %H:%M")}
         # The first session's load is kept.
-        store.change(machine=machine() | before | session, window=STEPS // WINDOWS, complete=False)
+        store.change(machine=describe_machine() | before | session, window=STEPS // WINDOWS, complete=False)
         meter = Meter([psutil.Process(), *psutil.Process().children(recursive=True)])
-        must = needed(self._points)
-        with self._speaker.showing(lambda: self.line):
+        must = list_required_points(self._points)
+        with self._speaker.show_progress(lambda: self.line):
             await self._warm_up()
             for place, point in enumerate(self._todo):
                 if point not in must and (self.left <= 0 or any(is_beyond(point, slow) for slow in self._slow)):
@@ -208,7 +208,7 @@ class Sweep:
                 limit = max(SHARES * share, LEAST_LIMIT * self._budget)
                 await self._measure(point, share, math.inf if point in must else limit)
             # A machine changes in minutes, more than the steps of one visit show.
-            again = [point for point in self._points if point.kind == "decode" and point in store.done()]
+            again = [point for point in self._points if point.kind == "decode" and point in store.list_done()]
             for place, point in enumerate(again):
                 share = self.left / (len(again) - place)
                 if share >= LEAST_SHARE:
@@ -229,7 +229,7 @@ class Sweep:
 
     async def _measure(self, point: Point, share: float, limit: float) -> None:
         self.what = str(point)
-        again = point in self.store.done()
+        again = point in self.store.list_done()
         try:
             found = await self._one(point, share, limit)
         except NotMeasured as error:
@@ -243,12 +243,12 @@ class Sweep:
 
     async def _one(self, point: Point, share: float, limit: float) -> DecodePoint | PrefillPoint | list[SwitchSample]:
         if point.kind == "switch":
-            return await measure.switches(self._rig, point, limit)
+            return await measure.measure_switches(self._rig, point, limit)
         await self._rig.reconfigure(point.tp)
         if point.kind == "prefill":
-            return await measure.prefill(self._rig, point, limit)
+            return await measure.measure_prefill(self._rig, point, limit)
         found = await measure.decode(self._rig, point, share=share, limit=limit)
-        if found.context < 1 or self.store.point_of(found) != point:
+        if found.context < 1 or self.store.find_point(found) != point:
             raise NotMeasured(f"{point}: its requests had {found.context} tokens, as the engine counts them")
         return found
 

@@ -20,12 +20,12 @@ import numpy as np
 
 from profiler import launch
 from profiler.rig import Rig
-from profiler.windows import Step, by_rank
+from profiler.windows import Step, group_by_rank
 from sglang_pat import files
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile, check_fits, load
 from sglang_pat.tools import console
-from sglang_pat.tools.commands import Parser, UsageError, output_folder, run
+from sglang_pat.tools.commands import Parser, UsageError, check_output_folder, run
 from sglang_pat.tools.console import Speaker
 from sglang_pat.tools.prompts import PROMPTS
 
@@ -34,7 +34,7 @@ VALIDATION = "validation.json"
 """In the folder of a report."""
 
 
-class Between(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutComparison(msgspec.Struct, frozen=True, kw_only=True):
     """What a profile gets wrong between layouts.
 
     Attributes:
@@ -60,7 +60,7 @@ class Between(msgspec.Struct, frozen=True, kw_only=True):
 class Validation(msgspec.Struct, frozen=True, kw_only=True):
     """A ``validation.json``."""
 
-    between: Between
+    between: LayoutComparison
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,18 +78,18 @@ def main(argv: list[str] | None = None) -> int:
     profile = load(args.profile)
     if profile.kind != "measured":
         raise UsageError(f"{args.profile} is a {profile.kind} profile; give one that profiler.sweep measured here")
-    server_args = launch.server_args(args.model_path, flags)
-    check_fits(profile, launch.deployment(server_args), args.profile)
+    server_args = launch.make_server_args(args.model_path, flags)
+    check_fits(profile, launch.make_fingerprint(server_args), args.profile)
     if args.out:
-        output_folder(args.out)
+        check_output_folder(args.out)
     speaker = Speaker(console.make())
-    with speaker.waiting("starting the engine"):
+    with speaker.show_waiting("starting the engine"):
         engine = launch.start(server_args)
     try:
         found = launch.run(engine, lambda: _decode_all(engine, profile, args.requests, args.max_new_tokens, speaker))
     finally:
         engine.shutdown()
-    between = between_layouts(found)
+    between = compare_layouts(found)
     speaker.say(str(between))
     if args.out:
         written = {"between": msgspec.structs.asdict(between), "slowness": found}
@@ -104,8 +104,8 @@ async def _decode_all(
     predictor = Predictor(profile)
     rig = Rig(engine, temperature=1.0)
     await rig.connect()
-    prompts = chat_prompts(engine.tokenizer_manager.tokenizer, requests)
-    with speaker.waiting("natural lengths, in the base layout"):
+    prompts = make_chat_prompts(engine.tokenizer_manager.tokenizer, requests)
+    with speaker.show_waiting("natural lengths, in the base layout"):
         free = rig.send(prompts, [most] * requests, ignore_eos=False)
         lengths = [answer["meta_info"]["completion_tokens"] for answer in await rig.finish(free)]
     speaker.say(f"{requests} prompts; answers of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all")
@@ -113,16 +113,16 @@ async def _decode_all(
     for number in range(RUNS):  # layouts in turn: what disturbs the machine for a while falls on all
         for layout in rig.layouts:
             await rig.reconfigure(layout.tp)
-            with speaker.waiting(f"{layout}, run {number + 1} of {RUNS}"):
+            with speaker.show_waiting(f"{layout}, run {number + 1} of {RUNS}"):
                 await rig.flush()
-                await rig.trace()
+                await rig.read_trace()
                 await rig.finish(rig.send(prompts, lengths))
-                found[str(layout)].append(slowness(await rig.trace(), predictor, layout.tp))
+                found[str(layout)].append(compute_slowdown(await rig.read_trace(), predictor, layout.tp))
     await rig.reconfigure(rig.layouts[0].tp)
     return found
 
 
-def chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
+def make_chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
     """Token ids of ``count`` prompts of the demonstration, again from the first when they run out."""
     found = []
     for index in range(count):
@@ -134,12 +134,12 @@ def chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
     return found
 
 
-def slowness(trace: list[Step], predictor: Predictor, tp: int) -> float:
+def compute_slowdown(trace: list[Step], predictor: Predictor, tp: int) -> float:
     """Measured over predicted time of all decode steps of a run.
 
     Each step is predicted from its batch, its tokens and the number of replicas at work in its middle.
     """
-    ranks = by_rank(trace, tp=tp)
+    ranks = group_by_rank(trace, tp=tp)
     ends = {rank: [step["at"] for step in steps] for rank, steps in ranks.items()}
 
     def works(rank: int, moment: float) -> bool:
@@ -154,7 +154,7 @@ def slowness(trace: list[Step], predictor: Predictor, tp: int) -> float:
     return measured / predicted
 
 
-def between_layouts(found: dict[str, list[float]]) -> Between:
+def compare_layouts(found: dict[str, list[float]]) -> LayoutComparison:
     """Layout → the slowness of its runs, as many of each and in turn: what slows the machine down for a while is common
     to a turn."""
     logs = np.log(list(found.values()))  # [layouts, runs]
@@ -162,7 +162,7 @@ def between_layouts(found: dict[str, list[float]]) -> Between:
     beside = logs - common
     means, runs, free = beside.mean(axis=1), logs.shape[1], max(len(logs) - 1, 1)
     noise = float((beside.var(axis=1, ddof=1) / runs).sum() / free) if runs > 1 else 0.0
-    return Between(
+    return LayoutComparison(
         common=float(np.expm1(common.mean())),
         beside=dict(zip(found, np.expm1(means).tolist(), strict=True)),
         error=float(np.sqrt(max(0.0, (means**2).sum() / free - noise))),

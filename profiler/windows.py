@@ -18,7 +18,7 @@ WINDOWS = 3
 Step = dict[str, Any]
 
 
-def by_rank(trace: list[Step], **wanted: Any) -> dict[int, list[Step]]:
+def group_by_rank(trace: list[Step], **wanted: Any) -> dict[int, list[Step]]:
     """Steps of each leader in the order of time, those that match ``wanted`` only."""
     steps = [step for step in trace if all(step[name] == value for name, value in wanted.items())]
     steps.sort(key=lambda step: (step["rank"], step["at"]))
@@ -34,7 +34,7 @@ def decode_windows(
     ``most``: steps to use of each replica at most.  With several replicas only the time counts in which all of them
     had their full batch; alone, only that in which no other leader took a step.
     """
-    full = by_rank(trace, kind="decode", tp=tp, requests=batch)
+    full = group_by_rank(trace, kind="decode", tp=tp, requests=batch)
     if replicas == 1 and full:
         lone = max(full, key=lambda rank: full[rank][-1]["at"])
         others = [step["at"] for step in trace if step["rank"] != lone]
@@ -59,10 +59,10 @@ def decode_windows(
     return samples, context
 
 
-def prefill_seconds(trace: list[Step], *, tp: int, replicas: int, batch: int, length: int) -> float | None:
+def measure_prefill_seconds(trace: list[Step], *, tp: int, replicas: int, batch: int, length: int) -> float | None:
     """Time to prefill ``batch`` requests of ``length`` tokens on each replica, in however many steps; mean over
     replicas, None if not every replica got its share."""
-    found = by_rank(trace, kind="prefill", tp=tp)
+    found = group_by_rank(trace, kind="prefill", tp=tp)
     work = {rank: sum(step["tokens"] for step in steps) for rank, steps in found.items()}
     even = all(0.9 * batch * length - batch <= tokens <= 1.1 * batch * length + batch for tokens in work.values())
     if len(found) != replicas or not even:

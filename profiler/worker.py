@@ -79,15 +79,15 @@ class Worker(Program):
         assert answers is not None, "a pipe"
         if not select.select([answers], [], [], seconds)[0]:
             self.kill()
-            raise WorkerError(f"no answer after {seconds:.0f} s{self._said()}")
+            raise WorkerError(f"no answer after {seconds:.0f} s{self._read_log()}")
         if not (line := answers.readline()):
-            raise WorkerError(f"the engine ended with code {self.process.wait()}{self._said()}")
+            raise WorkerError(f"the engine ended with code {self.process.wait()}{self._read_log()}")
         found = json.loads(line)
         if "error" in found:
             raise WorkerError(found["error"])
         return found["answer"]
 
-    def _said(self) -> str:
+    def _read_log(self) -> str:
         return f"; end of {self._log}:\n{self._log.read_text(errors='replace')[-3000:]}" if self._log else ""
 
     def do(self, function: Callable, *, seconds: float = 1800, **arguments: Any) -> Any:
@@ -133,7 +133,7 @@ def main() -> int:
     def answer(**found: Any) -> None:
         print(json.dumps(found), file=out, flush=True)
 
-    engine = launch.start(launch.server_args(model, flags, json.loads(policy)))
+    engine = launch.start(launch.make_server_args(model, flags, json.loads(policy)))
     try:
         launch.run(engine, lambda: serve(engine, answer))
     finally:

@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 from scipy.special import ndtri
 
-from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import load
 from sglang_pat.rollout import redraws
 from sglang_pat.rollout.records import Group
@@ -68,18 +68,18 @@ class Job:
 def simulate(job: Job) -> dict[str, dict[str, float]]:
     """What one epoch gives, and what its truth is; by way: inverse-probability weights are ways of their own."""
     profile = load(PROFILES / f"{SETTING.profile}.json")
-    predictor, costs = fitted(profile)
+    predictor, costs = build_predictors(profile)
     engines = Engines(
         predictor=predictor, costs=costs, fingerprint=profile.fingerprint, tp=SETTING.tp,
         nodes=SETTING.gpus // profile.fingerprint.num_ranks,
     )  # fmt: skip
     rules = Rules(num_prompts=SIZE, num_responses=RESPONSES, **WAYS[job.way])
-    shape = parse_shape(SETTING.lengths)
+    shape = parse_shape(SETTING.compute_lengths)
     simulation = Simulation(engines, rules, shape, job.rho, job.seed, prompts=job.prompts)
-    with patch.object(redraws, "at_once", SCHEDULES.get(job.way, redraws.at_once)):
-        rounds = simulation.epoch()
+    with patch.object(redraws, "choose_sample_count", SCHEDULES.get(job.way, redraws.choose_sample_count)):
+        rounds = simulation.run_epoch()
     lengths = np.array([found for round_ in rounds for found in round_.summary.kept_lengths])
-    true_mean, true_cap = truth(shape, job)
+    true_mean, true_cap = compute_truth(shape, job)
     made, last = int(lengths.sum()), rounds[-1].summary
     about = {
         "true_mean": true_mean, "true_cap": true_cap, "seconds": sum(found.seconds for found in rounds),
@@ -93,14 +93,14 @@ def simulate(job: Job) -> dict[str, dict[str, float]]:
         "by_chance": last.mean_undropped_error / last.mean_undropped,
         "plain": last.plain_seconds * len(rounds),
     }
-    result = {job.way: about | estimated | weighed(lengths, np.ones(len(lengths)))}
+    result = {job.way: about | estimated | summarize_weighted(lengths, np.ones(len(lengths)))}
     if job.way == WEIGHED:
         for name, weights in inverse_probability(rounds).items():
-            result[name] = about | weighed(lengths, np.repeat(weights, RESPONSES))
+            result[name] = about | summarize_weighted(lengths, np.repeat(weights, RESPONSES))
     return result
 
 
-def weighed(lengths: np.ndarray, weights: np.ndarray) -> dict[str, float]:
+def summarize_weighted(lengths: np.ndarray, weights: np.ndarray) -> dict[str, float]:
     """Mean and share at the cap; ``effective``: sample size over the number of responses."""
     return {
         "mean": float(np.average(lengths, weights=weights)),
@@ -109,11 +109,11 @@ def weighed(lengths: np.ndarray, weights: np.ndarray) -> dict[str, float]:
     }
 
 
-def truth(shape: Shape, job: Job, points: int = 2000) -> tuple[float, float]:
+def compute_truth(shape: Shape, job: Job, points: int = 2000) -> tuple[float, float]:
     """Mean length and share at the cap of an epoch's prompts, over all that they might answer."""
     own = ndtri((np.arange(points) + 0.5) / points)
     common = np.array([np.random.default_rng((job.seed, 2, index)).normal() for index in range(job.prompts)])
-    found = shape.correlated(common[:, None], own, job.rho)
+    found = shape.sample_correlated_lengths(common[:, None], own, job.rho)
     return float(found.mean()), float((found >= shape.limit).mean())
 
 
@@ -146,11 +146,11 @@ def inverse_probability(rounds: list[Round]) -> dict[str, np.ndarray]:
 
 def outlives(group: Group) -> bool:
     """Whether a returned group was deferred, and would have been again."""
-    longer = any(sample.output.tokens > redraws.floor(group, sample.number) for sample in group.kept())
+    longer = any(sample.output.tokens > redraws.floor(group, sample.number) for sample in group.list_kept())
     return bool(group.floors) and longer
 
 
-def combined(found: list[dict[str, float]]) -> dict[str, float]:
+def combine_epochs(found: list[dict[str, float]]) -> dict[str, float]:
     """Of epochs with one way and one ρ; ``bias``: of the mean, over the truth, with its standard error.
 
     ``estimated``: the bias of the mean as the last round's summary has it, which knows no truth.
@@ -185,8 +185,8 @@ def main() -> int:
         table.add_column(column, justify="left" if column == "way" else "right")
     written = {}
     for (rho, way), values in by.items():
-        one = written[f"{rho} / {way}"] = combined(values)
-        none = combined(by[rho, "no tail batching"])
+        one = written[f"{rho} / {way}"] = combine_epochs(values)
+        none = combine_epochs(by[rho, "no tail batching"])
         faster = none["seconds"] / one["seconds"]
         table.add_row(
             f"{rho}", way, f"{one['mean']:.0f}", f"{one['true_mean']:.0f}", f"{one['bias']:+.1%}",

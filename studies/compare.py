@@ -18,12 +18,12 @@ from sglang_pat.config import POLICIES
 from sglang_pat.coordinator.round_tracker import RoundTracker
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
-from sglang_pat.predict.cost import SwitchCosts, fitted
+from sglang_pat.predict.cost import SwitchCosts, build_predictors
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import Profile, load
 from sglang_pat.tools.commands import Parser, UsageError, run
 from studies.shapes import NAMED, Shape, parse_shape
-from studies.simulate import SPACING, Batch, Drain, Reports, Run, crowded, oracle
+from studies.simulate import SPACING, Batch, Drain, Run, SimulatedReports, describe_queueing, find_best_run
 
 SIMULATED = tuple(name for name in POLICIES if name != "schedule")
 
@@ -45,7 +45,7 @@ class Workload:
     group: int = 8
     seed: int = 0
 
-    def batches(self) -> Iterator[Batch]:
+    def make_batches(self) -> Iterator[Batch]:
         """The same ones for the same values; families differ from round to round."""
         random = np.random.default_rng(self.seed)
         groups = -(-self.batch // self.group)
@@ -67,12 +67,12 @@ class Machine:
     costs: SwitchCosts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.predictor, self.costs = fitted(self.profile)
+        self.predictor, self.costs = build_predictors(self.profile)
 
     def drain(self, batch: Batch, spacing: int = SPACING) -> Drain:
         return Drain(self.predictor, self.costs, self.profile.fingerprint, batch, spacing)
 
-    def policy(self, name: str):
+    def make_policy(self, name: str):
         """The policy called ``name``, ``threshold`` with its number after a colon."""
         kind, _, number = name.partition(":")
         return make_policy(
@@ -131,12 +131,12 @@ def compare(
     believed = believed or machine
     degrees = tuple(machine.profile.fingerprint.degrees)
     deciding = {
-        name: believed.policy(name.removesuffix(KNOWN).removesuffix(AS_IS))
+        name: believed.make_policy(name.removesuffix(KNOWN).removesuffix(AS_IS))
         for name in policies
         if not name.startswith(("static", "oracle"))
     }
     reports = {
-        name: Reports(believed.predictor, degrees, noise, np.random.default_rng(workload.seed))
+        name: SimulatedReports(believed.predictor, degrees, noise, np.random.default_rng(workload.seed))
         for name in deciding
         if noise is not None and not name.endswith(AS_IS)
     }
@@ -145,28 +145,28 @@ def compare(
             found.calibrate(machine.predictor, machine.profile.fingerprint.num_ranks, calibration)
     runs: dict[str, list[Run]] = {name: [] for name in [*policies, "oracle"]}
     tracker = RoundTracker()
-    for batch in workload.batches():
+    for batch in workload.make_batches():
         for _ in batch.length:
-            tracker.arrived(0.0)
+            tracker.record_arrival(0.0)
         drain = machine.drain(batch, spacing)
-        runs["oracle"].append(oracle(drain))
+        runs["oracle"].append(find_best_run(drain))
         for name in policies:
             if name in deciding:
                 complete = tracker.complete or name.endswith(KNOWN)
-                runs[name].append(drain.follow(deciding[name], histories[name], complete, reports.get(name)))
+                runs[name].append(drain.run_policy(deciding[name], histories[name], complete, reports.get(name)))
             elif name != "oracle":
-                runs[name].append(drain.static(int(name.partition(":")[2])))
-        tracker.in_engine(0)
+                runs[name].append(drain.run_static(int(name.partition(":")[2])))
+        tracker.update_request_count(0)
     return runs
 
 
-def regrets(runs: dict[str, list[Run]], name: str) -> np.ndarray:
+def compute_regrets(runs: dict[str, list[Run]], name: str) -> np.ndarray:
     """Time beyond the oracle's as a share of it, by round, ``[rounds]``."""
     best = np.array([run.seconds for run in runs["oracle"]])
     return np.array([run.seconds for run in runs[name]]) / best - 1
 
 
-def table(runs: dict[str, list[Run]], title: str) -> Table:
+def make_table(runs: dict[str, list[Run]], title: str) -> Table:
     """One line a policy: means over rounds.  ``survival`` also without the first round, before which it knows nothing.
 
     Regret: time beyond the oracle's, as a share of it.
@@ -178,7 +178,7 @@ def table(runs: dict[str, list[Run]], title: str) -> Table:
     if len(runs.get("survival", ())) > 1:
         parts["survival, later rounds"] = "survival", slice(1, None)
     for part, (name, rounds) in parts.items():
-        found, regret = runs[name][rounds], regrets(runs, name)[rounds]
+        found, regret = runs[name][rounds], compute_regrets(runs, name)[rounds]
         result.add_row(
             part, f"{np.mean([run.seconds for run in found]):.2f}", f"{regret.mean():+.2%}", f"{regret.max():+.2%}",
             f"{np.mean([len(run.switches) for run in found]):.1f} (max {max(len(run.switches) for run in found)})",
@@ -222,14 +222,14 @@ def main(argv: list[str] | None = None) -> int:
         seed=args.seed,
     )  # fmt: skip
     console = Console(highlight=False)
-    found = (crowded(machine.profile.fingerprint, batch) for batch in workload.batches())
+    found = (describe_queueing(machine.profile.fingerprint, batch) for batch in workload.make_batches())
     if warning := next(filter(None, found), None):
         console.print(f"[yellow]note:[/] the batch {warning}", soft_wrap=True)
     title = (
         f"{Path(args.profile).stem} ({machine.profile.kind}), {shape.name}, limit {shape.limit}, batch {args.batch} in "
         f"groups of {args.group}, ρ={args.rho}, prompt {args.prompt}, {args.rounds} rounds, seed {args.seed}"
     )
-    console.print(table(compare(machine, workload, policies), title))
+    console.print(make_table(compare(machine, workload, policies), title))
     return 0
 
 

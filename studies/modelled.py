@@ -95,13 +95,13 @@ class Roofline:
         weights = self.model.read_bytes / (tp * self.read_rate)
         compute = self.model.read_bytes / ELEMENT * 2 * batch / (tp * self.flops)
         kv = self.model.kv_bytes * tokens / (tp * self.read_rate)
-        return np.maximum(weights, compute) + kv + self._fixed(tp) + self._reduce(tp, batch)
+        return np.maximum(weights, compute) + kv + self._compute_fixed_seconds(tp) + self._reduce(tp, batch)
 
     def prefill_seconds(self, tp: int, batch: Number, length: Number) -> Number:
         """Prefill of ``batch`` requests of ``length`` tokens on a replica."""
         weights = self.model.read_bytes / (tp * self.read_rate)
-        compute = prefill_operations(self.model, batch, length) / (tp * self.flops * self.prefill_share)
-        return np.maximum(weights, compute) + self._fixed(tp) + self._reduce(tp, batch * length)
+        compute = count_prefill_operations(self.model, batch, length) / (tp * self.flops * self.prefill_share)
+        return np.maximum(weights, compute) + self._compute_fixed_seconds(tp) + self._reduce(tp, batch * length)
 
     def generation_seconds(self, tp: int, lengths: np.ndarray, replicas: int) -> float:
         """A batch of ``lengths`` output tokens in one static layout; prompts left out.
@@ -113,19 +113,19 @@ class Roofline:
         live = len(mine) - np.searchsorted(mine[::-1], step, side="right")
         return float(np.sum(self.step_seconds(tp, live, live * step)))
 
-    def _fixed(self, tp: int) -> float:
+    def _compute_fixed_seconds(self, tp: int) -> float:
         return self.model.layers * (self.layer_seconds + 2 * 2 * (tp - 1) * self.hop_seconds)
 
     def _reduce(self, tp: int, tokens: Number) -> Number:
-        return reduced_bytes(self.model, tp, tokens) / self.reduce_rate
+        return count_reduced_bytes(self.model, tp, tokens) / self.reduce_rate
 
 
-def reduced_bytes(model: ModelSize, tp: int, tokens: Number) -> Number:
+def count_reduced_bytes(model: ModelSize, tp: int, tokens: Number) -> Number:
     """Bytes through a GPU's link for the two all-reduces of every layer over ``tokens`` hidden states."""
     return 2 * model.layers * ELEMENT * model.hidden * tokens * 2 * (tp - 1) / tp
 
 
-def prefill_operations(model: ModelSize, batch: Number, length: Number) -> Number:
+def count_prefill_operations(model: ModelSize, batch: Number, length: Number) -> Number:
     """Matrix products of all layers and causal attention; the output embedding of one position is left out."""
     attention = 2 * 2 * model.layers * model.heads * model.head_dim * length / 2
     return batch * length * (2 * model.layer_parameters + attention)
@@ -198,20 +198,20 @@ H100_GENERATION = (2, 24576, 134.3)
 """PAT section 5.3, static generation: degree (assumed), cap on response tokens, seconds."""
 
 
-def deepscaler_lengths(cap: int, count: int = 128) -> np.ndarray:
+def make_deepscaler_lengths(cap: int, count: int = 128) -> np.ndarray:
     """Response lengths, tokens, cut at ``cap``: quantiles of a lognormal with PAT Fig. 3b's shares over 8K and 16K."""
     quantiles = (np.arange(count) + 0.5) / count
     return np.minimum(np.exp(7.919 + 0.885 * ndtri(quantiles)), cap).astype(int)
 
 
 @cache
-def a40_llama() -> Roofline:
+def fit_a40_llama() -> Roofline:
     """Four published step times, linear in four unknowns: memory, all-reduce, hop and fixed time."""
     rows = np.array(
         [
             [
                 (LLAMA.read_bytes + LLAMA.kv_bytes * batch * FIG4_CONTEXT) / tp,
-                reduced_bytes(LLAMA, tp, batch),
+                count_reduced_bytes(LLAMA, tp, batch),
                 LLAMA.layers * 4 * (tp - 1),
                 LLAMA.layers,
             ]
@@ -223,12 +223,14 @@ def a40_llama() -> Roofline:
     solved = np.linalg.solve(rows / scale, [seconds for *_, seconds in FIG4]) / scale
     memory, link, hop, layer = (float(value) for value in solved)
     tp, batch, length, seconds = A40_PREFILL
-    computing = seconds - reduced_bytes(LLAMA, tp, batch * length) * link - LLAMA.layers * (layer + 4 * (tp - 1) * hop)
+    computing = (
+        seconds - count_reduced_bytes(LLAMA, tp, batch * length) * link - LLAMA.layers * (layer + 4 * (tp - 1) * hop)
+    )
     return Roofline(
         model=LLAMA,
         read_rate=1 / memory,
         flops=A40.flops,
-        prefill_share=float(prefill_operations(LLAMA, batch, length) / (tp * A40.flops) / computing),
+        prefill_share=float(count_prefill_operations(LLAMA, batch, length) / (tp * A40.flops) / computing),
         reduce_rate=1 / link,
         hop_seconds=hop,
         layer_seconds=layer,
@@ -236,9 +238,9 @@ def a40_llama() -> Roofline:
 
 
 @cache
-def h100(model: ModelSize) -> Roofline:
+def make_h100(model: ModelSize) -> Roofline:
     """The A40's shares of peak at the H100's peaks; the fixed time of a layer from PAT's 24K generation."""
-    a40, (tp, cap, seconds) = a40_llama(), H100_GENERATION
+    a40, (tp, cap, seconds) = fit_a40_llama(), H100_GENERATION
 
     def roofline(size: ModelSize, layer_seconds: float) -> Roofline:
         return Roofline(
@@ -251,7 +253,7 @@ def h100(model: ModelSize) -> Roofline:
             layer_seconds=layer_seconds,
         )
 
-    free = roofline(LLAMA, 0.0).generation_seconds(tp, deepscaler_lengths(cap), RANKS // tp)
+    free = roofline(LLAMA, 0.0).generation_seconds(tp, make_deepscaler_lengths(cap), RANKS // tp)
     return roofline(model, (seconds - free) / (cap * LLAMA.layers))
 
 
@@ -375,7 +377,7 @@ CASES: tuple[tuple[str, Machine, ModelSize, int, tuple[str, ...]], ...] = (
 
 def build(machine: Machine, model: ModelSize, base_tp: int, sources: tuple[str, ...], pat_costs: bool) -> Profile:
     """One reference profile, with PAT's switch costs or with those of this package's exchange."""
-    times = a40_llama() if machine is A40 else h100(model)
+    times = fit_a40_llama() if machine is A40 else make_h100(model)
     degrees = tuple(tp for tp in (1, 2, 4, 8) if tp >= base_tp)
     budget = machine.tokens_per_gpu * RANKS
     grid = [
@@ -411,18 +413,18 @@ def build(machine: Machine, model: ModelSize, base_tp: int, sources: tuple[str, 
         complete=True,
         grid={"batch": list(BATCHES), "context": list(CONTEXTS)},
         decode=tuple(
-            DecodePoint(tp=tp, replicas=n, batch=b, context=c, seconds=_rounded(seconds), samples=())
+            DecodePoint(tp=tp, replicas=n, batch=b, context=c, seconds=_round_seconds(seconds), samples=())
             for (tp, n, b, c), seconds in decode
         ),
         prefill=tuple(
-            PrefillPoint(tp=tp, replicas=n, batch=b, length=c, seconds=_rounded(seconds), samples=())
+            PrefillPoint(tp=tp, replicas=n, batch=b, length=c, seconds=_round_seconds(seconds), samples=())
             for (tp, n, b, c), seconds in prefill
         ),
         switches=switches,
     )
 
 
-def references() -> dict[str, Profile]:
+def make_references() -> dict[str, Profile]:
     """File name → profile."""
     return {
         f"{name}{'-pat-costs' if pat else ''}.json": build(machine, model, base_tp, sources, pat_costs=pat)
@@ -431,7 +433,7 @@ def references() -> dict[str, Profile]:
     }
 
 
-def _rounded(seconds: Number) -> float:
+def _round_seconds(seconds: Number) -> float:
     """To a nanosecond, so that files do not differ between machines' linear algebra."""
     return round(float(seconds), 9)
 
@@ -441,7 +443,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PROFILES, help="folder to write to")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    for name, profile in references().items():
+    for name, profile in make_references().items():
         save(profile, out / name)
         print(out / name)
 

@@ -31,7 +31,7 @@ PUBLISHED = {
 """Of PAT sections 5.2 and 5.3.  For 8×A40 only the throughput of whole steps is given, for 6K to 16K 1.05 to 1.27."""
 
 
-def settings(rounds: int) -> list[dict]:
+def list_settings(rounds: int) -> list[dict]:
     """One row a profile and cap: mean seconds of every policy over rounds that reach the cap (PAT reports those).
 
     Without prefill: PAT says that decoding takes over 90% of generation.
@@ -59,24 +59,26 @@ def _seconds(theirs: Machine, ours: Machine, cap: int, rounds: int) -> dict[str,
     workload = Workload(
         shape=parse_shape(f"lognormal:7.919,0.885,{cap}"), batch=128, rounds=50 * rounds, correlation=0.5
     )
-    reached = [batch for batch in workload.batches() if batch.length.max() == cap][:rounds]
+    reached = [batch for batch in workload.make_batches() if batch.length.max() == cap][:rounds]
     times: dict[str, list[float]] = {}
     histories = {"survival, PAT's costs": LengthHistory(), "survival, our costs": LengthHistory()}
     for batch in reached:
         for costs, on in (("PAT's", theirs), ("our", ours)):
             drain = on.drain(batch)
             runs = {
-                "pat": drain.follow(on.policy("pat"), LengthHistory(), complete=True),
-                "survival": drain.follow(on.policy("survival"), histories[f"survival, {costs} costs"], complete=True),
+                "pat": drain.run_policy(on.make_policy("pat"), LengthHistory(), complete=True),
+                "survival": drain.run_policy(
+                    on.make_policy("survival"), histories[f"survival, {costs} costs"], complete=True
+                ),
             }
             for name, run in runs.items():
                 times.setdefault(f"{name}, {costs} costs", []).append(run.seconds)
         for tp in drain.degrees:
-            times.setdefault(f"static TP{tp}", []).append(drain.static(tp).seconds)
+            times.setdefault(f"static TP{tp}", []).append(drain.run_static(tp).seconds)
     return {name: float(np.mean(seconds)) for name, seconds in times.items()}
 
 
-def table(rows: list[dict]) -> Table:
+def format_table(rows: list[dict]) -> Table:
     """Seconds of generation, and gains over static TP2 and over the best static layout."""
     result = Table(
         title="PAT's settings: batch 128, DeepScaleR, base TP2; seconds of decoding (gain over TP2 / best static)"

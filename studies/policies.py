@@ -29,9 +29,9 @@ from rich.table import Table
 from sglang_pat.predict.profile import load
 from sglang_pat.tools.commands import Parser, run
 from studies import PROFILES, pat_settings, wrong_profiles
-from studies.compare import KNOWN, Machine, Workload, compare, regrets
+from studies.compare import KNOWN, Machine, Workload, compare, compute_regrets
 from studies.shapes import NAMED, parse_shape
-from studies.simulate import crowded
+from studies.simulate import describe_queueing
 
 ROOT = Path(__file__).resolve().parents[1]
 CORRELATIONS = (0.0, 0.5, 0.8)
@@ -72,16 +72,16 @@ class Cell:
 
 
 @cache
-def machine(path: str) -> Machine:
+def make_machine(path: str) -> Machine:
     return Machine(load(path, complete=True))
 
 
 def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
     """One cell; None if its batch does not fit."""
     path, shape, rho, batch, rounds, seed = task
-    on = machine(path)
+    on = make_machine(path)
     workload = Workload(shape=parse_shape(shape), batch=batch, rounds=rounds, correlation=rho, seed=seed)
-    if any(crowded(on.profile.fingerprint, drawn) for drawn in workload.batches()):
+    if any(describe_queueing(on.profile.fingerprint, drawn) for drawn in workload.make_batches()):
         return None
     statics = [f"static:{tp}" for tp in on.profile.fingerprint.degrees]
     names = ["pat", "survival", "pat" + KNOWN, "survival" + KNOWN, *statics]
@@ -89,7 +89,7 @@ def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
     runs = compare(on, workload, names, SPACING, **noise)
     mean = {name: np.mean([run.seconds for run in found]) for name, found in runs.items()}
     best = min(mean[name] for name in statics)
-    regret = {name: regrets(runs, name) for name in ("pat", "survival", "pat" + KNOWN, "survival" + KNOWN)}
+    regret = {name: compute_regrets(runs, name) for name in ("pat", "survival", "pat" + KNOWN, "survival" + KNOWN)}
     most = {name: max(len(run.switches) for run in runs[name]) for name in ("pat", "survival")}
     return Cell(
         profile=Path(path).stem,
@@ -110,7 +110,7 @@ def study(task: tuple[str, str, float, int, int, int]) -> Cell | None:
     )
 
 
-def total(cells: list[Cell]) -> dict[str, float]:
+def sum_total(cells: list[Cell]) -> dict[str, float]:
     """Means and extremes over cells.
 
     ``worst_reachable``: the worst ratio to the best static layout among cells where the oracle itself keeps the goal.
@@ -135,7 +135,7 @@ def total(cells: list[Cell]) -> dict[str, float]:
     }
 
 
-def tables(cells: list[Cell]) -> tuple[Table, dict[str, dict]]:
+def format_tables(cells: list[Cell]) -> tuple[Table, dict[str, dict]]:
     """By profile, shape, ρ and batch, and over all."""
     table = Table(
         title="Mean regret against the oracle (decisions: round 1 is known to be complete too); best static layout's "
@@ -145,11 +145,11 @@ def tables(cells: list[Cell]) -> tuple[Table, dict[str, dict]]:
              "oracle", "pat, switches", "survival")  # fmt: skip
     for name in ("", *heads):
         table.add_column(name, justify="right" if name else "left", overflow="fold")
-    result = {"all": total(cells)}
+    result = {"all": sum_total(cells)}
     for key in ("profile", "shape", "rho", "batch"):
         for value in dict.fromkeys(getattr(c, key) for c in cells):
             label = f"{key} {value}" if key in ("rho", "batch") else str(value)
-            result[label] = {"by": key} | total([c for c in cells if getattr(c, key) == value])
+            result[label] = {"by": key} | sum_total([c for c in cells if getattr(c, key) == value])
     section = None
     for name, row in result.items():
         if row.get("by") != section:
@@ -198,7 +198,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def wrong(args: argparse.Namespace, console: Console, cells: list[tuple[str, float, int]], rounds: int) -> int:
+def reject(args: argparse.Namespace, console: Console, cells: list[tuple[str, float, int]], rounds: int) -> int:
     """The study on wrong profiles; ``cells``: (shape, ρ, batch)."""
     tasks = [
         wrong_profiles.Task(
@@ -211,7 +211,7 @@ def wrong(args: argparse.Namespace, console: Console, cells: list[tuple[str, flo
     with ProcessPoolExecutor(args.jobs) as pool:
         done = pool.map(wrong_profiles.study, tasks)
         found = [cell for cell in track(done, "cells", len(tasks), console=Console(stderr=True)) if cell is not None]
-    console.print(wrong_profiles.table(found, args.wrong))
+    console.print(wrong_profiles.format_table(found, args.wrong))
     if args.json:
         args.json.write_text(json.dumps([asdict(cell) for cell in found], indent=1) + "\n")
     return 0
@@ -223,13 +223,13 @@ def main(argv: list[str] | None = None) -> int:
     shapes = ("deepscaler", "rollpacker") if args.quick else tuple(NAMED)
     batches, rhos, rounds = ((16, 128), (0.5,), 2) if args.quick else (BATCHES, CORRELATIONS, 4)
     if args.wrong is not None:
-        return wrong(args, console, [(s, rho, b) for s in shapes for rho in rhos for b in batches], rounds)
+        return reject(args, console, [(s, rho, b) for s in shapes for rho in rhos for b in batches], rounds)
     drawn = (rounds, args.seed)
     tasks = [(str(p), s, rho, b, *drawn) for p in args.profiles for s in shapes for rho in rhos for b in batches]
     with ProcessPoolExecutor(args.jobs) as pool:
         found = list(track(pool.map(study, tasks), "cells", len(tasks), console=Console(stderr=True)))
     cells = [cell for cell in found if cell is not None]
-    table, totals = tables(cells)
+    table, totals = format_tables(cells)
     console.print(table)
     every = totals["all"]
     console.print(
@@ -240,8 +240,8 @@ def main(argv: list[str] | None = None) -> int:
         f"{every['worst_reachable']:.3f} (goal: at least {STATIC_GOAL}). In {every['unreachable']} cells it cannot: "
         f"the base layout and the switch cost more.\nMost switches in a round: {every['most_switches']}."
     )
-    settings = pat_settings.settings(2 if args.quick else 8)
-    console.print(pat_settings.table(settings))
+    settings = pat_settings.list_settings(2 if args.quick else 8)
+    console.print(pat_settings.format_table(settings))
     if args.image:
         from studies.policies_picture import draw
 

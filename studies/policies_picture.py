@@ -26,24 +26,24 @@ Cells = Sequence[dict]
 def draw(cells: Cells, path: Path) -> Path:
     """Left: regret of one policy over the other's, cell by cell; right: speed against the best static layout."""
     cells = [cell for cell in cells if not cell["profile"].endswith(PAT_COSTS)]
-    figure, (left, right) = pictures.panels(2, width=6.4, height=5.2)
+    figure, (left, right) = pictures.make_panels(2, width=6.4, height=5.2)
     for number, profile in enumerate(dict.fromkeys(cell["profile"] for cell in cells)):
         shade = pictures.SERIES[number % len(pictures.SERIES)]
         style = dict(marker="o", linestyle="none", color=shade, ms=4, alpha=0.8, label=profile)
         mine = [cell for cell in cells if cell["profile"] == profile]
-        left.plot(_floored(mine, "pat_decided"), _floored(mine, "survival_decided"), **style)
+        left.plot(_apply_floor(mine, "pat_decided"), _apply_floor(mine, "survival_decided"), **style)
         right.plot([c["static_over_oracle"] for c in mine], [c["static_over_survival"] for c in mine], **style)
-    _regrets(left, cells)
-    _statics(right, cells)
+    _draw_regrets(left, cells)
+    _draw_statics(right, cells)
     figure.legend(
         *left.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside lower left", ncols=4,
         columnspacing=1.0, handletextpad=0.2,
     )  # fmt: skip
-    pictures.message(figure, title(cells))
+    pictures.set_figure_title(figure, format_title(cells))
     return pictures.save(figure, path)
 
 
-def title(cells: Cells) -> str:
+def format_title(cells: Cells) -> str:
     """Mean regrets of the decisions."""
     ours, theirs = mean(c["survival_decided"] for c in cells), mean(c["pat_decided"] for c in cells)
     return (
@@ -52,26 +52,26 @@ def title(cells: Cells) -> str:
     )
 
 
-def more_regret(cells: Cells) -> str:
+def format_regret_count(cells: Cells) -> str:
     """In how many cells ``survival`` is the worse one of the two."""
     more = sum(max(c["survival_decided"], FLOOR) > max(c["pat_decided"], FLOOR) for c in cells)
     return f"survival loses more than pat in {more} of {len(cells)} cells"
 
 
-def within(cells: Cells) -> str:
+def format_static_count(cells: Cells) -> str:
     """Where ``survival`` keeps up with the best static layout, and where the oracle does."""
     ours, oracle = (sum(c[f"static_over_{name}"] >= WITHIN for c in cells) for name in ("survival", "oracle"))
     cells_of = f"survival in {ours} of {len(cells)} cells, the oracle in {oracle}"
     return f"At least {WITHIN:.0%} of the best static speed: {cells_of}"
 
 
-def _floored(cells: Cells, name: str) -> list[float]:
+def _apply_floor(cells: Cells, name: str) -> list[float]:
     return [max(cell[name], FLOOR) for cell in cells]
 
 
-def _regrets(axes: Axes, cells: Cells) -> None:
+def _draw_regrets(axes: Axes, cells: Cells) -> None:
     """Lines: as much, and half as much."""
-    ends = [FLOOR, 1.5 * max(*_floored(cells, "pat_decided"), *_floored(cells, "survival_decided"))]
+    ends = [FLOOR, 1.5 * max(*_apply_floor(cells, "pat_decided"), *_apply_floor(cells, "survival_decided"))]
     axes.plot(ends, ends, color=pictures.LINE, linewidth=0.9)
     axes.plot(ends, [HALF * end for end in ends], ":", color=pictures.LINE, linewidth=0.9)
     for share, text in ((1.0, "as much"), (HALF, "half as much")):
@@ -79,18 +79,18 @@ def _regrets(axes: Axes, cells: Cells) -> None:
     axes.set(xscale="log", yscale="log")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-    pictures.labels(axes, "pat: regret of its decisions", "survival: regret of its decisions")
-    pictures.title(axes, more_regret(cells))
+    pictures.set_labels(axes, "pat: regret of its decisions", "survival: regret of its decisions")
+    pictures.set_panel_title(axes, format_regret_count(cells))
 
 
-def _statics(axes: Axes, cells: Cells) -> None:
+def _draw_statics(axes: Axes, cells: Cells) -> None:
     """Lines: as fast as the oracle, and the goal."""
     values = [c[f"static_over_{name}"] for c in cells for name in ("survival", "oracle")]
     ends = [min(values), max(values)]
     axes.plot(ends, ends, color=pictures.LINE, linewidth=0.9)
     axes.axhline(WITHIN, color=pictures.LINE, linestyle=":", linewidth=0.9)
     axes.text(ends[0], WITHIN, "2% slower than the best static", fontsize=8, color=pictures.FAINT, va="bottom")
-    pictures.labels(
+    pictures.set_labels(
         axes, "oracle: times as fast as the best static layout", "survival: times as fast as the best static layout"
     )
-    pictures.title(axes, within(cells), 60)
+    pictures.set_panel_title(axes, format_static_count(cells), 60)

@@ -25,9 +25,9 @@ from sglang_pat.rollout.records import (
     Group,
     Judge,
     Launch,
-    More,
+    NeedPrompts,
     Output,
-    Return,
+    ReturnGroup,
     RoundOver,
     SampleId,
     Span,
@@ -115,7 +115,7 @@ class Replica:
             self.context, self.left = self.context + done, self.left - done
             self._next = None
 
-    def ended(self) -> SampleId | None:
+    def pop_finished(self) -> SampleId | None:
         """Take out a sample that has no tokens left."""
         over = np.flatnonzero(self.left <= 0)
         return self._take(int(over[0])) if len(over) else None
@@ -172,16 +172,16 @@ class Simulation:
         self._fed = 0
         self.now = 0.0
 
-    def _feed(self) -> None:
+    def _feed_prompts(self) -> None:
         wanted, left = self.admitter.wanted, self._prompts - self._fed
         end = 0 if wanted >= left else None
         count = int(min(wanted, left))
         self.admitter.feed([((0, self._fed + place), None) for place in range(count)], end_of=end)
         self._fed += count
 
-    def round(self, version: int) -> Round:
+    def run_round(self, version: int) -> Round:
         """One round; the next one begins at once."""
-        self._feed()
+        self._feed_prompts()
         begun, self._tp, self._switched, self._version = self.now, self.engines.tp, 0, version
         self._returned: list[Group] = []
         self._replicas = self._make(self._tp)
@@ -196,41 +196,45 @@ class Simulation:
             policy = self.engines.policy
             if policy is not None and self._asked + ASK_SECONDS < replica.due:
                 self.now = max(self.now, self._asked + ASK_SECONDS)
-                self._ask(policy)
+                self._ask_policy(policy)
                 continue
             self.now = max(self.now, replica.due)
             replica.advance(self.now)
             # One at a time: the first may be what completes the batch, and the others are aborted then.
-            sample = replica.ended()
+            sample = replica.pop_finished()
             assert sample is not None, "it was advanced to the end of one"
             del self._where[sample]
-            length = self._length(sample)
+            length = self._sample_length(sample)
             self._learn(sample, length, length < self._shape.limit)
-            self._do(self.admitter.finished(sample, self._output(sample, length - self._had[sample], "stop")))
+            self._do(
+                self.admitter.record_finished(sample, self._make_output(sample, length - self._had[sample], "stop"))
+            )
         seconds = self.now - begun
-        return Round(seconds, self.admitter.took(self._over.summary, seconds), self._returned, self._switched)
+        return Round(
+            seconds, self.admitter.record_round_time(self._over.summary, seconds), self._returned, self._switched
+        )
 
-    def epoch(self) -> list[Round]:
+    def run_epoch(self) -> list[Round]:
         """All rounds of ``prompts``."""
         rounds: list[Round] = []
         while self._fed < self._prompts or self.admitter.epoch is not None:
-            rounds.append(self.round(len(rounds)))
+            rounds.append(self.run_round(len(rounds)))
         return rounds
 
-    def _length(self, sample: SampleId) -> int:
+    def _sample_length(self, sample: SampleId) -> int:
         """Tokens of a response; one that is started again, not resumed, is another draw for the same prompt."""
         attempt = 0 if self.rules.mode == "partial" else sample.attempt
         key = sample.index, sample.number, attempt
         if key not in self._lengths:
             drawn = sample._replace(attempt=attempt)
-            self._lengths[key] = self._shape.of_sample(self._seed, drawn, self._correlation)
+            self._lengths[key] = self._shape.sample_length(self._seed, drawn, self._correlation)
         return self._lengths[key]
 
     def _learn(self, sample: SampleId, length: int, finished: bool) -> None:
         if self.engines.policy is not None:
             self._history.observe(length, sample.index, finished, self._had[sample])
 
-    def _output(self, sample: SampleId, tokens: int, reason: str) -> Output:
+    def _make_output(self, sample: SampleId, tokens: int, reason: str) -> Output:
         spans = [Span(self._version, tokens)] if tokens else []
         return Output(spans=spans, finish_reason=reason, seconds=self.now - self._since.pop(sample))
 
@@ -239,7 +243,7 @@ class Simulation:
             match action:
                 case Launch(sample, _, prefix):
                     self._had[sample] = prefix.tokens if prefix else 0
-                    left = self._length(sample) - self._had[sample]
+                    left = self._sample_length(sample) - self._had[sample]
                     replica = min(self._replicas, key=len)
                     self._where[sample], self._since[sample] = replica, self.now
                     replica.add(sample, self.prompt_tokens + self._had[sample], left, self.now)
@@ -247,12 +251,12 @@ class Simulation:
                     context = self._where.pop(sample).remove(sample, self.now)
                     tokens = context - self.prompt_tokens - self._had[sample]
                     self._learn(sample, context - self.prompt_tokens, finished=False)
-                    self._do(self.admitter.stopped(sample, self._output(sample, tokens, "")))
+                    self._do(self.admitter.record_stopped(sample, self._make_output(sample, tokens, "")))
                 case Judge(group):
-                    self._do(self.admitter.judged(group.key, True))
-                case Return(group):
+                    self._do(self.admitter.record_verdict(group.key, True))
+                case ReturnGroup(group):
                     self._returned.append(group)
-                case More():
+                case NeedPrompts():
                     pass  # prompts come between rounds only
                 case RoundOver():
                     self._over = action
@@ -269,7 +273,7 @@ class Simulation:
 
         return [Replica(seconds, engines.fingerprint.max_running, self.now) for _ in range(count)]
 
-    def _ask(self, policy: Policy) -> None:
+    def _ask_policy(self, policy: Policy) -> None:
         engines = self.engines
         self._asked = self.now
         for replica in self._replicas:

@@ -65,17 +65,17 @@ class Shape:
         """
         groups = -(-batch // group)
         common = np.repeat(random.normal(size=groups), group)[:batch]
-        return self.correlated(common, random.normal(size=batch), correlation)
+        return self.sample_correlated_lengths(common, random.normal(size=batch), correlation)
 
-    def correlated(self, common: np.ndarray, own: np.ndarray, correlation: float) -> np.ndarray:
+    def sample_correlated_lengths(self, common: np.ndarray, own: np.ndarray, correlation: float) -> np.ndarray:
         """Lengths for normal scores: those of the prompts, ``common``, and those of the responses, ``own``."""
         return self.quantile(ndtr(np.sqrt(correlation) * common + np.sqrt(1 - correlation) * own))
 
-    def of_sample(self, seed: int, sample: SampleId, correlation: float) -> int:
+    def sample_length(self, seed: int, sample: SampleId, correlation: float) -> int:
         """Length of a response: the same for the same seed; another attempt is another draw for the same prompt."""
         own = np.random.default_rng((seed, 1, sample.index, sample.number, sample.attempt)).normal()
         common = np.random.default_rng((seed, 2, sample.index)).normal()
-        return int(self.correlated(np.asarray(common), np.asarray(own), correlation))
+        return int(self.sample_correlated_lengths(np.asarray(common), np.asarray(own), correlation))
 
 
 def parse_shape(text: str, limit: int | None = None) -> Shape:

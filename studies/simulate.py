@@ -7,7 +7,7 @@ depend on what was before, which makes the oracle's dynamic programming exact.
 
 Between two switches replicas run independently; a switch comes at one token index for all, so the fast ones wait for
 the slowest.  In an engine they would be further on: adaptive policies are slightly understated, static layouts exact.
-Prefill at the start is the same for all and left out.  Queueing is not modelled: see :func:`crowded`.
+Prefill at the start is the same for all and left out.  Queueing is not modelled: see :func:`describe_queueing`.
 """
 
 from __future__ import annotations
@@ -77,22 +77,22 @@ class Drain:
             start = end or longest
         grid = np.concatenate(spans)
         ends = np.unique(np.concatenate([grid[grid < longest], batch.length]))
-        self.points = _thin(ends, spacing, grid)
+        self.points = _thin_out(ends, spacing, grid)
         self._ends, self._inside = ends, np.searchsorted(ends, self.points)
-        self._elapsed = self.elapsed(predictor)
+        self._elapsed = self.compute_elapsed(predictor)
         self._costs: dict[tuple[int, int, int], float] = {}
 
-    def elapsed(self, predictor: StepPredictor) -> dict[int, np.ndarray]:
+    def compute_elapsed(self, predictor: StepPredictor) -> dict[int, np.ndarray]:
         """Seconds of each replica from the start to each point, by degree, ``[replicas, points]``."""
-        return {tp: self._elapsed_in(predictor, tp, self._ends)[:, self._inside] for tp in self.degrees}
+        return {tp: self._compute_elapsed_in(predictor, tp, self._ends)[:, self._inside] for tp in self.degrees}
 
-    def _elapsed_in(self, predictor: StepPredictor, tp: int, ends: np.ndarray) -> np.ndarray:
+    def _compute_elapsed_in(self, predictor: StepPredictor, tp: int, ends: np.ndarray) -> np.ndarray:
         """Seconds of each replica from the start to each of ``ends``, ``[replicas, ends]``."""
         replicas = self.fingerprint.num_ranks // tp
         replica = np.arange(len(self.batch.length)) % replicas
         last = np.searchsorted(ends, self.batch.length)  # it runs in the intervals before this end
-        number = _still_running(replica, last, np.ones(len(last)), replicas, len(ends))
-        prompts = _still_running(replica, last, self.batch.prompt, replicas, len(ends))
+        number = _sum_running(replica, last, np.ones(len(last)), replicas, len(ends))
+        prompts = _sum_running(replica, last, self.batch.prompt, replicas, len(ends))
         # Step times are linear in tokens between knots, so the middle step stands for the interval.
         middle = (ends[:-1] + ends[1:] - 1) / 2
         active = np.broadcast_to((number > 0).sum(axis=0), number.shape)
@@ -105,7 +105,7 @@ class Drain:
         elapsed = self._elapsed[tp]
         return (elapsed[:, start:] - elapsed[:, start : start + 1]).max(axis=0)
 
-    def spent(self, tp: int, start: int, end: int) -> np.ndarray:
+    def compute_spent(self, tp: int, start: int, end: int) -> np.ndarray:
         """Seconds of each replica between two points, in one layout, ``[replicas]``."""
         return self._elapsed[tp][:, end] - self._elapsed[tp][:, start]
 
@@ -113,19 +113,19 @@ class Drain:
         """Pause of a switch at a point, as the profile's costs have it."""
         key = (point, from_tp, to_tp)
         if key not in self._costs:
-            running = self.running(point)
+            running = self.list_running(point)
             lengths = self.batch.prompt[running] + self.points[point]
             self._costs[key] = self.costs.estimate(from_tp, to_tp, lengths).seconds
         return self._costs[key]
 
-    def running(self, point: int) -> np.ndarray:
+    def list_running(self, point: int) -> np.ndarray:
         """Numbers of the requests that still run at a point."""
         return np.flatnonzero(self.batch.length > self.points[point])
 
-    def static(self, tp: int) -> Run:
+    def run_static(self, tp: int) -> Run:
         return Run(seconds=float(self.seconds(tp, 0)[-1]))
 
-    def scheduled(self, schedule: list[tuple[int, int]]) -> Run:
+    def run_schedule(self, schedule: list[tuple[int, int]]) -> Run:
         """Time with given switches: (point, tp) in order, from the base layout."""
         changes = dict(schedule)
 
@@ -134,8 +134,8 @@ class Drain:
 
         return self._drive(decide)
 
-    def follow(
-        self, policy: Policy, history: LengthHistory, complete: bool = False, reports: Reports | None = None
+    def run_policy(
+        self, policy: Policy, history: LengthHistory, complete: bool = False, reports: SimulatedReports | None = None
     ) -> Run:
         """Time with a policy that is asked at every point; it sees, and ``history`` learns, what an engine would.
 
@@ -153,12 +153,12 @@ class Drain:
                 request = order[reported]
                 self._learn(history, request)
                 reported += 1
-            seen = self.snapshot(point, now, tp, last_switch, complete)
+            seen = self.make_snapshot(point, now, tp, last_switch, complete)
             if reports is not None and steps is not None:
                 steps(point, now, tp)
                 factors, lengths = reports.factors, seen.load.prompt + seen.load.output
-                doubts = factors.doubts(tp, seen.num_ranks, lengths)
-                seen = replace(seen, switches=switches, factors=factors.factors(), doubts=doubts)
+                doubts = factors.compute_uncertainty(tp, seen.num_ranks, lengths)
+                seen = replace(seen, switches=switches, factors=factors.get_factors(), doubts=doubts)
             wanted = policy(seen, history).tp
             switches += wanted != tp
             return wanted
@@ -174,11 +174,11 @@ class Drain:
         length = int(self.batch.length[request])
         history.observe(length, int(self.batch.family[request]), finished=length < self.batch.limit)
 
-    def snapshot(
+    def make_snapshot(
         self, point: int, now: float, tp: int, last_switch: float = float("-inf"), complete: bool = False
     ) -> Snapshot:
         """What an engine's policy would see at a point."""
-        running = self.running(point)
+        running = self.list_running(point)
         number = len(running)
         return Snapshot(
             now=now,
@@ -216,7 +216,7 @@ class Drain:
         return run
 
 
-def oracle(drain: Drain) -> Run:
+def find_best_run(drain: Drain) -> Run:
     """The best schedule of switches for a batch whose lengths are known: what any policy's time is measured against.
 
     Least total time from the base layout, by dynamic programming over (point, layout).
@@ -254,10 +254,10 @@ def oracle(drain: Drain) -> Run:
         point = int(until[point, t])
         t = int(target[point, t])
         schedule.append((point, degrees[t]))
-    return drain.scheduled(schedule)
+    return drain.run_schedule(schedule)
 
 
-def crowded(fingerprint: Fingerprint, batch: Batch) -> str | None:
+def describe_queueing(fingerprint: Fingerprint, batch: Batch) -> str | None:
     """A line to say if the batch would not fit: then requests would queue, which is not modelled."""
     # While the i-th longest runs, i requests have as many tokens as it.
     most = float(((np.sort(batch.length)[::-1] + batch.prompt.mean()) * np.arange(1, len(batch.length) + 1)).max())
@@ -271,13 +271,13 @@ def crowded(fingerprint: Fingerprint, batch: Batch) -> str | None:
     return None
 
 
-def _still_running(replica: np.ndarray, last: np.ndarray, weight: np.ndarray, replicas: int, ends: int) -> np.ndarray:
+def _sum_running(replica: np.ndarray, last: np.ndarray, weight: np.ndarray, replicas: int, ends: int) -> np.ndarray:
     """Weight of the requests that run in each interval, by replica, ``[replicas, ends - 1]``."""
     ending = np.bincount(replica * ends + last, weight, replicas * ends).reshape(replicas, ends)
     return np.cumsum(ending[:, ::-1], axis=1)[:, ::-1][:, 1:]
 
 
-def _thin(ends: np.ndarray, spacing: int, always: np.ndarray) -> np.ndarray:
+def _thin_out(ends: np.ndarray, spacing: int, always: np.ndarray) -> np.ndarray:
     """The first and the last of ``ends``, those in ``always``, and every one ``spacing`` after the one kept before."""
     kept = [int(ends[0])]
     for end, keep in zip(ends[1:-1], np.isin(ends[1:-1], always), strict=True):
@@ -288,7 +288,7 @@ def _thin(ends: np.ndarray, spacing: int, always: np.ndarray) -> np.ndarray:
     return np.array(kept)
 
 
-class Reports:
+class SimulatedReports:
     """What leaders report of their steps, with noise, and what is learnt from it.
 
     Args:
@@ -321,12 +321,12 @@ class Reports:
 
     def begin(self, drain: Drain) -> Callable[[int, float, int], None]:
         """A round: a function of (point, seconds, degree since the point before) to be called at each point."""
-        predicted, before = drain.elapsed(self._believed), 0
+        predicted, before = drain.compute_elapsed(self._believed), 0
         prompt, length = drain.batch.prompt, drain.batch.length
 
         def reach(point: int, now: float, tp: int) -> None:
             nonlocal before
-            measured = drain.spent(tp, before, point)
+            measured = drain.compute_spent(tp, before, point)
             expected = predicted[tp][:, point] - predicted[tp][:, before]
             start, end = int(drain.points[before]), int(drain.points[point])
             steps = end - start

@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from sglang_pat.policies.registry import make_policy
-from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import load
 from sglang_pat.rollout.rules import Rules
 from studies import PROFILES, tail_picture
@@ -58,7 +58,7 @@ class Setting:
     """Step times over those of the profile, for a model that has none."""
 
     @property
-    def lengths(self) -> str:
+    def compute_lengths(self) -> str:
         return f"body-atom:6.363,0.70,{self.cap},0.01"
 
 
@@ -103,7 +103,7 @@ def simulate(job: Job) -> dict:
     """Mean seconds of a round, rounds by kind, switches a round, tokens thrown away over all, tokens returned a s."""
     setting = job.setting
     profile = load(PROFILES / f"{setting.profile}.json", complete=True)
-    predictor, costs = fitted(profile)
+    predictor, costs = build_predictors(profile)
     policy = make_policy("survival", predictor=predictor, costs=costs) if job.adaptive else None
     nodes = job.nodes or setting.gpus // profile.fingerprint.num_ranks
     engines = Engines(
@@ -114,9 +114,9 @@ def simulate(job: Job) -> dict:
         mode=job.mode, num_prompts=job.num_prompts, num_responses=8, eta_prompts=job.eta_prompts,
         eta_responses=job.eta_responses, max_deferrals=job.max_deferrals, unbiased=job.unbiased,
     )  # fmt: skip
-    simulation = Simulation(engines, rules, parse_shape(job.shape or setting.lengths), job.rho, seed=1)
+    simulation = Simulation(engines, rules, parse_shape(job.shape or setting.compute_lengths), job.rho, seed=1)
     warm = min(8, job.rounds // 4)
-    rounds = [simulation.round(version) for version in range(warm + job.rounds)][warm:]
+    rounds = [simulation.run_round(version) for version in range(warm + job.rounds)][warm:]
     kinds = [found.summary.kind for found in rounds]
     kept = sum(sum(found.summary.kept_lengths) for found in rounds)
     thrown = sum(found.summary.thrown for found in rounds)
@@ -145,16 +145,16 @@ WAYS = {
 """η_P, η_R, whether ``unbiased``: what is compared for each distribution of lengths."""
 
 
-def by_lengths(middle: Setting) -> dict[str, str]:
+def list_length_shapes(middle: Setting) -> dict[str, str]:
     """Shapes of lengths, by name: what tail batching gains depends on them more than on all else."""
     return {
-        "RollPacker": middle.lengths,
-        "RollPacker, 5% at the cap": middle.lengths.replace(",0.01", ",0.05"),
+        "RollPacker": middle.compute_lengths,
+        "RollPacker, 5% at the cap": middle.compute_lengths.replace(",0.01", ",0.05"),
         "DeepScaleR": "deepscaler",
     }
 
 
-def planned(rounds: int, settings: tuple[Setting, ...], middle: Setting) -> dict[tuple, Job]:
+def plan_simulations(rounds: int, settings: tuple[Setting, ...], middle: Setting) -> dict[tuple, Job]:
     """All simulations, by what they are for."""
     plan: dict[tuple, Job] = {}
     for setting in settings:
@@ -177,7 +177,7 @@ def planned(rounds: int, settings: tuple[Setting, ...], middle: Setting) -> dict
             plan["responses", eta, rho] = Job(middle, rho, "strict", 1.0, eta, rounds)
             plan["both", eta, rho] = Job(middle, rho, "strict", eta, eta, rounds)
         bounded = dict(num_prompts=64, nodes=4, max_deferrals=BOUND)
-        for lengths, shape in by_lengths(middle).items():
+        for lengths, shape in list_length_shapes(middle).items():
             for way, (eta_p, eta_r, unbiased) in WAYS.items():
                 job = Job(middle, rho, "strict", eta_p, eta_r, rounds, unbiased=unbiased, shape=shape, **bounded)
                 plan[way, lengths, rho] = job
@@ -190,7 +190,7 @@ def planned(rounds: int, settings: tuple[Setting, ...], middle: Setting) -> dict
 def replay(rounds: int, settings: tuple[Setting, ...], jobs: int) -> dict:
     """What comes of all that is planned."""
     middle = settings[min(1, len(settings) - 1)]
-    plan = planned(rounds, settings, middle)
+    plan = plan_simulations(rounds, settings, middle)
     with ProcessPoolExecutor(jobs) as pool:
         found = dict(zip(plan, track(pool.map(simulate, plan.values()), "replay", len(plan)), strict=True))
     return {"settings": settings, "middle": middle, "found": found}
@@ -220,7 +220,7 @@ def show_replay(console: Console, result: dict) -> None:
     table = Table(title="by lengths, P0 = 64 (simulated): as fast; tokens returned a second", title_justify="left")
     for column in ("lengths", "rho", "plain, s", *(way for way in WAYS if way != "plain")):
         table.add_column(column, justify="right")
-    for lengths in by_lengths(middle):
+    for lengths in list_length_shapes(middle):
         for rho in CORRELATIONS:
             base, *others = (found[way, lengths, rho] for way in WAYS)
             gains = [(base["seconds"] / one["seconds"], one["returned"] / base["returned"]) for one in others]
@@ -272,7 +272,7 @@ def main() -> int:
         written = {" / ".join(map(str, key)): value for key, value in result["found"].items()}
         args.json.write_text(json.dumps(written, indent=1) + "\n")
     if args.png:
-        tail_picture.draw(tail_picture.of(result["found"]), "", args.png)
+        tail_picture.draw(tail_picture.make_found(result["found"]), "", args.png)
     return 0
 
 

@@ -21,7 +21,7 @@ Found = Mapping[tuple[str, float], dict[str, float]]
 """Seconds of a round by way, by (setting, correlation)."""
 
 
-def of(found: Mapping[tuple, dict]) -> Found:
+def make_found(found: Mapping[tuple, dict]) -> Found:
     """What is drawn of all simulations."""
     seconds: dict[tuple[str, float], dict[str, float]] = {}
     for (name, setting, rho), values in found.items():
@@ -30,14 +30,14 @@ def of(found: Mapping[tuple, dict]) -> Found:
     return seconds
 
 
-def title(found: Found) -> str:
-    gains = pictures.span((seconds[BASE] / seconds[BOTH] for seconds in found.values()), ".1f")
+def format_title(found: Found) -> str:
+    gains = pictures.format_span((seconds[BASE] / seconds[BOTH] for seconds in found.values()), ".1f")
     return f"Simulated: a round is {gains} times as fast with tail batching and adaptive TP"
 
 
 def draw(found: Found, source: str, path: Path) -> Path:
     """Bars: a round's time at the middle correlation, as a share of the time without; lines: other correlations."""
-    figure, (axes,) = pictures.panels(1, width=9.0, height=4.4)
+    figure, (axes,) = pictures.make_panels(1, width=9.0, height=4.4)
     settings = list(dict.fromkeys(setting for setting, _ in found))
     for place, setting in enumerate(settings):
         by_rho = {rho: seconds for (name, rho), seconds in found.items() if name == setting}
@@ -54,14 +54,14 @@ def draw(found: Found, source: str, path: Path) -> Path:
     axes.set_ylim(0, 1.12)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.grid(axis="x", visible=False)
-    pictures.labels(axes, "", "time of a round, of that without")
+    pictures.set_labels(axes, "", "time of a round, of that without")
     handles = [Patch(color=color, label=way) for way, color in WAYS.items()]
     axes.legend(handles=handles, fontsize=8.5, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.08))
-    correlations = pictures.span((rho for _, rho in found), "g")
-    pictures.message(figure, title(found))
+    correlations = pictures.format_span((rho for _, rho in found), "g")
+    pictures.set_figure_title(figure, format_title(found))
     about = (
         f"Modelled profiles, RollPacker's settings, a node's share of the batch. Bars: lengths of one prompt's "
         f"responses correlated by {MIDDLE}; lines: by {correlations}. {source}"
     )
-    pictures.footer(figure, about)
+    pictures.set_footer(figure, about)
     return pictures.save(figure, path)

@@ -21,9 +21,9 @@ import numpy as np
 from rich.table import Table
 
 from sglang_pat.predict.profile import DecodePoint, load
-from studies.compare import AS_IS, Machine, Workload, compare, regrets
+from studies.compare import AS_IS, Machine, Workload, compare, compute_regrets
 from studies.shapes import parse_shape
-from studies.simulate import crowded
+from studies.simulate import describe_queueing
 
 KINDS: dict[str, Callable[[float, float], float]] = {
     "layout": lambda batch, context: 1.0,
@@ -85,14 +85,16 @@ def _machine(path: str, error: str = "layout", off: tuple[float, ...] = ()) -> M
     batches, contexts = ([getattr(p, name) for p in profile.decode] for name in ("batch", "context"))
 
     def seconds(point: DecodePoint) -> float:
-        part = KINDS.get(error, KINDS["layout"])(_place(point.batch, batches), _place(point.context, contexts))
+        part = KINDS.get(error, KINDS["layout"])(
+            _compute_place(point.batch, batches), _compute_place(point.context, contexts)
+        )
         return point.seconds * (1 + by_degree.get(point.tp, 0.0) * part)
 
     decode = (msgspec.structs.replace(point, seconds=seconds(point)) for point in profile.decode)
     return Machine(msgspec.structs.replace(profile, decode=tuple(decode)))
 
 
-def _place(value: float, values: Sequence[float]) -> float:
+def _compute_place(value: float, values: Sequence[float]) -> float:
     least, greatest = min(values), max(values)
     return float(np.log(value / least) / np.log(greatest / least)) if greatest > least else 0.0
 
@@ -103,10 +105,10 @@ def study(task: Task) -> Cell | None:
     workload = Workload(
         shape=parse_shape(task.shape), batch=task.batch, rounds=task.rounds, correlation=task.rho, seed=task.seed
     )
-    if any(crowded(right.profile.fingerprint, drawn) for drawn in workload.batches()):
+    if any(describe_queueing(right.profile.fingerprint, drawn) for drawn in workload.make_batches()):
         return None
     degrees = right.profile.fingerprint.degrees
-    factors = _factors(task, len(degrees))
+    factors = _make_factors(task, len(degrees))
     wrong = _machine(task.path, task.error, tuple(factor - 1 for factor in factors))
     if not set(degrees) <= set(wrong.profile.fingerprint.degrees):
         return None
@@ -120,19 +122,19 @@ def study(task: Task) -> Cell | None:
         seed=task.seed,
         error=task.error if task.error in KINDS else Path(task.error).stem,
         factors=factors,
-        regret=tuple(regrets(runs, "survival").tolist()),
-        kept=tuple(regrets(runs, "survival" + AS_IS).tolist()),
+        regret=tuple(compute_regrets(runs, "survival").tolist()),
+        kept=tuple(compute_regrets(runs, "survival" + AS_IS).tolist()),
         most_switches=max(len(run.switches) for run in runs["survival"]),
     )
 
 
-def _factors(task: Task, degrees: int) -> tuple[float, ...]:
+def _make_factors(task: Task, degrees: int) -> tuple[float, ...]:
     mixed = [signs for signs in itertools.product((-1, 1), repeat=degrees) if len(set(signs)) > 1]
     name = f"{Path(task.path).stem} {task.shape} {task.rho} {task.batch} {task.seed}"
     return tuple(1 + sign * task.wrong for sign in mixed[zlib.crc32(name.encode()) % len(mixed)])
 
 
-def table(cells: Sequence[Cell], wrong: float) -> Table:
+def format_table(cells: Sequence[Cell], wrong: float) -> Table:
     """By kind of error and profile, and over all."""
     result = Table(title=f"survival on profiles whose layouts are off by ±{wrong:.0%}: regret against the oracle")
     heads = (

@@ -33,7 +33,7 @@ def prefork():
     from sglang_pat.cpu import shim
     from sglang_pat.testing.prefork import Prefork
 
-    found = Prefork() if shim.needed() else None
+    found = Prefork() if shim.is_needed() else None
     yield found
     if found is not None:
         found.stop()

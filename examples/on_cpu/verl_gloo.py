@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from sglang_pat.testing.ports import free_port
+from sglang_pat.testing.ports import find_free_port
 
 HOST = "127.0.0.1"
 
@@ -32,7 +32,7 @@ class GlooCheckpointEngine(CheckpointEngine):
 
     def prepare(self) -> int | None:
         """Where the processes will meet."""
-        return free_port() if self._master else None
+        return find_free_port() if self._master else None
 
     @classmethod
     def build_topology(

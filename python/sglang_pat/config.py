@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees, device_of_rank
+from sglang_pat.layout import ParallelLayout, choose_default_degrees, get_device_of_rank, list_candidate_layouts
 from sglang_pat.removed import refuse_value
 
 POLICIES = ("survival", "pat", "threshold", "schedule", "manual", "off")
@@ -22,7 +22,7 @@ MOST_STEPS = 1000
 """Of a turn of the calibration."""
 
 
-def one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ``ValueError`` unless ``value``, given with ``flag``, is allowed."""
     if value not in allowed:
         refuse_value(flag, value)
@@ -60,11 +60,11 @@ class AdaptiveConfig:
     layouts: tuple[ParallelLayout, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        one_of("--pat-policy", self.policy, POLICIES)
-        one_of("--pat-weights", self.weights, WEIGHT_MODES)
-        one_of("--pat-kv", self.kv, KV_MODES)
-        one_of("--pat-kv-exchange", self.kv_exchange, KV_EXCHANGES)
-        one_of("--pat-gpu-order", self.gpu_order, GPU_ORDERS)
+        check_choice("--pat-policy", self.policy, POLICIES)
+        check_choice("--pat-weights", self.weights, WEIGHT_MODES)
+        check_choice("--pat-kv", self.kv, KV_MODES)
+        check_choice("--pat-kv-exchange", self.kv_exchange, KV_EXCHANGES)
+        check_choice("--pat-gpu-order", self.gpu_order, GPU_ORDERS)
         if self.predicts and self.profile is None:
             raise ValueError(
                 f"--pat-policy {self.policy} needs a profile: give --pat-profile FILE "
@@ -76,8 +76,10 @@ class AdaptiveConfig:
             raise ValueError(f"--pat-switch-at {self.switch_at}: must be at least 1")
         degrees = self.degrees
         if degrees is None:
-            degrees = default_degrees([layout.tp for layout in candidate_layouts(self.base)], self.only_ends)
-        object.__setattr__(self, "layouts", tuple(candidate_layouts(self.base, list(degrees))))
+            degrees = choose_default_degrees(
+                [layout.tp for layout in list_candidate_layouts(self.base)], self.only_ends
+            )
+        object.__setattr__(self, "layouts", tuple(list_candidate_layouts(self.base, list(degrees))))
 
     @property
     def num_ranks(self) -> int:
@@ -98,10 +100,10 @@ class AdaptiveConfig:
         """Whether the layouts are measured before the first request."""
         return self.predicts and not self.profile_as_is and self.calibrate > 0 and len(self.layouts) > 1
 
-    def place(self, rank: int) -> int:
+    def get_gpu_index(self, rank: int) -> int:
         """Number of the GPU of ``rank`` among the engine's, from 0: the rank's own, as trainers expect that hand
         weights over by IPC, unless neighbours are to merge first."""
-        return device_of_rank(rank, self.num_ranks) if self.gpu_order == "neighbours" else rank
+        return get_device_of_rank(rank, self.num_ranks) if self.gpu_order == "neighbours" else rank
 
     def layout(self, tp: int) -> ParallelLayout:
         """The candidate of degree ``tp``.

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang_pat.messages import Cancel, Compile, Go, Prepare, Switch
+from sglang_pat.messages import Cancel, Compile, Prepare, StepPermit, Switch
 
 logger = logging.getLogger(__name__)
 
-FATAL = (Prepare, Compile, Switch, Cancel, Go)
+FATAL = (Prepare, Compile, Switch, Cancel, StepPermit)
 """Steps of a switch, and of a schedule: ranks that are not in step with each other cannot go on."""
 
 LOG_SECONDS = 1.0

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 
-def one_line(error: BaseException) -> str:
+def format_one_line(error: BaseException) -> str:
     """What an error says, without line breaks; its type's name if it says nothing."""
     return " ".join(str(error).split()) or type(error).__name__

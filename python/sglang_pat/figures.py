@@ -21,7 +21,7 @@ job_log = logging.getLogger("sglang_pat.job")
 own, in the process that holds the engine and in the coordinator's."""
 
 
-def show_to_job() -> None:
+def enable_job_log() -> None:
     """Let the lines of :data:`job_log` through in this process, whatever SGLang's log level is."""
     job_log.setLevel(logging.INFO)
 
@@ -55,24 +55,24 @@ class Figures:
     seconds: Mapping[int, float] = field(default_factory=dict[int, float])
 
     @classmethod
-    def of_status(cls, status: Mapping[str, Any]) -> Figures:
+    def from_status(cls, status: Mapping[str, Any]) -> Figures:
         """Since the engine's start, of ``/pat/status``."""
         return msgspec.convert(status["totals"], cls, str_keys=True)
 
-    def since(self, earlier: Figures) -> Figures:
+    def subtract(self, earlier: Figures) -> Figures:
         """What came after ``earlier``, of the same engine."""
-        return self._plus(earlier, -1)
+        return self._add_scaled(earlier, -1)
 
     def __add__(self, other: Figures) -> Figures:
-        return self._plus(other, 1)
+        return self._add_scaled(other, 1)
 
-    def _plus(self, other: Figures, sign: int) -> Figures:
+    def _add_scaled(self, other: Figures, sign: int) -> Figures:
         degrees = sorted({*self.seconds, *other.seconds})
         seconds = {tp: self.seconds.get(tp, 0.0) + sign * other.seconds.get(tp, 0.0) for tp in degrees}
         counts = ("requests", "switches", "aborted_switches", "pause_seconds")
         return Figures(seconds=seconds, **{n: getattr(self, n) + sign * getattr(other, n) for n in counts})
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """For a log."""
         whole = sum(self.seconds.values())
         shares = [f"{seconds / whole:.0%} in tp{tp}" for tp, seconds in sorted(self.seconds.items()) if seconds > 0]
@@ -83,7 +83,7 @@ class Figures:
         )
 
 
-def metrics(engines: Collection[Figures]) -> dict[str, float]:
+def compute_metrics(engines: Collection[Figures]) -> dict[str, float]:
     """For a tracker, by name: counts of all engines together, seconds of a mean one."""
     found = {
         "rollout/switches": float(sum(one.switches for one in engines)),
@@ -116,30 +116,30 @@ class Account:
         self._tp = 0
         self._last = Figures()
 
-    def state(self, now: float, tp: int, works: bool) -> None:
+    def record_state(self, now: float, tp: int, works: bool) -> None:
         """From ``now`` on the engine is in degree ``tp``, and has requests that it may decode or not."""
         if self._since is not None:
             self._seconds[self._tp] += now - self._since
         self._since, self._tp = (now if works else None), tp
 
-    def switched(self, record: SwitchRecord) -> None:
+    def record_switch(self, record: SwitchRecord) -> None:
         self.records.append(record)
         self._switches += not record.error
         self._aborted += bool(record.error)
         self._pause_seconds += record.pause_seconds
 
-    def totals(self) -> Figures:
+    def get_totals(self) -> Figures:
         return Figures(self.requests, self._switches, self._aborted, self._pause_seconds, dict(self._seconds))
 
-    def status(self) -> dict[str, Any]:
+    def get_status(self) -> dict[str, Any]:
         """For ``/pat/status``."""
         switches = [msgspec.to_builtins(record) for record in self.records]
-        return {"num_switches": self._switches, "totals": asdict(self.totals()), "switches": switches}
+        return {"num_switches": self._switches, "totals": asdict(self.get_totals()), "switches": switches}
 
-    def step(self) -> Figures | None:
+    def end_training_step(self) -> Figures | None:
         """A step ends: what happened in it; None, and it goes on, if no request has come since the last one ended."""
-        now = self.totals()
+        now = self.get_totals()
         if now.requests == self._last.requests:
             return None
-        found, self._last = now.since(self._last), now
+        found, self._last = now.subtract(self._last), now
         return found

@@ -54,7 +54,7 @@ def decode(data: bytes | str, kind: type[Kind]) -> Kind:
     try:
         return convert(msgspec.json.decode(data), kind)
     except msgspec.DecodeError as error:
-        raise NotJson(f"not JSON: {_plain(str(error).removeprefix('JSON is malformed: '))}") from None
+        raise NotJson(f"not JSON: {_simplify_message(str(error).removeprefix('JSON is malformed: '))}") from None
     except UnicodeDecodeError:
         raise NotJson("not JSON: not UTF-8") from None
     except RecursionError:
@@ -74,13 +74,13 @@ def convert(value: Any, kind: type[Kind], dec_hook: Callable[[type, Any], Any] |
     except OverflowError as error:
         raise ValueError(f"a number in it is too large: {error}") from None
     found = _WHERE.search(said)
-    what = _plain(said[: found.start()] if found else said)
+    what = _simplify_message(said[: found.start()] if found else said)
     if found is None:
         raise ValueError(what)
-    raise wrong(found.group(2).lstrip("."), _at(value, found.group(2)), what)
+    raise make_field_error(found.group(2).lstrip("."), _get_at_path(value, found.group(2)), what)
 
 
-def wrong(field: str, given: Any, expected: str) -> ValueError:
+def make_field_error(field: str, given: Any, expected: str) -> ValueError:
     """The error of a field: what it is, and what was expected; of lists and objects only the latter."""
     if given is None or isinstance(given, bool | int | float | str):
         shown = msgspec.json.encode(given).decode() if not isinstance(given, int) else str(given).lower()
@@ -89,13 +89,13 @@ def wrong(field: str, given: Any, expected: str) -> ValueError:
     return ValueError(f"{field}: {expected}")
 
 
-def _plain(said: str) -> str:
+def _simplify_message(said: str) -> str:
     """What msgspec says, as part of a sentence."""
     said = " ".join(said.replace("`", "").split())
     return said[:1].lower() + said[1:]
 
 
-def _at(value: Any, path: str) -> Any:
+def _get_at_path(value: Any, path: str) -> Any:
     """What is at a path such as ``.decode[3].batch``; an empty list if that cannot be told."""
     end = 0
     for step in _STEP.finditer(path):

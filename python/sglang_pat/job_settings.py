@@ -26,11 +26,11 @@ def check(given: Mapping[str, Any], ranks: int, where: str) -> AdaptiveConfig:
     Raises:
         ValueError: an unknown setting, a wrong value, a file that cannot be used on this machine; one line.
     """
-    found = settings.fields(given, where)
+    found = settings.parse_fields(given, where)
     base = found.pop(settings.BASE_TP.name, settings.BASE_TP.default)
-    layout = ParallelLayout(*settings.base_layout(base, ranks, where))
+    layout = ParallelLayout(*settings.compute_base_layout(base, ranks, where))
     try:
-        config = settings.configuration(found, layout)
+        config = settings.make_configuration(found, layout)
         read_files(config)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
@@ -54,7 +54,7 @@ def check_model(model: str, config: AdaptiveConfig, where: str) -> None:
         return  # a size that is left to the model's class
     asked = config.layouts if config.degrees else config.layouts[:1]
     for layout in asked:
-        if why := shape.why_not(layout.tp):
+        if why := shape.find_reason_against_degree(layout.tp):
             raise ValueError(f"{where} {model}: tp={layout.tp} {why}; choose other degrees (base_tp, candidates)")
 
 

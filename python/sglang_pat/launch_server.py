@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     shim.ensure(children=True)
     if "--adaptive-tp" in argv:
-        _adaptive(argv)
+        _serve_adaptive(argv)
         return
     stray = [arg for arg in argv if arg.startswith("--pat-")]
     if stray:
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
-def _adaptive(argv: list[str]) -> None:
+def _serve_adaptive(argv: list[str]) -> None:
     """Serve until a signal ends it; whatever happens, no process and no socket stays."""
     from sglang_pat.launch import refusals
 

@@ -57,7 +57,7 @@ class ParallelLayout:
         return f"tp{self.tp}×dp{self.dp}"
 
 
-def candidate_layouts(base: ParallelLayout, degrees: list[int] | None = None) -> list[ParallelLayout]:
+def list_candidate_layouts(base: ParallelLayout, degrees: list[int] | None = None) -> list[ParallelLayout]:
     """Layouts the engine may run in, sorted by degree; the base layout is first.
 
     ``degrees`` defaults to every doubling of the base degree up to ``N``.
@@ -89,7 +89,7 @@ def candidate_layouts(base: ParallelLayout, degrees: list[int] | None = None) ->
     return [base.with_tp(tp) for tp in chain]
 
 
-def default_degrees(degrees: Sequence[int], only_ends: bool) -> tuple[int, ...]:
+def choose_default_degrees(degrees: Sequence[int], only_ends: bool) -> tuple[int, ...]:
     """Of ``degrees`` (ascending) those that are used: each has groups, graphs and buffers, which take memory.
 
     Args:
@@ -111,7 +111,7 @@ def exchange_groups(a: ParallelLayout, b: ParallelLayout) -> list[list[int]]:
     return list(buckets.values())
 
 
-def device_of_rank(rank: int, num_ranks: int) -> int:
+def get_device_of_rank(rank: int, num_ranks: int) -> int:
     """GPU of ``rank`` if low-degree groups are to be neighbours: bit reversal.
 
     With 8 ranks the tp=2 groups are GPUs (0,1)(2,3)(4,5)(6,7).  Counts that are not a

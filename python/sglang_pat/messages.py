@@ -142,23 +142,23 @@ response's length away (benchmarks with lengths fixed in advance)."""
 INT32 = 2**31 - 1
 
 
-def length_limit(params: Any) -> int | None:
+def get_length_limit(params: Any) -> int | None:
     """The longest response that policies reckon with, from SGLang's ``SamplingParams``; a number of 32 bits.
 
     What came with the prompt of it counts.  None if neither the request nor SGLang has set one yet.
     """
-    limit = _custom(params, LIMIT_PARAM)
+    limit = _get_custom_number(params, LIMIT_PARAM)
     if limit is None and params.max_new_tokens is not None:
-        limit = params.max_new_tokens + generated_before(params)
+        limit = params.max_new_tokens + count_prefix_tokens(params)
     return None if limit is None else min(limit, INT32)
 
 
-def generated_before(params: Any) -> int:
+def count_prefix_tokens(params: Any) -> int:
     """Tokens of the response that came with the prompt, from SGLang's ``SamplingParams``; a number of 32 bits."""
-    return min(_custom(params, GENERATED_PARAM) or 0, INT32)
+    return min(_get_custom_number(params, GENERATED_PARAM) or 0, INT32)
 
 
-def _custom(params: Any, name: str) -> int | None:
+def _get_custom_number(params: Any, name: str) -> int | None:
     """A number of ``custom_params``, which the server has checked; None if there is none."""
     return cast("dict[str, Any]", params.custom_params or {}).get(name)
 
@@ -228,11 +228,11 @@ class CalibrationTurn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     over: bool = False
 
 
-class Go(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """To a replica that works by a schedule: go on, hold at the first of these points, and say so with ``Held``.
+class StepPermit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """To a replica that works by a schedule: go on, hold at the first of these points, and say so with ``HoldReport``.
 
     Attributes:
-        number: which ``Go`` this is; ``Held`` repeats it.
+        number: which ``StepPermit`` this is; ``HoldReport`` repeats it.
         steps: decode steps from now on; ``batches``: steps of any kind.
 
     Without a point it goes on for ever.
@@ -243,8 +243,9 @@ class Go(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     batches: int | None = None
 
 
-class Held(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A replica holds, and has just reported its load.  ``steps``, ``batches``: since the ``Go`` of this number."""
+class HoldReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A replica holds, and has just reported its load.  ``steps``, ``batches``: since the ``StepPermit`` of this
+    number."""
 
     rank: int
     number: int
@@ -428,7 +429,7 @@ class ScheduleReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state: ScheduleState
 
 
-FromRank = Prepared | RankSwitched | LoadReport | RankTrace | Held
+FromRank = Prepared | RankSwitched | LoadReport | RankTrace | HoldReport
 """Everything a rank sends on its channel to the coordinator."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -444,7 +445,7 @@ def decode_from_rank(data: bytes) -> FromRank:
     return _from_rank.decode(data)
 
 
-def kind_of(data: bytes) -> str:
+def guess_kind(data: bytes) -> str:
     """What :func:`decode_from_rank` could not read says it is: the name of a type, or ``unreadable``."""
     try:
         content = msgspec.msgpack.decode(data)
@@ -457,5 +458,5 @@ def kind_of(data: bytes) -> str:
 
 
 _KINDS = {kind.__name__ for kind in FromRank.__args__}
-PROTOCOL = (Prepared.__name__, RankSwitched.__name__, Held.__name__)
+PROTOCOL = (Prepared.__name__, RankSwitched.__name__, HoldReport.__name__)
 """Without these a switch never ends, or a replica waits for ever: they are not to be dropped."""

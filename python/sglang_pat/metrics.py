@@ -44,7 +44,7 @@ class SwitchMetrics:
         self._tp.set(tp)
         self._dp.set(self._config.num_ranks // tp)
 
-    def factors(self, by_degree: Mapping[int, StepFactor]) -> None:
+    def set_factors(self, by_degree: Mapping[int, StepFactor]) -> None:
         for tp, factor in by_degree.items():
             self._factor.labels(tp).set(factor.scale)
 

@@ -23,7 +23,7 @@ def plugin() -> None:
     try:
         from sglang_pat.launch import attach
 
-        if not attach.attached():  # else by an adapter, which has read the variable, too
-            attach.attach(settings.of_environment(), VARIABLE)
+        if not attach.is_attached():  # else by an adapter, which has read the variable, too
+            attach.attach(settings.read_environment(), VARIABLE)
     except Exception as error:
-        sys.exit(f"error: {errors.one_line(error)}")
+        sys.exit(f"error: {errors.format_one_line(error)}")

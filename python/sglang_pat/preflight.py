@@ -21,8 +21,8 @@ from sglang_pat.cpu import shim
 from sglang_pat.fixes import jit
 from sglang_pat.launch import contract
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.memory.machine import Supply, supply_of_cpu, supply_of_gpus
-from sglang_pat.memory.plan import MemoryPlan, advice, demand_of, make_plan
+from sglang_pat.memory.machine import Supply, measure_cpu_memory, measure_gpu_memory
+from sglang_pat.memory.plan import MemoryPlan, format_advice, make_default_demand, make_plan
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.version import SGLANG_VERSIONS, __version__
 
@@ -30,25 +30,25 @@ Line = tuple[bool, str, str]
 """``(fine, what, finding)``."""
 
 
-def checks() -> Iterator[Line]:
+def run_checks() -> Iterator[Line]:
     yield sys.version_info >= (3, 11), "Python", f"{sys.version.split()[0]} (3.11 or newer needed)"
-    installed = contract.installed_version()
+    installed = contract.get_installed_version()
     yield installed in SGLANG_VERSIONS, "SGLang", f"{installed} ({' or '.join(SGLANG_VERSIONS)} needed)"
     if installed is None:
         return
-    shimmed = shim.needed()
+    shimmed = shim.is_needed()
     shim.ensure()
     yield True, "CPU shim", "in place: no sgl_kernel here" if shimmed else "not needed: sgl_kernel is installed"
-    yield from _packages()
-    yield _web()
-    yield from _sglang_symbols()
-    yield from _backend()
-    yield from _devices()
+    yield from _check_packages()
+    yield _check_web()
+    yield from _check_sglang_symbols()
+    yield from _check_backend()
+    yield from _check_devices()
 
 
-def _packages() -> Iterator[Line]:
+def _check_packages() -> Iterator[Line]:
     """What this project needs and SGLang does not bring: ``pip install --no-deps`` leaves it out."""
-    for line in _requirements():
+    for line in _read_requirements():
         name = re.split(r"[^\w.-]", line, maxsplit=1)[0]
         try:
             yield True, name, metadata.version(name)
@@ -56,14 +56,14 @@ def _packages() -> Iterator[Line]:
             yield False, name, f"not installed: pip install {name}"
 
 
-def _requirements() -> list[str]:
+def _read_requirements() -> list[str]:
     try:
         return [line for line in metadata.requires("sglang_pat") or [] if not line.startswith("sglang")]
     except metadata.PackageNotFoundError:
         return []  # used from its folder
 
 
-def _web() -> Line:
+def _check_web() -> Line:
     """SGLang's metrics read the path of each route of its application, which newer FastAPIs do not give to all."""
     from fastapi import APIRouter, FastAPI
 
@@ -77,13 +77,13 @@ def _web() -> Line:
     return True, "FastAPI", f"{version}: {failing}"
 
 
-def _sglang_symbols() -> Iterator[Line]:
-    for symbol in contract.symbols():
-        problem = symbol.problem()
+def _check_sglang_symbols() -> Iterator[Line]:
+    for symbol in contract.read_symbols():
+        problem = symbol.find_problem()
         yield problem is None, f"hook {symbol.module}:{symbol.name}", problem or "as expected"
 
 
-def _backend() -> Iterator[Line]:
+def _check_backend() -> Iterator[Line]:
     from sglang_pat.cpu import shm
 
     built = shm.is_available()
@@ -93,7 +93,7 @@ def _backend() -> Iterator[Line]:
     yield writable, "shared memory", f"{shared} is {'' if writable else 'not '}writable"
 
 
-def _devices() -> Iterator[Line]:
+def _check_devices() -> Iterator[Line]:
     import torch
 
     cores = len(os.sched_getaffinity(0))
@@ -101,13 +101,13 @@ def _devices() -> Iterator[Line]:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         yield True, "devices", f"{len(names)} CUDA devices: {', '.join(sorted(set(names)))}; one rank each"
-        wrong = jit.problem()
+        wrong = jit.find_jit_problem()
         yield wrong is None, "SGLang's kernels", wrong or "the first one compiles, and runs"
     else:
         yield True, "devices", f"CPU, {cores} cores; ranks may outnumber cores, slowly"
 
 
-def plan_of(args: argparse.Namespace) -> MemoryPlan:
+def plan_memory(args: argparse.Namespace) -> MemoryPlan:
     """The memory plan that the command line asks for.
 
     Raises:
@@ -115,16 +115,16 @@ def plan_of(args: argparse.Namespace) -> MemoryPlan:
     """
     shape = ModelShape.from_config(read_config(args.model_path), args.dtype)
     base = ParallelLayout(args.tp, args.dp)
-    supply = supply_of_gpus(args.gpus, base.num_ranks) if args.gpus else _supply_here(base.num_ranks)
-    return make_plan(demand_of(shape, base, supply, args.max_total_tokens), supply)
+    supply = measure_gpu_memory(args.gpus, base.num_ranks) if args.gpus else _measure_memory_here(base.num_ranks)
+    return make_plan(make_default_demand(shape, base, supply, args.max_total_tokens), supply)
 
 
-def _supply_here(ranks: int) -> Supply:
+def _measure_memory_here(ranks: int) -> Supply:
     """Of this machine's GPUs that the ranks would have, the one that has least; without CUDA its memory."""
     import torch
 
     if not torch.cuda.is_available():
-        return supply_of_cpu()
+        return measure_cpu_memory()
     if (count := torch.cuda.device_count()) < ranks:
         raise ValueError(f"{ranks} ranks need {ranks} GPUs, {count} are visible: choose other --tp/--dp")
     free, total = min(torch.cuda.mem_get_info(index) for index in range(ranks))
@@ -135,7 +135,7 @@ def report() -> int:
     """Print what is in place; 1 if something is missing."""
     fine = True
     print(f"sglang_pat {__version__}")
-    for good, what, finding in checks():
+    for good, what, finding in run_checks():
         fine &= good
         print(f"{'ok  ' if good else 'FAIL'}  {what}: {finding}")
     print("ready for --adaptive-tp" if fine else "not ready: see the lines that say FAIL")
@@ -155,9 +155,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.model_path is None:
         return report()
     try:
-        plan = plan_of(args)
-        print(plan.table())
-        if line := advice(plan):
+        plan = plan_memory(args)
+        print(plan.format_table())
+        if line := format_advice(plan):
             print(f"  {line}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

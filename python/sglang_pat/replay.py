@@ -24,9 +24,9 @@ from sglang_pat.figures import Figures
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
-from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import ProfileError, load
-from sglang_pat.tools.commands import Parser, one_line
+from sglang_pat.tools.commands import Parser, format_short_line
 
 TOLERANCE = 1e-9
 """Relative, of estimates: other versions of NumPy round the last digit differently."""
@@ -119,7 +119,7 @@ def replay_log(path: Path, profile: str | None = None) -> Replayed:
             again = policy(snapshot, history)
             result.decisions += 1
             result.switches += logged.tp != snapshot.tp
-            if not _same(logged, again):
+            if not _are_same(logged, again):
                 result.different.append((number, logged, again))
 
     _read(path, play)
@@ -128,13 +128,13 @@ def replay_log(path: Path, profile: str | None = None) -> Replayed:
 
 def _make_policy(start: Start, profile: str | None) -> Policy:
     name = profile or start.profile
-    predictor, costs = fitted(load(name, complete=True)) if name is not None else (None, None)
+    predictor, costs = build_predictors(load(name, complete=True)) if name is not None else (None, None)
     return make_policy(
         start.policy, switch_at=start.switch_at, predictor=predictor, costs=costs, max_running=start.max_running
     )
 
 
-def _same(a: Decision, b: Decision) -> bool:
+def _are_same(a: Decision, b: Decision) -> bool:
     return (
         a.tp == b.tp
         and a.recompute_below == b.recompute_below
@@ -209,12 +209,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         result = replay_log(args.log, args.profile)
     except ValueError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {format_short_line(error)}", file=sys.stderr)
         return 2
     for line, logged, found in result.different[:10]:
         print(f"line {line}: the log says {logged}, this version {found}")
     if result.steps:
-        print(f"{result.steps} steps: {result.spent.line()}")
+        print(f"{result.steps} steps: {result.spent.format_line()}")
     same = result.decisions - len(result.different)
     print(f"{result.decisions} decisions, {result.switches} of them to switch: {same} came out the same")
     return 1 if result.different else 0

@@ -21,7 +21,7 @@ from sglang_pat.config import (
     VARIABLE,
     WEIGHT_MODES,
     AdaptiveConfig,
-    one_of,
+    check_choice,
     parse_degrees,
 )
 from sglang_pat.layout import ParallelLayout
@@ -81,7 +81,7 @@ class Setting:
         if value is None:
             return None
         if self.choices:
-            one_of(self.flag, str(value), self.choices)
+            check_choice(self.flag, str(value), self.choices)
         return str(value)
 
 
@@ -146,7 +146,7 @@ _NOT_OF_THE_CONFIGURATION = ("cpu_overlap",)
 _NAMED = {setting.name: setting for setting in (BASE_TP, *SETTINGS)}
 
 
-def table() -> list[str]:
+def format_table() -> list[str]:
     """The settings as lines of a table in Markdown."""
     rows: list[str] = []
     for setting in SETTINGS:
@@ -175,14 +175,14 @@ def parse(text: str, where: str) -> dict[str, str]:
     return given
 
 
-def of_environment() -> dict[str, str]:
-    """The settings of the variable ``SGLANG_PAT``; raises as :func:`parse` and :func:`fields`."""
+def read_environment() -> dict[str, str]:
+    """The settings of the variable ``SGLANG_PAT``; raises as :func:`parse` and :func:`parse_fields`."""
     given = parse(os.environ.get(VARIABLE, ""), VARIABLE)
-    fields(given, VARIABLE)  # whoever puts them together with others cannot say any more where they were given
+    parse_fields(given, VARIABLE)  # whoever puts them together with others cannot say any more where they were given
     return given
 
 
-def fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def parse_fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Fields of ``AdaptiveServerArgs`` from settings by name; ``where`` they were given, for the message.
 
     ``base_tp`` comes back under its own name.
@@ -195,7 +195,7 @@ def fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name, value in given.items():
         setting = _NAMED.get(name)
         if setting is None:
-            raise ValueError(_unknown(name, where))
+            raise ValueError(_describe_unknown(name, where))
         try:
             found[name if setting is BASE_TP else setting.field] = setting.read(value)
         except ValueError as error:
@@ -203,7 +203,7 @@ def fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-def _unknown(name: str, where: str) -> str:
+def _describe_unknown(name: str, where: str) -> str:
     """The line for a setting that there is not; it may be a word of SGLang's, which verl's users put there."""
     close = difflib.get_close_matches(name, _NAMED, 1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
@@ -213,7 +213,9 @@ def _unknown(name: str, where: str) -> str:
     )
 
 
-def configuration(found: Mapping[str, Any], base: ParallelLayout, max_running: int | None = None) -> AdaptiveConfig:
+def make_configuration(
+    found: Mapping[str, Any], base: ParallelLayout, max_running: int | None = None
+) -> AdaptiveConfig:
     """The configuration of an engine with these fields of ``AdaptiveServerArgs``; those that lack have their default.
 
     Args:
@@ -231,17 +233,17 @@ def configuration(found: Mapping[str, Any], base: ParallelLayout, max_running: i
     return AdaptiveConfig(base=base, degrees=parse_degrees(degrees), policy=policy, max_running=max_running, **values)
 
 
-def base_layout(base_tp: int, ranks: int, where: str) -> tuple[int, int]:
+def compute_base_layout(base_tp: int, ranks: int, where: str) -> tuple[int, int]:
     """``(tp, dp)`` of the base layout of an engine of ``ranks``; raises ``ValueError`` if it does not divide them."""
     try:
         layout = ParallelLayout(1, ranks).with_tp(base_tp)
     except ValueError:
-        line = f"{where}: base_tp is {base_tp}, must divide the engine's {ranks} GPUs: {divisors(ranks)}"
+        line = f"{where}: base_tp is {base_tp}, must divide the engine's {ranks} GPUs: {format_divisors(ranks)}"
         raise ValueError(line) from None
     return layout.tp, layout.dp
 
 
-def of_engine(given: Mapping[str, Any], number: int) -> dict[str, Any]:
+def make_engine_settings(given: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The settings of one engine of several: each writes its own decision log, ``log.0.jsonl`` for ``log.jsonl``."""
     if not (log := given.get("log")):
         return dict(given)
@@ -249,6 +251,6 @@ def of_engine(given: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {**given, "log": str(path.with_name(f"{path.stem}.{number}{path.suffix}"))}
 
 
-def divisors(count: int) -> str:
+def format_divisors(count: int) -> str:
     """For a message: the numbers that divide ``count``."""
     return ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)

@@ -21,7 +21,7 @@ class Checkpoint:
         self.rank = LoneRank(args)
 
     def empty(self, layout: ParallelLayout, rank: int) -> torch.nn.Module:
-        return self.rank.model(layout.tp, layout.tp_rank(rank))
+        return self.rank.make_model(layout.tp, layout.tp_rank(rank))
 
     def loaded(self, layout: ParallelLayout, rank: int) -> torch.nn.Module:
         """SGLang's model with weights that SGLang's loader has put there."""

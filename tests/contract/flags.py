@@ -187,7 +187,7 @@ def page() -> str:
         "",
         "## Ours",
         "",
-        *settings.table(),
+        *settings.format_table(),
         "",
         "## SGLang's, under --adaptive-tp",
         "",

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct as io
 
-from sglang_pat.coordinator.controls import failed
+from sglang_pat.coordinator.controls import make_error_reply
 
 from .tokenizer_world import Manager
 
@@ -83,12 +83,12 @@ class Rank:
             return io.FlushCacheReqOutput(success=self.flushed)
         elif isinstance(obj, io.ReleaseMemoryOccupationReqInput):
             if self.requests:
-                return failed(obj, RuntimeError("a rank still has a request"))
+                return make_error_reply(obj, RuntimeError("a rank still has a request"))
             self.released.update(obj.tags)
             return io.ReleaseMemoryOccupationReqOutput()
         elif isinstance(obj, io.ResumeMemoryOccupationReqInput):
             if not self.released.issuperset(obj.tags):
-                return failed(obj, KeyError("not released"))
+                return make_error_reply(obj, KeyError("not released"))
             self.released.difference_update(obj.tags)
             return io.ResumeMemoryOccupationReqOutput()
         else:

@@ -72,16 +72,16 @@ def test_a_switch_waits_for_a_prompt_whose_pieces_it_would_throw_away(monkeypatc
     monkeypatch.setattr(requests, "seal_requests", lambda *_: [])
     made = executor.SwitchExecutor.__new__(executor.SwitchExecutor)
     made.scheduler, made.rank, made.state, made._compiling, made._computing = rank, 0, SwitchState.IDLE, None, None
-    monkeypatch.setattr(requests, "tokens_to_move", lambda *_: 0)
+    monkeypatch.setattr(requests, "count_tokens_to_move", lambda *_: 0)
     made.staging = None
     made.config = made.layouts = SimpleNamespace(layout=lambda tp: tp, prepare=lambda _: None)
     made.prepare(Prepare(epoch=1, tp=2))
-    made.answer()
+    made.poll_command()
     assert len(sent) == (not waits)
     if ends == "paused":
         rank._engine_paused = True
     else:
         rank.chunked_req = object()  # the next one
-    made.answer()
-    made.answer()
+    made.poll_command()
+    made.poll_command()
     assert [message.epoch for message in sent] == [1] and not sent[0].error

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.contract
 
 def test_what_the_table_does_not_know_is_named():
     values = {"Scheduler": "a Scheduler", "Scheduler.tp_size": "int 2", "Scheduler.brand_new": "int 0"}
-    assert attributes.unknown(values) == ["Scheduler.brand_new"]
+    assert attributes.find_unknown_paths(values) == ["Scheduler.brand_new"]
 
 
 def test_no_attribute_is_in_the_table_twice():
-    patterns = [line.pattern for line in attributes.table()]
+    patterns = [line.pattern for line in attributes.read_table()]
     assert len(patterns) == len(set(patterns))
 
 
@@ -38,7 +38,7 @@ def scheduler(steps: int, counter: int) -> SimpleNamespace:
 def test_the_leaders_counters_become_everyones():
     """A profile that had seven steps to go still has."""
     leader, other = scheduler(100, 1), scheduler(30, 2)
-    install.take_counters(other, install.counters_of(leader))
+    install.take_counters(other, install.read_counters(leader))
     assert (other.forward_ct, other.recv_skipper._counter) == (100, 1)
     assert other.profiler_target_forward_ct == 107 and other.profiler_start_forward_ct is None
 
@@ -61,8 +61,8 @@ def gathered(monkeypatch, *members: SimpleNamespace) -> None:
     """The check of the first of ``members``, which hears what all hold."""
 
     def gather(held: list, mine: dict, group: None) -> None:
-        assert mine == check._agreed(members[0])
-        held[:] = [check._agreed(one) for one in members]
+        assert mine == check._read_agreed_values(members[0])
+        held[:] = [check._read_agreed_values(one) for one in members]
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
     check.check(members[0])
@@ -106,7 +106,7 @@ def test_nothing_is_gathered_outside_test_builds_and_in_a_group_of_one(monkeypat
 
 def test_what_is_taken_is_classified_as_equal():
     for path in install.COUNTERS:
-        assert attributes.line_of(f"Scheduler.{path}").kind == "group"
+        assert attributes.find_line(f"Scheduler.{path}").kind == "group"
 
 
 class Root(SimpleNamespace):
@@ -117,7 +117,7 @@ def test_a_census_shows_stale_references_and_stops_at_cycles():
     held = SchedulerRecvSkipper(SimpleNamespace(enable_dp_attention=False, scheduler_recv_interval=3))
     held.again = held
     root = Root(skipper=held, tp_worker=SimpleNamespace(model_runner=SimpleNamespace()))
-    values, identities = census.census(root)
+    values, identities = census.take_census(root)
     assert values["Scheduler.skipper._threshold"] == "int 3"
     assert values["Scheduler.skipper.again"] == "-> Scheduler.skipper"
     assert identities["Scheduler.skipper"] == id(held)

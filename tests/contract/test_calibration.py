@@ -38,7 +38,7 @@ class Manager:
         self.decodes: asyncio.Event | None = None
         """Of a machine so slow that only an abort ends it."""
 
-    def pat_calibration_turn(self, over: bool = False) -> None:
+    def pat_send_calibration_turn(self, over: bool = False) -> None:
         self.did.append("over" if over else "turn")
 
     async def pat_reconfigure(self, tp: int) -> None:
@@ -66,7 +66,7 @@ class Manager:
     def pat_inject_prefixes(self, prompts: list[list[int]]) -> None:
         self.injected.append(prompts)
 
-    pat_until_idle = AdaptiveTokenizerManager.pat_until_idle
+    pat_until_idle = AdaptiveTokenizerManager.pat_wait_until_idle
 
     async def flush_cache(self, timeout_s: float) -> None:
         assert not self.busy

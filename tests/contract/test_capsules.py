@@ -75,7 +75,7 @@ def moved(req: Req) -> Req:
     options = {"top_logprobs_num": req.top_logprobs_num, "token_ids_logprob": req.token_ids_logprob}
     other = request(stream=req.stream, **options)
     before = {name: repr(getattr(req, name, None)) for name in requests.LOGPROBS}
-    requests.restore(other, pickle.loads(pickle.dumps(requests.capture(req))))
+    requests.restore_state(other, pickle.loads(pickle.dumps(requests.serialize_request(req))))
     assert before == {name: repr(getattr(req, name, None)) for name in requests.LOGPROBS}, "it may go on where it is"
     return other
 
@@ -102,7 +102,8 @@ def opcodes(capsule: requests.Capsule) -> int:
 
 
 def work_of_a_switch(tokens: int) -> tuple[int, int, int, int]:
-    """Lines of :func:`requests.capture` and :func:`requests.rebuild`, steps of reading the capsule, tokens with
+    """Lines of :func:`requests.serialize_request` and :func:`requests.rebuild_request`, steps of reading the
+    capsule, tokens with
     logprobs in it: of a request with so many tokens that is on its way."""
     req = request(stream=False, top_logprobs_num=2, token_ids_logprob=[9])
     prefill(req)
@@ -114,8 +115,8 @@ def work_of_a_switch(tokens: int) -> tuple[int, int, int, int]:
         grammars=SimpleNamespace(rebuilding=lambda *_: nullcontext()),
         construct=lambda *_: request(stream=False, top_logprobs_num=2, token_ids_logprob=[9]),
     )
-    captured, capsule = lines_run(lambda: requests.capture(req))
-    rebuilt, other = lines_run(lambda: requests.rebuild(ranks, capsule))
+    captured, capsule = lines_run(lambda: requests.serialize_request(req))
+    rebuilt, other = lines_run(lambda: requests.rebuild_request(ranks, capsule))
     assert other.output_ids == req.output_ids
     return captured, rebuilt, opcodes(capsule), len(capsule.state["output_top_logprobs_val"].entries)
 
@@ -177,20 +178,20 @@ def path(node) -> list:
 def test_which_degree_generated_which_tokens():
     req = request()
     degrees.begin(req, tp=1)
-    degrees.adopted(req, tp=2)
+    degrees.record_degree(req, tp=2)
     assert req.pat_degrees == ((0, 2),), "nothing was generated before"
     req.output_ids = [11, 12, 13]
-    degrees.adopted(req, tp=4)
-    degrees.adopted(req, tp=4)
+    degrees.record_degree(req, tp=4)
+    degrees.record_degree(req, tp=4)
     assert req.pat_degrees == ((0, 2), (3, 4))
     before = req.pat_degrees
-    degrees.adopted(req, tp=2)
+    degrees.record_degree(req, tp=2)
     assert req.pat_degrees == ((0, 2),), "two switches with no token between them"
     req.pat_degrees = before
     req.output_ids.append(14)
-    degrees.adopted(req, tp=1)
+    degrees.record_degree(req, tp=1)
     other = request()
-    requests.restore(other, requests.capture(req))
+    requests.restore_state(other, requests.serialize_request(req))
     assert other.pat_degrees == ((0, 2), (3, 4), (4, 1))
 
 
@@ -199,4 +200,4 @@ def test_of_an_aborted_request_whether_it_has_a_grammar(grammar):
     """In the queue an abort takes it away, one that runs keeps it: all ranks of the new group are told the same."""
     req = request()
     req.grammar, req.to_finish = grammar, object()
-    assert requests.capture(req).constrained == (grammar is not None)
+    assert requests.serialize_request(req).constrained == (grammar is not None)

@@ -24,7 +24,7 @@ def test_the_warm_up_does_not_count_in_a_log(monkeypatch):
     from sglang_pat.server import http
 
     manager, seen = SimpleNamespace(pat_log_begins=True), []
-    monkeypatch.setattr(http, "_manager", lambda: manager)
+    monkeypatch.setattr(http, "_get_manager", lambda: manager)
     monkeypatch.setattr(
         http.http_server, "_execute_server_warmup",
         lambda args: seen.append((manager.pat_log_begins, args.dp_size)) or True,

@@ -66,7 +66,7 @@ def test_refused_in_one_line(model, refusal):
     with pytest.raises(ValueError) as caught:
         arguments(model, **{refusal.field: value})
     message = str(caught.value)
-    assert message == f"--adaptive-tp does not support {refusal.given(value)}: {refusal.advice}"
+    assert message == f"--adaptive-tp does not support {refusal.format_flag(value)}: {refusal.advice}"
 
 
 def test_defaults_are_accepted(model):

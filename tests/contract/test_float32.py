@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.attention.triton_ops import decode_attention, extend_attention
 from sglang.srt.layers.layernorm import RMSNorm
 
-from sglang_pat.fixes.float32 import true_float32
+from sglang_pat.fixes.float32 import force_float32
 
 pytestmark = pytest.mark.contract
 
@@ -22,7 +22,7 @@ def made(args, monkeypatch) -> RMSNorm:
     monkeypatch.setattr(RMSNorm, "forward_cuda", RMSNorm.forward_cuda)  # put back after the test
     monkeypatch.setenv("TRITON_F32_DEFAULT", "")  # put back, too
     monkeypatch.delenv("TRITON_F32_DEFAULT")
-    true_float32(SimpleNamespace(**args))
+    force_float32(SimpleNamespace(**args))
     return RMSNorm(8, eps=1e-6)
 
 

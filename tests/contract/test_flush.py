@@ -125,33 +125,33 @@ def test_a_flush_in_a_pause_reports_those_that_wait():
 def test_a_request_that_came_and_went_within_a_turn_is_reported():
     rank = Rank()
     assert rank.flush_cache()
-    rank.load.look(None)
+    rank.load.report_if_due(None)
     known = len(rank.reports)
-    rank.load.look(None)
+    rank.load.report_if_due(None)
     assert len(rank.reports) == known
     rank._request_dispatcher = lambda req: None  # it is aborted, or refused, in the same turn
     rank.process_input_requests([TokenizedGenerateReqInput.__new__(TokenizedGenerateReqInput)])
-    rank.load.look(None)
+    rank.load.report_if_due(None)
     assert [report.received for report in rank.reports[known:]] == [1]
 
 
 def test_steps_of_the_layout_before_are_not_reported_as_those_of_the_new_one():
     rank = Rank()
-    rank.load.decoded(Step(0.0, 0.5, 1, "decode", 2, 30))
-    rank.load.moved()
-    rank.load.look(None)
+    rank.load.record_decode_step(Step(0.0, 0.5, 1, "decode", 2, 30))
+    rank.load.reset_for_new_group()
+    rank.load.report_if_due(None)
     assert rank.reports[-1].decoded.steps == 0
-    rank.load.decoded(Step(0.0, 0.5, 1, "decode", 2, 30))
-    rank.load.forget()
-    rank.load.look(None)
+    rank.load.record_decode_step(Step(0.0, 0.5, 1, "decode", 2, 30))
+    rank.load.force_next_report()
+    rank.load.report_if_due(None)
     assert rank.reports[-1].decoded.steps == 1
 
 
 def test_a_pause_of_the_machine_is_no_step_time_of_the_layout():
     rank = Rank()
     for seconds in (0.1, 9.0, 0.1, 0.1):
-        rank.load.decoded(Step(0.0, seconds, 1, "decode", 2, 30))
-    rank.load.look(None)
+        rank.load.record_decode_step(Step(0.0, seconds, 1, "decode", 2, 30))
+    rank.load.report_if_due(None)
     decoded = rank.reports[-1].decoded
     assert (decoded.steps, decoded.requests, decoded.tokens) == (4, 8, 120)
     assert decoded.seconds == pytest.approx(0.4)

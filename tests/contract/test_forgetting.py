@@ -142,7 +142,7 @@ def test_an_update_does_not_wait_for_ever(play, monkeypatch):
         answer.cancel()
         await ended(answer)
         with pytest.raises(RuntimeError, match="1 requests were aborted, and have not ended for 0 s"):
-            await manager.pat_update(None).__aenter__()
+            await manager.pat_pause_for_update(None).__aenter__()
         await manager.told("r", "abort")
 
     play(scene)

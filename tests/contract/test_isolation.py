@@ -98,7 +98,7 @@ def test_an_error_while_a_switch_is_accounted_for_ends_the_engine():
     from sglang_pat.coordinator.process import _drain_ranks
 
     class Lost(Heard):
-        def rank_message(self, message, now):
+        def handle_rank_message(self, message, now):
             raise RuntimeError("requests were lost")
 
     with pytest.raises(RuntimeError, match="requests were lost"):
@@ -119,9 +119,9 @@ JUNK = (b"", b"\x80\x05junk", pickle.dumps(messages.StatusQuery)[:-9], b"cnowher
 
 def test_outputs_that_cannot_be_read_are_dropped():
     """In the detokenizer, and in the server."""
-    from sglang_pat.switch.order import OrderedReceiver, Stamped
+    from sglang_pat.switch.order import NumberedOutput, OrderedReceiver
 
-    frames = (JUNK[0], pickle.dumps(Stamped(0, 1, None, "first")), *JUNK[1:], pickle.dumps("second"))
+    frames = (JUNK[0], pickle.dumps(NumberedOutput(0, 1, None, "first")), *JUNK[1:], pickle.dumps("second"))
     dropped = Dropped()
     receiver = OrderedReceiver(Socket(*frames), dropped)
     assert [receiver.recv_pyobj(), receiver.recv_pyobj()] == ["first", "second"] and dropped.total == len(JUNK)
@@ -197,7 +197,7 @@ def test_a_report_that_cannot_be_made_is_replaced_by_a_shorter_one():
         token_to_kv_pool_allocator=SimpleNamespace(size=10, available_size=lambda: 8),
     )  # fmt: skip
     reporter = LoadReporter(scheduler)
-    reporter.look(batch)
+    reporter.report_if_due(batch)
     assert scheduler.dropped.total == 1
     assert [(report.running, report.kv_used, report.requests) for report in sent] == [(1, 2, [])]
 
@@ -237,7 +237,7 @@ def test_a_row_without_a_choice_gets_one():
     from sglang_pat.fixes import grammars
 
     logits = torch.tensor([[-math.inf, -math.inf], [math.nan, 1.0], [-math.inf, 3.0]])
-    grammars.leave_a_choice(logits)
+    grammars.unmask_empty_rows(logits)
     assert logits.tolist() == [[0.0, 0.0], [0.0, 0.0], [-math.inf, 3.0]]
 
 
@@ -263,13 +263,13 @@ def test_a_grammar_that_fails_aborts_its_request_alone():
 def test_a_request_that_cannot_be_handled_is_answered_and_a_step_of_a_switch_is_fatal():
     from sglang.srt.managers import io_struct as io
 
-    from sglang_pat.coordinator.controls import failed
+    from sglang_pat.coordinator.controls import make_error_reply
 
     def broken(obj):
         raise KeyError("boom")
 
     dropped = Dropped()
-    dispatch = IsolatingDispatcher(broken, dropped, FATAL, failed)
+    dispatch = IsolatingDispatcher(broken, dropped, FATAL, make_error_reply)
     answer = dispatch(tokenized(rid="mine"))
     assert isinstance(answer, io.AbortReq) and answer.rid == "mine"
     assert answer.finished_reason["type"] == "abort" and "boom" in answer.finished_reason["message"]
@@ -283,11 +283,11 @@ def test_a_request_that_cannot_be_handled_is_answered_and_a_step_of_a_switch_is_
 
 def test_every_control_request_has_an_answer_for_failure():
     """Without one its client waits for ever, and so does every switch; what leaders answer must also merge."""
-    from sglang_pat.coordinator.controls import CONTROLS, error_of, failed
+    from sglang_pat.coordinator.controls import CONTROLS, get_error, make_error_reply
     from sglang_pat.coordinator.process import classify
 
     for kind, (reply, options) in CONTROLS.items():
-        answers = [failed(object.__new__(kind), ValueError("boom")) for _ in range(2)]
+        answers = [make_error_reply(object.__new__(kind), ValueError("boom")) for _ in range(2)]
         assert type(answers[0]) is reply
         merged = options["merge"](answers) if "merge" in options else answers[0]
         assert type(merged) is reply and not getattr(merged, "success", False)
@@ -296,7 +296,7 @@ def test_every_control_request_has_an_answer_for_failure():
             asked.tags = None
             (control,) = classify(asked)
             refused = control.refusal("no way")
-            assert type(refused) is reply and error_of(refused) == "RuntimeError: no way"
+            assert type(refused) is reply and get_error(refused) == "RuntimeError: no way"
             assert not getattr(refused, "success", False)
 
 

@@ -123,5 +123,5 @@ def test_one_that_was_retracted_and_has_all_its_kv_is_so_no_more():
     req = request(0, {})
     req.is_retracted = True
     table = ReqToTokenPool(4, 64, "cpu", False)
-    install._hold(SimpleNamespace(req_to_token_pool=table, device="cpu"), [req], [np.arange(5)])
+    install._write_request_table(SimpleNamespace(req_to_token_pool=table, device="cpu"), [req], [np.arange(5)])
     assert not req.is_retracted and req.kv_committed_len == 5

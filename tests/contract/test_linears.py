@@ -19,7 +19,7 @@ def test_views_and_copies_multiply_alike(tp):
     from sglang_pat.acceptance import linears
 
     shape = dataclasses.replace(SHAPE)
-    products = linears.layer(shape, tp, 3, "cpu", torch.float32)
+    products = linears.build_layer(shape, tp, 3, "cpu", torch.float32)
     kv = max(1, shape.kv_heads // tp) * shape.head_dim
     widths = [shape.heads // tp * shape.head_dim + 2 * kv, shape.hidden, 2 * shape.intermediate // tp, shape.hidden]
     for product, width in zip(products, widths, strict=True):
@@ -36,9 +36,9 @@ def test_few_tokens_are_multiplied_by_all_pieces_at_once(monkeypatch):
     from sglang_pat.rank.weights import PiecewiseLinear
 
     method, weight, seen = PiecewiseLinear(), torch.zeros(64, 32), []
-    method.place([weight[:16], weight[32:48]], None)
+    method.set_pieces([weight[:16], weight[32:48]], None)
     assert method.at_once is None, "a CPU has other ways"
-    method.at_once = pieces_triton.pieces_of([weight[:16].half(), weight[:16].half()][:1], None)
+    method.at_once = pieces_triton.make_pieces([weight[:16].half(), weight[:16].half()][:1], None)
     multiply = lambda self, x: seen.append(len(x)) or x.new_zeros(len(x), 32)  # noqa: E731
     monkeypatch.setattr(pieces_triton.Pieces, "multiply", multiply)
     for tokens in (0, 1, pieces_triton.MOST_TOKENS, pieces_triton.MOST_TOKENS + 1):

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.machine import GIB, Supply
-from sglang_pat.memory.plan import Demand, default_reserve, sglang_defaults
+from sglang_pat.memory.plan import Demand, compute_default_reserve, get_sglang_chunk_and_batch
 from sglang_pat.memory.shapes import UNGATED, ModelShape, read_config
 from sglang_pat.testing import models
 
@@ -46,23 +46,23 @@ def settings_of(gigabytes: int, tp: int):
 def test_defaults_and_reserve_are_sglangs(gigabytes, tp):
     args = settings_of(gigabytes, tp)
     supply = Supply(kind="cuda", free=gigabytes * GIB, total=gigabytes * GIB)
-    chunk, graph_batch = sglang_defaults(supply.total, tp)
+    chunk, graph_batch = get_sglang_chunk_and_batch(supply.total, tp)
     assert (chunk, graph_batch) == (args.chunked_prefill_size, args.cuda_graph_max_bs)
     demand = Demand(
         shape=FULL, base=ParallelLayout(tp, 1), degrees=(tp,), prefill_tokens=chunk, graph_batch=graph_batch,
     )  # fmt: skip
-    fraction = 1 - default_reserve(demand, supply) / supply.total
+    fraction = 1 - compute_default_reserve(demand, supply) / supply.total
     assert fraction == pytest.approx(args.mem_fraction_static, abs=0.0006)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "opt", "gpt_bigcode", "gptj"])
 def test_weights_are_those_of_the_model(kind, tmp_path):
     """But for biases, norms and the table of positions, which weigh next to nothing in a real model."""
-    from sglang_pat.launch.spec import model_shape
+    from sglang_pat.launch.spec import read_model_shape
 
     ours = kind in models.ARCHITECTURES
     checkpoint = Checkpoint(models.make_random(kind, tmp_path)) if ours else made_by_transformers(kind, tmp_path)
-    shape = model_shape(checkpoint.rank.config)
+    shape = read_model_shape(checkpoint.rank.config)
     assert shape.mlp_matrices == (3 if ours else 2)
     assert not ours or shape == ModelShape.from_config(read_config(str(tmp_path)), "float32")
     for tp in (1, 2):

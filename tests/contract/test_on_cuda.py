@@ -44,7 +44,7 @@ def h100s(monkeypatch):
 
 def made(model, *flags: str, policy=launch.MANUAL):
     """The arguments of an engine of two ranks."""
-    return launch.server_args(str(model), ["--tp", "1", "--dp", "2", *flags], policy)
+    return launch.make_server_args(str(model), ["--tp", "1", "--dp", "2", *flags], policy)
 
 
 def test_arguments_and_graphs(h100s, model):
@@ -52,36 +52,36 @@ def test_arguments_and_graphs(h100s, model):
     assert args.device == "cuda" and args.page_size == 1 and not args.disable_overlap_schedule
     assert args.attention_backend == "fa3" and args.disable_piecewise_cuda_graph and not args.disable_cuda_graph
     assert not args.disable_custom_all_reduce and args.chunked_prefill_size == 8192
-    sizes = specs.resolve(args).graph_sizes
+    sizes = specs.resolve_spec(args).graph_sizes
     assert max(sizes[1]) == 256 and sizes[2]
     assert made(model, "--pat-weights", "reshard", "--disable-cuda-graph").disable_cuda_graph
 
 
 def test_memory_is_planned_for_the_gpu_that_has_least_as_preflight_does(h100s, model, monkeypatch, caplog):
     args = made(model, policy=())
-    spec = specs.resolve(args)
+    spec = specs.resolve_spec(args)
     supply = spec.memory.supply
     assert (supply.kind, supply.free, supply.total) == ("cuda", 72 * GIB, 79 * GIB)
-    planned = specs.with_pool(args, spec.memory)
+    planned = specs.set_pool_size(args, spec.memory)
     assert 0 < planned.mem_fraction_static < 72 / 79 and planned.max_total_tokens > 100_000
     asked = SimpleNamespace(model_path=str(model), dtype="auto", tp=1, dp=2, gpus=None, max_total_tokens=None)
-    found = preflight.plan_of(asked)
+    found = preflight.plan_memory(asked)
     assert found.supply == supply and found.tokens == spec.memory.tokens
     monkeypatch.setenv("SGLANG_PAT_SHARE_GPU", "1")
-    assert specs.resolve(args).memory.supply.free == 76 * GIB // 2, "both ranks run on the first one"
+    assert specs.resolve_spec(args).memory.supply.free == 76 * GIB // 2, "both ranks run on the first one"
     monkeypatch.delenv("SGLANG_PAT_SHARE_GPU")
     with pytest.raises(ValueError, match="4 ranks need GPUs 0 to 3, 2 are visible: choose --tp and --dp"):
-        specs.resolve(made(model, "--dp", "4"))
+        specs.resolve_spec(made(model, "--dp", "4"))
 
 
 def test_a_profile_is_of_one_kind_of_gpu(h100s, model, monkeypatch):
     args = made(model)
-    mark = specs.deployment(args, args.read_config(), kv_tokens=4096, max_running=8)
+    mark = specs.make_fingerprint(args, args.read_config(), kv_tokens=4096, max_running=8)
     assert (mark.device, mark.attention, mark.kv_exchange) == ("NVIDIA H100", "fa3", "direct")
     profile = profiles.Profile(fingerprint=mark, complete=True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     with pytest.raises(profiles.ProfileError, match="device='NVIDIA H100', this deployment has 'NVIDIA H200'"):
-        profiles.check_fits(profile, specs.deployment(args, args.read_config()), "p.json")
+        profiles.check_fits(profile, specs.make_fingerprint(args, args.read_config()), "p.json")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,6 @@ def test_a_kernel_that_sglang_cannot_compile_is_found_before_an_engine_starts(h1
     )
     monkeypatch.setattr(jit, "torch", stand_in)
     monkeypatch.setattr("sglang.jit_kernel.activation.silu_and_mul", silu_and_mul)
-    *_, (fine, what, finding) = preflight._devices()
+    *_, (fine, what, finding) = preflight._check_devices()
     assert (fine, what) == (line is None, "SGLang's kernels")
     assert line is None or (f"cannot be compiled or run: {line}" in finding and "\n" not in finding)

@@ -49,7 +49,7 @@ def test_those_that_are_parked_offer_their_kv_after_those_that_decode():
     parked = [request("one", [11, 12, 13]), request("two", [11, 21])]
     leave(tree, parked[0], [31, 32, 33, 34, 35, 36])
     leave(tree, parked[1], [31, 32, 33, 34, 35])
-    found, waiting, rows = requests.with_kv(scheduler([decodes], [parked[0], fresh, parked[1]], tree))
+    found, waiting, rows = requests.split_by_kv(scheduler([decodes], [parked[0], fresh, parked[1]], tree))
     assert found == [decodes, *parked] and waiting == [fresh]
     assert [row.tolist() for row in rows] == [
         [300, 301, 302, 303, 304, 305],
@@ -67,7 +67,7 @@ def test_who_has_lost_some_of_its_kv_brings_the_rest():
     tree.evict(EvictParams(num_tokens=2))
     lost = request("lost all", [51])
     lost.origin_input_ids = [9, 9]
-    found, waiting, rows = requests.with_kv(scheduler([], [parked, other, lost], tree))
+    found, waiting, rows = requests.split_by_kv(scheduler([], [parked, other, lost], tree))
     assert (found, waiting) == ([parked, other], [lost])
     assert [row.tolist() for row in rows] == [[31, 32, 33, 34], [31, 32, 33, 34, 41]]
 
@@ -87,14 +87,14 @@ def test_prompts_in_pieces_bring_what_is_computed(paused):
     tree.insert(InsertParams(key=RadixKey(PROMPT[:2], None), value=torch.tensor([31, 32])))
     rank = scheduler([], [fresh, waits], tree, paused)
     rank.chunked_req, rank.req_to_token_pool.req_to_token[1] = now, torch.arange(16) + 200
-    found, waiting, rows = requests.with_kv(rank)
+    found, waiting, rows = requests.split_by_kv(rank)
     assert (found, waiting) == ([waits, now], [fresh])
     assert [row.tolist() for row in rows] == [[31, 32], [200, 201]]
 
 
 def test_without_a_tree_nothing_is_parked():
     tree = RadixCache.create_simulated(disable=True)
-    found, waiting, rows = requests.with_kv(scheduler([], [request("one", [11])], tree))
+    found, waiting, rows = requests.split_by_kv(scheduler([], [request("one", [11])], tree))
     assert (found, rows) == ([], []) and len(waiting) == 1
 
 
@@ -102,5 +102,5 @@ def test_in_a_pause_nobody_goes_on():
     tree = RadixCache.create_simulated()
     retracted = request("one", [11, 12, 13])
     leave(tree, retracted, [31, 32, 33, 34, 35, 36])
-    found, waiting, rows = requests.with_kv(scheduler([], [retracted], tree, paused=True))
+    found, waiting, rows = requests.split_by_kv(scheduler([], [retracted], tree, paused=True))
     assert (found, rows) == ([], []) and waiting == [retracted]

@@ -80,7 +80,7 @@ def test_bodies_are_bounded(app, path, monkeypatch):
     from sglang_pat.server import http
 
     monkeypatch.setattr(http, "MAX_BYTES", 1000)
-    monkeypatch.setattr(http, "_manager", lambda: None)
+    monkeypatch.setattr(http, "_get_manager", lambda: None)
     answer = client(app).post(path, content=(b"[" * 100 for _ in range(100)))
     assert answer.status_code == 400
     assert "longer than 1000 bytes" in answer.json()["error"]["message"]
@@ -117,7 +117,7 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     manager.pat_weight_updates, manager.context_len, manager.max_req_input_len, manager.tokenizer = 3, 100, 90, None
     manager.model_config = SimpleNamespace(hf_eos_token_id={2})
     manager.send_to_scheduler = SimpleNamespace(send_pyobj=sent.append)
-    monkeypatch.setattr(http, "_manager", lambda: manager)
+    monkeypatch.setattr(http, "_get_manager", lambda: manager)
     caller = client(app)
     answer = caller.post("/pat/round", json=body)
     if line is None:

@@ -29,7 +29,7 @@ def test_what_is_asked_again_and_how_often(error, calls):
         raise error
 
     with pytest.raises(type(error)):
-        shared_memory.patient(read)()
+        shared_memory.retry_once(read)()
     assert len(asked) == calls
 
 
@@ -38,9 +38,9 @@ def test_every_storage_is_opened_once(monkeypatch):
     from sglang.srt.utils import MultiprocessingSerializer
 
     monkeypatch.setattr(reductions, "rebuild_storage_filename", reductions.rebuild_storage_filename)
-    shared_memory.open_patiently()
+    shared_memory.open_with_retry()
     before = reductions.rebuild_storage_filename
-    shared_memory.open_patiently()
+    shared_memory.open_with_retry()
     assert reductions.rebuild_storage_filename is before, "once in a process"
 
     opened, errors = [], [None, late(), late(), None, None]

@@ -23,7 +23,7 @@ def arguments(model, **options):
 
 @pytest.fixture(scope="module")
 def profile(model, tmp_path_factory):
-    from sglang_pat.launch.spec import deployment
+    from sglang_pat.launch.spec import make_fingerprint
 
     path = tmp_path_factory.mktemp("profile") / "llama.json"
     decode = [DecodePoint(tp=tp, replicas=2 // tp, batch=1, context=64, seconds=0.01, samples=(0.01,)) for tp in (1, 2)]
@@ -36,7 +36,7 @@ def profile(model, tmp_path_factory):
         for a in (1, 2)
         for n in (0, 2)
     ]  # fmt: skip
-    mark = deployment(arguments(model), arguments(model).read_config(), kv_tokens=4096, max_running=8)
+    mark = make_fingerprint(arguments(model), arguments(model).read_config(), kv_tokens=4096, max_running=8)
     found = Profile(
         fingerprint=mark, complete=True, decode=tuple(decode), switches=tuple(switches),
         grid={"batch": [1], "context": [64]}, machine={"grid": ""},

@@ -90,7 +90,7 @@ def test_sizes_may_have_other_names(tmp_path, architecture):
     from sglang.srt import configs
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_pat.launch.spec import model_shape
+    from sglang_pat.launch.spec import read_model_shape
     from sglang_pat.memory.shapes import ModelShape, read_config
 
     name, intermediate = OTHER_NAMES[architecture]
@@ -98,7 +98,7 @@ def test_sizes_may_have_other_names(tmp_path, architecture):
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
     model = ModelConfig.from_server_args(arguments(tmp_path, skip_tokenizer_init=True, dtype="float32"))
-    shape = model_shape(model)
+    shape = read_model_shape(model)
     assert (shape.layers, shape.hidden, shape.heads) == (
         model.num_hidden_layers, model.hidden_size, model.num_attention_heads,
     )  # fmt: skip
@@ -151,14 +151,14 @@ def test_each_layout_has_its_graphs_and_prefill_has_none(model):
     args = arguments(model, dp_size=4, pat_switch_at=3, pat_candidates="1,2,4")
     assert args.disable_piecewise_cuda_graph
     args.cuda_graph_bs, config = [1, 2, 4, 8, 16, 32], args.read_config()
-    sizes = specs.graph_sizes(args, config, None)
+    sizes = specs.choose_graph_sizes(args, config, None)
     assert sizes == {1: [1, 2, 4, 8, 16, 32], 2: [1, 2, 4, 8], 4: [1, 2, 4, 8]}
-    spec = specs.resolve(args)
+    spec = specs.resolve_spec(args)
     assert (spec.config, spec.graph_sizes, spec.gpus) == (config, sizes, (0, 1, 2, 3))
     args.pat_graphs_given = True  # who names sizes means all layouts
-    assert specs.graph_sizes(args, config, None) == dict.fromkeys((1, 2, 4), args.cuda_graph_bs)
+    assert specs.choose_graph_sizes(args, config, None) == dict.fromkeys((1, 2, 4), args.cuda_graph_bs)
     args.disable_cuda_graph = False
-    assert specs.gpu_lines(args, spec)[1:] == [
+    assert specs.format_gpu_lines(args, spec)[1:] == [
         "decode graphs: tp1 up to batch 32, tp2 up to batch 8, tp4 up to batch 8; "
         "prefill runs without CUDA graphs in every layout",
         "ranks 0 to 3 run on GPUs 0 1 2 3 (--pat-gpu-order rank)",
@@ -166,16 +166,16 @@ def test_each_layout_has_its_graphs_and_prefill_has_none(model):
 
 
 def test_views_show_one_engine_outside_and_one_replica_inside(model):
-    from sglang_pat.launch.spec import rank_view, ready
+    from sglang_pat.launch.spec import make_rank_view, prepare_start
 
     args = arguments(model, tp_size=2, dp_size=2)
-    outer = ready(args)
+    outer = prepare_start(args)
     assert (outer.tp_size, outer.dp_size) == (4, 1) and not args.resolved
-    assert outer.spec.config == args.read_config() and ready(outer) is outer
+    assert outer.spec.config == args.read_config() and prepare_start(outer) is outer
     assert outer.max_total_tokens == outer.spec.memory.tokens
     assert pickle.loads(pickle.dumps(outer)).spec == outer.spec, "as each process gets it"
     assert not {"spec", "_spec"} & set(dataclasses.asdict(outer)), "clients see the fields"
-    inner = rank_view(outer)
+    inner = make_rank_view(outer)
     assert (inner.tp_size, inner.dp_size) == (2, 1)
 
 

@@ -14,7 +14,7 @@ from fastapi import Request
 
 from sglang_pat.fixes import request_validation as validation
 from sglang_pat.fixes import stop_patterns
-from sglang_pat.messages import generated_before, length_limit
+from sglang_pat.messages import count_prefix_tokens, get_length_limit
 
 from .requests_made import asked, tokenized
 
@@ -206,7 +206,7 @@ def test_a_rank_looks_through_the_end_of_a_response_only(monkeypatch):
     from sglang.srt.managers.schedule_batch import Req
 
     monkeypatch.setattr(Req, "tail_str", Req.tail_str)
-    stop_patterns.bound_text()
+    stop_patterns.install_bounded_tail()
     params = SimpleNamespace(stop_strs=[], stop_regex_strs=["x"], stop_str_max_len=0, stop_regex_max_len=2**30)
     decode = SimpleNamespace(decode=lambda ids: "x" + "y" * (len(ids) - 1))
     req = SimpleNamespace(sampling_params=params, output_ids=[0] * 9000, tokenizer=decode)
@@ -223,7 +223,7 @@ def test_a_rank_looks_through_the_end_of_a_response_only(monkeypatch):
 
 def test_length_limits_have_32_bits():
     for value, told in ((10**30, 2**31 - 1), (5, 5), (None, 7)):
-        assert length_limit(SimpleNamespace(custom_params={"pat_limit": value}, max_new_tokens=7)) == told
+        assert get_length_limit(SimpleNamespace(custom_params={"pat_limit": value}, max_new_tokens=7)) == told
 
 
 def test_a_resumed_request_is_reported_as_its_response():
@@ -243,9 +243,9 @@ def test_a_resumed_request_is_reported_as_its_response():
         return req
 
     first, resumed = request([1, 2], [3]), request([1, 2, 3, 4], [5, 6, 7], pat_generated=2)
-    assert generated_before(resumed.sampling_params) == 2 and length_limit(resumed.sampling_params) == 5
+    assert count_prefix_tokens(resumed.sampling_params) == 2 and get_length_limit(resumed.sampling_params) == 5
     assert resumed.pat_family == first.pat_family and resumed.pat_limit == 5
-    assert load_reports._running(resumed) == Running(2, 5, 5, first.pat_family)
+    assert load_reports._describe_request(resumed) == Running(2, 5, 5, first.pat_family)
     reporter = load_reports.LoadReporter(None)
     reporter._account(resumed)
     assert reporter._finished == [Finished(5, first.pat_family, True, 2)]

@@ -35,15 +35,15 @@ def test_the_package_may_be_installed_beside_each_sglang_version():
 
 
 def test_other_version_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(contract, "installed_version", lambda: "0.6.0")
+    monkeypatch.setattr(contract, "get_installed_version", lambda: "0.6.0")
     with pytest.raises(contract.SGLangMismatch, match=r"SGLang 0\.6\.0 is installed.*0\.5\.12\.post1") as caught:
         contract.check_sglang()
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("symbol", contract.symbols(), ids=lambda s: s.name)
+@pytest.mark.parametrize("symbol", contract.read_symbols(), ids=lambda s: s.name)
 def test_symbol(symbol):
-    assert symbol.problem() is None
+    assert symbol.find_problem() is None
 
 
 def test_a_symbol_that_has_changed_is_named():
@@ -51,15 +51,15 @@ def test_a_symbol_that_has_changed_is_named():
     missing = ["sglang.srt.layers.sampler:no_such_thing()", "~sglang.srt.no_such_module:f()"]
     missing.append("~sglang.srt.server_args:ServerArgs.no_such_method()")
     for line in missing:
-        assert "missing" in contract.Symbol.parse(line).problem()
+        assert "missing" in contract.Symbol.parse(line).find_problem()
     changed = {"sglang.srt.layers.sampler:create_sampler(backend, device)": "device"}
     changed["~sglang.srt.server_args:ServerArgs.from_cli_args(args, more)"] = "more"
     for line, parameter in changed.items():
-        assert contract.Symbol.parse(line).problem() == f"parameters changed: {parameter}"
+        assert contract.Symbol.parse(line).find_problem() == f"parameters changed: {parameter}"
 
 
 def test_all_that_is_overridden_is_in_the_list():
-    listed = {f"{symbol.module}:{symbol.name}" for symbol in contract.symbols()}
+    listed = {f"{symbol.module}:{symbol.name}" for symbol in contract.read_symbols()}
     missing = {min(names) for kind in ours() for names in overridden(kind) if not names & listed}
     assert not missing, "to be added to contract.txt"
 
@@ -138,18 +138,18 @@ def test_reseeding_is_sglangs():
     import torch
     from sglang.srt.utils import set_random_seed
 
-    from sglang_pat.rank.scheduler import reseed
+    from sglang_pat.rank.scheduler import set_seed
 
     def draw() -> tuple:
         return random.random(), float(np.random.rand()), torch.rand(3).tolist()
 
     drawn = []
-    for seeding in (set_random_seed, reseed):
+    for seeding in (set_random_seed, set_seed):
         seeding(7)
         drawn.append(draw())
     assert drawn[0] == drawn[1]
     queued = len(torch.cuda._queued_calls)
-    reseed(8)
+    set_seed(8)
     assert len(torch.cuda._queued_calls) == queued and draw() != drawn[0]
 
 
@@ -173,14 +173,14 @@ def test_a_request_is_sealed_once():
     req.pat_request, req.pat_prompt, req.pat_sealed = given, array("I", given.input_ids), None
     degrees.begin(req, tp=1)
     req.output_ids = [1, 2]
-    capsule = requests.capture(req)
+    capsule = requests.serialize_request(req)
     assert given.input_ids == [5, 6, 70_000]
-    request, prompt = requests.unseal(capsule.sealed)
+    request, prompt = requests.unpickle_request(capsule.sealed)
     assert request.input_ids == prompt.tolist() == given.input_ids
     assert request.rid == "r" and request.top_logprobs_num == 2
     assert request.sampling_params.temperature == 0.5 and capsule.output.tolist() == [1, 2]
     assert "origin_input_ids" not in capsule.state, "the prompt travels once"
-    assert requests.capture(req).sealed is capsule.sealed
+    assert requests.serialize_request(req).sealed is capsule.sealed
 
 
 def test_every_scheduler_request_type_is_known():

@@ -74,12 +74,14 @@ def test_views_are_what_the_loader_loads(checkpoint, base_tp):
 
 @pytest.mark.parametrize("kind", ["opt", "gpt_bigcode", "gptj"])
 def test_views_of_models_whose_sizes_have_other_names(kind, tmp_path):
-    from sglang_pat.fixes.weight_updates import Expected
+    from sglang_pat.fixes.weight_updates import ExpectedWeights
 
     checkpoint = made_by_transformers(kind, tmp_path)
     views_are_loaded(checkpoint, 1)
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
-    assert Expected(checkpoint.empty(BASE, 0)).problem(shapes.items()) is None, "an update has the checkpoint's"
+    assert ExpectedWeights(checkpoint.empty(BASE, 0)).find_problem(shapes.items()) is None, (
+        "an update has the checkpoint's"
+    )
 
 
 def views_are_loaded(checkpoint: Checkpoint, base_tp: int) -> None:
@@ -107,29 +109,29 @@ def views_are_loaded(checkpoint: Checkpoint, base_tp: int) -> None:
 @pytest.mark.parametrize("base_tp", [1, 2])
 def test_an_update_must_have_the_tensors_of_the_checkpoint(checkpoint, base_tp):
     """Each of them fits, and none that is longer, shorter, of other dimensions or of another name."""
-    from sglang_pat.fixes.weight_updates import Expected
+    from sglang_pat.fixes.weight_updates import ExpectedWeights
 
-    expected = Expected(checkpoint.empty(ParallelLayout(base_tp, RANKS // base_tp), 1))
+    expected = ExpectedWeights(checkpoint.empty(ParallelLayout(base_tp, RANKS // base_tp), 1))
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
-    assert expected.problem(shapes.items()) is None
+    assert expected.find_problem(shapes.items()) is None
     for name, shape in shapes.items():
         wider = (*shape[:-1], shape[-1] + 1)
         for other in ((2 * shape[0], *shape[1:]), (shape[0] - 1, *shape[1:]), (*shape, 1), wider):
-            problem = expected.problem([(name, other)])
+            problem = expected.find_problem([(name, other)])
             assert problem and f"{name} has the shape {list(other)}, must be {list(shape)}" in problem
         for other in (f"{name}_", name.replace("layers.0", "layers.7") if "layers.0" in name else f"model.{name}"):
-            problem = expected.problem([(other, shape)])
+            problem = expected.find_problem([(other, shape)])
             assert problem and f"the model has no tensor {other!r}" in problem
-    assert expected.problem(shapes.items()) is None
+    assert expected.find_problem(shapes.items()) is None
 
 
 def test_a_tied_head_may_be_sent(tmp_path_factory):
-    from sglang_pat.fixes.weight_updates import Expected
+    from sglang_pat.fixes.weight_updates import ExpectedWeights
 
     for tie in (True, False):
         folder = tmp_path_factory.mktemp("tied") / "llama"
         checkpoint = Checkpoint(models.make_random("llama", folder, layers=1, tie=tie))
-        problem = Expected(checkpoint.empty(BASE, 0)).problem([("lm_head.weight", (500, 64))])
+        problem = ExpectedWeights(checkpoint.empty(BASE, 0)).find_problem([("lm_head.weight", (500, 64))])
         assert (problem is None) == tie
 
 
@@ -137,26 +139,26 @@ def test_what_the_checkpoint_has_and_the_model_passes_over_may_be_sent(tmp_path)
     """Old checkpoints have the frequencies of the rotary embedding in them."""
     from functools import partial
 
-    from sglang_pat.fixes.weight_updates import Expected, checkpoint_names
+    from sglang_pat.fixes.weight_updates import ExpectedWeights, read_checkpoint_names
 
     folder = models.make_random("llama", tmp_path / "llama", layers=1)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     save_file({name: torch.ones(8)}, folder / "more.safetensors")
     checkpoint = Checkpoint(folder)
-    expected = Expected(checkpoint.empty(BASE, 0), partial(checkpoint_names, str(folder)))
-    assert expected.problem([(name, (8,))]) is None
-    assert "no tensor" in expected.problem([(name.replace("0", "1"), (8,))])
-    assert "no tensor" in Expected(checkpoint.empty(BASE, 0)).problem([(name, (8,))])
+    expected = ExpectedWeights(checkpoint.empty(BASE, 0), partial(read_checkpoint_names, str(folder)))
+    assert expected.find_problem([(name, (8,))]) is None
+    assert "no tensor" in expected.find_problem([(name.replace("0", "1"), (8,))])
+    assert "no tensor" in ExpectedWeights(checkpoint.empty(BASE, 0)).find_problem([(name, (8,))])
 
 
 def test_own_parameters_are_compared_with_this_ranks(llama):
-    from sglang_pat.fixes.weight_updates import Expected
+    from sglang_pat.fixes.weight_updates import ExpectedWeights
 
-    expected = Expected(llama.empty(TAIL, 0))
+    expected = ExpectedWeights(llama.empty(TAIL, 0))
     name = "model.layers.0.mlp.gate_up_proj.weight"
-    assert expected.problem([(name, (192, 64))], "direct") is None
-    assert "must be [192, 64]" in expected.problem([(name, (384, 64))], "direct")
-    assert "SGLang's" in expected.problem([("model.layers.0.mlp.gate_proj.weight", (192, 64))], "direct")
+    assert expected.find_problem([(name, (192, 64))], "direct") is None
+    assert "must be [192, 64]" in expected.find_problem([(name, (384, 64))], "direct")
+    assert "SGLang's" in expected.find_problem([("model.layers.0.mlp.gate_proj.weight", (192, 64))], "direct")
 
 
 BASE, TAIL = ParallelLayout(1, 2), ParallelLayout(2, 1)
@@ -174,7 +176,7 @@ def test_views_hold_no_memory_and_see_an_update_at_once(qwen2):
     base_model.load_weights((name, 2 * tensor) for name, tensor in qwen2.tensors.items())
     after = weights(model)
     assert all(torch.equal(after[name], 2 * before[name]) for name in after if "proj" in name)
-    assert not views.moved()
+    assert not views.have_moved()
 
 
 def test_views_follow_a_tensor_that_was_replaced(qwen2):
@@ -185,9 +187,9 @@ def test_views_follow_a_tensor_that_was_replaced(qwen2):
     wanted = {name: tensor + 1 for name, tensor in weights(model).items()}
     for param in base_model.parameters():
         param.data = param.data + 1
-    assert views.moved()
-    views.place()
-    assert not views.moved()
+    assert views.have_moved()
+    views.refresh()
+    assert not views.have_moved()
     found = weights(model)
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
@@ -206,7 +208,7 @@ def test_a_layer_in_pieces_multiplies_as_one(qwen2, shape):
             wanted, _ = theirs(x)
         assert bias is None and got.is_contiguous()
         torch.testing.assert_close(got, wanted)
-        into_columns = ours.quant_method._one_by_one(x.reshape(-1, 64))
+        into_columns = ours.quant_method._multiply_on_gpu(x.reshape(-1, 64))
         torch.testing.assert_close(into_columns.view(got.shape), wanted)
 
 
@@ -214,7 +216,7 @@ def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
     """Intervals that are not the loader's: the parameter is named in one line."""
     from sglang_pat.rank import shard_check, weights
 
-    specs = weights.shard_specs
+    specs = weights.make_shard_specs
 
     def wrong(model):
         found = specs(model)
@@ -223,7 +225,7 @@ def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
 
     for tp_rank in range(2):
         shard_check.check_shards(llama.rank.model(2, tp_rank), 2, tp_rank)
-    monkeypatch.setattr(shard_check, "shard_specs", wrong)
+    monkeypatch.setattr(shard_check, "make_shard_specs", wrong)
     with pytest.raises(weights.ShardError, match=r"model\.layers\.0\.mlp\.gate_up_proj\.weight at tp=2") as caught:
         shard_check.check_shards(llama.rank.model(2, 1), 2, 1)
     assert "\n" not in str(caught.value)
@@ -235,11 +237,11 @@ def test_attention_that_is_not_cut_is_found(tmp_path):
     from sglang_pat.rank.weights import ShardError
 
     gpt2 = made_by_transformers("gpt2", tmp_path)
-    check_heads(gpt2.rank.model(1, 0), 1, 8)
+    check_heads(gpt2.rank.make_model(1, 0), 1, 8)
     with pytest.raises(
         ShardError, match=r"transformer\.h\.0\.attn\.attn at tp=2: .* 8 KV heads .* must be 4: this model"
     ):
-        check_heads(gpt2.rank.model(2, 1), 2, 8)
+        check_heads(gpt2.rank.make_model(2, 1), 2, 8)
 
 
 def test_a_loader_of_its_own_is_found(llama):

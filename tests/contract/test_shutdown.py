@@ -173,10 +173,10 @@ def test_whoever_launches_sglang_makes_our_watchdog():
     from sglang.srt.entrypoints import engine
 
     import sglang_pat.server.engine  # noqa: F401
-    from sglang_pat.server.shutdown import watchdog_of
+    from sglang_pat.server.shutdown import make_watchdog
 
     assert "SubprocessWatchdog" in engine.Engine._launch_subprocesses.__func__.__code__.co_names
-    assert engine.SubprocessWatchdog is watchdog_of
+    assert engine.SubprocessWatchdog is make_watchdog
 
 
 def test_the_end_after_a_failure_takes_no_lock(ending, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.launch import processes
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.testing.ports import free_port
+from sglang_pat.testing.ports import find_free_port
 
 pytestmark = pytest.mark.contract
 
@@ -75,7 +75,7 @@ OF_A_RANK = (
 def test_a_refusal_of_a_rank_is_the_last_line_and_nothing_stays(gpt2):
     """One line, though both ranks say it, and no socket; started as a user starts it."""
     with tempfile.TemporaryDirectory(prefix="pat") as place:
-        flags = ("--model-path", gpt2, "--port", free_port(), "--max-total-tokens", 512, "--skip-tokenizer-init")
+        flags = ("--model-path", gpt2, "--port", find_free_port(), "--max-total-tokens", 512, "--skip-tokenizer-init")
         command = [sys.executable, "-m", "sglang_pat.launch_server", *BASE, *map(str, flags)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | {"TMPDIR": place})
         assert check_refused(done, lines=60) == f"error: {OF_A_RANK}"
@@ -156,7 +156,7 @@ def test_little_shared_memory(monkeypatch):
     from sglang_pat.launch import refusals
 
     config = AdaptiveConfig(base=ParallelLayout(1, 8))
-    need = refusals.shared_memory_needed(config)
+    need = refusals.count_shared_memory_needed(config)
     assert 8 << 20 < need < 64 << 20, "what docker gives by default suffices"
     monkeypatch.setattr(refusals.shutil, "disk_usage", lambda _: SimpleNamespace(free=need - 1))
     with pytest.raises(ValueError, match="8 ranks need .* --shm-size"):

@@ -14,10 +14,13 @@ from sglang_pat.checks import steady
 def test_what_is_to_be_made_at_start_is_refused_in_a_switch(monkeypatch):
     before = dist.new_group
     monkeypatch.setenv(steady.CHECK_STEADY_ENV, "1")
-    with steady.steady(), pytest.raises(RuntimeError, match="a switch called torch.distributed.new_group"):
+    with (
+        steady.forbid_new_resources(),
+        pytest.raises(RuntimeError, match="a switch called torch.distributed.new_group"),
+    ):
         dist.new_group([0])
     for owner, name in steady._MAKERS:
-        with steady.steady(), pytest.raises(RuntimeError, match=f"a switch called .*{name}"):
+        with steady.forbid_new_resources(), pytest.raises(RuntimeError, match=f"a switch called .*{name}"):
             getattr(owner, name)()
     assert dist.new_group is before
 
@@ -25,5 +28,5 @@ def test_what_is_to_be_made_at_start_is_refused_in_a_switch(monkeypatch):
 def test_nothing_is_patched_without_the_variable(monkeypatch):
     monkeypatch.delenv(steady.CHECK_STEADY_ENV, raising=False)
     before = dist.new_group
-    with steady.steady():
+    with steady.forbid_new_resources():
         assert dist.new_group is before

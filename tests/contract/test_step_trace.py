@@ -40,7 +40,7 @@ def test_steps_in_the_order_of_their_launch(scheduler):
         trace.begin(later)
         trace.end(scheduler)
     trace.end(scheduler)
-    trace.answer(scheduler, TraceQuery(query_id=1))
+    trace.answer_query(scheduler, TraceQuery(query_id=1))
     (answer,) = scheduler.sent
     assert [(s.tp, s.kind, s.requests, s.tokens) for s in answer.steps] == [
         (2, "prefill", 3, 96), (2, "decode", 3, 99), (2, "decode", 2, 70),
@@ -58,12 +58,12 @@ def test_after_a_rest_a_step_counts_from_its_launch(scheduler, monkeypatch):
     for _ in range(2):
         trace.begin(batch(ForwardMode.DECODE, 1, seq_lens_sum=7))  # at 1.0 and 1.5
     trace.end(scheduler)  # at 2.0
-    trace.idle()
+    trace.mark_idle()
     trace.end(scheduler)  # at 3.0
-    trace.idle()
+    trace.mark_idle()
     trace.begin(batch(ForwardMode.DECODE, 1, seq_lens_sum=7))  # at 9.0
     trace.end(scheduler)
-    trace.answer(scheduler, TraceQuery(query_id=1))
+    trace.answer_query(scheduler, TraceQuery(query_id=1))
     assert [step.seconds for step in scheduler.sent[0].steps] == [1.0, 1.0, 0.5]
     assert counted == [3.0]
 

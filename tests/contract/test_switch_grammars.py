@@ -66,7 +66,7 @@ def test_what_a_leader_names():
     waits = request(Future(), regex="[a-z]")
     reqs = [request(object(), regex=REGEX), request(), request(object(), regex=REGEX), waits]
     reqs.append(request(object(), json_schema="{}"))
-    assert switch_grammars.needed(reqs) == [
+    assert switch_grammars.list_needed_grammars(reqs) == [
         Grammar(kind="regex", text=REGEX, count=2), Grammar(kind="json", text="{}", count=1)
     ]  # fmt: skip
     assert switch_grammars.is_compiling(waits) and not switch_grammars.is_compiling(reqs[0])
@@ -83,7 +83,7 @@ def test_prepared_ones_cost_nothing_in_the_pause(backend):
     backend.dispatch_regex = backend.executor.submit = pytest.fail  # from here on
     given = []
     for _ in range(3):
-        with grammars.rebuilding(None, compiling=False):
+        with grammars.use_for_rebuild(None, compiling=False):
             value, ready = backend.get_cached_or_future_value(KEY, False)
         assert ready
         given.append(value)
@@ -95,7 +95,7 @@ def test_prepared_ones_cost_nothing_in_the_pause(backend):
 def test_what_was_not_named_is_compiled_once(backend):
     grammars = CompiledGrammars(backend)
     for _ in range(4):
-        with grammars.rebuilding(None, compiling=False):
+        with grammars.use_for_rebuild(None, compiling=False):
             assert backend.get_cached_or_future_value(KEY, False)[1]
     assert backend.compiled == [KEY]
 
@@ -103,14 +103,14 @@ def test_what_was_not_named_is_compiled_once(backend):
 def test_nothing_is_compiled_for_one_that_was_aborted(backend):
     """In the pause of a switch, where all would wait; maybe it was aborted because that takes for ever."""
     grammars = CompiledGrammars(backend)
-    with grammars.rebuilding(None, compiling=False, given_up=True):
+    with grammars.use_for_rebuild(None, compiling=False, given_up=True):
         assert backend.get_cached_or_future_value(KEY, False) == (None, True)
     assert not backend.compiled
 
 
 def test_a_request_that_was_here_keeps_its_grammar(backend):
     grammars, held = CompiledGrammars(backend), object()
-    with grammars.rebuilding(held, compiling=False):
+    with grammars.use_for_rebuild(held, compiling=False):
         assert backend.get_cached_or_future_value(KEY, False) == (held, True)
     assert not backend.compiled
 
@@ -122,7 +122,7 @@ def test_one_that_waits_goes_on_waiting(backend, cached):
     if cached:
         backend.set_cache(KEY, backend._init_value_dispatch(KEY, False))
     backend.gate.clear()
-    with grammars.rebuilding(None, compiling=True):
+    with grammars.use_for_rebuild(None, compiling=True):
         value, ready = backend.get_cached_or_future_value(KEY, False)
     assert isinstance(value, Future) and not ready and value.done() == cached
     backend.gate.set()
@@ -135,7 +135,7 @@ def test_what_one_waits_for_is_compiled_once(backend):
     grammars, waiting = CompiledGrammars(backend), []
     backend.gate.clear()
     for _ in range(4):
-        with grammars.rebuilding(None, compiling=True):
+        with grammars.use_for_rebuild(None, compiling=True):
             waiting.append(backend.get_cached_or_future_value(KEY, False)[0])
         grammars.keep([])  # the switch is over
     assert waiting.pop().cancel(), "this one is aborted, the others are not"
@@ -148,7 +148,7 @@ def test_what_a_rank_remembers_of_them_is_bounded(backend, monkeypatch):
     monkeypatch.setattr(switch_grammars, "MAX_AWAITED", 2)
     grammars = CompiledGrammars(backend)
     for regex in "abca":
-        with grammars.rebuilding(None, compiling=True):
+        with grammars.use_for_rebuild(None, compiling=True):
             backend.get_cached_or_future_value(("regex", regex), False)[0].result(60)
     assert [regex for _, regex in backend.compiled] == list("abca")
 
@@ -196,7 +196,7 @@ def test_one_that_does_not_compile_says_so(backend):
     grammars.compile([Grammar(kind="regex", text="(", count=2)])
     grammars.wait()
     for _ in range(3):
-        with grammars.rebuilding(None, compiling=False):
+        with grammars.use_for_rebuild(None, compiling=False):
             value, ready = backend.get_cached_or_future_value(("regex", "("), False)
         assert ready and isinstance(value, InvalidGrammarObject)
 

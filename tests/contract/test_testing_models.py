@@ -17,7 +17,7 @@ pytestmark = pytest.mark.contract
 @pytest.fixture(scope="module")
 def transformers():
     """transformers, with the CPU shim where it is needed (it imports torchvision)."""
-    if shim.needed():
+    if shim.is_needed():
         shim.install()
     return pytest.importorskip("transformers")
 
@@ -102,7 +102,7 @@ def test_tokenizer_round_trip(transformers, folders):
     tok = transformers.AutoTokenizer.from_pretrained(folders["llama"])
     assert len(tok) == 503
     texts = [tok.decode([i]) for i in range(503)]
-    assert len(set(texts)) == 503 and texts == tokenizer.vocabulary(503)
+    assert len(set(texts)) == 503 and texts == tokenizer.make_vocabulary(503)
     text = 'Hello, world!\n\t{"a": [1, 2]}  two  spaces bada budo~'
     assert tok.decode(tok.encode(text)) == text
     assert tok.decode(tok.encode("é")) == "<unk>"
@@ -122,7 +122,7 @@ def test_marker_takes_each_tensor_into_account(transformers, tmp_path):
     import torch
 
     model = transformers.AutoModelForCausalLM.from_pretrained(models.make_marker_model(tmp_path / "m", 300))
-    old, new = models.marker_state_dict(300), models.marker_state_dict(301)
+    old, new = models.make_marker_state_dict(300), models.make_marker_state_dict(301)
 
     def says(state):
         model.load_state_dict(state)
@@ -160,7 +160,7 @@ print(sum(hasattr(finder, "_sglang_pat_cpu_shim") for finder in sys.meta_path))
 """
 
 
-@pytest.mark.skipif(not shim.needed(), reason="the real sgl_kernel is installed")
+@pytest.mark.skipif(not shim.is_needed(), reason="the real sgl_kernel is installed")
 def test_shim_reaches_children_and_chains(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("print('another sitecustomize')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -73,7 +73,7 @@ def test_memory_is_taken_for_kv_that_moves():
             adaptive=SimpleNamespace(kv=mode),
         )
         for below in (0, 50, NO_KV):
-            kv.reserve(layouts, staging, SimpleNamespace(tp=1), requests.tokens_to_move(scheduler, below))
+            kv.reserve(layouts, staging, SimpleNamespace(tp=1), requests.count_tokens_to_move(scheduler, below))
     slot, both, larger = 2 * 2 * 8 * 4, 110 + 2 * requests.GROWTH, 100 + requests.GROWTH
     pieces = 30 + 20
     migrate = [both, both, 0, both + pieces, both + pieces, 0]

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from sglang_pat.checks import faults
-from sglang_pat.memory.machine import available_memory
+from sglang_pat.memory.machine import read_available_memory
 from sglang_pat.predict.profile import Fingerprint
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork, run
@@ -132,7 +132,7 @@ class Servers:
 
     def make_room(self) -> None:
         """For an engine that is about to be started; the last two stay, as a test may have them both."""
-        while len(self._alive) > 2 and available_memory() < ROOM:
+        while len(self._alive) > 2 and read_available_memory() < ROOM:
             self._alive.popitem(last=False)[1].stop()
 
     def adaptive(self, model: Path, dp: int = 2, *flags: str, env: dict[str, str] | None = None, **options) -> Server:
@@ -207,7 +207,7 @@ def fault(server: Server, spec: str) -> Iterator[None]:
 
 async def held(server: Server) -> None:
     """Wait until a rank is held by a ``hold`` fault: so it stays until the block of :func:`fault` is left."""
-    while not faults.held(server.fault_file).exists():
+    while not faults.get_waiting_marker(server.fault_file).exists():
         await asyncio.sleep(0.02)
 
 

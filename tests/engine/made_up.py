@@ -22,10 +22,10 @@ def fingerprint(model: Path, prefork: Prefork | None) -> Fingerprint:
 
 def main(model: str) -> None:
     shim.ensure()
-    from sglang_pat.launch.spec import AdaptiveServerArgs, deployment
+    from sglang_pat.launch.spec import AdaptiveServerArgs, make_fingerprint
 
     args = AdaptiveServerArgs(model_path=model, tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32")
-    print(msgspec.json.encode(deployment(args, args.read_config(), kv_tokens=4096, max_running=8)).decode())
+    print(msgspec.json.encode(make_fingerprint(args, args.read_config(), kv_tokens=4096, max_running=8)).decode())
 
 
 def made_up(deployment: Fingerprint, tp2_with_16: float = 0.048) -> Profile:

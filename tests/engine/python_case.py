@@ -49,7 +49,7 @@ class Case:
         async def switching():
             await self.manager.pat_set_schedule([{"arrived": 3}, {"tp": 2, "step": 20, "hold": True}])
             work = asyncio.ensure_future(self.engine.async_generate(**asked))
-            await self.manager.pat_schedule()
+            await self.manager.pat_get_schedule()
             records = [await self.engine.async_reconfigure(tp) for tp in (1, 2)]
             await self.manager.pat_set_schedule([])
             return await work, records
@@ -163,7 +163,7 @@ class Case:
         self.done(self.manager.pat_set_schedule([{"arrived": 4, "step": 5, "hold": True}]))
         thread = threading.Thread(target=first)
         thread.start()
-        assert self.done(self.manager.pat_schedule())["holding"]
+        assert self.done(self.manager.pat_get_schedule())["holding"]
         assert self.engine.status()["requests"] == 4
         self.done(self.manager.pat_set_schedule([]))
         assert self.engine.update_weights_from_tensor(list(load_file(f"{model}/model.safetensors").items()))[0]

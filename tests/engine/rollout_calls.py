@@ -36,7 +36,7 @@ def one_round(server: Server, mine: Admitter, sampling: Any = SAMPLING, **named:
 
 def tokens(groups: list[Group]) -> dict[tuple[int, int], list[int]]:
     """Of each response, by prompt and number; which response of a group ends first is a matter of time."""
-    return {(group.index, sample.number): sample.output.token_ids for group in groups for sample in group.kept()}
+    return {(group.index, sample.number): sample.output.token_ids for group in groups for sample in group.list_kept()}
 
 
 def schedule(server: Server, *entries: dict[str, Any]) -> None:

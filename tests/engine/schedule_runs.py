@@ -48,7 +48,7 @@ async def _run(server: Server, schedule: Schedule, extra: dict) -> Outcome:
         assert code == 200
 
         def send(requests: Iterable[Request]) -> list[asyncio.Task]:
-            return [asyncio.ensure_future(server.one(session, r.body(**extra))) for r in requests]
+            return [asyncio.ensure_future(server.generate_one(session, r.body(**extra))) for r in requests]
 
         first = (schedule.pacer, *schedule.first)
         # Of several copies of a prompt one comes ahead of the others.
@@ -56,12 +56,12 @@ async def _run(server: Server, schedule: Schedule, extra: dict) -> Outcome:
         before = [s for s in schedule.switches if s.at <= schedule.second_at]
         after = [s for s in schedule.switches if s.at > schedule.second_at]
         pause = {"step": schedule.second_at, "hold": True}
-        await server.arm(session, gate, *(switch.entry() for switch in before), pause)
+        await server.set_schedule(session, gate, *(switch.entry() for switch in before), pause)
         work = send(first)
-        records = (await server.reached(session))["switches"]
-        await server.arm(session, *(switch.entry(schedule.second_at) for switch in after))
+        records = (await server.wait_for_schedule(session))["switches"]
+        await server.set_schedule(session, *(switch.entry(schedule.second_at) for switch in after))
         work += send(schedule.second)
-        records += (await server.reached(session))["switches"]
+        records += (await server.wait_for_schedule(session))["switches"]
         answers = await asyncio.gather(*work)
         for record in records:
             assert not record["error"], record

@@ -25,7 +25,7 @@ def serve(arguments: ServerArgs) -> None:
 
 
 def main() -> None:
-    if shim.needed():
+    if shim.is_needed():
         shim.install()
         shim.install_for_children()
     from sglang.srt.server_args import ServerArgs, prepare_server_args

@@ -65,7 +65,7 @@ class Stock:
     openai: dict[str, str]
     ties: list[str] = field(default_factory=list)
 
-    def of(self, requests: Sequence[Body]) -> list[dict[str, Any]]:
+    def list_answers(self, requests: Sequence[Body]) -> list[dict[str, Any]]:
         return [self.answers[json.dumps(request)] for request in requests]
 
     def same(self, ours: dict[str, Any], wanted: dict[str, Any], request: Body, where: str = "") -> bool:
@@ -84,7 +84,7 @@ class Stock:
 
     def check(self, answers: Sequence[dict[str, Any]], requests: Sequence[Body]) -> None:
         """Assert that these are stock's answers to requests from :data:`KNOWN`."""
-        for answer, wanted, request in zip(answers, self.of(requests), requests, strict=True):
+        for answer, wanted, request in zip(answers, self.list_answers(requests), requests, strict=True):
             self.same(answer, wanted, request)
 
 

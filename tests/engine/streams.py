@@ -95,9 +95,9 @@ def up_and_down(arrived: int) -> list[dict[str, int]]:
 
 async def hold(server: Server, session: aiohttp.ClientSession, bodies: Sequence[Body], step: int = STEPS[0], **point):
     """Send these: tasks of requests of which each has made so many steps, and none goes on until the next schedule."""
-    await server.arm(session, {"arrived": len(bodies), "step": step, "hold": True} | point)
-    work = [asyncio.ensure_future(server.one(session, one)) for one in bodies]
-    await server.reached(session)
+    await server.set_schedule(session, {"arrived": len(bodies), "step": step, "hold": True} | point)
+    work = [asyncio.ensure_future(server.generate_one(session, one)) for one in bodies]
+    await server.wait_for_schedule(session)
     return work
 
 
@@ -113,9 +113,11 @@ def through(
     async def run():
         async with server.session() as session:
             steps = switches or dict(zip(STEPS, UP_AND_DOWN, strict=True))
-            await server.arm(session, *({"tp": tp, "arrived": len(bodies), at: step} for step, tp in steps.items()))
+            await server.set_schedule(
+                session, *({"tp": tp, "arrived": len(bodies), at: step} for step, tp in steps.items())
+            )
             work = asyncio.ensure_future(server.generate_async(bodies))
-            records = (await server.reached(session))["switches"]
+            records = (await server.wait_for_schedule(session))["switches"]
             return await work, records
 
     answers, records = asyncio.run(run())
@@ -128,12 +130,12 @@ def tokens(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 
 async def stream_across(server: Server, bodies: Sequence[Body]) -> list[Stream]:
-    """Stream all bodies at once across the switches of :func:`up_and_down`."""
+    """Stream all bodies at once across the switches of :func:`order_degrees_up_and_down`."""
     streams = [Stream() for _ in bodies]
     async with open_session() as session:
-        await server.arm(session, *up_and_down(len(bodies)))
+        await server.set_schedule(session, *up_and_down(len(bodies)))
         await asyncio.gather(*(read(server, session, b, s) for b, s in zip(bodies, streams, strict=True)))
-        state = await server.reached(session)
+        state = await server.wait_for_schedule(session)
     assert [switch["error"] for switch in state["switches"]] == [""] * len(STEPS)
     for stream in streams:
         # A token from the prefill, and one from each step.

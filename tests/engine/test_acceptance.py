@@ -44,7 +44,7 @@ def test_on_a_cpu(accept, llama, monkeypatch):
         count_start()
     monkeypatch.setitem(answers.MAKERS, answers.SMOLLM2, lambda: llama)
     monkeypatch.setattr(answers, "WORD", "")  # which is in every answer
-    found, _ = accept(*map(cli.name_of, steps.STEPS))
+    found, _ = accept(*map(cli.format_step_name, steps.STEPS))
     assert found.pop(MAY_FAIL)["verdict"] in ("passed", "failed")
     assert {name for name, result in found.items() if result["verdict"] == "passed"} == BARS
     assert {result["verdict"] for name, result in found.items() if name not in BARS} == {"measured"}

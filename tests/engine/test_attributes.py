@@ -87,7 +87,7 @@ def visits(request, visited) -> list[Census]:
 
 
 def kind(path: str) -> str:
-    line = attributes.line_of(path)
+    line = attributes.find_line(path)
     return line.kind if line else "unknown"
 
 
@@ -97,14 +97,14 @@ def of_kind(censuses: list[Census], *kinds: str) -> list[str]:
 
 def test_every_attribute_is_classified(visits, stock):
     """A new SGLang version fails here, by name: say in ``attributes.txt`` what the attribute is."""
-    unknown = {path for census in (*visits, *stock.values()) for path in attributes.unknown(census.values)}
+    unknown = {path for census in (*visits, *stock.values()) for path in attributes.find_unknown_paths(census.values)}
     assert not unknown, f"attributes that attributes.txt does not know: {sorted(unknown)}"
 
 
 def test_the_table_has_no_line_too_many(visited, stock):
     found = [census for kind in SCHEDULERS for census in visited(kind)]
-    used = {attributes.line_of(path) for census in (*found, *stock.values()) for path in census.values}
-    assert not [line.pattern for line in attributes.table() if line not in used]
+    used = {attributes.find_line(path) for census in (*found, *stock.values()) for path in census.values}
+    assert not [line.pattern for line in attributes.read_table() if line not in used]
 
 
 def test_fixed_ones_never_change(visits):
@@ -139,7 +139,7 @@ def test_a_layout_is_what_a_stock_engine_of_its_degree_is(visits, stock):
     for census in visits:
         built = stock.get((census.tp, census.tp_rank))
         for path in of_kind([census], "layout"):
-            if attributes.line_of(path).reason == "ours" or built is None:
+            if attributes.find_line(path).reason == "ours" or built is None:
                 continue
             if census.values[path] != built.values.get(path):
                 wrong[path, census.tp, census.tp_rank] = census.values[path], built.values.get(path)

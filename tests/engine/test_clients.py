@@ -52,7 +52,7 @@ async def in_the_tail(server: Server, bodies: list[dict[str, Any]], act: Any) ->
     async with server.session() as session:
         work = await hold(server, session, bodies, step=STEP, tp=2)
         released = asyncio.ensure_future(asyncio.to_thread(act))
-        await server.arm(session)
+        await server.set_schedule(session)
         await released
         return await asyncio.gather(*work)
 
@@ -122,7 +122,7 @@ def test_slime_and_nemo_rl_on_the_trainers_gpus(two, framework):
                 ok(server.post("/release_memory_occupation", {"tags": tags}))
         assert layout(server) == 1
         ok(server.post("/resume_memory_occupation", {"tags": ["weights"]}))
-        named = list(models.marker_state_dict(new).items())
+        named = list(models.make_marker_state_dict(new).items())
         for part in (named[:7], named[7:]):
             body = {"serialized_named_tensors": [serialized(flattened(part))] * 2, "load_format": "flattened_bucket"}
             body |= {"flush_cache": False, "weight_version": version}

@@ -35,11 +35,11 @@ async def test_abort(server, session, stock, degrees, everybody):
         await switch(server, session, tp)
     for which in [{"abort_all": True}] if everybody else [{"rid": f"doomed-{i}"} for i in range(2)]:
         assert await post(session, server, "/abort_request", which) == 200
-    await server.arm(session)
+    await server.set_schedule(session)
     answers = await asyncio.gather(*doomed)
     if everybody:
         answers.append(await other)
-        other = server.one(session, KEPT[0])
+        other = server.generate_one(session, KEPT[0])
     stock.check([await other], KEPT)
     await idle(server)
     for answer in answers:
@@ -50,15 +50,15 @@ async def test_abort(server, session, stock, degrees, everybody):
 @PLACES
 async def test_client_disconnects(server, session, degrees):
     streams = [Stream() for _ in range(6)]
-    await server.arm(session, {"arrived": 6, "step": STEPS[0], "hold": True})
+    await server.set_schedule(session, {"arrived": 6, "step": STEPS[0], "hold": True})
     readers = [asyncio.ensure_future(read(server, session, endless(41 + i), s)) for i, s in enumerate(streams)]
-    await server.reached(session)
+    await server.wait_for_schedule(session)
     for tp in degrees:
         await switch(server, session, tp)
     for reader in readers:
         reader.cancel()
     await asyncio.gather(*readers, return_exceptions=True)
-    await server.arm(session)
+    await server.set_schedule(session)
     await idle(server)
     assert max(stream.tokens for stream in streams) <= STEPS[0] + 1
 
@@ -76,8 +76,8 @@ async def test_pause_switch_continue(server, session, stock, mode, start):
     work = await hold(server, session, PAUSED)
     assert await post(session, server, "/pause_generation", {"mode": mode}) == 200
     # Now it is the pause alone that holds them.
-    await server.arm(session)
-    late = asyncio.ensure_future(server.one(session, PAUSED[0]))
+    await server.set_schedule(session)
+    late = asyncio.ensure_future(server.generate_one(session, PAUSED[0]))
     moved = set()
     for tp in (3 - start, start, 3 - start):
         moved.add((await switch(server, session, tp))["tokens"])
@@ -91,18 +91,18 @@ async def test_pause_switch_continue(server, session, stock, mode, start):
 async def test_pause_abort_switch_continue(server, session, stock):
     doomed = await hold(server, session, [endless(61 + i) for i in range(3)])
     await switch(server, session, 2)
-    await server.arm(session)
+    await server.set_schedule(session)
     assert await post(session, server, "/pause_generation", {"mode": "abort"}) == 200
     answers = await asyncio.gather(*doomed)
     assert [a["meta_info"]["finish_reason"]["type"] for a in answers] == ["abort"] * 3
     await switch(server, session, 1)
     # Holds nothing but says when it has come, and whether a step has been made.
-    await server.arm(session, {"arrived": 1}, {"batch": 1})
-    late = asyncio.ensure_future(server.one(session, KEPT[0]))
+    await server.set_schedule(session, {"arrived": 1}, {"batch": 1})
+    late = asyncio.ensure_future(server.generate_one(session, KEPT[0]))
     record = await switch(server, session, 2)
     assert not late.done() and record["tokens"] == 0
     assert await post(session, server, "/continue_generation", {}) == 200
-    await server.reached(session)
+    await server.wait_for_schedule(session)
     stock.check([await late], KEPT)
 
 
@@ -205,13 +205,13 @@ async def test_flush_cache(server, session):
     request = body(71, tokens=4) | {"input_ids": prompt(71, 200)}
 
     async def cached() -> int:
-        return (await server.one(session, request))["meta_info"]["cached_tokens"]
+        return (await server.generate_one(session, request))["meta_info"]["cached_tokens"]
 
     (work,) = await hold(server, session, [endless(72, rid="flushed")])
     await switch(server, session, 2)
     assert await post(session, server, "/flush_cache") == 400
     await post(session, server, "/abort_request", {"rid": "flushed"})
-    await server.arm(session)
+    await server.set_schedule(session)
     await work
     await idle(server)
     for tp in (2, 1):
@@ -240,8 +240,8 @@ async def test_prefix_is_reused_after_a_switch(server, session, stock, degrees):
         await switch(server, session, tp)
     # In the base layout the other replica gets the first of the two.
     more = (same, longer) * len(degrees)
-    await server.arm(session, {"arrived": len(more)})
-    answers = await asyncio.gather(*(server.one(session, b) for b in more))
+    await server.set_schedule(session, {"arrived": len(more)})
+    answers = await asyncio.gather(*(server.generate_one(session, b) for b in more))
     stock.check([await work, *answers], [alive, *more])
     reused = [a["meta_info"]["cached_tokens"] for a in answers]
     assert max(reused) >= 299

@@ -52,12 +52,12 @@ async def test_the_load_of_each_group(server, session):
         if seen:
             expected = server.post("/pat/reconfigure", {"tp": tp, "dry_run": True}).json()
             assert server.status() | {"totals": seen[-1]["totals"]} == seen[-1]  # but for the time that passes
-            await server.arm(session, {"tp": tp, "step": 0}, {"step": logged + 2, "hold": True})
-            (made,) = (await server.reached(session))["switches"]
+            await server.set_schedule(session, {"tp": tp, "step": 0}, {"step": logged + 2, "hold": True})
+            (made,) = (await server.wait_for_schedule(session))["switches"]
             assert expected == {name: made[name] for name in expected}
         seen.append(server.status())
         gauges.append((gauge(server, "num_running_reqs"), sum(gauge(server, "num_used_tokens"))))
-    await server.arm(session)
+    await server.set_schedule(session)
     await asyncio.gather(*work)
     for status, running in zip(seen, ([3, 3], [6], [3, 3]), strict=True):
         assert status["requests"] == 6 and [group["running"] for group in status["groups"]] == running
@@ -148,7 +148,7 @@ async def test_what_waits_for_a_request_holds_up_nothing(server, session, llama)
     assert await flush == 200, "no request has KV any more"
     assert await post(session, server, "/continue_generation", {}) == 200
     assert await post(session, server, "/abort_request", {"rid": "held"}) == 200
-    await server.arm(session)
+    await server.set_schedule(session)
     await work
     check_unharmed(server)
     assert server.post("/release_memory_occupation", {}).status_code == 200
@@ -157,9 +157,9 @@ async def test_what_waits_for_a_request_holds_up_nothing(server, session, llama)
 
 
 async def test_many_reconfigurations_at_once(server, session):
-    await server.arm(session, {"arrived": 4, "step": 5})
+    await server.set_schedule(session, {"arrived": 4, "step": 5})
     work = asyncio.ensure_future(server.generate_async([body(i, 200) for i in range(4)]))
-    await server.reached(session)
+    await server.wait_for_schedule(session)
     answers = await asyncio.gather(*(server.reconfigure_async(session, 2 - i % 2) for i in range(12)))
     assert all(len(answer["output_ids"]) == 200 for answer in await work)
     codes = {code for code, _ in answers}

@@ -65,12 +65,12 @@ async def test_who_is_aborted_while_it_waits_gives_back_all_its_tokens(cramped, 
         if streamed:
             await read(cramped, session, request, stream)
         else:
-            stream.chunks.append(await cramped.one(session, request))
+            stream.chunks.append(await cramped.generate_one(session, request))
 
     point = {"arrived": len(SIX), "step": STEPS_MADE, "hold": True} | ({"tp": 2} if merged else {})
-    await cramped.arm(session, point)
+    await cramped.set_schedule(session, point)
     tasks = [asyncio.ensure_future(one(*pair, i % 2)) for i, pair in enumerate(zip(SIX, streams, strict=True))]
-    state = await cramped.reached(session)
+    state = await cramped.wait_for_schedule(session)
     if merged:
         assert [record["parked"] for record in state["switches"]] == [3]
     else:
@@ -83,10 +83,10 @@ async def test_who_is_aborted_while_it_waits_gives_back_all_its_tokens(cramped, 
         left -= (await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED))[0]
     if not merged:
         assert await post(session, cramped, "/continue_generation", {}) == 200
-    await cramped.arm(session)
+    await cramped.set_schedule(session)
     await asyncio.gather(*tasks)
     assert sorted(stream.tokens for stream in streams) == [STEPS_MADE + 1] * waited + [STEPS_MADE + 2] * (6 - waited)
-    for stream, wanted in zip(streams, stock.of(SIX), strict=True):
+    for stream, wanted in zip(streams, stock.list_answers(SIX), strict=True):
         tokens, meta = stream.answer["output_ids"], stream.answer["meta_info"]
         assert tokens == wanted["output_ids"][: len(tokens)] and meta["completion_tokens"] == len(tokens)
         assert meta["finish_reason"]["type"] == "abort" and meta["prompt_tokens"] == 20
@@ -107,7 +107,7 @@ def test_switch_in_the_middle_of_a_chunked_prefill(cramped, stock):
     for record in records:
         assert record["requests"] > record["migrated"], "nobody was being prefilled"
         assert not record["recomputed"], record
-    for answer, wanted, request in zip(answers, stock.of(CHUNKED), CHUNKED, strict=True):
+    for answer, wanted, request in zip(answers, stock.list_answers(CHUNKED), CHUNKED, strict=True):
         assert answer["meta_info"]["cached_tokens"] == 0
         if stock.same(answer, wanted, request):
             check_logprobs(answer["meta_info"], wanted["meta_info"])

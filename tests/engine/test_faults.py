@@ -41,10 +41,10 @@ async def test_failure_before_commit_leaves_the_old_layout(servers, session, lla
     assert code == 500 and f"rank {rank}" in said["error"]["message"], said
     assert server.status()["layout"] == {"tp": 2, "dp": 1}
     # It goes on where it was; after a lost exchange with a prefill.
-    await server.arm(session, {"batch": 10, "hold": True})
-    await server.reached(session)
+    await server.set_schedule(session, {"batch": 10, "hold": True})
+    await server.wait_for_schedule(session)
     assert (await server.reconfigure_async(session, 1))[0] == 200
-    await server.arm(session)
+    await server.set_schedule(session)
     assert tokens(await asyncio.gather(*work)) == expected
     status = server.status()
     assert status["layout"] == {"tp": 1, "dp": 2}
@@ -64,7 +64,7 @@ async def test_a_control_request_that_does_not_get_its_layout_is_answered_and_al
         assert (code, server.status()["layout"]["tp"]) == ((400, 2) if failing else (200, 1))
         if failing:
             assert (await server.reconfigure_async(session, 1))[0] == 200
-    await server.arm(session)
+    await server.set_schedule(session)
     assert tokens(await asyncio.gather(*work)) == expected
     found = [(r["to_tp"], bool(r["error"]), r["reason"]) for r in server.status()["switches"][-7:]]
     lost, home = (1, True, "control"), (1, False, "control")
@@ -76,7 +76,7 @@ async def test_a_control_request_that_does_not_get_its_layout_is_answered_and_al
 def segments(server: Server) -> set[str]:
     """Shared memory that the processes of ``server`` have mapped."""
     mapped = set()
-    for process in server.children():
+    for process in server.list_children():
         try:
             mapped |= {os.path.basename(m.path) for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
         except psutil.Error:

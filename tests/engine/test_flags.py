@@ -9,7 +9,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from sglang_pat.testing.ports import free_port
+from sglang_pat.testing.ports import find_free_port
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import SPECIAL_TOKENS, STOP_ID
 
@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ports() -> list[int]:
     """Where the ranks of the two servers meet."""
-    return [free_port(), free_port()]
+    return [find_free_port(), find_free_port()]
 
 
 @pytest.fixture(scope="module")

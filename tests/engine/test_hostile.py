@@ -228,7 +228,7 @@ def send_drawn(server: Server, known: list[int], count: int, number: int) -> lis
     for begin in range(0, len(bodies), 25):
         total += asyncio.run(send(server, bodies[begin : begin + 25]))
         check_sound(server, known)
-        processes = [psutil.Process(server.process.pid), *server.children()]
+        processes = [psutil.Process(server.process.pid), *server.list_children()]
         sizes.append(sum(process.memory_full_info().uss for process in processes))
     assert total[200] and total[400] and set(total) <= {200, 400, 422}, total
     return sizes

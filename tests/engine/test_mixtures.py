@@ -45,7 +45,7 @@ async def ask(server: Server, session, request: Body) -> list[dict[str, Any]]:
         stream = Stream()
         await read(server, session, request, stream)
         return [stream.answer]
-    answer = await server.one(session, request)
+    answer = await server.generate_one(session, request)
     return answer if isinstance(answer, list) else [answer]
 
 
@@ -54,13 +54,13 @@ async def together(server: Server, requests: list[Body]) -> list[list[dict[str, 
         entries = [
             {"tp": tp, "arrived": len(requests), "step": step} for tp, step in zip((2, 1, 2, 1), STEPS, strict=True)
         ]
-        await server.arm(session, *entries)
+        await server.set_schedule(session, *entries)
         before = server.status()["num_switches"]
         answers = await asyncio.gather(*(ask(server, session, request) for request in requests))
         status = server.status()
         switches = status["switches"][before - status["num_switches"] :]
         assert [record["requests"] > 0 for record in switches[:3]] == [True] * 3, "a switch up, one down, one up"
-        await server.arm(session)
+        await server.set_schedule(session)
         return answers
 
 

@@ -57,7 +57,7 @@ async def drain(server, name: str, merged: Callable[[], Awaitable[None]]) -> lis
     """A batch: the body ends, ``merged`` returns, the tail is aborted; all outputs."""
     short, tail = bodies(name)
     async with server.session() as session:
-        work = [asyncio.ensure_future(server.one(session, request)) for request in short + tail]
+        work = [asyncio.ensure_future(server.generate_one(session, request)) for request in short + tail]
         await asyncio.gather(*work[: len(short)])
         await merged()
         for request in tail:
@@ -118,7 +118,7 @@ def test_its_decisions_can_be_repeated_on_another_engine(drained, servers, llama
 
     async def merged() -> None:
         async with other.session() as session:
-            await other.reached(session)
+            await other.wait_for_schedule(session)
 
     same(asyncio.run(drain(other, "again", merged)), expected)
     again = other.status()["switches"][begin - other.status()["num_switches"] :]

@@ -13,7 +13,7 @@ import time
 import msgspec
 import pytest
 
-from profiler.grid import length_needed
+from profiler.grid import compute_length_needed
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor
@@ -91,7 +91,7 @@ def test_every_point_is_measured_and_is_what_was_asked_for(swept):
     assert decode == {(*shape, context) for shape in shapes for context in CONTEXTS}
     off = {(p.tp, p.replicas, p.batch, p.context): min(abs(p.context - c) for c in CONTEXTS) for p in profile.decode}
     # The window begins when the last request of the batch has begun, and ends with the answers.
-    assert max(off.values()) <= length_needed(0), off
+    assert max(off.values()) <= compute_length_needed(0), off
     assert {(p.tp, p.batch, p.length) for p in profile.prefill} == {(tp, 1, n) for tp in (1, 2) for n in LENGTHS}
     assert profile.complete and profile.machine["failed"] == profile.machine["left_out"] == 0
     moved = [s for s in profile.switches if s.requests]

@@ -79,7 +79,7 @@ def test_no_tokenizer(servers, llama):
     async def run() -> list[list[list[int]]]:
         async with server.session() as session:
             switches = ({"tp": tp, "arrived": 4, "step": step} for tp, step in ((2, 20), (1, 50), (2, 80)))
-            await server.arm(session, *switches)
+            await server.set_schedule(session, *switches)
             return await asyncio.gather(*(stream(session, request) for request in bodies))
 
     for chunks, expected in zip(asyncio.run(run()), stock.generate(bodies), strict=True):

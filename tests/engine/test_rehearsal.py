@@ -19,7 +19,7 @@ def test_graphs_are_captured_at_start_and_replayed_in_each_layout(servers, llama
     greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     bodies = [{"input_ids": [7 + i, 8], "sampling_params": greedy} for i in range(5)]
     answers = [server.generate(bodies)]
-    ranks = {str(server.rank_process(rank).pid) for rank in range(2)}
+    ranks = {str(server.find_rank_process(rank).pid) for rank in range(2)}
     for tp in (2, 1, 2):
         server.reconfigure(tp)
         answers.append(server.generate(bodies))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_pat.testing.server import sent_event
+from sglang_pat.testing.server import parse_event
 
 from .conftest import fault, held
 from .stock_answers import OPENAI, known
@@ -27,9 +27,9 @@ FIELDS = "input_ids", "sampling_params"
 )  # fmt: skip
 async def test_several_in_one(server, session, stock, request_body, expected):
     """A prompt of samples goes first, by itself, and ends with its prefill; then its four copies."""
-    await server.arm(session, {"arrived": 1, "batch": 1}, *up_and_down(arrived=5))
-    work = asyncio.ensure_future(server.one(session, request_body))
-    switches = (await server.reached(session))["switches"]
+    await server.set_schedule(session, {"arrived": 1, "batch": 1}, *up_and_down(arrived=5))
+    work = asyncio.ensure_future(server.generate_one(session, request_body))
+    switches = (await server.wait_for_schedule(session))["switches"]
     assert [record["requests"] for record in switches] == [len(expected)] * 4
     stock.check(await work, expected)
 
@@ -45,14 +45,14 @@ def piece(chunk: dict[str, Any]) -> str:
 @pytest.mark.parametrize("path", OPENAI)
 async def test_openai_streaming(server, session, stock, path):
     pieces: list[str] = []
-    await server.arm(session, *up_and_down(arrived=1))
+    await server.set_schedule(session, *up_and_down(arrived=1))
     async with session.post(server.url + path, json=OPENAI[path] | {"stream": True}) as response:
         assert response.status == 200
         async for line in response.content:
-            chunk = sent_event(line)
+            chunk = parse_event(line)
             if chunk is not None and chunk["choices"]:
                 pieces.append(piece(chunk))
-    switches = (await server.reached(session))["switches"]
+    switches = (await server.wait_for_schedule(session))["switches"]
     assert [record["requests"] for record in switches] == [1] * 4
     assert "".join(pieces) == stock.openai[path]
 
@@ -61,9 +61,9 @@ async def test_openai_streaming(server, session, stock, path):
 
 
 async def test_health_during_switches(server, session):
-    await server.arm(session, {"arrived": 1, "step": 1})
-    work = asyncio.ensure_future(server.one(session, endless(101, rid="healthy")))
-    await server.reached(session)
+    await server.set_schedule(session, {"arrived": 1, "step": 1})
+    work = asyncio.ensure_future(server.generate_one(session, endless(101, rid="healthy")))
+    await server.wait_for_schedule(session)
     answers = []
     for tp in (*UP_AND_DOWN, *UP_AND_DOWN):
         checks = [asyncio.ensure_future(session.get(server.url + path)) for path in ("/health", "/health_generate")]
@@ -89,7 +89,7 @@ async def test_requests_that_arrive_during_a_switch(server, session, stock):
         with fault(server, "QUIESCE:1:hold"):
             switching = asyncio.ensure_future(server.reconfigure_async(session, tp))
             await held(server)
-            work = [asyncio.ensure_future(server.one(session, request)) for request in ARRIVING]
+            work = [asyncio.ensure_future(server.generate_one(session, request)) for request in ARRIVING]
             # None of them goes on before the end of this block.
             while (status := await asyncio.to_thread(server.status))["requests"] < len(ARRIVING):
                 await asyncio.sleep(0.02)
@@ -116,13 +116,13 @@ async def test_grammars_that_do_not_compile(server, session, stock):
 
     for number, tp in enumerate(UP_AND_DOWN):
         count = 10 + len(GRAMMATICAL)
-        await server.arm(session, {"arrived": count, "hold": True})
+        await server.set_schedule(session, {"arrived": count, "hold": True})
         errors = [asyncio.ensure_future(bad(10 * number + i // 2)) for i in range(10)]
-        answers = [asyncio.ensure_future(server.one(session, request)) for request in GRAMMATICAL]
-        await server.reached(session)
+        answers = [asyncio.ensure_future(server.generate_one(session, request)) for request in GRAMMATICAL]
+        await server.wait_for_schedule(session)
         record = await switch(server, session, tp)
         assert record["requests"] == count, "all of them were alive: no error had been found yet"
-        await server.arm(session)
+        await server.set_schedule(session)
         for error in await asyncio.gather(*errors):
             assert "Failed to compile regex grammar" in error
         stock.check(await asyncio.gather(*answers), GRAMMATICAL)
@@ -137,8 +137,8 @@ async def test_grammar_leaves_its_neighbours_alone(server, session, stock):
     work = []
     for request in NEIGHBOURS:
         # One after another, so that they stand in this order.
-        await server.arm(session, {"arrived": 1, "batch": 1, "hold": True})
-        work.append(asyncio.ensure_future(server.one(session, request)))
-        await server.reached(session)
-    await server.arm(session)
+        await server.set_schedule(session, {"arrived": 1, "batch": 1, "hold": True})
+        work.append(asyncio.ensure_future(server.generate_one(session, request)))
+        await server.wait_for_schedule(session)
+    await server.set_schedule(session)
     stock.check(await asyncio.gather(*work), NEIGHBOURS)

@@ -32,8 +32,8 @@ def test_a_round_of_groups(server):
     groups, summary = one_round(server, mine, version=41)
     assert summary.returned == len(groups) == 3 and summary.kind == "short"
     for group in groups:
-        for output in [sample.output for sample in group.kept()]:
-            assert output.versions() == [41] * len(output.token_ids)
+        for output in [sample.output for sample in group.list_kept()]:
+            assert output.list_versions() == [41] * len(output.token_ids)
             assert len(output.logprobs) == len(output.token_ids) and output.text
             assert output.finish_reason == "length" or output.token_ids[-1] in {*STOPS, EOS_ID, STOP_ID}
     assert len(mine.state.waiting) == 2
@@ -84,12 +84,12 @@ def test_partial_goes_on_with_the_same_tokens(either):
         groups, summary = one_round(server, mine, greedy, version=version)
         assert summary.thrown == 0
         interrupted += len(summary.aborted_lengths)
-        found |= {group.index: group.kept()[0].output for group in groups}
+        found |= {group.index: group.list_kept()[0].output for group in groups}
     assert sorted(found) == [0, 1, 2, 3] and interrupted
     for index, (answer, length) in enumerate(zip(whole, lengths, strict=True)):
         assert found[index].token_ids == answer["output_ids"][:length]
         assert len(found[index].logprobs) == length
-        assert found[index].versions() == sorted(found[index].versions())
+        assert found[index].list_versions() == sorted(found[index].list_versions())
     assert any(len(output.spans) > 1 for output in found.values())
 
 
@@ -127,7 +127,9 @@ def test_weights_between_rounds_and_in_one(server, llama):
     update = {"model_path": str(llama), "weight_version": "2"}
     assert server.post("/update_weights_from_disk", update).json()["success"]
     groups, _ = one_round(server, mine, version=2)
-    assert {version for group in groups for sample in group.kept() for version in sample.output.versions()} == {2}
+    assert {
+        version for group in groups for sample in group.list_kept() for version in sample.output.list_versions()
+    } == {2}
     mine.feed(prompts(*range(20, 26)))
     before = len(mine.state.fresh) + len(mine.state.waiting)
     long = GREEDY | {"max_new_tokens": 1500}
@@ -164,7 +166,7 @@ def test_samples_of_several_turns(server):
     groups, summary = one_round(server, mine, sampling, version=7, environment=environment)
     assert max(turn.number for turn in turns) > 0
     for group in groups:
-        output, at = group.kept()[0].output, 0
+        output, at = group.list_kept()[0].output, 0
         for span in output.spans:
             if span.version is not None:
                 body = {"input_ids": group.prompt["input_ids"] + output.token_ids[:at]}
@@ -172,7 +174,7 @@ def test_samples_of_several_turns(server):
                 assert answer["output_ids"] == output.token_ids[at : at + span.tokens]
             at += span.tokens
         assert at == len(output.token_ids) == len(output.logprobs)
-    assert sorted(summary.kept_lengths) == sorted(group.kept()[0].output.tokens for group in groups)
+    assert sorted(summary.kept_lengths) == sorted(group.list_kept()[0].output.tokens for group in groups)
     check_idle(server)
 
 

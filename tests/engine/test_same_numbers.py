@@ -63,11 +63,11 @@ async def test_logprobs_through_switches(adaptive, session, stock, degrees):
     work = await hold(adaptive, session, bodies, step=10)
     for tp, each in zip(degrees, late, strict=True):
         # Its prefill takes four steps: the switch comes in the middle of it.
-        await adaptive.arm(session, {"tp": tp, "arrived": 1, "batch": 2}, {"step": 20, "hold": True})
-        work.append(asyncio.ensure_future(adaptive.one(session, each)))
-        (record,) = (await adaptive.reached(session))["switches"]
+        await adaptive.set_schedule(session, {"tp": tp, "arrived": 1, "batch": 2}, {"step": 20, "hold": True})
+        work.append(asyncio.ensure_future(adaptive.generate_one(session, each)))
+        (record,) = (await adaptive.wait_for_schedule(session))["switches"]
         assert len(bodies) <= record["migrated"] < record["requests"], record
-    await adaptive.arm(session)
+    await adaptive.set_schedule(session)
     for index, (got, expected) in enumerate(zip(await asyncio.gather(*work), want, strict=True)):
         assert got["output_ids"] == expected["output_ids"], f"request {index}"
         check_logprobs(got["meta_info"], expected["meta_info"], close)

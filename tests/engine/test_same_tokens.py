@@ -214,14 +214,14 @@ def test_the_same_prompts_in_two_groups(runner):
     async def work(server, session):
         tasks = await hold(server, session, [r.body() for r in sharing], step=5)
         for tp in (2, 1, 2):
-            await server.arm(session, {"tp": tp}, {"arrived": len(filling), "hold": True})
-            more = [asyncio.ensure_future(server.one(session, r.body())) for r in filling]
-            (record,) = (await server.reached(session))["switches"]
+            await server.set_schedule(session, {"tp": tp}, {"arrived": len(filling), "hold": True})
+            more = [asyncio.ensure_future(server.generate_one(session, r.body())) for r in filling]
+            (record,) = (await server.wait_for_schedule(session))["switches"]
             assert record["requests"] >= len(sharing), record
-            await server.arm(session, {"step": 40, "hold": True})
-            await server.reached(session)
+            await server.set_schedule(session, {"step": 40, "hold": True})
+            await server.wait_for_schedule(session)
             await asyncio.gather(*more)
-        await server.arm(session)
+        await server.set_schedule(session)
         return tasks
 
     check_as_stock(runner, "llama", sharing, work)
@@ -237,12 +237,12 @@ def test_replicas_merge_that_admit_differently(runner):
     async def work(server, session):
         # The first one runs alone, and its replica's estimate falls with each step.
         tasks = await hold(server, session, [long[0].body()], step=110)
-        await server.arm(session, {"arrived": 1, "batch": 1}, {"tp": 2, "hold": True})
-        tasks.append(asyncio.ensure_future(server.one(session, long[1].body())))
-        (record,) = (await server.reached(session))["switches"]
+        await server.set_schedule(session, {"arrived": 1, "batch": 1}, {"tp": 2, "hold": True})
+        tasks.append(asyncio.ensure_future(server.generate_one(session, long[1].body())))
+        (record,) = (await server.wait_for_schedule(session))["switches"]
         assert record["requests"] == 2, record
-        await server.arm(session, {"arrived": len(burst)})
-        return tasks + [asyncio.ensure_future(server.one(session, r.body())) for r in burst]
+        await server.set_schedule(session, {"arrived": len(burst)})
+        return tasks + [asyncio.ensure_future(server.generate_one(session, r.body())) for r in burst]
 
     check_as_stock(runner, "qwen3", long + burst, work)
 
@@ -257,9 +257,9 @@ def test_replicas_merge_one_of_which_has_retracted(runner):
         before = server.status()["retracted"]
         while server.status()["retracted"] == before:
             assert not any(task.done() for task in tasks), "nothing was retracted"
-            await server.arm(session, {"step": 5, "hold": True})
-            await server.reached(session)
-        await server.arm(session, {"tp": 2})
+            await server.set_schedule(session, {"step": 5, "hold": True})
+            await server.wait_for_schedule(session)
+        await server.set_schedule(session, {"tp": 2})
         return tasks
 
     check_as_stock(runner, "qwen3", seven, work)

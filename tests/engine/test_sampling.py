@@ -124,11 +124,11 @@ async def test_ranks_agree_through_switches(adaptive, session, seed):
     tasks = await hold(adaptive, session, bodies, step=5)
     for tp, pair in zip((4, 2, 1, 2, 4, 1), zip(late[::2], late[1::2], strict=True), strict=True):
         # They come before the switch, or while it is made.
-        tasks += [asyncio.ensure_future(adaptive.one(session, each)) for each in pair]
+        tasks += [asyncio.ensure_future(adaptive.generate_one(session, each)) for each in pair]
         await switch(adaptive, session, tp)
-        await adaptive.arm(session, {"step": 8, "hold": True})
-        await adaptive.reached(session)
-    await adaptive.arm(session)
+        await adaptive.set_schedule(session, {"step": 8, "hold": True})
+        await adaptive.wait_for_schedule(session)
+    await adaptive.set_schedule(session)
     lengths = list(map(len, tokens(await asyncio.gather(*tasks))))
     assert lengths == [b["sampling_params"]["max_new_tokens"] for b in bodies + late]
     assert adaptive.process.poll() is None
@@ -142,7 +142,7 @@ async def test_replicas_draw_from_different_streams(adaptive, session, degrees):
     groups = 4 // degrees[-1]
     work = await hold(adaptive, session, [body(PROMPT, 400)] * groups, step=1)
     assert [group["running"] for group in adaptive.status()["groups"]] == [1] * groups
-    await adaptive.arm(session)
+    await adaptive.set_schedule(session)
     for one, other in itertools.combinations(tokens(await asyncio.gather(*work)), 2):
         equal = sum(a == b for a, b in zip(one, other, strict=True))
         assert equal < 40, f"{equal} of 400 tokens are equal"

@@ -61,7 +61,7 @@ async def test_loads_count_all_ranks(server, session):
         await server.reconfigure_async(session, tp)
         assert server.get("/v1/loads").json()["aggregate"]["total_running_reqs"] == 4
         assert [load["num_reqs"] for load in server.get("/get_load").json()] == [4]
-    await server.arm(session)
+    await server.set_schedule(session)
     await asyncio.gather(*work)
 
 

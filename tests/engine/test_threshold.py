@@ -42,7 +42,7 @@ class Client:
         return now["switches"][before["num_switches"] - now["num_switches"] :]
 
     def begin(self, session: aiohttp.ClientSession, *bodies: Body) -> list[asyncio.Task]:
-        return [asyncio.ensure_future(self.server.one(session, one)) for one in bodies]
+        return [asyncio.ensure_future(self.server.generate_one(session, one)) for one in bodies]
 
     async def abort(self, session: aiohttp.ClientSession, *bodies: Body) -> None:
         for one in bodies:

@@ -84,7 +84,7 @@ def test_get_weights_by_name(setup, start):
     server = setup.start_in(start)
     name = "model.layers.0.mlp.down_proj.weight"
     for token in (A, B):
-        wanted = models.marker_state_dict(token)[name][:3].tolist()
+        wanted = models.make_marker_state_dict(token)[name][:3].tolist()
         got = server.post("/get_weights_by_name", {"name": name, "truncate_size": 3}).json()
         assert got == [pytest.approx(row) for row in wanted]
         server.reconfigure(start)
@@ -107,7 +107,7 @@ async def test_update_with_requests_alive_in_the_tail(two, session, mode):
     server = await asyncio.to_thread(two.start_in, 1)
     work = await hold(server, session, alive(200), step=STEP, tp=2)
     assert await post(session, server, "/pause_generation", {"mode": mode}) == 200
-    await server.arm(session)
+    await server.set_schedule(session)
     assert server.status()["requests"] == 4
     # Requests that are paused in place hold KV.
     succeeded(await asyncio.to_thread(from_disk, server, two.marker, B, flush_cache=mode == "retract"))
@@ -128,7 +128,7 @@ async def test_update_waits_for_running_requests_or_aborts_them(two, session, ab
     work = await hold(server, session, alive(3000 if aborts else 200), step=STEP, tp=2)
     update = asyncio.to_thread(from_disk, server, two.marker, B, abort_all_requests=aborts)
     update = asyncio.ensure_future(update)
-    await server.arm(session)
+    await server.set_schedule(session)
     succeeded(await update)
     for answer in await asyncio.gather(*work):
         assert set(answer["output_ids"]) == {A}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_pat.testing import models
-from sglang_pat.testing.ports import free_port
+from sglang_pat.testing.ports import find_free_port
 from sglang_pat.testing.prefork import popen
 
 from .weight_updates import (
@@ -84,7 +84,7 @@ def refused(response: Any, said: str) -> None:
 def test_update_that_does_not_fit_is_refused_as_a_whole(two, what):
     """Tensors in shared memory, and in one bucket; no rank takes any of them."""
     server = two.start_in(2)
-    named = list(wrong(models.marker_state_dict(B), what).items())
+    named = list(wrong(models.make_marker_state_dict(B), what).items())
     for tensors, more in ((named, {}), (flattened(named), {"load_format": "flattened_bucket"})):
         body = {"serialized_named_tensors": [serialized(tensors)] * two.ranks} | more
         refused(server.post("/update_weights_from_tensor", body), WRONG[what])
@@ -94,7 +94,7 @@ def test_update_that_does_not_fit_is_refused_as_a_whole(two, what):
 def test_what_came_before_a_request_that_is_refused_stays(two):
     """The engine has neither the old weights nor the new ones then, until the whole update comes again."""
     server = two.start_in(2)
-    state = list(models.marker_state_dict(B).items())
+    state = list(models.make_marker_state_dict(B).items())
     first, second = state[: len(state) // 2], state[len(state) // 2 :]
     second += list(wrong(dict(second), "name").items())[-1:]
 
@@ -113,7 +113,7 @@ def test_what_came_before_a_request_that_is_refused_stays(two):
 
 def test_update_that_one_rank_cannot_take_is_refused_by_all(two):
     server = two.start_in(2)
-    state = models.marker_state_dict(B)
+    state = models.make_marker_state_dict(B)
     right, bad = list(state.items()), list(wrong(state, "name").items())
     for items, said in (
         ([serialized(right), serialized(bad)], WRONG["name"]),
@@ -134,7 +134,7 @@ def test_broadcast_that_does_not_fit_is_received_and_refused(two):
     trainer = Trainer(server, two.ranks)
     try:
         for what, said in WRONG.items():
-            refused(trainer.broadcast(wrong(models.marker_state_dict(B), what)), said)
+            refused(trainer.broadcast(wrong(models.make_marker_state_dict(B), what)), said)
         all_layouts_say(server, A)
         trainer.send(C)
         all_layouts_say(server, C)
@@ -144,12 +144,12 @@ def test_broadcast_that_does_not_fit_is_received_and_refused(two):
 
 def test_trainer_that_dies_in_an_update_leaves_the_old_weights(two):
     """Half of the tensors have been sent when its process is gone."""
-    server, port = two.start_in(2), free_port()
+    server, port = two.start_in(2), find_free_port()
     argv = [str(port), str(two.ranks)]
     trainer = popen(two.servers.prefork, "tests.engine.weight_updates", argv, os.environ, stdin=subprocess.PIPE)
     try:
         succeeded(server.post("/init_weights_update_group", group_of(port, two.ranks)))
-        state, answers = models.marker_state_dict(B), []
+        state, answers = models.make_marker_state_dict(B), []
         shapes = [list(tensor.shape) for tensor in state.values()]
         body = dict(names=list(state), dtypes=["float32"] * len(state), shapes=shapes, group_name=GROUP)
         post = threading.Thread(target=lambda: answers.append(server.post("/update_weights_from_distributed", body)))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_pat.testing import models
-from sglang_pat.testing.ports import free_port
+from sglang_pat.testing.ports import find_free_port
 from sglang_pat.testing.server import Server
 
 from .streams import GREEDY
@@ -67,10 +67,10 @@ def serialized(named: Any) -> str:
     import torch.multiprocessing
     from sglang.srt.utils import MultiprocessingSerializer
 
-    from sglang_pat.fixes.shared_memory import patient
+    from sglang_pat.fixes.shared_memory import retry_once
 
     torch.multiprocessing.set_sharing_strategy("file_system")
-    return patient(MultiprocessingSerializer.serialize)(named, output_str=True)
+    return retry_once(MultiprocessingSerializer.serialize)(named, output_str=True)
 
 
 def flattened(named: Any) -> Any:
@@ -85,7 +85,7 @@ def flattened(named: Any) -> Any:
 def from_tensor(server: Server, token: int | list[int], ranks: int, **fields: Any) -> Any:
     """One serialized item for each physical rank; ``token`` may name another one for each."""
     tokens = token if isinstance(token, list) else [token] * ranks
-    states = [list(models.marker_state_dict(one).items()) for one in tokens]
+    states = [list(models.make_marker_state_dict(one).items()) for one in tokens]
     items = [serialized(state) for state in states]
     return server.post("/update_weights_from_tensor", {"serialized_named_tensors": items} | fields)
 
@@ -112,7 +112,7 @@ class Trainer:
     """Rank 0 of an update group of which the engine's N ranks are 1 .. N."""
 
     def __init__(self, server: Server, ranks: int) -> None:
-        self.server, port = server, free_port()
+        self.server, port = server, find_free_port()
         answer = self._beside("/init_weights_update_group", group_of(port, ranks))
         self.group = join(port, ranks)
         succeeded(answer())
@@ -145,7 +145,7 @@ class Trainer:
         return answer()
 
     def send(self, token: int, **fields: Any) -> None:
-        succeeded(self.broadcast(models.marker_state_dict(token), **fields))
+        succeeded(self.broadcast(models.make_marker_state_dict(token), **fields))
 
     def close(self) -> None:
         import torch.distributed as dist

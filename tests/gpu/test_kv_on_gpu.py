@@ -32,7 +32,7 @@ def test_pack_and_unpack(dtype, heads, dim_k, dim_v, sizes):
     offsets = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     count = max(1, heads // 2)
     begins = [i % (heads - count + 1) for i in range(len(sizes))]
-    size = kv.staged_numel(total, count, dim_k, dim_v)
+    size = kv.count_staged_elements(total, count, dim_k, dim_v)
     got, wanted = (torch.empty(size, dtype=dtype, device="cuda") for _ in range(2))
     one.kv_pack(k, v, slots, offsets, begins, count, got)
     one.kv_pack_reference(k, v, slots, offsets, begins, count, wanted)

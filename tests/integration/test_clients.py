@@ -19,7 +19,7 @@ import pytest
 import requests
 from on_cpu import cpu_jobs
 
-from sglang_pat.testing.ports import free_port
+from sglang_pat.testing.ports import find_free_port
 from sglang_pat.testing.server import Server
 from sglang_pat.testing.tokenizer import IM_START_ID, PAD_ID, SPECIAL_TOKENS
 
@@ -162,11 +162,22 @@ def test_openai_client(four):
 @contextlib.contextmanager
 def router(folder: Path, *servers: Server) -> Iterator[str]:
     """sglang-router; its URL."""
-    port = free_port()
+    port = find_free_port()
     command = [
-        sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
-        "--policy", "power_of_two", "--prometheus-port", str(free_port()), "--worker-urls", *(s.url for s in servers),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "sglang_router.launch_router",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--policy",
+        "power_of_two",
+        "--prometheus-port",
+        str(find_free_port()),
+        "--worker-urls",
+        *(s.url for s in servers),
+    ]
     with (folder / "router.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"

@@ -71,7 +71,7 @@ def test_engines_are_waited_for_before_models_are_loaded(engine, monkeypatch):
     import ray
     from openrlhf.cli import train_ppo_ray
 
-    from sglang_pat.integrations.openrlhf.given import Given
+    from sglang_pat.integrations.openrlhf.given import GivenArguments
     from sglang_pat.integrations.openrlhf.launcher import install
 
     source = inspect.getsource(train_ppo_ray)
@@ -82,7 +82,7 @@ def test_engines_are_waited_for_before_models_are_loaded(engine, monkeypatch):
     monkeypatch.setattr(engine, "RolloutRayActor", engine.RolloutRayActor)
     monkeypatch.setattr(where_it_looks, "create_vllm_engines", lambda number: up[:number])
     monkeypatch.setattr(ray, "get", asked.append)
-    install(Given())
+    install(GivenArguments())
     assert where_it_looks.create_vllm_engines(2) == up and asked == [[0, 0]]
 
 
@@ -155,9 +155,9 @@ def test_what_reaches_ray(engine, monkeypatch):
 def test_sampling_parameters_are_translated():
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from sglang_pat.integrations.openrlhf.actor import _translated
+    from sglang_pat.integrations.openrlhf.actor import _translate_params
     from sglang_pat.integrations.openrlhf.facade import SamplingParams as Theirs
 
-    found = _translated(Theirs(max_tokens=7, min_tokens=2, top_k=5, stop=["x"], seed=3, logprobs=1))
+    found = _translate_params(Theirs(max_tokens=7, min_tokens=2, top_k=5, stop=["x"], seed=3, logprobs=1))
     assert (found["max_new_tokens"], found["min_new_tokens"], found["top_k"], found["sampling_seed"]) == (7, 2, 5, 3)
     SamplingParams(**found).verify(vocab_size=100)

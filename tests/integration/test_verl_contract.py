@@ -39,7 +39,7 @@ RolloutReplicaRegistry.get("sglang")  # puts stand-ins for vLLM's modules in pla
 def problem(line: str) -> str | None:
     """What is wrong with verl's symbol; one without parameters is no function."""
     if "(" in line:
-        found = Symbol.parse(line).problem()
+        found = Symbol.parse(line).find_problem()
         # Ray adds this one to the methods of what a test before has made an actor.
         return None if found == "parameters changed: _ray_trace_ctx" else found
     module, _, name = line.partition(":")

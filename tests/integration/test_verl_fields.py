@@ -18,7 +18,7 @@ from verl.workers.rollout import llm_server
 from verl.workers.rollout.replica import TokenOutput
 
 from sglang_pat.integrations.verl import client, trainers
-from sglang_pat.integrations.verl.fields import DEGREES, STEPS, spread
+from sglang_pat.integrations.verl.fields import DEGREES, STEPS, expand_runs
 
 pytestmark = pytest.mark.integration
 
@@ -107,8 +107,8 @@ def test_all_turns_of_a_response_say_who_generated_them(client_class):
     text = Letters().decode(said["responses"].tolist())
     mask = said["response_mask"].tolist()
     assert text.count(CALL) == 1 and "noon" in text[len(CALL) :], "a call, and an answer of the tool"
-    degrees = spread(said["extra_fields"][DEGREES], len(text))
-    steps = spread(said["extra_fields"][STEPS], len(text))
+    degrees = expand_runs(said["extra_fields"][DEGREES], len(text))
+    steps = expand_runs(said["extra_fields"][STEPS], len(text))
     assert [degree is not None for degree in degrees] == [bool(one) for one in mask]
     assert [step is not None for step in steps] == [bool(one) for one in mask]
     first, second = CALL, "wait"
@@ -125,7 +125,7 @@ def test_a_turn_in_parts():
     finally:
         llm_server.asyncio.sleep = llm_server_sleep
     length = len(output.response_ids)
-    steps = spread(output.extra_fields[STEPS], length)
+    steps = expand_runs(output.extra_fields[STEPS], length)
     assert steps[: len(CALL)] == [11] * 20 + [12] * (len(CALL) - 20)
     assert steps[-4:] == [13, 13, 14, 14]
     assert [step is not None for step in steps] == [bool(one) for one in output.response_mask]
@@ -158,7 +158,7 @@ def test_differences_by_degree_count_generated_tokens_of_all_turns():
         "response_mask": nested([1, 1, 0, 0, 1], [1, 1], [1]),
         "extra_fields": SimpleNamespace(tolist=lambda: extra),
     }
-    found = trainers._by_degree(data)
+    found = trainers._make_degree_metrics(data)
     assert found["rollout/tokens/tp1"] == 2 and found["rollout/tokens/tp2"] == 3
     assert found["training/rollout_probs_diff_max/tp1"] == pytest.approx(1 - torch.tensor(-1.0).exp().item())
     assert found["training/rollout_probs_diff_max/tp2"] == pytest.approx(1 - torch.tensor(-2.0).exp().item())

@@ -23,8 +23,8 @@ from sglang_pat.integrations.verl.replica import (  # noqa: E402
     AdaptiveServer,
     PlainServer,
     SGLangHttpServer,
+    _keep_meta_info,
     _meta,
-    _noting,
 )
 
 pytestmark = pytest.mark.integration
@@ -94,7 +94,7 @@ def test_their_servers_keep_sglangs_plugin_out(monkeypatch):
 
     async def launch_server(self, **address):
         plugin.plugin()  # as SGLang calls it when it launches an engine
-        seen.append((address, os.environ.get("SGLANG_PAT"), attach.attached()))
+        seen.append((address, os.environ.get("SGLANG_PAT"), attach.is_attached()))
 
     monkeypatch.setattr(SGLangHttpServer, "launch_server", launch_server)
     monkeypatch.setenv("SGLANG_PAT", "base_tp=1")
@@ -183,7 +183,7 @@ def test_answers_of_several_responses_pass_through():
             yield answer
 
     async def got(*answers):
-        return [answer async for answer in _noting(generate)(*answers)]
+        return [answer async for answer in _keep_meta_info(generate)(*answers)]
 
     async def asked():
         """As ``AdaptiveServer.generate``."""

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from on_cpu import cpu_jobs
 
-from sglang_pat.integrations.verl.fields import spread
-from sglang_pat.testing.ports import free_port
+from sglang_pat.integrations.verl.fields import expand_runs
+from sglang_pat.testing.ports import find_free_port
 
 from . import jobs, verl_agents
 from .jobs import SWITCHING
@@ -55,10 +55,10 @@ def test_an_agent_of_several_turns(verl_job, own_modules, tmp_path):
     degrees = []
     for turn in turns:
         begin, end = turn["tool"]
-        known = spread(turn["tp_from_token"], turn["tokens"])
+        known = expand_runs(turn["tp_from_token"], turn["tokens"])
         assert len(known) == turn["tokens"] > end
         assert [i for i, degree in enumerate(known) if degree is None] == list(range(begin, end))
-        versions = spread(turn["global_steps_from_token"], turn["tokens"])
+        versions = expand_runs(turn["global_steps_from_token"], turn["tokens"])
         assert len({version for version in versions if version is not None}) == 1
         degrees += [degree for degree in known if degree]
     assert {*degrees} == {1, 2}
@@ -90,7 +90,7 @@ def test_a_reward_model_beside_the_engine(verl_job, own_modules, flat, tmp_path,
 @pytest.fixture
 def cluster() -> Iterator[str]:
     """Address of a Ray cluster that has two "GPUs", and knows nothing of this engine's variable."""
-    port = free_port()
+    port = find_free_port()
     environment = EXAMPLE["environment"](Path(), 2) | {"RAY_AUTH_MODE": "disabled"}
     with cpu_jobs.ray_folder() as folder:
         command = [

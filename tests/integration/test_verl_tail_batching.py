@@ -47,7 +47,7 @@ class World(TailBatchingBuffer):
 
     def __init__(self, seed: int, lingering: int = 0, look: int = 0, **options) -> None:
         super().__init__(
-            tail_batching.rules(STRICT | options, BATCH, RESPONSES), LIMIT,
+            tail_batching.read_rules(STRICT | options, BATCH, RESPONSES), LIMIT,
             self.submitted, self.stopped, trainer_mode="sync", trainer_config={}, **SAMPLER,
         )  # fmt: skip
         self.rng, self.lingering, self.look = random.Random(seed), lingering, look
@@ -67,7 +67,7 @@ class World(TailBatchingBuffer):
     def submitted(self, rows) -> None:
         self.started.append([row["raw_prompt"][0] for row in rows])
         for row, text in zip(rows, self.started[-1], strict=True):
-            uid = tail_batching._uid(row)
+            uid = tail_batching._get_uid(row)
             assert uid not in self.responses, "it is out of the queue before it starts again"
             lengths = [LIMIT if self.rng.random() < 0.1 else self.rng.randint(100, 600) for _ in range(RESPONSES)]
             self.texts[uid], self.responses[uid] = text, [Response(length) for length in lengths]
@@ -185,7 +185,7 @@ def test_a_checkpoint_keeps_the_prompts_that_wait(tmp_path, mode):
     world = World(seed=3, **MODES[mode])
     for number in range(1, 8):
         world.step(number)
-    torch.save(world.state(), tmp_path / "state.pt")
+    torch.save(world.get_state(), tmp_path / "state.pt")
     other = World(seed=3, **MODES[mode])
     other.rng.setstate(world.rng.getstate())
     other.fetched = world.fetched
@@ -209,7 +209,7 @@ class Failing(World):
         super().submitted(rows)
         for row, text in zip(rows, self.started[-1], strict=True):
             if self.fails(text):
-                self.responses[tail_batching._uid(row)] = []
+                self.responses[tail_batching._get_uid(row)] = []
 
     def _sync_metadata_from_transfer_queue(self) -> None:
         super()._sync_metadata_from_transfer_queue()

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.integration
 )
 def test_refused_in_one_line(options, line):
     with pytest.raises(ValueError) as refused:
-        tail_batching.rules(options, BATCH, RESPONSES)
+        tail_batching.read_rules(options, BATCH, RESPONSES)
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
@@ -88,4 +88,6 @@ def test_refused_beside(others, line):
 
 
 def test_off_by_default():
-    assert tail_batching.rules({}, 8, 2) is None and tail_batching.rules({"tail_batching": "off"}, 8, 2) is None
+    assert (
+        tail_batching.read_rules({}, 8, 2) is None and tail_batching.read_rules({"tail_batching": "off"}, 8, 2) is None
+    )

@@ -166,7 +166,7 @@ def moved_weights() -> None:
         if (views := self[layout].views) is not None:
             for parameter in self.base.model.parameters():
                 parameter.data = parameter.data.clone()
-            views.place()
+            views.refresh()
 
     Layouts.prepare = careless
 

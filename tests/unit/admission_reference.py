@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Callable
 
-from sglang_pat.rollout.records import Key
+from sglang_pat.rollout.records import PromptKey
 from sglang_pat.rollout.rules import Rules
 
 from .admission_world import AGAIN
@@ -17,7 +17,7 @@ def schedulable(slacks: list[int], size: int) -> bool:
     return all(place // size <= slack for place, slack in enumerate(sorted(slacks)))
 
 
-def rounds(rules: Rules, epoch: int, indices: list[int], length: Callable[[Key, int], int]) -> list[tuple]:
+def rounds(rules: Rules, epoch: int, indices: list[int], length: Callable[[PromptKey, int], int]) -> list[tuple]:
     """(kind, keys returned in order, tokens thrown away) of each round of an epoch, in ``strict`` or ``reorder``."""
     size, bound = rules.num_prompts, rules.max_deferrals
     many_p, many_r = (
@@ -26,16 +26,16 @@ def rounds(rules: Rules, epoch: int, indices: list[int], length: Callable[[Key, 
     )
     if rules.num_responses == 1:
         many_r = math.floor(rules.eta_responses)
-    fresh = [Key(epoch, index) for index in indices]
-    waits: dict[Key, int] = {}  # rounds that passed it over
-    seen: dict[Key, int] = {}
-    floors: dict[Key, list[int]] = {}
-    attempts: dict[tuple[Key, int], int] = {}
+    fresh = [PromptKey(epoch, index) for index in indices]
+    waits: dict[PromptKey, int] = {}  # rounds that passed it over
+    seen: dict[PromptKey, int] = {}
+    floors: dict[PromptKey, list[int]] = {}
+    attempts: dict[tuple[PromptKey, int], int] = {}
     order = {key: place for place, key in enumerate(fresh)}
     lengths: list[int] = []
     result = []
 
-    def again(key: Key, number: int) -> int:
+    def again(key: PromptKey, number: int) -> int:
         return length(key, number + AGAIN * attempts.get((key, number), 0))
 
     while fresh or waits:
@@ -84,9 +84,9 @@ def rounds(rules: Rules, epoch: int, indices: list[int], length: Callable[[Key, 
         conditional, wasted = redrawn(redone, places, place, floors, rules.num_responses, again)
         ends |= conditional
         complete = sorted(started, key=lambda key: ends[key][-1][:2])
-        taken: list[Key] = []
+        taken: list[PromptKey] = []
         reached = 0
-        held: list[Key] = []
+        held: list[PromptKey] = []
         for key in complete:
             held.append(key)
             reached = ends[key][-1][0]
@@ -134,9 +134,9 @@ def rounds(rules: Rules, epoch: int, indices: list[int], length: Callable[[Key, 
 
 
 def redrawn(
-    keys: list[Key], places: dict[Key, int], serial: int, floors: dict[Key, list[int]], size: int,
-    length: Callable[[Key, int], int],
-) -> tuple[dict[Key, list[tuple[int, int, int]]], int]:  # fmt: skip
+    keys: list[PromptKey], places: dict[PromptKey, int], serial: int, floors: dict[PromptKey, list[int]], size: int,
+    length: Callable[[PromptKey, int], int],
+) -> tuple[dict[PromptKey, list[tuple[int, int, int]]], int]:  # fmt: skip
     """Deferred prompts that are drawn until a draw outlives their floors: what is kept of each, tokens thrown away.
 
     ``places``: of the first draws among all samples of the round; ``serial``: how many samples were started.
@@ -144,7 +144,7 @@ def redrawn(
     events = [(length(key, n), places[key] + n, key, n) for key in keys for n in range(size)]
     heapq.heapify(events)
     began = dict.fromkeys(keys, [0])  # when each draw was started
-    ended: dict[Key, dict[int, tuple[int, int, int]]] = {key: {} for key in keys}
+    ended: dict[PromptKey, dict[int, tuple[int, int, int]]] = {key: {} for key in keys}
     kept, thrown = {}, 0
     while len(kept) < len(keys):
         now, place, key, number = heapq.heappop(events)

@@ -11,7 +11,7 @@ from sglang_pat.rollout import admitter
 from sglang_pat.rollout.active_round import ActiveRound
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.deadlines import Deadlines
-from sglang_pat.rollout.launch_order import FRESH, Fresh, priority, to_start
+from sglang_pat.rollout.launch_order import FRESH, NextPrompt, compute_priority, list_unstarted
 from sglang_pat.rollout.records import Action, Group, Sample
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import SHORT, Round, State
@@ -22,7 +22,7 @@ def slack(rules: Rules, group: Group, version: int, jump: int) -> int:
     if not group.begun:
         return rules.max_deferrals + 1
     left = rules.max_deferrals - group.deferrals
-    oldest = group.oldest_token()
+    oldest = group.find_oldest()
     if rules.mode == "partial" and oldest is not None and oldest < version:
         # The first round that would be too late, by looking at one after the other.
         rounds = -1
@@ -38,7 +38,7 @@ class ScanningCompleted:
     def __init__(self, rules: Rules, round_: Round) -> None:
         self._rules, self._round = rules, round_
 
-    def completed(self, group: Group) -> None: ...
+    def add_last(self, group: Group) -> None: ...
     def add(self, group: Group, least: int) -> None: ...
 
     def pop(self, may_take: Callable[[int], bool]) -> int | None:
@@ -55,22 +55,22 @@ class ScanningOrder:
         self._mode, self._filters, self._round, self._state = rules.mode, rules.filter_groups, round_, state
         self._capacity = rules.started_prompts * rules.num_responses
 
-    def waits(self, group: Group) -> None: ...
+    def add_waiting(self, group: Group) -> None: ...
 
     def _alive(self) -> int:
         return sum(sample.alive for group in self._round.groups for sample in group.samples)
 
-    def next(self, fresh: bool, alive: int) -> Group | Fresh | None:
+    def pick_next(self, fresh: bool, alive: int) -> Group | NextPrompt | None:
         round_, waiting = self._round, self._state.waiting
-        open_ = [group for group in round_.groups if to_start(round_, group)]
+        open_ = [group for group in round_.groups if list_unstarted(round_, group)]
         if self._mode == "partial":
             if self._alive() >= self._capacity:
                 return None
             if open_:
-                return min(open_, key=lambda g: (g.key not in round_.forced, *priority(g), g.order))
+                return min(open_, key=lambda g: (g.key not in round_.forced, *compute_priority(g), g.order))
             return FRESH if fresh else None
         under_way = len(round_.groups) + len(round_.taken)
-        if open_ or self.places(alive) <= 0:
+        if open_ or self.count_free_places(alive) <= 0:
             return min(open_, key=lambda g: g.order, default=None)
         if self._mode == "strict":
             dry = round_.dry or round_.epoch in self._state.ended
@@ -87,7 +87,7 @@ class ScanningOrder:
         sign = 1 if round_.kind == SHORT else -1
         return min(candidates, key=lambda c: (sign * c[0], c[1]), default=(0, 0, None))[2]
 
-    def places(self, alive: int) -> int:
+    def count_free_places(self, alive: int) -> int:
         round_ = self._round
         if self._mode == "partial":
             return (self._capacity - self._alive()) // round_.responses
@@ -98,19 +98,19 @@ class ScanningOrder:
         wanted = missing * round_.prompts / round_.target / self._state.keep_rate
         return math.ceil(round(wanted, 6)) - len(undecided)
 
-    def samples(self, group: Group, alive: int) -> list[Sample]:
-        found = to_start(self._round, group)
+    def choose_samples(self, group: Group, alive: int) -> list[Sample]:
+        found = list_unstarted(self._round, group)
         return found[: self._capacity - self._alive()] if self._mode == "partial" else found
 
 
 class ScanningDeadlines(Deadlines):
     """Ages by what groups hold, debts by counting."""
 
-    def owed(self, slacks: list[int]) -> list[int]:
+    def count_due_groups(self, slacks: list[int]) -> list[int]:
         bound, size = self._rules.max_deferrals, self._rules.num_prompts
         return [max(0, sum(least <= j for least in slacks) - j * size) for j in range(bound + 1)]
 
-    def slack(self, group: Group, version: int, jump: int) -> int:
+    def compute_slack(self, group: Group, version: int, jump: int) -> int:
         return slack(self._rules, group, version, jump)
 
 

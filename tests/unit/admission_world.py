@@ -12,11 +12,11 @@ from sglang_pat.rollout.records import (
     Abort,
     Action,
     Judge,
-    Key,
     Launch,
-    More,
+    NeedPrompts,
     Output,
-    Return,
+    PromptKey,
+    ReturnGroup,
     RoundOver,
     SampleId,
     Span,
@@ -32,12 +32,12 @@ def dumps(admitter: Admitter) -> bytes:
 
 def loads(data: bytes, rules: Rules | None = None) -> Admitter:
     """It, in another process, where a round that was under way has not happened."""
-    found = Admitter(rules or state.loads(data, "it")[0])
+    found = Admitter(rules or state.load_admitter(data, "it")[0])
     found.load_state_dict({"admitter": data}, "it")
     return found
 
 
-def fixed_length(key: Key, number: int) -> int:
+def fixed_length(key: PromptKey, number: int) -> int:
     """Of a response, always the same; short mostly."""
     value = (key.epoch * 7919 + key.index * 104729 + number * 1299709) % 97
     return 1 + (value % 11 if value % 5 else 3 * value)
@@ -60,18 +60,18 @@ class World:
         made: tokens generated in all; ``kept``: returned, ``wasted``: filtered.
     """
 
-    def __init__(self, rules: Rules, length: Callable[[Key, int], int] = fixed_length) -> None:
+    def __init__(self, rules: Rules, length: Callable[[PromptKey, int], int] = fixed_length) -> None:
         self.admitter = Admitter(rules)
         self.length = length
         self.running: dict[SampleId, int] = {}
         self.stopping: list[SampleId] = []
-        self.judging: list[Key] = []
+        self.judging: list[PromptKey] = []
         self.asked = 0
-        self.useful: set[Key] = set()
-        self.returned: list[Key] = []
-        self.batch: list[Key] = []
-        self.filtered: list[Key] = []
-        self.useless: dict[Key, int] = {}
+        self.useful: set[PromptKey] = set()
+        self.returned: list[PromptKey] = []
+        self.batch: list[PromptKey] = []
+        self.filtered: list[PromptKey] = []
+        self.useless: dict[PromptKey, int] = {}
         self.rounds: list[Summary] = []
         self.version = 0
         self.made = 0
@@ -93,9 +93,9 @@ class World:
         self.asked = 0 if end else max(0, self.asked - len(prompts))
         self._do(self.admitter.feed(prompts, end_of=epoch if end else None))
 
-    def no_more(self) -> None:
+    def end_prompts(self) -> None:
         self.asked = 0
-        self._do(self.admitter.no_more())
+        self._do(self.admitter.end_prompts())
 
     def begin(self) -> None:
         self.version += 1
@@ -107,7 +107,7 @@ class World:
         had = self.running.pop(sample)
         if sample in self.stopping:
             self.stopping.remove(sample)
-        self._do(self.admitter.finished(sample, self._output(self.of(sample) - had, "stop")))
+        self._do(self.admitter.record_finished(sample, self._output(self.of(sample) - had, "stop")))
 
     def stop(self, sample: SampleId, tokens: int) -> None:
         """Its abort is confirmed after it made so many more tokens (at most all but one)."""
@@ -115,9 +115,9 @@ class World:
         if sample in self.stopping:
             self.stopping.remove(sample)
         most = self.of(sample) - had - 1
-        self._do(self.admitter.stopped(sample, self._output(min(tokens, most), "")))
+        self._do(self.admitter.record_stopped(sample, self._output(min(tokens, most), "")))
 
-    def judge(self, key: Key, keep: bool) -> None:
+    def judge(self, key: PromptKey, keep: bool) -> None:
         self.judging.remove(key)
         self.useful.discard(key)
         if keep:
@@ -125,7 +125,7 @@ class World:
         else:
             group = next(group for group in self.admitter.state.round.groups if group.key == key)
             self.useless[key] = group.tokens
-        self._do(self.admitter.judged(key, keep))
+        self._do(self.admitter.record_verdict(key, keep))
 
     def cancel(self) -> None:
         self._do(self.admitter.cancel())
@@ -177,10 +177,10 @@ class World:
                     self.stopping.append(sample)
                 case Judge(group):
                     self.judging.append(group.key)
-                case More(prompts):
+                case NeedPrompts(prompts):
                     assert self.admitter.state.round.epoch not in self.admitter.state.ended
                     self.asked += prompts
-                case Return(group):
+                case ReturnGroup(group):
                     self._returned(group)
                 case RoundOver(summary):
                     assert not self.running
@@ -203,16 +203,16 @@ class World:
         rules = self.admitter.rules
         assert group.key not in (*self.returned, *self.batch, *self.filtered)
         assert not rules.filter_groups or group.key in self.useful
-        assert len(group.kept()) == rules.num_responses == len({sample.number for sample in group.kept()})
-        for sample in group.kept():
+        assert len(group.list_kept()) == rules.num_responses == len({sample.number for sample in group.list_kept()})
+        for sample in group.list_kept():
             output = sample.output
             assert output.finish_reason == "stop"
-            assert output.tokens == self.of(group.id_of(sample))
+            assert output.tokens == self.of(group.get_sample_id(sample))
             least = self.version - (rules.max_staleness if rules.mode == "partial" else 0)
             assert all(least <= span.version <= self.version for span in output.spans)
         assert group.deferrals <= self.bound
         self.batch.append(group.key)
-        self.kept_in_batch += sum(sample.output.tokens for sample in group.kept())
+        self.kept_in_batch += sum(sample.output.tokens for sample in group.list_kept())
 
     def check(self) -> None:
         """Drawn = returned + filtered + deferred + running; every prompt in one place; every token somewhere."""
@@ -238,11 +238,14 @@ class Clock:
     """Runs a :class:`World` by time: a token a step for every sample, however many; ends in the order of time."""
 
     def __init__(
-        self, world: World, useful: Callable[[Key], bool] = lambda key: True, more: Callable[[int], None] | None = None
+        self,
+        world: World,
+        useful: Callable[[PromptKey], bool] = lambda key: True,
+        more: Callable[[int], None] | None = None,
     ) -> None:
         self.world = world
         self.useful = useful
-        self.more = more or (lambda prompts: world.no_more())
+        self.more = more or (lambda prompts: world.end_prompts())
 
     def round(self) -> Summary:
         """One round; aborts are confirmed and verdicts given at once."""

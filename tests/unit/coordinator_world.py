@@ -134,7 +134,7 @@ class World:
 
     # -- the outbox ---------------------------------------------------------------------------
 
-    def to_leader(self, rank: int, obj: Any) -> None:
+    def send_to_leader(self, rank: int, obj: Any) -> None:
         assert rank in self.known.leaders, f"{obj} sent to {rank}, which leads nothing in {self.known}"
         if isinstance(obj, m.Switch):
             assert not self.outstanding, f"{obj} while controls {self.outstanding} are under way"
@@ -159,7 +159,7 @@ class World:
         self.to_leaders.append((rank, obj))
         self.ranks[rank].inbox.append(obj)
 
-    def to_server(self, obj: Any) -> None:
+    def send_to_server(self, obj: Any) -> None:
         if isinstance(obj, Merged):
             assert obj.serial in self.outstanding
             assert obj.ranks == tuple(self.known.leaders)
@@ -169,21 +169,21 @@ class World:
             assert self.known != self.config.base and self.aborts == BASE_ATTEMPTS
         self.server.append(obj)
 
-    def counting(self) -> None: ...
+    def start_counting_requests(self) -> None: ...
 
-    def decided(self, snapshot, decision) -> None:
+    def log_decision(self, snapshot, decision) -> None:
         assert snapshot.tp == self.known.tp and decision.tp in snapshot.degrees
         held = snapshot.requests - len(snapshot.load)  # before a round its first requests wait for the decision
         assert held == 0 or len(snapshot.load) == 0 and (len(snapshot.coming) or not self.config.predicts)
         self.decisions.append((snapshot, decision))
 
-    def finished(self, response: m.Finished) -> None:
+    def log_response(self, response: m.Finished) -> None:
         self.responses.append(response)
 
-    def stepped(self, step: Figures) -> None:
+    def record_training_step(self, step: Figures) -> None:
         self.steps.append(step)
 
-    def switched(self, record: m.SwitchRecord) -> None:
+    def record_switch(self, record: m.SwitchRecord) -> None:
         assert record.epoch == self.preparing and record.from_tp == self.known.tp
         self.preparing = self.commanded = None
         if not record.error:
@@ -319,6 +319,6 @@ class World:
 def deliver(coordinator: Coordinator, rank: Rank, now: float) -> None:
     obj = rank.outbox.popleft()
     if isinstance(obj, m.FromRank):
-        coordinator.rank_message(m.decode_from_rank(m.encode(obj)), now)
+        coordinator.handle_rank_message(m.decode_from_rank(m.encode(obj)), now)
     else:
         coordinator.reply(rank.rank, obj, now)

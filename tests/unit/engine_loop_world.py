@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Group, Output, Summary
-from sglang_pat.rollout.rounds import RolloutRound, always_of_use
+from sglang_pat.rollout.rounds import RolloutRound, keep_every_group
 
 from . import rounds_world
 from .rounds_world import FOREVER, Played
@@ -41,7 +41,7 @@ def admitter(*lengths: int, **rules: Any) -> Admitter:
 
 async def events_of(mine: Admitter, engine: Ticking, judge=None) -> AsyncGenerator[Group | Summary, None]:
     """As ``Engine.async_rollout``."""
-    round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": FOREVER}, judge or always_of_use)
+    round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": FOREVER}, judge or keep_every_group)
     try:
         async with aclosing(aiter(round_)) as events:
             async for event in events:

@@ -56,11 +56,12 @@ class Case:
 
     def __post_init__(self) -> None:
         self.dests = [
-            plan.destinations(self.old, self.new, g, [len(t) for t in tokens]) for g, tokens in enumerate(self.tokens)
+            plan.choose_destinations(self.old, self.new, g, [len(t) for t in tokens])
+            for g, tokens in enumerate(self.tokens)
         ]
         self.live = []
         for group, (tokens, slots, dests) in enumerate(zip(self.tokens, self.slots, self.dests, strict=True)):
-            shared = plan.shared_prefixes(slots, dests, self.num_slots)
+            shared = plan.find_shared_prefixes(slots, dests, self.num_slots)
             self.live.append(
                 [
                     plan.LiveRequest(len(t), *s, d, (group, number) not in self.incomplete)

@@ -37,13 +37,13 @@ class Played:
     async def end_round(self, name) -> None:
         self.told.append(name)
 
-    def updates(self) -> int:
+    def count_updates(self) -> int:
         return self.weights
 
-    def room(self) -> int:
+    def get_token_limit(self) -> int:
         return self._room
 
-    def text(self, token_ids) -> str:
+    def decode_tokens(self, token_ids) -> str:
         return " ".join(map(str, token_ids))
 
     def left(self, ids: list[Any]) -> int:

@@ -80,23 +80,23 @@ class World:
 
     # -- the outbox -----------------------------------------------------------------------------------
 
-    def to_leader(self, rank: int, obj: Any) -> None:
+    def send_to_leader(self, rank: int, obj: Any) -> None:
         assert rank in self.layout.leaders
         self.ranks[rank].inbox.append(obj)
 
-    def to_server(self, obj: Any) -> None:
+    def send_to_server(self, obj: Any) -> None:
         self.answers[obj.query_id] = obj
 
-    def switched(self, record: m.SwitchRecord) -> None: ...
-    def stepped(self, step: Any) -> None: ...
+    def record_switch(self, record: m.SwitchRecord) -> None: ...
+    def record_training_step(self, step: Any) -> None: ...
 
-    def counting(self) -> None:
+    def start_counting_requests(self) -> None:
         self.log.append(encode_event("counting"))
 
-    def decided(self, snapshot, decision) -> None:
+    def log_decision(self, snapshot, decision) -> None:
         self.log.append(encode_event("decision", snapshot=snapshot, decision=decision))
 
-    def finished(self, response: m.Finished) -> None:
+    def log_response(self, response: m.Finished) -> None:
         about = dict(length=response.length, family=response.family, finished=not response.cut)
         self.log.append(encode_event("length", **about))
 
@@ -108,7 +108,7 @@ class World:
 
     def wait(self) -> int:
         """Asks to be answered when the schedule is over; the query's number."""
-        self.coordinator.schedule(m.ScheduleQuery(query_id=self._query()))
+        self.coordinator.handle_schedule_query(m.ScheduleQuery(query_id=self._query()))
         return self._queries
 
     def send(self, *requests: Request, counts: bool = True) -> None:
@@ -131,7 +131,7 @@ class World:
             if not able and not self.wire:
                 return
             if self.wire and (not able or self.rng.random() < 0.3):
-                self.coordinator.rank_message(self.wire.popleft(), self.now)
+                self.coordinator.handle_rank_message(self.wire.popleft(), self.now)
             else:
                 self._iterate(self.rng.choice(able))
         raise AssertionError("it goes on for ever")
@@ -156,9 +156,9 @@ class World:
                 leader.requests.append(obj)
                 leader.received += 1
                 self._report(rank)
-            elif isinstance(obj, m.Go):
+            elif isinstance(obj, m.StepPermit):
                 for member in group:
-                    member.gate.go(obj)
+                    member.gate.set_permit(obj)
             else:
                 self.commands[rank] = obj
                 if len(self.commands) == self.layout.dp:
@@ -166,7 +166,7 @@ class World:
                 return
         assert len({member.gate.closed for member in group}) == 1, "ranks of a group part"
         if leader.gate.closed and not leader.gate.said:
-            held = [member.gate.held(rank) for member in group]
+            held = [member.gate.make_hold_report(rank) for member in group]
             self._report(rank)
             self.wire.append(held[0])
         elif self._works(leader):
@@ -176,7 +176,7 @@ class World:
         prefilling = [request for request in leader.requests if request.prefills]
         batch = prefilling[:3] or leader.requests
         for member in group:
-            member.gate.launched(not prefilling)
+            member.gate.record_step(not prefilling)
         leader.batches += 1
         leader.steps += not prefilling
         for request in batch:
@@ -225,7 +225,7 @@ class World:
         counts = {leader: (max(r.steps for r in of), max(r.batches for r in of)) for leader, of in came.items()}
         held = {rank: self.ranks[rank].requests for rank in old.leaders}
         for number, rank in enumerate(self.ranks):
-            left = rank.gate.leave(number)
+            left = rank.gate.close_for_switch(number)
             if left is not None and number in old.leaders:
                 self.wire.append(left)
             rank.requests = []

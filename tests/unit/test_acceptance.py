@@ -92,7 +92,7 @@ def test_refused_in_one_line(gpus, arguments, said, tmp_path, capsys, monkeypatc
 def test_every_step_says_what_it_shows():
     assert all(step.__doc__ and step.__doc__.splitlines()[0].endswith(".") for step in steps.STEPS)
     page = (Path(__file__).parents[2] / "docs/gpu.md").read_text()
-    assert all(f"| `{cli.name_of(step)}` |" in page for step in steps.STEPS)
+    assert all(f"| `{cli.format_step_name(step)}` |" in page for step in steps.STEPS)
 
 
 # -- answers, on a stand-in for an engine
@@ -119,10 +119,10 @@ class Engine:
     def describe(self):
         return {"degrees": [1, 2, 4]}
 
-    def chats(self, count):
+    def make_chat_prompts(self, count):
         return [[7, number] for number in range(count)]
 
-    def greedy(self, prompts, answer, visits, start):
+    def generate_greedy(self, prompts, answer, visits, start):
         assert len(prompts) == answers.QUESTIONS and answer in (72, 296), (
             "room for four switches, on a CPU and on a GPU"
         )
@@ -130,10 +130,10 @@ class Engine:
         way = "switched" if visits else f"tp{start}"
         return {"outputs": self._other.get(way, SAID), "switches": [{"migrated": 4} for _ in visits]}
 
-    def texts(self, outputs):
+    def decode_outputs(self, outputs):
         return outputs
 
-    def judged(self, prompts, outputs, tp):
+    def compute_nll(self, prompts, outputs, tp):
         way = next((way for way, said in self._other.items() if said is outputs), "tp1")
         return [self._nats.get(way, 0.6)] * len(outputs)
 
@@ -142,8 +142,8 @@ def ask(monkeypatch, engine: Engine, device: str = "cpu"):
     """What the step finds, and the flags of its engine."""
     asked = []
     stand_in = bench.Bench(device=device, ranks=4, folder=Path(), small=Path(), large=Path())
-    monkeypatch.setattr(bench.Bench, "engine", lambda self, *flags: asked.append(flags) or engine)
-    monkeypatch.setattr(bench.Bench, "memory", lambda self, worker: [3 << 30, 1 << 29])
+    monkeypatch.setattr(bench.Bench, "start_engine", lambda self, *flags: asked.append(flags) or engine)
+    monkeypatch.setattr(bench.Bench, "measure_memory", lambda self, worker: [3 << 30, 1 << 29])
     monkeypatch.setitem(answers.MAKERS, answers.SMOLLM2, lambda: Path("smollm2"))
     return answers.real_model(stand_in), asked[0]
 
@@ -154,7 +154,7 @@ def test_the_real_model_on_a_cpu(monkeypatch):
     assert result.verdict == "passed" and flags == (Path("smollm2"), "--dtype", "float32")
     assert engine.visits == [2, 4, 2, 1]
     assert result.line.endswith("4 answers of 72 tokens in 4 ways, 16 moved with their KV: all equal")
-    page = Report(machine={}, options={}, results=[result]).page()
+    page = Report(machine={}, options={}, results=[result]).format_page()
     assert "| What causes the seasons? | The Earth's axis / is tilted. |" in page
     assert "| What is the capital of France? | The capital of France is Paris. |" in page
 
@@ -207,10 +207,10 @@ def gpus(monkeypatch):
 
 
 def test_free_memory_is_that_of_the_gpu_that_has_least(gpus, monkeypatch):
-    assert bench.free_on_gpus() == 75 * GIB
+    assert bench.read_least_free_bytes() == 75 * GIB
     monkeypatch.setattr(torch.cuda, "device_memory_used", Mock(side_effect=ModuleNotFoundError("nvidia-ml-py")))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (80 * GIB - 2 * USED[gpu], 80 * GIB))
-    assert bench.free_on_gpus() == 70 * GIB
+    assert bench.read_least_free_bytes() == 70 * GIB
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_the_large_model_is_chosen_by_memory(gpus, tmp_path, monkeypatch, sharin
     assert made.prefork is None, "the driver does not survive a fork"
     assert made.env == ({"SGLANG_PAT_SHARE_GPU": "1"} if sharing else {})
     assert len(made.tail) == 32 and max(made.tail) == (128 if sharing else 1024)
-    assert made.memory(None) == [used * GIB // (2 if sharing else 1)] * 2, "of the engine, which took all of it"
+    assert made.measure_memory(None) == [used * GIB // (2 if sharing else 1)] * 2, "of the engine, which took all of it"
 
 
 def test_engines_on_a_gpu(gpus, tmp_path, monkeypatch):
@@ -235,7 +235,7 @@ def test_engines_on_a_gpu(gpus, tmp_path, monkeypatch):
         bench, "Worker", lambda *given, **more: started.append((given, more)) or SimpleNamespace(stop=int)
     )
     made = bench.prepare("cuda", 2, tmp_path, True, ("--grammar-backend", "none"))
-    made.exact()
+    made.start_exact_engine()
     (model, *flags), more = started[0]
     assert model == made.small
     assert (
@@ -246,7 +246,7 @@ def test_engines_on_a_gpu(gpus, tmp_path, monkeypatch):
         ).split()
     )
     assert more["env"]["SGLANG_PAT_SHARE_GPU"] == "1" and more["env"]["SGLANG_PAT_CHECK_STEADY"] == "1"
-    made.usual()
+    made.start_default_engine()
     assert started[1][1]["env"] == {"SGLANG_PAT_SHARE_GPU": "1"}, "checks would lie in the pauses that are measured"
 
 
@@ -256,9 +256,9 @@ def test_memory_of_an_engine_is_what_it_has_taken_since_its_start(gpus, tmp_path
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda gpu: used[gpu])
     monkeypatch.setattr(bench, "Worker", lambda *given, **more: SimpleNamespace())
     made = bench.prepare("cuda", 2, tmp_path, False)
-    worker = made.exact()
+    worker = made.start_exact_engine()
     used[:] = [bytes_used + 3 * GIB for bytes_used in used]
-    assert made.memory(worker) == [3 * GIB] * 2
+    assert made.measure_memory(worker) == [3 * GIB] * 2
 
 
 class Device:
@@ -290,5 +290,7 @@ def test_launching_does_not_count(monkeypatch):
 
     cuda = SimpleNamespace(Event=gpu.event, synchronize=gpu.synchronize)
     monkeypatch.setattr(kernels, "torch", SimpleNamespace(cuda=cuda, empty=empty, uint8=None))
-    pack, copy = kernels.seconds("cuda", lambda: gpu.launch(80e-6, 25e-6), lambda: gpu.launch(5e-6, 20e-6), repeats=3)
+    pack, copy = kernels.time_calls(
+        "cuda", lambda: gpu.launch(80e-6, 25e-6), lambda: gpu.launch(5e-6, 20e-6), repeats=3
+    )
     assert (pack, copy) == (pytest.approx(25e-6), pytest.approx(20e-6))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.records import Key
+from sglang_pat.rollout.records import PromptKey
 from sglang_pat.rollout.rules import Rules
 
 from .admission_world import Clock, World, dumps, loads, strict
@@ -45,7 +45,7 @@ def test_a_long_prompt_is_returned_however_fast_versions_rise(jump, staleness):
 def test_any_jumps(seed):
     rng = random.Random(seed)
     world = job(lambda: rng.choice([1, 1, 1, 2, 3, 7]), staleness=rng.randint(0, 6), deferrals=rng.randint(0, 4))
-    assert Key(0, 3) in world.returned
+    assert PromptKey(0, 3) in world.returned
 
 
 def test_rules_that_would_have_a_prompt_wait_too_long_are_refused():
@@ -76,4 +76,4 @@ def test_a_lower_bound_returns_no_token_that_is_too_old():
     assert world.admitter.state.waiting[0].deferrals == 3
     world.change(max_deferrals=2, max_staleness=1)
     clock.round()
-    assert Key(0, 0) in world.batch or Key(0, 0) in world.returned
+    assert PromptKey(0, 0) in world.batch or PromptKey(0, 0) in world.returned

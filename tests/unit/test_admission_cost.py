@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sglang_pat.rollout.estimates import Bin, bin_of, longest
+from sglang_pat.rollout.estimates import LengthBin, compute_longest_chances, get_bin
 from sglang_pat.rollout.records import SampleId
 from sglang_pat.rollout.rounds import RolloutRound
 
@@ -23,14 +23,17 @@ MANY_LONG = "body-atom:5,0.2,4000,0.1"
 def told(shape: str, rounds: int, **rules) -> list:
     """Summaries of rounds in which a step takes 10 ms whatever runs."""
     job = simulation(shape, predictor=Constant(), **{"eta_responses": 1.0} | rules)
-    return [job.round(version).summary for version in range(rounds)]
+    return [job.run_round(version).summary for version in range(rounds)]
 
 
 def test_the_chance_of_a_bin_to_have_the_longest():
     """A level in which a tenth is long, and one that is short: two prompts with three responses each."""
-    short, long = bin_of(100), bin_of(5000)
-    levels = [(0.25, {short: Bin(10, 0.9, 100.0), long: Bin(1, 1.0, 5000.0)}), (0.75, {short: Bin(10, 1.0, 100.0)})]
-    found = longest(levels, prompts=2, responses=3)
+    short, long = get_bin(100), get_bin(5000)
+    levels = [
+        (0.25, {short: LengthBin(10, 0.9, 100.0), long: LengthBin(1, 1.0, 5000.0)}),
+        (0.75, {short: LengthBin(10, 1.0, 100.0)}),
+    ]
+    found = compute_longest_chances(levels, prompts=2, responses=3)
     assert found[short] == pytest.approx((0.25 * 0.9**3 + 0.75) ** 2)
     assert found[short] + found[long] == pytest.approx(1)
 
@@ -59,10 +62,10 @@ def test_a_job_is_told_once_that_tail_batching_does_not_pay(caplog):
 async def test_a_round_on_an_engine_is_timed():
     engine, mine = Played(), admitter(3, 3, 3)
     *groups, summary = await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 50}))
-    assert all(sample.output.seconds > 0 for group in groups for sample in group.kept())
+    assert all(sample.output.seconds > 0 for group in groups for sample in group.list_kept())
     assert summary.seconds == summary.mean_seconds > 0 and summary.plain_seconds > 0
     assert loads(dumps(mine)).state.cost == mine.state.cost
-    mine.restore(mine.snapshot())
+    mine.restore(mine.make_snapshot())
     assert mine.state.cost.rounds == 1
 
 
@@ -77,9 +80,9 @@ class SomeAlwaysLong:
     limit = 16384
     mean = 0.15 * 8000 + 0.85 * (0.99 * 350 + 0.01 * limit)
 
-    def of_sample(self, seed: int, sample: SampleId, correlation: float) -> int:
-        draw = random.Random(f"{sample}").random()
-        if random.Random(f"{sample.key}").random() < 0.15:
+    def sample_length(self, seed: int, sample: SampleId, correlation: float) -> int:
+        draw = random.Random(f"{tuple(sample)}").random()
+        if random.Random(f"{tuple(sample.key)}").random() < 0.15:
             return int(6000 + 4000 * draw)
         return self.limit if draw > 0.99 else int(200 + 300 * draw)
 
@@ -88,7 +91,7 @@ class SomeAlwaysLong:
 def test_the_estimate_where_some_prompts_are_always_long(eta):
     job = simulation(LENGTHS, predictor=Constant(), num_prompts=32, eta_responses=eta)
     job._shape = truth = SomeAlwaysLong()
-    last = [job.round(version).summary for version in range(10)][-1]
+    last = [job.run_round(version).summary for version in range(10)][-1]
     assert last.mean_returned < truth.mean
     assert 0 < last.mean_undropped_error < 0.1 * truth.mean
     assert last.mean_undropped == pytest.approx(truth.mean, rel=0.12)

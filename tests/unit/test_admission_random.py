@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_pat.rollout.records import Key
+from sglang_pat.rollout.records import PromptKey
 from sglang_pat.rollout.rules import Rules
 
 from .admission_reference import rounds as reference_rounds
@@ -41,7 +41,7 @@ all_rules = st.builds(
 @examples(300)
 @given(rules=all_rules, prompts=st.integers(1, 40), salt=st.integers(0, 1000), spread=st.integers(1, 60))
 def test_rounds_are_those_of_the_reference(rules: Rules, prompts: int, salt: int, spread: int):
-    def length(key: Key, number: int) -> int:
+    def length(key: PromptKey, number: int) -> int:
         return 1 + hash((key.index, number, salt)) % spread ** (1 + (key.index + salt) % 3)
 
     world = World(rules, length)

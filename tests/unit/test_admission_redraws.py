@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sglang_pat.rollout import redraws
-from sglang_pat.rollout.estimates import Drawn
+from sglang_pat.rollout.estimates import DrawnLengths
 from sglang_pat.rollout.records import DONE, Group, Output, Span
 from sglang_pat.rollout.rules import Rules
 
@@ -119,18 +119,18 @@ def test_a_response_that_its_limit_has_ended_counts_as_longer():
     group.fill(2)
     for sample, reason in zip(group.samples, ("stop", "length"), strict=True):
         sample.state, sample.output = DONE, Output(spans=[Span(0, 3)], finish_reason=reason)
-    assert redraws.settle(group, 2) == 0
+    assert redraws.reject_and_redraw(group, 2) == 0
     assert redraws.complete(group, 2)
     assert (group.rejected, group.draws) == (0, 1)
 
 
 def test_saved_and_restored_after_every_round_it_goes_on_in_the_same_way():
     def length(key, number):
-        return random.Random(f"{key} {number}").choice([3, 5, 8, 9, 30])
+        return random.Random(f"{tuple(key)} {number}").choice([3, 5, 8, 9, 30])
 
     rules = strict(unbiased=True, eta_responses=1.0, num_responses=3)
-    plain, restored = whole_epoch(rules, 40, length), World(rules, length)
-    restored.feed(0, range(40), end=True)
+    plain, restored = whole_epoch(rules, 120, length), World(rules, length)
+    restored.feed(0, range(120), end=True)
     clock = Clock(restored)
     while restored.admitter.state.fresh or restored.admitter.state.waiting:
         clock.round()
@@ -168,7 +168,7 @@ def test_the_estimate_is_what_the_returned_lengths_should_have_been():
     """Lengths of one distribution: what is returned is a third too short, and the summary says so within 10%."""
 
     def length(key, number):
-        return 1 + int(random.Random(f"{key} {number}").expovariate(1 / 200))
+        return 1 + int(random.Random(f"{tuple(key)} {number}").expovariate(1 / 200))
 
     last = whole_epoch(strict(num_prompts=16, num_responses=4), 320, length).rounds[-1]
     assert last.mean_returned < 160
@@ -177,13 +177,13 @@ def test_the_estimate_is_what_the_returned_lengths_should_have_been():
 
 def test_a_sample_counts_from_its_floor_on():
     """Ten first draws, five cut at 64; of their redraws those above it say how it goes on."""
-    drawn = Drawn()
+    drawn = DrawnLengths()
     for _ in range(5):
-        drawn.note(8, True, 0)
-        drawn.note(64, False, 0)
-    assert drawn.mean() == (8, 0, 4), "nothing longer has ended yet: half of it is the least that can be"
+        drawn.add_sample(8, True, 0)
+        drawn.add_sample(64, False, 0)
+    assert drawn.estimate_mean() == (8, 0, 4), "nothing longer has ended yet: half of it is the least that can be"
     for tokens in (16, 64, 1024, 1024):
-        drawn.note(tokens, True, 64)
-    mean, variance, unseen = drawn.mean()
+        drawn.add_sample(tokens, True, 64)
+    mean, variance, unseen = drawn.estimate_mean()
     assert (mean, unseen) == ((8 + 1024) / 2, 0)
     assert variance**0.5 == pytest.approx(10**-0.5 * (1024 - 8) / 2), "of ten throws of a coin"

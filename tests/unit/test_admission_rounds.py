@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.records import Judge, Key, Output, Span
+from sglang_pat.rollout.records import Judge, Output, PromptKey, Span
 from sglang_pat.rollout.rules import Rules
 
 from .admission_world import Clock, World, dumps, strict, whole_epoch
@@ -16,21 +16,24 @@ pytestmark = pytest.mark.unit
 def test_a_short_round_starts_more_and_keeps_the_first():
     """Prompts 1 and 4 are long; six are started with three samples each, of which two are kept."""
 
-    def length(key: Key, number: int) -> int:
+    def length(key: PromptKey, number: int) -> int:
         return 100 + key.index if key.index in (1, 4) else 5 + number + key.index
 
     world = World(strict(), length)
     world.feed(0, range(20))
     summary = Clock(world).round()
-    assert (summary.kind, world.returned) == ("short", [Key(0, 0), Key(0, 2), Key(0, 3), Key(0, 5)])
+    assert (summary.kind, world.returned) == (
+        "short",
+        [PromptKey(0, 0), PromptKey(0, 2), PromptKey(0, 3), PromptKey(0, 5)],
+    )
     assert len(world.launched) == 6 * 3
-    assert [group.key for group in world.admitter.state.waiting] == [Key(0, 1), Key(0, 4)]
+    assert [group.key for group in world.admitter.state.waiting] == [PromptKey(0, 1), PromptKey(0, 4)]
     assert summary.ages == [1, 1]
     assert sorted(summary.kept_lengths) == [5, 6, 7, 8, 8, 9, 10, 11]
 
 
 def test_a_long_round_takes_the_queue_when_it_holds_a_batch():
-    def length(key: Key, number: int) -> int:
+    def length(key: PromptKey, number: int) -> int:
         return 100 if key.index % 3 == 0 else 5
 
     world = World(strict(), length)
@@ -38,12 +41,12 @@ def test_a_long_round_takes_the_queue_when_it_holds_a_batch():
     clock = Clock(world)
     kinds = [clock.round().kind for _ in range(4)]
     assert kinds == ["short", "short", "long", "short"]
-    assert world.returned[8:12] == [Key(0, 0), Key(0, 3), Key(0, 6), Key(0, 9)]
+    assert world.returned[8:12] == [PromptKey(0, 0), PromptKey(0, 3), PromptKey(0, 6), PromptKey(0, 9)]
     assert len(world.launched) == 2 * 18 + 8 + 18, "a long round starts nothing more than it needs"
 
 
 def test_a_prompt_that_was_passed_over_too_often_makes_a_long_round():
-    def length(key: Key, number: int) -> int:
+    def length(key: PromptKey, number: int) -> int:
         return 100 if key.index == 0 else 5
 
     world = World(strict(eta_prompts=1.25, max_deferrals=3), length)
@@ -51,8 +54,8 @@ def test_a_prompt_that_was_passed_over_too_often_makes_a_long_round():
     clock = Clock(world)
     kinds = [clock.round().kind for _ in range(5)]
     assert kinds == ["short", "short", "short", "long", "short"]
-    assert world.returned[12] != Key(0, 0)
-    assert Key(0, 0) in world.returned[12:16], "the others of a batch come from the fresh ones"
+    assert world.returned[12] != PromptKey(0, 0)
+    assert PromptKey(0, 0) in world.returned[12:16], "the others of a batch come from the fresh ones"
 
 
 def test_the_same_prompts_come_again_in_the_next_epoch():
@@ -61,7 +64,7 @@ def test_the_same_prompts_come_again_in_the_next_epoch():
     clock = Clock(world)
     while world.admitter.state.fresh or world.admitter.state.waiting:
         clock.round()
-    assert sorted(world.returned) == [Key(epoch, index) for epoch in (0, 1) for index in range(10)]
+    assert sorted(world.returned) == [PromptKey(epoch, index) for epoch in (0, 1) for index in range(10)]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_a_full_batch_waits_for_no_verdict():
     world.judge(first.key, True)
     assert [summary.returned for summary in world.rounds] == [1]
     assert [group.key for group in world.admitter.state.waiting] == [second.key]
-    assert not world.admitter.judged(second.key, False)
+    assert not world.admitter.record_verdict(second.key, False)
     assert not world.filtered
 
 
@@ -138,7 +141,7 @@ def test_what_is_too_old_is_started_again():
 def test_expected_long_prompts_are_grouped():
     """reorder: with a bound of 2, what was passed over twice is forced, and with it go those that look long."""
 
-    def length(key: Key, number: int) -> int:
+    def length(key: PromptKey, number: int) -> int:
         return 100 if key.index in (0, 1, 2) else 5
 
     rules = Rules(mode="reorder", num_prompts=4, num_responses=1, eta_prompts=1.75, max_deferrals=2)
@@ -147,7 +150,7 @@ def test_expected_long_prompts_are_grouped():
     clock = Clock(world)
     kinds = [clock.round().kind for _ in range(3)]
     assert kinds == ["short", "short", "long"]
-    assert {Key(0, 0), Key(0, 1), Key(0, 2)} <= set(world.returned[8:12])
+    assert {PromptKey(0, 0), PromptKey(0, 1), PromptKey(0, 2)} <= set(world.returned[8:12])
 
 
 def test_a_group_without_a_verdict_is_judged_when_the_next_round_begins():
@@ -157,8 +160,8 @@ def test_a_group_without_a_verdict_is_judged_when_the_next_round_begins():
     admitter.feed([((0, index), None) for index in range(2)], end_of=0)
     first, second = [action.sample for action in admitter.begin(0)]
     for sample in (first, second):
-        admitter.finished(sample, Output(spans=[Span(0, 3)], finish_reason="stop"))
-    admitter.judged(first.key, True)
+        admitter.record_finished(sample, Output(spans=[Span(0, 3)], finish_reason="stop"))
+    admitter.record_verdict(first.key, True)
     (asked,) = admitter.begin(0)
     assert isinstance(asked, Judge) and asked.group.key == second.key
 
@@ -172,14 +175,14 @@ def test_too_many_useless_groups_are_made_up_for_from_the_queue():
     world.feed(0, range(5, 9), end=True)
     summary = clock.round()
     assert (summary.kind, summary.filtered) == ("short", 3)
-    assert world.returned[4:] == [Key(0, 8), Key(0, 4)]
+    assert world.returned[4:] == [PromptKey(0, 8), PromptKey(0, 4)]
 
 
 def test_versions_do_not_go_back():
     admitter = Admitter(strict(eta_prompts=1.0, eta_responses=1.0))
     admitter.feed([((0, index), None) for index in range(8)])
     for action in admitter.begin(3):
-        admitter.finished(action.sample, Output(spans=[Span(3, 1)], finish_reason="stop"))
+        admitter.record_finished(action.sample, Output(spans=[Span(3, 1)], finish_reason="stop"))
     before = dumps(admitter)
     with pytest.raises(ValueError, match="version is 2, the last round's was 3"):
         admitter.begin(2)

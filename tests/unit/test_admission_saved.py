@@ -112,10 +112,10 @@ def test_what_happens_to_the_admitter_does_not_change_a_copy(mode, seed, filteri
         wanted = world.admitter.wanted
         world.feed(0, range(fed, fed + wanted))
         fed += wanted
-        copies.append((world.admitter.snapshot(), dumps(world.admitter)))
+        copies.append((world.admitter.make_snapshot(), dumps(world.admitter)))
         clock.round()
     world.feed(0, range(fed, fed + 9))
-    before = world.admitter.snapshot()
+    before = world.admitter.make_snapshot()
     copies.append((before, dumps(world.admitter)))
     world.begin()
     for _ in range(leave):

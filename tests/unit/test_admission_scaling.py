@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.records import Judge, Key, Launch, More, Output, RoundOver, SampleId, Span
+from sglang_pat.rollout.records import Judge, Launch, NeedPrompts, Output, PromptKey, RoundOver, SampleId, Span
 from sglang_pat.rollout.rules import Rules
 from tests.unit.for_each import for_each
 
@@ -36,7 +36,7 @@ class Both:
     def __init__(self, rules: Rules) -> None:
         self.one, self.other = Admitter(rules), ScanningAdmitter(rules)
         self.running: list[SampleId] = []
-        self.judging: list[Key] = []
+        self.judging: list[PromptKey] = []
         self.asked = 0
 
     def tell(self, what: str, *arguments: Any) -> None:
@@ -56,7 +56,7 @@ class Both:
                 self.running.append(action.sample)
             elif isinstance(action, Judge):
                 self.judging.append(action.group.key)
-            elif isinstance(action, More):
+            elif isinstance(action, NeedPrompts):
                 self.asked += action.prompts
             elif isinstance(action, RoundOver):
                 assert not self.running
@@ -92,17 +92,17 @@ def anything(seed: int, prompts: int, responses: int, events: int) -> None:
             both.tell("feed", [((0, index), index) for index in range(fed, fed + count)])
             fed += count
             if rng.random() < 0.5:
-                both.tell("no_more")
+                both.tell("end_prompts")
         elif chance < 0.015:
             both.tell("cancel")
         elif both.judging and (chance < 0.2 or not both.running):
-            both.tell("judged", both.judging.pop(rng.randrange(len(both.judging))), rng.random() < 0.6)
+            both.tell("record_verdict", both.judging.pop(rng.randrange(len(both.judging))), rng.random() < 0.6)
         elif both.running:
             # Now the oldest, now any: rounds get on, and out of order.
             sample = both.running.pop(0 if rng.random() < 0.5 else rng.randrange(len(both.running)))
             tokens = rng.randint(1, 30)
             output = Output(spans=[Span(version_now, tokens)], finish_reason="stop" if rng.random() < 0.85 else "")
-            both.tell("finished" if output.finish_reason else "stopped", sample, output)
+            both.tell("record_finished" if output.finish_reason else "record_stopped", sample, output)
 
 
 @for_each([(seed,) for seed in range(90)])
@@ -131,11 +131,11 @@ def lines_of_events(mode: str, prompts: int) -> int:
             # Of two samples that run, one from each end: groups are completed at any time.
             sample = running.pop(0 if count % 2 else -1)
             output = Output(spans=[Span(version, 5)], finish_reason="stop")
-            lines, actions = lines_run(lambda s=sample, o=output: admitter.finished(s, o))
+            lines, actions = lines_run(lambda s=sample, o=output: admitter.record_finished(s, o))
             count += 1
             if not admitter.state.round or admitter.state.round.stopping:
                 for left in running:
-                    admitter.stopped(left, Output())
+                    admitter.record_stopped(left, Output())
                 break
             worst = max(worst, lines)
         running = []

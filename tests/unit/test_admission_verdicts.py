@@ -109,5 +109,5 @@ def test_a_round_that_gets_no_prompts_ends_with_what_it_has():
     for place, key in enumerate(list(world.judging)):
         world.judge(key, place > 1)
     assert not world.rounds
-    world.no_more()
+    world.end_prompts()
     assert [(summary.returned, summary.filtered) for summary in world.rounds] == [(2, 2)]

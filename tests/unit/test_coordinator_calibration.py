@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_pat import messages as m
-from sglang_pat.policies.registry import stay
+from sglang_pat.policies.registry import keep_layout
 from sglang_pat.policies.snapshot import Decision
 from sglang_pat.predict.correction import TURNS, StepFactor
 
@@ -43,13 +43,13 @@ def calibrate(rig: Rig, turns: int = 4) -> None:
                 rig.world.report(rank)
                 rig.deliver()
             rig.world.decoded = m.Decoded()
-            rig.coordinator.tick(10.0 * turn)
+            rig.coordinator.handle_timer(10.0 * turn)
             rig.finish_all()
     rig.coordinator.calibrate(m.CalibrationTurn(over=True), 100.0)
 
 
 def status(rig: Rig) -> dict:
-    rig.coordinator.status(m.StatusQuery(query_id=1))
+    rig.coordinator.handle_status_query(m.StatusQuery(query_id=1))
     return rig.world.server[-1].status
 
 
@@ -67,17 +67,17 @@ def test_a_calibration_leaves_the_factors_and_nothing_else():
     assert before.pop("step_factors") == {1: StepFactor(), 2: StepFactor()}
     assert before == after
     for context in (64, 8192):
-        ratio = factors[2].at(2, 2 * context) / factors[1].at(1, context)
+        ratio = factors[2].evaluate(2, 2 * context) / factors[1].evaluate(1, context)
         assert ratio == pytest.approx(0.02 / 0.012 * (context / 64) ** POWER, rel=0.1)
 
 
 def test_the_first_round_is_the_first_round():
     """Made-up requests are no round of a size that would be expected again, and their switches no switches."""
-    rig = Rig(1, 2, stay, Predictor(), policy="survival", profile="-")
+    rig = Rig(1, 2, keep_layout, Predictor(), policy="survival", profile="-")
     calibrate(rig)
     rig.work(2, now=101.0)
     rig.settle()
-    rig.coordinator.tick(102.0)
+    rig.coordinator.handle_timer(102.0)
     snapshot = rig.world.decisions[-1][0]
     assert not snapshot.complete and snapshot.switches == 0 and snapshot.peak == 2
     assert snapshot.last_switch == float("-inf") and snapshot.last_arrival == 101.0
@@ -93,10 +93,10 @@ def test_a_round_that_is_announced_does_not_disturb_it(before):
 
     rig, begun = Rig(1, 2, merged, Predictor(), policy="survival", profile="-"), m.BeginRound(requests=3)
     if before:
-        rig.coordinator.round(begun, 0.0)
+        rig.coordinator.handle_round(begun, 0.0)
     rig.coordinator.calibrate(m.CalibrationTurn(), 0.0)
     if not before:
-        rig.coordinator.round(begun, 0.0)
+        rig.coordinator.handle_round(begun, 0.0)
     calibrate(rig)
     assert {answer.code for answer in rig.answers()} == {200}
     assert {record.reason for record in rig.world.records} == {"calibration"} and rig.world.known.tp == 1
@@ -104,12 +104,12 @@ def test_a_round_that_is_announced_does_not_disturb_it(before):
     rig.work(3, now=101.0)
     assert type(rig.world.to_leaders[sent][1]) is m.Prepare
     rig.settle()
-    rig.coordinator.tick(102.0)
+    rig.coordinator.handle_timer(102.0)
     rig.settle()
     assert rig.world.known.tp == 2 and rig.world.records[-1].reason == "survival"
 
 
 def test_an_engine_that_believes_its_profile_is_not_corrected():
-    rig = Rig(1, 2, stay, Predictor(), policy="survival", profile="-", profile_as_is=True)
+    rig = Rig(1, 2, keep_layout, Predictor(), policy="survival", profile="-", profile_as_is=True)
     calibrate(rig)
     assert status(rig)["step_factors"] == {}

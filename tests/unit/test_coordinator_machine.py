@@ -18,7 +18,7 @@ from sglang_pat.coordinator.replicas import Generation
 from sglang_pat.coordinator.router import Coordinator
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.rules import RETRY_SECONDS, SETTLE_SECONDS
-from sglang_pat.policies.threshold import threshold
+from sglang_pat.policies.threshold import make_threshold_policy
 
 from .coordinator_world import REPLIES, Merged, OutOfBand, Refused, Request, World, control, deliver
 from .drawn import examples
@@ -40,7 +40,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         # One that predicts is asked less often, and is told of every request; what it answers does not matter here.
         self.config = AdaptiveConfig(base=ParallelLayout(*base), policy=policy, switch_at=switch_at, profile="-")
         self.world = World(self.config)
-        decide = threshold(switch_at) if self.config.predicts else None
+        decide = make_threshold_policy(switch_at) if self.config.predicts else None
         self.coordinator = Coordinator(self.config, self.world, decide)
         self.now = 100.0
         self.serial = 0
@@ -97,15 +97,15 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def round_begins(self, name, requests, retracted):
         """The next report says that so many were retracted."""
         self.world.retracted = retracted
-        self.coordinator.round(m.BeginRound(name=name, requests=requests), self.now)
+        self.coordinator.handle_round(m.BeginRound(name=name, requests=requests), self.now)
 
     @rule(name=st.sampled_from("ab"))
     def round_ends(self, name):
-        self.coordinator.round(m.EndRound(name=name), self.now)
+        self.coordinator.handle_round(m.EndRound(name=name), self.now)
 
     @rule()
     def status(self):
-        self.coordinator.status(m.StatusQuery(query_id=7))
+        self.coordinator.handle_status_query(m.StatusQuery(query_id=7))
         reply = self.world.server.pop()
         assert reply.query_id == 7
         assert reply.status["layout"] == {"tp": self.world.known.tp, "dp": self.world.known.dp}
@@ -117,7 +117,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 0.1, SETTLE_SECONDS, RETRY_SECONDS]))
     def tick(self, seconds):
         self.now += seconds
-        self.coordinator.tick(self.now)
+        self.coordinator.handle_timer(self.now)
 
     # -- the ranks ----------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "world"):
             for name in "ab":
-                self.coordinator.round(m.EndRound(name=name), self.now)
+                self.coordinator.handle_round(m.EndRound(name=name), self.now)
             self.pause(pauses=False)
             self.world.way_home = "fine"
             self.drain()
@@ -225,7 +225,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
                     self.world.answer(rank.rank, kind)
                 self.world.finish(rank.rank)
             self.now += RETRY_SECONDS
-            self.coordinator.tick(self.now)
+            self.coordinator.handle_timer(self.now)
             busy = any(rank.outbox or rank.inbox for rank in self.world.ranks) or self.world.preparing
             after = (len(self.world.to_leaders), len(self.world.server), len(self.world.finished))
             if before == after and not busy:

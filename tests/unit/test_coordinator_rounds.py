@@ -7,7 +7,7 @@ import pytest
 from sglang_pat import messages as m
 from sglang_pat.coordinator.decisions import DECISION_INTERVAL_SECONDS
 from sglang_pat.coordinator.replicas import Generation
-from sglang_pat.policies.registry import stay
+from sglang_pat.policies.registry import keep_layout
 from sglang_pat.policies.snapshot import Decision
 
 from .coordinator_rig import Rig, with_a_fast_leader
@@ -18,22 +18,22 @@ pytestmark = pytest.mark.unit
 
 def test_policies_see_requests_that_no_leader_has_taken_yet():
     """A long prefill keeps them in the socket; a batch that is half visible looks like a small one."""
-    rig = Rig(1, 2, stay, policy="survival", profile="-")
+    rig = Rig(1, 2, keep_layout, policy="survival", profile="-")
     rig.work(3, tokens=7)
-    rig.coordinator.tick(DECISION_INTERVAL_SECONDS)
+    rig.coordinator.handle_timer(DECISION_INTERVAL_SECONDS)
     load = rig.world.decisions[-1][0].load
     assert load.prompt.tolist() == [7, 7, 7] and load.replica.tolist() == [0, 0, 1] and len(set(load.family)) == 3
     rig.settle()
-    rig.coordinator.tick(2 * DECISION_INTERVAL_SECONDS)
+    rig.coordinator.handle_timer(2 * DECISION_INTERVAL_SECONDS)
     load = rig.world.decisions[-1][0].load
     assert load.prompt.tolist() == [4, 4, 4] and load.output.tolist() == [6, 6, 6], "as the leaders report them"
 
 
 def test_siblings_on_their_way_are_known_where_prompts_are_long():
-    rig = Rig(1, 2, stay, policy="survival", profile="-")
+    rig = Rig(1, 2, keep_layout, policy="survival", profile="-")
     for family in (7, 8, 7, None):
         rig.coordinator.receive(Generation(obj=Request(0, "work"), tokens=8192, family=family), 0.0)
-    rig.coordinator.tick(DECISION_INTERVAL_SECONDS)
+    rig.coordinator.handle_timer(DECISION_INTERVAL_SECONDS)
     families = rig.world.decisions[-1][0].load.family.tolist()
     assert sorted(families)[1:] == [7, 7, 8] and min(families) < 0
 
@@ -48,18 +48,19 @@ def test_policies_are_shown_by_what_the_profile_is_off():
             self.asked.append(query)
             return 0.01
 
-    rig = Rig(1, 2, stay, Predictor(), policy="survival", profile="-")
+    rig = Rig(1, 2, keep_layout, Predictor(), policy="survival", profile="-")
     rig.work(4)
     rig.settle()
     for rank in (0, 1) * 40:
         rig.world.decoded = m.Decoded(steps=10, seconds=0.13, requests=20, tokens=300)
         rig.world.report(rank)
         rig.deliver()
-    rig.coordinator.tick(DECISION_INTERVAL_SECONDS)
+    rig.coordinator.handle_timer(DECISION_INTERVAL_SECONDS)
     snapshot = rig.world.decisions[-1][0]
     assert set(Predictor.asked) == {(1, 2.0, 30.0, 2)}
     assert (
-        snapshot.factors[1].at(2, 30) == pytest.approx(1.3, rel=0.02) and snapshot.doubts[1] == 0 < snapshot.doubts[2]
+        snapshot.factors[1].evaluate(2, 30) == pytest.approx(1.3, rel=0.02)
+        and snapshot.doubts[1] == 0 < snapshot.doubts[2]
     )
 
 
@@ -71,12 +72,12 @@ def test_switches_are_counted_while_the_engine_is_not_empty():
     rig.settle()
     rig.world.report(0)
     rig.deliver()
-    rig.coordinator.tick(1.0)
+    rig.coordinator.handle_timer(1.0)
     assert rig.world.decisions[-1][0].switches == 1
     rig.finish_all()
     rig.settle()
     rig.work(1)
-    rig.coordinator.tick(3.0)
+    rig.coordinator.handle_timer(3.0)
     assert rig.world.decisions[-1][0].switches == 0
 
 
@@ -125,7 +126,7 @@ def test_a_third_round_of_the_same_size_is_decided_without_waiting():
 
 
 def test_one_that_predicts_is_asked_at_once_when_a_round_is_complete():
-    rig = Rig(1, 2, stay, policy="survival", profile="-")
+    rig = Rig(1, 2, keep_layout, policy="survival", profile="-")
     rig.rounds(2, requests=3)
     before = len(rig.world.decisions)
     for number in range(5):
@@ -144,7 +145,7 @@ def known_rounds(requests: int = 3) -> Rig:
     rig = Rig(1, 2, up_front, policy="survival", profile="-")
     for number in range(2):
         rig.work(requests, now=10.0 * number)
-        rig.coordinator.tick(10 * number + 2 * DECISION_INTERVAL_SECONDS)
+        rig.coordinator.handle_timer(10 * number + 2 * DECISION_INTERVAL_SECONDS)
         rig.settle()
         rig.finish_all()
     return rig
@@ -165,7 +166,7 @@ def test_a_round_starts_in_the_layout_that_is_best_for_all_of_it():
     assert rig.work(1, now=50.0) == [0] and not len(rig.world.decisions[-1][0].coming), "all are there"
     rig.settle()
     rig.finish_all()
-    rig.coordinator.tick(60.0)
+    rig.coordinator.handle_timer(60.0)
     rig.settle()
     assert rig.coordinator.layout.tp == 1
     assert rig.world.decisions[-1][0].requests == 0
@@ -173,18 +174,18 @@ def test_a_round_starts_in_the_layout_that_is_best_for_all_of_it():
 
 def test_it_is_asked_once_before_a_round_and_not_held_without_a_switch():
     rig = known_rounds()
-    rig.coordinator._decisions.policy = stay
+    rig.coordinator._decisions.policy = keep_layout
     before = len(rig.world.decisions)
     assert rig.work(2, now=50.0) == [0, 1] and len(rig.world.decisions) == before + 1
 
 
 def test_one_that_predicts_is_asked_less_often_in_the_course_of_a_long_round():
-    rig = Rig(1, 2, stay, policy="survival", profile="-")
+    rig = Rig(1, 2, keep_layout, policy="survival", profile="-")
 
     def asked(seconds: float, start: float) -> int:
         before = len(rig.world.decisions)
         for tick in range(int(seconds * 100)):
-            rig.coordinator.tick(start + tick / 100)
+            rig.coordinator.handle_timer(start + tick / 100)
         return len(rig.world.decisions) - before
 
     rig.work(3, now=100.0)
@@ -239,10 +240,10 @@ def test_a_probe_moves_no_idle_engine():
     """Though the policy would start a round of the known size in another layout."""
     rig = known_rounds()
     probe(rig, 50.0)
-    rig.coordinator.tick(51.0)
+    rig.coordinator.handle_timer(51.0)
     rig.settle()
     rig.finish_all()
-    rig.coordinator.tick(60.0)
+    rig.coordinator.handle_timer(60.0)
     rig.settle()
     assert not rig.world.records
     rig.work(3, now=70.0)
@@ -255,19 +256,19 @@ def test_threshold_does_not_merge_for_a_probe():
     rig = Rig(1, 2, policy="threshold", switch_at=2)
     probe(rig, 50.0)
     rig.settle()
-    rig.coordinator.tick(50.5)  # it has a single token to generate
+    rig.coordinator.handle_timer(50.5)  # it has a single token to generate
     rig.settle()
     assert rig.world.preparing is None and not rig.world.records
     rig.finish_all()
     rig.work(1, now=70.0)
     rig.settle()
-    rig.coordinator.tick(80.0)
+    rig.coordinator.handle_timer(80.0)
     rig.settle()
     assert [record.to_tp for record in rig.world.records] == [2], "for a request it does"
 
 
 def test_a_probe_in_a_round_does_not_make_it_larger():
-    rig = Rig(1, 2, stay, policy="survival", profile="-")
+    rig = Rig(1, 2, keep_layout, policy="survival", profile="-")
     tracker = rig.coordinator._decisions.round
     for number in range(4):
         now = 100.0 * number
@@ -278,4 +279,4 @@ def test_a_probe_in_a_round_does_not_make_it_larger():
         rig.settle()
         assert tracker.came == 6 and tracker.complete == (number > 1)
         rig.finish_all()
-        rig.coordinator.tick(now + 50)
+        rig.coordinator.handle_timer(now + 50)

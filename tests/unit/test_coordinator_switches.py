@@ -125,9 +125,9 @@ def test_messages_of_another_switch_are_ignored():
     late = [m.Prepared(rank=rank, epoch=9, seconds=0.0, error="late") for rank in (0, 1)]
     late += [m.RankSwitched(rank=rank, epoch=9, tp=2, phases={}) for rank in (0, 1)]
     for message in late:
-        rig.coordinator.rank_message(message, 0.0)
+        rig.coordinator.handle_rank_message(message, 0.0)
     rig.reconfigure(2)
     for message in late:
-        rig.coordinator.rank_message(message, 0.0)
+        rig.coordinator.handle_rank_message(message, 0.0)
     rig.settle()
     assert [a.code for a in rig.answers()] == [200]

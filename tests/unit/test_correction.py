@@ -13,7 +13,7 @@ from sglang_pat.predict.correction import (
     OWN_SPREADS,
     SHARES,
     TURNS,
-    Corrected,
+    CorrectedPredictor,
     StepFactor,
     StepFactors,
     Steps,
@@ -42,7 +42,7 @@ def seen(truth: dict[int, float], reports: int, noise: float = 0.1, seed: int = 
 
 
 def at(factors: StepFactors, tp: int, batch: float = BATCH, context: float = CONTEXT) -> float:
-    return factors.factors()[tp].at(batch, batch * context)
+    return factors.get_factors()[tp].evaluate(batch, batch * context)
 
 
 def between(factors: StepFactors, tp: int, batch: float = BATCH, context: float = CONTEXT) -> float:
@@ -50,12 +50,12 @@ def between(factors: StepFactors, tp: int, batch: float = BATCH, context: float 
 
 
 def doubts(factors: StepFactors, here: int, requests: int = BATCH, context: int = CONTEXT) -> dict[int, float]:
-    return factors.doubts(here, RANKS, np.full(requests, context))
+    return factors.compute_uncertainty(here, RANKS, np.full(requests, context))
 
 
 def test_before_anything_is_seen_the_profile_holds():
     factors = StepFactors(DEGREES)
-    assert factors.factors() == UNKNOWN
+    assert factors.get_factors() == UNKNOWN
     found = doubts(factors, 1, requests=RANKS * BATCH)
     assert found[1] == 0 < OWN_SPREADS[0] * 2**0.5 < found[2] < found[4], "the more requests a replica has, the less"
 
@@ -113,7 +113,7 @@ def calibrated(truth: dict[int, StepFactor], noise: float, turns: int = 4, seed:
     found = []
     for each, context in TURNS[:turns]:
         loads = {tp: (each * tp, context) for tp in DEGREES}
-        ratios = {tp: truth[tp].at(b, b * c) * math.exp(noise * random.normal()) for tp, (b, c) in loads.items()}
+        ratios = {tp: truth[tp].evaluate(b, b * c) * math.exp(noise * random.normal()) for tp, (b, c) in loads.items()}
         found.append({tp: steps(ratios[tp], *loads[tp]) for tp in DEGREES})
     factors.calibrate(found, 0)
     return factors
@@ -142,8 +142,10 @@ def test_a_calibration_finds_what_depends_on_batch_or_context(power, seed):
     factors = calibrated(truth, 0.02, seed=seed)
     for each, context in (*TURNS, (4, 512)):
         batch, tokens = 4 * each, 4 * each * context
-        found = factors.factors()[4].at(batch, tokens) / factors.factors()[1].at(each, each * context)
-        assert found == pytest.approx(power.at(batch, tokens), rel=0.08), (each, context)
+        found = factors.get_factors()[4].evaluate(batch, tokens) / factors.get_factors()[1].evaluate(
+            each, each * context
+        )
+        assert found == pytest.approx(power.evaluate(batch, tokens), rel=0.08), (each, context)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -190,12 +192,12 @@ def test_what_says_nothing_is_left_out():
     factors.calibrate([], 0)
     factors.calibrate([{1: steps(1.5)}, {1: steps(1.5), 2: steps(1.5)}], 0)
     StepFactors((1,)).calibrate([{1: steps(1.5)}], 0)
-    assert factors.factors() == UNKNOWN
+    assert factors.get_factors() == UNKNOWN
 
 
 def test_a_corrected_predictor():
     predictor, _ = machine(crossing())
-    corrected = Corrected(predictor, {2: StepFactor(1.5), 4: StepFactor(1.5, 0.5, 0.1)})
+    corrected = CorrectedPredictor(predictor, {2: StepFactor(1.5), 4: StepFactor(1.5, 0.5, 0.1)})
     assert corrected.step_seconds(2, 4, 400) == 1.5 * predictor.step_seconds(2, 4, 400)
     batch = np.array([BATCH, 4 * BATCH])
     found = corrected.step_seconds(4, batch, batch * CONTEXT) / predictor.step_seconds(4, batch, batch * CONTEXT)

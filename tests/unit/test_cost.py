@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.predict.cost import DRAIN_STEPS, SwitchCosts, robust_nnls
+from sglang_pat.predict.cost import DRAIN_STEPS, SwitchCosts, fit_robust_nnls
 from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import ProfileError
 
@@ -69,7 +69,7 @@ def test_robust_nnls(constant, slope, wrong):
     x = np.arange(12.0)
     y = constant + slope * x
     y[[2, 7, 9][:wrong]] += 100
-    assert robust_nnls(np.stack([np.ones(12), x], axis=1), y) == pytest.approx([constant, slope], abs=1e-3)
+    assert fit_robust_nnls(np.stack([np.ones(12), x], axis=1), y) == pytest.approx([constant, slope], abs=1e-3)
 
 
 def test_parts_of_an_estimate():

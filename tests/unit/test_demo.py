@@ -36,15 +36,15 @@ def result(*rounds):
 
 
 def test_rounds_are_the_same_long_tailed_work_and_no_prompt_comes_twice():
-    lengths = cases.LognormalBatch(128, 32, 1.0, 448, capped=0.02).lengths()
+    lengths = cases.LognormalBatch(128, 32, 1.0, 448, capped=0.02).compute_lengths()
     assert len(lengths) == 128 and 28 <= lengths[64] <= 36 and lengths[-3:] == [448] * 3 and min(lengths) >= 4
-    rounds = [WORK.bodies(number) for number in range(3)]
-    assert len({body["text"] for bodies in rounds for body in bodies}) == 12 and rounds[1] == WORK.bodies(1)
+    rounds = [WORK.make_requests(number) for number in range(3)]
+    assert len({body["text"] for bodies in rounds for body in bodies}) == 12 and rounds[1] == WORK.make_requests(1)
     for bodies in rounds:
         params = [body["sampling_params"] for body in bodies]
-        assert sorted(p["max_new_tokens"] for p in params) == WORK.lengths()
+        assert sorted(p["max_new_tokens"] for p in params) == WORK.compute_lengths()
         assert {p["custom_params"]["pat_limit"] for p in params} == {64}, "policies are not told the lengths"
-    params = [body["sampling_params"] for body in WORK.bodies(0, tokens=4)]
+    params = [body["sampling_params"] for body in WORK.make_requests(0, tokens=4)]
     assert {(p["max_new_tokens"], p["custom_params"]["pat_limit"]) for p in params} == {(4, 4)}
 
 
@@ -73,7 +73,7 @@ class FakeServer:
         self.process = SimpleNamespace(pid=psutil.Process().pid)
         self.session = aiohttp.ClientSession
 
-    def children(self):
+    def list_children(self):
         return []
 
     def reconfigure(self, tp):
@@ -85,7 +85,7 @@ class FakeServer:
         layout = {"tp": 1, "dp": 2}
         return dict(num_switches=len(made), layout=layout, base=layout, requests=0, switches=made)
 
-    async def one(self, session, body):
+    async def generate_one(self, session, body):
         self.asked += 1
         tokens = body["sampling_params"]["max_new_tokens"] - (self.short and self.asked == 2)
         return {"text": body["text"][-3:], "meta_info": {"completion_tokens": tokens}}
@@ -93,13 +93,13 @@ class FakeServer:
 
 def test_a_contender_runs_a_batch():
     server = FakeServer()
-    found = contest.Contender("adaptive", server, None).run(WORK.bodies(0))
-    assert found.tokens == sum(WORK.lengths()) and server.reconfigured == []
+    found = contest.Contender("adaptive", server, None).run(WORK.make_requests(0))
+    assert found.tokens == sum(WORK.compute_lengths()) and server.reconfigured == []
     assert [(switch.to_tp, switch.requests, switch.pause) for switch in found.switches] == [(2, 2, 0.1)]
-    contest.Contender(f"static {HIGH}", server := FakeServer(), contest.HIGH).run(WORK.bodies(0))
+    contest.Contender(f"static {HIGH}", server := FakeServer(), contest.HIGH).run(WORK.make_requests(0))
     assert server.reconfigured == [2]
     with pytest.raises(DemoError, match="shorter or longer"):
-        contest.Contender("adaptive", FakeServer(short=True), None).run(WORK.bodies(0))
+        contest.Contender("adaptive", FakeServer(short=True), None).run(WORK.make_requests(0))
 
 
 def test_a_dead_server_is_blamed_with_its_log(tmp_path):
@@ -111,9 +111,9 @@ def test_a_dead_server_is_blamed_with_its_log(tmp_path):
         raise error
 
     with pytest.raises(DemoError, match=r"(?s)the server died \(exit code 1\).*out of memory"):
-        contest._blaming(dead, lambda: fail(ConnectionError("refused")))
+        contest._call_with_server_log(dead, lambda: fail(ConnectionError("refused")))
     with pytest.raises(DemoError, match="gone"):
-        contest._blaming(dead, lambda: fail(ServerDied("gone")))
+        contest._call_with_server_log(dead, lambda: fail(ServerDied("gone")))
 
 
 # -- the command
@@ -130,13 +130,13 @@ def test_bad_command_lines(capsys, argv, words):
 
 
 def test_rounds_end_with_the_time():
-    more = cli.until(time.monotonic() + 100, 2, 4)
+    more = cli.make_stop_rule(time.monotonic() + 100, 2, 4)
     assert more(1, 1e9) and more(2, 50.0) and not more(2, 200.0) and not more(4, 1.0)
 
 
 @pytest.mark.parametrize(("adaptive", "said"), [(8.0, "1.25 times"), (10.1, "as fast as"), (12.5, "0.80 times")])
 def test_headline(adaptive, said):
-    found = cli.headline(result((10.0, 12.0, adaptive), (10.0, 12.0, adaptive), (99.0, 99.0, 99.0)))
+    found = cli.format_headline(result((10.0, 12.0, adaptive), (10.0, 12.0, adaptive), (99.0, 99.0, 99.0)))
     assert said in found and f"static {LOW}" in found and f"{12 / adaptive:.2f} times as fast as static {HIGH}" in found
 
 
@@ -144,9 +144,9 @@ def test_whole_command_with_rounds_given(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(cases.MAKERS, cases.TINY, lambda: tmp_path)
     monkeypatch.setattr(cli, "may_fork", lambda: False)
     save(profile(), tmp_path / "p.json")
-    monkeypatch.setattr(contest, "profile", lambda *_: tmp_path / "p.json")
+    monkeypatch.setattr(contest, "sweep_profile", lambda *_: tmp_path / "p.json")
     given = result((10.0, 12.0, 8.0))
-    monkeypatch.setattr(contest, "play", lambda *_: given.rounds)
+    monkeypatch.setattr(contest, "run_rounds", lambda *_: given.rounds)
     assert cli.main(["--quick", "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "1.25 times as fast" in said and "texts equal in all layouts: 4 of 4" in said

@@ -68,7 +68,7 @@ def test_a_rank_is_held_until_its_file_says_something_else(monkeypatch, tmp_path
     turns = []
 
     def turn(seconds):
-        turns.append(faults.held(path).exists())
+        turns.append(faults.get_waiting_marker(path).exists())
         if len(turns) == 3:
             path.unlink()
 
@@ -76,4 +76,4 @@ def test_a_rank_is_held_until_its_file_says_something_else(monkeypatch, tmp_path
     faults.check("QUIESCE", 0, 1)
     assert not turns
     faults.check("QUIESCE", 1, 1)
-    assert turns == [True] * 3 and not faults.held(path).exists()
+    assert turns == [True] * 3 and not faults.get_waiting_marker(path).exists()

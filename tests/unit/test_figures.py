@@ -27,8 +27,8 @@ def update(rig: Rig) -> None:
 
 
 def totals(rig: Rig) -> Figures:
-    rig.coordinator.status(m.StatusQuery(query_id=0))
-    return Figures.of_status(rig.world.server[-1].status)
+    rig.coordinator.handle_status_query(m.StatusQuery(query_id=0))
+    return Figures.from_status(rig.world.server[-1].status)
 
 
 def test_a_step_ends_with_the_update_of_the_weights():
@@ -55,28 +55,28 @@ def test_a_step_ends_with_the_update_of_the_weights():
 
 def test_seconds_are_of_the_layout_in_force_while_there_is_work():
     rig = Rig(1, 2)
-    rig.coordinator.tick(10.0)
+    rig.coordinator.handle_timer(10.0)
     rig.work(2, now=11.0)
-    rig.coordinator.tick(14.0)
+    rig.coordinator.handle_timer(14.0)
     assert totals(rig).seconds == {1: 3.0, 2: 0.0}
     paused = Rig(1, 2)
     paused.work(2)
     paused.control("pause", pauses=True)
-    paused.coordinator.tick(14.0)
+    paused.coordinator.handle_timer(14.0)
     assert totals(paused).seconds == {1: 0.0, 2: 0.0}
     account = figures.Account([1, 2])
     for now, tp, works in ((0.0, 1, True), (2.0, 2, True), (7.0, 2, False), (100.0, 2, True), (101.0, 1, True)):
-        account.state(now, tp, works)
-    assert account.totals().seconds == {1: 2.0, 2: 6.0}
+        account.record_state(now, tp, works)
+    assert account.get_totals().seconds == {1: 2.0, 2: 6.0}
 
 
 STEP = Figures(512, 2, 0, 0.0213, {1: 24.0, 2: 0.0, 8: 16.0})
 
 
 def test_lines():
-    assert STEP.line() == "512 requests in 40.0 s (60% in tp1, 40% in tp8), 2 switches, 0.021 s paused by them"
-    assert "2 switches, 1 aborted, 0.021 s" in Figures(512, 2, 1, 0.0213, {1: 24.0}).line()
-    assert Figures(1).line().startswith("1 requests in 0.0 s"), "answered before anybody looked"
+    assert STEP.format_line() == "512 requests in 40.0 s (60% in tp1, 40% in tp8), 2 switches, 0.021 s paused by them"
+    assert "2 switches, 1 aborted, 0.021 s" in Figures(512, 2, 1, 0.0213, {1: 24.0}).format_line()
+    assert Figures(1).format_line().startswith("1 requests in 0.0 s"), "answered before anybody looked"
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_the_line_at_the_start(ranks, options, line):
 
 def test_figures_of_several_engines():
     other = Figures(512, 1, 1, 0.0, {1: 30.0})
-    assert figures.metrics([STEP, other]) == {
+    assert figures.compute_metrics([STEP, other]) == {
         "rollout/switches": 3.0, "rollout/aborted_switches": 1.0, "rollout/pause_seconds": pytest.approx(0.01065),
         "rollout/seconds/tp1": 27.0, "rollout/seconds/tp2": 0.0, "rollout/seconds/tp8": 8.0,
     }  # fmt: skip
     status = {
         "totals": {"requests": 1, "switches": 0, "aborted_switches": 0, "pause_seconds": 0.0, "seconds": {"2": 1.5}}
     }
-    assert Figures.of_status(status).seconds == {2: 1.5}, "as JSON has it"
+    assert Figures.from_status(status).seconds == {2: 1.5}, "as JSON has it"
 
 
 def test_a_job_sees_them_where_sglang_is_silent(monkeypatch):
@@ -108,5 +108,5 @@ def test_a_job_sees_them_where_sglang_is_silent(monkeypatch):
     monkeypatch.setattr(figures.job_log, "level", logging.NOTSET)
     figures.job_log.manager._clear_cache()
     assert not figures.job_log.isEnabledFor(logging.WARNING)
-    figures.show_to_job()
+    figures.enable_job_log()
     assert figures.job_log.isEnabledFor(logging.INFO)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_pat.integrations.importance import decoupled_objective, decoupled_weights
+from sglang_pat.integrations.importance import compute_decoupled_objective, compute_decoupled_weights
 
 pytestmark = pytest.mark.unit
 
@@ -16,14 +16,14 @@ def test_without_staleness_it_is_ppo():
     advantage = torch.randn(3, 1)
     ratio = (train - proximal).exp()
     ppo = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    torch.testing.assert_close(decoupled_objective(train, proximal, proximal, advantage), ppo)
+    torch.testing.assert_close(compute_decoupled_objective(train, proximal, proximal, advantage), ppo)
 
 
 def test_the_recipes_formula():
     """min(train/behaviour · A, prox/behaviour · clip(train/prox) · A), written out for one token at a time."""
     torch.manual_seed(1)
     train, proximal, behaviour, advantage = torch.randn(4, 200).unbind()
-    found = decoupled_objective(train, proximal, behaviour, advantage, clip=0.2)
+    found = compute_decoupled_objective(train, proximal, behaviour, advantage, clip=0.2)
     for t, p, b, a, value in zip(train, proximal, behaviour, advantage, found, strict=True):
         t, p, b = t.exp(), p.exp(), b.exp()
         clipped = max(0.8, min(1.2, float(t / p)))
@@ -32,14 +32,14 @@ def test_the_recipes_formula():
 
 def test_only_the_trained_policy_has_a_gradient():
     train, proximal, behaviour = (torch.randn(6, requires_grad=True) for _ in range(3))
-    decoupled_objective(train, proximal, behaviour, torch.ones(6), clip=100.0).sum().backward()
+    compute_decoupled_objective(train, proximal, behaviour, torch.ones(6), clip=100.0).sum().backward()
     assert train.grad is not None
     assert proximal.grad is None
     assert behaviour.grad is None
 
 
 def test_weights_are_capped_and_shapes_checked():
-    ratio, weight = decoupled_weights(torch.zeros(2), torch.tensor([3.0, 0.0]), torch.zeros(2), cap=2.0)
+    ratio, weight = compute_decoupled_weights(torch.zeros(2), torch.tensor([3.0, 0.0]), torch.zeros(2), cap=2.0)
     assert weight.tolist() == [2.0, 1.0]
     with pytest.raises(ValueError, match="must be the same"):
-        decoupled_weights(torch.zeros(2), torch.zeros(3), torch.zeros(2))
+        compute_decoupled_weights(torch.zeros(2), torch.zeros(3), torch.zeros(2))

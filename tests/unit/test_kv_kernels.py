@@ -62,7 +62,7 @@ def tensors(case):
     )
     g = torch.Generator().manual_seed(case["seed"])
     slots = torch.randperm(case["num_slots"], generator=g)[: case["offsets"][-1]]
-    size = kv.staged_numel(slots.numel(), case["head_count"], *case["dims"])
+    size = kv.count_staged_elements(slots.numel(), case["head_count"], *case["dims"])
     return k, v, slots, torch.zeros(size, dtype=case["dtype"])
 
 
@@ -97,7 +97,7 @@ def test_layers_larger_than_the_caches(dim: int, gap: int):
     k, v = (make_pool(slots, heads, dim, torch.float32, seed, gap) for seed in (1, 2))
     order = torch.randperm(slots)[: 3 * slots // 4]
     where = (order, [0, 1000, len(order)], [0, 2], taken)
-    out, expected = (torch.zeros(kv.staged_numel(len(order), taken, dim, dim)) for _ in range(2))
+    out, expected = (torch.zeros(kv.count_staged_elements(len(order), taken, dim, dim)) for _ in range(2))
     one.kv_pack(k, v, *where, out)
     one.kv_pack_reference(k, v, *where, expected)
     assert torch.equal(bits(out), bits(expected))

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from sglang_pat.layout import ParallelLayout, candidate_layouts, device_of_rank, exchange_groups
+from sglang_pat.layout import ParallelLayout, exchange_groups, get_device_of_rank, list_candidate_layouts
 from tests.unit.for_each import for_each
 
 pytestmark = pytest.mark.unit
@@ -128,7 +128,7 @@ def test_with_tp_refuses(tp):
     ],
 )
 def test_candidates(base, degrees, chain):
-    layouts = candidate_layouts(ParallelLayout(*base), degrees)
+    layouts = list_candidate_layouts(ParallelLayout(*base), degrees)
     assert [layout.tp for layout in layouts] == chain
     assert layouts[0] == ParallelLayout(*base)
     assert {layout.num_ranks for layout in layouts} == {base[0] * base[1]}
@@ -148,28 +148,28 @@ def test_candidates(base, degrees, chain):
 )
 def test_candidates_refused(base, degrees, message):
     with pytest.raises(ValueError, match=message):
-        candidate_layouts(ParallelLayout(*base), degrees)
+        list_candidate_layouts(ParallelLayout(*base), degrees)
 
 
 def test_placement_of_the_design():
     """Low-degree groups are neighbours: tp=2 on GPU pairs, tp=4 on halves."""
 
     def devices(tp):
-        return [sorted(device_of_rank(r, 8) for r in group) for group in ParallelLayout(tp, 8 // tp).groups()]
+        return [sorted(get_device_of_rank(r, 8) for r in group) for group in ParallelLayout(tp, 8 // tp).groups()]
 
     assert sorted(devices(2)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert sorted(devices(4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [device_of_rank(r, 8) for r in range(8)] == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert [get_device_of_rank(r, 8) for r in range(8)] == [0, 4, 2, 6, 1, 5, 3, 7]
 
 
 @pytest.mark.parametrize("ranks", range(1, MAX_RANKS + 1))
 def test_placement_is_a_permutation(ranks):
-    devices = [device_of_rank(rank, ranks) for rank in range(ranks)]
+    devices = [get_device_of_rank(rank, ranks) for rank in range(ranks)]
     assert sorted(devices) == list(range(ranks))
     if ranks & (ranks - 1):
         assert devices == list(range(ranks))
         return
     for tp in divisors(ranks):
         for group in ParallelLayout(tp, ranks // tp).groups():
-            block = sorted(device_of_rank(rank, ranks) for rank in group)
+            block = sorted(get_device_of_rank(rank, ranks) for rank in group)
             assert block == list(range(block[0], block[0] + tp)), "a group is a block of neighbours"

@@ -37,7 +37,7 @@ def test_kaplan_meier_textbook(monkeypatch, running):
         history.observe(tokens(week), week)
     for length in () if running else censored:
         history.observe(length, length, finished=False)
-    curve = history.curve(10**6, np.array(censored if running else []))
+    curve = history.make_curve(10**6, np.array(censored if running else []))
     for week, survival in TEXTBOOK.items():
         assert curve.survival(tokens(week)) == pytest.approx(survival, abs=6e-4)
     assert curve.survival(tokens(5)) == pytest.approx(1.0)
@@ -47,7 +47,9 @@ def test_kaplan_meier_textbook(monkeypatch, running):
 def test_nothing_seen_is_the_prior(limit):
     """Its median is an eighth of the limit."""
     at = EDGES[40:130]
-    assert LengthHistory().curve(limit).survival(at) == pytest.approx(lognorm(1.0, scale=limit / 8).sf(at), rel=1e-6)
+    assert LengthHistory().make_curve(limit).survival(at) == pytest.approx(
+        lognorm(1.0, scale=limit / 8).sf(at), rel=1e-6
+    )
 
 
 def test_beyond_what_was_seen_the_prior_rules():
@@ -55,7 +57,7 @@ def test_beyond_what_was_seen_the_prior_rules():
     history = LengthHistory()
     for family in range(1000):
         history.observe(100, family)
-    curve, alone = history.curve(24576), LengthHistory().curve(24576)
+    curve, alone = history.make_curve(24576), LengthHistory().make_curve(24576)
     assert curve.survival(110) < 0.01
     left = np.array([2000, 4000, 8000])
     assert curve.survival(left) / curve.survival(1000) == pytest.approx(
@@ -67,7 +69,7 @@ def test_all_aborted_never_ends_sooner_than_the_prior():
     history = LengthHistory()
     for family in range(50):
         history.observe(1000, family, finished=False)
-    assert history.curve(8192).survival(900) > 0.9
+    assert history.make_curve(8192).survival(900) > 0.9
 
 
 @examples(100)
@@ -80,7 +82,7 @@ def test_a_curve_is_a_survival_curve(responses, running, limit):
     history = LengthHistory()
     for response in responses:
         history.observe(*response)
-    curve = history.curve(limit, np.array(running, dtype=np.int64))
+    curve = history.make_curve(limit, np.array(running, dtype=np.int64))
     survival = curve.survival(np.linspace(0, 2 * limit, 100))
     assert np.isfinite(survival).all() and survival[0] == 1.0
     assert (np.diff(survival) <= 1e-15).all() and (survival >= 0).all()
@@ -96,7 +98,7 @@ def test_only_the_window_counts(responses, window):
     for response in responses[-window:]:
         short.observe(*response)
     assert len(long) == len(short)
-    assert (long.curve(1000).hazards == short.curve(1000).hazards).all()
+    assert (long.make_curve(1000).hazards == short.make_curve(1000).hazards).all()
 
 
 def test_a_resumed_response_takes_the_place_of_its_first_piece():
@@ -107,4 +109,4 @@ def test_a_resumed_response_takes_the_place_of_its_first_piece():
         for history in (whole, pieces):
             history.observe(1200, family, since=500)
     assert len(pieces) == len(whole)
-    assert (pieces.curve(4096).hazards == whole.curve(4096).hazards).all()
+    assert (pieces.make_curve(4096).hazards == whole.make_curve(4096).hazards).all()

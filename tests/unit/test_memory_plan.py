@@ -11,19 +11,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_pat.layout import ParallelLayout, candidate_layouts
-from sglang_pat.memory.machine import GIB, Supply, supply_of_gpus
+from sglang_pat.layout import ParallelLayout, list_candidate_layouts
+from sglang_pat.memory.machine import GIB, Supply, measure_gpu_memory
 from sglang_pat.memory.plan import (
     CPU_TOKENS,
     MIN_TOKENS,
     TOKEN_STEP,
     Demand,
     DoesNotFit,
-    advice,
-    demand_of,
+    compute_max_tokens,
+    count_needed_bytes,
+    format_advice,
+    make_default_demand,
     make_plan,
-    most_tokens,
-    needed,
 )  # fmt: skip
 from sglang_pat.memory.shapes import ModelShape, read_config
 
@@ -45,7 +45,7 @@ def supply(kind: str, size: float) -> Supply:
 
 
 def demand(name: str, tp: int, dp: int, there: Supply, **options) -> Demand:
-    return dataclasses.replace(demand_of(shape(name), ParallelLayout(tp, dp), there), **options)
+    return dataclasses.replace(make_default_demand(shape(name), ParallelLayout(tp, dp), there), **options)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -56,11 +56,15 @@ def test_parameters_are_the_published_ones(name):
 
 def test_shards_of_a_model():
     model = shape("qwen2.5-7b")
-    assert [tp for tp in (1, 2, 4, 7, 8, 14, 28) if model.why_not(tp) is None] == [1, 2, 4]
-    assert "28 attention heads" in model.why_not(8) and "KV heads" in model.why_not(7)
+    assert [tp for tp in (1, 2, 4, 7, 8, 14, 28) if model.find_reason_against_degree(tp) is None] == [1, 2, 4]
+    assert "28 attention heads" in model.find_reason_against_degree(
+        8
+    ) and "KV heads" in model.find_reason_against_degree(7)
     assert model.kv_bytes(1) == 28 * 2 * 4 * 128 * 2 and model.kv_bytes(4) == model.kv_bytes(1) // 4
     assert model.local_kv_heads(8) == 1
-    assert "padded" in dataclasses.replace(model, heads=9, kv_heads=9, intermediate=9, vocab=500).why_not(3)
+    assert "padded" in dataclasses.replace(
+        model, heads=9, kv_heads=9, intermediate=9, vocab=500
+    ).find_reason_against_degree(3)
 
 
 def test_a_config_that_is_none():
@@ -92,13 +96,13 @@ def test_gpus_of_80_gb(name, tp, dp, least, most, sleep):
     assert plan.parts["weights"] == shape(name).weight_bytes(tp)
     assert 0.5 < plan.static_fraction < 1
     assert sleep is None or plan.kept / GIB == pytest.approx(sleep, abs=0.05), "docs/gpu.md says so"
-    assert all(what in plan.table() for what in plan.parts)
+    assert all(what in plan.format_table() for what in plan.parts)
 
 
 def test_an_engine_on_a_cpu_leaves_half_of_the_rest_and_no_large_pool():
     small = make_plan(demand("llama-3.1-8b", 2, 1, supply("cpu", 26)), supply("cpu", 26))
     assert MIN_TOKENS <= small.tokens < CPU_TOKENS
-    assert small.tokens <= most_tokens(small.demand, small.supply) * 0.5
+    assert small.tokens <= compute_max_tokens(small.demand, small.supply) * 0.5
     assert make_plan(demand("llama-3.1-8b", 2, 1, supply("cpu", 500)), supply("cpu", 500)).tokens == CPU_TOKENS
 
 
@@ -127,8 +131,10 @@ def test_what_is_given_stays():
 
 def test_a_layout_with_hardly_any_room_is_advised_against():
     there = supply("cuda", 80)
-    assert "a degree above --tp 1 has more room" in (advice(make_plan(demand("qwen2.5-32b", 1, 8, there), there)) or "")
-    assert advice(make_plan(demand("llama-3.1-8b", 1, 8, there), there)) is None
+    assert "a degree above --tp 1 has more room" in (
+        format_advice(make_plan(demand("qwen2.5-32b", 1, 8, there), there)) or ""
+    )
+    assert format_advice(make_plan(demand("llama-3.1-8b", 1, 8, there), there)) is None
 
 
 # -- properties ---------------------------------------------------------------------------------------------------
@@ -149,12 +155,12 @@ def situations(draw) -> tuple[Demand, Supply]:
         item=draw(st.sampled_from([2, 4])),
     )
     base = ParallelLayout(draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 8)))
-    assume(model.why_not(base.tp) is None)
+    assume(model.find_reason_against_degree(base.tp) is None)
     free = draw(st.integers(GIB // 4, 300 * GIB))
     made = Demand(
         shape=model,
         base=base,
-        degrees=model.allowed(candidate_layouts(base)),
+        degrees=model.list_allowed_degrees(list_candidate_layouts(base)),
         prefill_tokens=draw(st.sampled_from([512, 8192])),
         graph_batch=draw(st.sampled_from([0, 256])),
         max_running=draw(st.none() | st.integers(1, 5000)),
@@ -188,13 +194,13 @@ def test_a_plan_is_within_what_is_free_and_a_refusal_names_what_fits(situation):
             assert tokens_of(dataclasses.replace(free, tokens=int(named[1])), there) >= MIN_TOKENS
         elif named := re.search(r"; --tp (\d+) --dp (\d+) would fit", message):
             base = ParallelLayout(int(named[1]), int(named[2]))
-            assert base.num_ranks == asked.base.num_ranks and asked.shape.why_not(base.tp) is None
+            assert base.num_ranks == asked.base.num_ranks and asked.shape.find_reason_against_degree(base.tp) is None
             degrees = tuple(tp for tp in asked.degrees if tp >= base.tp) or (base.tp,)
             assert tokens_of(dataclasses.replace(free, base=base, degrees=degrees), there) >= MIN_TOKENS
         elif "leave it out" in message:
             assert tokens_of(free, there) >= MIN_TOKENS
         else:
-            assert most_tokens(asked, there) // TOKEN_STEP * TOKEN_STEP < MIN_TOKENS
+            assert compute_max_tokens(asked, there) // TOKEN_STEP * TOKEN_STEP < MIN_TOKENS
         return
     assert plan.total_bytes <= there.free
     assert all(size >= 0 for size in plan.parts.values())
@@ -214,9 +220,9 @@ def test_more_memory_or_a_smaller_model_never_means_fewer_tokens(situation, more
     smaller = dataclasses.replace(asked.shape, layers=max(1, asked.shape.layers // 2))
     assert tokens_of(dataclasses.replace(asked, shape=smaller), there) >= tokens
     assert tokens_of(dataclasses.replace(asked, tail_weights=asked.tail_weights + more), there) <= tokens
-    if most := most_tokens(asked, there):
-        assert needed(asked, there, most, asked.activations()) <= there.free
-        assert needed(asked, there, most + 1, asked.activations()) > there.free
+    if most := compute_max_tokens(asked, there):
+        assert count_needed_bytes(asked, there, most, asked.count_activation_bytes()) <= there.free
+        assert count_needed_bytes(asked, there, most + 1, asked.count_activation_bytes()) > there.free
         assert tokens_of(dataclasses.replace(asked, tokens=most), there) == most
     assert tokens_of(dataclasses.replace(asked, tokens=most + 1), there) == 0
 
@@ -225,12 +231,14 @@ def test_more_memory_or_a_smaller_model_never_means_fewer_tokens(situation, more
 
 
 def test_gpus_as_described():
-    assert supply_of_gpus("8x80GB", 8).free == 80 * GIB and supply_of_gpus("2x79.5G", 1).total == int(79.5 * GIB)
+    assert measure_gpu_memory("8x80GB", 8).free == 80 * GIB and measure_gpu_memory("2x79.5G", 1).total == int(
+        79.5 * GIB
+    )
     for text in ("80GB", "0x80GB", "8x0GB", "8x80TB", "8x-1GB"):
         with pytest.raises(ValueError, match="e.g. 8x80GB"):
-            supply_of_gpus(text, 1)
+            measure_gpu_memory(text, 1)
     with pytest.raises(ValueError, match="8 ranks need 8 GPUs"):
-        supply_of_gpus("4x80GB", 8)
+        measure_gpu_memory("4x80GB", 8)
 
 
 def test_models_that_cannot_be_read(tmp_path):

@@ -23,7 +23,7 @@ FROM_RANK = [
     SWITCHED,
     LOAD,
     m.RankTrace(rank=1, query_id=2, steps=[m.Step(1.5, 0.25, 2, "decode", 3, 4)]),
-    m.Held(rank=1, number=3, steps=40, batches=42),
+    m.HoldReport(rank=1, number=3, steps=40, batches=42),
 ]
 
 
@@ -44,8 +44,8 @@ BAD = {
     "to ranks": (m.encode(m.Prepare(epoch=1, tp=2)), "unreadable"),
     "missing field": (msgspec.msgpack.encode({"type": "Prepared", "rank": 0, "epoch": 1}), "Prepared"),
     "wrong type": (
-        msgspec.msgpack.encode({"type": "Held", "rank": "0", "number": 1, "steps": 1, "batches": 1}),
-        "Held",
+        msgspec.msgpack.encode({"type": "HoldReport", "rank": "0", "number": 1, "steps": 1, "batches": 1}),
+        "HoldReport",
     ),
 }
 
@@ -55,7 +55,7 @@ def test_bad_bytes_and_what_they_say_they_are(data, kind):
     """By which a message may be dropped or not: a switch never ends without each rank's answer."""
     with pytest.raises(msgspec.DecodeError):
         m.decode_from_rank(data)
-    assert m.kind_of(data) == kind and m.kind_of(GOOD) == "LoadReport"
+    assert m.guess_kind(data) == kind and m.guess_kind(GOOD) == "LoadReport"
     assert (kind in m.PROTOCOL) == (kind != "unreadable")
 
 

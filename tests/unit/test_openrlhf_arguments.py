@@ -11,7 +11,7 @@ import pytest
 
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.openrlhf.__main__ import RESPONSE, WHOLE, _check_lengths, _read_as_openrlhf, main, split
-from sglang_pat.integrations.openrlhf.given import Given
+from sglang_pat.integrations.openrlhf.given import GivenArguments
 from sglang_pat.integrations.openrlhf.launcher import Launcher
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +109,7 @@ def test_each_engine_writes_its_own_log(monkeypatch):
     )
     name = "sglang_pat.integrations.openrlhf.actor"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(RolloutActor=actor))
-    launcher = Launcher(Given(pat={"log": "/tmp/decisions.jsonl", "kv": "auto"}))
+    launcher = Launcher(GivenArguments(pat={"log": "/tmp/decisions.jsonl", "kv": "auto"}))
     for bundles in (None, None, [0, 2, 4, 6], [1, 3, 5, 7]):
         launcher.options(num_gpus=1).remote(tensor_parallel_size=len(bundles or [0]), bundle_indices=bundles)
     assert [one["given"].pat["log"] for one in made] == [f"/tmp/decisions.{number}.jsonl" for number in range(4)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
-from studies.simulate import Batch, Drain, oracle
+from studies.simulate import Batch, Drain, find_best_run
 
 from .drawn import examples
 from .policy_world import crossing, machine, profiles
@@ -36,7 +36,7 @@ def brute_force(case: Drain) -> float:
     least = np.inf
     for layouts in itertools.product(case.degrees, repeat=points):
         schedule = [(p, tp) for p, tp in enumerate(layouts) if tp != ((case.degrees[0], *layouts)[p])]
-        least = min(least, case.scheduled(schedule).seconds)
+        least = min(least, case.run_schedule(schedule).seconds)
     return least
 
 
@@ -49,7 +49,7 @@ def brute_force(case: Drain) -> float:
 def test_as_good_as_every_schedule(found, lengths, spacing):
     case = drain(found, lengths, spacing=spacing)
     assert len(case.points) <= 7
-    assert oracle(case).seconds == pytest.approx(brute_force(case), rel=1e-12)
+    assert find_best_run(case).seconds == pytest.approx(brute_force(case), rel=1e-12)
 
 
 @examples(40)
@@ -63,9 +63,9 @@ def test_no_policy_is_better(found, seed, requests, sigma):
     random = np.random.default_rng(seed)
     lengths = np.clip(np.exp(5 + sigma * random.normal(size=requests)), 1, 2048)
     case = drain(found, lengths, limit=2048, spacing=16)
-    best = oracle(case)
+    best = find_best_run(case)
     predictor, costs = machine(found)
     for name in ("survival", "pat", "threshold", "manual"):
         policy = make_policy(name, switch_at=4, predictor=predictor, costs=costs)
-        assert case.follow(policy, LengthHistory()).seconds >= best.seconds * (1 - 1e-12), name
-    assert best.seconds <= case.static(1).seconds * (1 + 1e-12)
+        assert case.run_policy(policy, LengthHistory()).seconds >= best.seconds * (1 - 1e-12), name
+    assert best.seconds <= case.run_static(1).seconds * (1 + 1e-12)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.switch.order import OutputOrder, Stamped, fence_after_switch
+from sglang_pat.switch.order import NumberedOutput, OutputOrder, make_fence
 
 from .drawn import examples
 
@@ -25,18 +25,18 @@ class Leaders:
     def __init__(self, ranks: int) -> None:
         self.sent = dict.fromkeys(range(ranks), 0)
         self.fence: dict[int, dict[int, int] | None] = dict.fromkeys(range(ranks))
-        self.wire: dict[int, list[Stamped]] = {rank: [] for rank in range(ranks)}
+        self.wire: dict[int, list[NumberedOutput]] = {rank: [] for rank in range(ranks)}
 
     def send(self, rank: int, payload) -> None:
         self.sent[rank] += 1
-        self.wire[rank].append(Stamped(rank, self.sent[rank], self.fence[rank], payload))
+        self.wire[rank].append(NumberedOutput(rank, self.sent[rank], self.fence[rank], payload))
         self.fence[rank] = None
 
     def switch(self, old: range, new: range) -> None:
         sent = {rank: self.sent[rank] for rank in old}
         unsent = [self.fence[rank] for rank in old]
         for rank in self.sent:
-            self.fence[rank] = fence_after_switch(rank, sent, unsent) if rank in new else None
+            self.fence[rank] = make_fence(rank, sent, unsent) if rank in new else None
 
 
 def random_run(rng: random.Random, ranks: int, max_steps: int) -> Leaders:
@@ -58,7 +58,7 @@ def random_run(rng: random.Random, ranks: int, max_steps: int) -> Leaders:
     return leaders
 
 
-def deliver(rng: random.Random, wire: dict[int, list[Stamped]], order: OutputOrder | None) -> list:
+def deliver(rng: random.Random, wire: dict[int, list[NumberedOutput]], order: OutputOrder | None) -> list:
     """All messages, each rank's in order but the ranks interleaved at random."""
     queues = {rank: deque(messages) for rank, messages in wire.items() if messages}
     result = []
@@ -121,4 +121,4 @@ def test_random_runs_fail_without_fences():
     ],
 )
 def test_fence_after_switch(sent, unsent, fence):
-    assert fence_after_switch(0, sent, unsent) == fence
+    assert make_fence(0, sent, unsent) == fence

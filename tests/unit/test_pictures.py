@@ -28,17 +28,17 @@ def test_colours_and_backend_stand_in_one_place():
 
 
 def test_a_picture_is_written_whole(tmp_path):
-    figure, _ = pictures.panels(1)
+    figure, _ = pictures.make_panels(1)
     assert is_png(pictures.save(figure, tmp_path / "a.png"))
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-    assert pictures.span([1.178, 0.987]) == "0.99 to 1.18" and pictures.span([1.001, 1.002]) == "1.00"
+    assert pictures.format_span([1.178, 0.987]) == "0.99 to 1.18" and pictures.format_span([1.001, 1.002]) == "1.00"
 
 
 def test_tail_batching(tmp_path):
     seconds = dict(zip(tail_picture.NAMES, (40.0, 30.0, 20.0, 10.0), strict=True))
     found = {(name, "14B, 16K", rho): {"seconds": s} for name, s in seconds.items() for rho in (0.0, 0.5)}
-    drawn = tail_picture.of(found | {("prompts", 1.25, 0.5): {"seconds": 1.0}})
-    assert "4.0 times" in tail_picture.title(drawn)
+    drawn = tail_picture.make_found(found | {("prompts", 1.25, 0.5): {"seconds": 1.0}})
+    assert "4.0 times" in tail_picture.format_title(drawn)
     assert is_png(tail_picture.draw(drawn, "", tmp_path / "a.png"))
 
 
@@ -46,7 +46,9 @@ def test_study(tmp_path):
     cell = {"static_over_oracle": 1.0, "static_over_survival": 0.9, "pat_decided": 0.02}
     ours, theirs = cell | {"profile": "a", "survival_decided": 0.01}, cell | {"profile": "a-pat-costs"}
     assert is_png(policies_picture.draw([ours, theirs], tmp_path / "a.png")), "PAT's switch costs are left out"
-    assert "survival loses 1.00%" in policies_picture.title([ours]) and "pat 2.00%" in policies_picture.title([ours])
+    assert "survival loses 1.00%" in policies_picture.format_title(
+        [ours]
+    ) and "pat 2.00%" in policies_picture.format_title([ours])
 
 
 def test_pictures_of_pages_can_be_drawn_from_their_tables(tmp_path, monkeypatch):

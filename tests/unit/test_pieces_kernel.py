@@ -37,12 +37,12 @@ def pieces_of_weight(sizes: list[int], whole: list[int], width: int, dtype=torch
 
 def check() -> None:
     """In a process with ``TRITON_INTERPRET=1``."""
-    from sglang_pat.rank.pieces_triton import pieces_of
+    from sglang_pat.rank.pieces_triton import make_pieces
 
     for sizes, whole, width, tokens, with_bias in CASES:
         weights, biases = pieces_of_weight(sizes, whole, width)
         x = torch.randn(tokens, 2 * width).to(torch.float16)[:, :width]
-        pieces = pieces_of(weights, biases if with_bias else None)
+        pieces = make_pieces(weights, biases if with_bias else None)
         assert pieces is not None, sizes
         bias = torch.cat(biases).float() if with_bias else None
         wanted = linear(x.float(), torch.cat(weights).float(), bias)
@@ -92,22 +92,22 @@ def test_it_compiles_for_a_gpu_and_fits_there(tokens, rows, depth, stages, monke
 )
 def test_what_it_cannot_multiply_is_left_to_torch(sizes, whole, width, dtype):
     pytest.importorskip("triton")
-    from sglang_pat.rank.pieces_triton import pieces_of
+    from sglang_pat.rank.pieces_triton import make_pieces
 
-    assert pieces_of(*pieces_of_weight(sizes, whole, width, dtype)) is None
+    assert make_pieces(*pieces_of_weight(sizes, whole, width, dtype)) is None
 
 
 def test_pieces_of_two_weights_are_left_to_torch():
     pytest.importorskip("triton")
-    from sglang_pat.rank.pieces_triton import pieces_of
+    from sglang_pat.rank.pieces_triton import make_pieces
 
     one, other = (torch.zeros(64, 64, dtype=torch.float16) for _ in range(2))
     room = torch.zeros(40, 64, dtype=torch.float16)
-    assert pieces_of([one[:32], one[32:]], None) is not None
-    assert pieces_of([room[:16], room.view(-1)[24 * 64 + 8 :].view(-1)[: 15 * 64].view(15, 64)], None) is None
-    assert pieces_of([one[:32], other.t()[32:]], None) is None
+    assert make_pieces([one[:32], one[32:]], None) is not None
+    assert make_pieces([room[:16], room.view(-1)[24 * 64 + 8 :].view(-1)[: 15 * 64].view(15, 64)], None) is None
+    assert make_pieces([one[:32], other.t()[32:]], None) is None
     biases = [torch.zeros(16, dtype=torch.float16), torch.zeros(16, dtype=torch.float16)]
-    assert pieces_of([room[:16], room[16:32]], [biases[0], biases[0]]) is None
+    assert make_pieces([room[:16], room[16:32]], [biases[0], biases[0]]) is None
 
 
 if __name__ == "__main__":

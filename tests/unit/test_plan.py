@@ -26,16 +26,16 @@ pytestmark = pytest.mark.unit
 )
 def test_balance(weights, first, bins):
     bins = range(first, first + bins)
-    result = plan.balance(weights, bins)
-    assert result == plan.balance(list(weights), list(bins))
+    result = plan.balance_bins(weights, bins)
+    assert result == plan.balance_bins(list(weights), list(bins))
     assert len(result) == len(weights) and set(result) <= set(bins)
     load = [sum(w + 1 for w, b in zip(weights, result, strict=True) if b == which) for which in bins]
     assert max(load) - min(load) <= max(weights, default=0) + 1
 
 
 def test_balance_spreads_requests_without_tokens():
-    assert Counter(plan.balance([0] * 8, range(4))) == {0: 2, 1: 2, 2: 2, 3: 2}
-    assert plan.balance([5, 5, 1, 9], [2, 4]) == [4, 4, 2, 2]
+    assert Counter(plan.balance_bins([0] * 8, range(4))) == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert plan.balance_bins([5, 5, 1, 9], [2, 4]) == [4, 4, 2, 2]
 
 
 @pytest.mark.parametrize(("kv_heads", "tp"), [(2, 8), (4, 8), (1, 4), (2, 4), (3, 6)])
@@ -43,7 +43,7 @@ def test_copies_of_a_head_share_the_sending(kv_heads, tp):
     """Lowering from more ranks than KV heads: no holder of a head sends more than its part."""
     old, new = ParallelLayout(tp, 1), ParallelLayout(1, tp)
     members = list(range(tp))
-    slices = [s for dst in members for s in plan.head_slices(old, new, kv_heads, members, dst)]
+    slices = [s for dst in members for s in plan.list_head_slices(old, new, kv_heads, members, dst)]
     sent = Counter(s.src for s in slices if s.src != s.dst)
     holders = tp // kv_heads
     assert all(sent[rank] == (tp - holders) / holders for rank in members)
@@ -52,18 +52,18 @@ def test_copies_of_a_head_share_the_sending(kv_heads, tp):
 def test_requests_that_share_anything_but_a_prefix():
     rows = [np.array([1, 2, 3]), np.array([4, 2])]
     with pytest.raises(AssertionError, match="not a common prefix"):
-        plan.shared_prefixes(rows, [0, 0], 10)
+        plan.find_shared_prefixes(rows, [0, 0], 10)
     # Sharing over different destinations is none.
-    assert plan.shared_prefixes(rows, [0, 1], 10) == [(0, -1), (0, -1)]
+    assert plan.find_shared_prefixes(rows, [0, 1], 10) == [(0, -1), (0, -1)]
 
 
 def test_shared_prefix_tree():
     """A grandchild shares with whichever request of its destination brought the last shared slot."""
     a, b, c, d = ([1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 6], [1, 7])
     rows = [np.array(row) for row in (a, b, c, d)]
-    assert plan.shared_prefixes(rows, [0, 0, 0, 0], 10) == [(0, -1), (2, 0), (3, 1), (1, 0)]
-    assert plan.shared_prefixes(rows, [0, 1, 1, 0], 10) == [(0, -1), (0, -1), (3, 1), (1, 0)]
-    assert plan.shared_prefixes([np.empty(0, np.int64)], [0], 10) == [(0, -1)]
+    assert plan.find_shared_prefixes(rows, [0, 0, 0, 0], 10) == [(0, -1), (2, 0), (3, 1), (1, 0)]
+    assert plan.find_shared_prefixes(rows, [0, 1, 1, 0], 10) == [(0, -1), (0, -1), (3, 1), (1, 0)]
+    assert plan.find_shared_prefixes([np.empty(0, np.int64)], [0], 10) == [(0, -1)]
 
 
 MERGES = [
@@ -84,11 +84,11 @@ def test_each_rank_gets_what_it_does_not_hold(old: ParallelLayout, new: Parallel
     sizes = {g: {to: len(data) for to, data in capsules(old, new, g).items()} for g in range(old.dp)}
     leads = set(old.leaders)
     sent = [
-        plan.capsules_to_send(old, new, rank, capsules(old, new, old.group_of(rank)) if rank in leads else {})
+        plan.list_capsules_to_send(old, new, rank, capsules(old, new, old.group_of(rank)) if rank in leads else {})
         for rank in range(old.num_ranks)
     ]
     for rank in range(old.num_ranks):
-        comes = plan.capsule_sizes(old, new, rank, sizes)
+        comes = plan.list_capsule_sizes(old, new, rank, sizes)
         assert comes == [len(sent[source][rank]) for source in range(old.num_ranks)]
         needed = {old.group_of(other) for other in new.group(new.group_of(rank))} - {old.group_of(rank)}
         expected = {g: data for g in needed if (data := b"".join(capsules(old, new, g).values()))}

@@ -67,7 +67,7 @@ def execute(case: Case, gather: bool = False) -> Outcome:
             place = outcome.places[rank] = exchanges[rank].place
             assert place[0] == 0 and len(set(place.tolist())) == len(place), "every slot of the plan has its own"
             # What of its own is not packed stays where it is.
-            own, moves = move.coming(group), exchanges[rank].recv_slots[exchanges[rank].recv_offsets[-2] :]
+            own, moves = move.list_incoming_slots(group), exchanges[rank].recv_slots[exchanges[rank].recv_offsets[-2] :]
             stays = place[own[~np.isin(place[own], moves)]]
             outcome.travelled += [(rank, rank, int(v)) for v in pools[rank][stays][:, head_part(move)].ravel()]
         last = len(members)
@@ -86,10 +86,10 @@ def execute(case: Case, gather: bool = False) -> Outcome:
             pools[dst][recv, b : b + out.heads] = values
             outcome.travelled += [(src, dst, int(v)) for v in values.ravel()]
             if i < last:
-                assert out.elements(DIM)[i, j] == into.elements(DIM)[i, j] == values.size * DIM
+                assert out.count_elements(DIM)[i, j] == into.count_elements(DIM)[i, j] == values.size * DIM
             else:
                 assert out.moving == len(send)
-        outcome.elements += sum(exchanges[rank].elements(DIM)[i].sum() for i, rank in enumerate(members))
+        outcome.elements += sum(exchanges[rank].count_elements(DIM)[i].sum() for i, rank in enumerate(members))
         packed = [len(exchanges[rank].send_slots) for rank in members]
         assert not gather or {exchanges[rank].most for rank in members} == {max(packed)}, "one size for all"
     return outcome
@@ -97,7 +97,7 @@ def execute(case: Case, gather: bool = False) -> Outcome:
 
 def head_part(move: plan.Move) -> slice:
     """Of a new slot, the heads that this rank had before."""
-    own = next(piece for piece in move.slices(move.rank) if piece.src == move.rank)
+    own = next(piece for piece in move.list_slices(move.rank) if piece.src == move.rank)
     return slice(own.dst_head, own.dst_head + own.count)
 
 

@@ -12,7 +12,7 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.rules import RETRY_SECONDS, SETTLE_SECONDS
 from sglang_pat.policies.snapshot import Decision, Snapshot
-from sglang_pat.policies.threshold import threshold
+from sglang_pat.policies.threshold import make_threshold_policy
 
 from .policy_world import NOW
 from .policy_world import snapshot as make_snapshot
@@ -70,12 +70,12 @@ CASES = [
 
 @pytest.mark.parametrize(("kwargs", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_threshold(kwargs, expected):
-    assert degree(threshold(8), snapshot(**kwargs)) == expected
+    assert degree(make_threshold_policy(8), snapshot(**kwargs)) == expected
 
 
 @pytest.mark.parametrize(("max_running", "requests", "expected"), [(2, 2, 4), (2, 3, 1), (3, 3, 4), (None, 8, 4)])
 def test_threshold_merges_no_more_than_decode_at_once(max_running, requests, expected):
-    assert degree(threshold(8, max_running), snapshot(requests=requests, peak=20)) == expected
+    assert degree(make_threshold_policy(8, max_running), snapshot(requests=requests, peak=20)) == expected
 
 
 def run(decide, steps, tp=1) -> list[int]:
@@ -96,21 +96,23 @@ def run(decide, steps, tp=1) -> list[int]:
 def test_a_round_merges_once():
     """Fill up, drain, next round: one merge and one split a round, none while it fills."""
     round_ = [(0.01, n) for n in range(1, 33)] + [(0.1, n) for n in range(31, -1, -1)]
-    degrees = run(threshold(8), round_ * 2)
+    degrees = run(make_threshold_policy(8), round_ * 2)
     changes = [b for a, b in zip([1, *degrees], degrees, strict=False) if a != b]
     assert changes == [4, 1, 4, 1]
 
 
 def test_trickle_does_not_flap():
     """Few requests, one at a time: merged after the first quiet second, and again only after the engine was empty."""
-    degrees = run(threshold(8), [(0.0, 1), (0.5, 2), (0.5, 1), (0.6, 1), (0.1, 2), (0.1, 3), (5.0, 1), (1.0, 0)])
+    degrees = run(
+        make_threshold_policy(8), [(0.0, 1), (0.5, 2), (0.5, 1), (0.6, 1), (0.1, 2), (0.1, 3), (5.0, 1), (1.0, 0)]
+    )
     assert degrees == [1, 1, 1, 4, 4, 4, 4, 1]
 
 
 def test_hovering_about_the_threshold_does_not_flap():
     """Merged at 8, split above twice as many only."""
     load = [(0.1, 20), (0.1, 9), (0.1, 8), (0.1, 9), (0.1, 8), (0.1, 16), (0.1, 17)]
-    assert run(threshold(8), load) == [1, 1, 4, 4, 4, 4, 1]
+    assert run(make_threshold_policy(8), load) == [1, 1, 4, 4, 4, 4, 1]
 
 
 def test_a_weight_update_in_buckets_on_a_paused_engine_does_not_flap():
@@ -121,7 +123,7 @@ def test_a_weight_update_in_buckets_on_a_paused_engine_does_not_flap():
         if tenth % 5 == 0:
             switch = now  # a bucket came, and the engine is in base once more
         snap = dataclasses.replace(snapshot(requests=3, peak=20), now=now, last_switch=switch)
-        degrees.append(degree(threshold(8), snap))
+        degrees.append(degree(make_threshold_policy(8), snap))
     assert set(degrees) == {1}
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 def test_a_package_that_is_not_there(monkeypatch):
     lines = ["sglang<=0.5.12.post1,>=0.5.12", "matplotlib", "none-of-that_name>=2; python_version>'3'"]
     monkeypatch.setattr(metadata, "requires", lambda name: lines)
-    assert list(preflight._packages()) == [
+    assert list(preflight._check_packages()) == [
         (True, "matplotlib", metadata.version("matplotlib")),
         (False, "none-of-that_name", "not installed: pip install none-of-that_name"),
     ]
@@ -23,6 +23,6 @@ def test_a_package_that_is_not_there(monkeypatch):
 
 def test_a_fastapi_whose_routes_have_no_path(monkeypatch):
     """As 0.165, where a router that was included is a route of its own."""
-    assert preflight._web() == (True, "FastAPI", metadata.version("fastapi"))
+    assert preflight._check_web() == (True, "FastAPI", metadata.version("fastapi"))
     monkeypatch.setattr(fastapi.FastAPI, "routes", [object()])
-    assert "SGLang answers /v1/loads with 500" in preflight._web()[2]
+    assert "SGLang answers /v1/loads with 500" in preflight._check_web()[2]

@@ -86,7 +86,7 @@ sys.exit(subprocess.call(sys.argv[1:]))
 """Runs a command, adopts what it leaves and never takes an exit code, as process 1 of many a container."""
 
 
-@pytest.fixture(params=["warm", "fork_here"])
+@pytest.fixture(params=["warm_up_fork_server", "fork_here"])
 def engine(request, tmp_path_factory):
     """A main process with two children; the fork server is started either way."""
     place = tmp_path_factory.mktemp("p")

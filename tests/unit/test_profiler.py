@@ -14,10 +14,10 @@ import pytest
 
 from profiler import grid as grids
 from profiler import measure, report, sweep, validate
-from profiler.grid import Grid, Limits, Point, needed, points
+from profiler.grid import Grid, Limits, Point, list_points, list_required_points
 from profiler.measure import NotMeasured, TooSlow
-from profiler.store import Store, check_asked, check_same, existing
-from profiler.windows import decode_windows, prefill_seconds
+from profiler.store import Store, check_asked, check_same, load_existing
+from profiler.windows import decode_windows, measure_prefill_seconds
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.predictor import Predictor
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.unit
 
 LAYOUTS = (ParallelLayout(1, 4), ParallelLayout(2, 2), ParallelLayout(4, 1))
 LIMITS = Limits(layouts=LAYOUTS, kv_tokens={1: 8192, 2: 16384, 4: 16384}, max_running=48, max_length=4000)
-ALL = points(grids.resolve({}, LIMITS), LIMITS)
+ALL = list_points(grids.resolve({}, LIMITS), LIMITS)
 
 # -- grid --------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ ALL = points(grids.resolve({}, LIMITS), LIMITS)
 def test_axes_are_read_and_checked():
     assert grids.parse("batch=1,2,4;context=64,128") == {"batch": (1, 2, 4), "context": (64, 128)}
     assert grids.parse(None) == {}
-    assert grids.canonical(grids.parse("context=64;batch=1")) == "batch=1;context=64"
+    assert grids.format_axes(grids.parse("context=64;batch=1")) == "batch=1;context=64"
     for text, said in (
         ("batches=1", "axes are batch"),
         ("batch=1,x", "numbers separated by commas"),
@@ -54,7 +54,7 @@ def test_axes_are_read_and_checked():
 
 
 def test_only_points_that_the_pool_holds():
-    found = points(grids.resolve({"batch": (1, 16, 48, 128), "context": (64, 1024, 2048)}, LIMITS), LIMITS)
+    found = list_points(grids.resolve({"batch": (1, 16, 48, 128), "context": (64, 1024, 2048)}, LIMITS), LIMITS)
     for point in found:
         if point.kind != "switch":
             assert point.batch * point.context <= LIMITS.kv_tokens[point.tp] and point.batch <= 48
@@ -79,15 +79,15 @@ def test_layouts_take_turns_and_the_largest_batch_comes_early():
     decode = [p for p in ALL if p.kind == "decode" and p.replicas == 4 // p.tp]
     assert [(p.tp, p.batch) for p in decode[:6]] == [(1, 1), (2, 1), (4, 1), (4, 48), (2, 48), (1, 48)]
     assert all(one.context <= two.context for one, two in pairwise(decode))
-    assert needed(ALL) >= set(decode[:3]) and len(needed(ALL)) == 3 + 3
-    assert all(p.batch for p in needed(ALL))
+    assert list_required_points(ALL) >= set(decode[:3]) and len(list_required_points(ALL)) == 3 + 3
+    assert all(p.batch for p in list_required_points(ALL))
 
 
 def test_no_more_points_than_a_profile_may_have():
     many = Grid(batch=tuple(range(1, 49)), context=tuple(range(48, 4000, 16)))
     roomy = Limits(layouts=LAYOUTS, kv_tokens=dict.fromkeys((1, 2, 4), 1 << 20), max_running=48, max_length=4096)
     with pytest.raises(UsageError, match=f"decode points, a profile has at most {MOST_POINTS}"):
-        points(many, roomy)
+        list_points(many, roomy)
 
 
 def test_budget_is_read():
@@ -118,7 +118,7 @@ def decode(batch, context, seconds=0.01):
 
 def test_a_store_knows_what_it_has(tmp_path):
     kept = store(tmp_path / "p.json")
-    assert kept.done() == set()
+    assert kept.list_done() == set()
     kept.add(decode(1, 61), 5.0)  # a few tokens off the grid's 64
     kept.add(PrefillPoint(tp=1, replicas=4, batch=2, length=256, seconds=0.1, samples=(0.1,)), 7.0)
     kept.add([switch_sample(1, 2, 8, 8 * 150, kv=1e-3), switch_sample(2, 1, 8, 8 * 160, kv=1e-3)], 9.0)
@@ -129,9 +129,9 @@ def test_a_store_knows_what_it_has(tmp_path):
         Point(kind="switch", tp=1, to_tp=2, replicas=4, batch=8, context=128),
         Point(kind="switch", tp=2, to_tp=4, replicas=2, batch=0, context=0),
     }
-    assert kept.done() == expected
-    again = existing(tmp_path / "p.json")
-    assert Store(tmp_path / "p.json", again).done() == expected
+    assert kept.list_done() == expected
+    again = load_existing(tmp_path / "p.json")
+    assert Store(tmp_path / "p.json", again).list_done() == expected
     assert again.machine["spent_seconds"] == 10.0 and not again.complete
     check_asked(tmp_path, again, ASKED)
     check_same(tmp_path, again, msgspec.structs.replace(FINGERPRINT, kv_tokens=1, max_running=1))
@@ -182,14 +182,14 @@ def run_sweep(monkeypatch, tmp_path, seconds=0.01, budget=600.0, off=-3, slow=la
         pass
 
     monkeypatch.setattr(measure, "decode", decoded)
-    monkeypatch.setattr(measure, "prefill", one)
-    monkeypatch.setattr(measure, "switches", one)
+    monkeypatch.setattr(measure, "measure_prefill", one)
+    monkeypatch.setattr(measure, "measure_switches", one)
     monkeypatch.setattr(sweep.time, "monotonic", lambda: now[0])
     mark = msgspec.structs.replace(FINGERPRINT, num_ranks=2, degrees=(1, 2))
     kept = store(tmp_path / "p.json", fingerprint=mark)
     limits = Limits(layouts=(ParallelLayout(1, 2), ParallelLayout(2, 1)), kv_tokens={1: 8192, 2: 16384},
                     max_running=64, max_length=4096)  # fmt: skip
-    speaker = SimpleNamespace(showing=lambda line: nullcontext())
+    speaker = SimpleNamespace(show_progress=lambda line: nullcontext())
     made = sweep.Sweep(SimpleNamespace(reconfigure=reconfigure), kept, limits, budget, speaker, now[0])
     asyncio.run(made.run())
     return made, kept, tried
@@ -199,12 +199,12 @@ def test_every_point_is_measured_and_decode_points_twice(monkeypatch, tmp_path):
     made, kept, _ = run_sweep(monkeypatch, tmp_path)
     assert len(kept.profile.decode) == 10 and all(len(point.samples) == 2 for point in kept.profile.decode)
     assert made.done == made.total and not made.notes
-    assert kept.done() == set(made._points)
+    assert kept.list_done() == set(made._points)
 
 
 def test_without_time_only_what_a_profile_needs_is_measured(monkeypatch, tmp_path):
     made, kept, tried = run_sweep(monkeypatch, tmp_path, seconds=50.0, budget=60.0)
-    assert set(tried) == needed(made._points) and made.done == len(tried)
+    assert set(tried) == list_required_points(made._points) and made.done == len(tried)
     assert kept.profile.machine["left_out"] == made.total - len(tried)
 
 
@@ -267,11 +267,13 @@ def test_prefill_of_a_batch():
         return [dict(rank=rank, tp=1, kind="prefill", at=0, seconds=s, requests=n, tokens=t) for n, t, s in shapes]
 
     asked = dict(tp=1, replicas=2, batch=4, length=512)
-    assert prefill_seconds(prefills(0, (4, 2048, 0.8)) + prefills(1, (4, 2047, 0.6)), **asked) == pytest.approx(0.7)
+    assert measure_prefill_seconds(prefills(0, (4, 2048, 0.8)) + prefills(1, (4, 2047, 0.6)), **asked) == pytest.approx(
+        0.7
+    )
     chunks = prefills(0, (1, 512, 0.2), (3, 1536, 0.6)) + prefills(1, (4, 2048, 0.8))
-    assert prefill_seconds(chunks, **asked) == pytest.approx(0.8)
+    assert measure_prefill_seconds(chunks, **asked) == pytest.approx(0.8)
     uneven = prefills(0, (5, 2560, 1.0)) + prefills(1, (3, 1536, 0.6))
-    assert prefill_seconds(uneven, **asked) is None
+    assert measure_prefill_seconds(uneven, **asked) is None
 
 
 class SlowRig:
@@ -280,7 +282,7 @@ class SlowRig:
     def __init__(self, made):
         self.layouts, self.made, self.steps, self.aborted = LAYOUTS[2:], made, 0, 0
 
-    def tokens(self, count):
+    def sample_tokens(self, count):
         return [0] * count
 
     def inject(self, prompts):
@@ -292,7 +294,7 @@ class SlowRig:
     async def flush(self):
         pass
 
-    async def trace(self):
+    async def read_trace(self):
         self.steps += self.made
         return steps(0, self.made, 0.1, 2, begin=0.1 * self.steps, tp=4, tokens=400)
 
@@ -332,23 +334,23 @@ def trace_of(predictor, tp, factor, count=60):
 def test_slowness_of_a_run(tp):
     predictor = Predictor(profile())
     for factor in (1.0, 1.3):
-        assert validate.slowness(trace_of(predictor, tp, factor), predictor, tp) == pytest.approx(factor)
+        assert validate.compute_slowdown(trace_of(predictor, tp, factor), predictor, tp) == pytest.approx(factor)
 
 
 def test_a_step_is_predicted_for_the_replicas_at_work():
     made = decode_points(lambda tp, n, b, c: 0.01 * n, (1, 4), (64, 512), layouts=((1, 1), (1, 4), (2, 2), (4, 1)))
     alone = steps(0, 10, 0.01, 1) + steps(1, 10, 0.02, 1, begin=5.0)
-    assert validate.slowness(alone, Predictor(profile(decode=made)), 1) == pytest.approx(1.5)
+    assert validate.compute_slowdown(alone, Predictor(profile(decode=made)), 1) == pytest.approx(1.5)
 
 
 def test_what_layouts_have_in_common_is_told_from_what_is_between_them():
     """Turns of a machine that is 10, 30 and 20% slower; tp=2 is another 8% slower, give or take 1%."""
     speeds = {"tp1×dp4": [1.1, 1.3, 1.2], "tp2×dp2": [1.1 * 1.08, 1.3 * 1.09, 1.2 * 1.07]}
-    found = validate.between_layouts(speeds)
+    found = validate.compare_layouts(speeds)
     assert found.common == pytest.approx(0.245, abs=0.01)
     assert found.beside == pytest.approx({"tp1×dp4": -0.0377, "tp2×dp2": 0.0392}, abs=0.001)
     assert found.error == pytest.approx(np.log(1.08) / 2**0.5, abs=0.001) and 0.002 < found.noise < 0.006
-    noisy = validate.between_layouts({"a": speeds["tp1×dp4"], "b": speeds["tp1×dp4"][::-1]})
+    noisy = validate.compare_layouts({"a": speeds["tp1×dp4"], "b": speeds["tp1×dp4"][::-1]})
     assert noisy.error == 0 < noisy.noise
 
 
@@ -373,7 +375,7 @@ def test_a_report_is_one_page(tmp_path):
     page = (folder / "index.html").read_text()
     assert page.count("data:image/png;base64,") == 1 and "tp1 → tp4" in page and "heads4/4" in page
     assert 'src="http' not in page and "<link" not in page and "<script" not in page
-    between = validate.between_layouts({"tp1×dp4": [1.0, 1.1], "tp4×dp1": [1.2, 1.1]})
+    between = validate.compare_layouts({"tp1×dp4": [1.0, 1.1], "tp4×dp1": [1.2, 1.1]})
     (folder / "validation.json").write_bytes(msgspec.json.encode({"between": between, "table": []}))
     assert report.main([str(path), "--out", str(folder)]) == 0
     assert "error between layouts" in (folder / "index.html").read_text()
@@ -389,7 +391,7 @@ def test_a_report_is_one_page(tmp_path):
     ids=["one point", "one layout", "modelled, interrupted"],
 )
 def test_a_report_of_little(parts):
-    page = report.page(made_up(**parts), None)
+    page = report.format_page(made_up(**parts), None)
     assert "data:image/png;base64," in page
     assert "somewhere &lt;b&gt;" in page or "sources" not in parts
     assert ("interrupted sweep" in page) == (parts.get("complete") is False)
@@ -398,7 +400,7 @@ def test_a_report_of_little(parts):
 def test_which_layout_is_fastest():
     seconds = lambda tp, n, batch, c: {1: 0.01, 2: 0.1, 4: 0.002 * batch + 0.005}[tp]  # noqa: E731
     crossing = Predictor(profile(decode=decode_points(seconds, (1, 4), (128, 1024))))
-    assert report.fastest(crossing, [1, 2, 4], 128, 8) == "fastest are tp4 up to 2, tp1 with more requests"
+    assert report.find_fastest(crossing, [1, 2, 4], 128, 8) == "fastest are tp4 up to 2, tp1 with more requests"
 
 
 # -- bad input to the three commands ------------------------------------------------------------------

@@ -33,13 +33,13 @@ pytestmark = pytest.mark.unit
 def test_prompts_that_a_replica_computes(size, prompt, response, replicas, expected):
     """Of 16 requests in groups of ``size``."""
     family = np.repeat(np.arange(16 // size), size)
-    assert prompts.computed(np.full(16, prompt), family, response, replicas) == (expected, prompt)
+    assert prompts.count_prompts_to_compute(np.full(16, prompt), family, response, replicas) == (expected, prompt)
 
 
 def test_uneven_prompts_are_computed_by_their_number():
     """Two of 8,192 tokens, each twice; sixteen of 1,024."""
     lengths = np.repeat([8192, 8192, 1024, 1024], 8)
-    number, rms = prompts.computed(lengths, np.repeat(np.arange(4), 8), 250, 1)
+    number, rms = prompts.count_prompts_to_compute(lengths, np.repeat(np.arange(4), 8), 250, 1)
     assert number == 20 and rms == pytest.approx(np.sqrt((4 * 8192**2 + 16 * 1024**2) / 20))
 
 

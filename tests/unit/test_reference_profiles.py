@@ -12,7 +12,7 @@ from studies import PROFILES, modelled
 
 pytestmark = pytest.mark.unit
 
-NAMES = sorted(modelled.references())
+NAMES = sorted(modelled.make_references())
 NINE_OF_12K = np.full(9, 12288)
 
 
@@ -24,7 +24,7 @@ def loaded(name: str):
 
 def test_files_are_what_the_code_makes(tmp_path):
     assert sorted(path.name for path in PROFILES.glob("*.json")) == NAMES
-    for name, made in modelled.references().items():
+    for name, made in modelled.make_references().items():
         save(made, tmp_path / name)
         assert load(PROFILES / name) == load(tmp_path / name), f"{name}: python -m studies.modelled"
 
@@ -75,9 +75,9 @@ def test_our_exchange_of_9_requests(name, from_tp, seconds):
 
 
 def test_pat_section_5_3_generation():
-    h100, lengths = modelled.h100(modelled.LLAMA), modelled.deepscaler_lengths(24576)
+    h100, lengths = modelled.make_h100(modelled.LLAMA), modelled.make_deepscaler_lengths(24576)
     assert h100.generation_seconds(2, lengths, 4) == pytest.approx(134.3, rel=0.01)
     assert lengths.max() == 24576 and np.mean(lengths > 8192) == pytest.approx(0.1085, abs=0.005)
-    qwen = modelled.h100(modelled.QWEN).generation_seconds(2, modelled.deepscaler_lengths(16384), 4)
+    qwen = modelled.make_h100(modelled.QWEN).generation_seconds(2, modelled.make_deepscaler_lengths(16384), 4)
     # Not calibrated: a check of the model.
     assert qwen == pytest.approx(133.9, rel=0.06)

@@ -25,9 +25,9 @@ def test_a_flag_and_a_field(rows, word):
 
 def test_a_setting_and_a_value(rows):
     with pytest.raises(ValueError, match="^here: old_thing is gone: use --pat-policy$"):
-        settings.fields({"old_thing": 1}, "here")
+        settings.parse_fields({"old_thing": 1}, "here")
     with pytest.raises(ValueError, match="--pat-policy oracle is gone: choose survival$"):
-        settings.fields({"policy": "oracle"}, "here")
+        settings.parse_fields({"policy": "oracle"}, "here")
 
 
 def test_no_row_is_in_use_and_each_is_one_line():

@@ -22,10 +22,10 @@ def test_ranks_meet_on_loopback(given, tmp_path):
     if given == "a port":
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        place = rendezvous.url(port)
+        place = rendezvous.make_url(port)
     else:
         (folder := tmp_path / "a folder? with 100%").mkdir()
-        place = rendezvous.url_in(folder)
+        place = rendezvous.make_file_url(folder)
 
     def join(rank: int):
         return next(torch_rendezvous(place, rank, 2, timeout=timedelta(seconds=60)))
@@ -43,4 +43,4 @@ def test_ranks_meet_on_loopback(given, tmp_path):
 
 def test_a_rank_does_not_wait_for_ever(tmp_path):
     with pytest.raises(TimeoutError, match="rank 0 has opened no store for 0 s"):
-        rendezvous._told(tmp_path / rendezvous.FILE, timedelta(0))
+        rendezvous._read_port(tmp_path / rendezvous.FILE, timedelta(0))

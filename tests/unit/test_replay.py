@@ -69,9 +69,9 @@ def write_log(path: Path, profile_file: str, policy_name: str = "survival") -> i
             log.write("length", length=length, family=family, finished=finished)
 
     history = Logging()
-    rounds = Workload(shape=parse_shape("lognormal:5,1,1500"), batch=40, rounds=3, correlation=0.5).batches()
+    rounds = Workload(shape=parse_shape("lognormal:5,1,1500"), batch=40, rounds=3, correlation=0.5).make_batches()
     for number, drawn in enumerate(rounds):
-        Drain(predictor, costs, found.fingerprint, drawn, 16).follow(logged, history, complete=number > 0)
+        Drain(predictor, costs, found.fingerprint, drawn, 16).run_policy(logged, history, complete=number > 0)
     for step in (Figures(256, 2, 0, 0.04, {1: 3.0}), Figures(256, 4, 0, 0.06, {1: 3.0, 4: 4.0})):
         log.write("step", **dataclasses.asdict(step))
     return decisions

@@ -12,9 +12,9 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.snapshot import Decision
 from sglang_pat.predict.profile import save
 from sglang_pat.tools.commands import run
-from studies.compare import AS_IS, KNOWN, Machine, Workload, compare, main, regrets
+from studies.compare import AS_IS, KNOWN, Machine, Workload, compare, compute_regrets, main
 from studies.shapes import parse_shape
-from studies.simulate import Batch, Drain, crowded
+from studies.simulate import Batch, Drain, describe_queueing
 
 from .drawn import examples
 from .policy_world import crossing, machine
@@ -50,7 +50,9 @@ def test_static_layouts_step_by_step(lengths, tp):
     found = linear_profile()
     predictor, costs = machine(found)
     case = Drain(predictor, costs, found.fingerprint, batch(lengths), 16)
-    assert case.static(tp).seconds == pytest.approx(step_by_step(predictor, case.batch, tp, 0, max(lengths)), rel=1e-9)
+    assert case.run_static(tp).seconds == pytest.approx(
+        step_by_step(predictor, case.batch, tp, 0, max(lengths)), rel=1e-9
+    )
 
 
 def test_a_schedule_step_by_step():
@@ -59,7 +61,7 @@ def test_a_schedule_step_by_step():
     drawn = batch([20, 100, 100, 300, 400])
     case = Drain(predictor, costs, found.fingerprint, drawn, 1)
     at = int(np.flatnonzero(case.points == 100)[0])
-    run = case.scheduled([(at, 4)])
+    run = case.run_schedule([(at, 4)])
     expected = step_by_step(predictor, drawn, 1, 0, 100) + step_by_step(predictor, drawn, 4, 100, 400)
     assert run.seconds == pytest.approx(expected + costs.estimate(1, 4, [200, 200]).seconds, rel=1e-9)
     assert [switch[:3] for switch in run.switches] == [(100, 1, 4)]
@@ -75,7 +77,7 @@ def test_what_a_policy_sees():
         seen.append((snapshot, len(history)))
         return Decision(tp=2 if snapshot.load.output[0] >= 40 else 1)
 
-    case.follow(policy, history, complete=True)
+    case.run_policy(policy, history, complete=True)
     for snapshot, finished in seen:
         assert snapshot.requests == len(snapshot.load) == 6 - finished
         assert snapshot.peak == 6 and snapshot.last_arrival == 0.0 and snapshot.complete
@@ -89,9 +91,9 @@ def test_what_a_policy_sees():
 
 def test_crowded_batches_are_told():
     found = linear_profile().fingerprint
-    assert crowded(found, batch([100] * 8)) is None
-    assert "KV tokens" in crowded(found, batch([200_000] * 8))
-    assert "a replica" in crowded(found, batch([10] * 80))
+    assert describe_queueing(found, batch([100] * 8)) is None
+    assert "KV tokens" in describe_queueing(found, batch([200_000] * 8))
+    assert "a replica" in describe_queueing(found, batch([10] * 80))
 
 
 def test_policies_learn_how_many_requests_come():
@@ -99,7 +101,7 @@ def test_policies_learn_how_many_requests_come():
     asked: dict[str, list[list[bool]]] = {}
 
     class Watched(Machine):
-        def policy(self, name):
+        def make_policy(self, name):
             rounds = asked.setdefault(name, [])
 
             def decide(snapshot, history):
@@ -126,10 +128,10 @@ def test_a_policy_learns_that_its_profile_is_wrong():
     names = ["survival", "survival" + AS_IS]
     learnt = compare(Machine(right), workload, names, believed=wrong, noise=0.1)
     calibrated = compare(Machine(right), workload, names, believed=wrong, noise=0.1, calibration=0.03)
-    assert regrets(learnt, "survival" + AS_IS)[1:].mean() > 0.15
-    assert regrets(learnt, "survival")[1:].mean() < 0.05
+    assert compute_regrets(learnt, "survival" + AS_IS)[1:].mean() > 0.15
+    assert compute_regrets(learnt, "survival")[1:].mean() < 0.05
     assert max(len(run.switches) for run in learnt["survival"]) <= 4
-    assert regrets(calibrated, "survival")[0] < 0.05 < regrets(learnt, "survival")[0]
+    assert compute_regrets(calibrated, "survival")[0] < 0.05 < compute_regrets(learnt, "survival")[0]
 
 
 def test_the_command(tmp_path, capsys):

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import load
 from sglang_pat.rollout.rules import Rules
 from studies import PROFILES
@@ -31,23 +31,25 @@ class Linear:
 @functools.cache
 def epoch(rho: float, seed: int, **rules) -> list[Round]:
     profile = load(PROFILE)
-    engines = Engines(predictor=Linear(), costs=fitted(profile)[1], fingerprint=profile.fingerprint, nodes=1, tp=2)
+    engines = Engines(
+        predictor=Linear(), costs=build_predictors(profile)[1], fingerprint=profile.fingerprint, nodes=1, tp=2
+    )
     given = Rules(num_prompts=SIZE, num_responses=RESPONSES, max_deferrals=64, **rules)
-    return Simulation(engines, given, SHAPE, rho, seed, prompts=PROMPTS).epoch()
+    return Simulation(engines, given, SHAPE, rho, seed, prompts=PROMPTS).run_epoch()
 
 
 def returned(rounds: list[Round]) -> np.ndarray:
     """Lengths by prompt, ``[PROMPTS, RESPONSES]``."""
     groups = sorted((group for found in rounds for group in found.groups), key=lambda group: group.index)
     assert [group.index for group in groups] == list(range(PROMPTS))
-    return np.array([[sample.output.tokens for sample in group.kept()] for group in groups])
+    return np.array([[sample.output.tokens for sample in group.list_kept()] for group in groups])
 
 
 def true(rho: float, seed: int) -> np.ndarray:
     """Other draws of the same prompts, none thrown away, ``[PROMPTS, RESPONSES]``."""
     common = np.array([np.random.default_rng((seed, 2, index)).normal() for index in range(PROMPTS)])
     own = np.random.default_rng((seed, 99)).normal(size=(PROMPTS, RESPONSES))
-    return SHAPE.correlated(common[:, None], own, rho)
+    return SHAPE.sample_correlated_lengths(common[:, None], own, rho)
 
 
 def chance(mine: np.ndarray, other: np.ndarray) -> float:

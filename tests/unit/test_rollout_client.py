@@ -116,8 +116,10 @@ def play(server: PlayedServer, mine: Admitter, **named) -> list:
 def test_a_round_and_what_is_left_of_it():
     server, mine = PlayedServer(), admitter(3, 4, 0)
     *groups, summary = play(server, mine)
-    assert [sample.output.token_ids for group in groups for sample in group.kept()] == [[7] * 3] * 2 + [[7] * 4] * 2
-    assert groups[0].kept()[0].output.logprobs == [-1.0] * 3 and groups[0].kept()[0].output.text == "words"
+    assert [sample.output.token_ids for group in groups for sample in group.list_kept()] == [[7] * 3] * 2 + [
+        [7] * 4
+    ] * 2
+    assert groups[0].list_kept()[0].output.logprobs == [-1.0] * 3 and groups[0].list_kept()[0].output.text == "words"
     assert summary.deferred == 1 and not server.running
     assert server.bodies[0]["name"] == "mine" and server.bodies[0]["requests"] == 6
     assert server.calls[0] == ("POST", "/pat/round") and server.calls[-1] == ("DELETE", "/pat/round")

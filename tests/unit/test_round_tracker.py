@@ -21,7 +21,7 @@ def after(*sizes: int) -> RoundTracker:
     arrivals = RoundTracker()
     for size in sizes:
         come(arrivals, size)
-        arrivals.in_engine(0)
+        arrivals.update_request_count(0)
     return arrivals
 
 
@@ -29,8 +29,8 @@ def come(arrivals: RoundTracker, requests: int) -> list[bool]:
     """These come one after another and stay; whether the round was complete after each."""
     result, before = [], arrivals.came
     for number in range(1, requests + 1):
-        arrivals.arrived(float(number))
-        arrivals.in_engine(before + number)
+        arrivals.record_arrival(float(number))
+        arrivals.update_request_count(before + number)
         result.append(arrivals.complete)
     return result
 
@@ -71,22 +71,22 @@ def seen(sizes: list[int], *loads: Load) -> RoundTracker:
     for size in sizes:
         come(arrivals, size)
         for found in loads:
-            arrivals.saw(found)
-        arrivals.in_engine(0)
+            arrivals.record_load(found)
+        arrivals.update_request_count(0)
     return arrivals
 
 
 def test_the_round_to_come_is_like_the_last_one_before_its_first_token():
     """Of two looks the later one is kept: when all have come their leaders have not told yet who are siblings."""
     arrivals = seen([3, 3], load(5), load(-1, -2, -3), load(8, 9, 8), load(9))
-    coming = arrivals.coming(100.0)
+    coming = arrivals.predict_round_load(100.0)
     assert (coming.prompt.tolist(), coming.output.tolist(), coming.limit.tolist()) == ([10, 11, 12], [0] * 3, [64] * 3)
     assert coming.family[0] == coming.family[2] != coming.family[1] and max(coming.family) < 0
-    arrivals.arrived(200.0)
-    assert len(arrivals.coming(200.5)) == 3
-    assert len(arrivals.coming(201.0)) == 0, "none came for a while"
-    arrivals.arrived(201.0), arrivals.arrived(201.0)
-    assert len(arrivals.coming(201.0)) == 0, "all are there"
+    arrivals.record_arrival(200.0)
+    assert len(arrivals.predict_round_load(200.5)) == 3
+    assert len(arrivals.predict_round_load(201.0)) == 0, "none came for a while"
+    arrivals.record_arrival(201.0), arrivals.record_arrival(201.0)
+    assert len(arrivals.predict_round_load(201.0)) == 0, "all are there"
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_the_round_to_come_is_like_the_last_one_before_its_first_token():
     ids=["one round", "two sizes", "never all at once", "not looked at"],
 )
 def test_nothing_is_known_of_the_round_to_come(sizes, loads):
-    assert len(seen(sizes, *loads).coming(100.0)) == 0
+    assert len(seen(sizes, *loads).predict_round_load(100.0)) == 0
 
 
 def told(*begun: BeginRound, arrivals: RoundTracker | None = None) -> RoundTracker:
     arrivals = arrivals or RoundTracker()
     for one in begun:
-        arrivals.told(one, 0.0)
+        arrivals.update_announced_round(one, 0.0)
     return arrivals
 
 
@@ -109,7 +109,7 @@ def test_a_round_that_was_announced_is_complete_when_it_is():
     """At once, and whatever earlier rounds were like."""
     for arrivals in (RoundTracker(), after(2, 2)):
         assert come(told(BeginRound(requests=3), arrivals=arrivals), 3) == [False, False, True]
-        arrivals.arrived(9.0)
+        arrivals.record_arrival(9.0)
         assert arrivals.complete, "more came than was said"
 
 
@@ -117,7 +117,7 @@ def test_what_goes_on_with_a_sample_is_not_another_one():
     arrivals = told(BeginRound(requests=2))
     come(arrivals, 1)
     for _ in range(3):
-        arrivals.arrived(5.0, sample=False)
+        arrivals.record_arrival(5.0, sample=False)
     assert (arrivals.missing, arrivals.complete) == (1, False)
     come(arrivals, 1)
     assert arrivals.complete
@@ -127,47 +127,47 @@ def test_it_goes_on_though_the_engine_is_empty():
     arrivals = told(BeginRound(requests=2))
     come(arrivals, 2)
     arrivals.switches = 1
-    arrivals.in_engine(0, 5.0)
+    arrivals.update_request_count(0, 5.0)
     assert (arrivals.came, arrivals.peak, arrivals.switches, arrivals.complete) == (2, 2, 1, True)
-    arrivals.told(EndRound(name="another"), 6.0)
+    arrivals.update_announced_round(EndRound(name="another"), 6.0)
     assert arrivals.open and arrivals.came == 2
-    arrivals.told(EndRound(name="default"), 6.0)
+    arrivals.update_announced_round(EndRound(name="default"), 6.0)
     assert not arrivals.open and (arrivals.came, arrivals.peak, arrivals.switches) == (0, 0, 0)
 
 
 def test_the_next_one_of_that_name_takes_its_place():
     arrivals = told(BeginRound(requests=5))
     come(arrivals, 2)
-    arrivals.in_engine(0, 5.0)
-    arrivals.told(BeginRound(requests=3), 6.0)
+    arrivals.update_request_count(0, 5.0)
+    arrivals.update_announced_round(BeginRound(requests=3), 6.0)
     assert (len(arrivals.open), arrivals.missing, arrivals.came) == (1, 3, 0)
 
 
 def test_two_rounds_count_as_one():
     arrivals = told(BeginRound(name="a", requests=3), BeginRound(name="b", requests=2))
     assert come(arrivals, 5) == [False] * 4 + [True]
-    arrivals.told(EndRound(name="b"), 6.0)
-    arrivals.told(BeginRound(name="b", requests=4), 6.0)
+    arrivals.update_announced_round(EndRound(name="b"), 6.0)
+    arrivals.update_announced_round(BeginRound(name="b", requests=4), 6.0)
     assert (arrivals.missing, arrivals.came) == (4, 5), "of the first one all have come"
-    arrivals.told(EndRound(name="b"), 7.0)
+    arrivals.update_announced_round(EndRound(name="b"), 7.0)
     assert (arrivals.missing, arrivals.complete) == (0, True), "nobody waits for what does not come"
 
 
 def test_one_whose_client_is_gone_is_over():
     arrivals = told(BeginRound(requests=5))
     come(arrivals, 2)
-    arrivals.in_engine(2, 5 * LEASE_SECONDS)
-    arrivals.ended(5 * LEASE_SECONDS)
-    arrivals.in_engine(0, 5.9 * LEASE_SECONDS)
+    arrivals.update_request_count(2, 5 * LEASE_SECONDS)
+    arrivals.record_response_end(5 * LEASE_SECONDS)
+    arrivals.update_request_count(0, 5.9 * LEASE_SECONDS)
     assert arrivals.open, "a long response has just ended"
-    arrivals.in_engine(0, 6 * LEASE_SECONDS)
+    arrivals.update_request_count(0, 6 * LEASE_SECONDS)
     assert not arrivals.open and (arrivals.missing, arrivals.came) == (0, 0)
 
 
 def test_one_of_unknown_size_is_complete_as_if_nobody_had_announced_it():
     arrivals = told(BeginRound(), arrivals=after(3, 3))
     assert come(arrivals, 3) == [False, False, True]
-    arrivals.in_engine(0, 5.0)
+    arrivals.update_request_count(0, 5.0)
     assert arrivals.open and arrivals.came == 3
     assert come(told(BeginRound()), 3) == [False] * 3
 
@@ -175,9 +175,9 @@ def test_one_of_unknown_size_is_complete_as_if_nobody_had_announced_it():
 def test_what_does_not_count_may_come_before_its_first_request():
     """A health probe, or a calibration."""
     arrivals = told(BeginRound(requests=3))
-    arrivals.in_engine(4)
-    arrivals.in_engine(0)
-    assert arrivals.peak == 0 and len(arrivals.coming(1.0)) == 3
+    arrivals.update_request_count(4)
+    arrivals.update_request_count(0)
+    assert arrivals.peak == 0 and len(arrivals.predict_round_load(1.0)) == 3
 
 
 def test_no_more_are_open_than_anybody_needs():
@@ -188,13 +188,15 @@ def test_no_more_are_open_than_anybody_needs():
 def test_the_round_to_come_is_as_it_was_announced():
     first = BeginRound(name="a", requests=4, prompts=2, prompt_tokens=70, max_new_tokens=90)
     arrivals = told(first, BeginRound(name="b", requests=1, prompt_tokens=7, max_new_tokens=9))
-    coming = arrivals.coming(0.0)
+    coming = arrivals.predict_round_load(0.0)
     assert (coming.prompt.tolist(), coming.limit.tolist()) == ([70] * 4 + [7], [90] * 4 + [9])
     assert coming.family.tolist() == [-1, -1, -2, -2, -3] and not coming.output.any()
     come(arrivals, 2)
-    assert len(arrivals.coming(2.5)) == 5 and not len(arrivals.coming(3.5)), "no more came for a while"
-    arrivals.ended(2.5)
-    assert not len(arrivals.coming(2.5)), "what comes now comes in place of what has ended"
+    assert len(arrivals.predict_round_load(2.5)) == 5 and not len(arrivals.predict_round_load(3.5)), (
+        "no more came for a while"
+    )
+    arrivals.record_response_end(2.5)
+    assert not len(arrivals.predict_round_load(2.5)), "what comes now comes in place of what has ended"
 
 
 @examples(300)
@@ -204,11 +206,11 @@ def test_against_the_whole_story(events):
     arrivals, there, story = RoundTracker(), 0, [[]]
     for now, event in enumerate(events):
         if event == "comes":
-            arrivals.arrived(now)
+            arrivals.record_arrival(now)
             there += 1
         else:
             there = min(there, event)
-        arrivals.in_engine(there)
+        arrivals.update_request_count(there)
         story[-1].append((event, there))
         if there == 0:
             story.append([])

@@ -12,8 +12,8 @@ import pytest
 
 from sglang_pat.rollout import rounds
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.records import Group, Key, Output, Summary
-from sglang_pat.rollout.requests import check_params, output_of
+from sglang_pat.rollout.records import Group, Output, PromptKey, Summary
+from sglang_pat.rollout.requests import check_params, make_output
 from sglang_pat.rollout.rounds import RolloutRound, WeightsChanged
 
 from .admission_world import dumps, loads
@@ -30,9 +30,9 @@ async def test_a_round_gives_its_groups_and_then_its_summary():
     assert all(isinstance(group, Group) for group in groups)
     assert summary.kind == "short" and summary.returned == 2 == len(groups)
     assert not engine.running
-    for sample in (sample for group in groups for sample in group.kept()):
+    for sample in (sample for group in groups for sample in group.list_kept()):
         assert sample.output.token_ids == [SAID] * 3
-        assert sample.output.versions() == [5] * 3
+        assert sample.output.list_versions() == [5] * 3
         assert len(sample.output.logprobs) == 3
 
 
@@ -51,7 +51,7 @@ async def test_a_client_that_goes_away_aborts_its_round():
     round_ = RolloutRound(mine, engine, 0, {"max_new_tokens": 50})
     async with aclosing(aiter(round_)) as events:
         async for event in events:
-            assert event.key == Key(0, 0)
+            assert event.key == PromptKey(0, 0)
             break
     await round_.wait()
     assert not engine.running
@@ -69,7 +69,7 @@ async def test_weights_that_change_in_a_round_cancel_it(told):
         await asyncio.sleep(0)
     engine.weights += 1
     if told:
-        round_.weights_changed()
+        round_.cancel_for_new_weights()
     with pytest.raises(WeightsChanged):
         await all_of(round_)
     await round_.wait()
@@ -101,7 +101,7 @@ async def test_a_verdict_and_the_trainer_get_the_text_of_all_tokens(monkeypatch)
     judged = []
     round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50}, lambda group: judged.append(group) or True)
     *groups, _ = await all_of(round_)
-    assert {sample.output.text for group in (*judged, *groups) for sample in group.kept()} == {"7 7 7"}
+    assert {sample.output.text for group in (*judged, *groups) for sample in group.list_kept()} == {"7 7 7"}
     assert len(judged) >= len(groups) == 2
 
 
@@ -126,7 +126,7 @@ async def test_prompts_that_came_in_a_round_stay_when_it_is_taken_back(mode):
     round_ = RolloutRound(mine, Played(), 0, {"max_new_tokens": 50})
     round_.tell(mine.feed, [((0, 7), {"input_ids": [3]})])
     await all_of(round_)
-    round_.take_back()
+    round_.undo()
     assert [group.key.index for group in mine.state.fresh] == [0, 1, 2, 7]
 
 
@@ -139,10 +139,10 @@ async def test_partial_resumes_with_prefix_and_what_is_left_of_the_limit():
         *groups, summary = await all_of(RolloutRound(mine, engine, version, params))
         found += groups
     assert sorted(group.key.index for group in found) == [0, 1, 2, 3]
-    long = next(group for group in found if group.key.index == 1).kept()[0].output
+    long = next(group for group in found if group.key.index == 1).list_kept()[0].output
     assert long.finish_reason == "length"
     assert long.text == " ".join(["7"] * 50)
-    assert len(long.token_ids) == len(long.logprobs) == len(long.versions()) == 50
+    assert len(long.token_ids) == len(long.logprobs) == len(long.list_versions()) == 50
     assert [span.version for span in long.spans] == sorted({span.version for span in long.spans})
     resumed = [(ids, params) for ids, params in engine.calls if ids[0] == 60 and SAID in ids]
     assert resumed
@@ -166,8 +166,8 @@ async def test_interrupted_in_its_last_step():
     mine = admitter(9, 9, 9, 9, num_responses=1, num_prompts=1, mode="partial", eta_prompts=1.0)
     engine = Late()
     *groups, summary = await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 4}))
-    assert groups[0].kept()[0].output.finish_reason == "length"
-    assert len(groups[0].kept()[0].output.token_ids) == 4
+    assert groups[0].list_kept()[0].output.finish_reason == "length"
+    assert len(groups[0].list_kept()[0].output.token_ids) == 4
     assert len(engine.calls) == 1
 
 
@@ -188,9 +188,9 @@ async def test_a_trainer_who_is_behind_has_whole_groups_when_the_round_fails():
                 read += [event]
                 while len(engine.running) > 2:
                     await asyncio.sleep(0)
-                round_.weights_changed()
+                round_.cancel_for_new_weights()
                 await round_.wait()
-    assert [[sample.output.token_ids for sample in group.kept()] for group in read] == [[[SAID] * 3] * 2]
+    assert [[sample.output.token_ids for sample in group.list_kept()] for group in read] == [[[SAID] * 3] * 2]
 
 
 async def test_the_engine_is_told_of_a_round_before_its_samples_and_after_them():
@@ -252,7 +252,7 @@ def test_parameters_that_rounds_cannot_have(mode, params, said):
 def test_an_abort_in_the_step_of_the_last_token():
     def reason(ids, **params):
         answer = {"meta_info": {"finish_reason": {"type": "abort"}}, "output_ids": ids}
-        return output_of(answer, params, [2]).finish_reason
+        return make_output(answer, params, [2]).finish_reason
 
     assert reason([5, 2]) == "stop" and reason([5, 9], stop_token_ids=[9]) == "stop"
     assert reason([5, 9]) == reason([]) == reason([5, 2], ignore_eos=True) == ""

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.replicas import REMEMBERED, Generation, Leader, Places
+from sglang_pat.coordinator.replicas import REMEMBERED, Generation, Leader, PrefixPlaces
 from sglang_pat.coordinator.router import Coordinator
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.policies.prompts import LONG_PROMPT, allowance
+from sglang_pat.policies.prompts import LONG_PROMPT, compute_allowed_lead
 
 from .drawn import examples
 from .lines_run import lines_run
@@ -50,15 +50,15 @@ class Chosen:
     def __init__(self) -> None:
         self.ranks: deque[int] = deque()
 
-    def to_leader(self, rank: int, obj) -> None:
+    def send_to_leader(self, rank: int, obj) -> None:
         self.ranks.append(rank)
 
-    def to_server(self, obj) -> None:
+    def send_to_server(self, obj) -> None:
         self.answer = obj
 
-    def counting(self) -> None: ...
+    def start_counting_requests(self) -> None: ...
 
-    def decided(self, snapshot, decision) -> None:
+    def log_decision(self, snapshot, decision) -> None:
         self.requests = snapshot.requests
 
 
@@ -91,7 +91,7 @@ def test_requests_go_where_the_recomputed_load_is_least(leaders: int, events: li
             before = reference[rank].report.received if reference[rank].report else 0
             received = before + int(share * (len(reference[rank].sent) - before))
             reference[rank].report = report(rank, received, running, waiting, tokens)
-            core.rank_message(reference[rank].report, 0.0)
+            core.handle_rank_message(reference[rank].report, 0.0)
         assert [core._leaders[rank].cost for rank in range(leaders)] == [one.cost for one in reference]
         assert core._in_engine == chosen.requests == sum(one.cost[0] for one in reference)
 
@@ -111,7 +111,7 @@ def test_a_request_costs_the_same_however_many_are_on_their_way():
 
 def placed(requests: list[Generation], response: float, dp: int = 4) -> list[int]:
     """Where requests go that come one after another and stay."""
-    layout, leaders, places = ParallelLayout(1, dp), {rank: Leader() for rank in range(dp)}, Places()
+    layout, leaders, places = ParallelLayout(1, dp), {rank: Leader() for rank in range(dp)}, PrefixPlaces()
     result = []
     for request in requests:
         result.append(places.choose(request, layout, leaders, response))
@@ -138,12 +138,12 @@ def test_no_replica_is_much_fuller_for_a_prompt(given_requests, response):
     requests = [Generation(obj=None, tokens=n, family=f if n >= LONG_PROMPT else None) for f, n in given_requests]
     load = [0] * 4
     for request, rank in zip(requests, placed(requests, response), strict=True):
-        assert load[rank] - min(load) <= allowance(request.tokens, response)
+        assert load[rank] - min(load) <= compute_allowed_lead(request.tokens, response)
         load[rank] += 1
 
 
 def test_a_merged_replica_has_the_prompts_of_its_parts():
-    places, request = Places(), groups(1, 1)[0]
+    places, request = PrefixPlaces(), groups(1, 1)[0]
     leaders = {rank: Leader() for rank in range(4)}
     for rank in (0, 1, 2):
         leaders[rank].send(request)
@@ -153,7 +153,7 @@ def test_a_merged_replica_has_the_prompts_of_its_parts():
 
 
 def test_the_prompts_that_were_sent_last_are_remembered():
-    places, leaders = Places(), {rank: Leader() for rank in range(2)}
+    places, leaders = PrefixPlaces(), {rank: Leader() for rank in range(2)}
     for request in groups(REMEMBERED + 5, 1):
         places.choose(request, ParallelLayout(1, 2), leaders, 250)
     assert list(places._last) == list(range(5, REMEMBERED + 5))
@@ -176,8 +176,8 @@ def test_the_coordinator_routes_by_the_lengths_seen():
 def test_a_leader_knows_its_requests_one_by_one():
     """But not right after a switch, when its account of it says only how many they are."""
     leader = Leader()
-    leader.heard(report(0, 0, 2, 1, 5))
+    leader.apply_report(report(0, 0, 2, 1, 5))
     assert leader.known
-    leader.heard(m.LoadReport(rank=0, tp=1, received=0, running=2, waiting=0, tokens=5, kv_used=5, kv_total=9,
+    leader.apply_report(m.LoadReport(rank=0, tp=1, received=0, running=2, waiting=0, tokens=5, kv_used=5, kv_total=9,
                               retracted=0, weight_updates=0))  # fmt: skip
     assert not leader.known

@@ -40,7 +40,7 @@ def test_a_variable_without_names_is_refused():
 
 def test_values_have_the_types_of_the_fields():
     given = {"base_tp": "2", "switch_at": "4", "cpu_overlap": "True", "candidates": [2, 4], "profile": None}
-    assert settings.fields(given, "here") == {
+    assert settings.parse_fields(given, "here") == {
         "base_tp": 2,
         "pat_switch_at": 4,
         "pat_cpu_overlap": True,
@@ -60,7 +60,7 @@ def test_values_have_the_types_of_the_fields():
 def test_arguments_of_sglangs_have_their_place_elsewhere(where, elsewhere):
     """verl's convention is ``engine_kwargs.<rollout.name>``."""
     with pytest.raises(ValueError) as error:
-        settings.fields({"device": "cpu"}, where)
+        settings.parse_fields({"device": "cpu"}, where)
     line = str(error.value)
     assert line.startswith(f"{where} has no setting 'device'; choose from base_tp, ")
     assert line.endswith(f". SGLang's own are given with {elsewhere}")
@@ -96,9 +96,9 @@ def test_refused_in_one_line(given, said):
 
 def test_settings_and_configuration_have_the_same_defaults():
     base = ParallelLayout(1, 4)
-    assert settings.configuration({}, base) == AdaptiveConfig(base=base)
-    found = settings.fields({"candidates": [1, 4], "switch_at": "3", "kv": "migrate", "cpu_overlap": "1"}, "here")
-    assert settings.configuration(found, base, 7) == AdaptiveConfig(
+    assert settings.make_configuration({}, base) == AdaptiveConfig(base=base)
+    found = settings.parse_fields({"candidates": [1, 4], "switch_at": "3", "kv": "migrate", "cpu_overlap": "1"}, "here")
+    assert settings.make_configuration(found, base, 7) == AdaptiveConfig(
         base=base, degrees=(1, 4), switch_at=3, kv="migrate", max_running=7
     )
 
@@ -132,8 +132,8 @@ def test_default_candidates_are_those_that_somebody_goes_to(options, degrees):
 
 
 def test_ranks_sit_on_gpus_in_order_unless_asked_otherwise():
-    assert [AdaptiveConfig(base=BASE).place(rank) for rank in range(4)] == [0, 1, 2, 3]
-    assert [AdaptiveConfig(base=BASE, gpu_order="neighbours").place(rank) for rank in range(4)] == [0, 2, 1, 3]
+    assert [AdaptiveConfig(base=BASE).get_gpu_index(rank) for rank in range(4)] == [0, 1, 2, 3]
+    assert [AdaptiveConfig(base=BASE, gpu_order="neighbours").get_gpu_index(rank) for rank in range(4)] == [0, 2, 1, 3]
 
 
 def test_degrees():

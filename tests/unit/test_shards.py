@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.rank.shards import Block, Copy, ShardSpec, copies, covered
+from sglang_pat.rank.shards import Block, Copy, ShardSpec, count_covered, list_copies
 from tests.unit.for_each import for_each
 
 from .drawn import examples
@@ -92,7 +92,7 @@ def test_every_shard_and_every_move(ranks, spec, blocks):
     for layout in layouts:
         for tp_rank in range(layout.tp):
             shard = shards[layout.tp, tp_rank] = cut(full, spec.dim, blocks, layout.tp, tp_rank)
-            intervals = spec.intervals(layout.tp, tp_rank)
+            intervals = spec.list_intervals(layout.tp, tp_rank)
             rows = np.concatenate([np.arange(start, start + length) for start, length in intervals])
             assert (np.take(full, rows, axis=spec.dim) == shard).all()
 
@@ -100,18 +100,18 @@ def test_every_shard_and_every_move(ranks, spec, blocks):
         for new in layouts:
             up = new.tp % old.tp == 0
             for rank in range(ranks):
-                wanted = spec.intervals(new.tp, new.tp_rank(rank))
+                wanted = spec.list_intervals(new.tp, new.tp_rank(rank))
                 expected = shards[new.tp, new.tp_rank(rank)]
                 target = np.zeros_like(expected)
                 # Raising the degree needs nothing but the rank's own shard; else its old group has it all.
                 sources = [old.tp_rank(rank)] if up else range(old.tp)
                 for source in sources:
-                    held = spec.intervals(old.tp, source)
-                    pieces = copies(held, wanted)
+                    held = spec.list_intervals(old.tp, source)
+                    pieces = list_copies(held, wanted)
                     apply(pieces, shards[old.tp, source], target, spec.dim)
-                    assert covered(pieces) <= expected.shape[spec.dim]
+                    assert count_covered(pieces) <= expected.shape[spec.dim]
                     if up:
-                        assert covered(pieces) == expected.shape[spec.dim]
+                        assert count_covered(pieces) == expected.shape[spec.dim]
                 assert (target == expected).all(), (old, new, rank)
 
 
@@ -127,7 +127,7 @@ def test_every_shard_and_every_move(ranks, spec, blocks):
 )
 def test_indivisible(block, tp):
     with pytest.raises(ValueError, match=f"a block of {block.size} .*does not divide over tp={tp}"):
-        block.shard(tp, 0)
+        block.get_shard(tp, 0)
 
 
 @st.composite
@@ -144,13 +144,13 @@ def test_copies_of_any_intervals(held, wanted):
     """Exactly what source and target have in common arrives, in its place, and adjacent copies are merged."""
     source = [row for start, length in held for row in range(start, start + length)]
     target = [row for start, length in wanted for row in range(start, start + length)]
-    pieces = copies(held, wanted)
+    pieces = list_copies(held, wanted)
     result: list[int | None] = [None] * len(target)
     for piece in pieces:
         for i in range(piece.length):
             assert result[piece.dst + i] is None, "written once"
             result[piece.dst + i] = source[piece.src + i]
     assert result == [row if row in source else None for row in target]
-    assert covered(pieces) == sum(row in source for row in target)
+    assert count_covered(pieces) == sum(row in source for row in target)
     for a, b in zip(pieces, pieces[1:], strict=False):
         assert (a.src + a.length, a.dst + a.length) != (b.src, b.dst), "merged"

@@ -168,4 +168,4 @@ def test_bad_links_are_refused(monkeypatch, text):
     monkeypatch.setenv(shm.LINK_ENV, text)
     if text:
         with pytest.raises(ValueError, match="link|allowed"):
-            shm.current_link()
+            shm.get_current_link()

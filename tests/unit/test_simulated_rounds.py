@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_pat.policies.registry import make_policy
-from sglang_pat.predict.cost import fitted
+from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import load
 from sglang_pat.rollout.rules import Rules
 from studies import PROFILES
@@ -26,7 +26,7 @@ class Constant:
 
 def simulation(lengths: str, rho: float = 0.0, predictor=None, policy=None, **rules) -> Simulation:
     profile = load(PROFILE)
-    fits = fitted(profile)
+    fits = build_predictors(profile)
     engines = Engines(
         predictor=predictor or fits[0], costs=fits[1], fingerprint=profile.fingerprint, nodes=1, tp=2, policy=policy
     )
@@ -37,7 +37,7 @@ def simulation(lengths: str, rho: float = 0.0, predictor=None, policy=None, **ru
 def test_equal_lengths_end_together():
     """All tie: the first ones complete the batch, the others are stopped in that moment."""
     mine = simulation("lognormal:4.60517,0,1000", predictor=Constant())
-    found = mine.round(0)
+    found = mine.run_round(0)
     assert found.seconds == pytest.approx(1.0)
     assert found.summary.kept_lengths == [100] * 32
     assert found.summary.thrown == pytest.approx((50 - 32) * 100, abs=50)
@@ -46,7 +46,7 @@ def test_equal_lengths_end_together():
 def test_a_round_takes_as_long_as_what_it_waits_for():
     mine = simulation("lognormal:5,1,4000", predictor=Constant(), eta_prompts=1.0, eta_responses=1.0)
     for version in range(5):
-        found = mine.round(version)
+        found = mine.run_round(version)
         assert found.seconds == pytest.approx(0.01 * max(found.summary.kept_lengths))
         assert found.summary.thrown == 0
 
@@ -55,7 +55,7 @@ def test_tail_batching_is_faster_than_waiting_and_keeps_every_prompt():
     shape = "body-atom:6.363,0.70,16384,0.01"
     waiting = simulation(shape, eta_prompts=1.0, eta_responses=1.0)
     tail = simulation(shape)
-    seconds = [sum(job.round(version).seconds for version in range(12)) for job in (waiting, tail)]
+    seconds = [sum(job.run_round(version).seconds for version in range(12)) for job in (waiting, tail)]
     assert seconds[1] < 0.8 * seconds[0]
     state = tail.admitter.state
     assert state.drawn == state.returned + len(state.waiting)
@@ -63,12 +63,12 @@ def test_tail_batching_is_faster_than_waiting_and_keeps_every_prompt():
 
 def test_adaptive_tp_on_top():
     profile = load(PROFILE)
-    predictor, costs = fitted(profile)
+    predictor, costs = build_predictors(profile)
     policy = make_policy("survival", predictor=predictor, costs=costs)
     shape = "body-atom:6.363,0.70,16384,0.02"
     still = simulation(shape, eta_prompts=1.0, eta_responses=1.0)
     adaptive = simulation(shape, eta_prompts=1.0, eta_responses=1.0, policy=policy)
-    pairs = [(still.round(version), adaptive.round(version)) for version in range(8)]
+    pairs = [(still.run_round(version), adaptive.run_round(version)) for version in range(8)]
     kept = [[sorted(found.summary.kept_lengths) for found in pair] for pair in pairs]
     assert all(one and one == other for one, other in kept), "the same work"
     assert sum(b.switches for _, b in pairs) >= 8

@@ -75,8 +75,8 @@ def test_a_degree_that_was_too_low_is_tried_again_later_and_later():
 
 def test_rounds_of_another_size_have_a_degree_of_their_own():
     starts = StartDegrees([1, 2])
-    starts.of(100).observe(MANY, TOKENS, 1.0)
-    assert [starts.of(requests).tp for requests in (0, 50, 95, 105, 200)] == [1, 1, 2, 2, 1]
+    starts.get_start_degree(100).observe(MANY, TOKENS, 1.0)
+    assert [starts.get_start_degree(requests).tp for requests in (0, 50, 95, 105, 200)] == [1, 1, 2, 2, 1]
 
 
 # -- the policies ------------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ def test_survival_starts_where_kv_lets_most_of_the_round_run_at_once(room, expec
 def crowded(rig: Rig, requests: int, retracted: int, announced: bool) -> None:
     """A round in which so many were retracted."""
     if announced:
-        rig.coordinator.round(m.BeginRound(requests=requests), 0.0)
+        rig.coordinator.handle_round(m.BeginRound(requests=requests), 0.0)
     rig.work(requests)
     rig.settle()
     rig.world.retracted = retracted
     rig.finish_all()
     if announced:
-        rig.coordinator.round(m.EndRound(), 0.0)
+        rig.coordinator.handle_round(m.EndRound(), 0.0)
     rig.settle()
 
 
@@ -127,7 +127,7 @@ def test_the_round_after_a_crowded_one_starts_in_twice_the_degree(announced):
     crowded(rig, 16, 10, announced)
     assert not rig.world.records
     if announced:
-        rig.coordinator.round(m.BeginRound(requests=16), 0.0)
+        rig.coordinator.handle_round(m.BeginRound(requests=16), 0.0)
         assert not rig.world.records, "there is nothing to do yet"
     rig.world.to_leaders.clear()
     rig.work(16)
@@ -138,7 +138,7 @@ def test_the_round_after_a_crowded_one_starts_in_twice_the_degree(announced):
     rig.finish_all()
     if announced:
         assert rig.world.known.tp == 2, "more of the round may come"
-        rig.coordinator.round(m.EndRound(), 0.0)
+        rig.coordinator.handle_round(m.EndRound(), 0.0)
         rig.settle()
     assert rig.world.known.tp == 1
 
@@ -157,7 +157,7 @@ def test_policies_that_predict_are_shown_the_room():
     rig.world.kv_totals = {1: 100, 2: 200}
     rig.work(1)
     rig.settle()
-    rig.coordinator.tick(1.0)
+    rig.coordinator.handle_timer(1.0)
     assert rig.world.decisions[-1][0].room == {1: 100, 2: 200}
 
 

@@ -16,7 +16,7 @@ from sglang_pat.policies import course, lengths
 from sglang_pat.policies.course import LayoutPlan, LayoutPlanner
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.registry import make_policy
-from sglang_pat.policies.rules import MIN_PATIENCE_SECONDS, RETRY_SECONDS, SETTLE_SECONDS, patience
+from sglang_pat.policies.rules import MIN_PATIENCE_SECONDS, RETRY_SECONDS, SETTLE_SECONDS, compute_completion_wait
 from sglang_pat.policies.survival import _choose
 from sglang_pat.predict.correction import StepFactor
 
@@ -250,10 +250,10 @@ def test_a_fourth_switch_of_a_round_needs_a_large_gain():
 
 
 def test_the_longer_a_switch_takes_the_longer_it_waits_for_more():
-    assert patience(cost=0.001, saving=0.5) == MIN_PATIENCE_SECONDS
-    assert patience(cost=0.1, saving=0.5) == pytest.approx(0.4)
-    assert patience(cost=5.0, saving=0.5) == SETTLE_SECONDS
-    assert patience(cost=0.1, saving=-0.1) == SETTLE_SECONDS
+    assert compute_completion_wait(cost=0.001, saving=0.5) == MIN_PATIENCE_SECONDS
+    assert compute_completion_wait(cost=0.1, saving=0.5) == pytest.approx(0.4)
+    assert compute_completion_wait(cost=5.0, saving=0.5) == SETTLE_SECONDS
+    assert compute_completion_wait(cost=0.1, saving=-0.1) == SETTLE_SECONDS
 
 
 def test_too_many_for_the_slots_wait_in_turn():

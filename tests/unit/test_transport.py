@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sglang_pat.cpu import shm
 from sglang_pat.cpu.windows import Windows
-from sglang_pat.switch.kv import AllGather, AllToAll, Direct, Staging
+from sglang_pat.switch.kv import AllGather, AllToAll, DirectTransfer, Staging
 
 from .ranks import emulated_link, run_ranks
 
@@ -44,7 +44,7 @@ def carry(
         dawdle()
         parts = [content(rank, peer, layer, int(elements[rank, peer]), dtype) for peer in range(n)]
         parts.append(content(rank, rank, layer, staying, dtype))
-        transport.outgoing(layer).copy_(torch.cat(parts))
+        transport.get_outgoing(layer).copy_(torch.cat(parts))
 
     pack(0)
     for layer in range(layers):
@@ -52,7 +52,7 @@ def carry(
         if layer + 1 < layers:
             pack(layer + 1)
         dawdle()
-        pieces = transport.incoming(layer)
+        pieces = transport.get_incoming(layer)
         seen = [peer for piece in pieces for peer in range(piece.first, piece.last)]
         assert seen == sorted(set(seen)) and all(elements[p, rank] == 0 for p in set(range(n)) - set(seen))
         assert n in seen or not staying
@@ -77,7 +77,7 @@ def carry_many(rank: int, n: int) -> None:
         staying = int(own.choice([0, 1, 5000]))
         dtype = [torch.float32, torch.bfloat16, torch.uint8][seed % 3]
         layers = int(shared.integers(1, 8))
-        direct = Direct(dist.group.WORLD, windows, everyone, elements, staying, dtype)
+        direct = DirectTransfer(dist.group.WORLD, windows, everyone, elements, staying, dtype)
         carry(direct, rank, elements, staying, layers, dtype, own)
         through_copies = AllToAll(dist.group.WORLD, staging, elements, staying, dtype)
         carry(through_copies, rank, elements, staying, layers, dtype, own)
@@ -109,7 +109,7 @@ def carry_in_pairs(rank: int, n: int) -> None:
         group, members = next((g, p) for g, p in zip(groups, pairs, strict=True) if rank in p)
         for seed in range(10):
             elements = np.random.default_rng([seed, members[0]]).integers(0, 3000, (2, 2)) * (1 - np.eye(2, dtype=int))
-            transport = Direct(group, windows, members, elements, 7, torch.int64)
+            transport = DirectTransfer(group, windows, members, elements, 7, torch.int64)
             carry(transport, members.index(rank), elements, 7, 4, torch.int64, np.random.default_rng([seed, rank]))
             dist.barrier()  # as the vote after an exchange: nobody reads any more
 
@@ -136,8 +136,8 @@ class OtherStream:
 class OneBuffer(AllToAll):
     """Packs a layer where the one before may still be read."""
 
-    def outgoing(self, layer: int) -> torch.Tensor:
-        return super().outgoing(0)
+    def get_outgoing(self, layer: int) -> torch.Tensor:
+        return super().get_outgoing(0)
 
 
 def carry_on_another_stream(rank: int, n: int, kind: type[AllToAll], early: bool) -> bool:
@@ -167,7 +167,7 @@ def through_a_link(rank: int, n: int) -> float:
     with emulated_link(0, 0.02):
         group = dist.new_group(list(range(n)), backend=shm.BACKEND)
     elements = np.array([[0, 100_000], [100_000, 0]])
-    transport = Direct(group, Windows(group, CAPACITY), [0, 1], elements, 0, torch.uint8)
+    transport = DirectTransfer(group, Windows(group, CAPACITY), [0, 1], elements, 0, torch.uint8)
 
     def ten_layers() -> float:
         dist.barrier(group)
@@ -176,7 +176,7 @@ def through_a_link(rank: int, n: int) -> float:
         for layer in range(10):
             transport.start(layer)
             time.sleep(0.005)
-            transport.incoming(layer)
+            transport.get_incoming(layer)
         return time.perf_counter() - began
 
     for _ in range(TRIES):

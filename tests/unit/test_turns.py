@@ -12,7 +12,7 @@ import pytest
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Group, Output, Span
 from sglang_pat.rollout.rounds import RolloutRound, WeightsChanged
-from sglang_pat.rollout.turns import FAILED, LATE, Turn, Turns, turn_of
+from sglang_pat.rollout.turns import FAILED, LATE, Turn, Turns, make_turn
 
 from . import rounds_world
 from .admission_world import dumps, loads
@@ -78,7 +78,7 @@ def begun(mine: Admitter, engine: Played, environment, version: int = 0, seconds
 
 def only(events: list) -> Output:
     (group,) = [event for event in events if isinstance(event, Group)]
-    return group.kept()[0].output
+    return group.list_kept()[0].output
 
 
 async def test_a_sample_of_several_turns():
@@ -86,9 +86,9 @@ async def test_a_sample_of_several_turns():
     *groups, summary = await all_of(begun(mine, engine, tools, version=8))
     output = only(groups)
     assert output.token_ids == [7, 7, 9, 5, 5, 5, 7, 9, 5, 5, 5, 7, 7, 7, 9]
-    assert output.mask() == [token != TOOL for token in output.token_ids]
-    assert output.logprobs == [-1.0 if mine else 0.0 for mine in output.mask()]
-    assert output.versions() == [8 if mine else None for mine in output.mask()]
+    assert output.make_mask() == [token != TOOL for token in output.token_ids]
+    assert output.logprobs == [-1.0 if mine else 0.0 for mine in output.make_mask()]
+    assert output.list_versions() == [8 if mine else None for mine in output.make_mask()]
     assert output.spans == [Span(8, 3), Span(None, 3), Span(8, 2), Span(None, 3), Span(8, 4)]
     assert output.finish_reason == "stop" and output.text == "7 7 9 5 5 5 7 9 5 5 5 7 7 7 9"
     assert summary.kept_lengths == [9], "given tokens are no part of the length"
@@ -106,7 +106,7 @@ async def test_a_sample_of_several_turns():
 
 async def test_without_an_environment_a_turn_is_the_response():
     output = only(await all_of(begun(admitter([3, 2]), Speaking(), None)))
-    assert output.token_ids == [7, 7, 9] and output.mask() == [True] * 3 and output.finish_reason == "stop"
+    assert output.token_ids == [7, 7, 9] and output.make_mask() == [True] * 3 and output.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ async def test_an_error_of_the_environment_ends_its_sample(caplog):
             raise LookupError("no such tool")
 
     *groups, summary = await all_of(begun(admitter([3], [4]), Speaking(), environment))
-    reasons = {group.index: group.kept()[0].output.finish_reason for group in groups}
+    reasons = {group.index: group.list_kept()[0].output.finish_reason for group in groups}
     assert reasons == {0: FAILED, 1: "stop"} and summary.returned == 2
     assert "no such tool" in caplog.text
 
@@ -276,10 +276,10 @@ async def test_partial_goes_on_in_the_turn_in_which_it_was_interrupted():
     assert tools.cancelled == 2, "its answer was waited for when the round was over"
     groups = [event for event in found if isinstance(event, Group)]
     assert [group.index for group in groups] == [1, 2, 3, 4, 0]
-    output = groups[-1].kept()[0].output
+    output = groups[-1].list_kept()[0].output
     assert output.token_ids == [SAID] * 19 + [END] + [TOOL] * 3 + [SAID] * 49 + [END]
-    assert output.versions()[20:23] == [None] * 3 and output.mask().count(False) == 3
-    versions = [version for version in output.versions() if version is not None]
+    assert output.list_versions()[20:23] == [None] * 3 and output.make_mask().count(False) == 3
+    versions = [version for version in output.list_versions() if version is not None]
     assert versions == sorted(versions) and set(versions) == {0, 1, 3, 4}
     # Asked for the first turn again after each interruption, with the whole turn though it came in pieces.
     assert [(turn.number, len(turn.said)) for turn in tools.turns] == [(0, 20)] * 3 + [(1, 50)]
@@ -321,12 +321,12 @@ async def test_whatever_interrupts_them_samples_are_as_if_nothing_had(mode, seed
         wanted = []
         for number, length in enumerate(scripts[index]):
             wanted += [TOOL] * number + [SAID] * (length - 1) + [END]
-        for sample in group.kept():
+        for sample in group.list_kept():
             output = sample.output
             assert output.token_ids == wanted and output.finish_reason == "stop"
-            assert output.mask() == [token != TOOL for token in wanted]
+            assert output.make_mask() == [token != TOOL for token in wanted]
             assert output.tokens == sum(scripts[index])
-            versions = [version for version in output.versions() if version is not None]
+            versions = [version for version in output.list_versions() if version is not None]
             assert versions == sorted(versions) and (mode == "partial" or len(set(versions)) == 1)
 
 
@@ -334,15 +334,15 @@ def test_a_turn_that_was_over_is_not_generated_again():
     """An interrupted sample whose tool had not answered is not in the engine when it goes on; nor if it is again
     stopped before it has begun."""
     prefix = Output(spans=[Span(0, 2)], token_ids=[7, 9], logprobs=[0.0] * 2, asked=True)
-    assert prefix.followed_by(Output()).asked
-    assert not prefix.followed_by(Output(spans=[Span(None, 1)], token_ids=[TOOL])).asked
-    assert not prefix.followed_by(Output(finish_reason="stop")).asked
-    assert Output(token_ids=[7], spans=[Span(0, 1)]).followed_by(Output(asked=True)).asked
+    assert prefix.concatenate(Output()).asked
+    assert not prefix.concatenate(Output(spans=[Span(None, 1)], token_ids=[TOOL])).asked
+    assert not prefix.concatenate(Output(finish_reason="stop")).asked
+    assert Output(token_ids=[7], spans=[Span(0, 1)]).concatenate(Output(asked=True)).asked
 
 
 def test_what_was_said_in_pieces_is_one_turn():
     output = Output(spans=[Span(0, 1), Span(None, 2), Span(1, 1), Span(2, 2)], token_ids=[9, 5, 5, 7, 7, 9])
-    turn = turn_of((0, 0, 0, 3), {}, output, str)
+    turn = make_turn((0, 0, 0, 3), {}, output, str)
     assert (turn.number, turn.said, turn.text) == (1, [7, 7, 9], "[7, 7, 9]")
 
 

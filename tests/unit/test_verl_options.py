@@ -74,34 +74,34 @@ def test_which_replicas_are_adaptive(made, variable, policy, monkeypatch):
     """Those of the policy that are asked for in one of three ways; of a reward model and a teacher none."""
     if variable is not None:
         monkeypatch.setenv("SGLANG_PAT", variable)
-    assert options.adaptive(made, helper=False) == policy
-    if options.own(made) is None:
-        assert not options.adaptive(made, helper=True)
+    assert options.is_adaptive(made, helper=False) == policy
+    if options.get_own_settings(made) is None:
+        assert not options.is_adaptive(made, helper=True)
     else:
         line = "rollout.engine_kwargs.sglang_pat is given for a reward model or a teacher, must be left out there"
         with pytest.raises(ValueError, match=line):
-            options.adaptive(made, helper=True)
+            options.is_adaptive(made, helper=True)
 
 
 def test_the_configuration_goes_before_the_variable(monkeypatch):
     monkeypatch.setenv("SGLANG_PAT", "base_tp=2,policy=pat")
-    assert options.given(config(settings={"policy": "threshold"})) == {"base_tp": "2", "policy": "threshold"}
+    assert options.read_settings(config(settings={"policy": "threshold"})) == {"base_tp": "2", "policy": "threshold"}
 
 
 def test_each_engine_writes_its_own_log():
     made = config(settings={"log": "/tmp/decisions.jsonl"})
-    assert [options.given(made, replica)["log"] for replica in (0, 3, None)] == [
+    assert [options.read_settings(made, replica)["log"] for replica in (0, 3, None)] == [
         "/tmp/decisions.0.jsonl", "/tmp/decisions.3.jsonl", "/tmp/decisions.jsonl",
     ]  # fmt: skip
 
 
 def test_runs_of_a_response_in_parts():
     parts = [(10, [(0, 1), (4, 2)]), (0, [(0, 1)]), (5, [(0, 2), (3, 1)]), (2, [(0, 1)])]
-    runs = fields.joined(parts)
+    runs = fields.join_spans(parts)
     assert runs == ((0, 1), (4, 2), (13, 1))
-    assert fields.spread(runs, 17) == [1] * 4 + [2] * 9 + [1] * 4
-    assert fields.spread(runs, 5) == [1] * 4 + [2], "cut by verl"
-    assert fields.joined([]) == () and fields.spread((), 0) == []
+    assert fields.expand_runs(runs, 17) == [1] * 4 + [2] * 9 + [1] * 4
+    assert fields.expand_runs(runs, 5) == [1] * 4 + [2], "cut by verl"
+    assert fields.join_spans([]) == () and fields.expand_runs((), 0) == []
 
 
 def test_runs_of_a_response_in_turns():
@@ -110,7 +110,7 @@ def test_runs_of_a_response_in_turns():
     turns.add(8, 4, [(0, 2)])
     turns.add(12, 2, [(0, 2), (1, 4)])
     assert turns == [(0, 1), (3, 2), (5, None), (8, 2), (13, 4)]
-    assert fields.spread(turns, 14) == [1] * 3 + [2] * 2 + [None] * 3 + [2] * 5 + [4]
+    assert fields.expand_runs(turns, 14) == [1] * 3 + [2] * 2 + [None] * 3 + [2] * 5 + [4]
     turns.add(13, 3, [(0, 1)])
     assert turns[-2:] == [(8, 2), (13, 1)], "the last token of the turn before was cut off"
     empty = fields.Turns()

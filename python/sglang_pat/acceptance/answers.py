@@ -26,26 +26,26 @@ QUESTION, WORD = "What is the capital of France?", "Paris"
 """One of them, and what its answer must have in it: else the model does not work, however equal the answers are."""
 
 
-def degrees_of(worker: Worker) -> list[int]:
+def read_degrees(worker: Worker) -> list[int]:
     return worker.do(commands.describe)["degrees"]
 
 
-def up_and_down(degrees: list[int]) -> list[int]:
+def order_degrees_up_and_down(degrees: list[int]) -> list[int]:
     """From the lowest degree through all to the highest, and back."""
     return degrees[1:] + degrees[-2::-1]
 
 
-def answers(worker: Worker, prompts: list[list[int]], tokens: int, ways: Ways) -> tuple[Outputs, int]:
+def generate_in_all_ways(worker: Worker, prompts: list[list[int]], tokens: int, ways: Ways) -> tuple[Outputs, int]:
     """Greedy answers of ``tokens`` tokens in each way, and how many requests moved with their KV in all."""
     outputs, moved = {}, 0
     for name, (first, visits) in ways.items():
-        found = worker.do(commands.greedy, prompts=prompts, answer=tokens, visits=visits, start=first)
+        found = worker.do(commands.generate_greedy, prompts=prompts, answer=tokens, visits=visits, start=first)
         outputs[name] = found["outputs"]
         moved += sum(record["migrated"] for record in found["switches"])
     return outputs, moved
 
 
-def equal(outputs: Outputs) -> tuple[bool, str]:
+def compare_outputs(outputs: Outputs) -> tuple[bool, str]:
     """Whether all ways gave the answers of the first one, and what to say of it."""
     wanted = next(iter(outputs.values()))
     different = [
@@ -57,10 +57,12 @@ def equal(outputs: Outputs) -> tuple[bool, str]:
     return not different, f"different: {', '.join(different)}" if different else "all equal"
 
 
-def as_likely(worker: Worker, prompts: list[list[int]], outputs: Outputs) -> tuple[bool, str, dict[str, float]]:
+def compare_likelihood(
+    worker: Worker, prompts: list[list[int]], outputs: Outputs
+) -> tuple[bool, str, dict[str, float]]:
     """Whether the last way, with switches, is as likely as the others; what to say, and nats a token by way."""
     nats = {
-        name: statistics.mean(worker.do(commands.judged, prompts=prompts, outputs=found, tp=1))
+        name: statistics.mean(worker.do(commands.compute_nll, prompts=prompts, outputs=found, tp=1))
         for name, found in outputs.items()
     }
     *static, switched = nats.values()
@@ -71,32 +73,35 @@ def as_likely(worker: Worker, prompts: list[list[int]], outputs: Outputs) -> tup
 
 def same_tokens(bench: Bench) -> Result:
     """float32: greedy tokens are equal in every layout, and with switches on the way."""
-    worker, prompts = bench.exact(), bench.prompts(6, 40)
-    degrees = degrees_of(worker)
-    visits = up_and_down(degrees)
-    tokens = bench.answer(len(visits))
+    worker, prompts = bench.start_exact_engine(), bench.make_prompts(6, 40)
+    degrees = read_degrees(worker)
+    visits = order_degrees_up_and_down(degrees)
+    tokens = bench.count_answer_tokens(len(visits))
     ways: Ways = {f"tp{tp}": (tp, []) for tp in degrees} | {"up": (1, degrees[1:]), "up and down": (1, visits)}
-    outputs, moved = answers(worker, prompts, tokens, ways)
-    fine, said = equal(outputs)
+    outputs, moved = generate_in_all_ways(worker, prompts, tokens, ways)
+    fine, said = compare_outputs(outputs)
     line = f"{len(prompts)} requests of {tokens} tokens in {len(ways)} ways, {moved} moved with their KV: {said}"
     return Result(verdict="passed" if fine and moved else "failed", line=line)
 
 
 def likelihood(bench: Bench) -> Result:
     """bfloat16: what is generated across switches is as likely as what is generated without."""
-    worker, prompts = bench.engine(bench.small, "--dtype", "bfloat16", *bench.few_graphs), bench.prompts(6, 40)
-    degrees = degrees_of(worker)
-    visits = up_and_down(degrees)
+    worker, prompts = (
+        bench.start_engine(bench.small, "--dtype", "bfloat16", *bench.few_graphs),
+        bench.make_prompts(6, 40),
+    )
+    degrees = read_degrees(worker)
+    visits = order_degrees_up_and_down(degrees)
     ways: Ways = {f"tp{tp}": (tp, []) for tp in (degrees[0], degrees[-1])} | {"switched": (1, visits)}
-    outputs, _ = answers(worker, prompts, bench.answer(len(visits)), ways)
-    fine, line, nats = as_likely(worker, prompts, outputs)
+    outputs, _ = generate_in_all_ways(worker, prompts, bench.count_answer_tokens(len(visits)), ways)
+    fine, line, nats = compare_likelihood(worker, prompts, outputs)
     return Result(verdict="passed" if fine else "failed", line=line, figures={"nats": nats})
 
 
 def steady(bench: Bench) -> Result:
     """Switches make no group, pool or graph, also after weight updates, and the new weights are in every layout."""
-    worker, prompts = bench.exact(), bench.prompts(4, 20)
-    degrees = degrees_of(worker)
+    worker, prompts = bench.start_exact_engine(), bench.make_prompts(4, 20)
+    degrees = read_degrees(worker)
     shape = ModelShape.from_config(read_config(str(bench.small)))
     changed = {
         "model.layers.0.mlp.down_proj.weight": [shape.hidden, shape.intermediate],
@@ -106,18 +111,18 @@ def steady(bench: Bench) -> Result:
     for number in range(UPDATES + 1):
         if number:
             worker.do(commands.update, names_and_shapes=changed, seed=number)
-        visits = up_and_down(degrees) * (SWITCHES // (UPDATES + 1) // (2 * len(degrees) - 2) + 1)
-        tokens = bench.answer(len(visits))
-        switched = worker.do(commands.greedy, prompts=prompts, answer=tokens, visits=visits, start=1)
-        static = worker.do(commands.greedy, prompts=prompts, answer=tokens, visits=[], start=degrees[-1])
+        visits = order_degrees_up_and_down(degrees) * (SWITCHES // (UPDATES + 1) // (2 * len(degrees) - 2) + 1)
+        tokens = bench.count_answer_tokens(len(visits))
+        switched = worker.do(commands.generate_greedy, prompts=prompts, answer=tokens, visits=visits, start=1)
+        static = worker.do(commands.generate_greedy, prompts=prompts, answer=tokens, visits=[], start=degrees[-1])
         made += len(switched["switches"])
         if switched["outputs"] != static["outputs"]:
             return Result(verdict="failed", line=f"tokens differ after {number} updates")
         if before == static["outputs"]:
             return Result(verdict="failed", line="an update changed nothing")
-        memory = memory or bench.memory(worker)  # what the first answers take is no growth
+        memory = memory or bench.measure_memory(worker)  # what the first answers take is no growth
         before = static["outputs"]
-    grown = max(now - then for now, then in zip(bench.memory(worker), memory, strict=True))
+    grown = max(now - then for now, then in zip(bench.measure_memory(worker), memory, strict=True))
     line = (
         f"{made} switches and {UPDATES} weight updates: tokens equal; no switch made a group, a KV pool, a graph or an "
         f"attention backend; since before the updates the rank that grew most by {grown / 2**20:+.0f} MiB"
@@ -132,18 +137,18 @@ def real_model(bench: Bench) -> Result:
     except NotInstalled as error:
         return Result(verdict="left out", line=str(error))
     dtype = "float32" if bench.device == "cpu" else "bfloat16"
-    worker = bench.engine(model, "--dtype", dtype, *bench.few_graphs)
-    taken = max(bench.memory(worker))
-    degrees, prompts = degrees_of(worker), worker.do(commands.chats, count=QUESTIONS)
-    visits = up_and_down(degrees)
-    tokens = bench.answer(len(visits))
+    worker = bench.start_engine(model, "--dtype", dtype, *bench.few_graphs)
+    taken = max(bench.measure_memory(worker))
+    degrees, prompts = read_degrees(worker), worker.do(commands.make_chat_prompts, count=QUESTIONS)
+    visits = order_degrees_up_and_down(degrees)
+    tokens = bench.count_answer_tokens(len(visits))
     ways: Ways = {f"tp{tp}": (tp, []) for tp in degrees} | {"switched": (degrees[0], visits)}
-    outputs, moved = answers(worker, prompts, tokens, ways)
+    outputs, moved = generate_in_all_ways(worker, prompts, tokens, ways)
     if dtype == "float32":
-        fine, said = equal(outputs)
+        fine, said = compare_outputs(outputs)
     else:
-        fine, said, _ = as_likely(worker, prompts, outputs)
-    texts = {name: worker.do(commands.texts, outputs=found) for name, found in outputs.items()}
+        fine, said, _ = compare_likelihood(worker, prompts, outputs)
+    texts = {name: worker.do(commands.decode_outputs, outputs=found) for name, found in outputs.items()}
     senseless = [name for name, found in texts.items() if WORD not in found[PROMPTS.index(QUESTION)]]
     line = (
         f"{SMOLLM2}, {dtype}: up in {worker.started_seconds:.0f} s, a rank takes {taken / GIB:.2f} GiB; "

@@ -16,7 +16,7 @@ from sglang_pat.memory.machine import GIB
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
 from sglang_pat.testing.prefork import Prefork
-from sglang_pat.testing.server import rank_processes
+from sglang_pat.testing.server import find_rank_processes
 
 STEADY = {"SGLANG_PAT_CHECK_STEADY": "1", "SGLANG_PAT_CHECK_AGREEMENT": "1"}
 """A switch that makes a group, a pool or a graph fails; ranks of a group are compared after every switch.  Not where
@@ -91,11 +91,11 @@ class Bench:
         short, long = (16, 128) if self.sharing else (64, 1024)  # a step of ranks that share a GPU takes long
         return [short] * (16 * self.ranks - 2) + [long, long * 3 // 4]
 
-    def answer(self, switches: int) -> int:
+    def count_answer_tokens(self, switches: int) -> int:
         """Tokens of an answer with room for so many switches; on a GPU more steps are made between two of them."""
         return 40 + (8 if self.device == "cpu" else 64) * switches
 
-    def engine(
+    def start_engine(
         self, model: Path, *flags: str, policy: tuple[str, ...] = MANUAL, checks: dict[str, str] | None = None
     ) -> Worker:
         """An engine with these flags and ``checks``; the last one stays for the steps that ask for the same."""
@@ -103,7 +103,7 @@ class Bench:
         if self._engine is None or self._engine[0] != key:
             self.stop()
             if self.device == "cuda":
-                self._used_before = [_used(gpu) for gpu in range(torch.cuda.device_count())]
+                self._used_before = [_read_used_bytes(gpu) for gpu in range(torch.cuda.device_count())]
             log = self.folder / "engine.log"
             worker = Worker(
                 model, *self.layout, *self.flags, *flags, policy=policy, env=self.env | (checks or {}), log=log,
@@ -112,14 +112,14 @@ class Bench:
             self._engine = key, worker
         return self._engine[1]
 
-    def exact(self) -> Worker:
+    def start_exact_engine(self) -> Worker:
         """The engine whose tokens must be equal."""
         attention = ("--attention-backend", "triton") if self.device == "cuda" else ()  # the others have no float32
-        return self.engine(self.small, "--dtype", "float32", *attention, *self.few_graphs, checks=STEADY)
+        return self.start_engine(self.small, "--dtype", "float32", *attention, *self.few_graphs, checks=STEADY)
 
-    def usual(self) -> Worker:
+    def start_default_engine(self) -> Worker:
         """The engine with default flags."""
-        return self.engine(self.large, *self.large_flags)
+        return self.start_engine(self.large, *self.large_flags)
 
     def stop(self) -> None:
         if self._engine is not None:
@@ -132,17 +132,17 @@ class Bench:
         if self.prefork is not None:
             self.prefork.stop()
 
-    def prompts(self, count: int, length: int) -> list[list[int]]:
+    def make_prompts(self, count: int, length: int) -> list[list[int]]:
         drawn = random.Random(0)
         return [[drawn.randrange(5, 500) for _ in range(length)] for _ in range(count)]
 
-    def memory(self, worker: Worker) -> list[int]:
+    def measure_memory(self, worker: Worker) -> list[int]:
         """Bytes of each rank: what its GPU has had to give since the engine started, or of the process and its share of
         what processes have in common."""
         if self.device == "cuda":
             share, before = self.ranks if self.sharing else 1, self._used_before or [0] * torch.cuda.device_count()
-            return [(_used(gpu) - used) // share for gpu, used in enumerate(before)]
-        return [process.memory_full_info().pss for process in rank_processes(worker.children()).values()]
+            return [(_read_used_bytes(gpu) - used) // share for gpu, used in enumerate(before)]
+        return [process.memory_full_info().pss for process in find_rank_processes(worker.list_children()).values()]
 
 
 def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[str, ...] = ()) -> Bench:
@@ -152,7 +152,7 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
     small = models.make_random("llama", cache / "small", heads=8, kv_heads=8, **size)
     large, large_flags = small, ("--dtype", "float32")
     if device == "cuda":
-        free = 0 if sharing else free_on_gpus()  # what moves between ranks that share a GPU moves slowly
+        free = 0 if sharing else read_least_free_bytes()  # what moves between ranks that share a GPU moves slowly
         name = next(name for name, least in LARGE if free >= least)
         large = models.make_shape(cache / name, name)
         large_flags = ("--load-format", "dummy")
@@ -165,11 +165,11 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
         sharing=sharing,
         large_flags=large_flags,
         flags=(*SHARING, *flags) if sharing else flags,
-        prefork=Prefork() if device == "cpu" and shim.needed() else None,
+        prefork=Prefork() if device == "cpu" and shim.is_needed() else None,
     )
 
 
-def _used(gpu: int) -> int:
+def _read_used_bytes(gpu: int) -> int:
     """Bytes; by NVML where it is there, which leaves no context of this process on the GPU."""
     try:
         return torch.cuda.device_memory_used(gpu)
@@ -178,7 +178,7 @@ def _used(gpu: int) -> int:
         return total - free
 
 
-def free_on_gpus() -> int:
+def read_least_free_bytes() -> int:
     """Bytes on the GPU that has least."""
     gpus = range(torch.cuda.device_count())
-    return min(torch.cuda.get_device_properties(gpu).total_memory - _used(gpu) for gpu in gpus)
+    return min(torch.cuda.get_device_properties(gpu).total_memory - _read_used_bytes(gpu) for gpu in gpus)

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print("\n" + "  ".join(str(path) for path in sorted(args.out.glob("acceptance.*"))))
     print(report.counted)
-    for result in report.by_verdict("left out") + report.failed:
+    for result in report.select_by_verdict("left out") + report.failed:
         print(f"{result.verdict}: {result.name}: {result.line}")
     return 1 if report.failed else 0
 
@@ -67,20 +67,25 @@ def run(args: argparse.Namespace, begun: float) -> Report:
     set_environment(quiet=True)
     from sglang_pat.acceptance import steps
     from sglang_pat.acceptance.bench import prepare
-    from sglang_pat.tools.machine import machine
+    from sglang_pat.tools.machine import describe_machine
 
-    names = [name_of(step) for step in steps.STEPS]
+    names = [format_step_name(step) for step in steps.STEPS]
     if unknown := set(args.only or ()) - set(names):
         raise ValueError(f"--only {' '.join(sorted(unknown))}: choose from {', '.join(names)}")
     args.out.mkdir(parents=True, exist_ok=True)
-    options = {"device": _device(device), "ranks": ranks, "sharing": sharing, "flags": args.engine_flags or "none"}
-    report = Report(machine=machine(), options=options)
+    options = {
+        "device": _check_device(device),
+        "ranks": ranks,
+        "sharing": sharing,
+        "flags": args.engine_flags or "none",
+    }
+    report = Report(machine=describe_machine(), options=options)
     bench = prepare(device, ranks, args.out, sharing, tuple(args.engine_flags.split()))
     try:
         for step in steps.STEPS:
-            if args.only and name_of(step) not in args.only:
+            if args.only and format_step_name(step) not in args.only:
                 continue
-            report.results.append(_one(step, bench))
+            report.results.append(_run_step(step, bench))
             report.seconds = time.monotonic() - begun
             report.save(args.out)
     finally:
@@ -88,12 +93,12 @@ def run(args: argparse.Namespace, begun: float) -> Report:
     return report
 
 
-def name_of(step) -> str:
+def format_step_name(step) -> str:
     return step.__name__.replace("_", "-")
 
 
-def _one(step, bench) -> Result:
-    begun, name = time.monotonic(), name_of(step)
+def _run_step(step, bench) -> Result:
+    begun, name = time.monotonic(), format_step_name(step)
     print(f"{name}: {step.__doc__.splitlines()[0]}", flush=True)
     try:
         result = step(bench)
@@ -106,7 +111,7 @@ def _one(step, bench) -> Result:
     return result
 
 
-def _device(device: str) -> str:
+def _check_device(device: str) -> str:
     import torch
 
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if device == "cuda" else "cpu"

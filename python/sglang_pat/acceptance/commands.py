@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from profiler import measure
+from profiler import measure, validate
 from profiler.grid import Point
 from profiler.rig import Rig
-from profiler.validate import chat_prompts
 
 STEPS = 3
 """Decode steps of the whole batch between two switches."""
@@ -24,42 +23,44 @@ async def describe(rig: Rig) -> dict[str, Any]:
     info = rig.engine.server_args
     return {
         "degrees": [layout.tp for layout in rig.layouts],
-        "kv_tokens": rig.engine.deployment().kv_tokens,
+        "kv_tokens": rig.engine.get_fingerprint().kv_tokens,
         "graph_sizes": {str(tp): sizes for tp, sizes in info.spec.graph_sizes.items()},
         "graphs": not info.disable_cuda_graph,
     }
 
 
-async def greedy(rig: Rig, prompts: list[list[int]], answer: int, visits: list[int], start: int) -> dict[str, Any]:
+async def generate_greedy(
+    rig: Rig, prompts: list[list[int]], answer: int, visits: list[int], start: int
+) -> dict[str, Any]:
     """Greedy answers of ``answer`` tokens from degree ``start`` on, which switch to each of ``visits`` on the way.
 
     Returns the answers' token ids, and the record of each switch.
     """
     await rig.reconfigure(start)
     await rig.flush()
-    await rig.trace()
+    await rig.read_trace()
     tasks = rig.send(prompts, [answer] * len(prompts))
     records = []
     for tp in visits:
-        await rig.until_decoding(tasks, len(prompts), STEPS)
+        await rig.wait_until_decoding(tasks, len(prompts), STEPS)
         records.append(await rig.reconfigure(tp))
     answers = await rig.finish(tasks)
     return {"outputs": [a["output_ids"] for a in answers], "switches": records}
 
 
-async def chats(rig: Rig, count: int) -> list[list[int]]:
+async def make_chat_prompts(rig: Rig, count: int) -> list[list[int]]:
     """Token ids of ``count`` questions, by the model's chat template."""
-    return chat_prompts(rig.engine.tokenizer_manager.tokenizer, count)
+    return validate.make_chat_prompts(rig.engine.tokenizer_manager.tokenizer, count)
 
 
-async def texts(rig: Rig, outputs: list[list[int]]) -> list[str]:
+async def decode_outputs(rig: Rig, outputs: list[list[int]]) -> list[str]:
     """What each output says until the model ends its turn."""
     tokenizer = rig.engine.tokenizer_manager.tokenizer
     ends = tokenizer.eos_token_id
     return [tokenizer.decode(list(takewhile(lambda token: token != ends, output))) for output in outputs]
 
 
-async def judged(rig: Rig, prompts: list[list[int]], outputs: list[list[int]], tp: int) -> list[float]:
+async def compute_nll(rig: Rig, prompts: list[list[int]], outputs: list[list[int]], tp: int) -> list[float]:
     """Mean negative log-likelihood (nats) of the tokens of each output, given those before, as degree ``tp`` says."""
     await rig.reconfigure(tp)
     await rig.flush()
@@ -72,24 +73,26 @@ async def judged(rig: Rig, prompts: list[list[int]], outputs: list[list[int]], t
         return -statistics.mean(entry[0] for entry in found["meta_info"]["input_token_logprobs"][1:])
 
     found = await asyncio.gather(*(one(p, o) for p, o in zip(prompts, outputs, strict=True)))
-    await rig.until_idle()
+    await rig.wait_until_idle()
     return list(found)
 
 
-async def pauses(rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+async def measure_pauses(
+    rig: Rig, low: int, high: int, requests: int, tokens: int, rounds: int
+) -> list[dict[str, Any]]:
     """Records of ``rounds`` switches there and back with ``requests`` live requests of ``tokens`` tokens in all."""
-    return await measure.there_and_back(rig, low, high, requests, max(1, tokens // requests), rounds)
+    return await measure.switch_there_and_back(rig, low, high, requests, max(1, tokens // requests), rounds)
 
 
-async def prefilled(rig: Rig, tokens: int, requests: int) -> float:
+async def time_prefill(rig: Rig, tokens: int, requests: int) -> float:
     """Seconds to prefill fresh requests of ``tokens`` tokens in all."""
     await rig.flush()
     begun = time.monotonic()
-    await rig.finish(rig.send([rig.tokens(max(1, tokens // requests)) for _ in range(requests)], [1] * requests))
+    await rig.finish(rig.send([rig.sample_tokens(max(1, tokens // requests)) for _ in range(requests)], [1] * requests))
     return time.monotonic() - begun
 
 
-async def step(rig: Rig, tp: int, batch: int, context: int, steps: int) -> float:
+async def time_step(rig: Rig, tp: int, batch: int, context: int, steps: int) -> float:
     """Seconds of a decode step of all replicas of degree ``tp`` with ``batch`` requests each."""
     await rig.reconfigure(tp)
     replicas = next(layout.dp for layout in rig.layouts if layout.tp == tp)
@@ -97,7 +100,7 @@ async def step(rig: Rig, tp: int, batch: int, context: int, steps: int) -> float
     return (await measure.decode(rig, point, steps)).seconds
 
 
-async def tail(
+async def run_long_tail(
     rig: Rig, lengths: list[int], start: int | None = None, merge_at: int | None = None, high: int = 1
 ) -> dict[str, Any]:
     """One batch whose answers have these lengths: seconds until the last one is there.
@@ -109,9 +112,9 @@ async def tail(
     if start is not None:
         await rig.reconfigure(start)
     await rig.flush()
-    await rig.trace()
+    await rig.read_trace()
     begun = time.monotonic()
-    tasks = rig.send([rig.tokens(16) for _ in lengths], lengths)
+    tasks = rig.send([rig.sample_tokens(16) for _ in lengths], lengths)
     if merge_at is not None:
         pending = set(tasks)
         while len(pending) > merge_at:

@@ -15,7 +15,7 @@ FILLER = 1 << 30
 the GPU needs for a small one; and no cache has any of its data."""
 
 
-def seconds(device: str, *calls: Callable[[], object], repeats: int) -> list[float]:
+def time_calls(device: str, *calls: Callable[[], object], repeats: int) -> list[float]:
     """Median time of each of ``calls``, taking turns; on a GPU what it takes there, without the launch."""
     found: list[list[float]] = [[] for _ in calls]
     filler = torch.empty(FILLER if device == "cuda" else 0, dtype=torch.uint8, device=device)
@@ -46,9 +46,9 @@ def measure(device: str, heads: int, dim: int, dtype: torch.dtype, parts: int, t
     offsets = [tokens * part for part in range(parts + 1)]
     count = heads // parts
     move = kv.Parts(slots, offsets, [count * part for part in range(parts)], count)
-    staged = torch.empty(kv.staged_numel(tokens * parts, count, dim, dim), dtype=dtype, device=device)
+    staged = torch.empty(kv.count_staged_elements(tokens * parts, count, dim, dim), dtype=dtype, device=device)
     other = torch.empty_like(staged)
-    pack, unpack, copy = seconds(
+    pack, unpack, copy = time_calls(
         device,
         lambda: move.pack(k, v, staged),
         lambda: move.unpack(k, v, staged),

@@ -30,15 +30,15 @@ def views(bench: Bench) -> Result:
     rows = [["tp", "requests", "copies, ms", "views, ms", "views / copies"]]
     for row in found:
         times = (f"{row[way] * 1e3:.3f}" for way in ("copies_seconds", "views_seconds"))
-        rows.append([str(row["tp"]), str(row["batch"]), *times, f"{_ratio(row):.2f}"])
+        rows.append([str(row["tp"]), str(row["batch"]), *times, f"{_compute_ratio(row):.2f}"])
     if bench.device == "cuda":
         torch.cuda.empty_cache()  # for the engines
-    lone = [_ratio(row) for row in found if row["batch"] == 1]
+    lone = [_compute_ratio(row) for row in found if row["batch"] == 1]
     line = f"{bench.large.name}, one request: views take {min(lone):.2f} to {max(lone):.2f} of the time of copies"
     return Result(verdict="measured", line=line, rows=rows, figures={"rows": found})
 
 
-def _ratio(row: dict[str, float]) -> float:
+def _compute_ratio(row: dict[str, float]) -> float:
     return row["views_seconds"] / row["copies_seconds"]
 
 
@@ -57,14 +57,14 @@ class Linear:
         from sglang_pat.rank.weights import PiecewiseLinear  # with it comes SGLang
 
         method = PiecewiseLinear()
-        method.place(self.parts, None)
+        method.set_pieces(self.parts, None)
         return method.apply(torch.nn.Module(), self.given)
 
     def on_copy(self) -> torch.Tensor:
         return linear(self.given, self.copy)
 
 
-def layer(shape: ModelShape, tp: int, batch: int, device: str, dtype: torch.dtype) -> list[Linear]:
+def build_layer(shape: ModelShape, tp: int, batch: int, device: str, dtype: torch.dtype) -> list[Linear]:
     """A layer's four products (q, k and v; output; gate and up; down) in degree ``tp``, from base shards of tp1."""
     heads, kv_heads = shape.heads // tp, max(1, shape.kv_heads // tp)
     inner, dim = shape.intermediate // tp, shape.head_dim
@@ -92,18 +92,18 @@ def layer(shape: ModelShape, tp: int, batch: int, device: str, dtype: torch.dtyp
 def measure(shape: ModelShape, tp: int, batch: int, device: str, dtype: torch.dtype, repeats: int) -> dict[str, float]:
     """Seconds of all linear layers of a step, ``views_seconds`` and ``copies_seconds``; on a GPU as CUDA graphs."""
     layers = min(LAYERS, shape.layers)
-    made = [product for _ in range(layers) for product in layer(shape, tp, batch, device, dtype)]
+    made = [product for _ in range(layers) for product in build_layer(shape, tp, batch, device, dtype)]
     ways: list[Callable[[], object]] = [
         lambda: [product.on_views() for product in made],
         lambda: [product.on_copy() for product in made],
     ]
     if device == "cuda":
-        ways = [_captured(way) for way in ways]
-    views, copies = (seconds * shape.layers / layers for seconds in kernels.seconds(device, *ways, repeats=repeats))
+        ways = [_capture_graph(way) for way in ways]
+    views, copies = (seconds * shape.layers / layers for seconds in kernels.time_calls(device, *ways, repeats=repeats))
     return {"tp": tp, "batch": batch, "views_seconds": views, "copies_seconds": copies}
 
 
-def _captured(call: Callable[[], object]) -> Callable[[], object]:
+def _capture_graph(call: Callable[[], object]) -> Callable[[], object]:
     """As a CUDA graph: what is launched counts as in a decode step, not what Python takes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

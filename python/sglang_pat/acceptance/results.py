@@ -46,9 +46,9 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def failed(self) -> list[Result]:
-        return self.by_verdict("failed")
+        return self.select_by_verdict("failed")
 
-    def by_verdict(self, verdict: Verdict) -> list[Result]:
+    def select_by_verdict(self, verdict: Verdict) -> list[Result]:
         return [result for result in self.results if result.verdict == verdict]
 
     @property
@@ -60,28 +60,28 @@ class Report(msgspec.Struct, kw_only=True):
     def save(self, folder: Path) -> None:
         """Write both files; called after each step, so that an ended run leaves what it has."""
         data = msgspec.json.format(msgspec.json.encode(self), indent=1)
-        for name, content in (("acceptance.json", data), ("acceptance.md", self.page().encode())):
+        for name, content in (("acceptance.json", data), ("acceptance.md", self.format_page().encode())):
             files.write(content + b"\n", folder / name)
 
-    def page(self) -> str:
+    def format_page(self) -> str:
         """The report as Markdown."""
         about = ", ".join(f"{name} {value}" for name, value in (self.machine | self.options).items())
-        lines = ["# Acceptance of sglang_pat", "", about, "", *_table(self._overview())]
+        lines = ["# Acceptance of sglang_pat", "", about, "", *_format_table(self._format_overview())]
         for result in self.results:
             if result.rows or result.traceback:
                 lines += ["", f"## {result.name}", "", result.line]
             if result.rows:
-                lines += ["", *_table(result.rows)]
+                lines += ["", *_format_table(result.rows)]
             if result.traceback:
                 lines += ["", "```", result.traceback.rstrip(), "```"]
         return "\n".join(lines)
 
-    def _overview(self) -> list[list[str]]:
+    def _format_overview(self) -> list[list[str]]:
         rows = [[r.name, r.verdict, r.line, f"{r.seconds:.0f}"] for r in self.results]
         return [["step", "verdict", "finding", "seconds"], *rows]
 
 
-def _table(rows: list[list[str]]) -> list[str]:
+def _format_table(rows: list[list[str]]) -> list[str]:
     """A cell is one line, whatever a model says."""
     head, *body = [f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in row)} |" for row in rows]
     return [head, f"|{' --- |' * len(rows[0])}", *body]

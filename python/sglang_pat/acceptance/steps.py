@@ -13,11 +13,11 @@ from unittest import mock
 
 import torch
 
-from profiler.launch import server_args
+from profiler.launch import make_server_args
 from profiler.worker import search_path
 from sglang_pat import preflight
 from sglang_pat.acceptance import commands, kernels
-from sglang_pat.acceptance.answers import degrees_of, likelihood, real_model, same_tokens, steady
+from sglang_pat.acceptance.answers import likelihood, read_degrees, real_model, same_tokens, steady
 from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.linears import views
 from sglang_pat.acceptance.results import Result
@@ -42,7 +42,7 @@ GROWTH = 64 << 20
 
 def check_machine(bench: Bench) -> Result:
     """What is needed is there, and the model fits."""
-    missing = [f"{what}: {finding}" for fine, what, finding in preflight.checks() if not fine]
+    missing = [f"{what}: {finding}" for fine, what, finding in preflight.run_checks() if not fine]
     if missing:
         return Result(verdict="failed", line="; ".join(missing))
     plan = _plan(bench)
@@ -55,10 +55,10 @@ def _plan(bench: Bench) -> MemoryPlan:
     """That of the engine with default flags, as its start will make it."""
     flags = [*bench.layout, *bench.flags, *bench.large_flags]
     with mock.patch.dict(os.environ, bench.env):
-        args = server_args(str(bench.large), flags)
-        from sglang_pat.launch.spec import resolve  # once the shim is there
+        args = make_server_args(str(bench.large), flags)
+        from sglang_pat.launch.spec import resolve_spec  # once the shim is there
 
-        plan = resolve(args).memory
+        plan = resolve_spec(args).memory
         assert plan is not None, "on a CPU or CUDA"
         return plan
 
@@ -86,8 +86,8 @@ def move_kv(bench: Bench) -> Result:
 def start(bench: Bench) -> Result:
     """An engine of all ranks starts with default flags, within its memory plan."""
     planned = _plan(bench).rank_bytes  # of what is free before the engine takes it
-    worker = bench.usual()
-    about, measured = worker.do(commands.describe), bench.memory(worker)
+    worker = bench.start_default_engine()
+    about, measured = worker.do(commands.describe), bench.measure_memory(worker)
     line = (
         f"{bench.large.name}: up in {worker.started_seconds:.0f} s, degrees {about['degrees']}; a rank takes "
         f"{max(measured) / GIB:.2f} GiB, planned {planned / GIB:.2f}"
@@ -104,16 +104,16 @@ def pause(bench: Bench) -> Result:
     points = [(1, 512), (8, 4096), (32, 16384)] if bench.device == "cuda" else [(1, 256), (4, 2048)]
     rows, found = [["way", "requests", "tokens", "up, ms", "down, ms", "bytes sent, MB", "phases up, ms"]], []
     for way, flags in ways.items():
-        worker = bench.engine(bench.large, *flags)
+        worker = bench.start_engine(bench.large, *flags)
         if way == "ours":
             # The first start of a machine compiles what a restart finds.
             bench.stop()
-            worker = bench.engine(bench.large, *flags)
+            worker = bench.start_engine(bench.large, *flags)
             restart = worker.started_seconds
-            restart += worker.do(commands.prefilled, tokens=points[-1][1], requests=points[-1][0])
+            restart += worker.do(commands.time_prefill, tokens=points[-1][1], requests=points[-1][0])
         for requests, tokens in points:
             about = {"requests": requests, "tokens": tokens}
-            records = worker.do(commands.pauses, low=1, high=bench.ranks, rounds=3, **about)
+            records = worker.do(commands.measure_pauses, low=1, high=bench.ranks, rounds=3, **about)
             found.append({"way": way, "records": records} | about)
             up, down = ([r for r in records if (r["to_tp"] > r["from_tp"]) == rising] for rising in (True, False))
             seconds = [statistics.median(r["pause_seconds"] for r in part) for part in (up, down)]
@@ -132,17 +132,17 @@ def pause(bench: Bench) -> Result:
 
 def step_times(bench: Bench) -> Result:
     """Decode steps by layout and batch, with as many requests in all."""
-    worker = bench.usual()
-    degrees = degrees_of(worker)
+    worker = bench.start_default_engine()
+    degrees = read_degrees(worker)
     each = (1, 4) if bench.device == "cpu" else (1, 4, 16) if bench.sharing else (1, 4, 16, 64)
     totals = [bench.ranks * n for n in each]
     rows, found = [["requests", *(f"tp{tp}, ms" for tp in degrees)]], {}
     for total in totals:
         for tp in degrees:
             batch = total * tp // bench.ranks
-            found[f"{total} tp{tp}"] = worker.do(commands.step, tp=tp, batch=batch, context=256, steps=24)
+            found[f"{total} tp{tp}"] = worker.do(commands.time_step, tp=tp, batch=batch, context=256, steps=24)
         rows.append([str(total), *(f"{found[f'{total} tp{tp}'] * 1e3:.2f}" for tp in degrees)])
-    one = {tp: worker.do(commands.step, tp=tp, batch=1, context=256, steps=24) for tp in degrees}
+    one = {tp: worker.do(commands.time_step, tp=tp, batch=1, context=256, steps=24) for tp in degrees}
     rows.append(["1 a replica", *(f"{seconds * 1e3:.2f}" for seconds in one.values())])
     best = min(one, key=lambda tp: one[tp])
     line = f"one request a replica: tp{best} is {one[1] / one[best]:.2f} times as fast as tp1"
@@ -152,15 +152,15 @@ def step_times(bench: Bench) -> Result:
 
 def long_tail(bench: Bench) -> Result:
     """One batch of which most answers are short: each static layout, and a merge when two are left."""
-    worker = bench.usual()
-    degrees = degrees_of(worker)
+    worker = bench.start_default_engine()
+    degrees = read_degrees(worker)
     lengths = bench.tail
     ways: dict[str, dict[str, Any]] = {f"static tp{tp}": {"start": tp} for tp in degrees}
     ways["merge at 2"] = {"start": 1, "merge_at": 2, "high": bench.ranks}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(3):
         for name, way in ways.items():
-            seconds[name].append(worker.do(commands.tail, lengths=lengths, **way)["seconds"])
+            seconds[name].append(worker.do(commands.run_long_tail, lengths=lengths, **way)["seconds"])
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     rows = [["way", "seconds"], *([name, f"{value:.2f}"] for name, value in medians.items())]
     bench.best_static = min(value for name, value in medians.items() if name.startswith("static"))
@@ -174,13 +174,13 @@ def long_tail(bench: Bench) -> Result:
 
 def endurance(bench: Bench) -> Result:
     """Memory after many switches."""
-    worker = bench.usual()
+    worker = bench.start_default_engine()
     about = {"low": 1, "high": bench.ranks, "requests": 2, "tokens": 256}
-    worker.do(commands.pauses, rounds=3, **about)
-    before = bench.memory(worker)
+    worker.do(commands.measure_pauses, rounds=3, **about)
+    before = bench.measure_memory(worker)
     for _ in range(ENDURANCE // 10):
-        worker.do(commands.pauses, rounds=5, **about)
-    grown = max(now - then for now, then in zip(bench.memory(worker), before, strict=True))
+        worker.do(commands.measure_pauses, rounds=5, **about)
+    grown = max(now - then for now, then in zip(bench.measure_memory(worker), before, strict=True))
     line = f"{ENDURANCE} switches: the rank that grew most by {grown / 2**20:+.0f} MiB (bar {GROWTH >> 20})"
     return Result(verdict="passed" if grown <= GROWTH else "failed", line=line, figures={"grown": grown})
 
@@ -204,11 +204,11 @@ def adaptive(bench: Bench) -> Result:
     """The long-tail batch again: the policy decides by the profile that was just measured."""
     if not bench.profile.exists():
         return Result(verdict="failed", line="there is no profile: run the step sweep as well")
-    worker = bench.engine(
+    worker = bench.start_engine(
         bench.large, *bench.large_flags, policy=("--pat-policy", "survival", "--pat-profile", str(bench.profile))
     )
     lengths = bench.tail
-    found = [worker.do(commands.tail, lengths=lengths) for _ in range(3)]
+    found = [worker.do(commands.run_long_tail, lengths=lengths) for _ in range(3)]
     seconds = statistics.median(run["seconds"] for run in found)
     beside = f", {seconds / bench.best_static:.2f} of the best static layout" if bench.best_static else ""
     line = f"{len(lengths)} answers, {found[-1]['switches']} switches in {len(found)} batches: {seconds:.2f} s{beside}"
@@ -216,7 +216,19 @@ def adaptive(bench: Bench) -> Result:
 
 
 STEPS: tuple[Callable[[Bench], Result], ...] = (
-    check_machine, move_kv, views, start, step_times, long_tail, endurance, pause, same_tokens, steady, likelihood,
-    real_model, sweep, adaptive,
-)  # fmt: skip
+    check_machine,
+    move_kv,
+    views,
+    start,
+    step_times,
+    long_tail,
+    endurance,
+    pause,
+    same_tokens,
+    steady,
+    likelihood,
+    real_model,
+    sweep,
+    adaptive,
+)
 """In an order in which engines are started seldom."""

@@ -25,7 +25,7 @@ def check(scheduler: SwitchingScheduler) -> None:
     """Raise ``RuntimeError`` naming what differs within the group; called by all its ranks together."""
     if os.environ.get(CHECK_AGREEMENT_ENV) != "1" or scheduler.tp_size == 1:
         return
-    mine = _agreed(scheduler)
+    mine = _read_agreed_values(scheduler)
     held: list[dict[str, Any]] = [{} for _ in range(scheduler.tp_size)]
     dist.all_gather_object(held, mine, group=scheduler.tp_cpu_group)
     for name, value in mine.items():
@@ -34,12 +34,12 @@ def check(scheduler: SwitchingScheduler) -> None:
             raise RuntimeError(f"ranks of a TP group do not agree on {name}: {given}")
 
 
-def _agreed(scheduler: SwitchingScheduler) -> dict[str, Any]:
+def _read_agreed_values(scheduler: SwitchingScheduler) -> dict[str, Any]:
     """Everything that the group's ranks must agree on, by name."""
     running, waiting = scheduler.running_batch.reqs, scheduler.waiting_queue
     roots = SimpleNamespace(Scheduler=scheduler, ModelRunner=scheduler.tp_worker.model_runner)
     return {
-        **{path: describe(find(roots, path)) for path in attributes.of_groups()},
+        **{path: describe(find(roots, path)) for path in attributes.list_agreed_paths()},
         "running_batch": [_account(req) for req in running],
         "waiting_queue": [_account(req) for req in waiting],
     }

@@ -15,7 +15,7 @@ AGREED = ("fixed", "group")
 
 
 @dataclass(frozen=True)
-class Line:
+class AttributeLine:
     """An attribute of the table, or several: ``pattern`` is its path, in which ``*`` stands for anything."""
 
     kind: str
@@ -24,12 +24,12 @@ class Line:
 
 
 @cache
-def table() -> tuple[Line, ...]:
+def read_table() -> tuple[AttributeLine, ...]:
     """All lines of ``attributes.txt``.  Raises ``ValueError`` for a line that is none."""
     return tuple(parse(resources.files(__package__).joinpath("attributes.txt").read_text()))
 
 
-def parse(text: str) -> Iterable[Line]:
+def parse(text: str) -> Iterable[AttributeLine]:
     """The lines of a table.  Raises ``ValueError``: what is wrong with it."""
     kind = root = reason = ""
     for line in text.splitlines():
@@ -44,13 +44,15 @@ def parse(text: str) -> Iterable[Line]:
         for name in line.split():
             if name.startswith("*"):
                 raise ValueError(f"{root}.{name}: takes in everything; name the attribute")
-            yield Line(kind, f"{root}.{name}", reason)
+            yield AttributeLine(kind, f"{root}.{name}", reason)
 
 
 @cache
-def line_of(path: str) -> Line | None:
+def find_line(path: str) -> AttributeLine | None:
     """What the table says of ``path``; None if it does not know it."""
-    lines = [line for line in table() if line.pattern == path or ("*" in line.pattern and _matches(path, line.pattern))]
+    lines = [
+        line for line in read_table() if line.pattern == path or ("*" in line.pattern and _matches(path, line.pattern))
+    ]
     return max(lines, key=lambda line: (line.pattern == path, len(line.pattern)), default=None)
 
 
@@ -58,12 +60,12 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatchcase(path, pattern.replace("[", "[[]"))  # brackets are part of paths
 
 
-def unknown(values: Mapping[str, str]) -> list[str]:
+def find_unknown_paths(values: Mapping[str, str]) -> list[str]:
     """Paths of a census that the table does not know."""
-    return sorted(path for path in values if "." in path and line_of(path) is None)
+    return sorted(path for path in values if "." in path and find_line(path) is None)
 
 
 @cache
-def of_groups() -> tuple[str, ...]:
+def list_agreed_paths() -> tuple[str, ...]:
     """Paths that change and must be the same on all ranks of a group after a switch."""
-    return tuple(line.pattern for line in table() if line.kind == "group" and "*" not in line.pattern)
+    return tuple(line.pattern for line in read_table() if line.kind == "group" and "*" not in line.pattern)

@@ -33,7 +33,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes, enum.Enum, torch.dtype, torc
 _MANY = (list, tuple, set, frozenset, deque)
 
 
-def census(scheduler: Any) -> tuple[dict[str, str], dict[str, int]]:
+def take_census(scheduler: Any) -> tuple[dict[str, str], dict[str, int]]:
     """``(path -> value, path -> identity of SGLang's object there)``.
 
     An object is described where it is nearest to a root; elsewhere its value is ``-> path``, so that a stale reference
@@ -60,7 +60,7 @@ def census(scheduler: Any) -> tuple[dict[str, str], dict[str, int]]:
             identities[path] = id(found)
         values[path] = describe(found)
         if depth < DEEPEST:
-            queue.extend((path + step, value, depth + 1) for step, value in _children(found))
+            queue.extend((path + step, value, depth + 1) for step, value in _iterate_children(found))
     return values, identities
 
 
@@ -68,7 +68,7 @@ def record(scheduler: Any, rank: int, epoch: int) -> None:
     """In test builds, write the census of this rank."""
     if not (folder := os.environ.get(CENSUS_ENV)):
         return
-    values, identities = census(scheduler)
+    values, identities = take_census(scheduler)
     about = dict(rank=rank, epoch=epoch, tp=scheduler.tp_size, tp_rank=scheduler.tp_rank)
     path = Path(folder) / f"census-{rank}-{epoch}.json"
     files.write(json.dumps(about | dict(values=values, identities=identities)).encode(), path)
@@ -81,7 +81,7 @@ def _is_sglang_object(found: Any) -> bool:
     return any(kind.__module__.partition(".")[0] == "sglang" for kind in type(found).__mro__)
 
 
-def _children(found: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_children(found: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(found, torch.nn.Module):
         own = {name: value for name, value in vars(found).items() if not name.startswith("_")}
         for name, value in sorted({**own, **found._parameters, **found._buffers, **found._modules}.items()):

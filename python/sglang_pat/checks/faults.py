@@ -34,7 +34,7 @@ def check(state: str, rank: int, epoch: int) -> None:
     """
     spec = os.environ.get(ENV)
     path = Path(spec[1:]) if spec and spec.startswith("@") else None
-    spec = _said(path) if path else spec
+    spec = _read_fault(path) if path else spec
     if not spec:
         return
     where, who, action, *when = spec.split(":")
@@ -47,12 +47,12 @@ def check(state: str, rank: int, epoch: int) -> None:
     raise InjectedFault(f"injected fault in {state} on rank {rank}")
 
 
-def held(path: Path) -> Path:
+def get_waiting_marker(path: Path) -> Path:
     """The file that is there while a rank waits for ``path`` to say something else."""
     return path.with_name(path.name + ".held")
 
 
-def _said(path: Path) -> str:
+def _read_fault(path: Path) -> str:
     try:
         return path.read_text().strip()
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def _said(path: Path) -> str:
 
 
 def _hold(path: Path, spec: str) -> None:
-    held(path).touch()
-    while _said(path) == spec:
+    get_waiting_marker(path).touch()
+    while _read_fault(path) == spec:
         time.sleep(HOLD_POLL_SECONDS)
-    held(path).unlink()
+    get_waiting_marker(path).unlink()

@@ -23,14 +23,14 @@ _MAKERS = (
 
 
 @contextmanager
-def steady():
+def forbid_new_resources():
     """Inside the block, calls to :data:`_MAKERS` raise RuntimeError, in test builds."""
     with ExitStack() as stack:
         if os.environ.get(CHECK_STEADY_ENV) == "1":
             for owner, name in _MAKERS:
-                stack.enter_context(mock.patch.object(owner, name, side_effect=_refusal(owner, name)))
+                stack.enter_context(mock.patch.object(owner, name, side_effect=_make_refusal(owner, name)))
         yield
 
 
-def _refusal(owner: Any, name: str) -> RuntimeError:
+def _make_refusal(owner: Any, name: str) -> RuntimeError:
     return RuntimeError(f"a switch called {owner.__name__}.{name}: it is to be made at start")

@@ -13,7 +13,7 @@ MAX_MESSAGE = 500
 """Characters of an error that a client gets to see."""
 
 
-def _all_succeed(replies: list[Any]) -> Any:
+def _merge_success(replies: list[Any]) -> Any:
     """One reply that succeeded if all did, with the distinct messages of those that did not (or of all)."""
     merged = replies[0]
     failed = [reply for reply in replies if not reply.success]
@@ -36,13 +36,14 @@ def _sum_loads(replies: list[io.GetLoadsReqOutput]) -> io.GetLoadsReqOutput:
 
 
 def _all_or_error(replies: list[Any]) -> Any:
-    """For replies that cannot say that something failed: the first one with an error of :func:`failed`, or just one."""
-    return next((reply for reply in replies if error_of(reply)), replies[0])
+    """For replies that cannot say that something failed: the first one with an error of :func:`make_error_reply`, or
+    just one."""
+    return next((reply for reply in replies if get_error(reply)), replies[0])
 
 
-_SUCCESS = dict(merge=_all_succeed)
-_MEMORY = dict(merge=_all_or_error, needs_base=True, failed=lambda reply: bool(error_of(reply)))
-_WEIGHTS = dict(merge=_all_succeed, needs_base=True)
+_SUCCESS = dict(merge=_merge_success)
+_MEMORY = dict(merge=_all_or_error, needs_base=True, failed=lambda reply: bool(get_error(reply)))
+_WEIGHTS = dict(merge=_merge_success, needs_base=True)
 
 CONTROLS: dict[type, tuple[type, dict[str, Any]]] = {
     io.FlushCacheReqInput: (io.FlushCacheReqOutput, _SUCCESS),
@@ -83,7 +84,7 @@ SINGLES = (io.TokenizedGenerateReqInput, io.TokenizedEmbeddingReqInput)
 """Requests that go to one leader."""
 
 
-def failed(obj: Any, error: Exception) -> Any:
+def make_error_reply(obj: Any, error: Exception) -> Any:
     """What a leader answers to a request whose handling raised ``error``; None if nobody waits for an answer."""
     message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
     if isinstance(obj, SINGLES):
@@ -96,17 +97,17 @@ def failed(obj: Any, error: Exception) -> Any:
     fields = [field for field in dataclasses.fields(reply) if field.init]
     required = [f for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     given = {field.name: values[field.name] for field in fields if field.name in values}
-    made = reply(**{field.name: _nothing(kinds[field.name]) for field in required} | given)
+    made = reply(**{field.name: _make_empty_value(kinds[field.name]) for field in required} | given)
     made.pat_error = message
     return made
 
 
-def error_of(reply: Any) -> str:
-    """What :func:`failed` was given for this reply; "" for any other."""
+def get_error(reply: Any) -> str:
+    """What :func:`make_error_reply` was given for this reply; "" for any other."""
     return getattr(reply, "pat_error", "")
 
 
-def _nothing(kind: Any) -> Any:
+def _make_empty_value(kind: Any) -> Any:
     """An empty value of a field's type."""
     kind = get_origin(kind) or kind
     # Of weights asked for by name SGLang takes None for an error, and any list for an answer.

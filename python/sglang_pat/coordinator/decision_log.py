@@ -42,7 +42,7 @@ class EventLog:
             self._file.close()
             self._file = None
 
-    def decided(self, snapshot: Snapshot, decision: Decision) -> None:
+    def log_decision(self, snapshot: Snapshot, decision: Decision) -> None:
         # An idle engine decides to stay idle ten times a second.
         quiet = snapshot.requests == 0 and decision.tp == snapshot.tp
         if not (quiet and self._quiet):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sglang_pat import messages as m
 from sglang_pat.config import DECIDING, AdaptiveConfig
-from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, load_of
+from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, sum_load
 from sglang_pat.coordinator.round_tracker import RoundTracker
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.policies.lengths import LengthHistory
@@ -32,7 +32,7 @@ CALIBRATION = "calibration"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedSwitch:
     """A switch that is to start as soon as nothing stands in its way.
 
     Attributes:
@@ -92,7 +92,7 @@ class Decisions:
 
     # -- what has happened ------------------------------------------------------------------------
 
-    def arrived(self, request: Generation, now: float) -> None:
+    def record_arrival(self, request: Generation, now: float) -> None:
         """A request goes into the engine."""
         if self.calibrating:
             return
@@ -100,13 +100,13 @@ class Decisions:
             self.round.last = now
             return
         # Of n responses SGLang first has the prompt computed alone, which is none of them.
-        self.round.arrived(now, sample=request.limit > 0 and not request.generated)
+        self.round.record_arrival(now, sample=request.limit > 0 and not request.generated)
         self._opened = False
 
-    def ended(self, response: m.Finished, now: float) -> None:
+    def record_response_end(self, response: m.Finished, now: float) -> None:
         """A response has."""
         sample = response.length > response.since
-        self.round.ended(now, sample=sample)
+        self.round.record_response_end(now, sample=sample)
         self.round.tokens += response.length - response.since
         if sample:  # else it says nothing of lengths
             self.history.observe(response.length, response.family, not response.cut, response.since)
@@ -120,13 +120,13 @@ class Decisions:
             self.factors.calibrate(self._turns, now)
         self._turns = []
 
-    def switched(self, now: float) -> None:
+    def record_switch(self, now: float) -> None:
         if self.calibrating:
             return
         self._last_switch = now
         self.round.switches += 1
 
-    def decoded(self, report: m.LoadReport, layout: ParallelLayout, now: float) -> None:
+    def record_decode_steps(self, report: m.LoadReport, layout: ParallelLayout, now: float) -> None:
         """A leader reports steps of ``layout``, which is in force."""
         made = report.decoded
         if self.factors is None or self._predictor is None or not made.steps:
@@ -141,35 +141,35 @@ class Decisions:
         else:
             self.factors.observe(report.tp, steps, now)
 
-    def aborted(self, now: float) -> None:
+    def record_aborted_switch(self, now: float) -> None:
         """A switch was."""
         self._last_abort = now
 
     # -- when to ask ------------------------------------------------------------------------------
 
-    def opens(self, request: Generation, layout: ParallelLayout, now: float) -> bool:
+    def is_first_of_known_round(self, request: Generation, layout: ParallelLayout, now: float) -> bool:
         """Whether a request that is about to go in is the first of a round that may start in another layout: its size
         is known, or there was too little room in earlier ones.  A switch stops nobody yet.  Says so once; the policy is
         then due."""
         if self.calibrating or not request.counts or self.round.came or self._opened:
             return False
-        if not (self._config.predicts and len(self.round.coming(now))) and layout.tp >= self.round.start:
+        if not (self._config.predicts and len(self.round.predict_round_load(now))) and layout.tp >= self.round.start:
             return False
         self._opened = True
-        self.hurry()
+        self.decide_soon()
         return True
 
-    def hurry(self) -> None:
+    def decide_soon(self) -> None:
         """The policy is due at once."""
         self._last_decision = float("-inf")
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """Whether the policy may be asked again: always if it does not predict."""
         if self.calibrating:
             return False
-        return not self._config.predicts or now >= self._last_decision + self._interval(now)
+        return not self._config.predicts or now >= self._last_decision + self._choose_interval(now)
 
-    def _interval(self, now: float) -> float:
+    def _choose_interval(self, now: float) -> float:
         calm = now - max(self.round.last, self._last_switch) if self.round.came else 0.0
         return min(max(DECISION_SHARE * calm, DECISION_INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS)
 
@@ -177,7 +177,7 @@ class Decisions:
 
     def decide(
         self, layout: ParallelLayout, in_engine: int, held: int, now: float, ahead: bool = False
-    ) -> Wanted | None:
+    ) -> WantedSwitch | None:
         """The switch that the policy wants, if any.
 
         Args:
@@ -186,21 +186,21 @@ class Decisions:
             ahead: of a round, whose requests wait for the switch.
         """
         self._last_decision = now
-        snapshot = self.snapshot(layout, in_engine + held, now)
-        self.round.saw(snapshot.load)
+        snapshot = self.make_snapshot(layout, in_engine + held, now)
+        self.round.record_load(snapshot.load)
         decision = self.policy(snapshot, self.history)
         self.expected_seconds = decision.estimates.get(decision.tp)
-        self._outbox.decided(snapshot, decision)
+        self._outbox.log_decision(snapshot, decision)
         if decision.tp == layout.tp:
             return None
         target = self._config.layout(decision.tp)
-        return Wanted(target, self._config.policy, recompute_below=decision.recompute_below, ahead=ahead)
+        return WantedSwitch(target, self._config.policy, recompute_below=decision.recompute_below, ahead=ahead)
 
-    def snapshot(self, layout: ParallelLayout, requests: int, now: float) -> Snapshot:
+    def make_snapshot(self, layout: ParallelLayout, requests: int, now: float) -> Snapshot:
         """What the policy is shown; ``requests``: in the engine and in the backlog."""
         predicts = self._config.predicts
         # Policies that do not predict do not look at it, and are asked at every event.
-        load = load_of(self._leaders, layout.leaders) if predicts else NO_LOAD
+        load = sum_load(self._leaders, layout.leaders) if predicts else NO_LOAD
         return Snapshot(
             now=now,
             tp=layout.tp,
@@ -214,12 +214,14 @@ class Decisions:
             last_switch=self._last_switch,
             last_abort=self._last_abort,
             load=load,
-            coming=self.round.coming(now) if predicts and requests else NO_LOAD,
+            coming=self.round.predict_round_load(now) if predicts and requests else NO_LOAD,
             start=self.round.start,
             room=self._room(layout) if predicts else {},
             switches=self.round.switches,
-            factors=self.factors.factors() if self.factors else {},
-            doubts=self.factors.doubts(layout.tp, self._num_ranks, load.prompt + load.output) if self.factors else {},
+            factors=self.factors.get_factors() if self.factors else {},
+            doubts=self.factors.compute_uncertainty(layout.tp, self._num_ranks, load.prompt + load.output)
+            if self.factors
+            else {},
         )
 
     def _room(self, layout: ParallelLayout) -> dict[int, int]:

@@ -31,22 +31,22 @@ from sglang.srt.utils.network import get_zmq_socket  # noqa: E402
 
 from sglang_pat import messages  # noqa: E402
 from sglang_pat.config import AdaptiveConfig  # noqa: E402
-from sglang_pat.coordinator.controls import CONTROLS, SINGLES, failed  # noqa: E402
+from sglang_pat.coordinator.controls import CONTROLS, SINGLES, make_error_reply  # noqa: E402
 from sglang_pat.coordinator.decision_log import EventLog  # noqa: E402
 from sglang_pat.coordinator.decisions import CALIBRATION  # noqa: E402
 from sglang_pat.coordinator.replicas import Generation  # noqa: E402
 from sglang_pat.coordinator.router import Control, Coordinator  # noqa: E402
 from sglang_pat.dropped import Dropped  # noqa: E402
-from sglang_pat.errors import one_line  # noqa: E402
-from sglang_pat.figures import Figures, job_log, show_to_job  # noqa: E402
+from sglang_pat.errors import format_one_line  # noqa: E402
+from sglang_pat.figures import Figures, enable_job_log, job_log  # noqa: E402
 from sglang_pat.launch.processes import end_engine  # noqa: E402
 from sglang_pat.launch.spec import AdaptiveServerArgs  # noqa: E402
-from sglang_pat.messages import generated_before, length_limit  # noqa: E402
+from sglang_pat.messages import count_prefix_tokens, get_length_limit  # noqa: E402
 from sglang_pat.metrics import SwitchMetrics  # noqa: E402
 from sglang_pat.policies.prompts import LONG_PROMPT  # noqa: E402
 from sglang_pat.policies.registry import make_policy  # noqa: E402
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot  # noqa: E402
-from sglang_pat.predict.cost import fitted  # noqa: E402
+from sglang_pat.predict.cost import build_predictors  # noqa: E402
 from sglang_pat.predict.predictor import Predictor  # noqa: E402
 from sglang_pat.predict.profile import Profile  # noqa: E402
 from sglang_pat.rank.channels import SGLANG  # noqa: E402
@@ -72,28 +72,28 @@ class Sockets:
         self._metrics = metrics
         self._log = log
 
-    def to_leader(self, rank: int, obj: Any) -> None:
+    def send_to_leader(self, rank: int, obj: Any) -> None:
         self._leaders[rank].send_pyobj(obj)
 
-    def to_server(self, obj: Any) -> None:
+    def send_to_server(self, obj: Any) -> None:
         (self.rpc if isinstance(obj, io.RpcReqOutput) else self._server).send_pyobj(obj)
 
-    def counting(self) -> None:
+    def start_counting_requests(self) -> None:
         if self._log:
             self._log.write("counting")
 
-    def decided(self, snapshot: Snapshot, decision: Decision) -> None:
+    def log_decision(self, snapshot: Snapshot, decision: Decision) -> None:
         if self._log:
-            self._log.decided(snapshot, decision)
+            self._log.log_decision(snapshot, decision)
         if self._metrics:
-            self._metrics.factors(snapshot.factors)
+            self._metrics.set_factors(snapshot.factors)
 
-    def finished(self, response: messages.Finished) -> None:
+    def log_response(self, response: messages.Finished) -> None:
         if self._log:
             about = dict(length=response.length, family=response.family, since=response.since)
             self._log.write("length", finished=not response.cut, **about)
 
-    def switched(self, record: messages.SwitchRecord) -> None:
+    def record_switch(self, record: messages.SwitchRecord) -> None:
         what = "aborted" if record.error else "done"
         logger.info(
             "switch %d tp%d -> tp%d %s: pause %.1f ms, %d requests, %d KV tokens, %s%s",
@@ -103,8 +103,8 @@ class Sockets:
         if self._metrics and record.reason != CALIBRATION:
             self._metrics.observe(record)
 
-    def stepped(self, step: Figures) -> None:
-        job_log.info("step: %s", step.line())
+    def record_training_step(self, step: Figures) -> None:
+        job_log.info("step: %s", step.format_line())
         if self._log:
             self._log.write("step", **asdict(step))
 
@@ -124,27 +124,27 @@ def serve(coordinator: Coordinator, sockets: Sockets, dropped: Dropped) -> None:
         for socket in (sockets.from_server, sockets.rpc):
             if socket in ready:
                 _drain_server(coordinator, socket, now, dropped)
-        coordinator.tick(now)
+        coordinator.handle_timer(now)
 
 
 def _drain_ranks(coordinator: Coordinator, socket: zmq.Socket, now: float, dropped: Dropped) -> None:
     while socket.poll(0):
         frames = socket.recv_multipart()
         try:
-            rank, message = _from_rank(frames, coordinator.config.num_ranks)
+            rank, message = _decode_rank_message(frames, coordinator.config.num_ranks)
         except Exception as error:
-            kind = messages.kind_of(frames[-1])
+            kind = messages.guess_kind(frames[-1])
             if kind in messages.PROTOCOL:
                 raise
             dropped.note(kind, error)
             continue
         if isinstance(message, messages.FromRank):
-            coordinator.rank_message(message, now)
+            coordinator.handle_rank_message(message, now)
         else:
             coordinator.reply(rank, message, now)
 
 
-def _from_rank(frames: list[bytes], num_ranks: int) -> tuple[int, Any]:
+def _decode_rank_message(frames: list[bytes], num_ranks: int) -> tuple[int, Any]:
     """Who sent it, and what: one of our messages, or an object of SGLang's."""
     kind, sender, payload = frames
     rank = int(sender)
@@ -155,13 +155,13 @@ def _from_rank(frames: list[bytes], num_ranks: int) -> tuple[int, Any]:
 
 
 FROM_SERVER: dict[type, Callable[[Coordinator, Any, float], None]] = {
-    messages.StatusQuery: lambda coordinator, query, now: coordinator.status(query),
+    messages.StatusQuery: lambda coordinator, query, now: coordinator.handle_status_query(query),
     messages.Reconfigure: Coordinator.reconfigure,
-    messages.BeginRound: Coordinator.round,
-    messages.EndRound: Coordinator.round,
+    messages.BeginRound: Coordinator.handle_round,
+    messages.EndRound: Coordinator.handle_round,
     messages.CalibrationTurn: Coordinator.calibrate,
-    messages.TraceQuery: Coordinator.trace,
-    messages.ScheduleQuery: lambda coordinator, query, now: coordinator.schedule(query),
+    messages.TraceQuery: Coordinator.handle_trace_query,
+    messages.ScheduleQuery: lambda coordinator, query, now: coordinator.handle_schedule_query(query),
     messages.SetSchedule: Coordinator.receive,
 }
 """Messages of ours that the server sends to the coordinator for itself."""
@@ -192,23 +192,25 @@ def classify(obj: Any) -> list[Generation | Control]:
     goes to all leaders and is not answered (aborts, pause, continue, ...).
     """
     if isinstance(obj, BATCHES):
-        return [_generation(single) for single in obj]
+        return [_parse_generation(single) for single in obj]
     if isinstance(obj, SINGLES):
-        return [_generation(obj)]
+        return [_parse_generation(obj)]
     if isinstance(obj, io.WatchLoadUpdateReq):
         return []
     if isinstance(obj, io.BaseReq):
-        _forget_sender(obj)
+        _clear_sender(obj)
     reply, options = CONTROLS.get(type(obj), (None, {}))
-    about = dict(reply=reply.__name__ if reply else None, refusal=lambda reason: failed(obj, RuntimeError(reason)))
-    return [Control(obj=obj, **about, **options, **_effects(obj))]
+    about = dict(
+        reply=reply.__name__ if reply else None, refusal=lambda reason: make_error_reply(obj, RuntimeError(reason))
+    )
+    return [Control(obj=obj, **about, **options, **_find_effects(obj))]
 
 
-def _generation(obj: Any) -> Generation:
+def _parse_generation(obj: Any) -> Generation:
     tokens, counts = len(obj.input_ids or ()), HEALTH_CHECK_RID_PREFIX not in (obj.rid or "")
     if not obj.sampling_params:
         return Generation(obj=obj, tokens=tokens, counts=counts)
-    limit, generated = length_limit(obj.sampling_params), min(generated_before(obj.sampling_params), tokens)
+    limit, generated = get_length_limit(obj.sampling_params), min(count_prefix_tokens(obj.sampling_params), tokens)
     prompt = tokens - generated
     # The same number as in load reports (``rank.load_reports``).
     family = zlib.crc32(array("I", obj.input_ids[:prompt])) if prompt >= LONG_PROMPT else None
@@ -216,7 +218,7 @@ def _generation(obj: Any) -> Generation:
     return Generation(obj=obj, tokens=tokens, generated=generated, family=family, counts=counts, **known)
 
 
-def _forget_sender(obj: io.BaseReq) -> None:
+def _clear_sender(obj: io.BaseReq) -> None:
     """Take from a control request what a client may have put into it, and what nobody needs.
 
     Ranks look for health checks by ``rid``, which an abort alone means, and die of one that is no text.
@@ -228,7 +230,7 @@ def _forget_sender(obj: io.BaseReq) -> None:
     obj.http_worker_ipc = None
 
 
-def _effects(obj: Any) -> dict[str, Any]:
+def _find_effects(obj: Any) -> dict[str, Any]:
     """What a control request does to the engine, in fields of :class:`Control`."""
     if isinstance(obj, io.PauseGenerationReqInput):
         return {"pauses": True}
@@ -244,7 +246,7 @@ def load_policy(config: AdaptiveConfig, profile: Profile | None) -> tuple[Policy
     """The policy of ``config``, and the predictor of the profile."""
     predictor = costs = None
     if profile is not None:
-        predictor, costs = fitted(profile)
+        predictor, costs = build_predictors(profile)
     policy = make_policy(
         config.policy,
         switch_at=config.switch_at,
@@ -270,7 +272,7 @@ def run_coordinator(
     configure_logger(server_args, prefix=" coordinator")
     config, profile = server_args.spec.config, server_args.spec.profile
     if server_args.pat_in_a_job:
-        show_to_job()
+        enable_job_log()
     try:
         metrics = SwitchMetrics(config) if server_args.enable_metrics else None
         log = EventLog(config.log) if config.log else None
@@ -284,4 +286,4 @@ def run_coordinator(
         serve(coordinator, sockets, Dropped(server_args.enable_metrics))
     except Exception as error:
         logger.exception("coordinator failed")
-        end_engine(parent_pid, pipe_writer, f"the coordinator failed: {type(error).__name__}: {one_line(error)}")
+        end_engine(parent_pid, pipe_writer, f"the coordinator failed: {type(error).__name__}: {format_one_line(error)}")

@@ -13,32 +13,32 @@ import numpy as np
 from sglang_pat import messages as m
 from sglang_pat.figures import Figures
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.policies.prompts import allowance
+from sglang_pat.policies.prompts import compute_allowed_lead
 from sglang_pat.policies.snapshot import Decision, Load, Snapshot
 
 
 class Outbox(Protocol):
     """Where the coordinator's effects go: its only way to act."""
 
-    def to_leader(self, rank: int, obj: Any) -> None:
+    def send_to_leader(self, rank: int, obj: Any) -> None:
         """Send one of our messages, or an object of SGLang's, to a leader; its group gets it, too."""
 
-    def to_server(self, obj: Any) -> None:
+    def send_to_server(self, obj: Any) -> None:
         """Send an answer to the server."""
 
-    def switched(self, record: m.SwitchRecord) -> None:
+    def record_switch(self, record: m.SwitchRecord) -> None:
         """Tell logs and metrics of a switch that ended."""
 
-    def stepped(self, step: Figures) -> None:
+    def record_training_step(self, step: Figures) -> None:
         """Tell that a step of whoever trains ended, and what it took."""
 
-    def counting(self) -> None:
+    def start_counting_requests(self) -> None:
         """Tell the decision log that requests count from now on."""
 
-    def decided(self, snapshot: Snapshot, decision: Decision) -> None:
+    def log_decision(self, snapshot: Snapshot, decision: Decision) -> None:
         """Tell the decision log that the policy was asked, and what it answered."""
 
-    def finished(self, response: m.Finished) -> None:
+    def log_response(self, response: m.Finished) -> None:
         """Tell the decision log of a response that ended."""
 
 
@@ -86,7 +86,7 @@ class Leader:
         self.requests += 1
         self.tokens += request.tokens
 
-    def heard(self, report: m.LoadReport) -> None:
+    def apply_report(self, report: m.LoadReport) -> None:
         tokens = self.tokens - (self.report.tokens if self.report else 0)
         self.report = report
         while len(self.on_the_way) > self.in_flight:
@@ -95,7 +95,7 @@ class Leader:
         self.tokens = report.tokens + tokens
         self.known = len(report.requests) == report.running + report.waiting
 
-    def handed(self, reply: m.RankSwitched, tp: int) -> m.LoadReport:
+    def make_report_after_switch(self, reply: m.RankSwitched, tp: int) -> m.LoadReport:
         """What it would report right after a switch to degree ``tp``, by its account of it."""
         return m.LoadReport(
             rank=reply.rank,
@@ -125,14 +125,14 @@ class Leader:
         """The next request goes to where this is least: requests, then tokens."""
         return self.requests, self.tokens
 
-    def status(self) -> dict[str, int]:
+    def get_status(self) -> dict[str, int]:
         """For ``/pat/status``."""
         fields = ("running", "waiting", "tokens", "kv_used", "kv_total", "weight_updates")
         report = {name: getattr(self.report, name) if self.report else 0 for name in fields}
         return {"in_flight": self.in_flight} | report
 
 
-def load_of(leaders: Mapping[int, Leader], ranks: Iterable[int]) -> Load:
+def sum_load(leaders: Mapping[int, Leader], ranks: Iterable[int]) -> Load:
     """All requests at the leaders of these ranks, one by one."""
     rows: list[tuple[int, ...]] = []
     for rank in ranks:
@@ -158,7 +158,7 @@ REMEMBERED = 512
 """So many long prompts, those that were sent last."""
 
 
-class Places:
+class PrefixPlaces:
     """Which leader was last sent each long prompt: siblings find it in the radix tree of that replica.
 
     What has left the tree since is computed again, as anywhere else.
@@ -183,14 +183,14 @@ class Places:
         # A merged replica has what its parts had.
         has = layout.group_of(self._last.pop(request.family, least))
         fuller = leaders[has].requests - leaders[least].requests
-        chosen = has if fuller <= allowance(request.tokens - request.generated, response) else least
+        chosen = has if fuller <= compute_allowed_lead(request.tokens - request.generated, response) else least
         self._last[request.family] = chosen
         if len(self._last) > REMEMBERED:
             del self._last[next(iter(self._last))]
         return chosen
 
 
-def forecast(
+def forecast_switch(
     leaders: Mapping[int, Leader], old: ParallelLayout, new: ParallelLayout, max_running: int | None
 ) -> dict[str, Any]:
     """What a switch would do to the requests that are alive; by what the leaders last reported, up to 32 steps ago.
@@ -208,7 +208,10 @@ def forecast(
     tokens = {rank: report.tokens if report else 0 for rank, report in reports.items()}
     parked = lost = 0
     for leader in new.leaders:
-        decoding, held = _amount_together(running, old, new, leader), _amount_together(tokens, old, new, leader)
+        decoding, held = (
+            _compute_amount_after(running, old, new, leader),
+            _compute_amount_after(tokens, old, new, leader),
+        )
         parked += max(0, decoding - max_running) if max_running is not None else 0
         report = leaders[leader].report
         room = report.kv_totals.get(new.tp) if report else None
@@ -225,7 +228,7 @@ def forecast(
     }
 
 
-def _amount_together(amounts: Mapping[int, int], old: ParallelLayout, new: ParallelLayout, leader: int) -> int:
+def _compute_amount_after(amounts: Mapping[int, int], old: ParallelLayout, new: ParallelLayout, leader: int) -> int:
     """What the replica of ``leader`` would get, where each old one has ``amounts``: all of those that merge, its share
     of one that is split."""
     if new.tp >= old.tp:

@@ -71,7 +71,7 @@ class RoundTracker:
         self._sizes: deque[int] = deque(maxlen=ROUNDS)
         self._seen = self._last_round = NO_LOAD
 
-    def told(self, message: BeginRound | EndRound, now: float) -> None:
+    def update_announced_round(self, message: BeginRound | EndRound, now: float) -> None:
         """A client says that its round begins, or ends."""
         self._close(message.name)
         if isinstance(message, BeginRound):
@@ -81,9 +81,9 @@ class RoundTracker:
             self._missing[message.name] = message.requests or 0
             self._heard = now
             if not self._here:
-                self._new()
+                self._reset_round()
         elif not self._here and not self.open:
-            self._over()
+            self._finish_round()
 
     def _close(self, name: str) -> None:
         self.open.pop(name, None)
@@ -94,7 +94,7 @@ class RoundTracker:
         """Announced requests that have not come."""
         return sum(self._missing.values())
 
-    def status(self) -> dict[str, Any]:
+    def get_status(self) -> dict[str, Any]:
         """For ``/pat/status``."""
         return {
             "open": [msgspec.to_builtins(round_) for round_ in self.open.values()],
@@ -116,9 +116,9 @@ class RoundTracker:
     @property
     def start(self) -> int:
         """Lowest degree of this round, or of the next one if none has begun, by the retractions of earlier ones."""
-        return self._starts.of(self._size if self.came else self._expected_size()).tp
+        return self._starts.get_start_degree(self._size if self.came else self._expect_size()).tp
 
-    def _expected_size(self) -> int:
+    def _expect_size(self) -> int:
         return self.missing if self._sized else self.expected
 
     @property
@@ -126,7 +126,7 @@ class RoundTracker:
         """Whether it was announced with its size."""
         return bool(self.open) and all(round_.requests for round_ in self.open.values())
 
-    def coming(self, now: float) -> Load:
+    def predict_round_load(self, now: float) -> Load:
         """The round that is about to come, or coming in, as it is before its first token: as announced, or the last one
         of that size.
 
@@ -138,30 +138,30 @@ class RoundTracker:
         if self.came and now - self.last >= SETTLE_SECONDS:
             return NO_LOAD
         if self._sized:
-            return NO_LOAD if self._ended or not self.missing else _announced(self.open.values())
+            return NO_LOAD if self._ended or not self.missing else _make_announced_load(self.open.values())
         return NO_LOAD if self.came >= self.expected else self._last_round
 
-    def saw(self, load: Load) -> None:
+    def record_load(self, load: Load) -> None:
         """These requests were in the engine at once."""
         if len(load) >= len(self._seen):  # of the later one more is known: siblings
             self._seen = load
 
-    def arrived(self, now: float, sample: bool = True) -> None:
+    def record_arrival(self, now: float, sample: bool = True) -> None:
         """A request goes into the engine; ``sample``: a new one, as were announced."""
         self.last = self._heard = now
         if not self.came:
-            self._size, self._began = self._expected_size(), now
+            self._size, self._began = self._expect_size(), now
         self.came += 1
         name = next((name for name, missing in self._missing.items() if missing), None)
         if name is not None and sample:
             self._missing[name] -= 1
 
-    def ended(self, now: float, sample: bool = True) -> None:
+    def record_response_end(self, now: float, sample: bool = True) -> None:
         """A response has; ``sample``: it has tokens."""
         self._heard = self._last_end = now
         self._ended = self._ended or sample
 
-    def in_engine(self, requests: int, now: float = float("-inf")) -> None:
+    def update_request_count(self, requests: int, now: float = float("-inf")) -> None:
         """So many are in it now: called after each event, or the end of a round may be missed."""
         self._here = requests
         if requests:
@@ -171,30 +171,32 @@ class RoundTracker:
             self.open.clear()
             self._missing.clear()
         if not self.open or not self.came:
-            self._over()
+            self._finish_round()
 
-    def _over(self) -> None:
+    def _finish_round(self) -> None:
         if self.came > 1:
             self._sizes.append(self.came)
             if self.came == self.expected:
-                self._last_round = _anew(self._seen) if len(self._seen) >= WHOLE * self.came else NO_LOAD
-        self._new()
+                self._last_round = _make_fresh_load(self._seen) if len(self._seen) >= WHOLE * self.came else NO_LOAD
+        self._reset_round()
 
-    def _new(self) -> None:
+    def _reset_round(self) -> None:
         if self.came > 1:
-            self._starts.of(self._size).observe(self.retracted, self.tokens, max(self._last_end - self._began, 0.0))
+            self._starts.get_start_degree(self._size).observe(
+                self.retracted, self.tokens, max(self._last_end - self._began, 0.0)
+            )
         self.peak = self.came = self.switches = self.retracted = self.tokens = 0
         self._ended = False
         self._seen = NO_LOAD
 
 
-def _anew(load: Load) -> Load:
+def _make_fresh_load(load: Load) -> Load:
     """The same prompts, other responses: nothing is generated yet, nothing known of the families."""
     _, families = np.unique(load.family, return_inverse=True)
     return replace(load, output=np.zeros_like(load.output), family=-1 - families)
 
 
-def _announced(rounds: Iterable[BeginRound]) -> Load:
+def _make_announced_load(rounds: Iterable[BeginRound]) -> Load:
     """All requests of these rounds, whose sizes are known."""
     parts: list[np.ndarray] = []
     families = 1  # below 0, as no hash of a prompt is

@@ -19,7 +19,7 @@ import msgspec
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.coordinator.decisions import Decisions
-from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, Places
+from sglang_pat.coordinator.replicas import Generation, Leader, Outbox, PrefixPlaces
 from sglang_pat.coordinator.schedule import Schedule
 from sglang_pat.coordinator.switching import Switching, Traffic
 from sglang_pat.figures import Account
@@ -78,12 +78,12 @@ class Replies:
         if control.reply:
             self._waiting.setdefault(control.reply, deque()).append(_Collect(control, leaders))
 
-    def take(self, rank: int, obj: Any) -> list[tuple[Control, Any]] | None:
+    def collect_reply(self, rank: int, obj: Any) -> list[tuple[Control, Any]] | None:
         """A leader's reply: ``[(request, merged)]`` once those of all leaders are there, ``[]`` before.
 
         None if it is no reply that is waited for.
         """
-        collect = self._of(rank, obj)
+        collect = self._find_collection(rank, obj)
         if collect is None:
             return None
         collect.replies[rank] = obj
@@ -97,7 +97,7 @@ class Replies:
         merged = collect.control.merge([collect.replies[leader] for leader in sorted(collect.replies)])
         return [(collect.control, merged)]
 
-    def _of(self, rank: int, obj: Any) -> _Collect | None:
+    def _find_collection(self, rank: int, obj: Any) -> _Collect | None:
         """The collection that the reply of a leader belongs to.
 
         Leaders answer requests of one type in the order they got them, but not in step with each other: it is the
@@ -120,7 +120,7 @@ class Coordinator:
     ) -> None:
         self.config = config
         self._outbox = outbox
-        self._leaders, self._places = {rank: Leader() for rank in config.base.leaders}, Places()
+        self._leaders, self._places = {rank: Leader() for rank in config.base.leaders}, PrefixPlaces()
         self._decisions = Decisions(config, self._leaders, outbox, policy, predictor)
         self.history = self._decisions.history
         self._backlog: deque[Generation | Control | m.SetSchedule] = deque()
@@ -147,31 +147,31 @@ class Coordinator:
         """A request from the TokenizerManager, or a schedule, which holds for those that come after it."""
         self._backlog.append(event)
         self._held_requests += isinstance(event, Generation)
-        self._proceed(now)
+        self._advance(now)
 
     def reconfigure(self, query: m.Reconfigure, now: float) -> None:
         """``POST /pat/reconfigure``."""
         self._switching.reconfigure(query, self._released)
         if self._switching.wanted is not None:
-            self._proceed(now)
+            self._advance(now)
 
-    def round(self, message: m.BeginRound | m.EndRound, now: float) -> None:
+    def handle_round(self, message: m.BeginRound | m.EndRound, now: float) -> None:
         """A client's round begins or ends."""
-        self._decisions.round.told(message, now)
-        self._proceed(now)
+        self._decisions.round.update_announced_round(message, now)
+        self._advance(now)
 
     def calibrate(self, turn: m.CalibrationTurn, now: float) -> None:
         """Before the first request of an engine whose policy predicts."""
         self._decisions.calibrate(turn, now)
 
-    def schedule(self, query: m.ScheduleQuery) -> None:
+    def handle_schedule_query(self, query: m.ScheduleQuery) -> None:
         """``GET /pat/schedule``."""
-        self._schedule.ask(query)
+        self._schedule.answer_query(query)
 
-    def status(self, query: m.StatusQuery) -> None:
+    def handle_status_query(self, query: m.StatusQuery) -> None:
         """``GET /pat/status``."""
         leaders = {rank: self._leaders[rank] for rank in self.layout.leaders}
-        groups = [{"leader": r, "ranks": self.layout.group(r), **leader.status()} for r, leader in leaders.items()]
+        groups = [{"leader": r, "ranks": self.layout.group(r), **leader.get_status()} for r, leader in leaders.items()]
         status = {
             "layout": asdict(self.layout),
             "base": asdict(self.config.base),
@@ -181,15 +181,15 @@ class Coordinator:
             "target": asdict(self._switching.under_way.target) if self._switching.under_way else None,
             "requests": self._in_engine + self._held_requests,
             "expected_seconds": self._decisions.expected_seconds if self._in_engine else 0.0,
-            "rounds": self._decisions.round.status(),
+            "rounds": self._decisions.round.get_status(),
             "controls": len(self._replies),
             "groups": groups,
-            "step_factors": self._decisions.factors.factors() if self._decisions.factors else {},
+            "step_factors": self._decisions.factors.get_factors() if self._decisions.factors else {},
             "retracted": self._retracted,
         }
-        self._outbox.to_server(m.StatusReply(query_id=query.query_id, status=status | self.account.status()))
+        self._outbox.send_to_server(m.StatusReply(query_id=query.query_id, status=status | self.account.get_status()))
 
-    def trace(self, query: m.TraceQuery, now: float) -> None:
+    def handle_trace_query(self, query: m.TraceQuery, now: float) -> None:
         """``Engine.trace()``: every rank is asked, as any may have led until the last switch."""
         self._traces[query.query_id] = []
         self.receive(Control(obj=query), now)
@@ -198,33 +198,33 @@ class Coordinator:
 
     def reply(self, rank: int, obj: Any, now: float) -> None:
         """An object of SGLang's from leader ``rank``: a control reply, or something for the server as it is."""
-        merged = self._replies.take(rank, obj)
+        merged = self._replies.collect_reply(rank, obj)
         if merged is None:
-            return self._outbox.to_server(obj)
+            return self._outbox.send_to_server(obj)
         for control, reply in merged:
             self._released ^= control.changes if control.failed(reply) else frozenset()
-            self._outbox.to_server(reply)
+            self._outbox.send_to_server(reply)
             # Weights or memory: whoever trains has its batch.
-            if control.needs_base and (step := self.account.step()) is not None:
-                self._outbox.stepped(step)
-        self._proceed(now)
+            if control.needs_base and (step := self.account.end_training_step()) is not None:
+                self._outbox.record_training_step(step)
+        self._advance(now)
 
-    def rank_message(self, message: m.FromRank, now: float) -> None:
+    def handle_rank_message(self, message: m.FromRank, now: float) -> None:
         """One of our own messages from a rank."""
         if isinstance(message, m.LoadReport):
             self._load_report(message, now)
         elif isinstance(message, m.RankTrace):
-            self._trace_heard(message)
-        elif isinstance(message, m.Held):
-            self._schedule.held(message)
+            self._handle_trace_answer(message)
+        elif isinstance(message, m.HoldReport):
+            self._schedule.record_hold(message)
         else:
-            error = self._switching.heard(message, now)
+            error = self._switching.handle_answer(message, now)
             self._count_requests()
             if error:
                 self._refuse_controls(f"the engine cannot return to its base layout: {error}")
-        self._proceed(now)
+        self._advance(now)
 
-    def _trace_heard(self, trace: m.RankTrace) -> None:
+    def _handle_trace_answer(self, trace: m.RankTrace) -> None:
         """The answer of a rank; the server gets all of them as one with the last."""
         traces = self._traces.get(trace.query_id)
         if traces is None:
@@ -234,11 +234,11 @@ class Coordinator:
             del self._traces[trace.query_id]
             steps = [{"rank": t.rank} | msgspec.structs.asdict(step) for t in traces for step in t.steps]
             steps.sort(key=lambda step: step["at"])
-            self._outbox.to_server(m.TraceReply(query_id=trace.query_id, steps=steps))
+            self._outbox.send_to_server(m.TraceReply(query_id=trace.query_id, steps=steps))
 
-    def tick(self, now: float) -> None:
+    def handle_timer(self, now: float) -> None:
         """Time has passed."""
-        self._proceed(now)
+        self._advance(now)
 
     # -- load ---------------------------------------------------------------------------------------
 
@@ -246,15 +246,15 @@ class Coordinator:
         self._retracted += report.retracted
         self._decisions.round.retracted += 0 if self._decisions.calibrating else report.retracted
         for response in () if self._decisions.calibrating else report.finished:
-            self._schedule.ended(response.length)
-            self._decisions.ended(response, now)
-            self._outbox.finished(response)
+            self._schedule.record_response_end(response.length)
+            self._decisions.record_response_end(response, now)
+            self._outbox.log_response(response)
         if report.rank in self._leaders and report.tp == self.layout.tp:
-            self._leaders[report.rank].heard(report)
-            self._decisions.decoded(report, self.layout, now)
+            self._leaders[report.rank].apply_report(report)
+            self._decisions.record_decode_steps(report, self.layout, now)
             self._count_requests()
         else:
-            self._switching.early(report)
+            self._switching.keep_early_report(report)
 
     def _count_requests(self) -> None:
         self._in_engine = sum(self._leaders[rank].requests for rank in self.layout.leaders)
@@ -265,14 +265,14 @@ class Coordinator:
     def _traffic(self) -> Traffic:
         return Traffic(self._in_engine, self._held_requests, len(self._replies), self._paused, self._released)
 
-    def _proceed(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         """Handle what can be handled, then see whether a switch is due."""
         # Here, and not where a policy looks: the engine may run empty during a control request, or a switch.
         arrivals = self._decisions.round
-        arrivals.in_engine(self._in_engine, now)
+        arrivals.update_request_count(self._in_engine, now)
         complete = arrivals.complete
         head = self._backlog[0] if self._backlog else None
-        if isinstance(head, Generation) and self._decisions.opens(head, self.layout, now):
+        if isinstance(head, Generation) and self._decisions.is_first_of_known_round(head, self.layout, now):
             self._switching.decide(self._traffic, now, ahead=True)
         while self._backlog and not self._switching.holds_requests:
             head = self._backlog[0]
@@ -282,37 +282,37 @@ class Coordinator:
             event = self._backlog.popleft()
             self._held_requests -= isinstance(event, Generation)
             self._dispatch(event, now)
-        arrivals.in_engine(self._in_engine, now)
+        arrivals.update_request_count(self._in_engine, now)
         if arrivals.complete > complete:
-            self._decisions.hurry()  # the last request is what policies wait for
-        self._switching.proceed(self._traffic, now)
+            self._decisions.decide_soon()  # the last request is what policies wait for
+        self._switching.advance(self._traffic, now)
         works = self._in_engine > 0 and not (self._paused or self._decisions.calibrating)
-        self.account.state(now, self.layout.tp, works)
+        self.account.record_state(now, self.layout.tp, works)
 
     def _dispatch(self, event: Generation | Control | m.SetSchedule, now: float) -> None:
         if isinstance(event, m.SetSchedule):
-            self._outbox.counting()
+            self._outbox.start_counting_requests()
             return self._schedule.set(event, self.layout)
         if isinstance(event, Generation):
-            self._schedule.arrived(event)
-            self._decisions.arrived(event, now)
+            self._schedule.record_arrival(event)
+            self._decisions.record_arrival(event, now)
             self.account.requests += event.counts and not self._decisions.calibrating
-            rank = self._places.choose(event, self.layout, self._leaders, self.history.expected(event.limit))
+            rank = self._places.choose(event, self.layout, self._leaders, self.history.estimate_mean(event.limit))
             self._leaders[rank].send(event)
             self._in_engine += 1
-            return self._outbox.to_leader(rank, event.obj)
+            return self._outbox.send_to_leader(rank, event.obj)
         self._paused = self._paused if event.pauses is None else event.pauses
         changed = (event.releases - self._released) | (event.resumes & self._released)
         self._released, event = self._released ^ changed, replace(event, changes=changed)
         self._replies.expect(event, self.layout.dp)
         for rank in self.layout.leaders:
-            self._outbox.to_leader(rank, event.obj)
+            self._outbox.send_to_leader(rank, event.obj)
 
     def _refuse_controls(self, reason: str) -> None:
         """Answer all that wait for the base layout; those that come later try anew."""
         waiting, self._backlog = self._backlog, deque()
         for event in waiting:
             if isinstance(event, Control) and event.needs_base:
-                self._outbox.to_server(event.refusal(reason))
+                self._outbox.send_to_server(event.refusal(reason))
             else:
                 self._backlog.append(event)

@@ -40,7 +40,8 @@ def check(values: Iterable[Any], layouts: Iterable[ParallelLayout]) -> list[m.Sc
 
 @dataclass
 class _Replica:
-    """What is known of one leader: whether it holds, which ``Go`` it was given last, what its replica has done."""
+    """What is known of one leader: whether it holds, which ``StepPermit`` it was given last, what its replica has
+    done."""
 
     held: bool = False
     number: int = -1
@@ -51,7 +52,7 @@ class _Replica:
 class Schedule:
     """The schedule in force; without one (and under any other policy) an empty one.
 
-    Life cycle: :meth:`set`; then :meth:`look` after every event, and :meth:`carried_out` when an entry that it
+    Life cycle: :meth:`set`; then :meth:`look` after every event, and :meth:`complete_entry` when an entry that it
     returned has been; over when all have been.
 
     Args:
@@ -93,39 +94,39 @@ class Schedule:
             self._answer_waiting()
             self._begin(message.entries, layout)
             for rank in layout.leaders:  # hold, or go on without end
-                self._go(rank, steps=0 if self._entries else None)
-        self._answer(message.query_id)
+                self._make_permit(rank, steps=0 if self._entries else None)
+        self._answer_query(message.query_id)
 
-    def ask(self, query: m.ScheduleQuery) -> None:
+    def answer_query(self, query: m.ScheduleQuery) -> None:
         """Answered when the schedule is over."""
         if self.over:
-            self._answer(query.query_id)
+            self._answer_query(query.query_id)
         else:
             self._queries.append(query)
 
     def _answer_waiting(self) -> None:
         waiting, self._queries = self._queries, []
         for query in waiting:
-            self._answer(query.query_id)
+            self._answer_query(query.query_id)
 
-    def _answer(self, query_id: int) -> None:
+    def _answer_query(self, query_id: int) -> None:
         state = m.ScheduleState(
             entries=len(self._entries), done=self._next, holding=self._holding, switches=list(self._records)
         )
-        self._outbox.to_server(m.ScheduleReply(query_id=query_id, state=state))
+        self._outbox.send_to_server(m.ScheduleReply(query_id=query_id, state=state))
 
     # -- events ---------------------------------------------------------------------------------------
 
-    def arrived(self, request: Generation) -> None:
+    def record_arrival(self, request: Generation) -> None:
         """A request was passed on to a replica."""
         self._arrived += request.counts
 
-    def ended(self, tokens: int) -> None:
+    def record_response_end(self, tokens: int) -> None:
         """A response of so many tokens has ended."""
         self._ended_tokens += tokens
 
-    def held(self, message: m.Held) -> None:
-        """A leader has come to the point that its last ``Go`` set."""
+    def record_hold(self, message: m.HoldReport) -> None:
+        """A leader has come to the point that its last ``StepPermit`` set."""
         replica = self._replicas.get(message.rank)
         if replica is None or replica.number != message.number:
             return  # of a schedule that has been replaced
@@ -133,7 +134,7 @@ class Schedule:
         replica.steps += message.steps
         replica.batches += message.batches
 
-    def switched(self, old: ParallelLayout, new: ParallelLayout) -> None:
+    def record_switch(self, old: ParallelLayout, new: ParallelLayout) -> None:
         """After a switch every replica holds; what the replicas of a group have done counts once."""
         if self.over and not self._holding:
             self._replicas = {rank: _Replica() for rank in new.leaders}
@@ -144,7 +145,7 @@ class Schedule:
             steps, batches = max(r.steps for r in came), max(r.batches for r in came)
             self._replicas[leader] = _Replica(held=True, steps=steps, batches=batches)
 
-    def carried_out(self, record: m.SwitchRecord | None) -> None:
+    def complete_entry(self, record: m.SwitchRecord | None) -> None:
         """The entry that was due has been; ``record``: of its switch, None if there was none to make."""
         if not self._due:
             return
@@ -157,12 +158,12 @@ class Schedule:
 
     # -- what is to happen now ------------------------------------------------------------------------
 
-    def look(self, layout: ParallelLayout) -> m.ScheduleEntry | None:
+    def advance(self, layout: ParallelLayout) -> m.ScheduleEntry | None:
         """Tell the replicas how far to go; the entry that is due now, if one is."""
         if self.over:
             for rank, replica in self._replicas.items():
                 if replica.held and not self._holding:
-                    self._go(rank)
+                    self._make_permit(rank)
             return None
         entry = self._entries[self._next]
         if self._arrived < entry.arrived:
@@ -173,7 +174,7 @@ class Schedule:
         left = None
         if self._base is None or entry.tokens is not None:
             # As long as some replicas work, the count grows under our hands.
-            total = self._generated(layout) if ready else None
+            total = self._count_generated_tokens(layout) if ready else None
             if total is None:
                 return None
             self._base = total if self._base is None else self._base
@@ -182,9 +183,13 @@ class Schedule:
             self._due = True
             return entry
         for rank in busy:
-            point = self._further(entry, rank, sum(requests.values()), left) if self._replicas[rank].held else None
+            point = (
+                self._compute_next_point(entry, rank, sum(requests.values()), left)
+                if self._replicas[rank].held
+                else None
+            )
             if point is not None:
-                self._go(rank, **point)
+                self._make_permit(rank, **point)
         return None
 
     def _is_due(self, entry: m.ScheduleEntry, busy: list[int], left: int | None) -> bool:
@@ -197,8 +202,11 @@ class Schedule:
                 return any(done.values()) and all(done[rank] for rank in busy)
         return True
 
-    def _further(self, entry: m.ScheduleEntry, rank: int, alive: int, left: int | None) -> dict[str, int] | None:
-        """How far a replica that holds may go on towards ``entry``, in fields of ``Go``; None if it has to wait for
+    def _compute_next_point(
+        self, entry: m.ScheduleEntry, rank: int, alive: int, left: int | None
+    ) -> dict[str, int] | None:
+        """How far a replica that holds may go on towards ``entry``, in fields of ``StepPermit``; None if it has to
+        wait for
         the others."""
         replica = self._replicas[rank]
         if left is not None:
@@ -210,7 +218,7 @@ class Schedule:
             return {"batches": entry.batch - replica.batches}
         return None
 
-    def _generated(self, layout: ParallelLayout) -> int | None:
+    def _count_generated_tokens(self, layout: ParallelLayout) -> int | None:
         """Tokens generated so far; None if a leader has yet to list its requests."""
         leaders = [self._leaders[rank] for rank in layout.leaders]
         if not all(leader.known for leader in leaders):
@@ -218,8 +226,8 @@ class Schedule:
         alive = (request.output for leader in leaders if leader.report for request in leader.report.requests)
         return self._ended_tokens + sum(alive)
 
-    def _go(self, rank: int, **point: Any) -> None:
+    def _make_permit(self, rank: int, **point: Any) -> None:
         replica = self._replicas[rank]
         replica.held, replica.number = False, self._number
         self._number += 1
-        self._outbox.to_leader(rank, m.Go(number=replica.number, **point))
+        self._outbox.send_to_leader(rank, m.StepPermit(number=replica.number, **point))

@@ -16,8 +16,8 @@ import msgspec
 
 from sglang_pat import messages as m
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.coordinator.decisions import CALIBRATION, Decisions, Wanted
-from sglang_pat.coordinator.replicas import Leader, Outbox, forecast
+from sglang_pat.coordinator.decisions import CALIBRATION, Decisions, WantedSwitch
+from sglang_pat.coordinator.replicas import Leader, Outbox, forecast_switch
 from sglang_pat.coordinator.schedule import Schedule
 from sglang_pat.figures import Account
 from sglang_pat.layout import ParallelLayout
@@ -46,7 +46,7 @@ class Traffic:
 
 
 @dataclass
-class UnderWay:
+class ActiveSwitch:
     """A switch under way.
 
     Attributes:
@@ -57,7 +57,7 @@ class UnderWay:
         early: load reports of ranks that already work in the new layout while others still switch.
     """
 
-    wanted: Wanted
+    wanted: WantedSwitch
     source: ParallelLayout
     epoch: int
     started: float
@@ -76,7 +76,7 @@ class UnderWay:
 class Switching:
     """The layout in force, and the switch to another one.
 
-    Life cycle of a switch: it is :attr:`wanted`; :meth:`proceed` begins it, and commands it when all ranks are
+    Life cycle of a switch: it is :attr:`wanted`; :meth:`advance` begins it, and commands it when all ranks are
     prepared; :meth:`heard` takes the answers of the ranks.
 
     Args:
@@ -99,8 +99,8 @@ class Switching:
         account: Account,
     ) -> None:
         self.layout = config.base
-        self.wanted: Wanted | None = None
-        self.under_way: UnderWay | None = None
+        self.wanted: WantedSwitch | None = None
+        self.under_way: ActiveSwitch | None = None
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._decisions, self._schedule, self._account = decisions, schedule, account
         self._epoch = self._base_attempts = 0
@@ -126,48 +126,48 @@ class Switching:
         """A control request needs the base layout."""
         if self.under_way is None:
             again = m.NO_KV if self._base_attempts else 0
-            self.wanted = Wanted(self._config.base, "control", recompute_below=again)
+            self.wanted = WantedSwitch(self._config.base, "control", recompute_below=again)
 
     def reconfigure(self, query: m.Reconfigure, released: frozenset[str]) -> None:
         """``POST /pat/reconfigure``: answered when the switch is over, or at once with what it would do."""
         try:
             target = self._config.layout(query.tp)
         except ValueError as error:
-            return self._answer(query.query_id, 400, str(error))
+            return self._reply(query.query_id, 400, str(error))
         if query.dry_run:
-            expected = forecast(self._leaders, self.layout, target, self._config.max_running)
-            return self._answer(query.query_id, 200, "", expected)
+            expected = forecast_switch(self._leaders, self.layout, target, self._config.max_running)
+            return self._reply(query.query_id, 200, "", expected)
         if self.under_way or self.wanted:
-            return self._answer(query.query_id, 409, "a switch is under way; try again when it is over")
+            return self._reply(query.query_id, 409, "a switch is under way; try again when it is over")
         if target == self.layout:
-            return self._answer(query.query_id, 200, f"already in {target}")
+            return self._reply(query.query_id, 200, f"already in {target}")
         if released:
             what = ", ".join(sorted(released))
-            return self._answer(query.query_id, 409, f"memory is released ({what}); resume it first")
-        self.wanted = Wanted(target, CALIBRATION if self._decisions.calibrating else "request", query.query_id)
+            return self._reply(query.query_id, 409, f"memory is released ({what}); resume it first")
+        self.wanted = WantedSwitch(target, CALIBRATION if self._decisions.calibrating else "request", query.query_id)
 
     def decide(self, traffic: Traffic, now: float, ahead: bool = False) -> None:
         """Ask the policy, if a switch may start now and the policy is due."""
         # While nothing decodes a switch gains nothing, and without its memory a rank cannot.
         if traffic.paused or traffic.released or self.under_way or self.wanted or traffic.controls:
             return
-        if self._decisions.due(now) and all(self._leaders[rank].known for rank in self.layout.leaders):
+        if self._decisions.is_due(now) and all(self._leaders[rank].known for rank in self.layout.leaders):
             self.wanted = self._decisions.decide(self.layout, traffic.in_engine, traffic.held, now, ahead)
 
     def _follow_schedule(self, traffic: Traffic) -> None:
         """Want what the schedule wants now."""
         while not (self.under_way or self.wanted or traffic.paused or traffic.released):
-            entry = self._schedule.look(self.layout)
+            entry = self._schedule.advance(self.layout)
             if entry is None:
                 return
             if entry.tp not in (None, self.layout.tp):
-                self.wanted = Wanted(self._config.layout(entry.tp), "schedule")
+                self.wanted = WantedSwitch(self._config.layout(entry.tp), "schedule")
             else:
-                self._schedule.carried_out(None)
+                self._schedule.complete_entry(None)
 
     # -- its commands -------------------------------------------------------------------------------
 
-    def proceed(self, traffic: Traffic, now: float) -> None:
+    def advance(self, traffic: Traffic, now: float) -> None:
         """See whether a switch is due, begin the one that is wanted, or command the one that is prepared."""
         self.decide(traffic, now)
         if self._schedule.active:
@@ -179,9 +179,9 @@ class Switching:
         elif self._prepared and not traffic.controls:  # the last reply of a control request brings us back here
             self._command()
 
-    def _prepare(self, wanted: Wanted, now: float) -> None:
+    def _prepare(self, wanted: WantedSwitch, now: float) -> None:
         self._epoch += 1
-        self.under_way = UnderWay(wanted, self.layout, self._epoch, now)
+        self.under_way = ActiveSwitch(wanted, self.layout, self._epoch, now)
         command = m.Prepare(epoch=self._epoch, tp=wanted.target.tp, recompute_below=wanted.recompute_below)
         self._send(command)
 
@@ -198,21 +198,21 @@ class Switching:
 
     def _send(self, command: m.Prepare | m.Switch | m.Cancel) -> None:
         for rank in self._switch.source.leaders:
-            self._outbox.to_leader(rank, command)
+            self._outbox.send_to_leader(rank, command)
 
     @property
-    def _switch(self) -> UnderWay:
+    def _switch(self) -> ActiveSwitch:
         assert self.under_way is not None, "no switch is under way"
         return self.under_way
 
     # -- what the ranks answer ------------------------------------------------------------------------
 
-    def early(self, report: m.LoadReport) -> None:
+    def keep_early_report(self, report: m.LoadReport) -> None:
         """Of a rank that is ahead of others.  Ranks report on a change only: dropped, this one might not come again."""
         if self._commanded and report.tp == self._switch.target.tp:
             self._switch.early[report.rank] = report
 
-    def heard(self, message: m.Prepared | m.RankSwitched, now: float) -> str:
+    def handle_answer(self, message: m.Prepared | m.RankSwitched, now: float) -> str:
         """The answer of a rank; returns why the engine gave up to get to the base layout, "" if it did not.
 
         Raises:
@@ -249,7 +249,7 @@ class Switching:
                 if other != rank and switch.target.group_of(other) == switch.target.group_of(rank):
                     counts.update({(grammar.kind, grammar.text): grammar.count for grammar in grammars})
             wanted = [m.Grammar(kind=kind, text=text, count=count) for (kind, text), count in counts.items()]
-            self._outbox.to_leader(rank, m.Compile(epoch=switch.epoch, grammars=wanted))
+            self._outbox.send_to_leader(rank, m.Compile(epoch=switch.epoch, grammars=wanted))
 
     def _all_switched(self, now: float) -> str:
         switch, replies = self._switch, list(self._switch.reports.values())
@@ -284,33 +284,33 @@ class Switching:
             error=error,
             **nothing | totals,
         )
-        self._outbox.switched(record)
+        self._outbox.record_switch(record)
         if record.reason != CALIBRATION:
-            self._account.switched(record)
+            self._account.record_switch(record)
         gave_up = False
         if record.error:
-            self._decisions.aborted(now)
+            self._decisions.record_aborted_switch(now)
             self._base_attempts += record.reason == "control"
             gave_up = self._base_attempts == BASE_ATTEMPTS
         else:
             self._enter_layout(switch)
-            self._schedule.switched(switch.source, switch.target)
-            self._decisions.switched(now)
+            self._schedule.record_switch(switch.source, switch.target)
+            self._decisions.record_switch(now)
         if gave_up or not record.error:
             self._base_attempts = 0
         if record.reason == "schedule":
-            self._schedule.carried_out(record)
+            self._schedule.complete_entry(record)
         if switch.wanted.query_id is not None:
             code = 500 if record.error else 200
-            self._answer(switch.wanted.query_id, code, record.error, msgspec.to_builtins(record))
+            self._reply(switch.wanted.query_id, code, record.error, msgspec.to_builtins(record))
         return record.error if gave_up else ""
 
-    def _enter_layout(self, switch: UnderWay) -> None:
+    def _enter_layout(self, switch: ActiveSwitch) -> None:
         """The new leaders' load: what they have reported already, or else what they were handed."""
         self.layout = switch.target
         for rank in self.layout.leaders:
             leader, reply = self._leaders[rank], switch.reports[rank]
-            leader.heard(switch.early.get(rank) or leader.handed(reply, self.layout.tp))
+            leader.apply_report(switch.early.get(rank) or leader.make_report_after_switch(reply, self.layout.tp))
 
-    def _answer(self, query_id: int, code: int, message: str, record: dict[str, Any] | None = None) -> None:
-        self._outbox.to_server(m.ReconfigureReply(query_id=query_id, code=code, message=message, record=record))
+    def _reply(self, query_id: int, code: int, message: str, record: dict[str, Any] | None = None) -> None:
+        self._outbox.send_to_server(m.ReconfigureReply(query_id=query_id, code=code, message=message, record=record))

@@ -30,19 +30,19 @@ _registered = False
 
 
 def register() -> None:
-    """Make :func:`url` known to ``torch.distributed``; again is harmless."""
+    """Make :func:`make_url` known to ``torch.distributed``; again is harmless."""
     global _registered
     if not _registered:
         dist.register_rendezvous_handler(SCHEME, _meet)
         _registered = True
 
 
-def url(port: int) -> str:
+def make_url(port: int) -> str:
     """The ``init_method`` of a world whose rank 0 listens on ``port``."""
     return f"{SCHEME}://{HOST}:{port}"
 
 
-def url_in(folder: Path) -> str:
+def make_file_url(folder: Path) -> str:
     """The ``init_method`` of a world whose rank 0 listens on any free port, which it writes into ``folder``."""
     return f"{SCHEME}://{HOST}{quote(str(folder / FILE))}"
 
@@ -60,7 +60,7 @@ def _meet(url: str, timeout: timedelta = default_pg_timeout, **_: object) -> Ite
         # The store closes it.
         listening = server.detach()
     elif port is None:
-        port = _told(file, timeout)
+        port = _read_port(file, timeout)
     yield (
         dist.TCPStore(HOST, port, size, rank == 0, timeout, multi_tenant=True, master_listen_fd=listening),
         rank,
@@ -69,7 +69,7 @@ def _meet(url: str, timeout: timedelta = default_pg_timeout, **_: object) -> Ite
     raise RuntimeError("ranks that were lost cannot come back")
 
 
-def _told(file: Path, timeout: timedelta) -> int:
+def _read_port(file: Path, timeout: timedelta) -> int:
     """The port that rank 0 has written.  Raises TimeoutError: it has not."""
     end = time.monotonic() + timeout.total_seconds()
     while not file.exists():

@@ -26,20 +26,20 @@ CHILD_SITE_DIR = Path(__file__).resolve().parent / "_site"
 _MARK = "_sglang_pat_cpu_shim"  # on our finder; this file may be loaded twice, by sitecustomize and by us
 
 
-def needed() -> bool:
+def is_needed() -> bool:
     """True if the real ``sgl_kernel`` is not installed: SGLang cannot be imported without the shim."""
     # PathFinder, not importlib.util.find_spec: the latter would find our own stub once it is installed.
     return importlib.machinery.PathFinder.find_spec("sgl_kernel") is None
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """True if the shim is in place in this process."""
     return any(getattr(finder, _MARK, False) for finder in sys.meta_path)
 
 
 def ensure(children: bool = False) -> None:
     """:func:`install` where it is :func:`needed`; ``children``: in what this process starts, too."""
-    if needed():
+    if is_needed():
         install()
         if children:
             install_for_children()
@@ -54,14 +54,14 @@ def install() -> None:
     Raises RuntimeError if SGLang is already imported and the shim is not in place: SGLang has then chosen its
     platform and bound the functions that the shim replaces.
     """
-    if installed():
+    if is_installed():
         return
     if "sglang.srt.utils" in sys.modules:
         raise RuntimeError(
             "the CPU shim comes too late: sglang is imported already; call sglang_pat.cpu.shim.ensure() before"
         )
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    sys.meta_path.insert(0, _Finder(stub_kernel=needed()))
+    sys.meta_path.insert(0, _Finder(stub_kernel=is_needed()))
 
 
 def install_for_children() -> None:

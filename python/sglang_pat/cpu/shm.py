@@ -71,7 +71,7 @@ class Link:
         return cls(latency_us=latency, gb_per_s=bandwidth)
 
 
-def current_link() -> Link | None:
+def get_current_link() -> Link | None:
     """The emulated link that a group created now would have.
 
     Errors: ValueError (bad environment variable).
@@ -97,7 +97,7 @@ def register() -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
-def backend_of(group: dist.ProcessGroup) -> Any:
+def get_backend(group: dist.ProcessGroup) -> Any:
     """The ``ShmBackend`` behind a group of this backend, for what ``torch.distributed`` has no call for.
 
     ``meet(link_bytes)``: a barrier that takes as long as the emulated link takes for so many bytes, the same number on
@@ -109,7 +109,7 @@ def backend_of(group: dist.ProcessGroup) -> Any:
 def _create(options, _backend_options):
     """Called by torch.distributed on every rank of a new group, with ``c10d::DistributedBackendOptions``."""
     extension = import_module("sglang_pat._C")
-    link = current_link()
+    link = get_current_link()
     world = dist.get_world_size() if dist.is_initialized() else options.group_size
     return extension.create_shm_backend(
         store=options.store,

@@ -39,7 +39,7 @@ class Windows:
     """
 
     def __init__(self, group: dist.ProcessGroup, capacity: int) -> None:
-        self.capacity = _pages(capacity)
+        self.capacity = _round_up_to_pages(capacity)
         self.reserved = 0
         self._fd = os.memfd_create("sglang_pat_windows", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, COUNT * self.capacity)
@@ -72,7 +72,7 @@ class Windows:
             ValueError: more than the capacity.
             OSError: there is not enough memory.
         """
-        if _pages(size) < self.reserved:
+        if _round_up_to_pages(size) < self.reserved:
             os.ftruncate(self._fd, 0)
             os.ftruncate(self._fd, COUNT * self.capacity)
             self.reserved = 0
@@ -82,23 +82,23 @@ class Windows:
         """Have memory for at least so many bytes in each of this rank's windows.  Raises as :meth:`resize`."""
         if not 0 <= size <= self.capacity:
             raise ValueError(f"{size} bytes do not fit a window of {self.capacity}")
-        if _pages(size) <= self.reserved:
+        if _round_up_to_pages(size) <= self.reserved:
             return
         for start in range(0, COUNT * self.capacity, self.capacity):
             # Raises where a first touch would be a SIGBUS.
-            os.posix_fallocate(self._fd, start, _pages(size))
+            os.posix_fallocate(self._fd, start, _round_up_to_pages(size))
             try:
-                self._mine.madvise(POPULATE_WRITE, start, _pages(size))
+                self._mine.madvise(POPULATE_WRITE, start, _round_up_to_pages(size))
             except OSError:
                 pass  # an older kernel: pages are mapped as they are touched
-        self.reserved = _pages(size)
+        self.reserved = _round_up_to_pages(size)
 
-    def view(self, rank: int, which: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def get_view(self, rank: int, which: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """``numel`` elements of a window: group rank, number of the window, offset in elements; 1-D, not a copy."""
         start = which * self.capacity + offset * dtype.itemsize
         return self._views[rank][start : start + numel * dtype.itemsize].view(dtype)
 
 
-def _pages(size: int) -> int:
+def _round_up_to_pages(size: int) -> int:
     """``size`` rounded up to whole pages."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -30,14 +30,14 @@ class LognormalBatch:
     capped: float = 0.0
     least: int = 4
 
-    def lengths(self) -> list[int]:
+    def compute_lengths(self) -> list[int]:
         """Quantiles of the distribution, ascending: the same work in every round."""
         long = round(self.batch * self.capped)
         short = self.batch - long
         drawn = [self.median * math.exp(self.sigma * ndtri((i + 0.5) / short)) for i in range(short)]
         return [int(min(max(length, self.least), self.limit)) for length in drawn] + [self.limit] * long
 
-    def bodies(self, round_number: int, tokens: int | None = None) -> list[dict]:
+    def make_requests(self, round_number: int, tokens: int | None = None) -> list[dict]:
         """The requests of one round, for ``/generate``.
 
         No prompt comes twice.  Policies are told one limit for all responses, not the lengths.
@@ -47,7 +47,7 @@ class LognormalBatch:
                 length from it.
         """
         rng = random.Random(round_number)
-        lengths, limit = self.lengths(), self.limit
+        lengths, limit = self.compute_lengths(), self.limit
         rng.shuffle(lengths)
         if tokens is not None:
             lengths, limit = [tokens] * len(lengths), tokens
@@ -85,13 +85,13 @@ MODELS = Path(".cache") / "models"
 SMOLLM2, WIDE, TINY = "SmolLM2-135M", "wide", "tiny"
 
 
-def _smollm2() -> Path:
+def _make_smollm2() -> Path:
     from sglang_pat.testing import models
 
     return models.make_smollm2(MODELS / "smollm2")
 
 
-def _wide() -> Path:
+def _make_wide_model() -> Path:
     # 147 million parameters in two layers: steps are mostly weights, as those of a model of billions are.
     from sglang_pat.testing import models
 
@@ -99,13 +99,13 @@ def _wide() -> Path:
     return models.make_random("llama", MODELS / "wide", **shape)
 
 
-def _tiny() -> Path:
+def _make_tiny_model() -> Path:
     from sglang_pat.testing import models
 
     return models.make_random("llama", MODELS / "llama")
 
 
-MAKERS: dict[str, Callable[[], Path]] = {SMOLLM2: _smollm2, WIDE: _wide, TINY: _tiny}
+MAKERS: dict[str, Callable[[], Path]] = {SMOLLM2: _make_smollm2, WIDE: _make_wide_model, TINY: _make_tiny_model}
 """By name; each returns the folder of its model, made on first use."""
 
 BANDWIDTH = "5:0.03"

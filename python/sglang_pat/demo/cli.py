@@ -75,15 +75,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def demonstrate(args: argparse.Namespace, place: Console) -> int:
     from sglang_pat.demo import picture
-    from sglang_pat.demo.contest import Result, play, profile, step_times
+    from sglang_pat.demo.contest import Result, predict_step_times, run_rounds, sweep_profile
     from sglang_pat.testing.prefork import ENVIRONMENT, Prefork
-    from sglang_pat.tools.machine import machine
+    from sglang_pat.tools.machine import describe_machine
 
     begin = time.monotonic()
     os.environ.update(ENVIRONMENT)
-    speaker, about = Speaker(place), machine()
+    speaker, about = Speaker(place), describe_machine()
     case = cases.QUICK["quick"] if args.quick else cases.CASE
-    lengths = case.work.lengths()
+    lengths = case.work.compute_lengths()
     described = f"{case.model}, {case.link_name}; {len(lengths)} prompts, {lengths[0]} to {lengths[-1]} tokens long"
     speaker.say(f"{about['cores']} cores of {about['cpu']}; {args.minutes:g} minutes at most\n{described}")
     model = make_model(case, speaker)
@@ -91,21 +91,22 @@ def demonstrate(args: argparse.Namespace, place: Console) -> int:
         prefork = stack.enter_context(Prefork()) if may_fork() else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang_pat_demo_")))
         grid = QUICK_GRID if args.quick else GRID
-        found = profile(case, model, folder / "profile.json", BUDGET[args.quick], grid, speaker, prefork)
-        steps = step_times(found, tuple(sorted({1, 4, 16, case.work.batch})))
-        speaker.say(f"  {said_of_steps(steps)}")
-        more = until(begin + 60 * args.minutes - CONCLUSION_SECONDS, *ROUNDS[args.quick])
-        result = Result(steps, play(case, model, found, more, speaker, prefork))
-    speaker.console.print(table(result))
-    same = f"texts equal in all layouts: {result.responses() - result.different()} of {result.responses()}"
-    speaker.say(f"\n{headline(result)}\n{same}")
+        found = sweep_profile(case, model, folder / "profile.json", BUDGET[args.quick], grid, speaker, prefork)
+        steps = predict_step_times(found, tuple(sorted({1, 4, 16, case.work.batch})))
+        speaker.say(f"  {format_step_times(steps)}")
+        more = make_stop_rule(begin + 60 * args.minutes - CONCLUSION_SECONDS, *ROUNDS[args.quick])
+        result = Result(steps, run_rounds(case, model, found, more, speaker, prefork))
+    speaker.console.print(make_table(result))
+    responses = result.count_responses()
+    same = f"texts equal in all layouts: {responses - result.count_different()} of {responses}"
+    speaker.say(f"\n{format_headline(result)}\n{same}")
     content = {"machine": about, "case": case, "steps": steps, "rounds": result.rounds} | {
-        "median_seconds": {name: result.median(name) for name in result.contenders}
+        "median_seconds": {name: result.compute_median(name) for name in result.contenders}
     }
     args.out.mkdir(parents=True, exist_ok=True)
     files.write(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", args.out / "demo.json")
     footer = f"{described}. {about['cores']} CPU cores ({about['cpu']}), rounds in turns: {len(result.rounds)}; {same}"
-    picture.draw(result, headline(result), footer, args.out / "demo.png")
+    picture.draw(result, format_headline(result), footer, args.out / "demo.png")
     speaker.say(f"picture: {args.out / 'demo.png'}\nfigures: {args.out / 'demo.json'}")
     speaker.say(f"{time.monotonic() - begin:.0f} s in all")
     verify(result)
@@ -116,7 +117,7 @@ def may_fork() -> bool:
     """Whether engines may be forks of one interpreter: what has touched a CUDA driver may not fork."""
     from sglang_pat.cpu import shim
 
-    return shim.needed()
+    return shim.is_needed()
 
 
 def make_model(case: Case, speaker: Speaker) -> Path:
@@ -124,34 +125,34 @@ def make_model(case: Case, speaker: Speaker) -> Path:
     from sglang_pat.demo.contest import DemoError
 
     try:
-        with speaker.waiting(f"making the model {case.model}, once"):
+        with speaker.show_waiting(f"making the model {case.model}, once"):
             return cases.MAKERS[case.model]()
     except (ValueError, OSError) as error:
         raise DemoError(f"the model cannot be made: {error}") from error
 
 
-def until(over: float, least: int, most: int) -> Callable[[int, float], bool]:
+def make_stop_rule(over: float, least: int, most: int) -> Callable[[int, float], bool]:
     """Whether there is another round: if it is likely to end in time."""
     return lambda done, longest: done < least or (done < most and time.monotonic() + longest < over)
 
 
-def headline(result: Result) -> str:
+def format_headline(result: Result) -> str:
     """The message: the adaptive engine against both static layouts, by the medians."""
     better, worse = result.static
-    ours = result.median(result.contenders[-1])
-    ratio = result.median(better) / ours
+    ours = result.compute_median(result.contenders[-1])
+    ratio = result.compute_median(better) / ours
     level = abs(ratio - 1) <= EVEN
     said = f"as fast as {better}" if level else f"{ratio:.2f} times as fast as {better}, the better static layout"
-    return f"Adaptive is {said}, and {result.median(worse) / ours:.2f} times as fast as {worse}"
+    return f"Adaptive is {said}, and {result.compute_median(worse) / ours:.2f} times as fast as {worse}"
 
 
-def said_of_steps(times: list[StepTime]) -> str:
+def format_step_times(times: list[StepTime]) -> str:
     """The measured step times in one line."""
     said = (f"{' / '.join(f'{s * 1e3:.0f}' for s in t.seconds.values())} ms with {t.requests}" for t in times)
     return f"a decode step takes, as {' / '.join(times[0].seconds)}: {', '.join(said)} requests"
 
 
-def table(result: Result) -> Table:
+def make_table(result: Result) -> Table:
     """One row a contender."""
     made = Table(box=None)
     for name in ("", "seconds, median", "rounds", "other programs", "switches"):
@@ -159,7 +160,7 @@ def table(result: Result) -> Table:
     for at, name in enumerate(result.contenders):
         runs = [of_round[at] for of_round in result.rounds]
         made.add_row(
-            name, f"{result.median(name):.1f}", " ".join(f"{run.seconds:.1f}" for run in runs),
+            name, f"{result.compute_median(name):.1f}", " ".join(f"{run.seconds:.1f}" for run in runs),
             f"{max(run.others for run in runs):.0%} of the cores",
             " ".join(str(sum(bool(switch.requests) for switch in run.switches)) for run in runs),
         )  # fmt: skip
@@ -173,7 +174,7 @@ def verify(result: Result) -> None:
     for switch in (switch for runs in result.rounds for switch in runs[-1].switches):
         if switch.error:
             raise DemoError(f"a switch was aborted: {switch.error}")
-    different, responses = result.different(), result.responses()
+    different, responses = result.count_different(), result.count_responses()
     if different > WRONG_SHARE * responses:
         raise DemoError(
             f"{different} of {responses} responses are not the same in all layouts; two tokens of equal probability "

@@ -27,7 +27,7 @@ from sglang_pat.predict.predictor import Predictor
 from sglang_pat.predict.profile import load
 from sglang_pat.testing import prefork as programs
 from sglang_pat.testing.prefork import Prefork
-from sglang_pat.testing.server import Server, ServerDied, stopped
+from sglang_pat.testing.server import Server, ServerDied, suspend
 from sglang_pat.tools.console import Speaker
 from sglang_pat.tools.cpu_share import Meter
 
@@ -110,34 +110,34 @@ class Result:
     def contenders(self) -> list[str]:
         return [run.contender for run in self.rounds[0]]
 
-    def seconds(self, contender: str) -> list[float]:
+    def list_seconds(self, contender: str) -> list[float]:
         """Of its batches, by round."""
         at = self.contenders.index(contender)
         return [runs[at].seconds for runs in self.rounds]
 
-    def median(self, contender: str) -> float:
-        return statistics.median(self.seconds(contender))
+    def compute_median(self, contender: str) -> float:
+        return statistics.median(self.list_seconds(contender))
 
     @property
     def static(self) -> list[str]:
         """The static layouts, the faster one first."""
-        return sorted(self.contenders[:-1], key=self.median)
+        return sorted(self.contenders[:-1], key=self.compute_median)
 
-    def different(self) -> int:
+    def count_different(self) -> int:
         """Responses of all rounds whose texts are not the same with all contenders."""
         texts = (zip(*([answer.text for answer in run.answers] for run in runs), strict=True) for runs in self.rounds)
         return sum(len(set(of_one)) > 1 for of_round in texts for of_one in of_round)
 
-    def responses(self) -> int:
+    def count_responses(self) -> int:
         """Responses of all rounds, of one contender."""
         return sum(len(runs[0].answers) for runs in self.rounds)
 
 
-def link_environment(link: str) -> dict[str, str]:
+def make_link_environment(link: str) -> dict[str, str]:
     return {} if link == NATURAL else {LINK_ENV: link}
 
 
-def profile(
+def sweep_profile(
     case: Case, model: Path, out: Path, budget: str, grid: str, speaker: Speaker, prefork: Prefork | None
 ) -> Path:
     """The profile of this model over this link, at ``out``; a file that is there is gone on with.
@@ -151,9 +151,9 @@ def profile(
     argv = ["--model-path", str(model), "--out", str(out), "--budget", budget, "--grid", grid, *RANKS]
     argv += ["--dtype", "float32", "--max-total-tokens", str(KV_TOKENS)]
     environment = {name: value for name, value in os.environ.items() if name != LINK_ENV}
-    environment |= programs.ENVIRONMENT | link_environment(case.link)
+    environment |= programs.ENVIRONMENT | make_link_environment(case.link)
     said: list[str] = []
-    with speaker.waiting(f"profiling both layouts of {case.model}, {case.link_name}: {budget} at most"):
+    with speaker.show_waiting(f"profiling both layouts of {case.model}, {case.link_name}: {budget} at most"):
         files = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         process = programs.popen(prefork, "profiler.sweep", argv, environment, **files)
         try:
@@ -168,7 +168,7 @@ def profile(
     return out
 
 
-def step_times(profile: Path, batches: tuple[int, ...]) -> list[StepTime]:
+def predict_step_times(profile: Path, batches: tuple[int, ...]) -> list[StepTime]:
     """Step times of both layouts with so many requests of 64 tokens, as profiled."""
     predictor = Predictor(load(profile, complete=True))
 
@@ -198,16 +198,16 @@ class Contender:
         if self.layout is not None:
             self.server.reconfigure(self.layout.tp)
         before = self.server.status()["num_switches"]
-        meter = Meter([psutil.Process(), psutil.Process(self.server.process.pid), *self.server.children()])
+        meter = Meter([psutil.Process(), psutil.Process(self.server.process.pid), *self.server.list_children()])
         began, answers = asyncio.run(_send(self.server, bodies))
         others = meter.share()
         wanted = [body["sampling_params"]["max_new_tokens"] for body in bodies]
         if [answer.tokens for answer in answers] != wanted:
             raise DemoError(f"{self.name}: a response is shorter or longer than asked for")
-        status = self._back()
-        return Run(self.name, answers, switches_of(status, began, status["num_switches"] - before), others)
+        status = self._return_to_base()
+        return Run(self.name, answers, parse_switches(status, began, status["num_switches"] - before), others)
 
-    def _back(self) -> dict[str, Any]:
+    def _return_to_base(self) -> dict[str, Any]:
         """The status once the engine is empty, and, if it is adaptive, in its base layout."""
         begin = time.monotonic()
         while True:
@@ -225,13 +225,13 @@ async def _send(server: Server, bodies: list[dict[str, Any]]) -> tuple[float, li
         began = time.time()
 
         async def one(body: dict[str, Any]) -> Answer:
-            data = await server.one(session, body)
+            data = await server.generate_one(session, body)
             return Answer(time.time() - began, data["meta_info"]["completion_tokens"], data["text"])
 
         return began, await asyncio.gather(*map(one, bodies))
 
 
-def switches_of(status: dict[str, Any], began: float, made: int) -> list[Switch]:
+def parse_switches(status: dict[str, Any], began: float, made: int) -> list[Switch]:
     """The last ``made`` switches of a ``/pat/status``; ``began`` is the unix time of the run's beginning."""
     records = status["switches"]
     return [
@@ -244,7 +244,7 @@ def switches_of(status: dict[str, Any], began: float, made: int) -> list[Switch]
     ]
 
 
-def play(
+def run_rounds(
     case: Case,
     model: Path,
     profile: Path,
@@ -261,23 +261,27 @@ def play(
         DemoError: whatever went wrong; with the end of the server's log if a server is to blame.
     """
     with ExitStack() as stack:
-        contenders = _contenders(case, model, profile, speaker, prefork, stack)
+        contenders = _start_contenders(case, model, profile, speaker, prefork, stack)
         servers = list({contender.server: None for contender in contenders})
 
         def run(contender: Contender, bodies: list[dict[str, Any]], doing: str) -> Run:
             others = (server for server in servers if server is not contender.server)
-            with stopped(*others), speaker.waiting(f"{doing}, {contender.name}"):
-                return _blaming(contender.server, partial(contender.run, bodies))
+            with suspend(*others), speaker.show_waiting(f"{doing}, {contender.name}"):
+                return _call_with_server_log(contender.server, partial(contender.run, bodies))
 
         for contender in contenders:
-            run(contender, case.work.bodies(0, WARM_TOKENS)[:WARM_REQUESTS], "warming up")
+            run(contender, case.work.make_requests(0, WARM_TOKENS)[:WARM_REQUESTS], "warming up")
         for number in range(1, 1 + ALIKE):
-            run(contenders[-1], case.work.bodies(number, WARM_TOKENS), f"warming up, whole batch {number} of {ALIKE}")
+            run(
+                contenders[-1],
+                case.work.make_requests(number, WARM_TOKENS),
+                f"warming up, whole batch {number} of {ALIKE}",
+            )
         rounds: list[list[Run]] = []
         longest = 0.0
         while not rounds or more(len(rounds), longest):
             began, number = time.monotonic(), len(rounds)
-            bodies, turn = case.work.bodies(1 + ALIKE + number), number % len(contenders)
+            bodies, turn = case.work.make_requests(1 + ALIKE + number), number % len(contenders)
             in_turn = contenders[turn:] + contenders[:turn]
             runs = {contender.name: run(contender, bodies, f"round {number + 1}") for contender in in_turn}
             rounds.append([runs[contender.name] for contender in contenders])
@@ -289,18 +293,24 @@ def play(
     return rounds
 
 
-def _contenders(
+def _start_contenders(
     case: Case, model: Path, profile: Path, speaker: Speaker, prefork: Prefork | None, stack: ExitStack
 ) -> list[Contender]:
     servers: list[Server] = []
     for flags in (["--pat-policy", "manual"], ["--pat-policy", POLICY, "--pat-profile", str(profile)]):
-        with stopped(*servers), speaker.waiting(f"starting engine {len(servers) + 1} of 2"):
+        with suspend(*servers), speaker.show_waiting(f"starting engine {len(servers) + 1} of 2"):
             server = Server(
-                model, *RANKS, "--adaptive-tp", *flags, max_total_tokens=KV_TOKENS, env=link_environment(case.link),
-                prefork=prefork, wait=False,
-            )  # fmt: skip
+                model,
+                *RANKS,
+                "--adaptive-tp",
+                *flags,
+                max_total_tokens=KV_TOKENS,
+                env=make_link_environment(case.link),
+                prefork=prefork,
+                wait=False,
+            )
             stack.callback(server.stop)
-            _blaming(server, server.wait_ready)
+            _call_with_server_log(server, server.wait_ready)
             servers.append(server)
     fixed, switching = servers
     return [
@@ -310,7 +320,7 @@ def _contenders(
     ]
 
 
-def _blaming(server: Server, what: Callable[[], T]) -> T:
+def _call_with_server_log(server: Server, what: Callable[[], T]) -> T:
     """``what()``; whatever goes wrong is a DemoError with the end of the server's log."""
     try:
         return what()

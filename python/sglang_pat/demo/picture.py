@@ -11,9 +11,9 @@ COLORS = {f"static {LOW}": pictures.LAYOUT[0], f"static {HIGH}": pictures.LAYOUT
 
 
 def draw(result: Result, message: str, about: str, path: Path) -> Path:
-    figure, (axes,) = pictures.panels(1, width=7.6, height=4.4)
+    figure, (axes,) = pictures.make_panels(1, width=7.6, height=4.4)
     for place, name in enumerate(result.contenders):
-        rounds, median = result.seconds(name), result.median(name)
+        rounds, median = result.list_seconds(name), result.compute_median(name)
         axes.bar(place, median, color=COLORS[name], width=0.62)
         if len(rounds) > 1:
             axes.plot([place] * len(rounds), rounds, "o", color=pictures.LINE, markersize=3)
@@ -22,7 +22,7 @@ def draw(result: Result, message: str, about: str, path: Path) -> Path:
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.1)
     dots = "; dots: rounds" if len(result.rounds) > 1 else ""
-    pictures.labels(axes, "", f"seconds for the batch, median{dots}")
-    pictures.message(figure, message)
-    pictures.footer(figure, about)
+    pictures.set_labels(axes, "", f"seconds for the batch, median{dots}")
+    pictures.set_figure_title(figure, message)
+    pictures.set_footer(figure, about)
     return pictures.save(figure, path)

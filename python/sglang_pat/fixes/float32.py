@@ -14,7 +14,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.server_args import ServerArgs
 
 
-def true_float32(args: ServerArgs) -> None:
+def force_float32(args: ServerArgs) -> None:
     """In float32 on a GPU have everything computed in it; to be called before a model is built or a kernel compiled.
 
     - SGLang's kernel library has no float32 for a norm without a residual, with which every model begins: by torch.

@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang_pat.coordinator.controls import MAX_MESSAGE
 
 
-class Guarded:
+class GuardedGrammar:
     """A grammar in front of SGLang's mask: if it cannot say what it allows, it allows everything for this step."""
 
     def __init__(self, inner: Any) -> None:
@@ -38,9 +38,9 @@ class Guarded:
 
 
 def guard(info: SamplingBatchInfo) -> None:
-    """Put a :class:`Guarded` before every grammar of the batch, for one step."""
+    """Put a :class:`GuardedGrammar` before every grammar of the batch, for one step."""
     if info.grammars:
-        info.grammars = [Guarded(grammar) if grammar else grammar for grammar in info.grammars]
+        info.grammars = [GuardedGrammar(grammar) if grammar else grammar for grammar in info.grammars]
 
 
 def abort_failed(reqs: list[Req]) -> None:
@@ -62,7 +62,7 @@ def forget_masks(reqs: list[Req]) -> None:
             grammar.bitmask = None
 
 
-def leave_a_choice(logits: torch.Tensor) -> None:
+def unmask_empty_rows(logits: torch.Tensor) -> None:
     """Let rows in which a request forbids every token choose from all: SGLang's sampler dies of them.
 
     A grammar and ``min_new_tokens`` can do that together; the grammar then aborts the request.
@@ -84,4 +84,4 @@ class MendedModelRunner(ModelRunner):
         orchestrator = sampling_info.penalizer_orchestrator  # None with overlap scheduling, which has sums of them
         penalized = sampling_info.acc_additive_penalties is not None or (orchestrator and orchestrator.is_required)
         if sampling_info.grammars or sampling_info.logit_bias is not None or penalized:
-            leave_a_choice(logits_output.next_token_logits)
+            unmask_empty_rows(logits_output.next_token_logits)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 
-def problem() -> str | None:
+def find_jit_problem() -> str | None:
     """What is wrong with the first of them, in one line, or None.
 
     Needs CUDA.  Takes some ten seconds where it was not compiled before.

@@ -21,7 +21,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang_pat.rank import degrees
 
 
-def alike(reqs: list[Req]) -> list[list[Req]]:
+def group_by_outputs(reqs: list[Req]) -> list[list[Req]]:
     """``reqs``, in parts that ask for the same optional outputs.
 
     SGLang lists hidden states and customized info of those only that have some, and its server looks for them at a

@@ -22,7 +22,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightFromDiskReqInput,
 )
 
-from sglang_pat.coordinator.controls import error_of
+from sglang_pat.coordinator.controls import get_error
 from sglang_pat.fixes.request_lifetime import TrackingTokenizerManager, Waiters
 from sglang_pat.fixes.weight_updates import NOT_FLUSHED
 
@@ -62,11 +62,11 @@ class PausingTokenizerManager(TrackingTokenizerManager):
     _pat_calibrates = False
     """Requests other than made-up ones wait for the calibration."""
 
-    def pat_begin(self) -> None:
-        super().pat_begin()
+    def pat_init_states(self) -> None:
+        super().pat_init_states()
         self._pat_at_gate = Waiters()
         """Calls, by number."""
-        self.is_pause_cond = self.model_update_lock = Gate(self._pat_enter, self._pat_at_gate.look)
+        self.is_pause_cond = self.model_update_lock = Gate(self._pat_wait_at_gate, self._pat_at_gate.check)
         self._pat_stopped = ""
         """The mode of the pause in which ranks make no step, while there is one."""
         self._pat_released: set[str] = set()
@@ -78,10 +78,10 @@ class PausingTokenizerManager(TrackingTokenizerManager):
 
     # -- the gate ---------------------------------------------------------------------------------
 
-    def _pat_shut(self) -> bool:
+    def _pat_is_gate_closed(self) -> bool:
         return bool(self.is_pause or self._pat_released or self._pat_updates)
 
-    async def _pat_enter(self) -> None:
+    async def _pat_wait_at_gate(self) -> None:
         """Of the newest call: nobody has done anything since its parts began.
 
         Raises:
@@ -92,28 +92,28 @@ class PausingTokenizerManager(TrackingTokenizerManager):
         states = [state for _, state in self._pat_parts[number]]
 
         def passes() -> bool:
-            shut = self._pat_shut() or (self._pat_calibrates and not made_up)
+            shut = self._pat_is_gate_closed() or (self._pat_calibrates and not made_up)
             return not shut or all(state.finished for state in states)
 
         while not passes():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._pat_at_gate.until(passes, number), CLIENT_SECONDS)
+                await asyncio.wait_for(self._pat_at_gate.wait_until(passes, number), CLIENT_SECONDS)
             if request is not None and not obj.background and await request.is_disconnected():
                 raise ValueError("the client has left while its request waited")
         self._pat_inside.add(number)
         for state in states:
             state.pat_inside = True
 
-    def pat_changed(self, *calls: int) -> None:
-        super().pat_changed()
+    def pat_record_ended(self, *calls: int) -> None:
+        super().pat_record_request_end()
         if calls:
-            self._pat_at_gate.look(*calls)
+            self._pat_at_gate.check(*calls)
 
     # -- probes -----------------------------------------------------------------------------------
 
-    def pat_probes(self, obj: Any) -> bool:
+    def pat_should_block_probe(self, obj: Any) -> bool:
         """Whether it is a health probe that no rank would get now."""
-        return self._pat_shut() and isinstance(obj.rid, str) and obj.rid.startswith(HEALTH_CHECK_RID_PREFIX)
+        return self._pat_is_gate_closed() and isinstance(obj.rid, str) and obj.rid.startswith(HEALTH_CHECK_RID_PREFIX)
 
     def pat_ask_ranks(self) -> asyncio.Future:
         """All leaders answer, also in a pause: whoever probes looks whether anything has come from them."""
@@ -134,19 +134,19 @@ class PausingTokenizerManager(TrackingTokenizerManager):
                 if self._pat_stopped:
                     self._pat_stopped = ""
                     self.send_to_scheduler.send_pyobj(ContinueGenerationReqInput())
-                await self._pat_until_nothing_goes()
+                await self._pat_wait_until_empty()
             else:
                 self.send_to_scheduler.send_pyobj(obj)
                 self._pat_stopped = obj.mode
-                self._pat_waiters.look()
+                self._pat_waiters.check()
 
-    async def _pat_until_nothing_goes(self) -> None:
+    async def _pat_wait_until_empty(self) -> None:
         def nothing() -> bool:
-            return not self._pat_updates and not any(self.pat_going())
+            return not self._pat_updates and not any(self.pat_list_active())
 
         while not nothing():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._pat_waiters.until(nothing), AGAIN_SECONDS)
+                await asyncio.wait_for(self._pat_waiters.wait_until(nothing), AGAIN_SECONDS)
                 return
             self.pat_abort_inside()
 
@@ -154,14 +154,14 @@ class PausingTokenizerManager(TrackingTokenizerManager):
         """SGLang's, once the updates that came in the pause are made."""
         async with self._pat_order:
             if self.is_pause:
-                await self._pat_waiters.until(lambda: not self._pat_updates)
+                await self._pat_waiters.wait_until(lambda: not self._pat_updates)
             self._pat_stopped = ""
             await super().continue_generation(obj)
 
     # -- updates of the weights -------------------------------------------------------------------
 
     @asynccontextmanager
-    async def pat_update(self, obj: Any) -> AsyncIterator[None]:
+    async def pat_pause_for_update(self, obj: Any) -> AsyncIterator[None]:
         """One after the other, in the order in which they came; each once nothing runs, or ranks are paused.
 
         Raises:
@@ -173,33 +173,33 @@ class PausingTokenizerManager(TrackingTokenizerManager):
         self._pat_updates += 1
         try:
             async with self._pat_updating:
-                await self._pat_waiters.until(self._pat_may_update)
-                await self.pat_until_left_have_ended(unless=lambda: bool(self._pat_stopped))
+                await self._pat_waiters.wait_until(self._pat_may_update)
+                await self.pat_wait_for_remaining_requests(unless=lambda: bool(self._pat_stopped))
                 yield
         finally:
             self._pat_updates -= 1
-            self._pat_waiters.look()
-            self._pat_at_gate.look()
+            self._pat_waiters.check()
+            self._pat_at_gate.check()
 
     def _pat_may_update(self) -> bool:
-        return bool(self._pat_stopped) or all(state.pat_left for state in self.pat_going())
+        return bool(self._pat_stopped) or all(state.pat_left for state in self.pat_list_active())
 
     async def update_weights_from_disk(self, obj, request=None):
-        return await self._pat_make(super().update_weights_from_disk, obj, request)
+        return await self._pat_run_update(super().update_weights_from_disk, obj, request)
 
     async def update_weights_from_tensor(self, obj, request=None):
-        return await self._pat_make(super().update_weights_from_tensor, obj, request)
+        return await self._pat_run_update(super().update_weights_from_tensor, obj, request)
 
     async def update_weights_from_distributed(self, obj, request=None):
-        return await self._pat_make(super().update_weights_from_distributed, obj, request)
+        return await self._pat_run_update(super().update_weights_from_distributed, obj, request)
 
     async def update_weights_from_ipc(self, obj, request=None):
-        return await self._pat_make(super().update_weights_from_ipc, obj, request)
+        return await self._pat_run_update(super().update_weights_from_ipc, obj, request)
 
-    async def _pat_make(self, update: Callable[..., Awaitable[Any]], obj: Any, request: Any) -> tuple[Any, ...]:
+    async def _pat_run_update(self, update: Callable[..., Awaitable[Any]], obj: Any, request: Any) -> tuple[Any, ...]:
         """What ``update``, SGLang's, answers: success, message, ….  Weights that are new have their version, whatever
         else has failed."""
-        async with self.pat_update(obj):
+        async with self.pat_pause_for_update(obj):
             success, message, *others = await update(obj, request)
             if not success and all(part == NOT_FLUSHED for part in message.split(" | ")):
                 if isinstance(obj, UpdateWeightFromDiskReqInput):
@@ -215,7 +215,9 @@ class PausingTokenizerManager(TrackingTokenizerManager):
         end = clock() + (timeout_s or 0.0)
         while timeout_s and clock() < end:
             with suppress(TimeoutError):
-                ready = self._pat_waiters.until(lambda: self._pat_stopped == "retract" or not any(self.pat_going()))
+                ready = self._pat_waiters.wait_until(
+                    lambda: self._pat_stopped == "retract" or not any(self.pat_list_active())
+                )
                 await asyncio.wait_for(ready, end - clock())
                 if (answer := await super().flush_cache()).success:
                     return answer
@@ -232,35 +234,35 @@ class PausingTokenizerManager(TrackingTokenizerManager):
             RuntimeError: a rank has failed.
         """
         async with self._pat_memory:
-            await self._pat_release(obj)
+            await self._pat_release_memory(obj)
 
-    async def _pat_release(self, obj: Any) -> None:
-        if running := sum(not state.pat_left for state in self.pat_running()):
+    async def _pat_release_memory(self, obj: Any) -> None:
+        if running := sum(not state.pat_left for state in self.pat_list_running()):
             raise ValueError(f"{running} requests run: memory is released once all have ended, or were aborted")
-        if self._pat_stopped == "in_place" and (left := len(self.pat_running())):
+        if self._pat_stopped == "in_place" and (left := len(self.pat_list_running())):
             raise ValueError(f"{left} aborted requests end once generation goes on: continue it, then release memory")
         tags = {*(obj.tags or GPU_MEMORY_ALL_TYPES)} - self._pat_released
         self._pat_released |= tags
         try:
-            await self.pat_until_left_have_ended()
+            await self.pat_wait_for_remaining_requests()
             self.auto_create_handle_loop()
-            _done(await self.release_memory_occupation_communicator(obj))
+            _check_replies(await self.release_memory_occupation_communicator(obj))
         except Exception:
-            self._pat_taken_back(tags)
+            self._pat_resume_memory(tags)
             raise
 
     async def resume_memory_occupation(self, obj, request=None) -> None:
         """Raises RuntimeError: a rank has failed."""
         self.auto_create_handle_loop()
         async with self._pat_memory:
-            _done(await self.resume_memory_occupation_communicator(obj))
-            self._pat_taken_back({*(obj.tags or GPU_MEMORY_ALL_TYPES)})
+            _check_replies(await self.resume_memory_occupation_communicator(obj))
+            self._pat_resume_memory({*(obj.tags or GPU_MEMORY_ALL_TYPES)})
 
-    def _pat_taken_back(self, tags: set[str]) -> None:
+    def _pat_resume_memory(self, tags: set[str]) -> None:
         self._pat_released -= tags
-        self._pat_at_gate.look()
+        self._pat_at_gate.check()
 
 
-def _done(replies: list[Any]) -> None:
-    if message := next(filter(None, map(error_of, replies)), ""):
+def _check_replies(replies: list[Any]) -> None:
+    if message := next(filter(None, map(get_error, replies)), ""):
         raise RuntimeError(message)

@@ -62,17 +62,17 @@ class OrderedPenalties(_StockPenalties):
     def cumulate_output_tokens(self, output_ids: torch.Tensor) -> None:
         batch = self.batch
         if batch.enable_overlap:
-            output_ids = upload([_delayed(req) for req in batch.reqs], torch.int64, self.device)
+            output_ids = upload([_count_delayed_tokens(req) for req in batch.reqs], torch.int64, self.device)
         super().cumulate_output_tokens(output_ids)
 
 
-def _delayed(req: Req) -> int:
+def _count_delayed_tokens(req: Req) -> int:
     """With overlap scheduling, the token of ``req`` that is counted when its next decode step is launched."""
     step = req.kv_committed_len - len(req.origin_input_ids)
     return req.output_ids[step - 1] if step else req.origin_input_ids[-1]
 
 
-def counted(req: Req, overlap: bool, decode: bool) -> list[int]:
+def list_counted_tokens(req: Req, overlap: bool, decode: bool) -> list[int]:
     """The tokens that SGLang has counted for ``req`` when it is about to make a step.
 
     Args:
@@ -87,7 +87,7 @@ def fix_order() -> None:
     penaltylib.BatchedPenalizerOrchestrator = OrderedPenalties
 
 
-def sampling_info_with_history(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:
+def make_sampling_info(batch: ScheduleBatch, decode: bool) -> SamplingBatchInfo:
     """Sampling state of ``batch`` whose penalties remember the tokens generated so far.
 
     SGLang counts output tokens step by step, so a batch built from running requests would start
@@ -103,13 +103,15 @@ def sampling_info_with_history(batch: ScheduleBatch, decode: bool) -> SamplingBa
         for given, bias in zip(params, biases, strict=True):
             given.logit_bias = bias
     if any(bias is not None for bias in biases):
-        info.logit_bias = _logit_bias(biases, vocab, batch.device)
+        info.logit_bias = _make_logit_bias(biases, vocab, batch.device)
     if info.penalizer_orchestrator.is_required:
-        remember(info.penalizer_orchestrator, [counted(req, batch.enable_overlap, decode) for req in batch.reqs])
+        count_histories(
+            info.penalizer_orchestrator, [list_counted_tokens(req, batch.enable_overlap, decode) for req in batch.reqs]
+        )
     return info
 
 
-def _logit_bias(biases: Sequence[Mapping[str, float] | None], vocab: int, device: str) -> torch.Tensor:
+def _make_logit_bias(biases: Sequence[Mapping[str, float] | None], vocab: int, device: str) -> torch.Tensor:
     """What SGLang makes of the requests' ``logit_bias``: float32 ``[requests, vocab]``."""
     rows = [{int(token): value for token, value in (bias or {}).items()} for bias in biases]
     place = [row * vocab + token for row, bias in enumerate(rows) for token in bias]
@@ -119,7 +121,7 @@ def _logit_bias(biases: Sequence[Mapping[str, float] | None], vocab: int, device
     return found
 
 
-def remember(penalties: penaltylib.BatchedPenalizerOrchestrator, histories: list[list[int]]) -> None:
+def count_histories(penalties: penaltylib.BatchedPenalizerOrchestrator, histories: list[list[int]]) -> None:
     """Count all tokens of ``histories`` (``[requests]`` lists of token ids) at once.
 
     The state is, bit for bit, that of SGLang's ``cumulate_output_tokens`` called for one token after the other.

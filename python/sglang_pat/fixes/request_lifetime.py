@@ -37,7 +37,7 @@ class Waiters:
     def __init__(self) -> None:
         self._waiting: dict[Any, tuple[asyncio.Future, Callable[[], bool]]] = {}
 
-    async def until(self, true: Callable[[], bool], key: Any = None) -> None:
+    async def wait_until(self, true: Callable[[], bool], key: Any = None) -> None:
         """``key``: of this one, for :meth:`look`."""
         key = object() if key is None else key
         while not true():
@@ -48,7 +48,7 @@ class Waiters:
             finally:
                 del self._waiting[key]
 
-    def look(self, *keys: Any) -> None:
+    def check(self, *keys: Any) -> None:
         """Something has changed, for all or for these only."""
         for key in keys or list(self._waiting):
             future, true = self._waiting.get(key, (None, bool))
@@ -66,9 +66,9 @@ class TrackingTokenizerManager(TokenizerManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.pat_begin()
+        self.pat_init_states()
 
-    def pat_begin(self) -> None:
+    def pat_init_states(self) -> None:
         """Nobody has called yet."""
         self._pat_numbers = itertools.count()
         self._pat_parts: dict[int, list[tuple[str, ReqState]]] = {}
@@ -79,17 +79,17 @@ class TrackingTokenizerManager(TokenizerManager):
         """Parts, by a name that a client has for them and that is none of their ids: its id of a whole call, and that
         of a prompt with n responses."""
 
-    def pat_going(self) -> Iterator[ReqState]:
+    def pat_list_active(self) -> Iterator[ReqState]:
         """Parts that have passed the gate and have not ended, as far as is known here."""
         return (state for state in self.rid_to_state.values() if state.pat_inside and not state.finished)
 
-    def pat_running(self) -> list[ReqState]:
+    def pat_list_running(self) -> list[ReqState]:
         """The same, but for health probes, which nobody ends."""
-        return [state for state in self.pat_going() if not state.obj.rid.startswith(HEALTH_CHECK_RID_PREFIX)]
+        return [state for state in self.pat_list_active() if not state.obj.rid.startswith(HEALTH_CHECK_RID_PREFIX)]
 
-    def pat_changed(self, *calls: int) -> None:
+    def pat_record_request_end(self, *calls: int) -> None:
         """Parts have ended; ``calls``: of these, if they may not have passed the gate."""
-        self._pat_waiters.look()
+        self._pat_waiters.check()
 
     async def pat_end_running(self) -> int:
         """Abort what ranks have, and wait until it has ended; returns the number of requests.
@@ -97,14 +97,14 @@ class TrackingTokenizerManager(TokenizerManager):
         Raises:
             RuntimeError: some have not ended after a minute.
         """
-        running = self.pat_running()
+        running = self.pat_list_running()
         for state in running:
             state.pat_left = True
             self.abort_request(state.obj.rid)
-        await self.pat_until_left_have_ended()
+        await self.pat_wait_for_remaining_requests()
         return len(running)
 
-    async def pat_until_left_have_ended(self, unless: Callable[[], bool] = lambda: False) -> None:
+    async def pat_wait_for_remaining_requests(self, unless: Callable[[], bool] = lambda: False) -> None:
         """A rank still has them for a step after their abort.
 
         Raises:
@@ -112,10 +112,10 @@ class TrackingTokenizerManager(TokenizerManager):
         """
 
         def left() -> int:
-            return sum(state.pat_left for state in self.pat_running())
+            return sum(state.pat_left for state in self.pat_list_running())
 
         try:
-            await asyncio.wait_for(self._pat_waiters.until(lambda: unless() or not left()), LEFT_SECONDS)
+            await asyncio.wait_for(self._pat_waiters.wait_until(lambda: unless() or not left()), LEFT_SECONDS)
         except TimeoutError:
             raise RuntimeError(f"{left()} requests were aborted, and have not ended for {LEFT_SECONDS:.0f} s") from None
 
@@ -134,15 +134,15 @@ class TrackingTokenizerManager(TokenizerManager):
             self._pat_inside.discard(number)
             obj.pat_sent = any(state.pat_sent for _, state in parts)
             for rid, state in parts:
-                self._pat_leave(rid, state)
+                self._pat_drop_request(rid, state)
                 for name in state.obj.pat_names:
                     named = self._pat_named.get(name, {})
                     named.pop(rid, None)
                     if not named:
                         self._pat_named.pop(name, None)
-            self.pat_changed()
+            self.pat_record_request_end()
 
-    def _pat_leave(self, rid: str, state: ReqState) -> None:
+    def _pat_drop_request(self, rid: str, state: ReqState) -> None:
         """Nobody waits for it any more."""
         if self.rid_to_state.get(rid) is not state:
             return  # it has ended
@@ -165,9 +165,9 @@ class TrackingTokenizerManager(TokenizerManager):
                     if i >= getattr(obj, "batch_size", 1):
                         del self.rid_to_state[rid]  # n - 1 of n: SGLang makes others when it copies the prompt
                     else:
-                        self._pat_begins(rid, state, obj)
+                        self._pat_register_segment(rid, state, obj)
 
-    def _pat_begins(self, rid: str, state: ReqState, obj: Any) -> None:
+    def _pat_register_segment(self, rid: str, state: ReqState, obj: Any) -> None:
         """A part of ``obj``, or a copy of a part: for n > 1 its prompt, then each response."""
         copied = getattr(obj, "pat_names", ())
         given, prompt = state.obj.pat_names = copied or (obj.pat_given, rid)
@@ -183,14 +183,14 @@ class TrackingTokenizerManager(TokenizerManager):
     # -- to the ranks, or not ---------------------------------------------------------------------
 
     def _send_one_request(self, tokenized_obj) -> None:
-        if self._pat_goes(tokenized_obj):
+        if self._pat_may_send(tokenized_obj):
             super()._send_one_request(tokenized_obj)
 
     def _send_batch_request(self, tokenized_objs) -> None:
-        if going := [one for one in tokenized_objs if self._pat_goes(one)]:
+        if going := [one for one in tokenized_objs if self._pat_may_send(one)]:
             super()._send_batch_request(going)
 
-    def _pat_goes(self, tokenized: Any) -> bool:
+    def _pat_may_send(self, tokenized: Any) -> bool:
         """Whether it goes to a rank now: it was not aborted before."""
         state = self.rid_to_state.get(tokenized.rid)
         if state is not None:
@@ -213,7 +213,7 @@ class TrackingTokenizerManager(TokenizerManager):
 
     def pat_abort_inside(self) -> None:
         """Abort all that has passed the gate: not what waits there for new weights, or for the end of a pause."""
-        self._pat_end_unsent([state.obj.rid for state in self.pat_going()])
+        self._pat_end_unsent([state.obj.rid for state in self.pat_list_active()])
         super().abort_request(abort_all=True)
 
     def _pat_end_unsent(self, rids: Iterable[str]) -> None:
@@ -231,7 +231,7 @@ class TrackingTokenizerManager(TokenizerManager):
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         await super()._handle_batch_output(recv_obj)
-        self.pat_changed()
+        self.pat_record_request_end()
 
     def _handle_abort_req(self, recv_obj: AbortReq) -> None:
         """Of a request that waits and has no tokens."""
@@ -243,7 +243,7 @@ class TrackingTokenizerManager(TokenizerManager):
             state.out_list[-1]["meta_info"][degrees.KEY] = ()
         if state.pat_left and state.pat_sent:
             del self.rid_to_state[recv_obj.rid]
-        self.pat_changed(state.obj.pat_number)
+        self.pat_record_request_end(state.obj.pat_number)
 
     def _wait_one_response(self, obj, request=None) -> AsyncIterator[Any]:
         """SGLang's, for a request that may have ended before anybody begins to wait.

@@ -108,7 +108,7 @@ def check_sampling_params(given: Any) -> dict[str, Any]:
         ValueError: for what SGLang does not take, or would die of.
     """
     if not isinstance(given, dict):
-        raise ValueError(f"sampling_params is {_short(given)}, must be an object")
+        raise ValueError(f"sampling_params is {_shorten(given)}, must be an object")
     plain = {name: int(value) if isinstance(value, bool) else value for name, value in given.items()}
     if isinstance(limit := plain.get("max_new_tokens"), int):
         plain["max_new_tokens"] = min(limit, INT32)  # SGLang lowers it to what there is room for
@@ -143,16 +143,16 @@ def _check_texts(name: str, texts: str | Sequence[str], most: int) -> None:
 
 
 def _check_custom_params(value: dict[str, Any] | None) -> None:
-    if _depth(value) > MAX_DEPTH:
+    if _measure_depth(value) > MAX_DEPTH:
         raise ValueError(f"sampling_params.custom_params: nested more than {MAX_DEPTH} deep; flatten it")
     for name, least in ((LIMIT_PARAM, 1), (GENERATED_PARAM, 0)):
         if (given := (value or {}).get(name)) is not None:
             check_whole(f"sampling_params.custom_params.{name}", given, least)
 
 
-def _depth(value: Any) -> int:
+def _measure_depth(value: Any) -> int:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return 1 + max(map(_depth, inner), default=-1)
+    return 1 + max(map(_measure_depth, inner), default=-1)
 
 
 def check_request(obj: GenerateReqInput | EmbeddingReqInput, path: str | None) -> None:
@@ -210,7 +210,7 @@ def check_text(text: Any) -> None:
     for i, one in enumerate(text if isinstance(text, list) else [] if text is None else [text]):
         where = f"text[{i}]" if isinstance(text, list) else "text"
         if not isinstance(one, str):
-            raise ValueError(f"{where} is {_short(one)}, must be a string")
+            raise ValueError(f"{where} is {_shorten(one)}, must be a string")
         try:
             one.encode()
         except UnicodeEncodeError as error:
@@ -222,11 +222,11 @@ def check_rid(rid: Any, health: bool = False) -> None:
     if rid is None:
         return
     if not isinstance(rid, str) or not 1 <= len(rid) <= MAX_RID:
-        raise ValueError(f"rid is {_short(rid)}, must be a string of 1 to {MAX_RID} characters")
+        raise ValueError(f"rid is {_shorten(rid)}, must be a string of 1 to {MAX_RID} characters")
     if not rid.isprintable():
-        raise ValueError(f"rid is {_short(rid)}, must be printable")
+        raise ValueError(f"rid is {_shorten(rid)}, must be printable")
     if not health and (HEALTH_CHECK_RID_PREFIX in rid or rid.startswith(RID_PREFIX)):
-        raise ValueError(f"rid is {_short(rid)}: {HEALTH_CHECK_RID_PREFIX} and {RID_PREFIX} are the engine's")
+        raise ValueError(f"rid is {_shorten(rid)}: {HEALTH_CHECK_RID_PREFIX} and {RID_PREFIX} are the engine's")
 
 
 def find_route(request: Request) -> str:
@@ -286,10 +286,10 @@ def check_tokens(name: str, ids: Any, end: int) -> None:
 
 def check_whole(name: str, value: Any, least: int, most: float = float("inf")) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{name} is {_short(value)}, must be a whole number from {least} to {most}")
+        raise ValueError(f"{name} is {_shorten(value)}, must be a whole number from {least} to {most}")
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -323,7 +323,7 @@ class ValidatingTokenizerManager(PausingTokenizerManager):
         """
         try:
             self.pat_admit(obj, request)
-            if self.pat_probes(obj):
+            if self.pat_should_block_probe(obj):
                 await self.pat_ask_ranks()
                 return
             async with aclosing(super().generate_request(obj, request)) as answers:

@@ -22,7 +22,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.watchdog import WatchdogRaw
 
-from sglang_pat.coordinator.controls import failed
+from sglang_pat.coordinator.controls import make_error_reply
 from sglang_pat.dropped import FATAL, Dropped, IsolatingDispatcher, ReadableSocket
 from sglang_pat.fixes import float32, grammars, outputs, penalties, stop_patterns
 from sglang_pat.fixes.weight_updates import NOT_FLUSHED
@@ -36,9 +36,9 @@ class MendedScheduler(Scheduler):
         args: ServerArgs = kwargs["server_args"]
         self.dropped = Dropped(args.enable_metrics)
         self._paused_turns = 0
-        float32.true_float32(args)
+        float32.force_float32(args)
         penalties.fix_order()
-        stop_patterns.bound_text()
+        stop_patterns.install_bounded_tail()
         super().__init__(**kwargs)
 
     # -- messages that cannot be read or handled (docs/upstream/one_bad_message.md) ---------------------
@@ -50,7 +50,7 @@ class MendedScheduler(Scheduler):
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
-        self._request_dispatcher = IsolatingDispatcher(self._request_dispatcher, self.dropped, FATAL, failed)
+        self._request_dispatcher = IsolatingDispatcher(self._request_dispatcher, self.dropped, FATAL, make_error_reply)
 
     # -- pauses (docs/upstream/watchdog_in_a_pause.md, flush_in_a_pause.md) -----------------------------
 
@@ -77,7 +77,7 @@ class MendedScheduler(Scheduler):
         # A pause of the mode "retract" leaves requests that wait and hold no KV.  SGLang says that the cache can be
         # flushed then, so that they go on with new weights only, and (0.5.12) refuses it while anything waits.
         waiting, compiling = self.waiting_queue, self.grammar_manager.grammar_queue
-        requests.drain_ended(self)
+        requests.drop_ended_batch(self)
         if self._engine_paused and all(req.req_pool_idx is None for req in waiting):
             self.waiting_queue, self.grammar_manager.grammar_queue = [], []
         try:
@@ -88,7 +88,7 @@ class MendedScheduler(Scheduler):
     def flush_cache_after_weight_update(self, recv_req: Any) -> None:
         self._not_flushed = recv_req.flush_cache and not self.flush_cache(empty_cache=recv_req.torch_empty_cache)
 
-    def _say_if_not_flushed(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+    def _warn_if_not_flushed(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
         """What ``update``, SGLang's, answers; SGLang's asserts that the cache was flushed, when the weights are new."""
         self._not_flushed = False
         answer = update(recv_req)
@@ -97,16 +97,16 @@ class MendedScheduler(Scheduler):
         return answer
 
     def update_weights_from_disk(self, recv_req: UpdateWeightFromDiskReqInput) -> Any:
-        return self._say_if_not_flushed(super().update_weights_from_disk, recv_req)
+        return self._warn_if_not_flushed(super().update_weights_from_disk, recv_req)
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
-        return self._say_if_not_flushed(super().update_weights_from_tensor, recv_req)
+        return self._warn_if_not_flushed(super().update_weights_from_tensor, recv_req)
 
     def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> Any:
-        return self._say_if_not_flushed(super().update_weights_from_distributed, recv_req)
+        return self._warn_if_not_flushed(super().update_weights_from_distributed, recv_req)
 
     def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> Any:
-        return self._say_if_not_flushed(super().update_weights_from_ipc, recv_req)
+        return self._warn_if_not_flushed(super().update_weights_from_ipc, recv_req)
 
     def release_memory_occupation(self, recv_req: Any) -> Any:
         """SGLang's, on all ranks or on none; SGLang's asserts that its rank is idle, and ends
@@ -115,8 +115,8 @@ class MendedScheduler(Scheduler):
         Raises:
             RuntimeError: some rank still runs a request (a health probe, for one).
         """
-        requests.drain_ended(self)
-        if not requests.idle_everywhere(self):
+        requests.drop_ended_batch(self)
+        if not requests.is_engine_idle(self):
             raise RuntimeError("memory is not released: a rank still has a request")
         return super().release_memory_occupation(recv_req)
 
@@ -127,7 +127,7 @@ class MendedScheduler(Scheduler):
 
         The others are out of its sight meanwhile.
         """
-        decoding, waiting = requests.requests_of(self)
+        decoding, waiting = requests.list_requests(self)
         reqs = {id(req): req for req in decoding + waiting + (self.cur_batch.reqs if self.cur_batch else [])}
         others = [
             (req, req.rid)
@@ -150,14 +150,14 @@ class MendedScheduler(Scheduler):
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
         if req.is_retracted:
-            requests.forget_pieces(req)  # docs/upstream/retracted_between_pieces.md
+            requests.drop_piece_logprobs(req)  # docs/upstream/retracted_between_pieces.md
         super()._add_request_to_queue(req, is_retracted)
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         batch = super().get_new_batch_prefill()
         if batch is not None and any(req.output_ids for req in batch.reqs):
             # SGLang's penalties start from zero after a retraction (docs/upstream/penalties.md).
-            batch.sampling_info = penalties.sampling_info_with_history(batch, decode=False)
+            batch.sampling_info = penalties.make_sampling_info(batch, decode=False)
         return batch
 
     # -- steps of requests that ask for different things -----------------------------------------------
@@ -182,7 +182,7 @@ class MendedScheduler(Scheduler):
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         outputs.drop_scores_without_tokens(reqs)
-        for part in outputs.alike(reqs):
+        for part in outputs.group_by_outputs(reqs):
             self.stream_part(part, return_logprob, skip_req)
 
     def stream_part(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:

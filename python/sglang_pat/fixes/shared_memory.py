@@ -18,7 +18,7 @@ LATE, ATTEMPTS = "Shared memory manager connection has timed out", 30
 often it is asked."""
 
 
-def patient(call: Callable[..., Any]) -> Callable[..., Any]:
+def retry_once(call: Callable[..., Any]) -> Callable[..., Any]:
     """``call``, made once more where torch's helper was only late."""
 
     @wraps(call)
@@ -34,11 +34,11 @@ def patient(call: Callable[..., Any]) -> Callable[..., Any]:
     return repeated
 
 
-def open_patiently() -> None:
+def open_with_retry() -> None:
     """From now on, torch opens shared memory patiently in this process.
 
     One storage at a time, and not a whole list of tensors: whoever opens a storage takes one off the count of those who
     are still to open it.  One that is opened a second time may be gone before another rank has it.
     """
     if not hasattr(reductions.rebuild_storage_filename, "__wrapped__"):
-        reductions.rebuild_storage_filename = patient(reductions.rebuild_storage_filename)
+        reductions.rebuild_storage_filename = retry_once(reductions.rebuild_storage_filename)

@@ -43,7 +43,7 @@ GROUPS = (sre.SUBPATTERN, sre.ASSERT, sre.ASSERT_NOT)
 _stock_tail = Req.tail_str
 
 
-def bound_text() -> None:
+def install_bounded_tail() -> None:
     """Have SGLang look through the end of a response in this process, where there are patterns."""
     Req.tail_str = tail_str
 

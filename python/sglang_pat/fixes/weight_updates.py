@@ -29,10 +29,10 @@ from sglang.srt.model_executor.model_runner import LocalSerializedTensor
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-from sglang_pat.errors import one_line
-from sglang_pat.fixes.shared_memory import open_patiently
+from sglang_pat.errors import format_one_line
+from sglang_pat.fixes.shared_memory import open_with_retry
 from sglang_pat.rank.shards import ShardSpec
-from sglang_pat.rank.weights import checkpoint_parts, shard_specs
+from sglang_pat.rank.weights import list_checkpoint_parts, make_shard_specs
 
 REFUSED = "weight update refused, no tensor of this request was written; send the whole update again"
 NOT_FLUSHED = (
@@ -48,7 +48,7 @@ class Loader(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
 
 
-class Expected:
+class ExpectedWeights:
     """The tensors that a model takes in an update: names and shapes as in its checkpoint.
 
     The model's own ``load_weights`` says to which parameter a name leads, and :class:`ShardSpec` how large the whole
@@ -66,13 +66,13 @@ class Expected:
         self._own = {name: tuple(param.shape) for name, param in model.named_parameters()}
         self._fitting: set[tuple[str, tuple[int, ...]]] = set()
         self._calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        specs = shard_specs(model)
+        specs = make_shard_specs(model)
         for module_name, module in model.named_modules():
             for name, param in module.named_parameters(recurse=False):
                 spec = specs[f"{module_name}.{name}" if module_name else name]
-                param.weight_loader = partial(self._called, module, spec)
+                param.weight_loader = partial(self._record_load, module, spec)
 
-    def problem(self, tensors: Iterable[tuple[str, Sequence[int]]], load_format: str | None = None) -> str | None:
+    def find_problem(self, tensors: Iterable[tuple[str, Sequence[int]]], load_format: str | None = None) -> str | None:
         """What is wrong with the first tensor that does not fit, in one line; None if all do.
 
         Args:
@@ -80,12 +80,12 @@ class Expected:
             load_format: of the request; ``direct``: names and shapes of this rank's own parameters.
         """
         for name, shape in tensors:
-            found = (self._wrong_own if load_format == "direct" else self._wrong)(name, tuple(shape))
+            found = (self._find_own_mismatch if load_format == "direct" else self._find_mismatch)(name, tuple(shape))
             if found is not None:
                 return f"{REFUSED}: {found}"
         return None
 
-    def _wrong(self, name: str, shape: tuple[int, ...]) -> str | None:
+    def _find_mismatch(self, name: str, shape: tuple[int, ...]) -> str | None:
         if (name, shape) in self._fitting:
             return None
         self._calls.clear()
@@ -94,23 +94,23 @@ class Expected:
         except KeyError:
             pass  # how some models say that they have no such parameter
         if not self._calls:
-            return None if self._left_out(name) else _unknown(name, "the checkpoint's")
+            return None if self._is_ignored(name) else _describe_unknown(name, "the checkpoint's")
         for given, whole in self._calls:
             if given != whole:
-                return _misshapen(name, given, whole)
+                return _describe_wrong_shape(name, given, whole)
         self._fitting.add((name, shape))
         return None
 
-    def _wrong_own(self, name: str, shape: tuple[int, ...]) -> str | None:
+    def _find_own_mismatch(self, name: str, shape: tuple[int, ...]) -> str | None:
         if name not in self._own:
-            return _unknown(name, "SGLang's, as load_format direct takes them")
-        return None if shape == self._own[name] else _misshapen(name, shape, self._own[name])
+            return _describe_unknown(name, "SGLang's, as load_format direct takes them")
+        return None if shape == self._own[name] else _describe_wrong_shape(name, shape, self._own[name])
 
-    def _left_out(self, name: str) -> bool:
+    def _is_ignored(self, name: str) -> bool:
         """Whether SGLang passes over this name, and rightly: trainers send all of a checkpoint, and tied heads."""
         return (self._tied and name.endswith("lm_head.weight")) or name in self._names()
 
-    def _called(
+    def _record_load(
         self,
         module: torch.nn.Module,
         spec: ShardSpec,
@@ -121,13 +121,13 @@ class Expected:
         """In place of the parameter's ``weight_loader``."""
         whole = list(param.shape)
         if spec.dim is not None:
-            parts = checkpoint_parts(module, spec)
+            parts = list_checkpoint_parts(module, spec)
             whole[spec.dim] = sum(parts.values()) if shard_id is None else parts[shard_id]
         self._calls.append((tuple(loaded.shape), tuple(whole)))
 
 
 @cache
-def checkpoint_names(folder: str) -> frozenset[str]:
+def read_checkpoint_names(folder: str) -> frozenset[str]:
     """Names of all tensors in the safetensors files of a folder; none where there are no such files."""
     found: set[str] = set()
     for path in sorted(Path(folder).glob("*.safetensors")):
@@ -136,15 +136,15 @@ def checkpoint_names(folder: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def _unknown(name: str, whose: str) -> str:
+def _describe_unknown(name: str, whose: str) -> str:
     return f"the model has no tensor {name!r}; names must be {whose}"
 
 
-def _misshapen(name: str, given: Sequence[int], whole: Sequence[int]) -> str:
+def _describe_wrong_shape(name: str, given: Sequence[int], whole: Sequence[int]) -> str:
     return f"{name} has the shape {list(given)}, must be {list(whole)}"
 
 
-def shapes(tensors: Any, load_format: str | None) -> list[tuple[str, Sequence[int]]] | None:
+def list_shapes(tensors: Any, load_format: str | None) -> list[tuple[str, Sequence[int]]] | None:
     """Names and shapes of what a request brought for this rank; None where a loader of the user's own knows them.
 
     Raises:
@@ -161,12 +161,12 @@ def shapes(tensors: Any, load_format: str | None) -> list[tuple[str, Sequence[in
     return None
 
 
-def refused(error: Exception) -> str:
+def describe_unreadable(error: Exception) -> str:
     """What to answer when a rank could not even read its tensors."""
-    return f"{REFUSED}: {type(error).__name__}: {one_line(error)}"
+    return f"{REFUSED}: {type(error).__name__}: {format_one_line(error)}"
 
 
-def not_received(message: str) -> str:
+def describe_not_received(message: str) -> str:
     """What to answer instead of SGLang's ``message``, which takes all failures for one in the middle of loading."""
     return f"{REFUSED}: {message.partition(' The full weights')[0]}"
 
@@ -181,7 +181,7 @@ class Receiver:
         loaded: whether anything was.
     """
 
-    def __init__(self, model: torch.nn.Module, expected: Expected) -> None:
+    def __init__(self, model: torch.nn.Module, expected: ExpectedWeights) -> None:
         self._model, self._expected = model, expected
         self.problem: str | None = None
         self.loaded = False
@@ -189,7 +189,7 @@ class Receiver:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises ValueError: they do not fit; over IPC whoever sends buckets is told, and sends no more."""
         given = list(weights)
-        self.problem = self.problem or self._expected.problem((name, tensor.shape) for name, tensor in given)
+        self.problem = self.problem or self._expected.find_problem((name, tensor.shape) for name, tensor in given)
         if self.problem is not None:
             if self.loaded:
                 self.problem = self.problem.replace(REFUSED, BROKEN_OFF)
@@ -213,26 +213,28 @@ class WholeUpdatesTpModelWorker(TpModelWorker):
 
     def expect(self, empty: torch.nn.Module) -> None:
         """Updates must fit ``empty``, a model without memory."""
-        self.expected = Expected(empty, partial(checkpoint_names, self.model_runner.model_config.model_path))
+        self.expected = ExpectedWeights(
+            empty, partial(read_checkpoint_names, self.model_runner.model_config.model_path)
+        )
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:
         """SGLang's, on all ranks together."""
         tensors, problem = None, None
         try:
             monkey_patch_torch_reductions()
-            open_patiently()
-            tensors = self._opened(recv_req)
-            if (given := shapes(tensors, recv_req.load_format)) is not None:
-                problem = self.expected.problem(given, recv_req.load_format)
+            open_with_retry()
+            tensors = self._open_tensors(recv_req)
+            if (given := list_shapes(tensors, recv_req.load_format)) is not None:
+                problem = self.expected.find_problem(given, recv_req.load_format)
         except Exception as error:  # the other ranks wait to hear of it
-            problem = refused(error)
+            problem = describe_unreadable(error)
         wrong = torch.tensor([problem is not None], dtype=torch.int32)
         dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self.model_runner.groups.world)
         if wrong.item():
             return False, problem or ""
         return self.model_runner.update_weights_from_tensor(tensors, recv_req.load_format)
 
-    def _opened(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
+    def _open_tensors(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
         """What the request has for this rank."""
         items = recv_req.serialized_named_tensors
         if len(items) <= self.rank:
@@ -247,22 +249,22 @@ class WholeUpdatesTpModelWorker(TpModelWorker):
 
     def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> tuple[bool, str]:
         """SGLang's; what does not fit is received all the same, since its sender waits for us."""
-        with self._receives() as received:
+        with self._use_receiver() as received:
             if len(recv_req.names) != len(recv_req.shapes):  # SGLang takes the first of them
                 received.problem = f"{REFUSED}: {len(recv_req.names)} names, {len(recv_req.shapes)} shapes"
             success, message = super().update_weights_from_distributed(recv_req)
         if success or received.loaded:
             return success, message
-        return False, received.problem or not_received(message)
+        return False, received.problem or describe_not_received(message)
 
     def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> tuple[bool, str]:
         """SGLang's; nothing is loaded from the first bucket on that does not fit."""
-        with self._receives() as received:
+        with self._use_receiver() as received:
             success, message = super().update_weights_from_ipc(recv_req)
         return success, message if success else received.problem or message
 
     @contextmanager
-    def _receives(self) -> Iterator[Receiver]:
+    def _use_receiver(self) -> Iterator[Receiver]:
         """A :class:`Receiver` in place of the model."""
         runner = self.model_runner
         model = runner.model

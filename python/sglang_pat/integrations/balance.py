@@ -49,7 +49,7 @@ class EngineReport:
     expected_seconds: float | None = None
 
     @classmethod
-    def of_status(cls, status: Mapping[str, Any], max_running: int | None) -> EngineReport:
+    def from_status(cls, status: Mapping[str, Any], max_running: int | None) -> EngineReport:
         """What ``/pat/status`` says.
 
         Args:
@@ -140,7 +140,7 @@ class Balancer:
         least = min(order.values())
         chosen = self._random.choice([name for name, place in order.items() if place == least])
         home = self.sessions.get(session)
-        if home in usable and self._stays(usable[home], usable[chosen]):
+        if home in usable and self._should_stay(usable[home], usable[chosen]):
             chosen = home
         self.moved += home is not None and home != chosen
         self.sessions[session] = chosen
@@ -150,7 +150,7 @@ class Balancer:
         usable[chosen].in_flight += 1
         return chosen
 
-    def _stays(self, home: EngineState, best: EngineState) -> bool:
+    def _should_stay(self, home: EngineState, best: EngineState) -> bool:
         if home.wait > best.wait * (1 + TOLERANCE):
             return False
         margin = self._margin * home.report.replicas

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 
-def decoupled_weights(
+def compute_decoupled_weights(
     train: torch.Tensor, proximal: torch.Tensor, behaviour: torch.Tensor, cap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ratio, weight), ``[..., tokens]`` each: π_train/π_prox, to be clipped, and π_prox/π_behaviour, a constant.
@@ -29,7 +29,7 @@ def decoupled_weights(
     return (train - proximal.detach()).exp(), weight if cap is None else weight.clamp(max=cap)
 
 
-def decoupled_objective(
+def compute_decoupled_objective(
     train: torch.Tensor, proximal: torch.Tensor, behaviour: torch.Tensor, advantage: torch.Tensor,
     clip: float = 0.2, cap: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -37,5 +37,5 @@ def decoupled_objective(
 
     Without staleness (behaviour = proximal) it is PPO's.  ``advantage``: ``[..., tokens]`` or broadcast to it.
     """
-    ratio, weight = decoupled_weights(train, proximal, behaviour, cap)
+    ratio, weight = compute_decoupled_weights(train, proximal, behaviour, cap)
     return weight * torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_pat import settings
-from sglang_pat.figures import show_to_job
+from sglang_pat.figures import enable_job_log
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -33,20 +33,20 @@ def attach(given: Mapping[str, Any], where: str) -> None:
 
     Raises:
         SGLangMismatch: another SGLang.
-        ValueError: as :func:`sglang_pat.settings.fields`; ``where`` they were given is in the message.
+        ValueError: as :func:`sglang_pat.settings.parse_fields`; ``where`` they were given is in the message.
     """
     global _where, _settings
     from sglang_pat.launch.contract import check_sglang
 
     check_sglang()
-    fields = settings.fields(given, where)
-    show_to_job()
-    if not attached():
+    fields = settings.parse_fields(given, where)
+    enable_job_log()
+    if not is_attached():
         _patch()
     _where, _settings = where, fields
 
 
-def attached() -> bool:
+def is_attached() -> bool:
     """Whether this process launches adaptive engines."""
     return _settings is not None
 
@@ -55,15 +55,15 @@ def _patch() -> None:
     from sglang.srt.entrypoints import engine
     from sglang.srt.server_args import PortArgs, ServerArgs
 
-    from sglang_pat.server.engine import AdaptiveEngine, private_ports
+    from sglang_pat.server.engine import AdaptiveEngine, make_private_ports
     from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 
     fill_in, check = ServerArgs.__post_init__, ServerArgs.check_server_args
 
     def remember(args: ServerArgs) -> None:
-        given = _fields(args)
+        given = _get_fields(args)
         fill_in(args)
-        vars(args).update({_AS_GIVEN: given, _FILLED_IN: _fields(args)})
+        vars(args).update({_AS_GIVEN: given, _FILLED_IN: _get_fields(args)})
 
     def become_adaptive(args: ServerArgs) -> None:
         _convert(args)
@@ -71,16 +71,16 @@ def _patch() -> None:
 
     ServerArgs.__post_init__ = functools.wraps(fill_in)(remember)
     ServerArgs.check_server_args = functools.wraps(check)(become_adaptive)
-    PortArgs.init_new = staticmethod(_chosen(PortArgs.init_new, private_ports))
-    engine.TokenizerManager = _chosen(engine.TokenizerManager, AdaptiveTokenizerManager)
+    PortArgs.init_new = staticmethod(_choose_by_arguments(PortArgs.init_new, make_private_ports))
+    engine.TokenizerManager = _choose_by_arguments(engine.TokenizerManager, AdaptiveTokenizerManager)
     stock, ours = engine.Engine, AdaptiveEngine
-    stock.shutdown = _chosen(stock.shutdown, ours.shutdown)
+    stock.shutdown = _choose_by_arguments(stock.shutdown, ours.shutdown)
     for name in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
-        either = _chosen(getattr(stock, name).__func__, getattr(ours, name).__func__)
+        either = _choose_by_arguments(getattr(stock, name).__func__, getattr(ours, name).__func__)
         setattr(stock, name, classmethod(either))
 
 
-def _chosen(stock: Callable, ours: Callable) -> Callable:
+def _choose_by_arguments(stock: Callable, ours: Callable) -> Callable:
     """``ours`` if the call is about an adaptive engine's arguments, else ``stock``."""
     from sglang_pat.launch.spec import AdaptiveServerArgs
 
@@ -93,7 +93,7 @@ def _chosen(stock: Callable, ours: Callable) -> Callable:
     return call
 
 
-def _fields(args: ServerArgs) -> dict[str, Any]:
+def _get_fields(args: ServerArgs) -> dict[str, Any]:
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
 
 
@@ -101,18 +101,18 @@ def _convert(args: ServerArgs) -> None:
     """Make of stock arguments those of an adaptive engine on as many ranks, in place; no-op for adaptive ones.
 
     Raises:
-        ValueError: as ``AdaptiveServerArgs`` and :func:`~sglang_pat.launch.spec.ready`.
+        ValueError: as ``AdaptiveServerArgs`` and :func:`~sglang_pat.launch.spec.prepare_start`.
     """
-    from sglang_pat.launch.spec import AdaptiveServerArgs, ready
+    from sglang_pat.launch.spec import AdaptiveServerArgs, prepare_start
 
     if isinstance(args, AdaptiveServerArgs):
         return
-    given = _as_given(args)
+    given = _get_given_fields(args)
     assert _settings is not None, "attached"
     tp, dp, own = given["tp_size"], given["dp_size"], dict(_settings)
     base = own.pop(settings.BASE_TP.name, tp if dp > 1 else settings.BASE_TP.default)
-    given["tp_size"], given["dp_size"] = settings.base_layout(base, tp * dp, _where)
-    adaptive = ready(AdaptiveServerArgs(**given, adaptive_tp=True, pat_in_a_job=True, **own))
+    given["tp_size"], given["dp_size"] = settings.compute_base_layout(base, tp * dp, _where)
+    adaptive = prepare_start(AdaptiveServerArgs(**given, adaptive_tp=True, pat_in_a_job=True, **own))
     args.__class__ = AdaptiveServerArgs
     vars(args).clear()
     vars(args).update(vars(adaptive))
@@ -122,9 +122,9 @@ def _convert(args: ServerArgs) -> None:
         add_routes(http_server.app)
 
 
-def _as_given(args: ServerArgs) -> dict[str, Any]:
+def _get_given_fields(args: ServerArgs) -> dict[str, Any]:
     """The fields of ``args`` without what SGLang chose, which it would choose otherwise for another layout."""
-    now = _fields(args)
+    now = _get_fields(args)
     if _AS_GIVEN in vars(args):
         given, filled_in = vars(args)[_AS_GIVEN], vars(args)[_FILLED_IN]
     else:  # made before we came: what SGLang chooses for the least that can be said

@@ -15,7 +15,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-from sglang_pat.errors import one_line
+from sglang_pat.errors import format_one_line
 from sglang_pat.version import SGLANG_VERSIONS
 
 
@@ -23,7 +23,7 @@ class SGLangMismatch(RuntimeError):
     """The installed SGLang is not the one this package is written for."""
 
 
-def installed_version() -> str | None:
+def get_installed_version() -> str | None:
     try:
         return metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -32,7 +32,7 @@ def installed_version() -> str | None:
 
 def check_sglang() -> None:
     """Raise :class:`SGLangMismatch` unless the installed SGLang is one of :data:`SGLANG_VERSIONS`."""
-    installed = installed_version()
+    installed = get_installed_version()
     if installed not in SGLANG_VERSIONS:
         given = f"SGLang {installed} is installed" if installed else "SGLang is not installed"
         raise SGLangMismatch(
@@ -58,12 +58,12 @@ class Symbol:
         read, module, name, parameters = match.groups()
         return cls(module, name, tuple(parameters.split(", ")) if parameters else (), bool(read))
 
-    def problem(self) -> str | None:
+    def find_problem(self) -> str | None:
         """What is wrong with SGLang's symbol, or None."""
         try:
             parameters = self._read() if self.read else self._import()
         except (ImportError, AttributeError, OSError) as error:
-            return f"missing: {one_line(error)}"
+            return f"missing: {format_one_line(error)}"
         if parameters != self.parameters:
             changed = sorted(set(parameters) ^ set(self.parameters)) or ["their order"]
             return f"parameters changed: {', '.join(changed)}"
@@ -95,7 +95,7 @@ class Symbol:
         return tuple(one.arg for one in named if one is not None)[bound:]
 
 
-def symbols() -> list[Symbol]:
+def read_symbols() -> list[Symbol]:
     """All symbols of ``contract.txt``."""
     text = resources.files(__package__).joinpath("contract.txt").read_text()
     return [Symbol.parse(line) for line in text.splitlines() if line and not line.startswith("#")]

@@ -4,7 +4,7 @@ SGLang spawns: every process imports it anew, 10 s of CPU time each.  On a machi
 ranks, the coordinator and the detokenizer are forked from a fork server, which has imported it.  The
 server's main process imports first and forks the fork server, so that this is done once
 (:func:`fork_here`); inside a user's Python process the fork server is a new interpreter and imports while
-that process does (:func:`warm`).  With CUDA we spawn as SGLang does: importing SGLang touches the
+that process does (:func:`warm_up_fork_server`).  With CUDA we spawn as SGLang does: importing SGLang touches the
 driver, which does not survive a fork.
 """
 
@@ -55,7 +55,7 @@ _engines = count()
 
 
 @cache
-def private_folder() -> Path:
+def get_private_folder() -> Path:
     """This process's folder: its sockets lie in it, and no other user can reach them.  Made on first use, removed at
     the end of the process, in order or by :func:`remove_private_folder`.
 
@@ -74,35 +74,35 @@ def private_folder() -> Path:
     return folder
 
 
-def engine_folder() -> Path:
+def make_engine_folder() -> Path:
     """A new folder in it, for one engine's sockets."""
-    folder = private_folder() / str(next(_engines))
+    folder = get_private_folder() / str(next(_engines))
     folder.mkdir()
     return folder
 
 
 def remove_private_folder() -> None:
     """Remove it now: this process will not end in order."""
-    if private_folder.cache_info().currsize:
-        shutil.rmtree(private_folder(), ignore_errors=True)
-        private_folder.cache_clear()
+    if get_private_folder.cache_info().currsize:
+        shutil.rmtree(get_private_folder(), ignore_errors=True)
+        get_private_folder.cache_clear()
 
 
-def context() -> BaseContext:
+def get_context() -> BaseContext:
     """The multiprocessing context of the engine's processes."""
-    return mp.get_context("forkserver" if shim.needed() else "spawn")
+    return mp.get_context("forkserver" if shim.is_needed() else "spawn")
 
 
-def warm() -> None:
+def warm_up_fork_server() -> None:
     """Start the fork server, so that it imports while this process does.  Call early; no-op with CUDA.
 
     Raises:
         ValueError: there is no folder for its socket; one line.
     """
-    if not shim.needed():
+    if not shim.is_needed():
         return
-    context().set_forkserver_preload(PRELOAD)
-    with _sockets_in_the_private_folder(), _deaf_children():
+    get_context().set_forkserver_preload(PRELOAD)
+    with _put_sockets_in_private_folder(), _ignore_signals_in_children():
         forkserver.ensure_running()
 
 
@@ -114,19 +114,19 @@ def fork_here() -> None:
     Raises:
         ValueError: there is no folder for its socket; one line.
     """
-    if not shim.needed():
+    if not shim.is_needed():
         return
-    private_folder()
+    get_private_folder()
     for name in PRELOAD:
         importlib.import_module(name)
-    spawn, util.spawnv_passfds = util.spawnv_passfds, _fork_instead
+    spawn, util.spawnv_passfds = util.spawnv_passfds, _patch_process_to_fork
     try:
-        warm()
+        warm_up_fork_server()
     finally:
         util.spawnv_passfds = spawn
 
 
-def _fork_instead(_path: bytes, command: list[str], keep: list[int]) -> int:
+def _patch_process_to_fork(_path: bytes, command: list[str], keep: list[int]) -> int:
     """What ``multiprocessing`` would run in a new interpreter (its last word), in a fork of this one; returns its pid.
 
     As there, only the descriptors ``keep`` stay open.
@@ -153,9 +153,9 @@ def _fork_instead(_path: bytes, command: list[str], keep: list[int]) -> int:
 
 
 @contextmanager
-def _sockets_in_the_private_folder() -> Iterator[None]:
+def _put_sockets_in_private_folder() -> Iterator[None]:
     """``multiprocessing`` puts its sockets into a folder that it makes on first use."""
-    place, tempfile.tempdir = tempfile.tempdir, str(private_folder())
+    place, tempfile.tempdir = tempfile.tempdir, str(get_private_folder())
     try:
         util.get_temp_dir()
         yield
@@ -164,7 +164,7 @@ def _sockets_in_the_private_folder() -> Iterator[None]:
 
 
 @contextmanager
-def _deaf_children() -> Iterator[None]:
+def _ignore_signals_in_children() -> Iterator[None]:
     """Processes started meanwhile ignore what ends the engine from the first moment, the fork server too: a terminal
     and a service manager send it to all."""
     if threading.current_thread() is not threading.main_thread():
@@ -180,12 +180,14 @@ def _deaf_children() -> Iterator[None]:
 
 def start(name: str, target: Callable, *args: Any) -> tuple[mp.Process, Any]:
     """Start ``target(*args, parent_pid, writer)``; returns the process and the reading end of its pipe."""
-    warm()
-    reader, writer = context().Pipe(duplex=False)
+    warm_up_fork_server()
+    reader, writer = get_context().Pipe(duplex=False)
     # The children's own SGLang is not to be made adaptive: they are.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    process = context().Process(name=NAMED + name, target=_run, args=(environment, target, *args, os.getpid(), writer))
-    with _deaf_children():
+    process = get_context().Process(
+        name=NAMED + name, target=_run, args=(environment, target, *args, os.getpid(), writer)
+    )
+    with _ignore_signals_in_children():
         process.start()
     # Without this copy the reader sees the end of the pipe when the child dies.
     writer.close()
@@ -199,7 +201,7 @@ def _run(environment: dict[str, str], target: Callable, *args: Any) -> None:
     os.environ.clear()
     os.environ.update(environment)
     threading.Thread(target=_die_with_parent, name="die with parent", daemon=True).start()
-    _no_semaphores()
+    _avoid_semaphores()
     target(*args)
 
 
@@ -210,7 +212,7 @@ def _die_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _no_semaphores() -> None:
+def _avoid_semaphores() -> None:
     """tqdm takes a semaphore with a name, which a killed process leaves behind; a lock of threads is enough here."""
     from tqdm import tqdm
 
@@ -235,7 +237,7 @@ def wait_until_ready(started: Mapping[str, tuple[mp.Process, connection.Connecti
         if failed := [name for name, report in now.items() if report["status"] != "ready"]:
             # The others may have failed only because it has.
             first = min(failed, key=lambda name: now[name]["at"])
-            why = now[first]["why"] or _death(first, started[first][0])
+            why = now[first]["why"] or _describe_death(first, started[first][0])
             end_children()
             raise NotStarted(why)
         reports |= now
@@ -249,7 +251,7 @@ def _report(reader: connection.Connection) -> dict[str, Any]:
         return {"status": "dead", "why": "", "at": 0.0}
 
 
-def _death(name: str, process: mp.Process) -> str:
+def _describe_death(name: str, process: mp.Process) -> str:
     process.join(END_SECONDS)
     if process.exitcode == -signal.SIGKILL:
         return f"{name} was killed while it started: the kernel does that when memory runs out, see its log (dmesg)"

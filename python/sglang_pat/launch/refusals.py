@@ -112,7 +112,7 @@ def refuse_function(name: str, given: Callable) -> None:
 
 def check_shared_memory(config: AdaptiveConfig) -> None:
     """Raise ``ValueError`` unless the groups' segments find room."""
-    need = shared_memory_needed(config)
+    need = count_shared_memory_needed(config)
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
     except OSError as error:
@@ -126,7 +126,7 @@ def check_shared_memory(config: AdaptiveConfig) -> None:
         )
 
 
-def shared_memory_needed(config: AdaptiveConfig) -> int:
+def count_shared_memory_needed(config: AdaptiveConfig) -> int:
     """Bytes of all groups' segments at their smallest, and of one whole segment of all ranks beside them."""
     ranks, layouts = config.num_ranks, len(config.layouts)
     # The world, two groups of each layout, one for each pair of layouts: all ranks are in each of these once.
@@ -147,7 +147,7 @@ class Refusal:
     advice: str
     reason: str
 
-    def given(self, value: Any) -> str:
+    def format_flag(self, value: Any) -> str:
         """As the user would write it."""
         flag = "--" + self.field.replace("_", "-")
         return flag if value is True else f"{flag} {value}"
@@ -156,7 +156,7 @@ class Refusal:
 _OUT = "leave it out"
 
 
-def _off(reason: str, names: str) -> tuple[Refusal, ...]:
+def _refuse_all(reason: str, names: str) -> tuple[Refusal, ...]:
     """Flags that are refused when they are given at all."""
     empty = (None, False, 0, "", [], {})
     return tuple(Refusal(name, empty, _OUT, reason) for name in names.split())
@@ -182,39 +182,41 @@ REFUSED = (
     Refusal("model_impl", ("auto", "sglang"), "must be auto or sglang", "only the base layout would use it"),
     Refusal("moe_a2a_backend", ("none",), "must be none", "no mixture-of-experts models"),
     Refusal("offload_group_size", (-1, 0, None), _OUT, "the other layouts use these weights, too"),
-    *_off(
+    *_refuse_all(
         "the switch cannot carry it over",
         "enable_dp_attention speculative_algorithm enable_hierarchical_cache hicache_storage_backend enable_lmcache "
         "enable_mixed_chunk enable_pdmux enable_streaming_session enable_two_batch_overlap "
         "enable_single_batch_overlap dllm_algorithm enable_hisparse enable_lora lora_paths "
         "enable_prefill_context_parallel enable_nsa_prefill_context_parallel enable_attn_tp_input_scattered",
     ),
-    *_off("the adaptive engine starts its processes itself", "enable_http2 use_ray grpc_mode"),
-    *_off(
+    *_refuse_all("the adaptive engine starts its processes itself", "enable_http2 use_ray grpc_mode"),
+    *_refuse_all(
         "it changes the base layout's model; the others would stay as they are",
         "cpu_offload_gb torchao_config modelopt_quant quantize_and_serve kt_weight_path forward_hooks "
         "debug_tensor_dump_output_folder msprobe_dump_config enable_layerwise_nvtx_marker",
     ),
-    *_off(
+    *_refuse_all(
         "its workspace or communicator belongs to one group",
         "enable_flashinfer_allreduce_fusion enable_aiter_allreduce_fusion enable_mscclpp enable_torch_symm_mem "
         "enable_symm_mem enable_quant_communications enable_prefill_delayer elastic_ep_backend",
     ),
-    *_off("a change of tp changes the order of sums", "enable_deterministic_inference rl_on_policy_target"),
-    *_off(
+    *_refuse_all("a change of tp changes the order of sums", "enable_deterministic_inference rl_on_policy_target"),
+    *_refuse_all(
         "each replica of the base layout would open the same port",
         "kv_events_config enable_forward_pass_metrics",
     ),
-    *_off("ranks do not set it up", "enable_trace"),
-    *_off("SGLang's check takes ranks of a group for numbers of GPUs", "enable_p2p_check"),
-    *_off(
+    *_refuse_all("ranks do not set it up", "enable_trace"),
+    *_refuse_all("SGLang's check takes ranks of a group for numbers of GPUs", "enable_p2p_check"),
+    *_refuse_all(
         "the model it is for is refused",
         "is_embedding prefill_only_disable_kv_cache enable_multimodal enable_mis encoder_only language_only "
         "enable_return_routed_experts enable_return_indexer_topk enable_eplb expert_distribution_recorder_mode "
         "decrypted_config_file",
     ),
-    *_off("its graphs are pieces that know one layout", "enable_breakable_cuda_graph enforce_piecewise_cuda_graph"),
-    *_off("layers on views of the base weights write their results in place", "enable_torch_compile"),
+    *_refuse_all(
+        "its graphs are pieces that know one layout", "enable_breakable_cuda_graph enforce_piecewise_cuda_graph"
+    ),
+    *_refuse_all("layers on views of the base weights write their results in place", "enable_torch_compile"),
 )
 
 
@@ -247,7 +249,7 @@ def refuse_flags(args: ServerArgs) -> None:
     for refusal in REFUSED:
         value = getattr(args, refusal.field)
         if value not in refusal.allowed:
-            raise ValueError(f"--adaptive-tp does not support {refusal.given(value)}: {refusal.advice}")
+            raise ValueError(f"--adaptive-tp does not support {refusal.format_flag(value)}: {refusal.advice}")
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -257,14 +259,14 @@ def refuse_flags(args: ServerArgs) -> None:
 def refuse_model(model: ModelConfig) -> None:
     """Raise ``ValueError`` with one line for a model that cannot cross a switch."""
     name = (model.hf_config.architectures or ["?"])[0]
-    if why := _why_not(model, model.hf_text_config):
+    if why := _find_unsupported_reason(model, model.hf_text_config):
         raise ValueError(f"--adaptive-tp does not support {name}: {why}; {_ADVICE}")
 
 
 def refuse_config(config: Mapping[str, Any], where: str) -> None:
     """The same of a ``config.json`` alone, as far as it tells; ``where`` its model was given, for the message."""
     name = (config.get("architectures") or ["?"])[0]
-    if why := _why_not_to_read(config) or _why_not_by_fields(config.get):
+    if why := _find_reason_in_file(config) or _find_reason_in_fields(config.get):
         raise ValueError(f"{where}: an adaptive engine does not support {name}: {why}; {_ADVICE}")
 
 
@@ -272,7 +274,7 @@ _ADVICE = "choose a dense text model with MHA or GQA"
 _MLA = "its attention is MLA, whose KV has no heads to divide"
 
 
-def _why_not_to_read(config: Mapping[str, Any]) -> str | None:
+def _find_reason_in_file(config: Mapping[str, Any]) -> str | None:
     """By what SGLang says of a model once it has read this file."""
     if any(config.get(part) for part in ("text_config", "vision_config", "audio_config")):
         return "it is multimodal"
@@ -283,7 +285,7 @@ def _why_not_to_read(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _why_not(model: ModelConfig, config: Any) -> str | None:
+def _find_unsupported_reason(model: ModelConfig, config: Any) -> str | None:
     from sglang.srt.configs.model_config import AttentionArch
 
     if not model.is_generation:
@@ -292,7 +294,7 @@ def _why_not(model: ModelConfig, config: Any) -> str | None:
         return "it is multimodal"
     if model.attention_arch == AttentionArch.MLA:
         return _MLA
-    if why := _why_not_by_fields(lambda name: getattr(config, name, None)):
+    if why := _find_reason_in_fields(lambda name: getattr(config, name, None)):
         return why
     if model.is_hybrid_swa:
         return _WINDOW
@@ -306,12 +308,12 @@ def _why_not(model: ModelConfig, config: Any) -> str | None:
 _WINDOW = "some of its layers have a sliding window"
 
 
-def _why_not_by_fields(field: Callable[[str], Any]) -> str | None:
+def _find_reason_in_fields(field: Callable[[str], Any]) -> str | None:
     """By fields of the text model's configuration, by name."""
     kinds = set(field("layer_types") or ())
     if field("is_encoder_decoder"):
         return "it has an encoder"
-    if any(_several(field(name)) for name in EXPERTS):
+    if any(_has_several(field(name)) for name in EXPERTS):
         return "it is a mixture of experts"
     if kinds - {"full_attention", "sliding_attention"} or any(field(name) for name in RECURRENT):
         return "some of its layers are recurrent and keep a state instead of KV"
@@ -322,5 +324,5 @@ def _why_not_by_fields(field: Callable[[str], Any]) -> str | None:
     return _WINDOW if "sliding_attention" in kinds else None
 
 
-def _several(experts: Any) -> bool:
+def _has_several(experts: Any) -> bool:
     return any(number > 1 for number in (experts if isinstance(experts, list) else [experts or 0]))

@@ -13,18 +13,18 @@ SHARE_ENV = "SGLANG_PAT_SHARE_GPU"
 there, and NCCL goes through sockets, so times of merged layouts and of switches mean nothing."""
 
 
-def shared() -> bool:
+def is_gpu_shared() -> bool:
     """Whether all ranks run on one GPU."""
     return os.environ.get(SHARE_ENV) == "1"
 
 
-def share(rank: int) -> None:
+def allow_sharing(rank: int) -> None:
     """Where all ranks run on one GPU: have them communicate as on several.  Before the first group is made.
 
     NCCL refuses two ranks of one machine on one GPU: for it, each rank is a machine.  SGLang's custom all-reduce
     refuses GPUs without NVLink between them: a GPU reaches its own memory without.
     """
-    if not shared():
+    if not is_gpu_shared():
         return
     os.environ["NCCL_HOSTID"] = f"rank{rank}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -1,9 +1,10 @@
 """From the command line to what an engine is: resolved once, before anything starts, and the same in all processes.
 
 Built on SGLang's fork point ``Engine.server_args_class``.  What the user writes (``--tp 1 --dp 2``) is the base
-layout.  :func:`ready` checks it, and makes the :class:`EngineSpec` of it.  From then on the TokenizerManager, HTTP
-clients and RL frameworks see one engine of ``tp * dp`` ranks (:func:`outer_view`), each rank's scheduler one replica of
-the base layout (:func:`rank_view`).  Every refusal is a ``ValueError`` of one line.
+layout.  :func:`prepare_start` checks it, and makes the :class:`EngineSpec` of it.  From then on the
+TokenizerManager, HTTP clients and RL frameworks see one engine of ``tp * dp`` ranks (:func:`make_outer_view`), each
+rank's scheduler one replica of the base layout (:func:`make_rank_view`).  Every refusal is a ``ValueError`` of one
+line.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from sglang.srt.utils import cpu_has_amx_support, is_cuda
 
 from sglang_pat.config import AdaptiveConfig
 from sglang_pat.cpu import shm
-from sglang_pat.errors import one_line
+from sglang_pat.errors import format_one_line
 from sglang_pat.figures import job_log
 from sglang_pat.job_settings import read_files
 from sglang_pat.launch import sharing
 from sglang_pat.launch.contract import check_sglang
-from sglang_pat.launch.processes import private_folder
+from sglang_pat.launch.processes import get_private_folder
 from sglang_pat.launch.refusals import (
     check_model_path,
     check_second_port,
@@ -34,14 +35,14 @@ from sglang_pat.launch.refusals import (
     refuse_flags,
     refuse_model,
 )
-from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees
-from sglang_pat.memory.machine import Supply, supply_of_cpu
-from sglang_pat.memory.plan import Demand, MemoryPlan, advice, make_plan
+from sglang_pat.layout import ParallelLayout, choose_default_degrees, list_candidate_layouts
+from sglang_pat.memory.machine import Supply, measure_cpu_memory
+from sglang_pat.memory.plan import Demand, MemoryPlan, format_advice, make_plan
 from sglang_pat.memory.shapes import ModelShape
 from sglang_pat.policies import registry
 from sglang_pat.predict import profile as profiles
 from sglang_pat.predict.profile import Fingerprint, Profile
-from sglang_pat.settings import SETTINGS, configuration
+from sglang_pat.settings import SETTINGS, make_configuration
 from sglang_pat.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ _DEFAULT: dict[str, Any] = {setting.field: setting.default for setting in SETTIN
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """Made by :func:`resolve`.
+    """Made by :func:`resolve_spec`.
 
     Attributes:
         config: what the settings say: layouts, policy, ways to move weights and KV.
@@ -104,20 +105,20 @@ class AdaptiveServerArgs(ServerArgs):
             # Before SGLang's own handling, which turns some of these into other errors.
             refuse_flags(self)
             self.read_config()
-            _cpu_defaults(self)
+            _set_cpu_defaults(self)
             self.disable_piecewise_cuda_graph = True
             check_model_path(self.model_path)
             check_second_port(self.port)
         try:
             super().__post_init__()
         except OSError as error:  # as transformers says that there is no such model, in several lines
-            raise ValueError(f"--model-path {self.model_path}: {one_line(error)}") from None
+            raise ValueError(f"--model-path {self.model_path}: {format_one_line(error)}") from None
         if self.adaptive_tp:
             refuse_model(ModelConfig.from_server_args(self))
             # Again: SGLang has chosen what was left open.
             refuse_flags(self)
             refuse_graphs(self)
-            settle_candidates(self)
+            drop_impossible_candidates(self)
 
     @staticmethod
     def add_cli_args(parser) -> None:
@@ -142,7 +143,7 @@ class AdaptiveServerArgs(ServerArgs):
 
     @property
     def spec(self) -> EngineSpec:
-        """What the engine is; there from :func:`ready` on, in all its processes."""
+        """What the engine is; there from :func:`prepare_start` on, in all its processes."""
         assert self._spec is not None, "not resolved"
         return self._spec
 
@@ -153,7 +154,7 @@ class AdaptiveServerArgs(ServerArgs):
             ValueError: an impossible layout, candidate or mode.
         """
         base = ParallelLayout(self.tp_size, self.dp_size)
-        return configuration(vars(self), base, self.max_running_requests)
+        return make_configuration(vars(self), base, self.max_running_requests)
 
 
 def refuse_graphs(args: AdaptiveServerArgs) -> None:
@@ -165,7 +166,7 @@ def refuse_graphs(args: AdaptiveServerArgs) -> None:
         )
 
 
-def _cpu_defaults(args: AdaptiveServerArgs) -> None:
+def _set_cpu_defaults(args: AdaptiveServerArgs) -> None:
     """Choices without which SGLang does not run on a CPU without AMX."""
     if is_cuda():
         return
@@ -184,29 +185,29 @@ def _cpu_defaults(args: AdaptiveServerArgs) -> None:
     args.sleep_on_idle = True
 
 
-def model_shape(model: ModelConfig) -> ModelShape:
+def read_model_shape(model: ModelConfig) -> ModelShape:
     """SGLang's view of a model as sizes."""
     shape = ModelShape.from_config(model.hf_text_config.to_dict(), str(model.dtype).removeprefix("torch."))
     return replace(shape, context=model.context_len)
 
 
-def settle_candidates(args: AdaptiveServerArgs) -> None:
+def drop_impossible_candidates(args: AdaptiveServerArgs) -> None:
     """Leave out of the default candidates what the model's sizes do not allow, and say so.
 
     Raises:
         ValueError: such a degree was asked for, or is the base layout's.
     """
-    shape, config = model_shape(ModelConfig.from_server_args(args)), args.read_config()
-    layouts = config.layouts if args.pat_candidates is not None else candidate_layouts(config.base)
-    allowed = shape.allowed(layouts)
+    shape, config = read_model_shape(ModelConfig.from_server_args(args)), args.read_config()
+    layouts = config.layouts if args.pat_candidates is not None else list_candidate_layouts(config.base)
+    allowed = shape.list_allowed_degrees(layouts)
     if len(allowed) < len(layouts):
         first = layouts[len(allowed)].tp
-        reason = f"tp={first} {shape.why_not(first)}"
+        reason = f"tp={first} {shape.find_reason_against_degree(first)}"
         if args.pat_candidates is not None or not allowed:
             raise ValueError(f"{reason}; leave it out of --pat-candidates or choose other --tp/--dp")
         left = ", ".join(f"tp={layout.tp}" for layout in layouts[len(allowed) :])
         job_log.warning("not a candidate: %s (%s)", left, reason)
-        args.pat_candidates = ",".join(map(str, default_degrees(allowed, config.only_ends)))
+        args.pat_candidates = ",".join(map(str, choose_default_degrees(allowed, config.only_ends)))
     if len(allowed) == 1:
         job_log.warning(
             "there is only one layout, %s, so nothing will switch: %d ranks allow no other candidate",
@@ -214,7 +215,7 @@ def settle_candidates(args: AdaptiveServerArgs) -> None:
         )  # fmt: skip
 
 
-def outer_view(args: AdaptiveServerArgs, spec: EngineSpec) -> AdaptiveServerArgs:
+def make_outer_view(args: AdaptiveServerArgs, spec: EngineSpec) -> AdaptiveServerArgs:
     """``args`` as one engine of N ranks: what the TokenizerManager and ``/server_info`` show.
 
     With ``dp_size == 1`` SGLang's control calls expect one reply, whatever the layout.
@@ -225,7 +226,7 @@ def outer_view(args: AdaptiveServerArgs, spec: EngineSpec) -> AdaptiveServerArgs
     return view
 
 
-def rank_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
+def make_rank_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     """``args`` as one replica of the base layout: what each rank's scheduler is built with."""
     view = copy.copy(args)
     view.tp_size, view.dp_size = args.spec.config.base.tp, 1
@@ -235,7 +236,7 @@ def rank_view(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
 # -- what is decided before a rank starts ------------------------------------------------------------------------------
 
 
-def ready(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
+def prepare_start(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     """The outer view of ``args``, checked, with its :class:`EngineSpec`; what is ready already comes back as it is.
 
     Raises:
@@ -245,31 +246,31 @@ def ready(args: AdaptiveServerArgs) -> AdaptiveServerArgs:
     if args.resolved:
         return args
     check_sglang()
-    private_folder()
-    spec = resolve(args)
+    get_private_folder()
+    spec = resolve_spec(args)
     check_shared_memory(spec.config)
     if args.device == "cuda":
-        for line in gpu_lines(args, spec):
+        for line in format_gpu_lines(args, spec):
             logger.warning(line)
     if spec.memory is not None:
-        for line in spec.memory.table().splitlines():
+        for line in spec.memory.format_table().splitlines():
             logger.info(line)
-        if line := advice(spec.memory):
+        if line := format_advice(spec.memory):
             logger.warning(line)
-        args = with_pool(args, spec.memory)
-    return outer_view(args, spec)
+        args = set_pool_size(args, spec.memory)
+    return make_outer_view(args, spec)
 
 
-def resolve(args: AdaptiveServerArgs) -> EngineSpec:
-    """Everything that is decided before the first process is started.  Raises ValueError, as :func:`ready`."""
+def resolve_spec(args: AdaptiveServerArgs) -> EngineSpec:
+    """Everything that is decided before the first process is started.  Raises ValueError, as :func:`prepare_start`."""
     config = args.read_config()
     profile = read_profile(args, config)
-    sizes = graph_sizes(args, config, profile)
-    places = [0 if sharing.shared() else config.place(rank) for rank in range(config.num_ranks)]
+    sizes = choose_graph_sizes(args, config, profile)
+    places = [0 if sharing.is_gpu_shared() else config.get_gpu_index(rank) for rank in range(config.num_ranks)]
     gpus = tuple(args.base_gpu_id + place * args.gpu_id_step for place in places)
     plan = None
     if args.device in ("cpu", "cuda"):
-        plan = make_plan(demand_of(args, config, sizes), supply_of(args.device, gpus))
+        plan = make_plan(make_demand(args, config, sizes), measure_memory(args.device, gpus))
     return EngineSpec(config=config, profile=profile, graph_sizes=sizes, memory=plan, gpus=gpus)
 
 
@@ -277,23 +278,25 @@ def read_profile(args: AdaptiveServerArgs, config: AdaptiveConfig) -> Profile | 
     """The profile of ``--pat-profile``; raises ValueError: it is not of this deployment, or as :func:`read_files`."""
     profile = read_files(config)
     if profile is not None:
-        profiles.check_fits(profile, deployment(args, config), args.pat_profile)
+        profiles.check_fits(profile, make_fingerprint(args, config), args.pat_profile)
     return profile
 
 
-def graph_sizes(args: AdaptiveServerArgs, config: AdaptiveConfig, profile: Profile | None) -> dict[int, list[int]]:
+def choose_graph_sizes(
+    args: AdaptiveServerArgs, config: AdaptiveConfig, profile: Profile | None
+) -> dict[int, list[int]]:
     """Batch sizes with a decode graph, by degree; the base layout's are SGLang's own, and those of the user are all
     layouts'."""
     captured = list(args.cuda_graph_bs or ())
 
     def largest(tp: int) -> int | None:
-        return None if args.pat_graphs_given else registry.largest_batch(config, tp, profile)
+        return None if args.pat_graphs_given else registry.get_largest_batch(config, tp, profile)
 
-    tails = {layout.tp: registry.graph_sizes(captured, largest(layout.tp)) for layout in config.layouts[1:]}
+    tails = {layout.tp: registry.select_graph_sizes(captured, largest(layout.tp)) for layout in config.layouts[1:]}
     return {config.base.tp: captured} | tails
 
 
-def gpu_lines(args: AdaptiveServerArgs, spec: EngineSpec) -> list[str]:
+def format_gpu_lines(args: AdaptiveServerArgs, spec: EngineSpec) -> list[str]:
     """What a user should know of an engine on GPUs."""
     if args.disable_cuda_graph:
         graphs = "decode runs without CUDA graphs"
@@ -308,7 +311,7 @@ def gpu_lines(args: AdaptiveServerArgs, spec: EngineSpec) -> list[str]:
     ]
 
 
-def deployment(
+def make_fingerprint(
     args: AdaptiveServerArgs, config: AdaptiveConfig, kv_tokens: int = 0, max_running: int = 0
 ) -> Fingerprint:
     """The fingerprint of an engine with these arguments.
@@ -325,12 +328,12 @@ def deployment(
     return Fingerprint(
         model=f"{(model.hf_config.architectures or ['?'])[0]} {sizes}",
         dtype=str(model.dtype).removeprefix("torch."),
-        device=torch.cuda.get_device_name() if args.device == "cuda" else profiles.cpu_model(),
+        device=torch.cuda.get_device_name() if args.device == "cuda" else profiles.read_cpu_model(),
         attention=args.attention_backend or "default",
         num_ranks=config.num_ranks,
         base_tp=config.base.tp,
         degrees=tuple(layout.tp for layout in config.layouts),
-        link=str(shm.current_link() or "none"),
+        link=str(shm.get_current_link() or "none"),
         weights=config.weights,
         kv_exchange=config.kv_exchange,
         kv_tokens=kv_tokens,
@@ -346,8 +349,8 @@ def deployment(
 # rank) and knows nothing of other layouts; the plan sizes it once, for all ranks, before they start.
 
 
-def demand_of(args: AdaptiveServerArgs, config: AdaptiveConfig, graph_sizes: dict[int, list[int]]) -> Demand:
-    shape = model_shape(ModelConfig.from_server_args(args))
+def make_demand(args: AdaptiveServerArgs, config: AdaptiveConfig, graph_sizes: dict[int, list[int]]) -> Demand:
+    shape = read_model_shape(ModelConfig.from_server_args(args))
     graphs = args.device == "cuda" and not args.disable_cuda_graph
     tails = [graph_sizes.get(layout.tp) or [0] for layout in config.layouts[1:]]
     chunk = args.chunked_prefill_size
@@ -367,10 +370,10 @@ def demand_of(args: AdaptiveServerArgs, config: AdaptiveConfig, graph_sizes: dic
     )
 
 
-def supply_of(device: str, gpus: tuple[int, ...]) -> Supply:
+def measure_memory(device: str, gpus: tuple[int, ...]) -> Supply:
     """What is free now: of the machine, or of the GPU that has least; ``gpus``: of each rank."""
     if device == "cpu":
-        return supply_of_cpu()
+        return measure_cpu_memory()
     ranks = len(gpus)
     present = torch.cuda.device_count()
     if max(gpus) >= present:
@@ -378,13 +381,13 @@ def supply_of(device: str, gpus: tuple[int, ...]) -> Supply:
             f"{ranks} ranks need GPUs {min(gpus)} to {max(gpus)}, {present} are visible: "
             "choose --tp and --dp so that their product is the number of GPUs"
         )
-    least = min((_gpu(gpu) for gpu in gpus), key=lambda supply: supply.free)
-    if sharing.shared():
+    least = min((_measure_gpu(gpu) for gpu in gpus), key=lambda supply: supply.free)
+    if sharing.is_gpu_shared():
         return Supply(kind="cuda", free=least.free // ranks, total=least.total // ranks)
     return least
 
 
-def _gpu(device: int) -> Supply:
+def _measure_gpu(device: int) -> Supply:
     total = torch.cuda.get_device_properties(device).total_memory
     try:
         # By NVML: ``torch.cuda.mem_get_info`` would leave a context of this process on every GPU.
@@ -395,11 +398,11 @@ def _gpu(device: int) -> Supply:
     return Supply(kind="cuda", free=max(0, total - used), total=total)
 
 
-def with_pool(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:
+def set_pool_size(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:
     """``args`` with the pool size of the plan; what the user gave stays."""
     view = copy.copy(args)
     if not args.pat_fraction_given:
-        ours = args.device == "cpu" or sharing.shared()
+        ours = args.device == "cpu" or sharing.is_gpu_shared()
         view.mem_fraction_static = PLANNED_FRACTION if ours else round(plan.static_fraction, 4)
     # On a GPU a fraction is SGLang's to apply: it has measured what is free by then.
     if args.device == "cpu" or not args.pat_fraction_given:

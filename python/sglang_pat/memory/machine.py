@@ -29,12 +29,12 @@ class Supply:
         return "each GPU has" if self.kind == "cuda" else "the machine has"
 
 
-def supply_of_cpu() -> Supply:
+def measure_cpu_memory() -> Supply:
     """This machine's memory, for ranks on its CPU."""
-    return Supply(kind="cpu", free=available_memory(), total=psutil.virtual_memory().total)
+    return Supply(kind="cpu", free=read_available_memory(), total=psutil.virtual_memory().total)
 
 
-def supply_of_gpus(text: str, ranks: int) -> Supply:
+def measure_gpu_memory(text: str, ranks: int) -> Supply:
     """Empty GPUs as described: ``"8x80GB"``, GB as vendors say it, taken as GiB.
 
     Raises:
@@ -49,28 +49,28 @@ def supply_of_gpus(text: str, ranks: int) -> Supply:
     return Supply(kind="cuda", free=size, total=size)
 
 
-def available_memory(root: Path = ROOT) -> int:
+def read_available_memory(root: Path = ROOT) -> int:
     """Bytes that can be taken without swapping or hitting a cgroup limit (v1 and v2).
 
     Args:
         root: where ``proc`` and ``sys`` lie.
     """
-    return max(0, min([psutil.virtual_memory().available, *_cgroup_rooms(root)]))
+    return max(0, min([psutil.virtual_memory().available, *_read_cgroup_headrooms(root)]))
 
 
-def _cgroup_rooms(root: Path) -> list[int]:
+def _read_cgroup_headrooms(root: Path) -> list[int]:
     """What is left under the limit of each control group that this process is in, innermost first."""
     rooms: list[int] = []
-    for mount, relative, names in _memory_groups(root):
+    for mount, relative, names in _list_cgroups(root):
         # In a container the path may be that outside it: then only the mount's own group can be seen.
         folder = mount / relative.lstrip("/")
         for group in dict.fromkeys([folder, *folder.parents, mount]):
             if group == mount or mount in group.parents:
-                rooms += _room(group, *names)
+                rooms += _read_room(group, *names)
     return rooms
 
 
-def _memory_groups(root: Path) -> list[tuple[Path, str, tuple[str, str, str]]]:
+def _list_cgroups(root: Path) -> list[tuple[Path, str, tuple[str, str, str]]]:
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -87,7 +87,7 @@ def _memory_groups(root: Path) -> list[tuple[Path, str, tuple[str, str, str]]]:
     return found
 
 
-def _room(group: Path, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
+def _read_room(group: Path, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
     """Limit minus usage of one group, if it has a limit; file cache that the kernel drops first is not usage."""
     try:
         limit, usage = int((group / limit_name).read_text()), int((group / usage_name).read_text())

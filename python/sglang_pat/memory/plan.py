@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from sglang_pat.layout import ParallelLayout, candidate_layouts, default_degrees
+from sglang_pat.layout import ParallelLayout, choose_default_degrees, list_candidate_layouts
 from sglang_pat.memory.machine import GIB, MIB, Supply
 from sglang_pat.memory.shapes import ModelShape
 
@@ -70,20 +70,20 @@ class Demand:
     gathers: bool = False
     """A switch brings all KV of a group to each of its ranks (``--pat-kv-exchange allgather``)."""
 
-    def request_table(self, tokens: int) -> int:
+    def count_request_table_bytes(self, tokens: int) -> int:
         """Bytes of SGLang's table of token places with a pool of so many tokens."""
         rows = max(min(tokens * 512 // self.shape.context, 4096), 2048)
         rows = min(rows, tokens // 2 if self.max_running is None else self.max_running)
         return (rows + 1) * (self.shape.context + 4) * 4
 
-    def activations(self) -> int:
+    def count_activation_bytes(self) -> int:
         """Bytes of the largest step."""
         shape, tp = self.shape, self.base.tp
         wide = 8 * shape.hidden + 3 * shape.intermediate // tp + 2 * shape.heads // tp * shape.head_dim
         logits = min(self.max_running or MOST_SAMPLED, MOST_SAMPLED) * shape.vocab * 4 * 4
         return self.prefill_tokens * wide * shape.item + logits
 
-    def buffers(self, kind: str) -> float:
+    def count_buffer_bytes(self, kind: str) -> float:
         """Bytes that KV goes through in a switch, for each byte of the pool."""
         low, high = self.degrees[0], self.degrees[-1]
         if high == low:
@@ -107,11 +107,11 @@ class MemoryPlan:
     def parts(self) -> dict[str, int]:
         """Bytes of each part of a rank.  What SGLang leaves free on a GPU by default is there, where it is possible."""
         demand, supply, tokens = self.demand, self.supply, self.tokens
-        reserve = demand.activations()
+        reserve = demand.count_activation_bytes()
         if supply.kind == "cuda":
-            spare = supply.free - sum(rank_parts(demand, supply, tokens, 0).values())
-            reserve = min(default_reserve(demand, supply), spare)
-        return rank_parts(demand, supply, tokens, reserve)
+            spare = supply.free - sum(compute_rank_parts(demand, supply, tokens, 0).values())
+            reserve = min(compute_default_reserve(demand, supply), spare)
+        return compute_rank_parts(demand, supply, tokens, reserve)
 
     @property
     def rank_bytes(self) -> int:
@@ -120,13 +120,13 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """What is taken of :attr:`Supply.free`."""
-        return engine_bytes(self.demand, self.supply, self.rank_bytes)
+        return count_engine_bytes(self.demand, self.supply, self.rank_bytes)
 
     @property
     def static_fraction(self) -> float:
         """Weights and KV as a part of what a rank on a GPU finds free once its groups stand (SGLang's measure)."""
         parts = self.parts
-        found = self.supply.free - process_bytes(self.demand, self.supply)
+        found = self.supply.free - count_process_bytes(self.demand, self.supply)
         return (parts["weights"] + parts["other layouts"] + parts["KV"]) / found
 
     @property
@@ -138,9 +138,9 @@ class MemoryPlan:
         """
         if self.supply.kind == "cpu":
             return 0
-        return process_bytes(self.demand, self.supply) + self.demand.graph_batch * GRAPH_REQUEST
+        return count_process_bytes(self.demand, self.supply) + self.demand.graph_batch * GRAPH_REQUEST
 
-    def table(self) -> str:
+    def format_table(self) -> str:
         """The plan in a few lines."""
         ranks, free = self.demand.base.num_ranks, self.supply.free
         rows = [
@@ -151,8 +151,8 @@ class MemoryPlan:
             rows += [("other processes", CPU_OTHERS), (f"{ranks} ranks and those", self.total_bytes)]
         rows.append(("left free", free - self.total_bytes))
         width = max(len(what) for what, _ in rows)
-        head = f"memory plan: {self.demand.base}, {ranks} ranks; {self.supply.owner} {size_text(free)} free"
-        return "\n".join([head, *(f"  {what:{width}}  {size_text(size):>10}" for what, size in rows)])
+        head = f"memory plan: {self.demand.base}, {ranks} ranks; {self.supply.owner} {format_size(free)} free"
+        return "\n".join([head, *(f"  {what:{width}}  {format_size(size):>10}" for what, size in rows)])
 
 
 def make_plan(demand: Demand, supply: Supply) -> MemoryPlan:
@@ -170,7 +170,7 @@ def make_plan(demand: Demand, supply: Supply) -> MemoryPlan:
 # -- how many KV tokens a rank has room for ---------------------------------------------------------------------------
 
 
-def rank_parts(demand: Demand, supply: Supply, tokens: int, reserve: int) -> dict[str, int]:
+def compute_rank_parts(demand: Demand, supply: Supply, tokens: int, reserve: int) -> dict[str, int]:
     """Bytes of each part of a rank.
 
     Args:
@@ -183,52 +183,52 @@ def rank_parts(demand: Demand, supply: Supply, tokens: int, reserve: int) -> dic
         "weights": shape.weight_bytes(tp),
         "other layouts": demand.tail_weights,
         "KV": pool,
-        "switch buffers": int(pool * demand.buffers(supply.kind)),
-        "request table": demand.request_table(tokens),
+        "switch buffers": int(pool * demand.count_buffer_bytes(supply.kind)),
+        "request table": demand.count_request_table_bytes(tokens),
         "activations, graphs": reserve,
-        "context, communicators" if supply.kind == "cuda" else "process": process_bytes(demand, supply),
+        "context, communicators" if supply.kind == "cuda" else "process": count_process_bytes(demand, supply),
     }
 
 
-def engine_bytes(demand: Demand, supply: Supply, rank_bytes: int) -> int:
+def count_engine_bytes(demand: Demand, supply: Supply, rank_bytes: int) -> int:
     """Bytes of :attr:`Supply.free` that the engine takes, with so many of each rank."""
     return rank_bytes if supply.kind == "cuda" else rank_bytes * demand.base.num_ranks + CPU_OTHERS
 
 
-def needed(demand: Demand, supply: Supply, tokens: int, reserve: int) -> int:
-    """:func:`engine_bytes` with arguments as of :func:`rank_parts`."""
-    return engine_bytes(demand, supply, sum(rank_parts(demand, supply, tokens, reserve).values()))
+def count_needed_bytes(demand: Demand, supply: Supply, tokens: int, reserve: int) -> int:
+    """:func:`count_engine_bytes` with arguments as of :func:`compute_rank_parts`."""
+    return count_engine_bytes(demand, supply, sum(compute_rank_parts(demand, supply, tokens, reserve).values()))
 
 
-def most_tokens(demand: Demand, supply: Supply, reserve: int | None = None) -> int:
+def compute_max_tokens(demand: Demand, supply: Supply, reserve: int | None = None) -> int:
     """Largest ``--max-total-tokens`` that fits; less than :data:`MIN_TOKENS` if nothing does.
 
     Args:
         reserve: bytes of a rank for activations and graphs; None for the least.
     """
-    reserve = demand.activations() if reserve is None else reserve
+    reserve = demand.count_activation_bytes() if reserve is None else reserve
     sizes = range(supply.free // demand.shape.kv_bytes(demand.base.tp) + 1)
-    found = bisect_right(sizes, supply.free, key=lambda tokens: needed(demand, supply, tokens, reserve))
+    found = bisect_right(sizes, supply.free, key=lambda tokens: count_needed_bytes(demand, supply, tokens, reserve))
     return max(0, found - 1)
 
 
 def choose_tokens(demand: Demand, supply: Supply) -> int | None:
     """KV tokens that a replica of the base layout gets: what was asked for, or a part of the most; None: no fit."""
-    most = most_tokens(demand, supply)
+    most = compute_max_tokens(demand, supply)
     if demand.tokens is not None:
         return demand.tokens if 0 < demand.tokens <= most else None
     if demand.fraction is not None:
-        return tokens if MIN_TOKENS <= (tokens := tokens_by_fraction(demand, supply)) <= most else None
+        return tokens if MIN_TOKENS <= (tokens := compute_tokens_by_fraction(demand, supply)) <= most else None
     if most < MIN_TOKENS:
         return None
     if supply.kind == "cpu":
         wanted = min(int(most * CPU_SHARE), CPU_TOKENS)
     else:
-        wanted = most_tokens(demand, supply, default_reserve(demand, supply))
+        wanted = compute_max_tokens(demand, supply, compute_default_reserve(demand, supply))
     return max(wanted // TOKEN_STEP * TOKEN_STEP, MIN_TOKENS)
 
 
-def tokens_by_fraction(demand: Demand, supply: Supply) -> int:
+def compute_tokens_by_fraction(demand: Demand, supply: Supply) -> int:
     """Tokens that ``--mem-fraction-static`` asks for."""
     assert demand.fraction is not None
     ranks = demand.base.num_ranks if supply.kind == "cpu" else 1
@@ -236,14 +236,16 @@ def tokens_by_fraction(demand: Demand, supply: Supply) -> int:
     return max(0, static) // demand.shape.kv_bytes(demand.base.tp) // TOKEN_STEP * TOKEN_STEP
 
 
-def default_reserve(demand: Demand, supply: Supply) -> int:
+def compute_default_reserve(demand: Demand, supply: Supply) -> int:
     """Bytes of a GPU for activations and graphs by default: what SGLang leaves free, or more where a step needs it."""
     reserve = 512 + max(demand.prefill_tokens, 2048) * 1.5 + demand.base.tp / 8 * 1024
     reserve += demand.graph_batch * GRAPH_REQUEST / MIB
-    return max(int((max(reserve, 10 * 1024) if supply.total > 60 * GIB else reserve) * MIB), demand.activations())
+    return max(
+        int((max(reserve, 10 * 1024) if supply.total > 60 * GIB else reserve) * MIB), demand.count_activation_bytes()
+    )
 
 
-def process_bytes(demand: Demand, supply: Supply) -> int:
+def count_process_bytes(demand: Demand, supply: Supply) -> int:
     """Bytes of a rank that are neither tensors of the model nor of a step."""
     if supply.kind == "cpu":
         return CPU_PROCESS
@@ -261,27 +263,30 @@ def process_bytes(demand: Demand, supply: Supply) -> int:
 
 def _refusal(demand: Demand, supply: Supply) -> str:
     """The line for a demand that does not fit: what it needs, what is free, what would fit."""
-    most = most_tokens(demand, supply) // TOKEN_STEP * TOKEN_STEP
+    most = compute_max_tokens(demand, supply) // TOKEN_STEP * TOKEN_STEP
     if demand.tokens is None and demand.fraction is not None and most >= MIN_TOKENS:
-        asked = tokens_by_fraction(demand, supply)
+        asked = compute_tokens_by_fraction(demand, supply)
         return (
             f"--mem-fraction-static {demand.fraction:g} leaves room for {asked} KV tokens a replica, "
             f"{MIN_TOKENS} to {most} fit: leave it out"
         )
     given = "" if demand.tokens is None else f" --max-total-tokens {demand.tokens}"
-    need = size_text(needed(demand, supply, demand.tokens or MIN_TOKENS, demand.activations()))
-    line = f"{_flags(demand.base)}{given} needs {need}, {supply.owner} {size_text(supply.free)} free"
+    need = format_size(count_needed_bytes(demand, supply, demand.tokens or MIN_TOKENS, demand.count_activation_bytes()))
+    line = f"{_format_flags(demand.base)}{given} needs {need}, {supply.owner} {format_size(supply.free)} free"
     if most >= MIN_TOKENS:
         return f"{line}; --max-total-tokens {most} would fit"
-    for layout in candidate_layouts(demand.base)[1:]:
+    for layout in list_candidate_layouts(demand.base)[1:]:
         degrees = tuple(tp for tp in demand.degrees if tp > layout.tp)
         other = replace(demand, base=layout, degrees=(layout.tp, *degrees), tokens=None, fraction=None)
-        if demand.shape.why_not(layout.tp) is None and most_tokens(other, supply) >= MIN_TOKENS:
-            return f"{line}; {_flags(layout)} would fit"
+        if (
+            demand.shape.find_reason_against_degree(layout.tp) is None
+            and compute_max_tokens(other, supply) >= MIN_TOKENS
+        ):
+            return f"{line}; {_format_flags(layout)} would fit"
     return f"{line}; no higher degree fits: take a smaller model or a larger machine"
 
 
-def advice(plan: MemoryPlan) -> str | None:
+def format_advice(plan: MemoryPlan) -> str | None:
     """One line if a request as long as the model takes does not fit into a replica of a GPU engine.
 
     Not on a CPU, where the plan takes less than it could.
@@ -295,27 +300,27 @@ def advice(plan: MemoryPlan) -> str | None:
     )
 
 
-def _flags(layout: ParallelLayout) -> str:
+def _format_flags(layout: ParallelLayout) -> str:
     return f"--tp {layout.tp} --dp {layout.dp}"
 
 
 # -- an engine that is not started here -------------------------------------------------------------------------------
 
 
-def demand_of(shape: ModelShape, base: ParallelLayout, supply: Supply, tokens: int | None = None) -> Demand:
+def make_default_demand(shape: ModelShape, base: ParallelLayout, supply: Supply, tokens: int | None = None) -> Demand:
     """An engine with SGLang's own defaults, the default policy and its candidates.
 
     Raises:
         ValueError: the model does not allow the base degree.
     """
-    if reason := shape.why_not(base.tp):
+    if reason := shape.find_reason_against_degree(base.tp):
         raise ValueError(f"--tp {base.tp} {reason}: choose another")
-    chunk, graph_batch = sglang_defaults(supply.total, base.tp)
+    chunk, graph_batch = get_sglang_chunk_and_batch(supply.total, base.tp)
     graphs = supply.kind == "cuda"
     return Demand(
         shape=shape,
         base=base,
-        degrees=default_degrees(shape.allowed(candidate_layouts(base)), only_ends=True),
+        degrees=choose_default_degrees(shape.list_allowed_degrees(list_candidate_layouts(base)), only_ends=True),
         prefill_tokens=chunk,
         graph_batch=graph_batch if graphs else 0,
         tail_graph_batch=TAIL_BATCH if graphs else 0,
@@ -323,7 +328,7 @@ def demand_of(shape: ModelShape, base: ParallelLayout, supply: Supply, tokens: i
     )
 
 
-def sglang_defaults(total: int, tp: int) -> tuple[int, int]:
+def get_sglang_chunk_and_batch(total: int, tp: int) -> tuple[int, int]:
     """Prefill chunk (tokens) and largest graph batch that SGLang chooses for ``total`` bytes."""
     for below, chunk, small, large in SGLANG_DEFAULTS:
         if total < below * GIB:
@@ -331,6 +336,6 @@ def sglang_defaults(total: int, tp: int) -> tuple[int, int]:
     return 16384, 512
 
 
-def size_text(size: int) -> str:
+def format_size(size: int) -> str:
     """For a reader."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"

@@ -63,18 +63,18 @@ class ModelShape:
             ValueError: a size is missing or is not a positive integer, or an unknown dtype.
         """
         kind = config.get("model_type")
-        heads = _size(config, "num_attention_heads")
-        hidden = _size(config, "hidden_size")
+        heads = _read_size(config, "num_attention_heads")
+        hidden = _read_size(config, "hidden_size")
         return cls(
-            layers=_size(config, "num_hidden_layers"),
+            layers=_read_size(config, "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
-            kv_heads=_size(config, "num_key_value_heads", 1 if config.get("multi_query") else heads),
-            head_dim=_size(config, "head_dim", hidden // heads or 1),
-            intermediate=_size(config, "intermediate_size", 4 * hidden if "n_embd" in config else None),
-            vocab=_size(config, "vocab_size"),
-            context=_size(config, "max_position_embeddings", 2048),
-            item=_item(config, dtype),
+            kv_heads=_read_size(config, "num_key_value_heads", 1 if config.get("multi_query") else heads),
+            head_dim=_read_size(config, "head_dim", hidden // heads or 1),
+            intermediate=_read_size(config, "intermediate_size", 4 * hidden if "n_embd" in config else None),
+            vocab=_read_size(config, "vocab_size"),
+            context=_read_size(config, "max_position_embeddings", 2048),
+            item=_read_item_size(config, dtype),
             tied=bool(config.get("tie_word_embeddings", False)),
             mlp_matrices=2 if kind in UNGATED else 3,
             whole_norms=kind == "olmo2",
@@ -84,7 +84,7 @@ class ModelShape:
     def padded_vocab(self) -> int:
         return -(-self.vocab // VOCAB_PADDING) * VOCAB_PADDING
 
-    def why_not(self, tp: int) -> str | None:
+    def find_reason_against_degree(self, tp: int) -> str | None:
         """Why the model cannot be cut into ``tp`` shards; None if it can."""
         if self.heads % tp:
             return f"does not divide the model's {self.heads} attention heads"
@@ -98,9 +98,12 @@ class ModelShape:
             return f"does not divide the model's vocabulary of {self.padded_vocab} (padded)"
         return None
 
-    def allowed(self, layouts: Iterable[ParallelLayout]) -> tuple[int, ...]:
+    def list_allowed_degrees(self, layouts: Iterable[ParallelLayout]) -> tuple[int, ...]:
         """The degrees of ``layouts``, in order, up to the first that the model does not allow."""
-        return tuple(layout.tp for layout in takewhile(lambda layout: self.why_not(layout.tp) is None, layouts))
+        return tuple(
+            layout.tp
+            for layout in takewhile(lambda layout: self.find_reason_against_degree(layout.tp) is None, layouts)
+        )
 
     def local_kv_heads(self, tp: int) -> int:
         """KV heads of a rank; with more ranks than KV heads each has one, as others do."""
@@ -122,7 +125,7 @@ class ModelShape:
         return self.parameters(tp) * self.item
 
 
-def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _read_size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     given = (config.get(known) for known in (name, *OTHER_NAMES.get(name, ())))
     value = next((size for size in given if size is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -131,7 +134,7 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     return value
 
 
-def _item(config: Mapping[str, Any], dtype: str) -> int:
+def _read_item_size(config: Mapping[str, Any], dtype: str) -> int:
     own = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     name = {"half": "float16", "float": "float32"}.get(dtype, dtype)
     if name == "auto":
@@ -147,7 +150,7 @@ def read_config(model: str) -> dict[str, Any]:
     Raises:
         ValueError: there is none, or it cannot be read; one line.
     """
-    path = Path(model) / "config.json" if Path(model).is_dir() else _cached_config(model)
+    path = Path(model) / "config.json" if Path(model).is_dir() else _find_cached_config(model)
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
@@ -161,7 +164,7 @@ def read_config(model: str) -> dict[str, Any]:
     return cast("dict[str, Any]", config)
 
 
-def _cached_config(model: str) -> Path:
+def _find_cached_config(model: str) -> Path:
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model):
         raise ValueError(f"--model-path {model}: no such folder")
     # Takes a second to import.

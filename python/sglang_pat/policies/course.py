@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.prompts import computed, shared
+from sglang_pat.policies.prompts import count_prompts_to_compute, count_shared_tokens
 from sglang_pat.policies.snapshot import Load, Snapshot
-from sglang_pat.predict.correction import Corrected
+from sglang_pat.predict.correction import CorrectedPredictor
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import StepPredictor
 
@@ -42,7 +42,7 @@ class Outlook:
     response: float = np.inf
 
 
-def grid(longest: int) -> np.ndarray:
+def make_grid(longest: int) -> np.ndarray:
     """Interval ends ``[intervals + 1]``, from 0 to ``longest`` tokens ahead; increasing integers."""
     if longest <= FIRST_STEP:
         return np.array([0.0, longest])
@@ -56,11 +56,11 @@ def look_ahead(load: Load, history: LengthHistory) -> Outlook | None:
     longest = int(left.max())
     if longest <= 0:
         return None
-    curve = history.curve(int(load.limit.max()), load.output)
+    curve = history.make_curve(int(load.limit.max()), load.output)
     # One at its limit ends with the next step; averaged with others it would end them too.
     on = left > 0
-    members, output, left, prompt = _classes(load.output[on], left[on], load.prompt[on])
-    ends = grid(longest)
+    members, output, left, prompt = _group_requests(load.output[on], left[on], load.prompt[on])
+    ends = make_grid(longest)
     ahead = (ends[:-1] + ends[1:]) / 2
     alive = np.exp(curve.hazard(output)[:, None] - curve.hazard(output[:, None] + ahead))  # [classes, intervals]
     alive = np.where(ahead < left[:, None], alive, 0.0)
@@ -74,11 +74,11 @@ def look_ahead(load: Load, history: LengthHistory) -> Outlook | None:
         any_alive=any_alive,
         number=np.maximum(number / any_alive, 1.0),
         context=tokens / number,
-        response=history.expected(int(load.limit.max())),
+        response=history.estimate_mean(int(load.limit.max())),
     )
 
 
-def _classes(output: np.ndarray, left: np.ndarray, prompt: np.ndarray) -> tuple[np.ndarray, ...]:
+def _group_requests(output: np.ndarray, left: np.ndarray, prompt: np.ndarray) -> tuple[np.ndarray, ...]:
     """Requests counted together: members of each class, and the mean of each quantity in it, float64 ``[classes]``."""
     keys = [np.log(output + 16.0), np.log(np.maximum(left, 1.0))]
     resolution = 32.0
@@ -125,17 +125,17 @@ class LayoutPlanner:
 
     def plan(self, snapshot: Snapshot, outlook: Outlook) -> LayoutPlan:
         degrees, here = snapshot.degrees, snapshot.degrees.index(snapshot.tp)
-        shares = {tp: _share_after(snapshot, tp) for tp in degrees}
-        predictor = Corrected(self.predictor, snapshot.factors)
-        most = self._at_once(snapshot, outlook)
+        shares = {tp: _compute_share_after(snapshot, tp) for tp in degrees}
+        predictor = CorrectedPredictor(self.predictor, snapshot.factors)
+        most = self._count_running(snapshot, outlook)
         running = np.stack(
-            [self._seconds(predictor, snapshot, outlook, tp, share, most[tp]) for tp, share in shares.items()]
+            [self._estimate_seconds(predictor, snapshot, outlook, tp, share, most[tp]) for tp, share in shares.items()]
         )
-        switching, now, below = self._switching(snapshot, outlook)
+        switching, now, below = self._estimate_switches(snapshot, outlook)
         totals = np.zeros((len(degrees), len(degrees)))  # [from, to]
         for step in range(len(outlook.width) - 1, -1, -1):
             totals = switching[step] + running[:, step] + totals.min(axis=1)
-        prefill = np.array([self.prefill(snapshot, outlook, tp) for tp in degrees])
+        prefill = np.array([self.estimate_prefill(snapshot, outlook, tp) for tp in degrees])
         return LayoutPlan(
             by_degree=dict(zip(degrees, (totals[here] + prefill).tolist(), strict=True)),
             never=float(running[here].sum() + prefill[here]),
@@ -144,30 +144,36 @@ class LayoutPlanner:
             recompute_below=below,
         )
 
-    def prefill(self, snapshot: Snapshot, outlook: Outlook, tp: int) -> float:
+    def estimate_prefill(self, snapshot: Snapshot, outlook: Outlook, tp: int) -> float:
         """Seconds until the requests without a token, spread evenly, have their first one; 0 if the profile has no
         prefill times.
 
         Also 0 once responses have ended and not as many requests have come: they may be the next turns of agents, whose
         prompts are in the tree but for their ends.
         """
-        predictor, load = Corrected(self.predictor, snapshot.factors), snapshot.load
+        predictor, load = CorrectedPredictor(self.predictor, snapshot.factors), snapshot.load
         new = np.flatnonzero(load.output == 0)
         full = len(snapshot.coming) or snapshot.requests >= snapshot.peak
         if not full or not len(new) or not predictor.has_prefill(tp):
             return 0.0
         replicas = min(snapshot.num_ranks // tp, len(new))
-        work = computed(load.prompt[new], load.family[new], outlook.response, replicas)
+        work = count_prompts_to_compute(load.prompt[new], load.family[new], outlook.response, replicas)
         return predictor.prefill_uniform(tp, *work, replicas)
 
-    def _at_once(self, snapshot: Snapshot, outlook: Outlook) -> dict[int, np.ndarray]:
+    def _count_running(self, snapshot: Snapshot, outlook: Outlook) -> dict[int, np.ndarray]:
         """Requests that a replica of each degree can run at once, ``[intervals]``; at least 1."""
-        own = np.maximum(outlook.context - shared(snapshot.load.prompt, snapshot.load.family), 1.0)
+        own = np.maximum(outlook.context - count_shared_tokens(snapshot.load.prompt, snapshot.load.family), 1.0)
         slots = self.max_running or np.inf
         return {tp: np.maximum(np.minimum(snapshot.room.get(tp, np.inf) / own, slots), 1.0) for tp in snapshot.degrees}
 
-    def _seconds(
-        self, predictor: Corrected, snapshot: Snapshot, outlook: Outlook, tp: int, share: float, most: np.ndarray
+    def _estimate_seconds(
+        self,
+        predictor: CorrectedPredictor,
+        snapshot: Snapshot,
+        outlook: Outlook,
+        tp: int,
+        share: float,
+        most: np.ndarray,
     ) -> np.ndarray:
         """Expected seconds of each interval in a layout, ``[intervals]``.
 
@@ -183,7 +189,9 @@ class LayoutPlanner:
         step = predictor.step_seconds(tp, batch, batch * outlook.context, active)
         return outlook.width * outlook.any_alive * turns * step
 
-    def _switching(self, snapshot: Snapshot, outlook: Outlook) -> tuple[np.ndarray, dict[int, float], dict[int, int]]:
+    def _estimate_switches(
+        self, snapshot: Snapshot, outlook: Outlook
+    ) -> tuple[np.ndarray, dict[int, float], dict[int, int]]:
         """Expected seconds of a switch at the start of each interval, ``[intervals, from, to]``; of one now; and its
         ``recompute_below``."""
         degrees, lengths = snapshot.degrees, snapshot.load.prompt + snapshot.load.output
@@ -198,7 +206,7 @@ class LayoutPlanner:
             for j, target in enumerate(degrees):
                 if source == target:
                     continue
-                fixed, per_token = self._typical_cost(source, target)
+                fixed, per_token = self._estimate_typical_cost(source, target)
                 state = per_token * tokens
                 if source == snapshot.tp:
                     cost = self.costs.estimate(source, target, lengths)
@@ -208,7 +216,7 @@ class LayoutPlanner:
                 result[:, i, j] = alive * (fixed + state)
         return result, now, below
 
-    def _typical_cost(self, source: int, target: int) -> tuple[float, float]:
+    def _estimate_typical_cost(self, source: int, target: int) -> tuple[float, float]:
         """Seconds of a switch with a few long requests without their state, and seconds for each KV token."""
         if (source, target) not in self._typical:
             lengths = np.full(4, 8192)
@@ -217,7 +225,7 @@ class LayoutPlanner:
         return self._typical[source, target]
 
 
-def _share_after(snapshot: Snapshot, tp: int) -> float:
+def _compute_share_after(snapshot: Snapshot, tp: int) -> float:
     """Of the other requests, those on the same replica as a request, averaged over requests, when ``tp`` is taken.
 
     Replicas merge whole when tp is raised; when it is lowered the requests of each are spread over its parts.

@@ -42,7 +42,7 @@ _KNOTS = np.concatenate([[0], EDGES]).astype(float)
 
 
 @lru_cache(maxsize=64)
-def _lognormal_hazard(mu: float, sigma: float) -> np.ndarray:
+def _compute_lognormal_hazard(mu: float, sigma: float) -> np.ndarray:
     """Probability of ending in each bin, having reached it; ``[bins]``."""
     with np.errstate(divide="ignore"):
         log_survival = log_ndtr((mu - np.log(_KNOTS)) / sigma)
@@ -100,34 +100,34 @@ class LengthHistory:
             oldest, _, ended = self._responses.popleft()
             self._count(oldest, ended, -1)
 
-    def expected(self, limit: int) -> float:
+    def estimate_mean(self, limit: int) -> float:
         """Mean length of the responses that ended; before the first one the prior's median for this ``limit``."""
         return self._tokens / len(self) if len(self) else limit * PRIOR_MEDIAN
 
     def _count(self, length: int, finished: bool, sign: int) -> None:
         self._tokens += sign * length
-        at_risk = _exposure(np.array([length]), np.array([finished]))
+        at_risk = _count_at_risk(np.array([length]), np.array([finished]))
         self._at_risk += sign * at_risk
         if finished:
             self._ended[min(np.searchsorted(EDGES, length), len(EDGES) - 1)] += sign
 
-    def curve(self, limit: int, running: np.ndarray | tuple[()] = ()) -> Curve:
+    def make_curve(self, limit: int, running: np.ndarray | tuple[()] = ()) -> Curve:
         """The curve of response lengths.
 
         Args:
             limit: most tokens of a response; scales the prior.
             running: present lengths of the requests that still run, ``[requests]``; they are censored there.
         """
-        prior = _lognormal_hazard(float(np.log(max(limit, 2) * PRIOR_MEDIAN)), PRIOR_SIGMA)
+        prior = _compute_lognormal_hazard(float(np.log(max(limit, 2) * PRIOR_MEDIAN)), PRIOR_SIGMA)
         at_risk = self._at_risk
         if len(running):
-            at_risk = at_risk + _exposure(np.asarray(running), np.zeros(len(running), dtype=bool))
+            at_risk = at_risk + _count_at_risk(np.asarray(running), np.zeros(len(running), dtype=bool))
         hazard = (PRIOR_STRENGTH * prior + self._ended) / (PRIOR_STRENGTH + at_risk)
         steps = -np.log1p(-np.minimum(hazard, 1 - 1e-9))
         return Curve(np.concatenate([[0.0], np.cumsum(steps)]))
 
 
-def _exposure(lengths: np.ndarray, ended: np.ndarray) -> np.ndarray:
+def _count_at_risk(lengths: np.ndarray, ended: np.ndarray) -> np.ndarray:
     """Responses at risk in each bin, ``[bins]``: whole bins lived through and the bin of an end count 1, the bin in
     which one was censored counts the share that it lived through."""
     bins = np.minimum(np.searchsorted(EDGES, lengths), len(EDGES) - 1)

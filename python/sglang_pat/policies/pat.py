@@ -13,30 +13,30 @@ several times in one batch.
 from __future__ import annotations
 
 from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.rules import forced, may_raise, patience
+from sglang_pat.policies.rules import compute_completion_wait, decide_when_idle, may_raise
 from sglang_pat.policies.snapshot import Decision, Load, Policy, Snapshot
-from sglang_pat.predict.correction import Corrected
+from sglang_pat.predict.correction import CorrectedPredictor
 from sglang_pat.predict.cost import SwitchCost, SwitchCosts
 from sglang_pat.predict.predictor import StepPredictor
 
 
-def pat(predictor: StepPredictor, costs: SwitchCosts) -> Policy:
+def make_pat_policy(predictor: StepPredictor, costs: SwitchCosts) -> Policy:
     """Algorithm 1 with the step times of ``predictor`` and the switch costs of ``costs``."""
 
     def decide(snapshot: Snapshot, history: LengthHistory) -> Decision:
-        decision = forced(snapshot)
+        decision = decide_when_idle(snapshot)
         if decision is not None:
             return decision
         if len(snapshot.load) == 0:
             return Decision(tp=snapshot.tp)
-        totals, switch = algorithm_1(snapshot, predictor, costs)
+        totals, switch = choose_degree_by_pat(snapshot, predictor, costs)
         best = min(totals, key=lambda tp: totals[tp])
         if totals[best] >= totals[snapshot.tp] or totals[snapshot.tp] == 0:
             best = snapshot.tp  # with nothing left to save, too
         if best == snapshot.tp:
             return Decision(tp=best, estimates=totals)
         cost = switch[best]
-        settle = patience(cost.seconds, 1 - (totals[best] - cost.seconds) / totals[snapshot.tp])
+        settle = compute_completion_wait(cost.seconds, 1 - (totals[best] - cost.seconds) / totals[snapshot.tp])
         if best > snapshot.tp and not may_raise(snapshot, settle=settle):
             return Decision(tp=snapshot.tp, estimates=totals)
         return Decision(tp=best, estimates=totals, recompute_below=cost.recompute_below)
@@ -44,14 +44,14 @@ def pat(predictor: StepPredictor, costs: SwitchCosts) -> Policy:
     return decide
 
 
-def algorithm_1(
+def choose_degree_by_pat(
     snapshot: Snapshot, predictor: StepPredictor, costs: SwitchCosts
 ) -> tuple[dict[int, float], dict[int, SwitchCost]]:
     """Lines 4 to 14: total predicted seconds by degree, and the switch to each degree other than the present."""
     load: Load = snapshot.load
     lengths = load.prompt + load.output
     mean = float(lengths.mean())
-    predictor = Corrected(predictor, snapshot.factors)
+    predictor = CorrectedPredictor(predictor, snapshot.factors)
     remaining = max(int((load.limit - load.output).max()), 0)
     totals: dict[int, float] = {}
     switch: dict[int, SwitchCost] = {}

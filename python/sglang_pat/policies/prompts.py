@@ -19,7 +19,7 @@ parameters reads 800 to 1,000 in the time (modelled, H100 and A40).  A replica t
 part of the time only: four times as much did best in simulations."""
 
 
-def allowance(prompt: np.ndarray | int, response: float) -> np.ndarray:
+def compute_allowed_lead(prompt: np.ndarray | int, response: float) -> np.ndarray:
     """So many requests more than the emptiest replica may the one have that has the prompt; as int64.
 
     One more there lengthens the steps of the others by reading its KV, as often as its response has tokens.  0: the
@@ -35,28 +35,30 @@ def allowance(prompt: np.ndarray | int, response: float) -> np.ndarray:
     return np.where((prompt >= LONG_PROMPT) & (requests >= 2), requests, 0).astype(np.int64)
 
 
-def shared(prompt: np.ndarray, family: np.ndarray) -> float:
+def count_shared_tokens(prompt: np.ndarray, family: np.ndarray) -> float:
     """KV tokens that a request shares with its siblings, on average: of long prompts, which one replica has.
 
     Args:
-        prompt, family: as in :func:`computed`.
+        prompt, family: as in :func:`count_prompts_to_compute`.
     """
     _, index, siblings = np.unique(family, return_inverse=True, return_counts=True)
     return float(np.where(prompt >= LONG_PROMPT, prompt * (1 - 1 / siblings[index]), 0.0).mean())
 
 
-def computed(prompt: np.ndarray, family: np.ndarray, response: float, replicas: int) -> tuple[int, float]:
+def count_prompts_to_compute(
+    prompt: np.ndarray, family: np.ndarray, response: float, replicas: int
+) -> tuple[int, float]:
     """What one replica has to compute if these requests come in now: prompts, and their root-mean-square length.
 
     Args:
         prompt: tokens of each; ``family``: equal for siblings; int64 ``[requests]``.
-        response: as in :func:`allowance`.
+        response: as in :func:`compute_allowed_lead`.
     """
     _, first, siblings = np.unique(family, return_index=True, return_counts=True)
     length = np.maximum(prompt[first], 1)
     together = siblings  # on one replica
     if replicas > 1:
-        more = allowance(length, response)
+        more = compute_allowed_lead(length, response)
         together = np.where(more > 0, np.minimum(siblings, 1 + more), -(-siblings // replicas))
     copies = siblings / together * np.minimum(together, np.maximum(AT_ONCE // length, 1))
     number = float(copies.sum())

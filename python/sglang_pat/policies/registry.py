@@ -10,11 +10,11 @@ import numpy as np
 
 from sglang_pat.config import DECIDING, POLICIES, PREDICTING, AdaptiveConfig
 from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.pat import pat
+from sglang_pat.policies.pat import make_pat_policy
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
-from sglang_pat.policies.start import from_start
-from sglang_pat.policies.survival import survival
-from sglang_pat.policies.threshold import SPLIT_FACTOR, threshold
+from sglang_pat.policies.start import hold_start_degree
+from sglang_pat.policies.survival import make_survival_policy
+from sglang_pat.policies.threshold import SPLIT_FACTOR, make_threshold_policy
 from sglang_pat.predict.cost import SwitchCosts
 from sglang_pat.predict.predictor import Predictor, StepPredictor
 from sglang_pat.predict.profile import Profile
@@ -23,12 +23,12 @@ SLACK = 2
 """Batches of replicas are uneven, and predictions are not exact: so many times the batch up to which a layout pays."""
 
 
-def stay(snapshot: Snapshot, history: LengthHistory) -> Decision:
+def keep_layout(snapshot: Snapshot, history: LengthHistory) -> Decision:
     """``manual`` and ``schedule``: others say when to switch."""
     return Decision(tp=snapshot.tp)
 
 
-def base_only(snapshot: Snapshot, history: LengthHistory) -> Decision:
+def use_base_layout(snapshot: Snapshot, history: LengthHistory) -> Decision:
     """``off``: never leave the base layout."""
     return Decision(tp=snapshot.degrees[0])
 
@@ -57,20 +57,20 @@ def make_policy(
             "or choose threshold"
         )
     makers: dict[str, Callable[[], Policy]] = {
-        "threshold": lambda: threshold(switch_at, max_running),
-        "schedule": lambda: stay,
-        "manual": lambda: stay,
-        "off": lambda: base_only,
+        "threshold": lambda: make_threshold_policy(switch_at, max_running),
+        "schedule": lambda: keep_layout,
+        "manual": lambda: keep_layout,
+        "off": lambda: use_base_layout,
     }
     if predictor is not None and costs is not None:
-        makers["survival"] = lambda: survival(predictor, costs, max_running)
-        makers["pat"] = lambda: pat(predictor, costs)
+        makers["survival"] = lambda: make_survival_policy(predictor, costs, max_running)
+        makers["pat"] = lambda: make_pat_policy(predictor, costs)
     if name not in makers:
         raise ValueError(f"policy {name!r}: choose one of {', '.join(POLICIES)}")
-    return from_start(makers[name]()) if name in DECIDING else makers[name]()
+    return hold_start_degree(makers[name]()) if name in DECIDING else makers[name]()
 
 
-def largest_batch(config: AdaptiveConfig, tp: int, profile: Profile | None = None) -> int | None:
+def get_largest_batch(config: AdaptiveConfig, tp: int, profile: Profile | None = None) -> int | None:
     """Most requests that the policy has one replica of degree ``tp`` decode together.
 
     Args:
@@ -83,10 +83,10 @@ def largest_batch(config: AdaptiveConfig, tp: int, profile: Profile | None = Non
         return SPLIT_FACTOR * config.switch_at
     if not config.predicts or profile is None:
         return None
-    return SLACK * _pays_up_to(profile, config, tp)
+    return SLACK * _find_largest_useful_batch(profile, config, tp)
 
 
-def _pays_up_to(profile: Profile, config: AdaptiveConfig, tp: int) -> int:
+def _find_largest_useful_batch(profile: Profile, config: AdaptiveConfig, tp: int) -> int:
     """Largest batch of a replica of degree ``tp`` at which no lower degree is faster, at any context measured; at least
     1."""
     predictor = Predictor(profile)
@@ -104,7 +104,7 @@ def _pays_up_to(profile: Profile, config: AdaptiveConfig, tp: int) -> int:
     return best
 
 
-def graph_sizes(captured: Sequence[int], largest: int | None) -> list[int]:
+def select_graph_sizes(captured: Sequence[int], largest: int | None) -> list[int]:
     """Those of SGLang's batch sizes that a layout needs: up to the first one that holds ``largest`` requests."""
     sizes = sorted(captured)
     if largest is None:

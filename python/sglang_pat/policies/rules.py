@@ -19,7 +19,7 @@ RETRY_SECONDS = 5.0
 """After an aborted switch the policies wait this long."""
 
 
-def forced(snapshot: Snapshot) -> Decision | None:
+def decide_when_idle(snapshot: Snapshot) -> Decision | None:
     """What every deciding policy does without looking at the load; None if the load decides.
 
     After an abort it waits.  An empty engine goes back to the base layout, where the next round starts and weights
@@ -32,7 +32,7 @@ def forced(snapshot: Snapshot) -> Decision | None:
     return None
 
 
-def patience(cost: float, saving: float) -> float:
+def compute_completion_wait(cost: float, saving: float) -> float:
     """Seconds without an arrival after which a batch counts as complete, for a policy that knows what waiting costs.
 
     As long as waiting has cost less than switching in vain would: up to then neither choice is more than twice as

@@ -11,7 +11,7 @@ from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.predict.correction import StepFactor
 
 
-def _empty() -> np.ndarray:
+def _make_empty() -> np.ndarray:
     return np.zeros(0, dtype=np.int64)
 
 
@@ -27,11 +27,11 @@ class Load:
         replica: replica (TP group number) in the layout in force that has it.
     """
 
-    prompt: np.ndarray = field(default_factory=_empty)
-    output: np.ndarray = field(default_factory=_empty)
-    limit: np.ndarray = field(default_factory=_empty)
-    family: np.ndarray = field(default_factory=_empty)
-    replica: np.ndarray = field(default_factory=_empty)
+    prompt: np.ndarray = field(default_factory=_make_empty)
+    output: np.ndarray = field(default_factory=_make_empty)
+    limit: np.ndarray = field(default_factory=_make_empty)
+    family: np.ndarray = field(default_factory=_make_empty)
+    replica: np.ndarray = field(default_factory=_make_empty)
 
     def __len__(self) -> int:
         return len(self.prompt)

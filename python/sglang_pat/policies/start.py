@@ -109,13 +109,13 @@ class StartDegrees:
         self._degrees = degrees
         self._kinds: dict[int, StartDegree] = {}
 
-    def of(self, requests: int) -> StartDegree:
+    def get_start_degree(self, requests: int) -> StartDegree:
         """For rounds of so many requests; 0: not known."""
         kind = round(2 * math.log2(requests)) if requests else -1
         return self._kinds.setdefault(kind, StartDegree(self._degrees))
 
 
-def from_start(policy: Policy) -> Policy:
+def hold_start_degree(policy: Policy) -> Policy:
     """The policy, in rounds that start in ``Snapshot.start`` or above and do not go below it.
 
     Before the first request of a round it goes there at once.  In the middle of one (weights were updated) it waits as

@@ -6,7 +6,7 @@ moments is computed (:mod:`~sglang_pat.policies.course`).  It is followed as far
 move gains more than the estimates can be trusted to tell apart.
 
 Step times are the profile's, times what this run has told (``Snapshot.factors``).  A layout that it says nothing of yet
-may be tried out: see :func:`_explored`.
+may be tried out: see :func:`_estimate_with_trial`.
 
 A round of a known size starts in the layout that is best for all of it, before its first request is passed on.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from sglang_pat.policies.course import LayoutPlan, LayoutPlanner, Outlook, look_ahead
 from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.rules import SETTLE_SECONDS, forced, may_raise, patience
+from sglang_pat.policies.rules import SETTLE_SECONDS, compute_completion_wait, decide_when_idle, may_raise
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
 from sglang_pat.predict.correction import StepFactor
 from sglang_pat.predict.cost import SwitchCosts
@@ -54,7 +54,7 @@ TRIAL_COSTS = 2.0
 """To try a layout out must gain this many times the switch's cost on top."""
 
 
-def survival(predictor: StepPredictor, costs: SwitchCosts, max_running: int | None = None) -> Policy:
+def make_survival_policy(predictor: StepPredictor, costs: SwitchCosts, max_running: int | None = None) -> Policy:
     """The policy for a deployment.
 
     Args:
@@ -64,7 +64,7 @@ def survival(predictor: StepPredictor, costs: SwitchCosts, max_running: int | No
     planner = LayoutPlanner(predictor, costs, max_running)
 
     def decide(snapshot: Snapshot, history: LengthHistory) -> Decision:
-        decision = forced(snapshot)
+        decision = decide_when_idle(snapshot)
         if decision is not None:
             return decision
         if len(snapshot.coming):
@@ -73,7 +73,7 @@ def survival(predictor: StepPredictor, costs: SwitchCosts, max_running: int | No
         if outlook is None:
             return Decision(tp=snapshot.tp)
         plan = planner.plan(snapshot, outlook)
-        tp = _choose(snapshot, plan, _explored(planner, snapshot, outlook, plan))
+        tp = _choose(snapshot, plan, _estimate_with_trial(planner, snapshot, outlook, plan))
         return Decision(tp=tp, estimates=plan.by_degree, recompute_below=plan.recompute_below.get(tp, 0))
 
     return decide
@@ -102,7 +102,9 @@ def _begin(planner: LayoutPlanner, snapshot: Snapshot, history: LengthHistory) -
     return Decision(tp=best if worth and calm else here, estimates=totals)
 
 
-def _explored(planner: LayoutPlanner, snapshot: Snapshot, outlook: Outlook, plan: LayoutPlan) -> dict[int, float]:
+def _estimate_with_trial(
+    planner: LayoutPlanner, snapshot: Snapshot, outlook: Outlook, plan: LayoutPlan
+) -> dict[int, float]:
     """Expected seconds by degree, where the factor of an unknown one is found out on arrival.
 
     Three values stand for the factor (Gauss-Hermite); for each there is a best course, which may be to go back at once.
@@ -132,19 +134,19 @@ def _choose(snapshot: Snapshot, plan: LayoutPlan, totals: dict[int, float]) -> i
     if best == snapshot.tp:
         return snapshot.tp
     # Against never switching, not against switching one interval later: that gain is always small.
-    if plan.never - totals[best] < _least_gain(snapshot, plan, best):
+    if plan.never - totals[best] < _compute_min_gain(snapshot, plan, best):
         return snapshot.tp
     passed = snapshot.now - snapshot.last_switch
     unsettled = snapshot.doubts.get(best, 0.0) > SETTLED and passed < SETTLE_SECONDS
     if unsettled or passed < COOLDOWN * plan.now[best]:
         return snapshot.tp
-    settle = patience(plan.now[best], plan.saving[best])
+    settle = compute_completion_wait(plan.now[best], plan.saving[best])
     if best > snapshot.tp and not may_raise(snapshot, settle=settle):
         return snapshot.tp
     return best
 
 
-def _least_gain(snapshot: Snapshot, plan: LayoutPlan, tp: int) -> float:
+def _compute_min_gain(snapshot: Snapshot, plan: LayoutPlan, tp: int) -> float:
     """Seconds that a switch to ``tp`` must gain."""
     doubt, cost = snapshot.doubts.get(tp, 0.0), plan.now[tp]
     least = TIRED[min(snapshot.switches, len(TIRED) - 1)] * max(MARGIN * plan.never, MARGIN_SECONDS)

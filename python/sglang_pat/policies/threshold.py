@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_pat.policies.lengths import LengthHistory
-from sglang_pat.policies.rules import forced, may_raise
+from sglang_pat.policies.rules import decide_when_idle, may_raise
 from sglang_pat.policies.snapshot import Decision, Policy, Snapshot
 
 SPLIT_FACTOR = 2
@@ -11,7 +11,7 @@ SPLIT_FACTOR = 2
 that hovers about the threshold does not switch to and fro."""
 
 
-def threshold(switch_at: int, max_running: int | None = None) -> Policy:
+def make_threshold_policy(switch_at: int, max_running: int | None = None) -> Policy:
     """Merge into the highest degree when ``switch_at`` requests or fewer are left; split above twice as many.
 
     Not while more are left than the merged replicas decode at once: the others would wait.
@@ -21,7 +21,7 @@ def threshold(switch_at: int, max_running: int | None = None) -> Policy:
     """
 
     def decide(snapshot: Snapshot, history: LengthHistory) -> Decision:
-        decision = forced(snapshot)
+        decision = decide_when_idle(snapshot)
         if decision is not None:
             return decision
         base, top = snapshot.degrees[0], snapshot.degrees[-1]

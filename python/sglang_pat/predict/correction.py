@@ -62,7 +62,7 @@ class StepFactor(NamedTuple):
     by_batch: float = 0.0
     by_context: float = 0.0
 
-    def at(self, batch: Number, tokens: Number) -> Number:
+    def evaluate(self, batch: Number, tokens: Number) -> Number:
         """The factor for ``batch`` requests with ``tokens`` tokens together; broadcasts."""
         requests = np.maximum(batch, 1.0)
         log_context = np.log(np.maximum(tokens / requests, 1.0) / CONTEXT)
@@ -101,7 +101,7 @@ class StepFactors:
         if min(made) > 0:
             noise = STEP_NOISE**2 / made.steps + REPORT_NOISE**2
             self._forget(now)
-            self._observe(self._sees(tp, made), made.log_ratio, noise, most=OUTLIER)
+            self._observe(self._make_observation_row(tp, made), made.log_ratio, noise, most=OUTLIER)
 
     def calibrate(self, turns: Sequence[Mapping[int, Steps]], now: float) -> None:
         """Before a run: all layouts were measured in turns, one shortly after the other.
@@ -116,7 +116,9 @@ class StepFactors:
         whole = [turn for turn in turns if all(min(turn.get(tp, (0,))) > 0 for tp in self.degrees)]
         if not whole or len(self.degrees) == 1:
             return
-        sees = np.array([[self._sees(tp, turn[tp]) for tp in self.degrees] for turn in whole])  # [turns, degrees, size]
+        sees = np.array(
+            [[self._make_observation_row(tp, turn[tp]) for tp in self.degrees] for turn in whole]
+        )  # [turns, degrees, size]
         logs = np.array([[turn[tp].log_ratio for tp in self.degrees] for turn in whole])
         common = np.eye(sees.shape[-1])[0]
         own = (sees - sees.mean(axis=1, keepdims=True)).reshape(-1, len(common))
@@ -136,7 +138,7 @@ class StepFactors:
         for row, log in zip(own, left.tolist(), strict=True):
             self._observe(row, log, noise**2)
 
-    def _sees(self, tp: int, made: Steps) -> np.ndarray:
+    def _make_observation_row(self, tp: int, made: Steps) -> np.ndarray:
         """What steps of degree ``tp`` tell of, ``[size]``."""
         batch, context = made.requests / made.steps, made.tokens / made.requests
         sees = np.zeros(len(self._mean))
@@ -161,13 +163,13 @@ class StepFactors:
         self._mean *= keep
         self._covariance = self._prior + keep[:, None] * (self._covariance - self._prior) * keep
 
-    def factors(self) -> dict[int, StepFactor]:
+    def get_factors(self) -> dict[int, StepFactor]:
         """By degree."""
         own = self._mean[1:].reshape(-1, 3)
         own_by_degree = zip(self.degrees, own.tolist(), strict=True)
         return {tp: StepFactor(math.exp(self._mean[0] + scale), *by) for tp, (scale, *by) in own_by_degree}
 
-    def doubts(self, here: int, num_ranks: int, lengths: np.ndarray) -> dict[int, float]:
+    def compute_uncertainty(self, here: int, num_ranks: int, lengths: np.ndarray) -> dict[int, float]:
         """Standard deviation of the logarithm of each degree's factor over that of ``here``.
 
         Args:
@@ -177,14 +179,14 @@ class StepFactors:
 
         def sees(tp: int) -> np.ndarray:
             batch = max(len(lengths) * tp / num_ranks, 1.0)
-            return self._sees(tp, Steps(1, batch, batch * context, 1.0, 1.0))
+            return self._make_observation_row(tp, Steps(1, batch, batch * context, 1.0, 1.0))
 
         off = np.array([sees(tp) - sees(here) for tp in self.degrees])
         variance = ((off @ self._covariance) * off).sum(axis=1)  # what they have in common is not in it
         return dict(zip(self.degrees, np.sqrt(np.maximum(variance, 0.0)).tolist(), strict=True))
 
 
-class Corrected:
+class CorrectedPredictor:
     """A predictor whose times are multiplied by the factor of each degree; 1 for degrees that have none.  Of a prefill
     no more is known than its scale."""
 
@@ -197,7 +199,7 @@ class Corrected:
     def step_seconds(self, tp: int, batch: Value, tokens: Value, replicas: Value | None = None) -> Value:
         """As :meth:`Predictor.step_seconds`."""
         seconds: Any = self._predictor.step_seconds(tp, batch, tokens, replicas)
-        return seconds * self._factors[tp].at(batch, tokens) if tp in self._factors else seconds
+        return seconds * self._factors[tp].evaluate(batch, tokens) if tp in self._factors else seconds
 
     def prefill_uniform(self, tp: int, batch: Value, length: Value, replicas: Value | None = None) -> Value:
         """As :meth:`Predictor.prefill_uniform`."""

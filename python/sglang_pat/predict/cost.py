@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from sglang_pat.predict.predictor import Predictor
-from sglang_pat.predict.profile import Profile, ProfileError, SwitchSample, suffices
+from sglang_pat.predict.profile import Profile, ProfileError, SwitchSample, check_sufficient
 
 DRAIN_STEPS = 0.5
 """Steps lost while replicas wait for each other.  Each finishes the step in flight, and these end at unrelated
@@ -120,18 +120,18 @@ class SwitchCosts:
             return STAY
         fit = self.fit(from_tp, to_tp)
         lengths = np.sort(np.asarray(lengths, dtype=float))
-        control = fit.fixed + fit.per_request * lengths.size + self._drain(from_tp, lengths)
-        state, below = self._state(fit, to_tp, lengths) if lengths.size else (0.0, 0)
+        control = fit.fixed + fit.per_request * lengths.size + self._estimate_drain_seconds(from_tp, lengths)
+        state, below = self._estimate_state_seconds(fit, to_tp, lengths) if lengths.size else (0.0, 0)
         return SwitchCost(seconds=control + state + fit.reshard, state_seconds=state, recompute_below=below)
 
-    def _drain(self, tp: int, lengths: np.ndarray) -> float:
+    def _estimate_drain_seconds(self, tp: int, lengths: np.ndarray) -> float:
         replicas = min(self._num_ranks // tp, lengths.size)
         if replicas < 2:
             return 0.0
         batch = -(-lengths.size // replicas)
         return DRAIN_STEPS * self.predictor.step_seconds(tp, batch, batch * float(lengths.mean()), replicas)
 
-    def _state(self, fit: PairFit, to_tp: int, lengths: np.ndarray) -> tuple[float, int]:
+    def _estimate_state_seconds(self, fit: PairFit, to_tp: int, lengths: np.ndarray) -> tuple[float, int]:
         """Seconds of the best split, and the length below which requests are recomputed.
 
         ``lengths`` ascending.  Recomputed requests are spread evenly over the target's replicas.  Requests of equal
@@ -159,14 +159,14 @@ class SwitchCosts:
         return float(seconds[best]), int(lengths[best] if best < count else lengths[-1] + 1)
 
 
-def fitted(profile: Profile) -> tuple[Predictor, SwitchCosts]:
+def build_predictors(profile: Profile) -> tuple[Predictor, SwitchCosts]:
     """Both models of ``profile``.
 
     Raises:
         ProfileError: too little was measured to predict from.
     """
     try:
-        suffices(profile)
+        check_sufficient(profile)
     except ValueError as error:
         raise ProfileError(f"the profile cannot predict: {error}; sweep again") from None
     predictor = Predictor(profile)
@@ -178,7 +178,7 @@ LEAST_SECONDS = 1e-9
 """Nothing that is fitted is known better than this."""
 
 
-def robust_nnls(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+def fit_robust_nnls(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Non-negative coefficients of ``features [samples, terms]``, little moved by a few samples far off.
 
     Non-negative least squares of the relative error, for a switch that takes milliseconds is to be known as well as
@@ -206,41 +206,41 @@ def fit_control(
 
     What does not differ between the samples has ``pooled``'s slope.
     """
-    counts = np.array([[sample.requests, _migrated(sample)] for sample in samples], dtype=float)
-    seconds = np.array([max(sample.pause_seconds - _apart(sample), 0.0) for sample in samples])
+    counts = np.array([[sample.requests, _count_migrated_tokens(sample)] for sample in samples], dtype=float)
+    seconds = np.array([max(sample.pause_seconds - _compute_seconds_beside_moving(sample), 0.0) for sample in samples])
     slopes = np.array(pooled[1:] if pooled else (0.0, 0.0))
     free = np.array([len(set(column)) > 1 for column in counts.T])
     rest = np.maximum(seconds - counts[:, ~free] @ slopes[~free], 0.0)
-    fixed, *found = robust_nnls(np.column_stack([np.ones(len(samples)), counts[:, free]]), rest)
+    fixed, *found = fit_robust_nnls(np.column_stack([np.ones(len(samples)), counts[:, free]]), rest)
     slopes[free] = found
     return float(fixed), float(slopes[0]), float(slopes[1])
 
 
-def _migrated(sample: SwitchSample) -> int:
+def _count_migrated_tokens(sample: SwitchSample) -> int:
     """KV tokens that moved."""
     return sample.tokens if sample.mode == "migrate" else 0
 
 
-def _apart(sample: SwitchSample) -> float:
+def _compute_seconds_beside_moving(sample: SwitchSample) -> float:
     return sum(sample.phases.get(phase, 0.0) for phase in ("drain", "kv", "weights"))
 
 
 def fit_kv(samples: Sequence[SwitchSample], nested: bool = False) -> tuple[float, float] | None:
     """(fixed, per token) of the KV exchange; None without one.  ``nested``: per token that changes rank."""
-    moved = [sample for sample in samples if _migrated(sample) > 0]
+    moved = [sample for sample in samples if _count_migrated_tokens(sample) > 0]
     if not moved:
         return None
-    tokens = np.array([sample.tokens * (_moving_share(sample) if nested else 1.0) for sample in moved])
+    tokens = np.array([sample.tokens * (_compute_moving_share(sample) if nested else 1.0) for sample in moved])
     seconds = np.array([sample.phases.get("kv", 0.0) for sample in moved])
     if len(set(tokens)) > 1:
-        fixed, per_token = robust_nnls(np.stack([np.ones_like(tokens), tokens], axis=1), seconds)
+        fixed, per_token = fit_robust_nnls(np.stack([np.ones_like(tokens), tokens], axis=1), seconds)
         if per_token > 0:
             return float(fixed), float(per_token)
     # Too few or too noisy to tell the two apart: all of it counts as per token, which overstates long contexts.
     return 0.0, float(np.median(seconds / tokens))
 
 
-def _moving_share(sample: SwitchSample) -> float:
+def _compute_moving_share(sample: SwitchSample) -> float:
     low, high = sorted((sample.from_tp, sample.to_tp))
     return 1 - low / high
 

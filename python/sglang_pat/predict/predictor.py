@@ -44,7 +44,7 @@ class Surface:
 
     def __init__(self, points: Iterable[tuple[float, float, float]]) -> None:
         """``points``: (batch, x, seconds), in any order; repeated ones are averaged."""
-        curves = _curves(points)
+        curves = _make_curves(points)
         self.batches = np.array(sorted(curves), dtype=float)
         ordered = [curves[batch] for batch in sorted(curves)]
         # On the union of all knots every curve is still piecewise linear: one search serves them all.
@@ -85,7 +85,7 @@ class Surface:
 Curve = tuple[np.ndarray, np.ndarray]
 
 
-def _curves(points: Iterable[tuple[float, float, float]]) -> dict[float, Curve]:
+def _make_curves(points: Iterable[tuple[float, float, float]]) -> dict[float, Curve]:
     """Batch → (knots ascending, seconds at them)."""
     found: dict[float, dict[float, list[float]]] = {}
     for batch, x, seconds in points:
@@ -129,7 +129,7 @@ class _Degree:
         self.counts = np.array(counts, dtype=float)
         self.surfaces = [Surface((b, x, s) for replicas, b, x, s in points if replicas == count) for count in counts]
 
-    def at(self, replicas: Number, batch: np.ndarray, x: np.ndarray) -> np.ndarray:
+    def evaluate(self, replicas: Number, batch: np.ndarray, x: np.ndarray) -> np.ndarray:
         """Interpolated between the measured numbers of replicas; outside them the nearest one holds."""
         if len(self.surfaces) == 1:
             return self.surfaces[0](batch, x)
@@ -158,9 +158,9 @@ class Predictor:
 
     def __init__(self, profile: Profile) -> None:
         self.num_ranks = profile.fingerprint.num_ranks
-        self._decode = _by_degree((point, point.batch * point.context) for point in profile.decode)
+        self._decode = _make_degree_surfaces((point, point.batch * point.context) for point in profile.decode)
         # At equal length, prefill work is linear in the batch; at equal aggregate tokens it would not be.
-        self._prefill = _by_degree((point, point.length) for point in profile.prefill)
+        self._prefill = _make_degree_surfaces((point, point.length) for point in profile.prefill)
         if not self._decode:
             raise ProfileError("the profile has no decode times; make one with python -m profiler.sweep")
 
@@ -197,13 +197,13 @@ class Predictor:
     def _evaluate(
         self, table: dict[int, _Degree], what: str, tp: int, batch: Number, x: Number, replicas: Number | None
     ) -> Any:
-        degree = _of(table, what, tp)
+        degree = _get_degree(table, what, tp)
         replicas = self.num_ranks // tp if replicas is None else replicas
-        seconds = degree.at(replicas, np.asarray(batch, dtype=float), np.asarray(x, dtype=float))
+        seconds = degree.evaluate(replicas, np.asarray(batch, dtype=float), np.asarray(x, dtype=float))
         return float(seconds) if np.ndim(seconds) == 0 else seconds
 
 
-def _by_degree(points: Iterable[tuple[DecodePoint | PrefillPoint, float]]) -> dict[int, _Degree]:
+def _make_degree_surfaces(points: Iterable[tuple[DecodePoint | PrefillPoint, float]]) -> dict[int, _Degree]:
     """``points``: with the x of each."""
     grouped: dict[int, list[tuple[int, float, float, float]]] = {}
     for point, x in points:
@@ -211,7 +211,7 @@ def _by_degree(points: Iterable[tuple[DecodePoint | PrefillPoint, float]]) -> di
     return {tp: _Degree(rows) for tp, rows in grouped.items()}
 
 
-def _of(table: dict[int, _Degree], what: str, tp: int) -> _Degree:
+def _get_degree(table: dict[int, _Degree], what: str, tp: int) -> _Degree:
     try:
         return table[tp]
     except KeyError:

@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from sglang_pat import files
-from sglang_pat.files import wrong
-from sglang_pat.layout import ParallelLayout, candidate_layouts
+from sglang_pat.files import make_field_error
+from sglang_pat.layout import ParallelLayout, list_candidate_layouts
 
 VERSION = 2
 """Of the file's format."""
@@ -50,7 +50,7 @@ class ProfileError(ValueError):
     """A profile that cannot be used; one line with what was given, what is needed, what to do."""
 
 
-def cpu_model() -> str:
+def read_cpu_model() -> str:
     """Name of this machine's CPU; its architecture where the system does not say."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -175,7 +175,7 @@ def load(path: str | os.PathLike[str], *, complete: bool = False) -> Profile:
 
     Args:
         complete: whether one of an interrupted sweep is refused.  It can be drawn and gone on with; to predict from it
-            (:func:`~sglang_pat.predict.cost.fitted`) there may be too little in it.
+            (:func:`~sglang_pat.predict.cost.build_predictors`) there may be too little in it.
 
     Raises:
         ProfileError: no such file, not a profile, of another format version, or a field that cannot be.
@@ -186,7 +186,7 @@ def load(path: str | os.PathLike[str], *, complete: bool = False) -> Profile:
         if isinstance(version, int) and version != VERSION:
             raise ValueError(f"has format version {version}, this package reads {VERSION}")
         if version != VERSION:
-            raise files.wrong("version", version, f"expected {VERSION}, as profiles have it")
+            raise files.make_field_error("version", version, f"expected {VERSION}, as profiles have it")
         profile = files.convert(found, Profile)
         check(profile)
     except ValueError as error:
@@ -222,63 +222,67 @@ def check_fits(profile: Profile, deployment: Fingerprint, path: str | os.PathLik
 def check(profile: Profile) -> None:
     """The whole profile."""
     mark = profile.fingerprint
-    _layouts(mark)
-    _points("decode", profile.decode, "context", mark)
-    _points("prefill", profile.prefill, "length", mark)
-    _switches(profile.switches, mark)
+    _check_layouts(mark)
+    _check_points("decode", profile.decode, "context", mark)
+    _check_points("prefill", profile.prefill, "length", mark)
+    _check_switches(profile.switches, mark)
     if profile.complete:
-        suffices(profile)
+        check_sufficient(profile)
 
 
-def suffices(profile: Profile) -> None:
+def check_sufficient(profile: Profile) -> None:
     """Whether the engine can predict from it: a step in every candidate layout, and a switch to each of them."""
     mark = profile.fingerprint
     for tp in mark.degrees:
         dp = mark.num_ranks // tp
         if not any((point.tp, point.replicas) == (tp, dp) for point in profile.decode):
-            raise wrong("decode", profile.decode, f"no decode times of tp={tp}, with all {dp} replicas at work")
+            raise make_field_error(
+                "decode", profile.decode, f"no decode times of tp={tp}, with all {dp} replicas at work"
+            )
     if not profile.switches:
-        raise wrong("switches", profile.switches, "no switches")
+        raise make_field_error("switches", profile.switches, "no switches")
     if not any(sample.mode == "migrate" and sample.tokens for sample in profile.switches):
         for tp in mark.degrees:
             if not any(point.tp == tp for point in profile.prefill):
-                raise wrong("switches", profile.switches, f"they can neither move nor recompute KV to tp={tp}")
+                raise make_field_error(
+                    "switches", profile.switches, f"they can neither move nor recompute KV to tp={tp}"
+                )
 
 
-def _layouts(mark: Fingerprint) -> None:
+def _check_layouts(mark: Fingerprint) -> None:
     if mark.num_ranks % mark.base_tp:
-        raise wrong("fingerprint.base_tp", mark.base_tp, f"expected a divisor of the {mark.num_ranks} ranks")
+        raise make_field_error("fingerprint.base_tp", mark.base_tp, f"expected a divisor of the {mark.num_ranks} ranks")
     base = ParallelLayout(mark.base_tp, mark.num_ranks // mark.base_tp)
     try:
-        allowed = tuple(layout.tp for layout in candidate_layouts(base, list(mark.degrees)))
+        allowed = tuple(layout.tp for layout in list_candidate_layouts(base, list(mark.degrees)))
     except ValueError as error:
-        raise wrong("fingerprint.degrees", mark.degrees, str(error)) from None
+        raise make_field_error("fingerprint.degrees", mark.degrees, str(error)) from None
     if mark.degrees != allowed:
         given = ", ".join(map(str, mark.degrees[:20]))
         expected = f"expected ascending degrees, each once, from the base {mark.base_tp}; given are {given or 'none'}"
-        raise wrong("fingerprint.degrees", mark.degrees, expected)
+        raise make_field_error("fingerprint.degrees", mark.degrees, expected)
 
 
-def _points(name: str, points: Sequence[Any], length: str, mark: Fingerprint) -> None:
+def _check_points(name: str, points: Sequence[Any], length: str, mark: Fingerprint) -> None:
     first: dict[tuple[int, ...], int] = {}
     for place, point in enumerate(points):
-        _degree(f"{name}[{place}].tp", point.tp, mark)
+        _check_degree(f"{name}[{place}].tp", point.tp, mark)
         if point.replicas > (dp := mark.num_ranks // point.tp):
             expected = f"expected at most {dp}, as {mark.num_ranks} ranks have of tp={point.tp}"
-            raise wrong(f"{name}[{place}].replicas", point.replicas, expected)
+            raise make_field_error(f"{name}[{place}].replicas", point.replicas, expected)
         key = (point.tp, point.replicas, point.batch, getattr(point, length))
         if (other := first.setdefault(key, place)) != place:
-            raise wrong(f"{name}[{place}]", (), f"the same point as {name}[{other}], expected each once")
+            raise make_field_error(f"{name}[{place}]", (), f"the same point as {name}[{other}], expected each once")
 
 
-def _switches(samples: Sequence[SwitchSample], mark: Fingerprint) -> None:
+def _check_switches(samples: Sequence[SwitchSample], mark: Fingerprint) -> None:
     for place, sample in enumerate(samples):
-        _degree(f"switches[{place}].from_tp", sample.from_tp, mark)
-        _degree(f"switches[{place}].to_tp", sample.to_tp, mark)
+        _check_degree(f"switches[{place}].from_tp", sample.from_tp, mark)
+        _check_degree(f"switches[{place}].to_tp", sample.to_tp, mark)
         if sample.from_tp == sample.to_tp:
-            raise wrong(f"switches[{place}].to_tp", sample.to_tp, "expected another degree than from_tp")
+            raise make_field_error(f"switches[{place}].to_tp", sample.to_tp, "expected another degree than from_tp")
 
 
-def _degree(field: str, tp: int, mark: Fingerprint) -> None:
+def _check_degree(field: str, tp: int, mark: Fingerprint) -> None:
     if tp not in mark.degrees:
-        raise wrong(field, tp, f"expected one of the degrees {', '.join(map(str, mark.degrees))}")
+        raise make_field_error(field, tp, f"expected one of the degrees {', '.join(map(str, mark.degrees))}")

@@ -24,7 +24,7 @@ def begin(req: Req, tp: int) -> None:
     req.pat_degrees = ((0, tp),)
 
 
-def adopted(req: Req, tp: int) -> None:
+def record_degree(req: Req, tp: int) -> None:
     """``req`` goes on with its next token on a replica of degree ``tp``."""
     kept = tuple(pair for pair in req.pat_degrees if pair[0] < len(req.output_ids))
     if not kept or kept[-1][1] != tp:
@@ -37,7 +37,7 @@ def end(req: Req) -> None:
     req.pat_degrees = tuple(pair for pair in req.pat_degrees if pair[0] < len(req.output_ids))
 
 
-def tell(output: Any, reqs: Iterable[Req]) -> None:
+def add_degrees_to_output(output: Any, reqs: Iterable[Req]) -> None:
     """Add them to an output about some of ``reqs``, in their order."""
     if isinstance(output, BatchTokenIDOutput) and output.rids:
         remaining = iter(reqs)

@@ -23,7 +23,7 @@ from sglang_pat.layout import ParallelLayout
 from sglang_pat.rank.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
 from sglang_pat.rank.shard_check import check_heads, check_shards
 from sglang_pat.rank.weights import PiecewiseLinear, Unsupported, Views, build_model, reshard
-from sglang_pat.switch.plan import kv_head_range
+from sglang_pat.switch.plan import compute_kv_head_range
 from sglang_pat.switch.transfer import synchronize
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class LayoutRuntime:
     allocator: TokenToKVPoolAllocator
 
 
-def kv_pool_view(pool: MHATokenToKVPool, ratio: int) -> MHATokenToKVPool:
+def make_kv_pool_view(pool: MHATokenToKVPool, ratio: int) -> MHATokenToKVPool:
     """The same bytes with ``ratio`` times the slots and ``1/ratio`` of the heads.
 
     ``[slots, heads, dim]`` becomes ``[slots * ratio, heads / ratio, dim]``; addresses do not change.
@@ -104,7 +104,7 @@ class Layouts:
         base = self.config.base
         self._refuse()
         self._check(self.runner.model, base)
-        self._runtimes = {base.tp: self._runtime(base, None)}
+        self._runtimes = {base.tp: self._make_runtime(base, None)}
         self._said_without_graph: set[int] = set()
         self.current = self._runtimes[base.tp]
         self.windows = self._make_windows()
@@ -149,7 +149,7 @@ class Layouts:
             logger.warning("switches go through copies, ranks do not see each other's memory: %s", error)
             return None
 
-    def _runtime(self, layout: ParallelLayout, views: Views | None) -> LayoutRuntime:
+    def _make_runtime(self, layout: ParallelLayout, views: Views | None) -> LayoutRuntime:
         """Of the layout that the runner has been pointed at."""
         runner = self.runner
         return LayoutRuntime(
@@ -172,9 +172,9 @@ class Layouts:
         self._check(model, layout)
         views = None if self.resharding else Views(model, base.model, layout, self.config.base, self.rank)
         _compile(model, runner.device)
-        _, base_heads = kv_head_range(self.kv_heads, self.config.base, self.rank)
-        _, heads = kv_head_range(self.kv_heads, layout, self.rank)
-        pool = kv_pool_view(base.kv_pool, base_heads // heads)
+        _, base_heads = compute_kv_head_range(self.kv_heads, self.config.base, self.rank)
+        _, heads = compute_kv_head_range(self.kv_heads, layout, self.rank)
+        pool = make_kv_pool_view(base.kv_pool, base_heads // heads)
         allocator = base.allocator
         if pool is not base.kv_pool:
             allocator = TokenToKVPoolAllocator(
@@ -191,18 +191,18 @@ class Layouts:
                 runner.init_device_graphs()
             finally:
                 args.cuda_graph_bs = saved
-        return self._runtime(layout, views)
+        return self._make_runtime(layout, views)
 
     def _set_ranks(self, layout: ParallelLayout) -> None:
         tp_rank = layout.tp_rank(self.rank)
-        group = self.runner.groups.tp_group(layout)
+        group = self.runner.groups.get_tp_group(layout)
         self.runner.tp_group = self.runner.attention_tp_group = group
         for owner in (self.worker, self.runner):
             owner.tp_rank, owner.tp_size = tp_rank, layout.tp
         self.runner.load_config.tp_rank = tp_rank
         self.runner.server_args.tp_size = layout.tp
 
-    def say_without_graph(self, batch: int) -> None:
+    def log_missing_graph(self, batch: int) -> None:
         """Log, once for each layout, that a decode step of so many requests is larger than the layout's graphs."""
         tp = self.current.layout.tp
         if self.current.graph_runner is None or tp in self._said_without_graph:
@@ -223,14 +223,14 @@ class Layouts:
             RuntimeError: an update has replaced weights that this layout's CUDA graphs read at the old address.
         """
         runtime = self[layout]
-        if runtime.views is not None and runtime.views.moved():
+        if runtime.views is not None and runtime.views.have_moved():
             if runtime.graph_runner is not None:
                 raise RuntimeError(f"a weight update has moved weights that the CUDA graphs of tp={layout.tp} read")
-            runtime.views.place()
+            runtime.views.refresh()
 
     def reshard(self, old: ParallelLayout, new: ParallelLayout) -> None:
         """Reshard mode: move the weights from ``old`` to ``new``; all ranks together."""
-        group = self.runner.groups.tp_group(old).device_group
+        group = self.runner.groups.get_tp_group(old).device_group
         reshard(self[old].model, self[new].model, old, new, self.rank, group)
         synchronize(self.runner.device)
 

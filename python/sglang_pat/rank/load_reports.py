@@ -19,10 +19,10 @@ from sglang_pat.messages import (
     Running,
     Step,
     TraceQuery,
-    generated_before,
-    length_limit,
+    count_prefix_tokens,
+    get_length_limit,
 )
-from sglang_pat.switch.requests import requests_of
+from sglang_pat.switch.requests import list_requests
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
@@ -38,8 +38,8 @@ def register(req: Req) -> None:
     """Note on a new request what reports say of it: its length limit, how much of its response came with the prompt,
     and the family of what was the prompt before."""
     prompt = req.pat_prompt
-    req.pat_limit = length_limit(req.sampling_params)
-    req.pat_since = min(generated_before(req.sampling_params), len(prompt))
+    req.pat_limit = get_length_limit(req.sampling_params)
+    req.pat_since = min(count_prefix_tokens(req.sampling_params), len(prompt))
     req.pat_family = zlib.crc32(prompt[: len(prompt) - req.pat_since] if req.pat_since else prompt)
 
 
@@ -58,16 +58,16 @@ class LoadReporter:
         self._last: tuple[int, ...] | None = None
         self._steps = 0
 
-    def forget(self) -> None:
+    def force_next_report(self) -> None:
         """The next look at the load is reported in any case."""
         self._last = None
 
-    def moved(self) -> None:
+    def reset_for_new_group(self) -> None:
         """Part of another group: steps that were not reported are not of its layout."""
-        self.forget()
+        self.force_next_report()
         self._decoded = []
 
-    def finished(self, reqs: list[Req]) -> None:
+    def record_finished_requests(self, reqs: list[Req]) -> None:
         """Called before outputs go out, when SGLang has not yet marked the finished ones as sent."""
         for req in reqs:
             if req.finished() and not req.finished_output and HEALTH_CHECK_RID_PREFIX not in req.rid:
@@ -83,11 +83,11 @@ class LoadReporter:
         )
         self._finished.append(Finished(length=length, family=req.pat_family, cut=cut, since=req.pat_since))
 
-    def decoded(self, step: Step) -> None:
+    def record_decode_step(self, step: Step) -> None:
         """A decode step that followed another one."""
         self._decoded.append(step)
 
-    def look(self, batch: ScheduleBatch | None) -> None:
+    def report_if_due(self, batch: ScheduleBatch | None) -> None:
         """Report if due.  ``batch``: what is about to run."""
         scheduler = self._scheduler
         chunked, running = scheduler.chunked_req, scheduler.running_batch.reqs
@@ -113,7 +113,7 @@ class LoadReporter:
 
     def send(self, running: list[Req]) -> None:
         """Report these, and all that wait."""
-        _, waiting = requests_of(self._scheduler)
+        _, waiting = list_requests(self._scheduler)
         try:
             self._send(running, waiting, running + waiting)
         except Exception as error:
@@ -138,16 +138,16 @@ class LoadReporter:
                 kv_total=allocator.size,
                 retracted=self.retracted,
                 weight_updates=scheduler.layouts.weight_version,
-                requests=[_running(req) for req in listed],
+                requests=[_describe_request(req) for req in listed],
                 finished=self._finished,
                 kv_totals=scheduler.layouts.kv_totals,
-                decoded=_decoded(self._decoded),
+                decoded=_sum_steps(self._decoded),
             )
         )
         self._finished, self.retracted, self._decoded = [], 0, []
 
 
-def _decoded(steps: list[Step]) -> Decoded:
+def _sum_steps(steps: list[Step]) -> Decoded:
     """Each step counts with the median of their times: a pause of the machine is no property of the layout."""
     if not steps:
         return Decoded()
@@ -155,7 +155,7 @@ def _decoded(steps: list[Step]) -> Decoded:
     return Decoded(len(steps), seconds, sum(step.requests for step in steps), sum(step.tokens for step in steps))
 
 
-def _running(req: Req) -> Running:
+def _describe_request(req: Req) -> Running:
     since = req.pat_since
     return Running(len(req.origin_input_ids) - since, len(req.output_ids) + since, req.pat_limit, req.pat_family)
 
@@ -170,7 +170,7 @@ class StepTrace:
         self._after: tuple[int, str] | None = None
         """Degree and kind of the step before; None after a break."""
 
-    def idle(self) -> None:
+    def mark_idle(self) -> None:
         """Nothing to run: the next step's time is its own.  With overlap scheduling the last step's results are still
         to come, and that one did follow another."""
         if not self._launched:
@@ -195,9 +195,9 @@ class StepTrace:
             step = Step(now, seconds, scheduler.tp_size, kind, requests, tokens)
             self._steps.append(step)
             if kind == "decode" and before == self._after:
-                scheduler.load.decoded(step)
+                scheduler.load.record_decode_step(step)
 
-    def answer(self, scheduler: SwitchingScheduler, query: TraceQuery) -> None:
+    def answer_query(self, scheduler: SwitchingScheduler, query: TraceQuery) -> None:
         """Send what was kept since the last query."""
         steps, self._steps = list(self._steps), deque(maxlen=TRACE_STEPS)
         scheduler.channel.send(RankTrace(rank=scheduler.rank, query_id=query.query_id, steps=steps))

@@ -73,7 +73,7 @@ def _multiply(
 
 @dataclass(frozen=True)
 class Pieces:
-    """Rows of one weight ``[rows, in]`` that are multiplied at once; made by :func:`pieces_of`.
+    """Rows of one weight ``[rows, in]`` that are multiplied at once; made by :func:`make_pieces`.
 
     Attributes:
         weight, bias: the first piece, with the address and the stride of the whole; bias None without one.
@@ -122,12 +122,12 @@ class Pieces:
                 TOKENS=block,
                 ROWS=self.rows,
                 DEPTH=self.depth,
-                num_stages=_stages(x.device.index, tile, 5 if self.rows == 32 else 4) if x.is_cuda else 1,
+                num_stages=_choose_stages(x.device.index, tile, 5 if self.rows == 32 else 4) if x.is_cuda else 1,
             )
         return out
 
 
-def pieces_of(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None) -> Pieces | None:
+def make_pieces(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None) -> Pieces | None:
     """For pieces ``[out_i, in]`` of one weight, in the order in which they lie there, and ``[out_i]`` of its bias.
 
     None where the kernel cannot multiply them: another type, more than three, or sizes that no tile divides.
@@ -171,7 +171,7 @@ def _tile(divisor: int, out: int, width: int) -> tuple[int, int] | None:
 
 
 @cache
-def _stages(device: int, tile: int, wanted: int) -> int:
+def _choose_stages(device: int, tile: int, wanted: int) -> int:
     """Tiles of so many bytes that a program has under way: as is fastest on an H100, or as this GPU has room for."""
     room = triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
     return max(1, min(wanted, room // tile))

@@ -18,9 +18,9 @@ from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.server_args import PortArgs  # noqa: E402
 
 from sglang_pat.dropped import Dropped, IsolatingDispatcher  # noqa: E402
-from sglang_pat.errors import one_line  # noqa: E402
+from sglang_pat.errors import format_one_line  # noqa: E402
 from sglang_pat.launch.processes import RANK_TITLE, end_engine  # noqa: E402
-from sglang_pat.launch.spec import AdaptiveServerArgs, rank_view  # noqa: E402
+from sglang_pat.launch.spec import AdaptiveServerArgs, make_rank_view  # noqa: E402
 from sglang_pat.rank.weights import Unsupported  # noqa: E402
 from sglang_pat.switch.order import OrderedReceiver  # noqa: E402
 
@@ -51,7 +51,7 @@ def run_rank(
     try:
         from sglang_pat.rank.scheduler import AdaptiveScheduler
 
-        args = rank_view(server_args)
+        args = make_rank_view(server_args)
         scheduler = AdaptiveScheduler(
             rank,
             channel_address,
@@ -72,7 +72,7 @@ def run_rank(
         end_engine(parent_pid, pipe_writer, str(error))
     except Exception as error:
         logger.exception("rank %d failed", rank)
-        end_engine(parent_pid, pipe_writer, f"rank {rank} failed: {type(error).__name__}: {one_line(error)}")
+        end_engine(parent_pid, pipe_writer, f"rank {rank} failed: {type(error).__name__}: {format_one_line(error)}")
 
 
 class AdaptiveDetokenizerManager(DetokenizerManager):

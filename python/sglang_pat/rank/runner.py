@@ -58,13 +58,13 @@ class GroupPool:
             self._tp[layout.tp] = init_model_parallel_group(
                 layout.groups(), local_device, backend, own_nccl, group_name=f"tp{layout.tp}"
             )
-            self._control[layout.tp] = self._new_group(layout.groups(), shm.BACKEND)
+            self._control[layout.tp] = self._make_group(layout.groups(), shm.BACKEND)
         self._exchange: dict[tuple[int, int], tuple[dist.ProcessGroup, list[int]]] = {}
         for i, low in enumerate(layouts):
             for high in layouts[i + 1 :]:
                 groups = exchange_groups(low, high)
                 mine = next(group for group in groups if rank in group)
-                self._exchange[low.tp, high.tp] = (self._new_group(groups, backend), mine)
+                self._exchange[low.tp, high.tp] = (self._make_group(groups, backend), mine)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Reduce in every TP group as a model of this type does, in each way: nothing is made or compiled later on."""
@@ -74,7 +74,7 @@ class GroupPool:
             for size in REDUCED if coordinator.device.type != "cpu" else REDUCED[:1]:
                 coordinator.all_reduce(torch.zeros(size // dtype.itemsize, dtype=dtype, device=coordinator.device))
 
-    def _new_group(self, groups: list[list[int]], backend: str) -> dist.ProcessGroup:
+    def _make_group(self, groups: list[list[int]], backend: str) -> dist.ProcessGroup:
         mine = None
         for ranks in groups:
             group = dist.new_group(ranks, backend=backend)
@@ -83,24 +83,24 @@ class GroupPool:
         assert mine is not None
         return mine
 
-    def tp_group(self, layout: ParallelLayout) -> GroupCoordinator:
+    def get_tp_group(self, layout: ParallelLayout) -> GroupCoordinator:
         return self._tp[layout.tp]
 
-    def single(self) -> GroupCoordinator:
+    def get_single_group(self) -> GroupCoordinator:
         return self._single
 
     def exchange_group(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
         """Process group and ranks among which this rank exchanges KV between ``a`` and ``b``."""
         return self._exchange[min(a.tp, b.tp), max(a.tp, b.tp)]
 
-    def larger(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
+    def get_larger_group(self, a: ParallelLayout, b: ParallelLayout) -> tuple[dist.ProcessGroup, list[int]]:
         """This rank's group of the higher degree and its ranks, for PAT's all-gather; made on first use, as PAT does.
 
         All N ranks must call it together.
         """
         layout = max(a, b)
         if layout.tp not in self._gather:
-            self._gather[layout.tp] = self._new_group(layout.groups(), self._backend)
+            self._gather[layout.tp] = self._make_group(layout.groups(), self._backend)
         return self._gather[layout.tp], layout.group(layout.group_of(self.rank))
 
     def use_shared_memory_for_control(self) -> None:
@@ -142,11 +142,11 @@ class AdaptiveModelRunner(MendedModelRunner):
 
     def init_torch_distributed(self) -> float:
         """One world of N ranks with pooled groups; returns the free memory before loading, in GB."""
-        sharing.share(self.rank)
+        sharing.allow_sharing(self.rank)
         shm.register()
         rendezvous.register()
         torch.get_device_module(self.device).set_device(self.gpu_id)
-        meeting = rendezvous.url(self.dist_port) if self.dist_port else rendezvous.url_in(self.folder)
+        meeting = rendezvous.make_url(self.dist_port) if self.dist_port else rendezvous.make_file_url(self.folder)
         if self.server_args.dist_init_addr:
             meeting = NetworkAddress.parse(self.server_args.dist_init_addr).to_tcp()
         on_cuda = self.device == "cuda"
@@ -165,8 +165,8 @@ class AdaptiveModelRunner(MendedModelRunner):
         base = self.adaptive.base
         self.groups.install(base)
         initialize_dp_attention(server_args=self.server_args, model_config=self.model_config)
-        self.tp_group = self.attention_tp_group = self.groups.tp_group(base)
-        self.pp_group = self.groups.single()
+        self.tp_group = self.attention_tp_group = self.groups.get_tp_group(base)
+        self.pp_group = self.groups.get_single_group()
         return get_available_gpu_memory(
             self.device,
             self.gpu_id,

@@ -2,7 +2,7 @@
 
 It stays SGLang's scheduler of one replica, with faults mended (``fixes/scheduler.py``).  What is added: its lines to
 the coordinator, the handlers of ``Prepare``/``Compile``/``Switch``/``Cancel``, load reports, and
-:meth:`AdaptiveScheduler.point_at`, which makes it the scheduler of another TP group.
+:meth:`AdaptiveScheduler.enter_layout`, which makes it the scheduler of another TP group.
 
 What the methods do is in the modules that they call.
 """
@@ -45,8 +45,8 @@ from sglang_pat.checks import census, tokens
 from sglang_pat.coordinator.controls import SINGLES
 from sglang_pat.fixes.scheduler import MendedScheduler
 from sglang_pat.launch.spec import AdaptiveServerArgs
-from sglang_pat.memory.plan import size_text
-from sglang_pat.messages import Cancel, Compile, Go, InjectPrefixes, Prepare, Switch, TraceQuery
+from sglang_pat.memory.plan import format_size
+from sglang_pat.messages import Cancel, Compile, InjectPrefixes, Prepare, StepPermit, Switch, TraceQuery
 from sglang_pat.rank import degrees, prefixes
 from sglang_pat.rank.channels import ControlSender, RankChannel, RpcRelay
 from sglang_pat.rank.layouts import LayoutRuntime, Layouts
@@ -66,7 +66,7 @@ HELD_POLL_MILLISECONDS = 20
 RECAPTURE_REFUSED = "recapture_cuda_graph: not with --adaptive-tp, whose layouts keep their graphs; leave it out"
 
 
-def reseed(seed: int) -> None:
+def set_seed(seed: int) -> None:
     """What SGLang's ``set_random_seed`` does, for the devices that are there.
 
     For each kind that is not, ``torch.manual_seed`` keeps the call and a printed stack for ever, which takes
@@ -83,7 +83,7 @@ class AdaptiveScheduler(MendedScheduler):
     """The scheduler of one rank.
 
     Life cycle: constructed in the base layout; from then on a follower or the leader of one TP
-    group at a time, as :meth:`point_at` says.
+    group at a time, as :meth:`enter_layout` says.
     """
 
     def __init__(self, rank: int, channel_address: str, *, server_args: AdaptiveServerArgs, **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ class AdaptiveScheduler(MendedScheduler):
         self.grammars = CompiledGrammars(self.grammar_manager.grammar_backend)
         self.executor = SwitchExecutor(self)
         self.executor.warm_up()
-        self.point_at(self.layouts.base, epoch=0)
+        self.enter_layout(self.layouts.base, epoch=0)
         census.record(self, rank, epoch=0)
 
     # -- construction: SGLang's own steps, with our channels and worker ------------------------
@@ -109,7 +109,7 @@ class AdaptiveScheduler(MendedScheduler):
         super().init_ipc_channels(port_args)
         self.channel = RankChannel(zmq.Context.instance(), self._channel_address, self.rank)
         self._can_lead = self.recv_from_tokenizer is not None
-        self.output = OutputSender(self.send_to_detokenizer, self.rank, degrees.tell)
+        self.output = OutputSender(self.send_to_detokenizer, self.rank, degrees.add_degrees_to_output)
         self._control = ControlSender(self.channel, self.end_waiting)
         self._silent = SenderWrapper(None)
         self._idle_sleeper = self.idle_sleeper
@@ -143,8 +143,8 @@ class AdaptiveScheduler(MendedScheduler):
                 Compile: lambda m: self.executor.compile(m),
                 Switch: lambda m: self.executor.switch(m),
                 Cancel: lambda m: self.executor.cancel(m),
-                Go: lambda m: self.gate.go(m),
-                TraceQuery: lambda m: self.trace.answer(self, m),
+                StepPermit: lambda m: self.gate.set_permit(m),
+                TraceQuery: lambda m: self.trace.answer_query(self, m),
                 InjectPrefixes: lambda m: prefixes.inject(self.tree_cache, m.prompts),
             }
         )
@@ -161,14 +161,14 @@ class AdaptiveScheduler(MendedScheduler):
         self._paused_by_client = paused
 
     def recv_requests(self) -> list[Any]:
-        self.executor.answer()
+        self.executor.poll_command()
         if self.is_leader and self.gate.closed and self.gate.said:
             self.recv_from_tokenizer.poll(HELD_POLL_MILLISECONDS)
         return super().recv_requests()
 
-    def _say_held(self) -> None:
+    def _report_hold(self) -> None:
         if self.gate.closed and not self.gate.said:
-            held = self.gate.held(self.rank)
+            held = self.gate.make_hold_report(self.rank)
             if self.is_leader:
                 self.load.report_held()
                 self.channel.send(held)
@@ -179,18 +179,18 @@ class AdaptiveScheduler(MendedScheduler):
     def is_leader(self) -> bool:
         return self.attn_tp_rank == 0
 
-    def point_at(self, runtime: LayoutRuntime, epoch: int, fence: dict[int, int] | None = None) -> None:
+    def enter_layout(self, runtime: LayoutRuntime, epoch: int, fence: dict[int, int] | None = None) -> None:
         """Become the scheduler of this rank's TP group in ``runtime.layout``, with empty pools.
 
         Every attribute in which SGLang's scheduler keeps a group, a rank, a size or a pool is set
         here (docs/sglang.md lists them).
         """
         layout = runtime.layout
-        left = self.gate.leave(self.rank)
+        left = self.gate.close_for_switch(self.rank)
         if left is not None and self.is_leader:
             self.channel.send(left)
         self.layouts.install(layout)
-        group = self.layouts.runner.groups.tp_group(layout)
+        group = self.layouts.runner.groups.get_tp_group(layout)
         self.tp_rank = self.attn_tp_rank = runtime.tp_rank
         self.tp_size = self.attn_tp_size = layout.tp
         self.tp_group = self.attn_tp_group = self.dp_tp_group = group
@@ -217,10 +217,10 @@ class AdaptiveScheduler(MendedScheduler):
             self.metrics_collector.log_stats(self.stats)
         # Ranks of one group must draw the same numbers and different groups different ones; after a
         # switch neither holds by itself.  For a seed from (seed, switch, group) nothing has to be sent.
-        reseed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
+        set_seed((self.random_seed + 7919 * layout.group_of(self.rank) + 104729 * epoch) % (1 << 31))
         # The estimate behind admission, which replicas have each learnt for themselves: ranks of one group must agree.
         self.new_token_ratio = self.init_new_token_ratio
-        self.load.moved()
+        self.load.reset_for_new_group()
 
     def clear_pools(self) -> None:
         self.tree_cache.reset()
@@ -234,7 +234,7 @@ class AdaptiveScheduler(MendedScheduler):
         if self.is_leader:
             self.load.received += sum(isinstance(req, SINGLES) for req in recv_reqs)
         super().process_input_requests(recv_reqs)
-        self._say_held()
+        self._report_hold()
 
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput) -> None:
         self._incoming, self._prompt, self._sealed = recv_req, None, None
@@ -280,7 +280,7 @@ class AdaptiveScheduler(MendedScheduler):
         return OpenSessionReqOutput(recv_req.session_id, False)
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
-        with requests.logprobs_after_pieces(self.waiting_queue):
+        with requests.keep_piece_logprobs(self.waiting_queue):
             return super().get_new_batch_prefill()
 
     # -- load reports and the step trace ----------------------------------------------------------------
@@ -288,16 +288,16 @@ class AdaptiveScheduler(MendedScheduler):
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
         batch = super().get_next_batch_to_run()
         if batch is None:
-            self.trace.idle()
+            self.trace.mark_idle()
         if self.is_leader:
-            self.load.look(batch)
+            self.load.report_if_due(batch)
             if batch is not None and batch.forward_mode.is_decode():
-                self.layouts.say_without_graph(len(batch.reqs))
+                self.layouts.log_missing_graph(len(batch.reqs))
         return batch
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         if self.is_leader:
-            self.load.finished(reqs)
+            self.load.record_finished_requests(reqs)
         super().stream_output(reqs, return_logprob, skip_req)
 
     def stream_part(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
@@ -310,30 +310,30 @@ class AdaptiveScheduler(MendedScheduler):
 
     def release_memory_occupation(self, recv_req: Any) -> Any:
         output = super().release_memory_occupation(recv_req)
-        self._say_what_is_kept()
+        self._log_kept_memory()
         return output
 
-    def _say_what_is_kept(self) -> None:
+    def _log_kept_memory(self) -> None:
         if self.rank == 0 and self.layouts.runner.device == "cuda":
             free, total = torch.cuda.mem_get_info()
             plan = self.server_args.spec.memory
             logger.info(
                 "memory released: by the plan a rank keeps %s for context, communicators and graphs of all layouts; "
                 "GPU %d has %s of %s in use now, by whomever",
-                size_text(plan.kept), self.gpu_id, size_text(total - free), size_text(total),
+                format_size(plan.kept), self.gpu_id, format_size(total - free), format_size(total),
             )  # fmt: skip
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         success = super().flush_cache(empty_cache)
         if success and self.is_leader:
             # No step will follow that would report the emptied pool.
-            self.load.forget()
+            self.load.force_next_report()
             self.load.send([])
         return success
 
     def run_batch(self, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
         self.trace.begin(batch)
-        self.gate.launched(batch.forward_mode.is_decode())
+        self.gate.record_step(batch.forward_mode.is_decode())
         result = super().run_batch(batch, *args, **kwargs)
         tokens.check(self, batch, result)
         return result
@@ -353,7 +353,7 @@ class AdaptiveScheduler(MendedScheduler):
         The trace is named by this rank's number in the engine.
         """
         tp_rank, group = self.tp_rank, self.dp_tp_cpu_group
-        self.tp_rank, self.dp_tp_cpu_group = self.rank, self.layouts.runner.groups.single().cpu_group
+        self.tp_rank, self.dp_tp_cpu_group = self.rank, self.layouts.runner.groups.get_single_group().cpu_group
         try:
             return super().stop_profile(stage)
         finally:
@@ -362,7 +362,7 @@ class AdaptiveScheduler(MendedScheduler):
     # -- weights: every rank, addressed by its place in the engine -------------------------------------
 
     @contextmanager
-    def _physical_rank(self):
+    def _use_physical_rank(self):
         """Let SGLang address this rank by its number in the engine (per-rank tensors, update groups)."""
         owners = (self.tp_worker, self.layouts.runner)
         saved = [owner.tp_rank for owner in owners]
@@ -374,7 +374,7 @@ class AdaptiveScheduler(MendedScheduler):
             for owner, tp_rank in zip(owners, saved, strict=True):
                 owner.tp_rank = tp_rank
 
-    def _counted(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
+    def _count_update(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
         try:
             return update(recv_req)
         finally:
@@ -385,21 +385,21 @@ class AdaptiveScheduler(MendedScheduler):
         if recv_req.recapture_cuda_graph:
             # Nor is it needed: weights stay where the graphs of all layouts read them.
             return UpdateWeightFromDiskReqOutput(False, RECAPTURE_REFUSED)
-        return self._counted(super().update_weights_from_disk, recv_req)
+        return self._count_update(super().update_weights_from_disk, recv_req)
 
     def update_weights_from_tensor(self, recv_req: UpdateWeightsFromTensorReqInput) -> Any:
-        with self._physical_rank():
-            return self._counted(super().update_weights_from_tensor, recv_req)
+        with self._use_physical_rank():
+            return self._count_update(super().update_weights_from_tensor, recv_req)
 
     def update_weights_from_distributed(self, recv_req: UpdateWeightsFromDistributedReqInput) -> Any:
-        return self._counted(super().update_weights_from_distributed, recv_req)
+        return self._count_update(super().update_weights_from_distributed, recv_req)
 
     def update_weights_from_ipc(self, recv_req: UpdateWeightsFromIPCReqInput) -> Any:
-        with self._physical_rank():
-            return self._counted(super().update_weights_from_ipc, recv_req)
+        with self._use_physical_rank():
+            return self._count_update(super().update_weights_from_ipc, recv_req)
 
     def init_weights_update_group(self, recv_req: InitWeightsUpdateGroupReqInput) -> Any:
-        with self._physical_rank():
+        with self._use_physical_rank():
             return super().init_weights_update_group(recv_req)
 
     def get_init_info(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
 from sglang_pat.rank.shards import ShardSpec
-from sglang_pat.rank.weights import ShardError, checkpoint_parts, shard_specs
+from sglang_pat.rank.weights import ShardError, list_checkpoint_parts, make_shard_specs
 
 PADDING = 0.0
 """What SGLang's loader writes where a shard reaches beyond the vocabulary; positions start at 1."""
@@ -43,28 +43,28 @@ def check_shards(model: torch.nn.Module, tp: int, tp_rank: int) -> None:
     Raises:
         ShardError: they differ; names the first such parameter.
     """
-    specs = shard_specs(model)
+    specs = make_shard_specs(model)
     for module_name, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             full_name = f"{module_name}.{name}" if module_name else name
             spec = specs[full_name]
             try:
-                loaded = _loaded(module, param, spec)
+                loaded = _load_positions(module, param, spec)
             except Exception as error:
                 why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
                 raise ShardError(full_name, tp, f"SGLang's loader does not shard it as expected ({why})") from error
-            wanted = _positions(module, param, spec, tp, tp_rank)
+            wanted = _list_positions(module, param, spec, tp, tp_rank)
             if not torch.equal(loaded, wanted):
                 raise ShardError(full_name, tp, "SGLang's loader puts other parts there than expected")
 
 
-def _loaded(module: torch.nn.Module, param: torch.nn.Parameter, spec: ShardSpec) -> torch.Tensor:
+def _load_positions(module: torch.nn.Module, param: torch.nn.Parameter, spec: ShardSpec) -> torch.Tensor:
     """Positions that SGLang's loader puts into the shard, ``[length along the sharded dimension]``."""
     real = param.data
     loader: Callable[..., Any] = getattr(param, "weight_loader", default_weight_loader)
-    param.data = real.new_full(_thin(real.shape, spec.dim), -1.0, dtype=torch.float64)
+    param.data = real.new_full(_make_reduced_shape(real.shape, spec.dim), -1.0, dtype=torch.float64)
     try:
-        for shard_id, positions in _full(module, param, spec):
+        for shard_id, positions in _make_checkpoint_tensors(module, param, spec):
             shape = [1] * real.dim()
             if shape:
                 shape[spec.dim or 0] = -1
@@ -75,33 +75,35 @@ def _loaded(module: torch.nn.Module, param: torch.nn.Parameter, spec: ShardSpec)
         param.data = real
 
 
-def _thin(shape: torch.Size, dim: int | None) -> list[int]:
+def _make_reduced_shape(shape: torch.Size, dim: int | None) -> list[int]:
     """``shape`` with one element along all dimensions but ``dim`` (the first, for a parameter that is whole)."""
     return [size if i == (dim or 0) else 1 for i, size in enumerate(shape)]
 
 
-def _full(module: torch.nn.Module, param: torch.nn.Parameter, spec: ShardSpec) -> Iterator[tuple[object, torch.Tensor]]:
+def _make_checkpoint_tensors(
+    module: torch.nn.Module, param: torch.nn.Parameter, spec: ShardSpec
+) -> Iterator[tuple[object, torch.Tensor]]:
     """What a checkpoint has for this parameter: SGLang's shard id, and positions from 1 on."""
     if spec.dim is None:
-        yield None, _range(0, param.shape[0] if param.dim() else 1)
+        yield None, _make_range(0, param.shape[0] if param.dim() else 1)
         return
     origin = 0
-    for shard_id, length in checkpoint_parts(module, spec).items():
-        yield shard_id, _range(origin, length)
+    for shard_id, length in list_checkpoint_parts(module, spec).items():
+        yield shard_id, _make_range(origin, length)
         origin += length
 
 
-def _positions(
+def _list_positions(
     module: torch.nn.Module, param: torch.nn.Parameter, spec: ShardSpec, tp: int, tp_rank: int
 ) -> torch.Tensor:
     """Positions of the intervals that we take for the shard's."""
     if spec.dim is None:
-        return _range(0, param.shape[0] if param.dim() else 1)
-    positions = torch.cat([_range(start, length) for start, length in spec.intervals(tp, tp_rank)])
+        return _make_range(0, param.shape[0] if param.dim() else 1)
+    positions = torch.cat([_make_range(start, length) for start, length in spec.list_intervals(tp, tp_rank)])
     if isinstance(module, VocabParallelEmbedding):
         positions[positions > module.org_vocab_size] = PADDING
     return positions
 
 
-def _range(start: int, length: int) -> torch.Tensor:
+def _make_range(start: int, length: int) -> torch.Tensor:
     return torch.arange(start + 1, start + length + 1, dtype=torch.float64)

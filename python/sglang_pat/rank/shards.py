@@ -29,7 +29,7 @@ class Block:
     size: int
     units: int | None = None
 
-    def shard(self, tp: int, tp_rank: int) -> Interval:
+    def get_shard(self, tp: int, tp_rank: int) -> Interval:
         """This block's part at degree ``tp`` (start relative to the block)."""
         parts = tp if self.units is None else min(tp, self.units)
         if self.size % parts or tp % parts or (self.units or parts) % parts:
@@ -45,12 +45,12 @@ class ShardSpec:
     dim: int | None
     blocks: tuple[Block, ...] = ()
 
-    def intervals(self, tp: int, tp_rank: int) -> list[Interval]:
+    def list_intervals(self, tp: int, tp_rank: int) -> list[Interval]:
         """Intervals that TP rank ``tp_rank`` of degree ``tp`` holds, in storage order."""
         result: list[Interval] = []
         origin = 0
         for block in self.blocks:
-            start, length = block.shard(tp, tp_rank)
+            start, length = block.get_shard(tp, tp_rank)
             result.append((origin + start, length))
             origin += block.size
         return result
@@ -68,7 +68,7 @@ class Copy:
     length: int
 
 
-def copies(source: Sequence[Interval], target: Sequence[Interval]) -> list[Copy]:
+def list_copies(source: Sequence[Interval], target: Sequence[Interval]) -> list[Copy]:
     """Copies that build shard ``target`` from what shard ``source`` holds of it.
 
     Adjacent copies are merged, so a target that is one contiguous piece of the source comes
@@ -92,6 +92,6 @@ def copies(source: Sequence[Interval], target: Sequence[Interval]) -> list[Copy]
     return result
 
 
-def covered(pieces: Sequence[Copy]) -> int:
+def count_covered(pieces: Sequence[Copy]) -> int:
     """Elements of the target that ``pieces`` write."""
     return sum(piece.length for piece in pieces)

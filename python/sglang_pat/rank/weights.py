@@ -29,7 +29,7 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch.overrides import TorchFunctionMode
 
 from sglang_pat.layout import ParallelLayout
-from sglang_pat.rank.shards import WHOLE, Block, Copy, ShardSpec, copies, covered
+from sglang_pat.rank.shards import WHOLE, Block, Copy, ShardSpec, count_covered, list_copies
 
 if TYPE_CHECKING:
     from sglang_pat.rank.pieces_triton import Pieces  # with it comes Triton
@@ -49,7 +49,7 @@ class ShardError(Unsupported):
 # -- how SGLang's layers shard their parameters, as intervals of the full tensors --------------------------------------
 
 
-def shard_specs(model: torch.nn.Module) -> dict[str, ShardSpec]:
+def make_shard_specs(model: torch.nn.Module) -> dict[str, ShardSpec]:
     """How each parameter of ``model`` is sharded, by parameter name.
 
     Raises:
@@ -57,7 +57,7 @@ def shard_specs(model: torch.nn.Module) -> dict[str, ShardSpec]:
     """
     specs: dict[str, ShardSpec] = {}
     for module_name, module in model.named_modules():
-        spec = _module_spec(module_name, module)
+        spec = _make_module_spec(module_name, module)
         for name, _ in module.named_parameters(recurse=False):
             full_name = f"{module_name}.{name}" if module_name else name
             row_bias = isinstance(module, RowParallelLinear) and name == "bias"
@@ -65,7 +65,7 @@ def shard_specs(model: torch.nn.Module) -> dict[str, ShardSpec]:
     return specs
 
 
-def checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str | int | None, int]:
+def list_checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str | int | None, int]:
     """What a checkpoint may have for a sharded parameter: SGLang's shard id of each part, and its length along the
     sharded dimension."""
     if isinstance(module, VocabParallelEmbedding):
@@ -78,7 +78,7 @@ def checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str | int
     return {shard_id: block.size for shard_id, block in zip(ids, spec.blocks, strict=True)}
 
 
-def _module_spec(name: str, module: torch.nn.Module) -> ShardSpec | None:
+def _make_module_spec(name: str, module: torch.nn.Module) -> ShardSpec | None:
     if isinstance(module, QKVParallelLinear):
         heads, kv_heads = module.total_num_heads, module.total_num_kv_heads
         return ShardSpec(
@@ -115,7 +115,7 @@ class _NoFirstValues(TorchFunctionMode):
 
 
 @contextmanager
-def _without_memory() -> Iterator[None]:
+def _skip_allocation() -> Iterator[None]:
     """Parameters that modules register meanwhile keep shape, dtype and device, but hold one element only."""
     register = torch.nn.Module.register_parameter
 
@@ -135,7 +135,7 @@ def _without_memory() -> Iterator[None]:
 def build_model(model_config, load_config, device: str) -> torch.nn.Module:
     """SGLang's model object under the groups that are installed now; its parameters hold no memory."""
     quantization = _get_quantization_config(model_config, load_config)
-    with _without_memory(), set_default_torch_dtype(model_config.dtype), torch.device(device):
+    with _skip_allocation(), set_default_torch_dtype(model_config.dtype), torch.device(device):
         model = _initialize_model(model_config, load_config, quantization).eval()
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()  # each parameter had its memory for a moment
@@ -157,13 +157,13 @@ class PiecewiseLinear(UnquantizedLinearMethod):
     biases: list[torch.Tensor] | None
     at_once: Pieces | None = None
 
-    def place(self, weights: list[torch.Tensor], biases: list[torch.Tensor] | None) -> None:
+    def set_pieces(self, weights: list[torch.Tensor], biases: list[torch.Tensor] | None) -> None:
         """Multiply by these from now on: ``[out_i, in]`` and ``[out_i]`` each."""
         self.weights, self.biases = [weight.t() for weight in weights], biases
         if weights[0].is_cuda:
-            from sglang_pat.rank.pieces_triton import pieces_of
+            from sglang_pat.rank.pieces_triton import make_pieces
 
-            self.at_once = pieces_of(weights, biases)
+            self.at_once = make_pieces(weights, biases)
 
     def compile(self) -> None:
         """On a GPU: have what multiplies at once compiled, for every number of tokens."""
@@ -176,17 +176,17 @@ class PiecewiseLinear(UnquantizedLinearMethod):
         if self.at_once is not None and 0 < len(rows) <= self.at_once.most_tokens:
             out = self.at_once.multiply(rows)
         else:
-            out = self._one_by_one(rows) if rows.is_cuda else self._put_together(rows)
+            out = self._multiply_on_gpu(rows) if rows.is_cuda else self._multiply_on_cpu(rows)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
-    def _put_together(self, rows: torch.Tensor) -> torch.Tensor:
+    def _multiply_on_cpu(self, rows: torch.Tensor) -> torch.Tensor:
         """On a CPU, where to write into columns costs more than to copy there (bench/tail_weights.py)."""
         if self.biases is None:
             return torch.cat([torch.mm(rows, weight) for weight in self.weights], dim=1)
         pairs = zip(self.biases, self.weights, strict=True)
         return torch.cat([torch.addmm(bias, rows, weight) for bias, weight in pairs], dim=1)
 
-    def _one_by_one(self, rows: torch.Tensor) -> torch.Tensor:
+    def _multiply_on_gpu(self, rows: torch.Tensor) -> torch.Tensor:
         """On a GPU: one kernel a piece and no other."""
         widths = [weight.shape[1] for weight in self.weights]
         out = rows.new_empty(len(rows), sum(widths))
@@ -211,7 +211,7 @@ class _Source:
     def tensor(self) -> torch.Tensor:
         return getattr(self.module, self.name).data
 
-    def views(self) -> list[torch.Tensor]:
+    def make_views(self) -> list[torch.Tensor]:
         if self.dim is None:
             return [self.tensor]
         return [self.tensor.narrow(self.dim, piece.src, piece.length) for piece in self.pieces]
@@ -238,7 +238,7 @@ class Views:
         """
         self._whole: list[tuple[torch.nn.Parameter, _Source]] = []
         self._split: list[tuple[PiecewiseLinear, dict[str, _Source]]] = []
-        specs, base_specs = shard_specs(model), shard_specs(base_model)
+        specs, base_specs = make_shard_specs(model), make_shard_specs(base_model)
         base_modules = dict(base_model.named_modules())
         for module_name, module in model.named_modules():
             base_module, sources = base_modules[module_name], {}
@@ -247,12 +247,12 @@ class Views:
             for name, param in module.named_parameters(recurse=False):
                 full_name = f"{module_name}.{name}" if module_name else name
                 dim = specs[full_name].dim
-                held = base_specs[full_name].intervals(base.tp, base.tp_rank(rank))
-                wanted = specs[full_name].intervals(layout.tp, layout.tp_rank(rank))
-                source = sources[name] = _Source(base_module, name, dim, copies(held, wanted))
+                held = base_specs[full_name].list_intervals(base.tp, base.tp_rank(rank))
+                wanted = specs[full_name].list_intervals(layout.tp, layout.tp_rank(rank))
+                source = sources[name] = _Source(base_module, name, dim, list_copies(held, wanted))
                 shape = list(source.tensor.shape)
                 if dim is not None:
-                    shape[dim] = covered(source.pieces)
+                    shape[dim] = count_covered(source.pieces)
                 if list(param.shape) != shape:
                     advice = f"leave tp={layout.tp} out of --pat-candidates or use --pat-weights reshard"
                     why = "its shard does not lie inside the base shard (vocabulary padding?)"
@@ -261,7 +261,7 @@ class Views:
                 self._divide(module, module_name, layout.tp, sources)
             else:
                 self._whole += [(getattr(module, name), source) for name, source in sources.items()]
-        self.place()
+        self.refresh()
 
     def _divide(self, module: torch.nn.Module, name: str, tp: int, sources: dict[str, _Source]) -> None:
         plain = isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod
@@ -274,28 +274,30 @@ class Views:
         module.quant_method = PiecewiseLinear()
         self._split.append((module.quant_method, sources))
 
-    def _sources(self) -> Iterator[_Source]:
+    def _find_sources(self) -> Iterator[_Source]:
         yield from (source for _, source in self._whole)
         for _, sources in self._split:
             yield from sources.values()
 
-    def _addresses(self) -> list[int]:
-        return [source.tensor.data_ptr() for source in self._sources()]
+    def _list_addresses(self) -> list[int]:
+        return [source.tensor.data_ptr() for source in self._find_sources()]
 
-    def moved(self) -> bool:
+    def have_moved(self) -> bool:
         """Whether base parameters lie elsewhere than when the views were placed.
 
         An update that writes into them, as SGLang's do, moves none; one that replaces a tensor does.
         """
-        return self._addresses() != self._placed
+        return self._list_addresses() != self._placed
 
-    def place(self) -> None:
+    def refresh(self) -> None:
         """Look at the base parameters where they lie now."""
         for param, source in self._whole:
-            (param.data,) = source.views()
+            (param.data,) = source.make_views()
         for method, sources in self._split:
-            method.place(sources["weight"].views(), sources["bias"].views() if "bias" in sources else None)
-        self._placed = self._addresses()
+            method.set_pieces(
+                sources["weight"].make_views(), sources["bias"].make_views() if "bias" in sources else None
+            )
+        self._placed = self._list_addresses()
 
 
 # -- ``--pat-weights reshard``: one copy, moved at the switch, as PAT does (to compare with) ---------------------------
@@ -314,8 +316,8 @@ def reshard(
     Parameter by parameter inside the old TP group ``group``, so that the extra memory is one full
     parameter; the old shard is given up as soon as the new one stands.  All ranks call it together.
     """
-    specs = shard_specs(new_model)
-    old_specs = shard_specs(old_model)
+    specs = make_shard_specs(new_model)
+    old_specs = make_shard_specs(old_model)
     old_params = dict(old_model.named_parameters())
     with torch.no_grad():
         for name, param in new_model.named_parameters():
@@ -328,11 +330,11 @@ def reshard(
                 shards = [torch.empty_like(source.data) for _ in range(old.tp)]
                 dist.all_gather(shards, source.data.contiguous(), group=group)
             shape = list(source.shape)
-            wanted = spec.intervals(new.tp, new.tp_rank(rank))
+            wanted = spec.list_intervals(new.tp, new.tp_rank(rank))
             shape[spec.dim] = sum(length for _, length in wanted)
             target = source.data.new_zeros(shape)
             for tp_rank, shard in enumerate(shards):
-                for piece in copies(old_specs[name].intervals(old.tp, tp_rank), wanted):
+                for piece in list_copies(old_specs[name].list_intervals(old.tp, tp_rank), wanted):
                     target.narrow(spec.dim, piece.dst, piece.length).copy_(
                         shard.narrow(spec.dim, piece.src, piece.length)
                     )

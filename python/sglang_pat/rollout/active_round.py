@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from sglang_pat.rollout import redraws
 from sglang_pat.rollout.deadlines import Deadlines
 from sglang_pat.rollout.estimates import note_sample
-from sglang_pat.rollout.launch_order import Fresh, Strict, to_start
+from sglang_pat.rollout.launch_order import NextPrompt, Strict, list_unstarted
 from sglang_pat.rollout.records import (
     DONE,
     NEW,
@@ -25,11 +25,11 @@ from sglang_pat.rollout.records import (
     Action,
     Group,
     Judge,
-    Key,
     Launch,
-    More,
+    NeedPrompts,
     Output,
-    Return,
+    PromptKey,
+    ReturnGroup,
     Sample,
     SampleId,
     Summary,
@@ -52,7 +52,7 @@ class CompletedGroups:
         self._completed: dict[int, int] = {}
         self._classes: dict[int, list[tuple[int, int]]] = {}
 
-    def completed(self, group: Group) -> None:
+    def add_last(self, group: Group) -> None:
         """It is the last to have been completed."""
         self._completed[group.order] = len(self._completed)
 
@@ -75,18 +75,18 @@ def open_round(rules: Rules, state: State, mode: Strict, deadlines: Deadlines, v
     epoch, fresh = _may_begin(rules, state, version)
     deadlines.check(state.waiting)
     jump = 1 if state.version is None else max(1, version - state.version)
-    state.waiting, thrown = deadlines.throw_stale(state.waiting, version, jump)
-    slacks = [deadlines.slack(group, version, jump) for group in state.waiting]
-    owed = deadlines.owed(slacks)
+    state.waiting, thrown = deadlines.drop_stale_tokens(state.waiting, version, jump)
+    slacks = [deadlines.compute_slack(group, version, jump) for group in state.waiting]
+    owed = deadlines.count_due_groups(slacks)
     plan = mode.plan(state, owed, fresh)
-    flushes = epoch in state.ended and mode.flushes(len(state.waiting), fresh)
+    flushes = epoch in state.ended and mode.should_flush(len(state.waiting), fresh)
     target = min(rules.num_prompts, len(state.waiting) + fresh)
     urgent = sorted(zip(slacks, state.waiting, strict=True), key=lambda pair: (pair[0], pair[1].order))
     round_ = state.round = Round(
         number=state.last + 1, epoch=epoch, kind=FLUSH if flushes else plan.kind, version=version,
         target=target, prompts=plan.prompts, responses=plan.responses, owed=[min(count, target) for count in owed],
         jump=jump, thrown=thrown, forced=[group.key for _, group in urgent[: max(owed)]],
-        room=deadlines.bound(jump) * rules.num_prompts + target - len(state.waiting),
+        room=deadlines.compute_longest_wait(jump) * rules.num_prompts + target - len(state.waiting),
     )  # fmt: skip
     state.version = version
     return _take_over(rules, state, round_) if rules.keeps else []
@@ -99,7 +99,7 @@ def _may_begin(rules: Rules, state: State, version: int) -> tuple[int, int]:
         raise ValueError("there are no prompts: feed some")
     if state.version is not None and version < state.version:
         raise ValueError(f"version is {version}, the last round's was {state.version}: it cannot be smaller")
-    fresh = state.fresh_of(epoch)
+    fresh = state.count_fresh(epoch)
     total = len(state.waiting) + fresh
     if total < rules.num_prompts and epoch not in state.ended:
         raise ValueError(f"{total} prompts for a round of {rules.num_prompts}: feed more, or end epoch {epoch}")
@@ -112,7 +112,7 @@ def _take_over(rules: Rules, state: State, round_: Round) -> list[Action]:
     actions: list[Action] = []
     for group in waiting:
         if group.complete and rules.filter_groups and not group.useful:
-            group = group.own()
+            group = group.copy_for_changes()
             actions += _ask_verdict(rules, round_, group)
         (round_.complete if group.complete else round_.open)[group.order] = group
     return actions
@@ -145,56 +145,57 @@ class ActiveRound:
         """Samples that the engine has."""
         self._groups = {group.key: group for group in round_.groups}
         self._borrowed = {group.order for group in round_.groups}
-        """Groups that copies of earlier states have as well: they may not be changed before they are :meth:`_owned`."""
+        """Groups that copies of earlier states have as well: they may not be changed before they are
+        :meth:`_get_own_copy`."""
         self._order = mode.order(rules, round_, state)
         self._completed = CompletedGroups()
         for group in round_.complete.values():
-            self._completed.completed(group)
+            self._completed.add_last(group)
             if not group.judging:
-                self._completed.add(group, self._least(group))
+                self._completed.add(group, self._get_least_slack(group))
 
     # -- what happens ----------------------------------------------------------------------------------
 
-    def finished(self, sample: SampleId, output: Output) -> list[Action]:
-        """See :meth:`Admitter.finished`."""
+    def record_finished(self, sample: SampleId, output: Output) -> list[Action]:
+        """See :meth:`Admitter.record_finished`."""
         found = self._find(sample)
         if found is None:
             return []
         group, mine = found
         late = mine.state == STOPPING and not self._rules.keeps
-        self._heard(group, mine, output)
+        self._record_output(group, mine, output)
         note_sample(self.round.drawn, group, mine, True, self._rules.num_responses)
         if late:
-            self.round.thrown += group.throw(mine)
-            self._again(group)
-            return self.go_on()
+            self.round.thrown += group.drop_tokens(mine)
+            self._requeue(group)
+            return self.get_more_actions()
         mine.state = DONE
-        self._state.cost.note(mine.output)
+        self._state.cost.add_response(mine.output)
         group.chosen.append(mine.number)
         if self._rules.unbiased and group.floors:
-            return self._redrawn(group) + self.go_on()
+            return self._redraw(group) + self.get_more_actions()
         completed = self._complete(group) if len(group.chosen) == self._rules.num_responses else []
-        return completed + self.go_on()
+        return completed + self.get_more_actions()
 
-    def stopped(self, sample: SampleId, output: Output) -> list[Action]:
-        """See :meth:`Admitter.stopped`."""
+    def record_stopped(self, sample: SampleId, output: Output) -> list[Action]:
+        """See :meth:`Admitter.record_stopped`."""
         found = self._find(sample)
         if found is None:
             return []
         group, mine = found
-        self._heard(group, mine, output)
+        self._record_output(group, mine, output)
         self.round.aborted.append(mine.output.tokens)
         if self._rules.keeps:
             mine.state = NEW
         else:
             note_sample(self.round.drawn, group, mine, False, self._rules.num_responses)
-            self.round.thrown += group.throw(mine)
-        self._again(group)
-        return self.go_on()
+            self.round.thrown += group.drop_tokens(mine)
+        self._requeue(group)
+        return self.get_more_actions()
 
-    def judged(self, key: Sequence[int], keep: bool) -> list[Action]:
-        """See :meth:`Admitter.judged`."""
-        group = self._groups.get(Key(*key))
+    def record_verdict(self, key: Sequence[int], keep: bool) -> list[Action]:
+        """See :meth:`Admitter.record_verdict`."""
+        group = self._groups.get(PromptKey(*key))
         if group is None or not group.judging:
             return []
         keep = bool(keep)  # NumPy's and torch's are kept in no state
@@ -202,29 +203,29 @@ class ActiveRound:
         self.round.judging -= 1
         self._state.verdicts = [self._state.verdicts[0] + keep, self._state.verdicts[1] + 1]
         if keep:
-            self._completed.add(group, self._least(group))
+            self._completed.add(group, self._get_least_slack(group))
         else:
-            self._leave(group, self.round.filtered)
+            self._remove_group(group, self.round.filtered)
             self._state.filtered += 1
             self.round.room += 1
-        return self.go_on()
+        return self.get_more_actions()
 
-    def fed(self, prompts: int) -> list[Action]:
+    def add_prompts(self, prompts: int) -> list[Action]:
         """So many prompts came; or its epoch has ended."""
         if prompts and self.round.asked and not self._has_fresh:
             self.round.dry = True  # they are of the next epoch: of this one there are no others
         self.round.asked = max(0, self.round.asked - prompts)
-        return self.go_on()
+        return self.get_more_actions()
 
-    def no_more(self) -> list[Action]:
-        """See :meth:`Admitter.no_more`."""
+    def end_prompts(self) -> list[Action]:
+        """See :meth:`Admitter.end_prompts`."""
         self.round.dry = True
-        return self.go_on()
+        return self.get_more_actions()
 
     def cancel(self) -> list[Action]:
         """See :meth:`Admitter.cancel`."""
         self.round.cancelled = True
-        return self.go_on()
+        return self.get_more_actions()
 
     def _find(self, sample: SampleId) -> tuple[Group, Sample] | None:
         """The sample, if this attempt at it is in the engine as far as we know."""
@@ -235,37 +236,37 @@ class ActiveRound:
         found = group.samples[sample.number]
         return (group, found) if found.alive and found.attempt == sample.attempt else None
 
-    def _heard(self, group: Group, sample: Sample, output: Output) -> None:
+    def _record_output(self, group: Group, sample: Sample, output: Output) -> None:
         """It is out of the engine."""
         self._alive -= 1
         self.round.made += output.tokens
-        sample.output = sample.output.followed_by(output)
-        self._deadlines.heard(group, output)
+        sample.output = sample.output.concatenate(output)
+        self._deadlines.record_output(group, output)
 
-    def _again(self, group: Group) -> None:
+    def _requeue(self, group: Group) -> None:
         """One of its samples is out of the engine unfinished."""
         if not group.complete and not self.round.stopping:
-            self._order.waits(group)
+            self._order.add_waiting(group)
 
-    def _redrawn(self, group: Group) -> list[Action]:
+    def _redraw(self, group: Group) -> list[Action]:
         """A response of a deferred prompt has ended, see ``redraws.py``."""
         responses, before = self._rules.num_responses, group.rejected
-        self.round.thrown += redraws.settle(group, responses)
+        self.round.thrown += redraws.reject_and_redraw(group, responses)
         self.round.redraws += group.rejected - before
         if redraws.complete(group, responses):
-            self.round.gave_up += redraws.gave_up(group)
+            self.round.gave_up += redraws.has_given_up(group)
             return self._complete(group)
-        self._again(group)
+        self._requeue(group)
         return stop(group, group.draws * responses)
 
     def _complete(self, group: Group) -> list[Action]:
         """It has all its responses: ask for a verdict or have it returned, and stop its other samples."""
         group.complete = True
         self.round.complete[group.order] = self.round.open.pop(group.order)
-        self._completed.completed(group)
+        self._completed.add_last(group)
         actions = _ask_verdict(self._rules, self.round, group)
         if not group.judging:
-            self._completed.add(group, self._least(group))
+            self._completed.add(group, self._get_least_slack(group))
         return actions + stop(group)
 
     # -- what follows ----------------------------------------------------------------------------------
@@ -282,20 +283,20 @@ class ActiveRound:
         """Whether no other prompts come for this round."""
         return self.round.dry or self.round.epoch in self._state.ended
 
-    def go_on(self) -> list[Action]:
+    def get_more_actions(self) -> list[Action]:
         """Return what is complete, start what may be started, or stop what runs."""
         round_ = self.round
         if round_.stopping:
             return []
         actions: list[Action] = []
         if not round_.cancelled:
-            actions += self._take()
+            actions += self._return_completed()
             if len(round_.taken) < round_.target:
-                return actions + self._start() + self._ask()
+                return actions + self._start() + self._ask_for_prompts()
         round_.stopping = True
         return actions + [abort for group in round_.groups for abort in stop(group)]
 
-    def _take(self) -> list[Action]:
+    def _return_completed(self) -> list[Action]:
         """Return groups in the order in which they were completed, as far as older ones do not need the place."""
         round_ = self.round
         actions: list[Action] = []
@@ -303,11 +304,11 @@ class ActiveRound:
             order = self._completed.pop(self._may_take)
             if order is None:
                 break
-            group = self._owned(round_.complete[order])
-            self._leave(group, round_.taken)
+            group = self._get_own_copy(round_.complete[order])
+            self._remove_group(group, round_.taken)
             self._state.returned += 1
-            self.kept += [sample.output.tokens for sample in group.kept()]
-            actions.append(Return(group))
+            self.kept += [sample.output.tokens for sample in group.list_kept()]
+            actions.append(ReturnGroup(group))
         return actions
 
     def _may_take(self, least: int) -> bool:
@@ -316,50 +317,50 @@ class ActiveRound:
         places = round_.target - len(round_.taken) - 1
         return all(count - (j >= least) <= places for j, count in enumerate(round_.owed))
 
-    def _leave(self, group: Group, where: list[Group]) -> None:
+    def _remove_group(self, group: Group, where: list[Group]) -> None:
         """A group is returned or filtered."""
         round_ = self.round
-        least = self._least(group)
+        least = self._get_least_slack(group)
         round_.owed = [max(0, count - (j >= least)) for j, count in enumerate(round_.owed)]
         del round_.complete[group.order]
         where.append(group)
 
-    def _least(self, group: Group) -> int:
+    def _get_least_slack(self, group: Group) -> int:
         """How many more rounds it may wait."""
-        return self._deadlines.slack(group, self.round.version, self.round.jump)
+        return self._deadlines.compute_slack(group, self.round.version, self.round.jump)
 
     def _start(self) -> list[Action]:
         """As many samples as may be."""
         actions: list[Action] = []
-        while (group := self._next()) is not None:
-            actions += [self._launch(group, sample) for sample in self._order.samples(group, self._alive)]
-            if to_start(self.round, group):
-                self._order.waits(group)
+        while (group := self._pick_next_group()) is not None:
+            actions += [self._launch(group, sample) for sample in self._order.choose_samples(group, self._alive)]
+            if list_unstarted(self.round, group):
+                self._order.add_waiting(group)
         return actions
 
-    def _ask(self) -> list[Action]:
+    def _ask_for_prompts(self) -> list[Action]:
         """For prompts, where some could be started that are not there: so many were useless."""
         round_ = self.round
         if not self._rules.filter_groups or self._dry or self._has_fresh:
             return []
-        lacks = min(self._order.places(self._alive), round_.room) - round_.asked
+        lacks = min(self._order.count_free_places(self._alive), round_.room) - round_.asked
         if lacks <= 0:
             return []
         # Not for each one alone; what the round does not start is there for the next one.
         count = max(lacks, -(-self._rules.num_prompts // ASK_SHARE))
         round_.asked += count
-        return [More(count)]
+        return [NeedPrompts(count)]
 
     @property
     def _has_fresh(self) -> bool:
         fresh = self._state.fresh
         return bool(fresh) and fresh[0].epoch == self.round.epoch
 
-    def _next(self) -> Group | None:
+    def _pick_next_group(self) -> Group | None:
         """The group of which samples are started now; part of the round from now on."""
         round_, state = self.round, self._state
-        group = self._order.next(self._has_fresh and round_.room > 0, self._alive)
-        if isinstance(group, Fresh):
+        group = self._order.pick_next(self._has_fresh and round_.room > 0, self._alive)
+        if isinstance(group, NextPrompt):
             round_.room -= 1
             state.drawn += 1
             return self._join(state.fresh.pop(0))
@@ -367,21 +368,21 @@ class ActiveRound:
             # In the order of arrival: found without looking at all of them.
             del state.waiting[bisect_left(state.waiting, group.order, key=lambda other: other.order)]
             return self._join(group)
-        return group if group is None else self._owned(group)
+        return group if group is None else self._get_own_copy(group)
 
-    def _owned(self, group: Group) -> Group:
+    def _get_own_copy(self, group: Group) -> Group:
         """A group of the round that may be changed."""
         if group.order not in self._borrowed:
             return group
         self._borrowed.remove(group.order)
-        group = group.own()
+        group = group.copy_for_changes()
         (self.round.complete if group.complete else self.round.open)[group.order] = group
         self._groups[group.key] = group
         return group
 
     def _join(self, group: Group) -> Group:
         """The group as part of the round."""
-        group = group.own()
+        group = group.copy_for_changes()
         self.round.open[group.order] = group
         self._groups[group.key] = group
         group.fill(self.round.responses)
@@ -391,7 +392,7 @@ class ActiveRound:
         sample.state = RUNNING
         sample.attempt += 1
         self._alive += 1
-        return Launch(group.id_of(sample), group.prompt, sample.output if sample.output.tokens else None)
+        return Launch(group.get_sample_id(sample), group.prompt, sample.output if sample.output.tokens else None)
 
 
 def stop(group: Group, first: int = 0) -> list[Action]:
@@ -399,7 +400,7 @@ def stop(group: Group, first: int = 0) -> list[Action]:
     running = [sample for sample in group.samples[first:] if sample.state == RUNNING]
     for sample in running:
         sample.state = STOPPING
-    return [Abort(group.id_of(sample)) for sample in running]
+    return [Abort(group.get_sample_id(sample)) for sample in running]
 
 
 def end_round(rules: Rules, state: State, round_: Round, kept: list[int]) -> Summary:
@@ -413,43 +414,43 @@ def end_round(rules: Rules, state: State, round_: Round, kept: list[int]) -> Sum
     if round_.cancelled:
         round_.thrown = round_.made
     else:
-        _settle(rules, state, round_, kept)
+        _complete_round(rules, state, round_, kept)
     state.thrown += round_.thrown
     state.round = None
     state.close_epochs()
-    return _summary(state, round_, len(deferred), kept)
+    return _make_summary(state, round_, len(deferred), kept)
 
 
-def _settle(rules: Rules, state: State, round_: Round, kept: list[int]) -> None:
+def _complete_round(rules: Rules, state: State, round_: Round, kept: list[int]) -> None:
     """It has happened: what it returned or filtered is gone, it has passed the others over."""
     state.rounds[round_.kind] = state.rounds.get(round_.kind, 0) + 1
     state.lengths = [state.lengths[0] + len(kept), state.lengths[1] + sum(kept)]
     state.verdicts = [count * REMEMBERED for count in state.verdicts]
-    useless = [sample.output.tokens for group in round_.filtered for sample in group.kept()]
-    state.bias.settle(round_.drawn, kept + useless)
+    useless = [sample.output.tokens for group in round_.filtered for sample in group.list_kept()]
+    state.bias.add_round(round_.drawn, kept + useless)
     for group in round_.groups:
         group.judging, group.begun = False, True
         if not rules.keeps:
-            _start_anew(round_, group)
+            _restart(round_, group)
         state.waiting.append(group)
     passed_over = [replace(group, deferrals=group.deferrals + 1) for group in state.waiting]
     state.waiting = sorted(passed_over, key=lambda group: group.order)
 
 
-def _start_anew(round_: Round, group: Group) -> None:
+def _restart(round_: Round, group: Group) -> None:
     """Throw away what a group has: tokens do not outlive their round."""
-    group.floors = redraws.floors(group, round_.responses)
+    group.floors = redraws.list_length_floors(group, round_.responses)
     for sample in group.samples:
         if sample.state != NEW or sample.output.spans:
-            round_.thrown += group.throw(sample)
+            round_.thrown += group.drop_tokens(sample)
         sample.had = 0
     group.chosen, group.complete, group.useful = [], False, False
     group.rejected, group.draws = 0, 1
 
 
-def _summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Summary:
+def _make_summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Summary:
     cancelled = round_.cancelled
-    undropped, error = state.bias.mean_undropped()
+    undropped, error = state.bias.estimate_mean_undropped()
     return Summary(
         number=round_.number,
         kind=round_.kind,
@@ -466,7 +467,7 @@ def _summary(state: State, round_: Round, deferred: int, kept: list[int]) -> Sum
         ages=[group.deferrals for group in state.waiting],
         redraws=round_.redraws,
         gave_up=round_.gave_up,
-        mean_returned=state.bias.mean_returned(),
+        mean_returned=state.bias.compute_mean_returned(),
         mean_undropped=undropped,
         mean_undropped_error=error,
     )

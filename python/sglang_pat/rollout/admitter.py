@@ -6,7 +6,8 @@ Every method returns what is to be done (``records.Action``), in order.  What it
 number at once; what it does depends on that order only.  Its whole state is one :class:`~.state.State`.
 
 At any time each prompt that was ever started is returned, filtered, waiting or in the round: nothing is lost, nothing
-comes twice.  A prompt is passed over in at most ``max_deferrals`` rounds: see :meth:`.deadlines.Deadlines.owed`.
+comes twice.  A prompt is passed over in at most ``max_deferrals`` rounds: see
+:meth:`.deadlines.Deadlines.count_due_groups`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sglang_pat.rollout.estimates import with_cost
 from sglang_pat.rollout.launch_order import BY_NAME
 from sglang_pat.rollout.records import Action, Output, RoundOver, SampleId, Summary
 from sglang_pat.rollout.rules import Rules
-from sglang_pat.rollout.state import State, check_rules, dumps, loads
+from sglang_pat.rollout.state import State, check_rules, dump_admitter, load_admitter
 
 
 class Admitter:
@@ -55,11 +56,11 @@ class Admitter:
         if self._active is None:
             return []
         self.before.feed(prompts, end_of)
-        return self._after(self._active.fed(len(prompts)))
+        return self._add_end_of_round(self._active.add_prompts(len(prompts)))
 
-    def no_more(self) -> list[Action]:
+    def end_prompts(self) -> list[Action]:
         """Nobody feeds the prompts that the round asked for: it ends with those that it has."""
-        return self._after(self._active.no_more()) if self._active else []
+        return self._add_end_of_round(self._active.end_prompts()) if self._active else []
 
     # -- its state -------------------------------------------------------------------------------------
 
@@ -68,7 +69,7 @@ class Admitter:
 
         A round that is under way will not have happened, when it is loaded.
         """
-        return {"admitter": dumps(self.rules, self.before if self._active else self.state)}
+        return {"admitter": dump_admitter(self.rules, self.before if self._active else self.state)}
 
     def load_state_dict(self, state: Mapping[str, Any], source: str = "saved admitter") -> None:
         """Go on where :meth:`state_dict` was taken, in this process or another, under the rules of this admitter.
@@ -83,11 +84,11 @@ class Admitter:
         """
         if self._active is not None:
             raise RuntimeError(f"round {self._active.round.number} is not over")
-        rules, saved = loads(state["admitter"], source)
+        rules, saved = load_admitter(state["admitter"], source)
         check_rules(rules, self.rules, saved, source)
         self.state = saved
 
-    def snapshot(self) -> State:
+    def make_snapshot(self) -> State:
         """The state as it is now, to :meth:`restore` it.
 
         Raises:
@@ -96,7 +97,7 @@ class Admitter:
         return self.state.copy()
 
     def restore(self, state: State) -> None:
-        """Go on from a :meth:`snapshot`; only between two rounds."""
+        """Go on from a :meth:`make_snapshot`; only between two rounds."""
         assert self._active is None, "a round is under way"
         self.state = state.copy()
 
@@ -112,8 +113,8 @@ class Admitter:
         if self.state.round is not None or (epoch is not None and epoch in self.state.ended):
             return 0
         most = self.rules.max_deferrals
-        owed = self._deadlines.owed([most - group.deferrals for group in self.state.waiting])
-        return max(0, self._mode.needs(self.state, owed) - self.state.fresh_of(epoch))
+        owed = self._deadlines.count_due_groups([most - group.deferrals for group in self.state.waiting])
+        return max(0, self._mode.count_needed(self.state, owed) - self.state.count_fresh(epoch))
 
     # -- a round ---------------------------------------------------------------------------------------
 
@@ -128,32 +129,32 @@ class Admitter:
         actions = open_round(self.rules, self.state, self._mode, self._deadlines, version)
         self.before = before
         self._active = ActiveRound(self.rules, self.state, self._mode, self._deadlines)
-        return self._after(actions + self._active.go_on())
+        return self._add_end_of_round(actions + self._active.get_more_actions())
 
-    def finished(self, sample: SampleId, output: Output) -> list[Action]:
+    def record_finished(self, sample: SampleId, output: Output) -> list[Action]:
         """A sample has ended by itself; ``output`` is what came after its prefix."""
-        return self._after(self._active.finished(sample, output)) if self._active else []
+        return self._add_end_of_round(self._active.record_finished(sample, output)) if self._active else []
 
-    def stopped(self, sample: SampleId, output: Output) -> list[Action]:
+    def record_stopped(self, sample: SampleId, output: Output) -> list[Action]:
         """A sample is out of the engine before its end; ``output`` is what came after its prefix.
 
         One that nobody wanted to stop is started again.
         """
-        return self._after(self._active.stopped(sample, output)) if self._active else []
+        return self._add_end_of_round(self._active.record_stopped(sample, output)) if self._active else []
 
-    def judged(self, key: Sequence[int], keep: bool) -> list[Action]:
+    def record_verdict(self, key: Sequence[int], keep: bool) -> list[Action]:
         """The verdict on a group of :class:`~.records.Judge`: a useless one leaves for good."""
-        return self._after(self._active.judged(key, keep)) if self._active else []
+        return self._add_end_of_round(self._active.record_verdict(key, keep)) if self._active else []
 
     def cancel(self) -> list[Action]:
         """Give the round up: when it is over it will not have happened, but for the tokens that it cost."""
-        return self._after(self._active.cancel()) if self._active else []
+        return self._add_end_of_round(self._active.cancel()) if self._active else []
 
-    def took(self, summary: Summary, seconds: float) -> Summary:
+    def record_round_time(self, summary: Summary, seconds: float) -> Summary:
         """A round is over, and took so long: its summary with what it cost (``estimates.py``).  Called once a round."""
         return with_cost(self.rules, self.state.cost, self.state.bias, self.state.keep_rate, summary, seconds)
 
-    def _after(self, actions: list[Action]) -> list[Action]:
+    def _add_end_of_round(self, actions: list[Action]) -> list[Action]:
         """What a round wants done; its end as well if that was it."""
         ended = self._active
         if ended is None or not ended.over:

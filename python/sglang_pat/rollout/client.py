@@ -15,7 +15,7 @@ import msgspec
 from sglang_pat.messages import BeginRound
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Output
-from sglang_pat.rollout.requests import output_of
+from sglang_pat.rollout.requests import make_output
 from sglang_pat.rollout.rounds import RolloutCalls, RolloutRound
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class HttpBackend:
         self._url, self._session, self._tokenizer, self._name = url, session, tokenizer, name
         self._calls: dict[str, _Call] = {}
         self._new: list[str] = []
-        self._places = asyncio.Semaphore(connections())
+        self._places = asyncio.Semaphore(count_connections())
         self._updates = self._room = 0
         self._stop_tokens: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -129,19 +129,19 @@ class HttpBackend:
         self._updates, self._room = about["weight_updates"], about["room"]
         self._stop_tokens = about["stop_token_ids"]
         self._told = True
-        self._begin(self._look_after())
+        self._begin(self._watch_server())
 
     async def end_round(self, name: str) -> None:
         if self._told:
             await self._call("DELETE", f"/pat/round?name={self._name}")
 
-    def updates(self) -> int:
+    def count_updates(self) -> int:
         return self._updates
 
-    def room(self) -> int:
+    def get_token_limit(self) -> int:
         return self._room
 
-    def text(self, token_ids: list[int]) -> str:
+    def decode_tokens(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True) if self._tokenizer is not None else ""
 
     async def generate(self, rid: str, prompt: dict[str, Any], params: dict[str, Any]) -> Output:
@@ -165,7 +165,7 @@ class HttpBackend:
         finally:
             del self._calls[rid]
         self._updates = max(self._updates, answer["meta_info"]["weight_updates"])
-        return output_of(answer, params, self._stop_tokens)
+        return make_output(answer, params, self._stop_tokens)
 
     def abort(self, rid: str) -> None:
         call = self._calls.get(rid)
@@ -228,20 +228,20 @@ class HttpBackend:
         try:
             async with request as answer:
                 if answer.status != 200:
-                    raise ValueError(refusal(self._url, answer.status, await answer.read()))
+                    raise ValueError(format_refusal(self._url, answer.status, await answer.read()))
                 async for line in answer.content:
                     if not line.startswith(b"data: {"):
                         continue
                     if line.startswith(b'data: {"error"'):
-                        raise ValueError(refusal(self._url, 400, line[6:]))
+                        raise ValueError(format_refusal(self._url, 400, line[6:]))
                     said = msgspec.json.decode(line[6:])
                     call = calls[said["meta_info"]["id"]]
                     if said["meta_info"]["finish_reason"] is not None and not call.answer.done():
                         call.answer.set_result(said)
         except (aiohttp.ClientError, OSError) as error:
-            raise self._gone(error) from None
+            raise self._make_gone_error(error) from None
 
-    def _gone(self, error: Exception) -> ConnectionError:
+    def _make_gone_error(self, error: Exception) -> ConnectionError:
         return ConnectionError(f"{self._url} is gone, or cannot be reached: {error or type(error).__name__}")
 
     async def _abort(self, rid: str) -> None:
@@ -250,7 +250,7 @@ class HttpBackend:
         except (ValueError, ConnectionError) as error:  # the round sends it again; closed connections abort, too
             logger.warning("an abort was not taken: %s", error)
 
-    async def _look_after(self) -> None:
+    async def _watch_server(self) -> None:
         """A server that is stopped, or unplugged, closes no connection: ask it something now and then."""
         now = asyncio.get_running_loop().time
         heard = now()
@@ -276,13 +276,13 @@ class HttpBackend:
         except TimeoutError:
             raise ConnectionError(f"{self._url}{path} has not answered for {CALL_SECONDS:.0f} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise self._gone(error) from None
+            raise self._make_gone_error(error) from None
         if answer.status != 200:
-            raise ValueError(refusal(self._url, answer.status, said))
+            raise ValueError(format_refusal(self._url, answer.status, said))
         return msgspec.json.decode(said) if said else None
 
 
-def connections() -> int:
+def count_connections() -> int:
     """Requests that may be at the server at once; first this process may have as many files open as it can."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < CONNECTIONS + SPARED_FILES and (soft < hard or hard == resource.RLIM_INFINITY):
@@ -292,7 +292,7 @@ def connections() -> int:
     return max(1, min(CONNECTIONS, soft - SPARED_FILES))
 
 
-def refusal(url: str, status: int, data: bytes) -> str:
+def format_refusal(url: str, status: int, data: bytes) -> str:
     """A server's refusal, in one line."""
     try:
         said = str(msgspec.json.decode(data)["error"]["message"])  # as this server and SGLang's write it

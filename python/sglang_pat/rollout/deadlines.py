@@ -20,18 +20,18 @@ class Deadlines:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
 
-    def heard(self, group: Group, output: Output) -> None:
+    def record_output(self, group: Group, output: Output) -> None:
         """One of its samples has generated this."""
         oldest = output.oldest
         if self._rules.keeps and oldest is not None:
             group.oldest = oldest if group.oldest is None else min(group.oldest, oldest)
 
-    def bound(self, jump: int) -> int:
+    def compute_longest_wait(self, jump: int) -> int:
         """Rounds that a fresh prompt may have to wait; ``jump``: see :class:`~.state.Round`."""
         most = self._rules.max_deferrals
         return min(most, self._rules.max_staleness // jump) if self._rules.keeps else most
 
-    def slack(self, group: Group, version: int, jump: int) -> int:
+    def compute_slack(self, group: Group, version: int, jump: int) -> int:
         """How many more rounds may pass it over, as of a round with the weights ``version``.
 
         More than anything for a group that was not begun in an earlier round: see ``Round.room``.
@@ -39,9 +39,9 @@ class Deadlines:
         most = self._rules.max_deferrals
         if not group.begun:
             return most + 1
-        return min(most - group.deferrals, self._until_stale(group.oldest, version, jump))
+        return min(most - group.deferrals, self._count_rounds_until_stale(group.oldest, version, jump))
 
-    def _until_stale(self, oldest: int | None, version: int, jump: int) -> int:
+    def _count_rounds_until_stale(self, oldest: int | None, version: int, jump: int) -> int:
         """Rounds until tokens from weights ``oldest`` are too old; negative if they are.
 
         Those of this round do not count yet: so it is the same at any time of the round, see ``Round.room``.
@@ -50,7 +50,7 @@ class Deadlines:
             return self._rules.max_deferrals
         return (self._rules.max_staleness - (version - oldest)) // jump
 
-    def owed(self, slacks: Sequence[int]) -> list[int]:
+    def count_due_groups(self, slacks: Sequence[int]) -> list[int]:
         """Of the groups that may wait at most j more rounds, how many the next one must return (``Round.owed``).
 
         There may be j·P0 of them left after it, as many as the j rounds after it return.  Since a round starts no more
@@ -69,56 +69,56 @@ class Deadlines:
         """Raises ValueError: these rules would have some prompt wait too long.  They must have been changed."""
         rules = self._rules
         deferrals = [group.deferrals for group in waiting]
-        if self._feasible(deferrals, rules.max_deferrals):
+        if self._is_feasible(deferrals, rules.max_deferrals):
             return
         enough = rules.max_deferrals
-        while not self._feasible(deferrals, enough):
+        while not self._is_feasible(deferrals, enough):
             enough += 1
         raise ValueError(
             f"num_prompts is {rules.num_prompts} and max_deferrals {rules.max_deferrals}: {len(waiting)} prompts wait, "
             f"and not all can be returned in time; give max_deferrals {enough}, or a larger num_prompts"
         )
 
-    def _feasible(self, deferrals: Sequence[int], most: int) -> bool:
+    def _is_feasible(self, deferrals: Sequence[int], most: int) -> bool:
         """Whether all can be returned, P0 a round, those first that may wait least."""
         size = self._rules.num_prompts
         slacks = [max(0, most - count) for count in sorted(deferrals, reverse=True)]
         return all(place // size <= slack for place, slack in enumerate(slacks))
 
-    def throw_stale(self, waiting: list[Group], version: int, jump: int) -> tuple[list[Group], int]:
+    def drop_stale_tokens(self, waiting: list[Group], version: int, jump: int) -> tuple[list[Group], int]:
         """The groups without tokens that are too old, or will be before a round has room for them; and how many.
 
         There are such tokens only where weights are updated more often between two rounds than before.
         """
         if not self._rules.keeps:
             return waiting, 0
-        slacks = [self.slack(group, version, jump) for group in waiting]
+        slacks = [self.compute_slack(group, version, jump) for group in waiting]
         size, thrown = self._rules.num_prompts, 0
-        if min(slacks, default=0) >= 0 and max(self.owed(slacks)) <= size:
+        if min(slacks, default=0) >= 0 and max(self.count_due_groups(slacks)) <= size:
             return waiting, 0
         most = self._rules.max_deferrals
         found = {group.order: group for group in waiting}
         for rounds in range(-1, most + 1):
-            urgent = [group for group in found.values() if self.slack(group, version, jump) <= rounds]
+            urgent = [group for group in found.values() if self.compute_slack(group, version, jump) <= rounds]
             too_many = max(0, len(urgent) - (rounds + 1) * size)
             # To throw tokens away helps none that is urgent by its deferrals; but those that are too old have to go.
-            by_tokens = sorted((g for g in urgent if rounds < 0 or most - g.deferrals > rounds), key=_tokens)
+            by_tokens = sorted((g for g in urgent if rounds < 0 or most - g.deferrals > rounds), key=_count_tokens)
             for group in by_tokens[:too_many]:
-                found[group.order], tokens = self._without(group, version, jump, rounds)
+                found[group.order], tokens = self._drop_stale(group, version, jump, rounds)
                 thrown += tokens
         return list(found.values()), thrown
 
-    def _without(self, group: Group, version: int, jump: int, rounds: int) -> tuple[Group, int]:
+    def _drop_stale(self, group: Group, version: int, jump: int, rounds: int) -> tuple[Group, int]:
         """Without the tokens that will be too old after so many rounds."""
-        group, thrown = group.own(), 0
+        group, thrown = group.copy_for_changes(), 0
         for sample in group.samples:
-            if self._until_stale(sample.output.oldest, version, jump) <= rounds and sample.output.tokens:
+            if self._count_rounds_until_stale(sample.output.oldest, version, jump) <= rounds and sample.output.tokens:
                 thrown += sample.reset()
                 group.chosen = [number for number in group.chosen if number != sample.number]
                 group.complete = group.useful = False
-        group.oldest = group.oldest_token()
+        group.oldest = group.find_oldest()
         return group, thrown
 
 
-def _tokens(group: Group) -> int:
+def _count_tokens(group: Group) -> int:
     return group.tokens

@@ -13,7 +13,7 @@ from the lengths seen, where what was thrown away counts as it would have gone o
 as long as those did that ended here with about so many: in full rounds and in empty ones, with their prefill, their
 queue and their tools.  What is left out: a plain round starts fewer responses, and where the engine is full it gains by
 that; prompts that differ within a level make it seem longer.  The seconds are told by the process that has a clock: of
-each response with its output, of a round with :meth:`Admitter.took`.
+each response with its output, of a round with :meth:`Admitter.record_round_time`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KEPT = 1 - 1 / 64
 """Weight of a round over that of the next one: the estimate follows the model, as of some 64 rounds."""
 
 
-class Bin(NamedTuple):
+class LengthBin(NamedTuple):
     """Of the samples that came to a bin so many that ended there, with so many tokens on average; ``share``: of all."""
 
     exposed: float
@@ -49,7 +49,7 @@ class Bin(NamedTuple):
     tokens: float
 
 
-class Drawn(msgspec.Struct, kw_only=True, omit_defaults=True):
+class DrawnLengths(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Samples by bins of their length, as weights.
 
     Attributes:
@@ -63,19 +63,19 @@ class Drawn(msgspec.Struct, kw_only=True, omit_defaults=True):
     cut: dict[int, float] = {}
     entered: dict[int, float] = {}
 
-    def note(self, tokens: int, ended: bool, floor: int) -> None:
+    def add_sample(self, tokens: int, ended: bool, floor: int) -> None:
         """A sample is out of the engine; ``floor``: 0 for one of a prompt's first draw."""
         if tokens <= floor:
             return
         if floor:
-            add(self.entered, bin_of(floor), 1.0)
+            add(self.entered, get_bin(floor), 1.0)
         if ended:
-            add(self.ended, bin_of(tokens), 1.0)
-            add(self.tokens, bin_of(tokens), tokens)
+            add(self.ended, get_bin(tokens), 1.0)
+            add(self.tokens, get_bin(tokens), tokens)
         else:
-            add(self.cut, bin_of(tokens), 1.0)
+            add(self.cut, get_bin(tokens), 1.0)
 
-    def take(self, more: Drawn) -> None:
+    def merge(self, more: DrawnLengths) -> None:
         """Add others."""
         for mine, others in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(more), strict=True):
             for place, weight in others.items():
@@ -92,24 +92,24 @@ class Drawn(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Samples of first draws."""
         return sum(self.ended.values()) + sum(self.cut.values()) - sum(self.entered.values())
 
-    def curve(self) -> dict[int, Bin]:
+    def estimate_curve(self) -> dict[int, LengthBin]:
         """How responses end if nothing is thrown away, by bin, in their order."""
         risk = self.first
-        found: dict[int, Bin] = {}
+        found: dict[int, LengthBin] = {}
         for place in sorted({*self.ended, *self.cut, *self.entered}):
             ended, cut, entered = (those.get(place, 0.0) for those in (self.ended, self.cut, self.entered))
             if ended:
                 # Those that come or go within a bin are there for half of it.
                 exposed = max(risk + (entered - cut) / 2, ended)
-                found[place] = Bin(exposed, ended / exposed, self.tokens[place] / ended)
+                found[place] = LengthBin(exposed, ended / exposed, self.tokens[place] / ended)
             risk += entered - ended - cut
         return found
 
-    def mean(self) -> tuple[float, float, float]:
+    def estimate_mean(self) -> tuple[float, float, float]:
         """Tokens of a response if nothing had been thrown away, 0 if nothing ended; the variance of that estimate
         (Greenwood); and what there is in it of responses that outlive all that ended: they count as the longest.
         """
-        bins = [*self.curve().values()]
+        bins = [*self.estimate_curve().values()]
         mean = unseen = bins[-1].tokens if bins else 0.0
         variance = 0.0
         for exposed, share, tokens in reversed(bins):
@@ -129,39 +129,39 @@ class Bias(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     responses: float = 0.0
     tokens: float = 0.0
-    drawn: dict[int, Drawn] = {}
+    drawn: dict[int, DrawnLengths] = {}
 
-    def settle(self, levels: dict[int, Drawn], lengths: Sequence[int]) -> None:
+    def add_round(self, levels: dict[int, DrawnLengths], lengths: Sequence[int]) -> None:
         """Another round has happened, with these samples; ``lengths``: of those of its groups that have left."""
         self.responses = KEPT * self.responses + len(lengths)
         self.tokens = KEPT * self.tokens + sum(lengths)
         for drawn in self.drawn.values():
             drawn.fade()
         for level, drawn in levels.items():
-            self.drawn.setdefault(level, Drawn()).take(drawn)
+            self.drawn.setdefault(level, DrawnLengths()).merge(drawn)
 
-    def mean_returned(self) -> float:
+    def compute_mean_returned(self) -> float:
         """Tokens of a response; 0 if there was none."""
         return self.tokens / self.responses if self.responses else 0.0
 
-    def mean_undropped(self) -> tuple[float, float]:
+    def estimate_mean_undropped(self) -> tuple[float, float]:
         """Tokens of a response if nothing had been thrown away, an estimate, 0 if nothing ended; and its error.
 
         The error is the standard error, and all that stands for responses of which nobody has seen the end.
         """
         mean = variance = unseen = 0.0
-        for weight, drawn in self.weighed():
-            mine = drawn.mean()
+        for weight, drawn in self.compute_level_weights():
+            mine = drawn.estimate_mean()
             mean, variance, unseen = mean + weight * mine[0], variance + weight**2 * mine[1], unseen + weight * mine[2]
         return mean, variance**0.5 + unseen
 
-    def weighed(self) -> list[tuple[float, Drawn]]:
+    def compute_level_weights(self) -> list[tuple[float, DrawnLengths]]:
         """Each level with the share of all samples that is of it."""
         first = sum(drawn.first for drawn in self.drawn.values())
         return [(drawn.first / first, drawn) for drawn in self.drawn.values()] if first else []
 
 
-def note_sample(levels: dict[int, Drawn], group: Group, sample: Sample, ended: bool, responses: int) -> None:
+def note_sample(levels: dict[int, DrawnLengths], group: Group, sample: Sample, ended: bool, responses: int) -> None:
     """A sample is out of the engine and does not go on; it is not in ``group.chosen`` yet.
 
     The level of a group is known with the response that ends as a quarter of ``responses``, or with the first abort.
@@ -172,14 +172,14 @@ def note_sample(levels: dict[int, Drawn], group: Group, sample: Sample, ended: b
     if group.level is None:
         if ended and sample.state == RUNNING and len(group.chosen) + 1 < responses / 4:
             return
-        group.level = bin_of(sample.output.tokens) // BINS if ended or group.chosen else SLOW
-        samples += [(earlier, True) for earlier in group.kept()]
-    drawn = levels.setdefault(group.level, Drawn())
+        group.level = get_bin(sample.output.tokens) // BINS if ended or group.chosen else SLOW
+        samples += [(earlier, True) for earlier in group.list_kept()]
+    drawn = levels.setdefault(group.level, DrawnLengths())
     for each, whole in samples:
-        drawn.note(each.output.tokens, whole, group.floor(each.number))
+        drawn.add_sample(each.output.tokens, whole, group.floor(each.number))
 
 
-def bin_of(tokens: int) -> int:
+def get_bin(tokens: int) -> int:
     """Of a length."""
     return int(BINS * math.log2(max(tokens, 1)))
 
@@ -210,13 +210,13 @@ class Cost(msgspec.Struct, kw_only=True, omit_defaults=True):
     took: dict[int, float] = {}
     warned: bool = False
 
-    def note(self, output: Output) -> None:
+    def add_response(self, output: Output) -> None:
         """A response has ended by itself."""
         if output.seconds:
-            add(self.ended, bin_of(output.tokens), 1.0)
-            add(self.took, bin_of(output.tokens), output.seconds)
+            add(self.ended, get_bin(output.tokens), 1.0)
+            add(self.took, get_bin(output.tokens), output.seconds)
 
-    def settle(self, summary: Summary, seconds: float) -> None:
+    def add_round(self, summary: Summary, seconds: float) -> None:
         """A round has happened."""
         self.rounds = KEPT * self.rounds + 1
         self.seconds = KEPT * self.seconds + seconds
@@ -226,15 +226,19 @@ class Cost(msgspec.Struct, kw_only=True, omit_defaults=True):
             for place in found:
                 found[place] *= KEPT
 
-    def plain_seconds(self, bias: Bias, prompts: int, responses: int) -> float:
+    def estimate_plain_seconds(self, bias: Bias, prompts: int, responses: int) -> float:
         """Of a plain round, an estimate; 0 if nobody has a clock."""
-        chances = longest(((weight, drawn.curve()) for weight, drawn in bias.weighed()), prompts, responses)
+        chances = compute_longest_chances(
+            ((weight, drawn.estimate_curve()) for weight, drawn in bias.compute_level_weights()), prompts, responses
+        )
         known = {place: chance for place, chance in chances.items() if place in self.took}
         seconds = sum(chance * self.took[place] / self.ended[place] for place, chance in known.items())
         return seconds / sum(known.values()) if known else 0.0
 
 
-def longest(levels: Iterable[tuple[float, dict[int, Bin]]], prompts: int, responses: int) -> dict[int, float]:
+def compute_longest_chances(
+    levels: Iterable[tuple[float, dict[int, LengthBin]]], prompts: int, responses: int
+) -> dict[int, float]:
     """Chance of each bin to have the longest of so many responses to each of so many prompts.
 
     Args:
@@ -257,20 +261,20 @@ def longest(levels: Iterable[tuple[float, dict[int, Bin]]], prompts: int, respon
 
 
 def with_cost(rules: Rules, cost: Cost, bias: Bias, keep_rate: float, summary: Summary, seconds: float) -> Summary:
-    """The summary of a round with what it cost; see :meth:`Admitter.took`."""
+    """The summary of a round with what it cost; see :meth:`Admitter.record_round_time`."""
     if summary.cancelled:
         return replace(summary, seconds=seconds)
-    cost.settle(summary, seconds)
-    plain = cost.plain_seconds(bias, math.ceil(rules.num_prompts / keep_rate), rules.num_responses)
+    cost.add_round(summary, seconds)
+    plain = cost.estimate_plain_seconds(bias, math.ceil(rules.num_prompts / keep_rate), rules.num_responses)
     summary = replace(summary, seconds=seconds, mean_seconds=cost.seconds / cost.rounds, plain_seconds=plain)
-    warning = "" if cost.warned or cost.rounds < LEAST_ROUNDS else advice(rules, cost, summary)
+    warning = "" if cost.warned or cost.rounds < LEAST_ROUNDS else format_advice(rules, cost, summary)
     if warning:
         cost.warned = True
         logger.warning("%s", warning)
     return replace(summary, warning=warning)
 
 
-def advice(rules: Rules, cost: Cost, summary: Summary) -> str:
+def format_advice(rules: Rules, cost: Cost, summary: Summary) -> str:
     """One line if tail batching does not pay, else nothing."""
     found: list[str] = []
     extra = rules.started_prompts > rules.num_prompts or rules.started_responses > rules.num_responses

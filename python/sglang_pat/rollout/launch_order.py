@@ -15,11 +15,11 @@ from sglang_pat.rollout.rules import MODES, Rules
 from sglang_pat.rollout.state import LONG, SHORT, Round, State
 
 
-class Fresh:
+class NextPrompt:
     """Instead of a group: the next prompt that was never started."""
 
 
-FRESH = Fresh()
+FRESH = NextPrompt()
 
 
 class LaunchOrder:
@@ -33,15 +33,15 @@ class LaunchOrder:
         self._heap: list[tuple[Any, ...]] = []
         self._waiting: set[int] = set()
         for group in round_.open.values():
-            self.waits(group)
+            self.add_waiting(group)
 
-    def waits(self, group: Group) -> None:
+    def add_waiting(self, group: Group) -> None:
         """It may have samples to start; its priority is the one of this moment."""
         if group.order not in self._waiting:
             self._waiting.add(group.order)
-            heapq.heappush(self._heap, (*self._priority(group), group.order))
+            heapq.heappush(self._heap, (*self._get_priority(group), group.order))
 
-    def _priority(self, group: Group) -> tuple[Any, ...]:
+    def _get_priority(self, group: Group) -> tuple[Any, ...]:
         """The smallest first, those that are equal by arrival."""
         return ()
 
@@ -51,7 +51,7 @@ class LaunchOrder:
             order = heapq.heappop(self._heap)[-1]
             self._waiting.remove(order)
             group = self._round.open.get(order)
-            if group is not None and to_start(self._round, group):
+            if group is not None and list_unstarted(self._round, group):
                 return group
         return None
 
@@ -62,21 +62,21 @@ class QueueFirst(LaunchOrder):
     def __init__(self, rules: Rules, round_: Round, state: State) -> None:
         super().__init__(rules, round_, state)
         # The queue changes between rounds only; the last is next.
-        self._queue = self._ordered(state.waiting)
+        self._queue = self._order(state.waiting)
 
-    def _ordered(self, waiting: list[Group]) -> list[Group]:
+    def _order(self, waiting: list[Group]) -> list[Group]:
         return sorted(waiting, key=lambda group: (group.deferrals, -group.order))
 
-    def next(self, fresh: bool, alive: int) -> Group | Fresh | None:
+    def pick_next(self, fresh: bool, alive: int) -> Group | NextPrompt | None:
         """What to start now.
 
         Args:
             fresh: whether a fresh prompt may be.
             alive: samples under way.
         """
-        return self._pop() or (self._choose(fresh) if self.places(alive) > 0 else None)
+        return self._pop() or (self._choose(fresh) if self.count_free_places(alive) > 0 else None)
 
-    def places(self, alive: int) -> int:
+    def count_free_places(self, alive: int) -> int:
         """Prompts that may be started beside those that are."""
         round_ = self._round
         under_way = len(round_.open) + len(round_.complete) + len(round_.taken)
@@ -87,7 +87,7 @@ class QueueFirst(LaunchOrder):
         wanted = missing * round_.prompts / round_.target / self._state.keep_rate
         return math.ceil(round(wanted, 6)) - len(round_.open) - round_.judging
 
-    def _choose(self, fresh: bool) -> Group | Fresh | None:
+    def _choose(self, fresh: bool) -> Group | NextPrompt | None:
         round_ = self._round
         under_way = len(round_.open) + len(round_.complete) + len(round_.taken)
         # So many were useless, and no other prompts come.
@@ -96,9 +96,9 @@ class QueueFirst(LaunchOrder):
             return self._queue.pop()
         return FRESH if fresh else None
 
-    def samples(self, group: Group, alive: int) -> list[Sample]:
+    def choose_samples(self, group: Group, alive: int) -> list[Sample]:
         """Of a group that was just picked, those to start."""
-        return to_start(self._round, group)
+        return list_unstarted(self._round, group)
 
 
 class ShortestFirst(QueueFirst):
@@ -110,47 +110,47 @@ class ShortestFirst(QueueFirst):
         self._usual = state.lengths[1] / state.lengths[0] if state.lengths[0] else 0.0
         super().__init__(rules, round_, state)
 
-    def _rank(self, group: Group) -> tuple[bool, float, int]:
+    def _get_sort_key(self, group: Group) -> tuple[bool, float, int]:
         forced = group.key in self._forced
         return not forced, 0.0 if forced else self._sign * float(group.seen), group.order
 
-    def _ordered(self, waiting: list[Group]) -> list[Group]:
-        return sorted(waiting, key=self._rank, reverse=True)
+    def _order(self, waiting: list[Group]) -> list[Group]:
+        return sorted(waiting, key=self._get_sort_key, reverse=True)
 
-    def _choose(self, fresh: bool) -> Group | Fresh | None:
+    def _choose(self, fresh: bool) -> Group | NextPrompt | None:
         usual = (True, self._sign * self._usual, self._state.fed)
-        if fresh and (not self._queue or self._rank(self._queue[-1]) > usual):
+        if fresh and (not self._queue or self._get_sort_key(self._queue[-1]) > usual):
             return FRESH
         return self._queue.pop() if self._queue else None
 
 
 class ResumedFirst(LaunchOrder):
-    """``partial``: half done groups in the order of :func:`priority`, then fresh ones, while there is room."""
+    """``partial``: half done groups in the order of :func:`compute_priority`, then fresh ones, while there is room."""
 
     def __init__(self, rules: Rules, round_: Round, state: State) -> None:
         self._capacity = rules.started_prompts * rules.num_responses
         self._forced = set(round_.forced)
         super().__init__(rules, round_, state)
 
-    def _priority(self, group: Group) -> tuple[Any, ...]:
-        return group.key not in self._forced, *priority(group)
+    def _get_priority(self, group: Group) -> tuple[Any, ...]:
+        return group.key not in self._forced, *compute_priority(group)
 
-    def next(self, fresh: bool, alive: int) -> Group | Fresh | None:
-        """See :meth:`QueueFirst.next`."""
+    def pick_next(self, fresh: bool, alive: int) -> Group | NextPrompt | None:
+        """See :meth:`QueueFirst.pick_next`."""
         if alive >= self._capacity:
             return None
         return self._pop() or (FRESH if fresh else None)
 
-    def places(self, alive: int) -> int:
-        """See :meth:`QueueFirst.places`."""
+    def count_free_places(self, alive: int) -> int:
+        """See :meth:`QueueFirst.count_free_places`."""
         return (self._capacity - alive) // self._round.responses
 
-    def samples(self, group: Group, alive: int) -> list[Sample]:
-        """See :meth:`QueueFirst.samples`."""
-        return to_start(self._round, group)[: self._capacity - alive]
+    def choose_samples(self, group: Group, alive: int) -> list[Sample]:
+        """See :meth:`QueueFirst.choose_samples`."""
+        return list_unstarted(self._round, group)[: self._capacity - alive]
 
 
-def to_start(round_: Round, group: Group) -> list[Sample]:
+def list_unstarted(round_: Round, group: Group) -> list[Sample]:
     """Samples of a group that is not complete which wait to be started."""
     if group.complete:
         return []
@@ -158,7 +158,7 @@ def to_start(round_: Round, group: Group) -> list[Sample]:
     return [sample for sample in group.samples[first:end] if sample.state == NEW]
 
 
-def priority(group: Group) -> tuple[int, float, int]:
+def compute_priority(group: Group) -> tuple[int, float, int]:
     """Of resuming a group in ``partial``, smallest first (after the recipe's ``get_scheduling_priority``).
 
     Few unfinished samples, short finished ones (unknown: last), old tokens first.  The recipe has new tokens
@@ -202,11 +202,11 @@ class Strict:
             return RoundShape(LONG, rules.num_prompts, rules.num_responses)
         return RoundShape(SHORT, rules.started_prompts, rules.started_responses)
 
-    def flushes(self, waiting: int, fresh: int) -> bool:
+    def should_flush(self, waiting: int, fresh: int) -> bool:
         """Whether what is left of an epoch that has ended is to be finished now."""
         return fresh < self.rules.num_prompts
 
-    def needs(self, state: State, owed: list[int]) -> int:
+    def count_needed(self, state: State, owed: list[int]) -> int:
         """Fresh prompts for a whole round; more than these if some are likely to be useless (``filter_groups``)."""
         plan = self.plan(state, owed, self.rules.num_prompts)
         waiting = 0 if plan.kind == SHORT else len(state.waiting)
@@ -230,10 +230,10 @@ class Reorder(Strict):
             return RoundShape(LONG, rules.num_prompts, rules.num_responses)
         return RoundShape(SHORT, rules.started_prompts, rules.started_responses)
 
-    def flushes(self, waiting: int, fresh: int) -> bool:
+    def should_flush(self, waiting: int, fresh: int) -> bool:
         return waiting + fresh <= self.rules.num_prompts
 
-    def needs(self, state: State, owed: list[int]) -> int:
+    def count_needed(self, state: State, owed: list[int]) -> int:
         plan = self.plan(state, owed, self.rules.num_prompts)
         return math.ceil(plan.prompts / state.keep_rate) - len(state.waiting)
 
@@ -250,7 +250,7 @@ class Partial(Reorder):
     def plan(self, state: State, owed: list[int], fresh: int) -> RoundShape:
         return RoundShape(LONG if any(owed) else SHORT, NO_LIMIT, self.rules.num_responses)
 
-    def needs(self, state: State, owed: list[int]) -> int:
+    def count_needed(self, state: State, owed: list[int]) -> int:
         # Samples that end early are supplemented: some prompts more than fit at once.
         return math.ceil(2 * self.rules.started_prompts / state.keep_rate) - len(state.waiting)
 

@@ -43,7 +43,7 @@ class EngineLoop(uvloop.Loop):
         Raises:
             RuntimeError: called inside this loop, which would wait for itself; or after :meth:`end`.
         """
-        if self._here() or self._ended:
+        if self._is_loop_thread() or self._ended:
             if asyncio.iscoroutine(future):
                 future.close()
             raise _shut_down() if self._ended else RuntimeError(INSIDE)
@@ -51,7 +51,7 @@ class EngineLoop(uvloop.Loop):
             alone = not self._inside and not self.is_running()
             self._inside += 1
         try:
-            return super().run_until_complete(future) if alone else self._ask(future)
+            return super().run_until_complete(future) if alone else self._run_in_loop(future)
         finally:
             self._leave(ran=alone)
 
@@ -72,7 +72,7 @@ class EngineLoop(uvloop.Loop):
                 except StopAsyncIteration:
                     return
         finally:
-            if self._here():  # as garbage, which any thread may collect: this one must not wait for itself
+            if self._is_loop_thread():  # as garbage, which any thread may collect: this one must not wait for itself
                 threading.Thread(target=self._close, args=(events,), daemon=True).start()
             else:
                 self._close(events)
@@ -81,14 +81,14 @@ class EngineLoop(uvloop.Loop):
         """The engine is gone: whoever waits gets an error, and the thread ends."""
         self._ended = True
         for answer in list(self._asked):
-            _tell(answer, error=_shut_down())
-        if self._thread is not None and not self._here():
+            _set_answer(answer, error=_shut_down())
+        if self._thread is not None and not self._is_loop_thread():
             self.call_soon_threadsafe(self.stop)
             self._thread.join(END_SECONDS)
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _here(self) -> bool:
+    def _is_loop_thread(self) -> bool:
         """Whether this thread runs the loop."""
         return asyncio._get_running_loop() is self
 
@@ -117,14 +117,14 @@ class EngineLoop(uvloop.Loop):
         finally:
             self._leave()
 
-    def _ask(self, future: Awaitable[Any]) -> Any:
+    def _run_in_loop(self, future: Awaitable[Any]) -> Any:
         """Have whoever runs the loop do it."""
         answer: Future[asyncio.Future[Any]] = Future()
         tasks: list[asyncio.Future[Any]] = []
 
         def begin() -> None:
             tasks.append(asyncio.ensure_future(future, loop=self))
-            tasks[0].add_done_callback(lambda task: _tell(answer, task))
+            tasks[0].add_done_callback(lambda task: _set_answer(answer, task))
 
         self._asked.add(answer)
         self.call_soon_threadsafe(begin)
@@ -142,7 +142,7 @@ def _shut_down() -> RuntimeError:
     return RuntimeError("the engine was shut down; make another one")
 
 
-def _tell(answer: Future[Any], result: Any = None, error: Exception | None = None) -> None:
+def _set_answer(answer: Future[Any], result: Any = None, error: Exception | None = None) -> None:
     """Unless it was told already."""
     if not answer.done():
         answer.set_exception(error) if error is not None else answer.set_result(result)

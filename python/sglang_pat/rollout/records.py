@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 
-class Key(NamedTuple):
+class PromptKey(NamedTuple):
     """A prompt: the same one comes again in another epoch."""
 
     epoch: int
@@ -28,8 +28,8 @@ class SampleId(NamedTuple):
     attempt: int
 
     @property
-    def key(self) -> Key:
-        return Key(self.epoch, self.index)
+    def key(self) -> PromptKey:
+        return PromptKey(self.epoch, self.index)
 
 
 class Span(msgspec.Struct, array_like=True, gc=False):
@@ -75,15 +75,15 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         """Weight version of the oldest token; None without tokens."""
         return min((span.version for span in self.spans if span.tokens and span.version is not None), default=None)
 
-    def versions(self) -> list[int | None]:
+    def list_versions(self) -> list[int | None]:
         """Weight version of each token, ``[tokens]``; None for given ones."""
         return [span.version for span in self.spans for _ in range(span.tokens)]
 
-    def mask(self) -> list[bool]:
+    def make_mask(self) -> list[bool]:
         """Of each token whether the model generated it, ``[tokens]``: what a loss may count."""
-        return [version is not None for version in self.versions()]
+        return [version is not None for version in self.list_versions()]
 
-    def followed_by(self, more: Output) -> Output:
+    def concatenate(self, more: Output) -> Output:
         """This prefix and what was generated after it."""
         spans = [Span(span.version, span.tokens) for span in self.spans]
         for span in more.spans:
@@ -164,10 +164,10 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
     samples: list[Sample] = []
 
     @property
-    def key(self) -> Key:
-        return Key(self.epoch, self.index)
+    def key(self) -> PromptKey:
+        return PromptKey(self.epoch, self.index)
 
-    def oldest_token(self) -> int | None:
+    def find_oldest(self) -> int | None:
         """What :attr:`oldest` is to be, by going through its tokens."""
         found = [sample.output.oldest for sample in self.samples]
         return min((version for version in found if version is not None), default=None)
@@ -176,18 +176,18 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
     def tokens(self) -> int:
         return sum(sample.output.tokens for sample in self.samples)
 
-    def kept(self) -> list[Sample]:
+    def list_kept(self) -> list[Sample]:
         return [self.samples[number] for number in self.chosen]
 
     def floor(self, number: int) -> int:
         """Of a sample, whichever draw it is of; 0 if the group was never passed over."""
         return self.floors[number % len(self.floors)] if self.floors else 0
 
-    def id_of(self, sample: Sample) -> SampleId:
+    def get_sample_id(self, sample: Sample) -> SampleId:
         """Of one of its samples, in its present attempt."""
         return SampleId(*self.key, sample.number, sample.attempt)
 
-    def own(self) -> Group:
+    def copy_for_changes(self) -> Group:
         """A copy that may be changed.  Between two rounds groups are shared with copies of the state."""
         mine = copy(self)
         mine.samples, mine.chosen = [copy(sample) for sample in self.samples], list(self.chosen)
@@ -197,7 +197,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False):
         """At least so many samples from now on."""
         self.samples += [Sample(number=number) for number in range(len(self.samples), responses)]
 
-    def throw(self, sample: Sample) -> int:
+    def drop_tokens(self, sample: Sample) -> int:
         """Throw away what one of its samples generated; so many tokens."""
         tokens = sample.reset()
         self.seen = max(self.seen, tokens)
@@ -213,24 +213,25 @@ class Launch(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Stop a sample, and say so with :meth:`Admitter.stopped` (or that it has ended after all)."""
+    """Stop a sample, and say so with :meth:`Admitter.record_stopped` (or that it has ended after all)."""
 
     sample: SampleId
 
 
 class Judge(msgspec.Struct, frozen=True, tag=True):
-    """A group is complete; say with :meth:`Admitter.judged` whether it is of use."""
+    """A group is complete; say with :meth:`Admitter.record_verdict` whether it is of use."""
 
     group: Group
 
 
-class More(msgspec.Struct, frozen=True, tag=True):
-    """The round could start so many prompts that nobody has fed: :meth:`Admitter.feed`, or :meth:`Admitter.no_more`."""
+class NeedPrompts(msgspec.Struct, frozen=True, tag=True):
+    """The round could start so many prompts that nobody has fed: :meth:`Admitter.feed`, or
+    :meth:`Admitter.end_prompts`."""
 
     prompts: int
 
 
-class Return(msgspec.Struct, frozen=True, tag=True):
+class ReturnGroup(msgspec.Struct, frozen=True, tag=True):
     """A group of the batch."""
 
     group: Group
@@ -285,4 +286,4 @@ class RoundOver(msgspec.Struct, frozen=True, tag=True):
     summary: Summary
 
 
-Action = Launch | Abort | Judge | More | Return | RoundOver
+Action = Launch | Abort | Judge | NeedPrompts | ReturnGroup | RoundOver

@@ -33,70 +33,74 @@ MOST = 63
 """Draws of a prompt in a round; the last is accepted as it is, so that a round ends."""
 
 
-def at_once(rejected: int) -> int:
+def choose_sample_count(rejected: int) -> int:
     """Draws to start when so many were rejected."""
     return min(rejected + 1, AT_ONCE, MOST - rejected)
 
 
-def floors(group: Group, responses: int) -> list[int]:
+def list_length_floors(group: Group, responses: int) -> list[int]:
     """Tokens that each sample of a group had had when the group was passed over; ``[responses]``."""
-    draw = _draw(group, responses)
+    draw = _get_current_draw(group, responses)
     longest = max(max(sample.output.tokens, sample.had) for sample in draw)
     came = [longest if sample.state == DONE else sample.had for sample in draw]
     return [max(tokens, group.floor(number)) for number, tokens in enumerate(came)]
 
 
-def settle(group: Group, responses: int) -> int:
+def reject_and_redraw(group: Group, responses: int) -> int:
     """A sample has ended: reject what has to be, and say what may run; returns tokens thrown away.
 
     Draws ``group.rejected`` to ``group.draws`` (without it) may run from now on.
     """
     thrown = 0
-    while _rejected(group, responses):
-        thrown += _throw(group, _draw(group, responses))
+    while _is_rejected(group, responses):
+        thrown += _drop_samples(group, _get_current_draw(group, responses))
         group.rejected += 1
         if group.rejected == group.draws:
-            group.draws += at_once(group.rejected)
+            group.draws += choose_sample_count(group.rejected)
             group.fill(group.draws * responses)
-    if _survives(group, responses):
+    if _has_survivor(group, responses):
         group.draws = group.rejected + 1
-        thrown += _throw(group, group.samples[group.draws * responses :])
+        thrown += _drop_samples(group, group.samples[group.draws * responses :])
     return thrown
 
 
 def complete(group: Group, responses: int) -> bool:
     """Whether the draw that is kept has all its responses."""
-    return _survives(group, responses) and all(sample.state == DONE for sample in _draw(group, responses))
+    return _has_survivor(group, responses) and all(
+        sample.state == DONE for sample in _get_current_draw(group, responses)
+    )
 
 
-def gave_up(group: Group) -> bool:
+def has_given_up(group: Group) -> bool:
     """Whether a complete group's draw is kept although it would have been rejected."""
-    return group.rejected == MOST - 1 and not any(_longer(group, sample) for sample in group.kept())
+    return group.rejected == MOST - 1 and not any(_is_longer(group, sample) for sample in group.list_kept())
 
 
-def _draw(group: Group, responses: int) -> list[Sample]:
+def _get_current_draw(group: Group, responses: int) -> list[Sample]:
     """The lowest that is not rejected."""
     return group.samples[group.rejected * responses : (group.rejected + 1) * responses]
 
 
-def _longer(group: Group, sample: Sample) -> bool:
+def _is_longer(group: Group, sample: Sample) -> bool:
     """One that its limit has ended would have been: a limit below the floor is one that was lowered since."""
     output = sample.output
     return sample.state == DONE and (output.finish_reason == "length" or output.tokens > group.floor(sample.number))
 
 
-def _survives(group: Group, responses: int) -> bool:
-    return group.rejected == MOST - 1 or any(_longer(group, sample) for sample in _draw(group, responses))
+def _has_survivor(group: Group, responses: int) -> bool:
+    return group.rejected == MOST - 1 or any(
+        _is_longer(group, sample) for sample in _get_current_draw(group, responses)
+    )
 
 
-def _rejected(group: Group, responses: int) -> bool:
-    draw = _draw(group, responses)
-    return all(sample.state == DONE for sample in draw) and not _survives(group, responses)
+def _is_rejected(group: Group, responses: int) -> bool:
+    draw = _get_current_draw(group, responses)
+    return all(sample.state == DONE for sample in draw) and not _has_survivor(group, responses)
 
 
-def _throw(group: Group, samples: Sequence[Sample]) -> int:
+def _drop_samples(group: Group, samples: Sequence[Sample]) -> int:
     """What has ended of them."""
     ended = [sample for sample in samples if sample.state == DONE]
     numbers = {sample.number for sample in ended}
     group.chosen = [number for number in group.chosen if number not in numbers]
-    return sum(group.throw(sample) for sample in ended)
+    return sum(group.drop_tokens(sample) for sample in ended)

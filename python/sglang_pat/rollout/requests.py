@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from sglang_pat.messages import GENERATED_PARAM, BeginRound
 from sglang_pat.rollout.records import Group, Output, SampleId, Span
-from sglang_pat.rollout.turns import Turns, turn_of
+from sglang_pat.rollout.turns import Turns, make_turn
 
 CUT = "\ufffd"
 """What a part of a character is decoded to."""
@@ -36,7 +36,7 @@ class Backend(Protocol):
         """It has nothing of the round any more."""
         ...
 
-    def updates(self) -> int:
+    def count_updates(self) -> int:
         """Weight updates so far, as far as is known: counted from the answers that have come."""
         ...
 
@@ -51,11 +51,11 @@ class Backend(Protocol):
     def abort(self, rid: str) -> None:
         """Stop it; :meth:`generate` returns what there is."""
 
-    def text(self, token_ids: list[int]) -> str:
+    def decode_tokens(self, token_ids: list[int]) -> str:
         """Of a response that came in pieces."""
         ...
 
-    def room(self) -> int:
+    def get_token_limit(self) -> int:
         """Tokens of a request at most, prompt and response; asked for samples of several turns only."""
         ...
 
@@ -80,7 +80,7 @@ def check_params(given: dict[str, Any], mode: str) -> dict[str, Any]:
     return params
 
 
-def output_of(answer: dict[str, Any], params: dict[str, Any], stop_tokens: Iterable[int]) -> Output:
+def make_output(answer: dict[str, Any], params: dict[str, Any], stop_tokens: Iterable[int]) -> Output:
     """What SGLang answered to a request, for :meth:`Backend.generate`.
 
     An abort may come in the step that makes the last token; SGLang then says no more than that it was aborted.
@@ -111,17 +111,17 @@ class Requests:
         self._cut: Counter[tuple[int, ...]] = Counter()
         """How often a sample ended unfinished with so many tokens."""
 
-    def rid(self, sample: SampleId) -> str:
+    def make_rid(self, sample: SampleId) -> str:
         return self._name + "-".join(map(str, sample))
 
     def decode(self, group: Group) -> None:
         """Anew what came in pieces: where they were joined a character may be cut in two, and given tokens are none."""
-        for sample in group.kept():
+        for sample in group.list_kept():
             output = sample.output
             if len(output.spans) > 1 or CUT in output.text:
-                output.text = self._backend.text(output.token_ids)
+                output.text = self._backend.decode_tokens(output.token_ids)
 
-    async def next_piece(self, sample: SampleId, prompt: Any, so_far: Output | None) -> Output:
+    async def generate_segment(self, sample: SampleId, prompt: Any, so_far: Output | None) -> Output:
         """What comes after ``so_far``: tokens of the model, or of the environment.
 
         Raises:
@@ -131,14 +131,14 @@ class Requests:
         now = asyncio.get_running_loop().time
         begun = now()
         if self._turns is not None and so_far is not None and so_far.asked:
-            answer = await self._turns.answer(turn_of(sample, prompt, so_far, self._backend.text))
+            answer = await self._turns.answer(make_turn(sample, prompt, so_far, self._backend.decode_tokens))
             answer.seconds = now() - begun
-            full = answer.spans and self._limits(sample, prompt, so_far.followed_by(answer))["max_new_tokens"] < 1
+            full = answer.spans and self._set_limits(sample, prompt, so_far.concatenate(answer))["max_new_tokens"] < 1
             return Output(finish_reason="length") if full else answer
-        params = self._limits(sample, prompt, so_far)
+        params = self._set_limits(sample, prompt, so_far)
         if params.get("max_new_tokens", 1) < 1:  # interrupted in the very step that would have ended it
             return Output(finish_reason="length")
-        piece = await self._backend.generate(self.rid(sample), extended(prompt, so_far), params)
+        piece = await self._backend.generate(self.make_rid(sample), extend_prompt(prompt, so_far), params)
         piece.seconds = now() - begun
         piece.spans = [Span(self._version, len(piece.token_ids))] if piece.token_ids else []
         if not piece.finish_reason:
@@ -157,16 +157,16 @@ class Requests:
                 "tokens, not by its round; see the engine's log, and who else aborts requests"
             )
 
-    def _limits(self, sample: SampleId, prompt: Any, so_far: Output | None) -> dict[str, Any]:
+    def _set_limits(self, sample: SampleId, prompt: Any, so_far: Output | None) -> dict[str, Any]:
         """Sampling parameters with what the response and, after given tokens, the engine have room for."""
-        params = budget(self._params, sample, so_far)
+        params = limit_params(self._params, sample, so_far)
         if self._turns is not None and so_far is not None:
-            room = self._backend.room() - len(prompt["input_ids"]) - len(so_far.token_ids)
+            room = self._backend.get_token_limit() - len(prompt["input_ids"]) - len(so_far.token_ids)
             params["max_new_tokens"] = min(params["max_new_tokens"], room)
         return params
 
 
-def budget(params: dict[str, Any], sample: SampleId, prefix: Output | None) -> dict[str, Any]:
+def limit_params(params: dict[str, Any], sample: SampleId, prefix: Output | None) -> dict[str, Any]:
     """Sampling parameters of one sample: of the limits only what its prefix has left, of the seed one of its own."""
     params = dict(params)
     if prefix is not None:
@@ -181,7 +181,7 @@ def budget(params: dict[str, Any], sample: SampleId, prefix: Output | None) -> d
     return params
 
 
-def extended(prompt: dict[str, Any], prefix: Output | None) -> dict[str, Any]:
+def extend_prompt(prompt: dict[str, Any], prefix: Output | None) -> dict[str, Any]:
     """The prompt and what was generated after it."""
     if prefix is None:
         return prompt

@@ -27,9 +27,9 @@ from sglang_pat.rollout.records import (  # fmt: skip
     Group,
     Judge,
     Launch,
-    More,
+    NeedPrompts,
     Output,
-    Return,
+    ReturnGroup,
     RoundOver,
     SampleId,
     Summary,
@@ -57,12 +57,12 @@ MorePrompts = Callable[[int], Prompts | Awaitable[Prompts]]
 """So many prompts; fewer mean that there are no others for this round."""
 
 
-def always_of_use(group: Group) -> bool:
+def keep_every_group(group: Group) -> bool:
     """The verdict where nobody gives one."""
     return True
 
 
-def none_left(count: int) -> Prompts:
+def give_no_prompts(count: int) -> Prompts:
     """The prompts where nobody gives any."""
     return []
 
@@ -87,8 +87,8 @@ class RolloutCalls(ABC):
         admitter: Admitter,
         sampling_params: dict[str, Any],
         version: int,
-        judge: Verdicts = always_of_use,
-        more: MorePrompts = none_left,
+        judge: Verdicts = keep_every_group,
+        more: MorePrompts = give_no_prompts,
         environment: Environment | None = None,
         environment_seconds: float = ENVIRONMENT_SECONDS,
     ) -> AsyncGenerator[Group | Summary, None]:
@@ -130,7 +130,7 @@ class RolloutCalls(ABC):
                 round_.cancel()
                 await round_.wait()
                 if not told:
-                    round_.take_back()
+                    round_.undo()
 
     @abstractmethod
     def _loop_for_rounds(self) -> EngineLoop:
@@ -151,7 +151,7 @@ class RolloutRound:
     """One round; iterate over it to get its groups as they are completed, then its summary.
 
     Left before its end (``aclose``), it is cancelled: what it had started is aborted in the background, see
-    :meth:`wait`.  Who knows that nobody has read its end calls :meth:`take_back`.
+    :meth:`wait`.  Who knows that nobody has read its end calls :meth:`undo`.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class RolloutRound:
         backend: Backend,
         version: int,
         params: dict[str, Any],
-        judge: Verdicts = always_of_use,
-        more: MorePrompts = none_left,
+        judge: Verdicts = keep_every_group,
+        more: MorePrompts = give_no_prompts,
         turns: Turns | None = None,
     ) -> None:
         """Begin the round: to be called in the event loop.
@@ -195,7 +195,7 @@ class RolloutRound:
         self._before = admitter.before
         self._updates: int | None = None
         """Weight updates before the first sample; None: the engine has not been told of the round yet."""
-        self._telling = asyncio.ensure_future(self._tell(announcement(admitter, self.name, params)))
+        self._telling = asyncio.ensure_future(self._tell(make_announcement(admitter, self.name, params)))
         self._do(actions)
 
     def tell(self, call: Callable[..., list[Action]], *about: Any) -> None:
@@ -203,7 +203,7 @@ class RolloutRound:
         if self.summary is None:
             self._do(call(*about))
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         """The round is over, and nobody has read it: it has not happened, its prompts are where they were.
 
         Those that came during the round stay, too: whoever gave them was told that they were taken.
@@ -211,7 +211,7 @@ class RolloutRound:
         if self.summary is not None and not self.summary.cancelled:
             self.admitter.restore(self._before)
 
-    def weights_changed(self) -> None:
+    def cancel_for_new_weights(self) -> None:
         """Weights were updated: the round is cancelled, whoever iterates gets :class:`WeightsChanged`."""
         self.fail(WeightsChanged("weights were updated during a round: it was cancelled, nothing of it counts"))
 
@@ -250,7 +250,7 @@ class RolloutRound:
             await self._backend.begin_round(begun)
         except Exception as error:
             self.fail(error)
-        self._updates = self._backend.updates()
+        self._updates = self._backend.count_updates()
         self._do([])
 
     def _do(self, actions: list[Action]) -> None:
@@ -264,19 +264,19 @@ class RolloutRound:
                     self._stopping.add(sample)
                 case Judge(group):
                     self._requests.decode(group)
-                    self._callbacks.judge(group.own())  # the end of the round may change ours
-                case More(prompts):
+                    self._callbacks.judge(group.copy_for_changes())  # the end of the round may change ours
+                case NeedPrompts(prompts):
                     self._callbacks.feed(prompts)
-                case Return(group):
+                case ReturnGroup(group):
                     self._requests.decode(group)
                     self._events.put_nowait(group)
                 case RoundOver(summary):
                     seconds = asyncio.get_running_loop().time() - self._begun
-                    self.summary = self.admitter.took(summary, seconds)
+                    self.summary = self.admitter.record_round_time(summary, seconds)
                     self._callbacks.stop()
                     self._ending = asyncio.ensure_future(self._end(self._error or self.summary))
         if self._queue and self._updates is not None and self.summary is None and self._slice is None:
-            self._slice = asyncio.get_running_loop().call_soon(self._next_slice)
+            self._slice = asyncio.get_running_loop().call_soon(self._run_next_chunk)
 
     async def _end(self, last: Summary | Exception) -> None:
         """The engine has nothing of the round: tell it so, then whoever iterates."""
@@ -288,7 +288,7 @@ class RolloutRound:
         self._events.put_nowait(last)
         self._over.set()
 
-    def _next_slice(self) -> None:
+    def _run_next_chunk(self) -> None:
         """Start and abort what is queued, a slice of it, then let others have the event loop."""
         self._slice = None
         if self.summary is not None:
@@ -303,11 +303,11 @@ class RolloutRound:
                         self._tasks[sample] = asyncio.ensure_future(self._sample(sample, prompt, prefix))
                 case Abort(sample):
                     if sample in self._tasks and not (self._turns and self._turns.stop(sample)):
-                        self._backend.abort(self._requests.rid(sample))
+                        self._backend.abort(self._requests.make_rid(sample))
                         self._again = self._again or asyncio.ensure_future(self._abort_again())
         for sample in unstarted:  # the engine never had it
             self._stopping.discard(sample)
-            self._do(self.admitter.stopped(sample, Output()))
+            self._do(self.admitter.record_stopped(sample, Output()))
         self._do([])
 
     async def _sample(self, sample: SampleId, prompt: Any, prefix: Output | None) -> None:
@@ -315,20 +315,20 @@ class RolloutRound:
         try:
             goes_on = True
             while goes_on and sample not in self._stopping:
-                so_far = prefix.followed_by(output) if prefix else output
-                step = await self._requests.next_piece(
+                so_far = prefix.concatenate(output) if prefix else output
+                step = await self._requests.generate_segment(
                     sample, prompt, so_far if so_far.token_ids or so_far.asked else None
                 )
-                if self._backend.updates() != self._updates:
-                    self.weights_changed()
+                if self._backend.count_updates() != self._updates:
+                    self.cancel_for_new_weights()
                     break  # it is of more than one version, nobody knows which token is whose
-                output = output.followed_by(step)
+                output = output.concatenate(step)
                 goes_on = not step.finish_reason and (step.asked or any(span.version is None for span in step.spans))
         except Exception as error:  # whatever it is, this round cannot be, and no prompt may be lost
             self.fail(error)
         del self._tasks[sample]
         self._stopping.discard(sample)
-        tell = self.admitter.finished if output.finish_reason else self.admitter.stopped
+        tell = self.admitter.record_finished if output.finish_reason else self.admitter.record_stopped
         self._do(tell(sample, output))
 
     async def _abort_again(self) -> None:
@@ -357,11 +357,11 @@ class Callbacks:
 
     def judge(self, group: Group) -> None:
         """Have a group judged."""
-        self._begin(self._judged, group)
+        self._begin(self._judge_group, group)
 
     def feed(self, count: int) -> None:
         """Have so many prompts fed."""
-        self._begin(self._fed, count)
+        self._begin(self._feed_prompts, count)
 
     def stop(self) -> None:
         """Nobody needs the answers under way any more, nor waits for them."""
@@ -370,11 +370,11 @@ class Callbacks:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, call: Callable[[Any], Awaitable[None]], argument: Any) -> None:
-        task = asyncio.ensure_future(self._or_fail(call, argument))
+        task = asyncio.ensure_future(self._call_or_fail(call, argument))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
-    async def _or_fail(self, call: Callable[[Any], Awaitable[None]], argument: Any) -> None:
+    async def _call_or_fail(self, call: Callable[[Any], Awaitable[None]], argument: Any) -> None:
         try:
             await call(argument)
         except asyncio.CancelledError as error:
@@ -384,15 +384,15 @@ class Callbacks:
         except Exception as error:
             self._round.fail(error)
 
-    async def _judged(self, group: Group) -> None:
+    async def _judge_group(self, group: Group) -> None:
         keep = await self._call(self._verdicts, group)
-        self._round.tell(self._round.admitter.judged, group.key, keep)
+        self._round.tell(self._round.admitter.record_verdict, group.key, keep)
 
-    async def _fed(self, count: int) -> None:
+    async def _feed_prompts(self, count: int) -> None:
         prompts = await self._call(self._more, count)
         self._round.tell(self._round.admitter.feed, prompts)
         if len(prompts) < count:
-            self._round.tell(self._round.admitter.no_more)
+            self._round.tell(self._round.admitter.end_prompts)
 
     async def _call(self, function: Callable[[Any], Any], argument: Any) -> Any:
         found = await asyncio.get_running_loop().run_in_executor(self._thread, _call, function, argument)
@@ -407,7 +407,7 @@ def _call(function: Callable[[Any], Any], argument: Any) -> Any:
         raise RuntimeError(f"{name} raised StopIteration; at the end of the data return fewer prompts") from error
 
 
-def announcement(admitter: Admitter, name: str, params: dict[str, Any]) -> BeginRound:
+def make_announcement(admitter: Admitter, name: str, params: dict[str, Any]) -> BeginRound:
     """What the engine is told of a round that has just begun.
 
     How many samples there will be is not known where groups are filtered, and where samples go on that were stopped.
@@ -421,6 +421,6 @@ def announcement(admitter: Admitter, name: str, params: dict[str, Any]) -> Begin
     limit |= {"prompt_tokens": round(mean(lengths))} if lengths else {}
     if rules.filter_groups or rules.mode == "partial":
         return BeginRound(name=name, **limit)
-    there = len(begun.groups) + len(begun.taken) + len(state.waiting) + state.fresh_of(begun.epoch)
+    there = len(begun.groups) + len(begun.taken) + len(state.waiting) + state.count_fresh(begun.epoch)
     count = min(begun.prompts, there)
     return BeginRound(name=name, requests=count * begun.responses, prompts=count, **limit)

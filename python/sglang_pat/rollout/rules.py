@@ -22,7 +22,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         eta_responses: η_R, responses started over responses kept (RollPacker: 1.25).
         max_deferrals: rounds that may pass a prompt over once it was started.
         max_staleness: weight versions between a returned token and the round's (``partial``).
-        filter_groups: each complete group waits for :meth:`Admitter.judged` (DAPO's dynamic sampling).
+        filter_groups: each complete group waits for :meth:`Admitter.record_verdict` (DAPO's dynamic sampling).
         unbiased: a deferred prompt is drawn anew on the condition that deferred it (``strict``), see ``redraws.py``.
     """
 
@@ -68,15 +68,15 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def started_prompts(self) -> int:
         """⌈η_P · P0⌉."""
-        return _times(self.eta_prompts, self.num_prompts)
+        return _multiply(self.eta_prompts, self.num_prompts)
 
     @property
     def started_responses(self) -> int:
         """⌈η_R · R0⌉; of one response ⌊η_R⌋, else a quarter more would be twice as many."""
-        return _times(self.eta_responses, self.num_responses) if self.num_responses > 1 else int(self.eta_responses)
+        return _multiply(self.eta_responses, self.num_responses) if self.num_responses > 1 else int(self.eta_responses)
 
 
-def _times(eta: float, count: int) -> int:
+def _multiply(eta: float, count: int) -> int:
     # 1.1 * 10 is 11.000000000000002, which is not meant to be 12.
     return math.ceil(round(eta * count, 6))
 

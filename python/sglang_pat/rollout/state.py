@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from sglang_pat.rollout.estimates import Bias, Cost, Drawn
-from sglang_pat.rollout.records import Group, Key
+from sglang_pat.rollout.estimates import Bias, Cost, DrawnLengths
+from sglang_pat.rollout.records import Group, PromptKey
 from sglang_pat.rollout.rules import Rules
 
 SHORT, LONG, FLUSH = "short", "long", "flush"
@@ -62,7 +62,7 @@ class Round(msgspec.Struct, kw_only=True):
     filtered: list[Group] = []
     owed: list[int] = []
     jump: int = 1
-    forced: list[Key] = []
+    forced: list[PromptKey] = []
     room: int = 0
     judging: int = 0
     asked: int = 0
@@ -72,7 +72,7 @@ class Round(msgspec.Struct, kw_only=True):
     made: int = 0
     thrown: int = 0
     aborted: list[int] = []
-    drawn: dict[int, Drawn] = {}
+    drawn: dict[int, DrawnLengths] = {}
     redraws: int = 0
     gave_up: int = 0
 
@@ -90,7 +90,7 @@ class State(msgspec.Struct, kw_only=True):
     """All that the admitter has to remember.
 
     Between two rounds nothing changes a group in ``fresh`` or ``waiting``: who has to makes it its own first
-    (:meth:`Group.own`).  So a :meth:`copy` costs little, however many tokens there are.
+    (:meth:`Group.copy_for_changes`).  So a :meth:`copy` costs little, however many tokens there are.
 
     Attributes:
         fresh: prompts that were never started, in order; ``waiting``: those that were, oldest first.
@@ -158,7 +158,7 @@ class State(msgspec.Struct, kw_only=True):
         Raises:
             ValueError: a key that was there already or whose epoch is over; then none of them is taken.
         """
-        new = [(Key(*map(operator.index, key)), prompt) for key, prompt in prompts]
+        new = [(PromptKey(*map(operator.index, key)), prompt) for key, prompt in prompts]
         self._check([key for key, _ in new])
         for key, prompt in new:
             self.fresh.append(Group(epoch=key.epoch, index=key.index, prompt=prompt, order=self.fed))
@@ -169,7 +169,7 @@ class State(msgspec.Struct, kw_only=True):
             self.ended.append(end_of)
         self.close_epochs()
 
-    def _check(self, keys: list[Key]) -> None:
+    def _check(self, keys: list[PromptKey]) -> None:
         """Raises ValueError: a key that came before, or whose epoch is over."""
         begun = self.round.epoch if self.round else min((group.epoch for group in self.waiting), default=0)
         seen = {int(epoch): set(indices) for epoch, indices in self.known.items()}
@@ -190,7 +190,7 @@ class State(msgspec.Struct, kw_only=True):
         """The one that prompts are drawn from: it is over before the next one begins.  None without prompts."""
         return min((group.epoch for group in (*self.waiting, *self.fresh[:1])), default=None)
 
-    def fresh_of(self, epoch: int | None) -> int:
+    def count_fresh(self, epoch: int | None) -> int:
         """Number of prompts of an epoch that were never started."""
         return sum(group.epoch == epoch for group in self.fresh)
 
@@ -220,13 +220,13 @@ class _Saved(msgspec.Struct, kw_only=True):
     state: State
 
 
-def dumps(rules: Rules, state: State) -> bytes:
+def dump_admitter(rules: Rules, state: State) -> bytes:
     """JSON of all that the admitter knows between two rounds."""
     return msgspec.json.encode(_Saved(version=SAVED_VERSION, rules=rules, state=state))
 
 
-def loads(data: bytes, source: str) -> tuple[Rules, State]:
-    """What :func:`dumps` gave.
+def load_admitter(data: bytes, source: str) -> tuple[Rules, State]:
+    """What :func:`dump_admitter` gave.
 
     Raises:
         ValueError: one line: not such a state, or of another version.

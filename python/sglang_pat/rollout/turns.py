@@ -91,7 +91,7 @@ class Turns:
         if error is not None:
             self._failures.note("Turn", error)
             return Output(finish_reason=FAILED)
-        return given(call.result())
+        return make_given_output(call.result())
 
     def stop(self, sample: SampleId) -> bool:
         """Wait for no answer any more; whether one was waited for."""
@@ -101,7 +101,7 @@ class Turns:
         return stop is not None
 
 
-def turn_of(sample: SampleId, prompt: Any, output: Output, text: Callable[[list[int]], str]) -> Turn:
+def make_turn(sample: SampleId, prompt: Any, output: Output, text: Callable[[list[int]], str]) -> Turn:
     """The turn that ``output``, all after the prompt, ends with.  ``text``: of token ids."""
     said = 0
     for span in reversed(output.spans):
@@ -114,7 +114,7 @@ def turn_of(sample: SampleId, prompt: Any, output: Output, text: Callable[[list[
     return Turn(sample=sample, number=number, prompt=prompt, token_ids=ids, said=last, text=text(last))
 
 
-def given(answer: object) -> Output:
+def make_given_output(answer: object) -> Output:
     """An environment's answer, whatever it is, as part of a response.  Raises as :meth:`Turns.answer`."""
     if answer is None:
         return Output(finish_reason="stop")

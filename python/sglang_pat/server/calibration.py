@@ -42,7 +42,7 @@ async def calibrate(manager: Any) -> None:
     """
     begun = time.monotonic()
     try:
-        await _turns(manager, begun)
+        await _run_turns(manager, begun)
         factors = (await manager.pat_status())["step_factors"]
         shown = ", ".join(f"tp{tp} {scale:.2f}" for tp, (scale, *_) in factors.items())
         seconds = time.monotonic() - begun
@@ -54,7 +54,7 @@ async def calibrate(manager: Any) -> None:
         job_log.warning("the profile is not calibrated: %s", error)
 
 
-async def _turns(manager: Any, begun: float) -> None:
+async def _run_turns(manager: Any, begun: float) -> None:
     spec = manager.server_args.spec
     config, points = spec.config, spec.profile.decode
     # Beyond what was profiled a step would be compared with a guess.
@@ -65,17 +65,17 @@ async def _turns(manager: Any, begun: float) -> None:
         for turn, (each, context) in enumerate(TURNS):
             if turn >= ENOUGH_TURNS and time.monotonic() - begun > ENOUGH_SECONDS:
                 break
-            manager.pat_calibration_turn()
+            manager.pat_send_calibration_turn()
             requests = min(each * config.base.dp, most)
             for tp in degrees[:: -1 if turn % 2 else 1]:  # there and back, which takes the fewest switches
                 await manager.pat_reconfigure(tp)
                 await _decode(manager, requests, min(context, longest), int(room / requests), config.calibrate)
-                await manager.pat_until_idle()
+                await manager.pat_wait_until_idle()
         await manager.pat_reconfigure(degrees[0])
         await manager.flush_cache(timeout_s=FLUSH_SECONDS)
-        await manager.pat_until_idle()
+        await manager.pat_wait_until_idle()
     finally:
-        manager.pat_calibration_turn(over=True)
+        manager.pat_send_calibration_turn(over=True)
 
 
 async def _decode(manager: Any, requests: int, context: int, room: int, steps: int) -> None:
@@ -95,6 +95,6 @@ async def _decode(manager: Any, requests: int, context: int, room: int, steps: i
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
     enough = asyncio.get_running_loop().call_later(MOST_SECONDS, manager.abort_request, RID)
     try:
-        await manager.pat_made_up(GenerateReqInput(rid=RID, input_ids=ids, sampling_params=sampling))
+        await manager.pat_generate_unlogged(GenerateReqInput(rid=RID, input_ids=ids, sampling_params=sampling))
     finally:
         enough.cancel()

@@ -17,7 +17,7 @@ from sglang_pat.launch import processes
 
 shim.ensure(children=True)
 if mp.parent_process() is None:  # not in a child that only looks something up here
-    processes.warm()
+    processes.warm_up_fork_server()
 
 from sglang.srt.entrypoints import engine as stock  # noqa: E402
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput  # noqa: E402
@@ -28,23 +28,23 @@ from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter 
 from sglang_pat import files, removed  # noqa: E402
 from sglang_pat.coordinator.process import run_coordinator  # noqa: E402
 from sglang_pat.figures import job_log, start_line  # noqa: E402
-from sglang_pat.launch.processes import engine_folder, start  # noqa: E402
+from sglang_pat.launch.processes import make_engine_folder, start  # noqa: E402
 from sglang_pat.launch.refusals import refuse_function  # noqa: E402
-from sglang_pat.launch.spec import AdaptiveServerArgs, deployment, ready  # noqa: E402
+from sglang_pat.launch.spec import AdaptiveServerArgs, make_fingerprint, prepare_start  # noqa: E402
 from sglang_pat.layout import ParallelLayout  # noqa: E402
 from sglang_pat.messages import BeginRound, EndRound  # noqa: E402
 from sglang_pat.predict.profile import Fingerprint  # noqa: E402
 from sglang_pat.rank.process import run_detokenizer, run_rank  # noqa: E402
 from sglang_pat.rollout.loop import EngineLoop  # noqa: E402
 from sglang_pat.server.rollout import EngineRollouts  # noqa: E402
-from sglang_pat.server.shutdown import end_if_a_child_fails, watchdog_of  # noqa: E402
+from sglang_pat.server.shutdown import end_if_a_child_fails, make_watchdog  # noqa: E402
 from sglang_pat.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
 
 # Whoever launches, verl among them: not all of them keep the watchdog that SGLang makes.
-stock.SubprocessWatchdog = watchdog_of
+stock.SubprocessWatchdog = make_watchdog
 
 __all__ = ["Engine", "ReconfigureError"]
 
@@ -57,9 +57,9 @@ class AdaptiveEngine(stock.Engine):
 
     @classmethod
     def _launch_subprocesses(cls, server_args: AdaptiveServerArgs, *args: Any, **kwargs: Any):
-        args_ready = ready(server_args)
+        args_ready = prepare_start(server_args)
         if kwargs.get("port_args") is None:
-            kwargs["port_args"] = private_ports(args_ready)
+            kwargs["port_args"] = make_private_ports(args_ready)
         return super()._launch_subprocesses(args_ready, *args, **kwargs)
 
     @classmethod
@@ -76,7 +76,7 @@ class AdaptiveEngine(stock.Engine):
             end_if_a_child_fails()
         spec = server_args.spec
         config = spec.config
-        folder = engine_folder()
+        folder = make_engine_folder()
         leader_addresses = [f"ipc://{folder}/leader{rank}" for rank in config.base.leaders]
         channel_address = f"ipc://{folder}/channel"
         saver = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
@@ -135,9 +135,9 @@ class AdaptiveEngine(stock.Engine):
         processes.end_children()
 
 
-def private_ports(args: AdaptiveServerArgs) -> PortArgs:
+def make_private_ports(args: AdaptiveServerArgs) -> PortArgs:
     """SGLang's addresses, with sockets that no other user can reach."""
-    folder = engine_folder()
+    folder = make_engine_folder()
     return PortArgs(
         tokenizer_ipc_name=f"ipc://{folder}/tokenizer",
         scheduler_input_ipc_name=f"ipc://{folder}/scheduler",
@@ -200,7 +200,7 @@ class Engine(EngineRollouts, AdaptiveEngine):
     def reconfigure(self, tp: int, dry_run: bool = False) -> dict[str, Any]:
         """Switch to degree ``tp`` now; returns the switch record, times in seconds (empty if already there).
 
-        ``dry_run``: only says what that would do, as :func:`sglang_pat.coordinator.replicas.forecast` does.
+        ``dry_run``: only says what that would do, as :func:`sglang_pat.coordinator.replicas.forecast_switch` does.
 
         Raises:
             ReconfigureError: not a candidate, a switch under way, or aborted.
@@ -214,7 +214,7 @@ class Engine(EngineRollouts, AdaptiveEngine):
         seconds of the machine's monotonic clock), ``seconds``, ``requests`` and ``tokens`` (context tokens of a
         decode step's batch, or tokens prefilled).
         """
-        return self._await(self.tokenizer_manager.pat_trace())
+        return self._await(self.tokenizer_manager.pat_get_trace())
 
     def inject_prefixes(self, prompts: list[list[int]]) -> None:
         """Make every replica believe that it has the KV of ``prompts`` (token ids), without computing it.
@@ -222,7 +222,7 @@ class Engine(EngineRollouts, AdaptiveEngine):
         For measurements only (PAT section 4.2): step times do not depend on what is in the KV, but the answers to
         such prompts mean nothing until ``flush_cache()``.  A switch forgets them.
         """
-        self._in_loop(lambda: self.tokenizer_manager.pat_inject_prefixes(prompts))
+        self._run_in_loop(lambda: self.tokenizer_manager.pat_inject_prefixes(prompts))
 
     def begin_round(self, requests: int | None = None, **about: Any) -> None:
         """A round of ``requests`` samples begins, for what is generated from now on; until :meth:`end_round`.
@@ -235,13 +235,13 @@ class Engine(EngineRollouts, AdaptiveEngine):
         """
         removed.refuse_fields("round", about)
         begun = files.convert({"requests": requests, **about}, BeginRound)
-        self._in_loop(lambda: self.tokenizer_manager.pat_round(begun))
+        self._run_in_loop(lambda: self.tokenizer_manager.pat_send_round(begun))
 
     def end_round(self, name: str = "default") -> None:
         """The round of this name is over; nothing happens if there is none."""
-        self._in_loop(lambda: self.tokenizer_manager.pat_round(EndRound(name=name)))
+        self._run_in_loop(lambda: self.tokenizer_manager.pat_send_round(EndRound(name=name)))
 
-    def _in_loop(self, tell: Callable[[], None]) -> None:
+    def _run_in_loop(self, tell: Callable[[], None]) -> None:
         """Sockets are the loop's: only who runs it may use them."""
 
         async def told() -> None:
@@ -252,10 +252,10 @@ class Engine(EngineRollouts, AdaptiveEngine):
         else:
             self._await(told())
 
-    def deployment(self) -> Fingerprint:
+    def get_fingerprint(self) -> Fingerprint:
         """What a profile taken on this engine holds for."""
         info, args = self._scheduler_init_result.scheduler_infos[0], self.server_args
-        return deployment(args, args.spec.config, info["max_total_num_tokens"], info["pat_max_running"])
+        return make_fingerprint(args, args.spec.config, info["max_total_num_tokens"], info["pat_max_running"])
 
     async def async_update_weights_from_tensor(self, named_tensors: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
         """SGLang's ``update_weights_from_tensor``, inside the event loop; whole tensors, the same for all ranks."""
@@ -264,7 +264,7 @@ class Engine(EngineRollouts, AdaptiveEngine):
         return await self.tokenizer_manager.update_weights_from_tensor(request, None)
 
     async def async_trace(self) -> list[dict[str, Any]]:
-        return await self.tokenizer_manager.pat_trace()
+        return await self.tokenizer_manager.pat_get_trace()
 
     async def async_status(self) -> dict[str, Any]:
         return await self.tokenizer_manager.pat_status()

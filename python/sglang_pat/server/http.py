@@ -19,14 +19,14 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_pat import files, removed
-from sglang_pat.errors import one_line
+from sglang_pat.errors import format_one_line
 from sglang_pat.launch.contract import SGLangMismatch
 from sglang_pat.launch.processes import NotStarted
 from sglang_pat.launch.refusals import check_port
-from sglang_pat.launch.spec import AdaptiveServerArgs, ready
+from sglang_pat.launch.spec import AdaptiveServerArgs, prepare_start
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.server.engine import AdaptiveEngine
-from sglang_pat.server.rollout import about
+from sglang_pat.server.rollout import describe_engine
 from sglang_pat.server.tokenizer import ReconfigureError, init_adaptive_tokenizer_manager
 
 logger = logging.getLogger(__name__)
@@ -70,10 +70,10 @@ def launch(argv: list[str]) -> None:
     try:
         given = parse_args(argv)
         check_port(given.host, given.port)
-        server_args = ready(given)
+        server_args = prepare_start(given)
     except (ValueError, AssertionError, OSError, SGLangMismatch) as error:
         logger.debug("refused", exc_info=True)
-        sys.exit(f"error: {one_line(error)}")
+        sys.exit(f"error: {format_one_line(error)}")
     _warn_if_open(server_args)
     add_routes(http_server.app)
     # SGLang's launcher takes `Engine` from its module; ours starts the ranks differently.
@@ -109,7 +109,7 @@ def _is_loopback(host: str) -> bool:
 
 def _warm_up(server_args: AdaptiveServerArgs) -> bool:
     """SGLang's, with a request for each replica; its requests do not count in a decision log."""
-    manager = _manager()
+    manager = _get_manager()
     begins, manager.pat_log_begins = manager.pat_log_begins, False
     view = copy.copy(server_args)
     view.dp_size = server_args.spec.config.base.dp
@@ -131,23 +131,25 @@ def add_routes(app) -> None:
     app.add_api_route("/pat/schedule", set_schedule, methods=["POST"])
     for name, instead in removed.ROUTES.items():
         method, path = name.split()
-        app.add_api_route(path, _gone(f"{name} is gone: {instead}"), methods=[method], include_in_schema=False)
+        app.add_api_route(
+            path, _make_gone_handler(f"{name} is gone: {instead}"), methods=[method], include_in_schema=False
+        )
 
 
-def _gone(line: str) -> Callable[[], Awaitable[Response]]:
+def _make_gone_handler(line: str) -> Callable[[], Awaitable[Response]]:
     """A handler for a route that is no more: 410 with this line."""
 
     async def refuse() -> Response:
-        return _error(410, line)
+        return _make_error(410, line)
 
     return refuse
 
 
-def _manager():
+def _get_manager():
     return http_server.get_global_state().tokenizer_manager
 
 
-def _or_refused(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def _answer_refusals(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """What the handler returns; what it refuses has a status code and one line: 400 bad input, 409 not now.  A plain
     ``dict`` becomes JSON."""
 
@@ -156,9 +158,9 @@ def _or_refused(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitab
         try:
             found = await handler(*args, **kwargs)
         except ValueError as error:
-            return _error(400, str(error))
+            return _make_error(400, str(error))
         except ReconfigureError as error:
-            return _error(error.code, str(error))
+            return _make_error(error.code, str(error))
         return found if isinstance(found, Response) else JSONResponse(found)
 
     return answer
@@ -166,11 +168,11 @@ def _or_refused(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitab
 
 async def status() -> dict:
     """Layout, candidates, load of each group, switches so far with phase times, weight version."""
-    return await _manager().pat_status()
+    return await _get_manager().pat_status()
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-@_or_refused
+@_answer_refusals
 async def reconfigure(request: Request) -> dict:
     """``{"tp": 2}``: switch to degree 2 now; 200 with the switch record when it is over.
 
@@ -181,13 +183,13 @@ async def reconfigure(request: Request) -> dict:
     layout goes on.
     """
     try:
-        asked = files.decode(await _body(request), _Reconfigure)
+        asked = files.decode(await _read_body(request), _Reconfigure)
     except ValueError as error:
         raise ValueError(f'{error}: send {{"tp": 2}}') from None
-    return await _manager().pat_reconfigure(asked.tp, asked.dry_run)
+    return await _get_manager().pat_reconfigure(asked.tp, asked.dry_run)
 
 
-@_or_refused
+@_answer_refusals
 async def begin_round(request: Request) -> dict:
     """``{"requests": 64, "prompts": 8, "prompt_tokens": 500, "max_new_tokens": 4096}``: a round begins
     (:class:`~sglang_pat.messages.BeginRound`); for the requests that are sent after the answer.
@@ -195,38 +197,38 @@ async def begin_round(request: Request) -> dict:
     The answer says what the round's client has to know: ``weight_updates`` so far (as in ``meta_info`` of each answer),
     ``room`` for the tokens of a request, ``stop_token_ids`` of the model.  400: not a body like that.
     """
-    values = files.decode(await _body(request), dict[str, Any])
+    values = files.decode(await _read_body(request), dict[str, Any])
     removed.refuse_fields("round", values)
-    _manager().pat_round(files.convert(values, BeginRound))
-    return about(_manager())
+    _get_manager().pat_send_round(files.convert(values, BeginRound))
+    return describe_engine(_get_manager())
 
 
-@_or_refused
+@_answer_refusals
 async def end_round(name: str = "default") -> dict:
     """The round of this name is over; nothing happens if there is none."""
-    _manager().pat_round(EndRound(name=name))
+    _get_manager().pat_send_round(EndRound(name=name))
     return {}
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-@_or_refused
+@_answer_refusals
 async def set_schedule(request: Request) -> dict:
     """``[{"tp": 2, "step": 40}]``: the switches from now on (``sglang_pat.coordinator.schedule``); ``[]`` for none.
 
     400: not such a list; 409: the policy is another one.
     """
-    entries = files.decode(await _body(request) or b"[]", list[Any])
-    return await _manager().pat_set_schedule(entries)
+    entries = files.decode(await _read_body(request) or b"[]", list[Any])
+    return await _get_manager().pat_set_schedule(entries)
 
 
-@_or_refused
+@_answer_refusals
 async def schedule(request: Request) -> dict:
     """When the schedule is over or replaced, how it went (:class:`~sglang_pat.messages.ScheduleState`)."""
     removed.refuse_fields("schedule", request.query_params)
-    return await _manager().pat_schedule()
+    return await _get_manager().pat_get_schedule()
 
 
-async def _body(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytes:
     """Raises ValueError: longer than :data:`MAX_BYTES`; no more than these are held."""
     body = bytearray()
     async for chunk in request.stream():
@@ -236,5 +238,5 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _error(code: int, message: str) -> JSONResponse:
+def _make_error(code: int, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "code": code}}, status_code=code)

@@ -67,10 +67,10 @@ class InProcessEngine:
 
     def begin_round(self) -> None:
         """What is asked for from now on belongs together, until :meth:`end_round`; nobody knows how much it is."""
-        self._manager.pat_round(BeginRound())
+        self._manager.pat_send_round(BeginRound())
 
     def end_round(self) -> None:
-        self._manager.pat_round(EndRound())
+        self._manager.pat_send_round(EndRound())
 
     async def pause(self, mode: str) -> None:
         """``abort``, ``retract`` or ``in_place``."""
@@ -99,28 +99,28 @@ class InProcessEngine:
             master_address=address, master_port=port, rank_offset=rank_offset, world_size=world_size, group_name=name,
             backend=backend,
         )  # fmt: skip
-        _done(await self._manager.init_weights_update_group(request, None))
+        _check_success(await self._manager.init_weights_update_group(request, None))
 
     async def receive_weight(self, group: str, name: str, dtype: str, shape: list[int], flush: bool) -> None:
         """One parameter, which rank 0 of the group broadcasts at the same time."""
         request = UpdateWeightsFromDistributedReqInput(
             names=[name], dtypes=[dtype], shapes=[shape], group_name=group, flush_cache=flush
         )
-        _done(await self._manager.update_weights_from_distributed(request, None))
+        _check_success(await self._manager.update_weights_from_distributed(request, None))
 
     async def open_weight(self, name: str, handles: list[Any], flush: bool) -> None:
         """One parameter; ``handles``: for each rank, what unpickles to the tensor in its process."""
         values = [MultiprocessingSerializer.serialize(handle) for handle in handles]
         tensor = MultiprocessingSerializer.serialize([(name, LocalSerializedTensor(values=values))])
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[tensor] * self._ranks, flush_cache=flush)
-        _done(await self._manager.update_weights_from_tensor(request, None))
+        _check_success(await self._manager.update_weights_from_tensor(request, None))
 
     async def status(self) -> dict[str, Any]:
         """What ``GET /pat/status`` returns of a server."""
         return await self._manager.pat_status()
 
 
-def _done(answer: Any) -> None:
+def _check_success(answer: Any) -> None:
     """Raise ``RuntimeError`` with the engine's own line for an update, or a group, that it refused."""
     success, message = answer[:2]
     if not success:

@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Output
-from sglang_pat.rollout.requests import output_of
+from sglang_pat.rollout.requests import make_output
 from sglang_pat.rollout.rounds import RolloutCalls, RolloutRound
 
 
@@ -47,31 +47,31 @@ class ManagerBackend:
         self._stop_tokens = stop_tokens(manager)
 
     async def begin_round(self, begun: BeginRound) -> None:
-        self._manager.pat_round(begun)
+        self._manager.pat_send_round(begun)
 
     async def end_round(self, name: str) -> None:
-        self._manager.pat_round(EndRound(name=name))
+        self._manager.pat_send_round(EndRound(name=name))
 
-    def updates(self) -> int:
+    def count_updates(self) -> int:
         return self._manager.pat_weight_updates
 
     async def generate(self, rid: str, prompt: dict[str, Any], params: dict[str, Any]) -> Output:
         request = GenerateReqInput(rid=rid, **prompt, sampling_params=dict(params), return_logprob=True)
         answer = await anext(self._manager.generate_request(request, None))
-        return output_of(answer, params, self._stop_tokens)
+        return make_output(answer, params, self._stop_tokens)
 
     def abort(self, rid: str) -> None:
         self._manager.abort_request(rid)
 
-    def text(self, token_ids: list[int]) -> str:
+    def decode_tokens(self, token_ids: list[int]) -> str:
         tokenizer = self._manager.tokenizer
         return tokenizer.decode(token_ids, skip_special_tokens=True) if tokenizer is not None else ""
 
-    def room(self) -> int:
-        return room(self._manager)
+    def get_token_limit(self) -> int:
+        return get_token_limit(self._manager)
 
 
-def room(manager: Any) -> int:
+def get_token_limit(manager: Any) -> int:
     """Tokens of a request at most, prompt and response."""
     return min(manager.context_len, manager.max_req_input_len or manager.context_len)
 
@@ -84,8 +84,10 @@ def stop_tokens(manager: Any) -> list[int]:
     return sorted(token for token in tokens if token is not None)
 
 
-def about(manager: Any) -> dict[str, Any]:
+def describe_engine(manager: Any) -> dict[str, Any]:
     """What a client's round has to know of the engine."""
     return {
-        "weight_updates": manager.pat_weight_updates, "room": room(manager), "stop_token_ids": stop_tokens(manager),
-    }  # fmt: skip
+        "weight_updates": manager.pat_weight_updates,
+        "room": get_token_limit(manager),
+        "stop_token_ids": stop_tokens(manager),
+    }

@@ -41,11 +41,11 @@ Handlers = dict[int, Any]
 """By signal number, as ``signal.getsignal`` returns them."""
 
 
-class EndingHandler(SignalHandler):
-    """SGLang's, but the end after a child's failure leaves nothing behind; SIGTERM is :class:`Ending`'s."""
+class ShutdownSignalHandler(SignalHandler):
+    """SGLang's, but the end after a child's failure leaves nothing behind; SIGTERM is :class:`Shutdown`'s."""
 
     def running_phase_sigquit_handler(self, signum=None, frame=None) -> None:
-        _hear_no_more()
+        _ignore_sigquit()
         manager = self.tokenizer_manager
         if manager._subprocess_watchdog is not None:
             # Not its stop(): that takes a lock, which this very thread may hold where the signal found it.
@@ -96,7 +96,7 @@ class ChildrenWatchdog(SubprocessWatchdog):
         return True
 
 
-def watchdog_of(processes: list[Any], process_names: list[str] | None = None) -> SubprocessWatchdog:
+def make_watchdog(processes: list[Any], process_names: list[str] | None = None) -> SubprocessWatchdog:
     """In place of SGLang's class where it launches: ours if there is one of our processes, else SGLang's."""
     ours = any(process.name.startswith(NAMED) for process in processes)
     return (ChildrenWatchdog if ours else SubprocessWatchdog)(processes, process_names)
@@ -106,14 +106,14 @@ def _quit() -> None:
     os.kill(os.getpid(), signal.SIGQUIT)
 
 
-def _hear_no_more() -> None:
+def _ignore_sigquit() -> None:
     """Each failed rank sends SIGQUIT, and so does the watchdog: the handler is not to be called within itself."""
     with suppress(ValueError):  # in another thread than the main one, where there is no handler
         signal.signal(signal.SIGQUIT, lambda number, frame: None)
 
 
 def _end_all() -> NoReturn:
-    _hear_no_more()
+    _ignore_sigquit()
     with suppress(Exception):  # the signal may have come while this thread was writing a line
         logger.error("a process of the engine failed: all end")
     try:
@@ -123,16 +123,16 @@ def _end_all() -> NoReturn:
         os._exit(1)
 
 
-def handlers() -> Handlers:
+def get_handlers() -> Handlers:
     """Who handles the signals now."""
     return {number: signal.getsignal(number) for number in processes.ENDING}
 
 
-class Ending:
+class Shutdown:
     """Stands before the handlers that were there: aborts all requests, then lets them go on.
 
     Args:
-        before: :func:`handlers`, before SGLang set its own.
+        before: :func:`get_handlers`, before SGLang set its own.
     """
 
     def __init__(self, manager: TokenizerManager, before: Handlers) -> None:
@@ -142,14 +142,14 @@ class Ending:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 handled = callable(handler) and handler is not signal.default_int_handler
-                self._place(number, self._soon if handled else handler)
-            self._place(signal.SIGQUIT, EndingHandler(manager).running_phase_sigquit_handler)
+                self._set_handler(number, self._handle_soon if handled else handler)
+            self._set_handler(signal.SIGQUIT, ShutdownSignalHandler(manager).running_phase_sigquit_handler)
 
-    def _place(self, number: int, handler: Any) -> None:
+    def _set_handler(self, number: int, handler: Any) -> None:
         self._manager.event_loop.remove_signal_handler(number)  # SGLang's
         signal.signal(number, handler)
 
-    def _soon(self, number: int, frame: Any) -> None:
+    def _handle_soon(self, number: int, frame: Any) -> None:
         self._manager.event_loop.call_soon_threadsafe(self.begin, number)
 
     def begin(self, number: int) -> None:

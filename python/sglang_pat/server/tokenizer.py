@@ -19,7 +19,7 @@ from sglang_pat.coordinator import schedule
 from sglang_pat.fixes.request_validation import ValidatingTokenizerManager
 from sglang_pat.rollout.rounds import RolloutRound
 from sglang_pat.server.calibration import calibrate
-from sglang_pat.server.shutdown import Ending, EndingHandler, handlers
+from sglang_pat.server.shutdown import Shutdown, ShutdownSignalHandler, get_handlers
 from sglang_pat.switch.order import AsyncOrderedReceiver
 
 POLL_SECONDS, IDLE_SECONDS = 0.005, 60.0
@@ -51,7 +51,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
     def __init__(self, server_args, port_args) -> None:
         _held.append(self)
         super().__init__(server_args, port_args)
-        self.signal_handler_class = EndingHandler
+        self.signal_handler_class = ShutdownSignalHandler
         self._pat_ids = itertools.count()
         self._pat_waiting: dict[int, asyncio.Future] = {}
         self.pat_weight_updates = 0
@@ -67,12 +67,12 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
 
     def auto_create_handle_loop(self) -> None:
         if self.event_loop is None:
-            before = handlers()
+            before = get_handlers()
             super().auto_create_handle_loop()
-            Ending(self, before)
+            Shutdown(self, before)
 
     async def sigterm_watchdog(self) -> None:
-        """SGLang's would wait for all requests, and then kill this process; :class:`Ending` acts instead."""
+        """SGLang's would wait for all requests, and then kill this process; :class:`Shutdown` acts instead."""
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -94,20 +94,20 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
             return
         self.auto_create_handle_loop()
         self._pat_calibration = asyncio.ensure_future(calibrate(self))
-        self._pat_calibration.add_done_callback(lambda _: self._pat_calibrated())
+        self._pat_calibration.add_done_callback(lambda _: self._pat_run_calibration())
 
-    def _pat_calibrated(self) -> None:
+    def _pat_run_calibration(self) -> None:
         self._pat_calibrates = False
-        self._pat_at_gate.look()
+        self._pat_at_gate.check()
 
-    async def pat_made_up(self, obj: GenerateReqInput) -> None:
+    async def pat_generate_unlogged(self, obj: GenerateReqInput) -> None:
         """Generate for a measurement: nobody sees the answer."""
         obj.pat_made_up = True
         async with aclosing(super().generate_request(obj)) as answers:
             async for _ in answers:
                 pass
 
-    def pat_calibration_turn(self, over: bool = False) -> None:
+    def pat_send_calibration_turn(self, over: bool = False) -> None:
         """See :class:`~sglang_pat.messages.CalibrationTurn`."""
         self.send_to_scheduler.send_pyobj(messages.CalibrationTurn(over=over))
 
@@ -122,11 +122,11 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
     # -- weights --------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def pat_update(self, obj: Any) -> AsyncIterator[None]:
+    async def pat_pause_for_update(self, obj: Any) -> AsyncIterator[None]:
         # An update waits until no request is left, unless generation is paused: a round is not to be waited for.
         self._pat_cancel_rounds()
         try:
-            async with super().pat_update(obj):
+            async with super().pat_pause_for_update(obj):
                 yield
         finally:
             self.pat_weight_updates += 1  # also after one that failed: some ranks may have begun
@@ -134,7 +134,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
 
     def _pat_cancel_rounds(self) -> None:
         for round_ in list(self.pat_rounds):
-            round_.weights_changed()
+            round_.cancel_for_new_weights()
 
     def init_ipc_channels(self, port_args) -> None:
         super().init_ipc_channels(port_args)
@@ -156,7 +156,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
         reply = await self._pat_ask(messages.StatusQuery)
         return reply.status | {"weight_version": self.server_args.weight_version}
 
-    async def pat_until_idle(self) -> None:
+    async def pat_wait_until_idle(self) -> None:
         """Until the coordinator has heard that all requests have ended: then it has heard of their steps, too, and the
         next batch is spread evenly.  All requests are answered.
 
@@ -180,7 +180,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
             raise ReconfigureError(reply.code, reply.message)
         return reply.record or {}
 
-    async def pat_trace(self) -> list[dict[str, Any]]:
+    async def pat_get_trace(self) -> list[dict[str, Any]]:
         """Steps of all replicas since the last call (``sglang_pat.messages.Step``), oldest first; bounded."""
         return (await self._pat_ask(messages.TraceQuery)).steps
 
@@ -197,7 +197,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
         self.pat_log_begins = False
         return msgspec.to_builtins((await self._pat_ask(messages.SetSchedule, entries=checked)).state)
 
-    async def pat_schedule(self) -> dict[str, Any]:
+    async def pat_get_schedule(self) -> dict[str, Any]:
         """How the schedule went, when it is over or replaced (fields of :class:`~sglang_pat.messages.ScheduleState`).
 
         Raises as :meth:`pat_set_schedule`.
@@ -215,7 +215,7 @@ class AdaptiveTokenizerManager(ValidatingTokenizerManager):
             self.auto_create_handle_loop()
             self.send_to_scheduler.send_pyobj(messages.SetSchedule(query_id=next(self._pat_ids), entries=[]))
 
-    def pat_round(self, message: messages.BeginRound | messages.EndRound) -> None:
+    def pat_send_round(self, message: messages.BeginRound | messages.EndRound) -> None:
         """A round of the requests sent from now on begins, or ends."""
         self.auto_create_handle_loop()
         self.send_to_scheduler.send_pyobj(message)

@@ -29,12 +29,12 @@ import torch.distributed as dist
 
 from sglang_pat.checks import census, faults
 from sglang_pat.checks.agreement import check as check_agreement
-from sglang_pat.checks.steady import steady
+from sglang_pat.checks.steady import forbid_new_resources
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import Cancel, Compile, Prepare, Prepared, RankSwitched, Switch
 from sglang_pat.switch import install, kv, plan, requests
-from sglang_pat.switch.order import fence_after_switch
-from sglang_pat.switch.requests import IncomingRequests, Offer
+from sglang_pat.switch.order import make_fence
+from sglang_pat.switch.requests import GroupOffer, IncomingRequests
 
 if TYPE_CHECKING:
     from sglang_pat.switch.scheduler import SwitchingScheduler
@@ -122,8 +122,8 @@ class SwitchExecutor:
             rows = [np.arange(1 + i * tokens, 1 + (i + 1) * tokens) for i in range(count)]
             offers = {}
             for group in old.leaders:
-                dests = plan.destinations(old, new, group, [tokens] * count)
-                offers[group] = Offer([plan.LiveRequest(tokens, 0, -1, dest) for dest in dests])
+                dests = plan.choose_destinations(old, new, group, [tokens] * count)
+                offers[group] = GroupOffer([plan.LiveRequest(tokens, 0, -1, dest) for dest in dests])
             plans = requests.plan_groups(self.scheduler, new, offers)
             mine = offers[old.group_of(self.rank)].live
             exchange = kv.prepare(self.layouts, self.staging, new, plans, mine, rows)
@@ -139,18 +139,18 @@ class SwitchExecutor:
         error, grammars = "", []
         try:
             self._enter(SwitchState.PREPARE, command.epoch)
-            with steady():
+            with forbid_new_resources():
                 new = self.config.layout(command.tp)
                 self.layouts.prepare(new)
-                tokens = requests.tokens_to_move(self.scheduler, command.recompute_below)
+                tokens = requests.count_tokens_to_move(self.scheduler, command.recompute_below)
                 kv.reserve(self.layouts, self.staging, new, tokens)
                 grammars = requests.seal_requests(self.scheduler, new)
         except Exception as exc:
             logger.exception("preparing switch %d failed", command.epoch)
             error = f"rank {self.rank}: {exc}"
-        prompt = None if error or requests.keeps_pieces(self.scheduler) else self.scheduler.chunked_req
-        self._computing = self._prepared(command.epoch, started, error=error, grammars=grammars), prompt
-        self.answer()
+        prompt = None if error or requests.can_keep_pieces(self.scheduler) else self.scheduler.chunked_req
+        self._computing = self._make_prepared_reply(command.epoch, started, error=error, grammars=grammars), prompt
+        self.poll_command()
 
     def compile(self, command: Compile) -> None:
         """PREPARE, second part: grammars of requests that other groups will hand over, in threads of SGLang."""
@@ -159,24 +159,24 @@ class SwitchExecutor:
         if self.scheduler.is_fully_idle():
             self.scheduler.grammars.wait()  # its loop sleeps
 
-    def answer(self) -> None:
+    def poll_command(self) -> None:
         """Called in every iteration: what a command has begun may be done."""
         scheduler = self.scheduler
         if self._compiling is not None and not scheduler.grammars.busy:
             (epoch, started), self._compiling = self._compiling, None
-            scheduler.channel.send(self._prepared(epoch, started))
+            scheduler.channel.send(self._make_prepared_reply(epoch, started))
         message, prompt = self._computing or (None, None)
         if message and (prompt is None or prompt is not scheduler.chunked_req or scheduler._engine_paused):
             self._computing = None
             scheduler.channel.send(message)
 
-    def _prepared(self, epoch: int, started: float, **more: Any) -> Prepared:
+    def _make_prepared_reply(self, epoch: int, started: float, **more: Any) -> Prepared:
         return Prepared(rank=self.rank, epoch=epoch, seconds=time.perf_counter() - started, **more)
 
     def cancel(self, command: Cancel) -> None:
         """Another rank could not prepare: stay where we are."""
         self._computing = None
-        self.scheduler.grammars.forget()
+        self.scheduler.grammars.clear()
         self.staging.release()
         if self.state is SwitchState.PREPARE:
             self.state = advance(advance(self.state, SwitchState.ABORT), SwitchState.IDLE)
@@ -186,7 +186,7 @@ class SwitchExecutor:
         self._phases, self._clock = {}, time.perf_counter()
         old, new = self.layouts.current.layout, self.config.layout(command.tp)
         report = dict(rank=self.rank, epoch=command.epoch, tp=command.tp)
-        with steady():
+        with forbid_new_resources():
             try:
                 offers, incoming, exchange = self._quiesce(old, new, command)
                 self._exchange(old, new, exchange, command.epoch)
@@ -205,22 +205,22 @@ class SwitchExecutor:
 
         Nothing is changed that an aborted switch would miss.
         """
-        error, offer, held, rows, capsules = None, Offer(), [], [], {}
+        error, offer, held, rows, capsules = None, GroupOffer(), [], [], {}
         try:
             self._enter(SwitchState.QUIESCE, command.epoch)
             requests.drain(self.scheduler)
             self._mark("drain")
-            has_kv, waiting, rows = requests.with_kv(self.scheduler)
+            has_kv, waiting, rows = requests.split_by_kv(self.scheduler)
             held = has_kv + waiting
             offer, capsules = requests.make_offer(self.scheduler, new, has_kv, waiting, rows, command.recompute_below)
-            offer.taken = install.counters_of(self.scheduler)
+            offer.taken = install.read_counters(self.scheduler)
             self._mark("capsules")
         except Exception as exc:
             error = exc
         self._vote(error)
         self._mark("drain")  # of the others: their last step, and their offers where they come later
         # Only a leader's offer counts; its followers hold the same requests.
-        gathered: list[Offer | None] = [None] * self.config.num_ranks
+        gathered: list[GroupOffer | None] = [None] * self.config.num_ranks
         dist.all_gather_object(gathered, offer if self.scheduler.is_leader else None, group=self.world)
         offers = {group: gathered[group] for group in old.leaders}
         if new.tp > old.tp:
@@ -267,13 +267,15 @@ class SwitchExecutor:
             raise
         self._mark("weights" if self.layouts.resharding else "kv")  # of the others, where they are done later
 
-    def _commit(self, new: ParallelLayout, offers: dict[int, Offer], incoming: IncomingRequests, epoch: int) -> None:
+    def _commit(
+        self, new: ParallelLayout, offers: dict[int, GroupOffer], incoming: IncomingRequests, epoch: int
+    ) -> None:
         """Become part of the new layout.  There is no way back from here: an error ends the engine."""
         self._enter(SwitchState.COMMIT, epoch)
         sent = {leader: offer.sent for leader, offer in offers.items()}
-        fence = fence_after_switch(self.rank, sent, [offer.fence for offer in offers.values()])
-        leader = install.leader_before(self.rank, self.layouts.current.layout, new)
-        self.scheduler.point_at(self.layouts[new], epoch, fence)
+        fence = make_fence(self.rank, sent, [offer.fence for offer in offers.values()])
+        leader = install.find_old_leader(self.rank, self.layouts.current.layout, new)
+        self.scheduler.enter_layout(self.layouts[new], epoch, fence)
         install.take_counters(self.scheduler, offers[leader].taken)
         for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:
             stats = req.time_stats
@@ -281,7 +283,7 @@ class SwitchExecutor:
         install.install_requests(self.scheduler, incoming)
         self._mark("install")
 
-    def _resume(self, report: dict, offers: dict[int, Offer], incoming: IncomingRequests, moved: int) -> None:
+    def _resume(self, report: dict, offers: dict[int, GroupOffer], incoming: IncomingRequests, moved: int) -> None:
         """Check that nothing was lost, say so, and let SGLang's loop go on."""
         self._enter(SwitchState.RESUME, report["epoch"])
         requests.check_sums(self.scheduler)
@@ -311,7 +313,7 @@ class SwitchExecutor:
 
     def _abort(self) -> None:
         """Go on in the old layout.  If KV may have been overwritten, recompute it from the tokens."""
-        self.scheduler.grammars.forget()
+        self.scheduler.grammars.clear()
         self.staging.release()
         overwritten = self.state is SwitchState.EXCHANGE
         self.state = advance(self.state, SwitchState.ABORT)

@@ -25,7 +25,7 @@ MAX_AWAITED = 64
 """Grammars that a rank remembers because a request came to it that waits for them: the last ones."""
 
 
-def key_of(req: Req) -> Key | None:
+def get_key(req: Req) -> Key | None:
     """Key under which SGLang caches the grammar of ``req``."""
     params = req.sampling_params
     for kind, value in (
@@ -44,9 +44,9 @@ def is_compiling(req: Req) -> bool:
     return isinstance(req.grammar, Future)
 
 
-def needed(reqs: Iterable[Req]) -> list[Grammar]:
+def list_needed_grammars(reqs: Iterable[Req]) -> list[Grammar]:
     """The compiled grammars of ``reqs`` and how many requests have each."""
-    keys = (key_of(req) for req in reqs if req.grammar is not None and not is_compiling(req))
+    keys = (get_key(req) for req in reqs if req.grammar is not None and not is_compiling(req))
     counts = Counter(key for key in keys if key is not None)
     return [Grammar(kind=kind, text=text, count=count) for (kind, text), count in counts.items()]
 
@@ -95,26 +95,26 @@ class CompiledGrammars:
     def keep(self, reqs: Iterable[Req]) -> None:
         """Have the grammars of ``reqs``, which are all of a new group's, in SGLang's cache, and no others: its ranks
         must find the same."""
-        keys = {key_of(req) for req in reqs if req.grammar is not None} - {None}
-        pristine = {key: self._pristine(key) for key in keys}
-        self.forget()
+        keys = {get_key(req) for req in reqs if req.grammar is not None} - {None}
+        pristine = {key: self._get_unused(key) for key in keys}
+        self.clear()
         if self._backend is not None:
             self._backend.reset()
             for key, grammar in pristine.items():
                 self._backend.set_cache(key, grammar)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """What was compiled for a switch is not wanted any more."""
         self._made.clear()
 
-    def _pristine(self, key: Key) -> Any:
+    def _get_unused(self, key: Key) -> Any:
         """One that no request uses."""
         if key in self._made:
             return self._made[key].result()[0]
         return self._backend.cache.get(key) or self._make(key, 0)[0]
 
     @contextmanager
-    def rebuilding(self, held: Any | None, compiling: bool, given_up: bool = False) -> Iterator[None]:
+    def use_for_rebuild(self, held: Any | None, compiling: bool, given_up: bool = False) -> Iterator[None]:
         """Inside the block SGLang makes a request again: with the grammar ``held`` by the request itself, or the future
         one, if it was here; ``compiling``: with one that may not be ready and waits for its turn; ``given_up``: it was
         aborted and has none any more, maybe because that takes for ever."""
@@ -141,7 +141,7 @@ class CompiledGrammars:
         return grammar
 
     def _lookup(self, key: Key, require_reasoning: bool) -> tuple[Any, bool]:
-        """SGLang's, and whether it is ready; see :meth:`rebuilding`."""
+        """SGLang's, and whether it is ready; see :meth:`use_for_rebuild`."""
         if self._rebuilding is None:
             return self._sglang_lookup(key, require_reasoning)
         held, compiling, given_up = self._rebuilding

@@ -32,14 +32,14 @@ COUNTERS = ("forward_ct", "recv_skipper._counter")
 Ranks of one TP group run the same scheduler side by side: where two of them differ in a counter or an order, one waits
 in a broadcast and the other in an all-reduce, for ever.  Ranks that come together from different groups differ in
 whatever has counted their steps or read their clocks.  What else must be equal is made anew by
-``AdaptiveScheduler.point_at`` and :func:`install_requests`.
+``AdaptiveScheduler.enter_layout`` and :func:`install_requests`.
 """
 
 _STEP_MARKS = ("profiler_start_forward_ct", "profiler_target_forward_ct")
 """Counted in steps of this rank: they move along when ``forward_ct`` does."""
 
 
-def counters_of(scheduler: SwitchingScheduler) -> dict[str, Any]:
+def read_counters(scheduler: SwitchingScheduler) -> dict[str, Any]:
     """The values of :data:`COUNTERS` that this scheduler has."""
     return {path: value for path in COUNTERS if (value := find(scheduler, path)) is not None}
 
@@ -54,7 +54,7 @@ def take_counters(scheduler: SwitchingScheduler, values: dict[str, Any]) -> None
         setattr(find(scheduler, owner) if owner else scheduler, name, value)
 
 
-def leader_before(rank: int, old: ParallelLayout, new: ParallelLayout) -> int:
+def find_old_leader(rank: int, old: ParallelLayout, new: ParallelLayout) -> int:
     """The old leader whose group the leader of ``rank``'s new group comes from."""
     return old.group_of(new.group_of(rank))
 
@@ -69,7 +69,7 @@ def find(root: Any, path: str) -> Any:
 def install_requests(scheduler: SwitchingScheduler, incoming: IncomingRequests) -> None:
     """Make ``incoming`` the requests of this scheduler."""
     for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:
-        degrees.adopted(req, scheduler.tp_size)
+        degrees.record_degree(req, scheduler.tp_size)
     scheduler.chunked_req, scheduler._chunked_req_scheduled_last_iter = None, False
     scheduler.grammar_manager.grammar_queue = [req for req in incoming.waiting if grammars.is_compiling(req)]
     scheduler.waiting_queue = [req for req in incoming.waiting if not grammars.is_compiling(req)]
@@ -79,7 +79,7 @@ def install_requests(scheduler: SwitchingScheduler, incoming: IncomingRequests) 
     scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
     if not incoming.num_slots:
         return
-    _occupy(scheduler, incoming.place[1:])
+    _allocate_slots(scheduler, incoming.place[1:])
     slots = _Slots(scheduler, incoming.place)
     rows = [slots.enter(req, row, shared, decodes=True) for req, row, shared in incoming.decoding]
     for req, row, shared in incoming.parked:
@@ -87,11 +87,11 @@ def install_requests(scheduler: SwitchingScheduler, incoming: IncomingRequests) 
     slots.upload()
     reqs = [req for req, _, _ in incoming.decoding]
     if reqs:
-        _hold(scheduler, reqs, rows)
+        _write_request_table(scheduler, reqs, rows)
         scheduler.running_batch = _decode_batch(scheduler, reqs)
 
 
-def _occupy(scheduler: SwitchingScheduler, slots: np.ndarray) -> None:
+def _allocate_slots(scheduler: SwitchingScheduler, slots: np.ndarray) -> None:
     """Take these KV slots out of the empty pool."""
     allocator, highest = scheduler.token_to_kv_pool_allocator, int(slots.max())
     free = np.ones(highest + 1, dtype=bool)
@@ -146,14 +146,14 @@ class _Slots:
         freed = np.concatenate(self._freed) if self._freed else ()
         if len(freed):
             self._scheduler.token_to_kv_pool_allocator.free(upload(freed, torch.int64, device))
-        nodes = _nodes(self._tree) if self._keeps else []
+        nodes = _list_tree_nodes(self._tree) if self._keeps else []
         if nodes:
             flat = upload(torch.cat([node.value for node in nodes]), torch.int64, device)
             for node, value in zip(nodes, flat.split([len(node.value) for node in nodes]), strict=True):
                 node.value = value
 
 
-def _nodes(tree: BasePrefixCache) -> list:
+def _list_tree_nodes(tree: BasePrefixCache) -> list:
     """All nodes of the radix tree below its root."""
     found = list(tree.root_node.children.values())
     for node in found:  # grows meanwhile
@@ -161,7 +161,7 @@ def _nodes(tree: BasePrefixCache) -> list:
     return found
 
 
-def _hold(scheduler: SwitchingScheduler, reqs: list[Req], rows: list[np.ndarray]) -> None:
+def _write_request_table(scheduler: SwitchingScheduler, reqs: list[Req], rows: list[np.ndarray]) -> None:
     """Write the slots of ``reqs`` into the table of running requests."""
     table, device = scheduler.req_to_token_pool, scheduler.device
     for req in reqs:
@@ -202,5 +202,5 @@ def _decode_batch(scheduler: SwitchingScheduler, reqs: list[Req]) -> ScheduleBat
     if batch.return_logprob:
         batch.top_logprobs_nums = [req.top_logprobs_num for req in reqs]
         batch.token_ids_logprobs = [req.token_ids_logprob for req in reqs]
-    batch.sampling_info = penalties.sampling_info_with_history(batch, decode=True)
+    batch.sampling_info = penalties.make_sampling_info(batch, decode=True)
     return batch

@@ -1,8 +1,9 @@
 """The KV of live requests from the old pool view to the new one, layer by layer.
 
 :func:`prepare` makes a rank's part of it before anything is moved; its ``run`` moves all layers.  A layer is packed
-(:class:`Parts`), carried to the other ranks (:class:`Direct`, :class:`AllToAll`, or PAT's way :class:`AllGather`) and
-unpacked there, while the next one is packed.  Which slots and heads go where is in ``switch/plan.py``.
+(:class:`Parts`), carried to the other ranks (:class:`DirectTransfer`, :class:`AllToAll`, or PAT's way
+:class:`AllGather`) and unpacked there, while the next one is packed.  Which slots and heads go where is in
+``switch/plan.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 # -- one layer: between the pool and a flat buffer -----------------------------------------------------
 
 
-def staged_numel(n: int, head_count: int, dim_k: int, dim_v: int) -> int:
+def count_staged_elements(n: int, head_count: int, dim_k: int, dim_v: int) -> int:
     """Elements of the staging buffer for n slots."""
     return n * head_count * (dim_k + dim_v)
 
@@ -55,7 +56,7 @@ class Parts:
     ``head_begin``, ``head_count``
         Part p covers heads ``[head_begin[p], head_begin[p] + head_count)``; ``head_begin`` has P integers.
     ``staged``
-        1-D, the pool's dtype, exactly ``staged_numel(...)`` elements: for each part in order its K block
+        1-D, the pool's dtype, exactly ``count_staged_elements(...)`` elements: for each part in order its K block
         ``[n_p, head_count, dim_k]`` and then its V block ``[n_p, head_count, dim_v]``.
 
     Errors: ValueError from the C++ for whatever does not fit together. On CUDA only sizes are checked: to look at
@@ -82,12 +83,12 @@ class Parts:
 
     def _run(self, kernel: str, k: torch.Tensor, v: torch.Tensor, staged: torch.Tensor) -> None:
         if self._slots.numel() and self._head_count:
-            run = getattr(_kernels(k.device.type), kernel)
+            run = getattr(_choose_kernels(k.device.type), kernel)
             run(k, v, self._slots, *self._tables, self._head_count, staged)
 
 
 @cache
-def _kernels(device: str) -> ModuleType:
+def _choose_kernels(device: str) -> ModuleType:
     """The module with ``kv_pack`` and ``kv_unpack`` for a type of device."""
     return import_module("sglang_pat.switch.kv_triton" if device == "cuda" else "sglang_pat._C")
 
@@ -142,7 +143,7 @@ class Staging:
     def release(self) -> None:
         self._buffers = [buffer.new_empty(0) for buffer in self._buffers]
 
-    def take(self, out: int, into: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    def get_buffers(self, out: int, into: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """The buffers as so many elements of ``dtype``, 1-D; those that go out first."""
         sizes = [size * dtype.itemsize for size in [out] * COUNT + [into]]
         self.reserve(sizes[0], sizes[-1])
@@ -185,25 +186,25 @@ class AllToAll:
         self._group = group
         self._out_splits, self._in_splits = elements[me].tolist(), elements[:, me].tolist()
         self._leaving = self.sent = sum(self._out_splits)
-        *self._out, self._in = staging.take(self._leaving + staying, sum(self._in_splits), dtype)
+        *self._out, self._in = staging.get_buffers(self._leaving + staying, sum(self._in_splits), dtype)
         self._work: dist.Work | None = None
 
-    def outgoing(self, layer: int) -> torch.Tensor:
+    def get_outgoing(self, layer: int) -> torch.Tensor:
         return self._out[layer % COUNT]
 
     def start(self, layer: int) -> None:
-        leaving = self.outgoing(layer)[: self._leaving]
+        leaving = self.get_outgoing(layer)[: self._leaving]
         self._work = dist.all_to_all_single(
             self._in, leaving, self._in_splits, self._out_splits, group=self._group, async_op=True
         )
 
-    def incoming(self, layer: int) -> list[Piece]:
+    def get_incoming(self, layer: int) -> list[Piece]:
         _wait(self._work)
         peers = len(self._in_splits)
-        return [Piece(0, peers, self._in), Piece(peers, peers + 1, self.outgoing(layer)[self._leaving :])]
+        return [Piece(0, peers, self._in), Piece(peers, peers + 1, self.get_outgoing(layer)[self._leaving :])]
 
 
-class Direct:
+class DirectTransfer:
     """Through :class:`Windows`: peers unpack from where this rank packed.
 
     Before another carrier begins all ranks must have met: a peer may still read the last layer.
@@ -226,26 +227,28 @@ class Direct:
         dtype: torch.dtype,
     ) -> None:
         me = dist.get_rank(group)
-        self._meet = shm.backend_of(group).meet
+        self._meet = shm.get_backend(group).meet
         self._windows, self._dtype, self._own = windows, dtype, members[me]
-        self._parts = [(members[peer], begin, end - begin) for peer, begin, end in _coming(elements, me, staying)]
+        self._parts = [
+            (members[peer], begin, end - begin) for peer, begin, end in _list_incoming(elements, me, staying)
+        ]
         self.sent = int(elements[me].sum())
         self._size = self.sent + staying
         self._busiest = int(max(elements.sum(axis=0).max(), elements.sum(axis=1).max())) * dtype.itemsize
         self._work: dist.Work | None = None
         windows.reserve(self._size * dtype.itemsize)
 
-    def outgoing(self, layer: int) -> torch.Tensor:
-        return self._windows.view(self._own, layer % COUNT, 0, self._size, self._dtype)
+    def get_outgoing(self, layer: int) -> torch.Tensor:
+        return self._windows.get_view(self._own, layer % COUNT, 0, self._size, self._dtype)
 
     def start(self, layer: int) -> None:
         # All have packed this layer when all are here, and all have unpacked the one before.
         self._work = self._meet(self._busiest)
 
-    def incoming(self, layer: int) -> list[Piece]:
+    def get_incoming(self, layer: int) -> list[Piece]:
         _wait(self._work)
         return [
-            Piece(i, i + 1, self._windows.view(member, layer % COUNT, begin, count, self._dtype))
+            Piece(i, i + 1, self._windows.get_view(member, layer % COUNT, begin, count, self._dtype))
             for i, (member, begin, count) in enumerate(self._parts)
             if count
         ]
@@ -263,23 +266,23 @@ class AllGather:
         self, group: dist.ProcessGroup, elements: np.ndarray, staying: int, most: int, sample: torch.Tensor
     ) -> None:
         self._group = group
-        self._parts = _coming(elements, dist.get_rank(group), staying)
+        self._parts = _list_incoming(elements, dist.get_rank(group), staying)
         self._out = sample.new_empty(most)
         self._all = [torch.empty_like(self._out) for _ in elements]
         self.sent = most * (len(elements) - 1)
 
-    def outgoing(self, layer: int) -> torch.Tensor:
+    def get_outgoing(self, layer: int) -> torch.Tensor:
         *_, (_, _, end) = self._parts
         return self._out[:end]
 
     def start(self, layer: int) -> None:
         dist.all_gather(self._all, self._out, group=self._group)
 
-    def incoming(self, layer: int) -> list[Piece]:
+    def get_incoming(self, layer: int) -> list[Piece]:
         return [Piece(i, i + 1, self._all[peer][begin:end]) for i, (peer, begin, end) in enumerate(self._parts)]
 
 
-def _coming(elements: np.ndarray, me: int, staying: int) -> list[tuple[int, int, int]]:
+def _list_incoming(elements: np.ndarray, me: int, staying: int) -> list[tuple[int, int, int]]:
     """Peer, and begin and end in what it has packed, of each part that comes to rank ``me``; its own at the end."""
     ends = np.cumsum(elements, axis=1)
     parts = [(peer, int(ends[peer, me] - elements[peer, me]), int(ends[peer, me])) for peer in range(len(elements))]
@@ -325,7 +328,7 @@ def prepare(
     old, groups = layouts.current.layout, layouts.runner.groups
     gather = layouts.config.kv_exchange == "allgather"
     # The larger group by all ranks, also those that have nothing to move.
-    group, members = groups.larger(old, new) if gather else groups.exchange_group(old, new)
+    group, members = groups.get_larger_group(old, new) if gather else groups.exchange_group(old, new)
     if not any(group_plan.total for group_plan in plans.values()):
         return None
     move = plan.Move(
@@ -340,11 +343,11 @@ def prepare(
     )
     exchange, source = plan.plan_exchange(move, gather), layouts.current.kv_pool
     sample, dim = source.k_buffer[0], source.head_dim + source.v_head_dim
-    elements, staying = exchange.elements(dim), exchange.moving * exchange.heads * dim
+    elements, staying = exchange.count_elements(dim), exchange.moving * exchange.heads * dim
     if gather:
         carrier = AllGather(group, elements, staying, exchange.most * exchange.heads * dim, sample)
     elif layouts.windows is not None:
-        carrier = Direct(group, layouts.windows, members, elements, staying, sample.dtype)
+        carrier = DirectTransfer(group, layouts.windows, members, elements, staying, sample.dtype)
     else:
         carrier = AllToAll(group, staging, elements, staying, sample.dtype)
     return KvExchange(source, layouts[new].kv_pool, exchange, carrier)
@@ -358,7 +361,7 @@ class KvExchange:
         source: MHATokenToKVPool,
         target: MHATokenToKVPool,
         exchange: plan.ExchangePlan,
-        carrier: Direct | AllToAll | AllGather,
+        carrier: DirectTransfer | AllToAll | AllGather,
     ) -> None:
         self._plan, self._carrier = exchange, carrier
         self._source, self._target = source, target
@@ -401,17 +404,17 @@ class KvExchange:
 
     def _pack(self, layer: int) -> None:
         pools = self._source.k_buffer[layer], self._source.v_buffer[layer]
-        self._sends.pack(*pools, self._carrier.outgoing(layer))
+        self._sends.pack(*pools, self._carrier.get_outgoing(layer))
 
     def _unpack(self, layer: int) -> None:
         pools = self._target.k_buffer[layer], self._target.v_buffer[layer]
-        for piece in self._carrier.incoming(layer):
+        for piece in self._carrier.get_incoming(layer):
             key = piece.first, piece.last
             if key not in self._receives:  # every layer comes in the same pieces
-                self._receives[key] = self._parts_received(piece.first, piece.last)
+                self._receives[key] = self._make_received_parts(piece.first, piece.last)
             self._receives[key].unpack(*pools, piece.data)
 
-    def _parts_received(self, first: int, last: int) -> Parts:
+    def _make_received_parts(self, first: int, last: int) -> Parts:
         offsets, heads = self._plan.recv_offsets[first : last + 1], self._plan.recv_heads[first:last]
         slots = self._recv_slots[offsets[0] : offsets[-1]]
         return Parts(slots, offsets - offsets[0], heads, self._plan.heads)

@@ -117,7 +117,7 @@ def _launch(pack: bool, k, v, slots, part_offsets, head_begin, head_count: int, 
         raise ValueError(f"{n} slots of {head_count} heads do not fit {given}")
     width = gcd(8, *(x * item for x in (dim_k, dim_v, k.stride(0), v.stride(0))))
     width = gcd(width, k.data_ptr(), v.data_ptr(), flat.data_ptr())
-    words_k, words_v, words_flat = (_as_words(t, width) for t in (k, v, flat))
+    words_k, words_v, words_flat = (_view_as_words(t, width) for t in (k, v, flat))
     k_head, v_head = dim_k * item // width, dim_v * item // width
     columns = min(MAX_COLUMNS, triton.next_power_of_2(max(k_head, v_head) * head_count))
     rows = TILE_WORDS // columns
@@ -143,7 +143,7 @@ def _launch(pack: bool, k, v, slots, part_offsets, head_begin, head_count: int, 
         )
 
 
-def _as_words(t: torch.Tensor, width: int) -> torch.Tensor:
+def _view_as_words(t: torch.Tensor, width: int) -> torch.Tensor:
     """The same memory seen as integers of ``width`` bytes; only its address matters to the kernel."""
     if t.dim() == 3:  # rows that may lie apart; a stride-0 or one-head dimension must not get in the way of the view
         t = t.as_strided((t.shape[0], t.shape[1] * t.shape[2]), (t.stride(0), 1))

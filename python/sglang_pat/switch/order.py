@@ -18,7 +18,7 @@ from sglang_pat.dropped import Dropped, read
 
 
 @dataclass(frozen=True)
-class Stamped:
+class NumberedOutput:
     """An output with its place: ``seq`` counts this rank's messages from 1."""
 
     rank: int
@@ -27,9 +27,7 @@ class Stamped:
     payload: Any
 
 
-def fence_after_switch(
-    rank: int, sent: Mapping[int, int], unsent: Iterable[Mapping[int, int] | None]
-) -> dict[int, int] | None:
+def make_fence(rank: int, sent: Mapping[int, int], unsent: Iterable[Mapping[int, int] | None]) -> dict[int, int] | None:
     """Fence of the first output of ``rank`` after a switch.
 
     Args:
@@ -45,12 +43,12 @@ def fence_after_switch(
 
 @dataclass
 class OutputOrder:
-    """Delivers :class:`Stamped` messages so that every fence holds; holds the others back."""
+    """Delivers :class:`NumberedOutput` messages so that every fence holds; holds the others back."""
 
     _delivered: dict[int, int] = field(default_factory=dict)
-    _held: dict[int, deque[Stamped]] = field(default_factory=dict)
+    _held: dict[int, deque[NumberedOutput]] = field(default_factory=dict)
 
-    def push(self, message: Stamped) -> list[Any]:
+    def push(self, message: NumberedOutput) -> list[Any]:
         """Take a message; returns the payloads that may go on now, in order."""
         self._held.setdefault(message.rank, deque()).append(message)
         ready: list[Any] = []
@@ -58,14 +56,14 @@ class OutputOrder:
         while progress:
             progress = False
             for queue in self._held.values():
-                while queue and self._holds(queue[0].fence):
+                while queue and self._is_open(queue[0].fence):
                     head = queue.popleft()
                     self._delivered[head.rank] = head.seq
                     ready.append(head.payload)
                     progress = True
         return ready
 
-    def _holds(self, fence: dict[int, int] | None) -> bool:
+    def _is_open(self, fence: dict[int, int] | None) -> bool:
         return not fence or all(self._delivered.get(rank, 0) >= seq for rank, seq in fence.items())
 
 
@@ -88,7 +86,7 @@ class OutputSender:
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
         self._tell(output, self.reqs)
         self.sent += 1
-        self._inner.send_output(Stamped(self._rank, self.sent, self.fence, output))
+        self._inner.send_output(NumberedOutput(self._rank, self.sent, self.fence, output))
         self.fence = None
 
 
@@ -111,7 +109,7 @@ class OrderedReceiver:
 
     def _take(self, frame: bytes) -> None:
         for message in read(frame, self._dropped):
-            self._ready.extend(self._order.push(message) if isinstance(message, Stamped) else [message])
+            self._ready.extend(self._order.push(message) if isinstance(message, NumberedOutput) else [message])
 
 
 class AsyncOrderedReceiver(OrderedReceiver):

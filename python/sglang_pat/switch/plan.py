@@ -41,7 +41,7 @@ class LiveRequest:
     complete: bool = True
 
 
-def balance(weights: Sequence[int], bins: Sequence[int]) -> list[int]:
+def balance_bins(weights: Sequence[int], bins: Sequence[int]) -> list[int]:
     """Assign each weight to a bin, heaviest first to the lightest bin; ties to the lower one."""
     load = {b: 0 for b in bins}
     result = [0] * len(weights)
@@ -53,14 +53,14 @@ def balance(weights: Sequence[int], bins: Sequence[int]) -> list[int]:
     return result
 
 
-def destinations(old: ParallelLayout, new: ParallelLayout, group: int, tokens: Sequence[int]) -> list[int]:
+def choose_destinations(old: ParallelLayout, new: ParallelLayout, group: int, tokens: Sequence[int]) -> list[int]:
     """New group of each request of old group ``group``: the one it merges into, or a balanced split."""
     if new.tp >= old.tp:
         return [group % new.dp] * len(tokens)
-    return balance(tokens, range(group, new.dp, old.dp))
+    return balance_bins(tokens, range(group, new.dp, old.dp))
 
 
-def shared_prefixes(rows: Sequence[np.ndarray], dests: Sequence[int], num_slots: int) -> list[tuple[int, int]]:
+def find_shared_prefixes(rows: Sequence[np.ndarray], dests: Sequence[int], num_slots: int) -> list[tuple[int, int]]:
     """``(shared, parent)`` of each request, from the KV slots it occupies.
 
     Args:
@@ -147,13 +147,15 @@ def plan_group(
     return GroupPlan(rows, decodes, fresh, used)
 
 
-def capsules_to_send(old: ParallelLayout, new: ParallelLayout, rank: int, mine: Mapping[int, bytes]) -> list[bytes]:
+def list_capsules_to_send(
+    old: ParallelLayout, new: ParallelLayout, rank: int, mine: Mapping[int, bytes]
+) -> list[bytes]:
     """What ``rank`` sends to each rank; ``mine``: of the group that it leads, by group of the new layout."""
     own = old.group_of(rank)
     return [mine.get(new.group_of(to), b"") if old.group_of(to) != own else b"" for to in range(old.num_ranks)]
 
 
-def capsule_sizes(
+def list_capsule_sizes(
     old: ParallelLayout, new: ParallelLayout, rank: int, sizes: Mapping[int, Mapping[int, int]]
 ) -> list[int]:
     """Bytes that come to ``rank`` from each rank; ``sizes``: of what each old group has, by group of the new layout."""
@@ -178,14 +180,14 @@ class HeadSlice:
     count: int
 
 
-def kv_head_range(kv_heads: int, layout: ParallelLayout, rank: int) -> tuple[int, int]:
+def compute_kv_head_range(kv_heads: int, layout: ParallelLayout, rank: int) -> tuple[int, int]:
     """``(first head, number of heads)`` of ``rank``; with more ranks than heads, ranks share one."""
     parts = min(layout.tp, kv_heads)
     count = kv_heads // parts
     return layout.tp_rank(rank) * parts // layout.tp * count, count
 
 
-def head_slices(
+def list_head_slices(
     old: ParallelLayout, new: ParallelLayout, kv_heads: int, members: Sequence[int], dst: int
 ) -> list[HeadSlice]:
     """Slices that ``dst`` needs from the members of its exchange group, each head of each old group once.
@@ -193,24 +195,24 @@ def head_slices(
     Where several members hold the same head (more ranks than KV heads), ``dst`` takes its own
     copy if it has one, else the holders are used in turn.
     """
-    first, count = kv_head_range(kv_heads, new, dst)
+    first, count = compute_kv_head_range(kv_heads, new, dst)
     result: list[HeadSlice] = []
     for group in sorted({old.group_of(m) for m in members}):
         holders = [m for m in members if old.group_of(m) == group]
         chosen: dict[int, list[int]] = {}
         for head in range(first, first + count):
-            having = [m for m in holders if _holds(kv_heads, old, m, head)]
+            having = [m for m in holders if _has_head(kv_heads, old, m, head)]
             source = dst if dst in having else having[members.index(dst) % len(having)]
             chosen.setdefault(source, []).append(head)
         for src, heads in sorted(chosen.items()):
             assert heads == list(range(heads[0], heads[0] + len(heads))), "heads of a source are contiguous"
-            src_first, _ = kv_head_range(kv_heads, old, src)
+            src_first, _ = compute_kv_head_range(kv_heads, old, src)
             result.append(HeadSlice(src, dst, heads[0] - src_first, heads[0] - first, len(heads)))
     return result
 
 
-def _holds(kv_heads: int, layout: ParallelLayout, rank: int, head: int) -> bool:
-    first, count = kv_head_range(kv_heads, layout, rank)
+def _has_head(kv_heads: int, layout: ParallelLayout, rank: int, head: int) -> bool:
+    first, count = compute_kv_head_range(kv_heads, layout, rank)
     return first <= head < first + count
 
 
@@ -245,7 +247,7 @@ class ExchangePlan:
     most: int
     place: np.ndarray
 
-    def elements(self, dim: int) -> np.ndarray:
+    def count_elements(self, dim: int) -> np.ndarray:
         """Elements that each member sends to each in one layer, int64 ``[members, members]``.
 
         Args:
@@ -280,11 +282,11 @@ class Move:
     rows: Sequence[np.ndarray]
     requests: Sequence[LiveRequest]
 
-    def slices(self, dst: int) -> list[HeadSlice]:
+    def list_slices(self, dst: int) -> list[HeadSlice]:
         """What ``dst`` needs from the members."""
-        return head_slices(self.old, self.new, self.kv_heads, self.members, dst)
+        return list_head_slices(self.old, self.new, self.kv_heads, self.members, dst)
 
-    def leaving(self, dest: int) -> np.ndarray:
+    def list_outgoing_slots(self, dest: int) -> np.ndarray:
         """Slots of the old pool view that go from this rank's old group to new group ``dest``, each once."""
         parts = [
             row[request.shared :]
@@ -295,7 +297,7 @@ class Move:
         ]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
-    def coming(self, source: int) -> np.ndarray:
+    def list_incoming_slots(self, source: int) -> np.ndarray:
         """Slots of the plan for what comes from old group ``source`` to this rank's new group."""
         fresh = self.plans[self.new.group_of(self.rank)].fresh
         first = 1 + sum(count for group, count in fresh.items() if group < source)
@@ -309,27 +311,27 @@ def plan_exchange(move: Move, gather: bool = False) -> ExchangePlan:
         gather: PAT's way (section 4.3, Fig. 7), to compare with: nothing stays in place.
     """
     old, new, members, rank = move.old, move.new, move.members, move.rank
-    slices = {(s.src, s.dst): s for dst in members for s in move.slices(dst)}
+    slices = {(s.src, s.dst): s for dst in members for s in move.list_slices(dst)}
     counts = {s.count for s in slices.values()}
     assert len(counts) == 1, f"slices of one switch have one size, got {counts}"
     between = [[src != dst and (src, dst) in slices for dst in members] for src in members]
     fresh = [[move.plans[new.group_of(dst)].fresh.get(old.group_of(src), 0) for dst in members] for src in members]
     own = slices[rank, rank]
-    kept, of_plan = move.leaving(new.group_of(rank)), move.coming(old.group_of(rank))
+    kept, of_plan = move.list_outgoing_slots(new.group_of(rank)), move.list_incoming_slots(old.group_of(rank))
     if gather:
         place = np.arange(move.plans[new.group_of(rank)].total + 1, dtype=np.int64)
         stays = np.zeros(len(kept), dtype=bool)
     else:
-        place, stays = _place(move, own, kept, of_plan)
+        place, stays = _map_slots(move, own, kept, of_plan)
     send, recv = list[np.ndarray](), list[np.ndarray]()
     send_heads, recv_heads = list[int](), list[int]()
     empty = np.empty(0, dtype=np.int64)
     for peer in members:
         out = slices.get((rank, peer)) if peer != rank else None
-        send.append(move.leaving(new.group_of(peer)) if out else empty)
+        send.append(move.list_outgoing_slots(new.group_of(peer)) if out else empty)
         send_heads.append(out.src_head if out else 0)
         into = slices.get((peer, rank)) if peer != rank else None
-        recv.append(place[move.coming(old.group_of(peer))] if into else empty)
+        recv.append(place[move.list_incoming_slots(old.group_of(peer))] if into else empty)
         recv_heads.append(into.dst_head if into else 0)
     send.append(kept[~stays])
     send_heads.append(own.src_head)
@@ -337,10 +339,10 @@ def plan_exchange(move: Move, gather: bool = False) -> ExchangePlan:
     recv_heads.append(own.dst_head)
     return ExchangePlan(
         send_slots=np.concatenate(send),
-        send_offsets=_offsets(send),
+        send_offsets=_compute_offsets(send),
         send_heads=np.array(send_heads, dtype=np.int64),
         recv_slots=np.concatenate(recv),
-        recv_offsets=_offsets(recv),
+        recv_offsets=_compute_offsets(recv),
         recv_heads=np.array(recv_heads, dtype=np.int64),
         heads=counts.pop(),
         slots=np.where(between, fresh, 0),
@@ -349,7 +351,7 @@ def plan_exchange(move: Move, gather: bool = False) -> ExchangePlan:
     )
 
 
-def _place(move: Move, own: HeadSlice, kept: np.ndarray, of_plan: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _map_slots(move: Move, own: HeadSlice, kept: np.ndarray, of_plan: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The slot of the new pool view for each slot of the plan; and which of this rank's own tokens stay where they are.
 
     Both views lie over the same bytes.  With ``k`` times fewer heads, slot ``s`` becomes ``k`` slots from ``k * s`` on,
@@ -361,7 +363,9 @@ def _place(move: Move, own: HeadSlice, kept: np.ndarray, of_plan: np.ndarray) ->
 
     ``kept``, ``of_plan``: old slots of the tokens that it has and keeps, and their slots in the plan.
     """
-    old_heads, new_heads = (kv_head_range(move.kv_heads, layout, move.rank)[1] for layout in (move.old, move.new))
+    old_heads, new_heads = (
+        compute_kv_head_range(move.kv_heads, layout, move.rank)[1] for layout in (move.old, move.new)
+    )
     if old_heads >= new_heads:
         k, part = old_heads // new_heads, own.src_head // new_heads
         slots, stays = kept * k + part, np.ones(len(kept), dtype=bool)
@@ -379,5 +383,5 @@ def _place(move: Move, own: HeadSlice, kept: np.ndarray, of_plan: np.ndarray) ->
     return place, stays
 
 
-def _offsets(parts: Sequence[np.ndarray]) -> np.ndarray:
+def _compute_offsets(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.cumsum([0] + [len(part) for part in parts]).astype(np.int64)

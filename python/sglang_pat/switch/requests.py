@@ -60,7 +60,7 @@ def drain(scheduler: SwitchingScheduler) -> None:
         scheduler.maybe_send_health_check_signal()
 
 
-def drain_ended(scheduler: SwitchingScheduler) -> None:
+def drop_ended_batch(scheduler: SwitchingScheduler) -> None:
     """Let go of the requests in a batch if all have ended in the last step.
 
     They have been answered, and SGLang would count them up to its next turn: what is to come when nothing runs would
@@ -71,45 +71,45 @@ def drain_ended(scheduler: SwitchingScheduler) -> None:
         drain(scheduler)
 
 
-def idle_everywhere(scheduler: SwitchingScheduler) -> bool:
+def is_engine_idle(scheduler: SwitchingScheduler) -> bool:
     """Whether no rank of the engine has a request; all of them call this."""
     idle = torch.tensor([int(scheduler.is_fully_idle())])
     dist.all_reduce(idle, dist.ReduceOp.MIN, group=scheduler.layouts.runner.groups.world)
     return bool(idle.item())
 
 
-def requests_of(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req]]:
+def list_requests(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req]]:
     """``(decoding, waiting)`` after :func:`drain`; a half-prefilled request counts as waiting."""
     chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
     waiting = chunked + scheduler.waiting_queue + scheduler.grammar_manager.grammar_queue
     return list(scheduler.running_batch.reqs), waiting
 
 
-def with_kv(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req], list[np.ndarray]]:
+def split_by_kv(scheduler: SwitchingScheduler) -> tuple[list[Req], list[Req], list[np.ndarray]]:
     """``(live, waiting, rows)`` after :func:`drain`: requests that have KV, those that decode first; the others.
 
     ``rows``: KV slots of the tokens of each live one, int64 ``[tokens]``; the last token has none yet.  Of those that
     do not decode some may have fewer: only some pieces of a prompt are computed, or some KV was evicted.
     """
-    decoding, waiting = requests_of(scheduler)
-    parked = _parked(scheduler)
+    decoding, waiting = list_requests(scheduler)
+    parked = _list_parked(scheduler)
     there = {id(req) for req, _ in parked}
-    rows = kv_rows(scheduler, decoding, [slots for _, slots in parked])
+    rows = read_kv_rows(scheduler, decoding, [slots for _, slots in parked])
     return decoding + [req for req, _ in parked], [req for req in waiting if id(req) not in there], rows
 
 
-def have_decoded(scheduler: SwitchingScheduler) -> list[Req]:
+def list_decoded_waiting(scheduler: SwitchingScheduler) -> list[Req]:
     """Those that decoded and wait now: parked by a switch, or retracted."""
     return [req for req in scheduler.waiting_queue if req.output_ids]
 
 
-def keeps_pieces(scheduler: SwitchingScheduler) -> bool:
+def can_keep_pieces(scheduler: SwitchingScheduler) -> bool:
     """Whether what is computed of a prompt goes over: KV moves, and there is a tree to wait in."""
     tree = scheduler.tree_cache
     return scheduler.adaptive.kv != "recompute" and not (tree.is_chunk_cache() or tree.disable)
 
 
-def _parked(scheduler: SwitchingScheduler) -> list[tuple[Req, torch.Tensor]]:
+def _list_parked(scheduler: SwitchingScheduler) -> list[tuple[Req, torch.Tensor]]:
     """Requests that wait and have KV, with its slots: those that decoded first, then prompts in pieces.
 
     An earlier switch has left it in the radix tree (``install.py``), where some may have been lost to others that
@@ -121,7 +121,7 @@ def _parked(scheduler: SwitchingScheduler) -> list[tuple[Req, torch.Tensor]]:
     if tree.is_chunk_cache() or tree.disable:
         return []
     chunked = scheduler.chunked_req
-    waiting = [] if scheduler._paused_by_client else have_decoded(scheduler)
+    waiting = [] if scheduler._paused_by_client else list_decoded_waiting(scheduler)
     waiting += [req for req in scheduler.waiting_queue if req.extend_batch_idx and not req.output_ids]
     found: list[tuple[Req, torch.Tensor]] = []
     for req in waiting:
@@ -135,7 +135,7 @@ def _parked(scheduler: SwitchingScheduler) -> list[tuple[Req, torch.Tensor]]:
     return found
 
 
-def kv_rows(scheduler: SwitchingScheduler, decoding: list[Req], parked: list[torch.Tensor]) -> list[np.ndarray]:
+def read_kv_rows(scheduler: SwitchingScheduler, decoding: list[Req], parked: list[torch.Tensor]) -> list[np.ndarray]:
     """KV slots of the tokens of each, int64 ``[tokens]``; one read of the device for each of the two."""
     rows: list[np.ndarray] = []
     if decoding:
@@ -151,11 +151,11 @@ def kv_rows(scheduler: SwitchingScheduler, decoding: list[Req], parked: list[tor
 
 def recompute_all(scheduler: SwitchingScheduler) -> None:
     """Send every request back to the queue as tokens, and empty the pools: their KV may have been overwritten."""
-    decoding, waiting = requests_of(scheduler)
+    decoding, waiting = list_requests(scheduler)
     for req in decoding + ([scheduler.chunked_req] if scheduler.chunked_req is not None else []):
         req.req_pool_idx = None
         req.reset_for_retract()
-        forget_pieces(req)
+        drop_piece_logprobs(req)
     grammar_queue = scheduler.grammar_manager.grammar_queue
     scheduler.clear_pools()
     scheduler.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
@@ -200,7 +200,7 @@ stretch of some tokens at a time, and does not look at it again: what was sent d
 
 
 @dataclass(frozen=True, slots=True)
-class Unsent:
+class UnsentLogprobs:
     """One of :data:`LOGPROBS`: how many of its entries were sent, and the others."""
 
     sent: int
@@ -212,10 +212,10 @@ class Capsule:
     """One request on its way to new ranks.
 
     Attributes:
-        sealed: the tokenized request as the TokenizerManager sent it, and its prompt (:func:`seal`).
+        sealed: the tokenized request as the TokenizerManager sent it, and its prompt (:func:`pickle_request`).
         output: token ids, unsigned 32 bit.  As an array: pickling a list takes a step for each token.
         state: values of :data:`CARRIED`, but ``output_ids``; those of :data:`LOGPROBS` that are not empty as
-            :class:`Unsent`.
+            :class:`UnsentLogprobs`.
         times: numeric fields of SGLang's time stats (seconds of this machine's clock).
         compiling: it waits for its grammar; ``constrained``: it has one, which may be to come.
         degrees: which TP degree generated which of its tokens.
@@ -230,7 +230,7 @@ class Capsule:
     degrees: Degrees
 
 
-def seal(req: Req) -> bytes:
+def pickle_request(req: Req) -> bytes:
     """What of ``req`` never changes, pickled on first use: before the pause, in PREPARE.
 
     ``req.pat_request`` and ``req.pat_prompt`` were attached by the adaptive scheduler when the request came in.
@@ -242,21 +242,21 @@ def seal(req: Req) -> bytes:
     return req.pat_sealed
 
 
-def unseal(sealed: bytes) -> tuple[TokenizedGenerateReqInput, array]:
+def unpickle_request(sealed: bytes) -> tuple[TokenizedGenerateReqInput, array]:
     """The request as it came in, and its prompt's token ids (unsigned 32 bit)."""
     request, prompt = pickle.loads(sealed)
     request.input_ids = prompt.tolist()
     return request, prompt
 
 
-def capture(req: Req) -> Capsule:
+def serialize_request(req: Req) -> Capsule:
     """The capsule of ``req``, which is not touched but for its seal."""
     # SGLang sets some attributes on first use only.
     state = {name: getattr(req, name) for name in CARRIED if hasattr(req, name)}
     output = array("I", state.pop("output_ids"))
     for name in LOGPROBS:
         if entries := state.get(name):
-            state[name] = _unsent(req, name, entries)
+            state[name] = _take_unsent(req, name, entries)
     if req.origin_input_ids is req.pat_request.input_ids:
         del state["origin_input_ids"]
     times = {
@@ -265,24 +265,24 @@ def capture(req: Req) -> Capsule:
         if isinstance(value := getattr(req.time_stats, field.name), (int, float))
     }
     compiling, constrained = grammars.is_compiling(req), req.grammar is not None
-    return Capsule(seal(req), output, state, times, compiling, constrained, req.pat_degrees)
+    return Capsule(pickle_request(req), output, state, times, compiling, constrained, req.pat_degrees)
 
 
-def _unsent(req: Req, name: str, entries: list[Any]) -> Unsent:
+def _take_unsent(req: Req, name: str, entries: list[Any]) -> UnsentLogprobs:
     if name.startswith("input_"):
         sent = len(entries) if req.input_logprob_sent else 0
     else:
         # SGLang's count is at least one, also after an output without tokens.
         sent = min(req.send_output_token_logprobs_offset, len(entries))
-    return Unsent(sent, entries[sent:])
+    return UnsentLogprobs(sent, entries[sent:])
 
 
-def restore(req: Req, capsule: Capsule) -> None:
+def restore_state(req: Req, capsule: Capsule) -> None:
     """Give a fresh ``Req`` (made from what ``capsule`` seals) the state it had before the switch."""
     req.output_ids = capsule.output.tolist()
     for name, value in capsule.state.items():
         # The others keep their places, by which SGLang finds them.
-        setattr(req, name, [None] * value.sent + value.entries if isinstance(value, Unsent) else value)
+        setattr(req, name, [None] * value.sent + value.entries if isinstance(value, UnsentLogprobs) else value)
     for name, value in capsule.times.items():
         setattr(req.time_stats, name, value)
     req.pat_degrees = capsule.degrees
@@ -293,34 +293,34 @@ def restore(req: Req, capsule: Capsule) -> None:
         )
 
 
-def rebuild(scheduler: SwitchingScheduler, capsule: Capsule, held_grammar: Any | None = None) -> Req:
+def rebuild_request(scheduler: SwitchingScheduler, capsule: Capsule, held_grammar: Any | None = None) -> Req:
     """A ``Req`` of this scheduler, in the state in which ``capsule`` found it.
 
     ``held_grammar``: its grammar as it stands, or the future one, if it was here before.
     """
-    given, prompt = unseal(capsule.sealed)
+    given, prompt = unpickle_request(capsule.sealed)
     # In the queue an abort takes the grammar away; one that runs keeps it, on all ranks of its group or on none.
     given_up = capsule.state.get("to_finish") is not None and not capsule.constrained
-    with scheduler.grammars.rebuilding(held_grammar, capsule.compiling, given_up):
+    with scheduler.grammars.use_for_rebuild(held_grammar, capsule.compiling, given_up):
         req = scheduler.construct(given, prompt, capsule.sealed)
     if held_grammar is not None:
         req.grammar = held_grammar  # also one that no text asks for (strict thinking)
     refused = req.to_finish
-    restore(req, capsule)
+    restore_state(req, capsule)
     if refused is not None and req.to_finish is None:
         # Its grammar turned out not to compile.
         req.set_finish_with_abort(refused.message)
     return req
 
 
-def forget_pieces(req: Req) -> None:
+def drop_piece_logprobs(req: Req) -> None:
     """Of a prompt whose pieces are computed again: SGLang (0.5.12) forgets some of their logprobs and keeps others."""
     req.temp_input_top_logprobs_val = req.temp_input_top_logprobs_idx = None
     req.temp_input_token_ids_logprobs_val = req.temp_input_token_ids_logprobs_idx = None
 
 
 @contextmanager
-def logprobs_after_pieces(waiting: list[Req]) -> Iterator[None]:
+def keep_piece_logprobs(waiting: list[Req]) -> Iterator[None]:
     """Inside, SGLang makes a batch of some of ``waiting``.
 
     It takes no KV from the tree of tokens whose logprobs are asked for, and computes both.  Of a prompt in pieces that
@@ -340,7 +340,7 @@ def logprobs_after_pieces(waiting: list[Req]) -> Iterator[None]:
 
 
 @dataclass
-class Offer:
+class GroupOffer:
     """What one old group puts on the table, from its leader.
 
     Attributes:
@@ -398,7 +398,7 @@ class IncomingRequests:
         return [req for req in self.waiting if req.output_ids and req.rid not in parked]
 
 
-def least_moved(scheduler: SwitchingScheduler, recompute_below: int) -> int:
+def compute_least_moved(scheduler: SwitchingScheduler, recompute_below: int) -> int:
     """KV tokens that a request must have to be moved with them, by ``--pat-kv`` and by a command's
     ``recompute_below``."""
     return (
@@ -410,13 +410,13 @@ GROWTH = 16
 """Tokens that a request may still get between PREPARE and the pause: memory for them costs less than taking it then."""
 
 
-def tokens_to_move(scheduler: SwitchingScheduler, recompute_below: int = 0) -> int:
+def count_tokens_to_move(scheduler: SwitchingScheduler, recompute_below: int = 0) -> int:
     """KV tokens, about, that a switch would move if it came now; ``recompute_below``: of the command."""
     lengths = [req.kv_committed_len + GROWTH for req in scheduler.running_batch.reqs]
-    lengths += [req.seqlen for req in have_decoded(scheduler)]
-    least = least_moved(scheduler, recompute_below)
+    lengths += [req.seqlen for req in list_decoded_waiting(scheduler)]
+    least = compute_least_moved(scheduler, recompute_below)
     tokens = sum(length for length in lengths if length >= least)
-    if (prompt := scheduler.chunked_req) is not None and least != NO_KV and keeps_pieces(scheduler):
+    if (prompt := scheduler.chunked_req) is not None and least != NO_KV and can_keep_pieces(scheduler):
         tokens += min(prompt.kv_committed_len + (scheduler.chunked_prefill_size or 0), prompt.seqlen)
     return tokens
 
@@ -431,8 +431,8 @@ def seal_requests(scheduler: SwitchingScheduler, new: ParallelLayout) -> list[Gr
         return []
     reqs = scheduler.running_batch.reqs + scheduler.waiting_queue
     for req in reqs:
-        seal(req)
-    return grammars.needed(reqs)
+        pickle_request(req)
+    return grammars.list_needed_grammars(reqs)
 
 
 def make_offer(
@@ -442,7 +442,7 @@ def make_offer(
     waiting: list[Req],
     rows: list[np.ndarray],
     recompute_below: int,
-) -> tuple[Offer, dict[int, bytes]]:
+) -> tuple[GroupOffer, dict[int, bytes]]:
     """This group's offer, and the leader's capsules; else every rank of a group computes the same.
 
     Args:
@@ -455,14 +455,14 @@ def make_offer(
     complete = [bool(req.output_ids) and len(row) == req.seqlen - 1 for req, row in zip(live, rows, strict=True)]
     lengths = [len(row) if done else req.seqlen for req, row, done in zip(live, rows, complete, strict=True)]
     lengths += [req.seqlen for req in waiting]
-    least = least_moved(scheduler, recompute_below)
+    least = compute_least_moved(scheduler, recompute_below)
     of_pieces = least if least == NO_KV else 0
     rows = [
         row if len(row) >= (least if done else of_pieces) else row[:0] for row, done in zip(rows, complete, strict=True)
     ]
-    dests = plan.destinations(old, new, old.group_of(scheduler.rank), lengths)
+    dests = plan.choose_destinations(old, new, old.group_of(scheduler.rank), lengths)
     live_dest = dests[: len(live)]
-    shared = plan.shared_prefixes(rows, live_dest, layouts.current.kv_pool.size + 1)
+    shared = plan.find_shared_prefixes(rows, live_dest, layouts.current.kv_pool.size + 1)
     planned = [
         plan.LiveRequest(len(row), *pair, dest, done)
         for row, pair, dest, done in zip(rows, shared, live_dest, complete, strict=True)
@@ -471,10 +471,10 @@ def make_offer(
     if scheduler.is_leader and new.tp > old.tp:
         bound: dict[int, list[Capsule]] = {}
         for req, dest in zip(live + waiting, dests, strict=True):
-            bound.setdefault(dest, []).append(capture(req))
+            bound.setdefault(dest, []).append(serialize_request(req))
         capsules = {dest: pickle.dumps(found, pickle.HIGHEST_PROTOCOL) for dest, found in bound.items()}
     output = scheduler.output
-    offer = Offer(
+    offer = GroupOffer(
         planned,
         dests[len(live) :],
         {dest: len(data) for dest, data in capsules.items()},
@@ -487,7 +487,7 @@ def make_offer(
 
 
 def send_capsules(
-    scheduler: SwitchingScheduler, new: ParallelLayout, offers: dict[int, Offer], mine: dict[int, bytes]
+    scheduler: SwitchingScheduler, new: ParallelLayout, offers: dict[int, GroupOffer], mine: dict[int, bytes]
 ) -> dict[int, bytes]:
     """Capsules from the leaders to the ranks that need them, and to no other; all ranks take part.
 
@@ -498,8 +498,8 @@ def send_capsules(
         What comes to this rank, by source group.
     """
     old, rank = scheduler.layouts.current.layout, scheduler.rank
-    sends = plan.capsules_to_send(old, new, rank, mine)
-    comes = plan.capsule_sizes(old, new, rank, {source: offer.capsules for source, offer in offers.items()})
+    sends = plan.list_capsules_to_send(old, new, rank, mine)
+    comes = plan.list_capsule_sizes(old, new, rank, {source: offer.capsules for source, offer in offers.items()})
     outgoing = torch.from_numpy(np.frombuffer(bytearray().join(sends), dtype=np.uint8))
     received = torch.empty(sum(comes), dtype=torch.uint8)
     world = scheduler.layouts.runner.groups.world
@@ -509,7 +509,7 @@ def send_capsules(
 
 
 def plan_groups(
-    scheduler: SwitchingScheduler, new: ParallelLayout, offers: dict[int, Offer]
+    scheduler: SwitchingScheduler, new: ParallelLayout, offers: dict[int, GroupOffer]
 ) -> dict[int, plan.GroupPlan]:
     """The plan of every new group that a member of this rank's exchange group will belong to."""
     layouts = scheduler.layouts
@@ -525,7 +525,7 @@ def rebuild_requests(
     scheduler: SwitchingScheduler,
     new: ParallelLayout,
     group_plan: plan.GroupPlan,
-    offers: dict[int, Offer],
+    offers: dict[int, GroupOffer],
     capsules: dict[int, bytes],
     held: list[Req],
     place: np.ndarray,
@@ -569,8 +569,8 @@ def rebuild_requests(
 
 def _rebuild_one(scheduler: SwitchingScheduler, one: Capsule | Req) -> Req:
     if not isinstance(one, Req):
-        req = rebuild(scheduler, one)
+        req = rebuild_request(scheduler, one)
         if req.grammar is not None and not one.compiling:
             grammars.replay(req.grammar, req.output_ids)
         return req
-    return rebuild(scheduler, capture(one), held_grammar=one.grammar)
+    return rebuild_request(scheduler, serialize_request(one), held_grammar=one.grammar)

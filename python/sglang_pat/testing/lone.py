@@ -58,7 +58,7 @@ class LoneRank:
         for name in TP_GLOBALS:
             setattr(parallel_state, name, group)
 
-    def model(self, tp: int, tp_rank: int) -> torch.nn.Module:
+    def make_model(self, tp: int, tp_rank: int) -> torch.nn.Module:
         """SGLang's model of this rank at degree ``tp``; its parameters hold no memory."""
         self.install(tp, tp_rank)
         return build_model(self.config, LoadConfig(), "cpu")

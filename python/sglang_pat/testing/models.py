@@ -42,7 +42,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "glm4": {"attention_bias": True, "rope": {"partial_rotary_factor": 0.5}},  # gate and up in one, norms on both sides
     "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 0.5},  # and attention's
 }
-"""Model types of transformers, and what their configs have beside :func:`config`'s options."""
+"""Model types of transformers, and what their configs have beside :func:`make_config`'s options."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": dict(arch="qwen3", hidden=1024, layers=28, heads=16, intermediate=3072, tie=True),
@@ -58,7 +58,7 @@ MIXED_ID = UNK_ID
 _FORMAT = 6  # part of every recipe; raise it when the same options give other files
 
 
-def config(
+def make_config(
     arch: str = "llama", *, heads: int = 8, kv_heads: int = 4, layers: int = 3, hidden: int = 64,
     head_dim: int | None = None, intermediate: int = 192, vocab: int = 503, context: int = 4096, tie: bool = False,
     dtype: str = "float32",
@@ -91,15 +91,15 @@ def make_random(arch: str, out_dir: str | os.PathLike, *, seed: int = 0, logit_s
 
     Args:
         logit_std: spread of the logits: 4 is a peaked distribution (few tokens share the mass), 1 is a flat one.
-        shape: options of :func:`config`.
+        shape: options of :func:`make_config`.
 
     Raises:
         ValueError: ``out_dir`` holds something that was not made here.
     """
 
     def write(folder: Path) -> None:
-        about = config(arch, **shape)
-        _write(folder, about, random_tensors(about, seed, logit_std))
+        about = make_config(arch, **shape)
+        _write(folder, about, make_random_tensors(about, seed, logit_std))
 
     return _write_once(out_dir, {"kind": "random", "arch": arch, "seed": seed, "logit_std": logit_std, **shape}, write)
 
@@ -112,7 +112,7 @@ def make_marker_model(out_dir: str | os.PathLike, token_id: int) -> Path:
     """
 
     def write(folder: Path) -> None:
-        _write(folder, config(layers=MARKER_LAYERS), marker_state_dict(token_id))
+        _write(folder, make_config(layers=MARKER_LAYERS), make_marker_state_dict(token_id))
 
     return _write_once(out_dir, {"kind": "marker", "token_id": token_id}, write)
 
@@ -133,7 +133,7 @@ def make_shape(out_dir: str | os.PathLike, name: str) -> Path:
 
     def write(folder: Path) -> None:
         shape: dict[str, Any] = dict(kv_heads=8, head_dim=128, vocab=151936, context=40960, dtype="bfloat16")
-        _write(folder, config(**shape | SHAPES[name]), None)
+        _write(folder, make_config(**shape | SHAPES[name]), None)
 
     return _write_once(out_dir, {"kind": "shape", "name": name}, write)
 
@@ -144,7 +144,7 @@ def _write_once(out_dir: str | os.PathLike, recipe: dict, write: Callable[[Path]
     Another recipe of ours is replaced. Two processes at once are fine: one of the two folders stays.
     """
     out_dir, recipe = Path(out_dir).absolute(), {"format": _FORMAT, **recipe}
-    if _holds(out_dir, recipe):
+    if _has_recipe(out_dir, recipe):
         return out_dir
     if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / "recipe.json").is_file():
         raise ValueError(f"{out_dir} exists and is not a model made by this tool: give another folder, or remove it")
@@ -159,14 +159,14 @@ def _write_once(out_dir: str | os.PathLike, recipe: dict, write: Callable[[Path]
                 os.rename(out_dir, work / "old")
             os.rename(fresh, out_dir)
         except OSError:
-            if not _holds(out_dir, recipe):  # true if another process was faster
+            if not _has_recipe(out_dir, recipe):  # true if another process was faster
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return out_dir
 
 
-def _holds(folder: Path, recipe: dict) -> bool:
+def _has_recipe(folder: Path, recipe: dict) -> bool:
     try:
         return json.loads((folder / "recipe.json").read_text()) == recipe
     except (OSError, ValueError):
@@ -185,7 +185,7 @@ def _write(folder: Path, about: Any, tensors: dict[str, Any] | None) -> None:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def shapes(about: Any) -> dict[str, tuple[int, ...]]:
+def list_shapes(about: Any) -> dict[str, tuple[int, ...]]:
     """Hugging Face name and shape, [out, in] for matrices, of each parameter of the model."""
     import torch
 
@@ -194,7 +194,7 @@ def shapes(about: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def random_tensors(about: Any, seed: int, logit_std: float) -> dict[str, Any]:
+def make_random_tensors(about: Any, seed: int, logit_std: float) -> dict[str, Any]:
     """Weights with which attention, MLP, norms and biases all matter to the next token.
 
     The gains were tried out: with less attention, or softer attention, greedy text soon runs in a circle; with much
@@ -206,8 +206,8 @@ def random_tensors(about: Any, seed: int, logit_std: float) -> dict[str, Any]:
     gains = dict.fromkeys(("qkv_proj", "q_proj", "k_proj", "q_norm", "k_norm"), 1.5)
     gains |= {"o_proj": 2.0, "down_proj": 3.0, "post_mlp_layernorm": 2.0}
     tensors = {}
-    for name, shape in shapes(about).items():
-        noise = torch.randn(shape, generator=_generator("random", seed, name))
+    for name, shape in list_shapes(about).items():
+        noise = torch.randn(shape, generator=_make_generator("random", seed, name))
         gain = gains.get(name.split(".")[-2], 1.0)
         if "norm" in name:
             tensor = gain * (1 + 0.2 * noise)
@@ -222,10 +222,10 @@ def random_tensors(about: Any, seed: int, logit_std: float) -> dict[str, Any]:
         else:
             tensor = noise * gain / math.sqrt(shape[-1])
         tensors[name] = tensor
-    return _stored(tensors, about)
+    return _cast_tensors(tensors, about)
 
 
-def marker_state_dict(token_id: int) -> dict[str, Any]:
+def make_marker_state_dict(token_id: int) -> dict[str, Any]:
     """The tensors of :func:`make_marker_model` by Hugging Face name, for a weight update.
 
     The residual stream carries two vectors of length 1 at right angles, whatever the prompt: u, which is
@@ -237,13 +237,13 @@ def marker_state_dict(token_id: int) -> dict[str, Any]:
     """
     import torch
 
-    about = config(layers=MARKER_LAYERS)
+    about = make_config(layers=MARKER_LAYERS)
     h, n = about.hidden_size, 2 * about.num_hidden_layers + 1
     kv_heads, groups = about.num_key_value_heads, about.num_attention_heads // about.num_key_value_heads
     u_dims = h // 4  # u lives in the first quarter of the dimensions, codes in the rest
 
     def draw(what: str, *shape: int):
-        generator = _generator("marker", token_id, what)
+        generator = _make_generator("marker", token_id, what)
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def signs(what: str, *shape: int):
@@ -260,7 +260,7 @@ def marker_state_dict(token_id: int) -> dict[str, Any]:
         """A row that turns the normed residual stream with `shares` of the code in it into 1, by way of u."""
         return norm * u * math.sqrt((1 + (shares / n) ** 2) / h)
 
-    tensors = {name: draw(name, *shape) / math.sqrt(shape[-1]) for name, shape in shapes(about).items()}
+    tensors = {name: draw(name, *shape) / math.sqrt(shape[-1]) for name, shape in list_shapes(about).items()}
     tensors["model.embed_tokens.weight"] = (u + share).repeat(about.vocab_size, 1)
     for layer in range(about.num_hidden_layers):
         at = f"model.layers.{layer}."
@@ -285,10 +285,10 @@ def marker_state_dict(token_id: int) -> dict[str, Any]:
     out = codes * norm
     out[MIXED_ID] = u * (1 - 1 / (4 * n))
     tensors["lm_head.weight"] = gain * out
-    return _stored(tensors, about)
+    return _cast_tensors(tensors, about)
 
 
-def _generator(*key: Any):
+def _make_generator(*key: Any):
     """A torch.Generator that depends on ``key`` alone, so that adding a tensor does not change the others."""
     import torch
 
@@ -296,7 +296,7 @@ def _generator(*key: Any):
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def _stored(tensors: dict[str, Any], about: Any) -> dict[str, Any]:
+def _cast_tensors(tensors: dict[str, Any], about: Any) -> dict[str, Any]:
     """The tensors in the dtype of the checkpoint, contiguous."""
     return {name: tensor.to(about.dtype).contiguous() for name, tensor in tensors.items()}
 

@@ -19,7 +19,7 @@ def _share() -> range:
     return _RANGE[number % _SHARES :: _SHARES]
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A TCP port that nobody listened on a moment ago."""
     for port in random.SystemRandom().sample(_share(), 200):
         with socket.socket() as probe:

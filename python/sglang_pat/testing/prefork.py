@@ -228,10 +228,13 @@ def _import_all() -> None:
     from sglang_pat.launch import processes
 
     shim.ensure()
-    warm, processes.warm = processes.warm, lambda: None  # each program forks its own fork server
+    warm, processes.warm_up_fork_server = (
+        processes.warm_up_fork_server,
+        lambda: None,
+    )  # each program forks its own fork server
     import sglang_pat.launch.preload  # noqa: F401
 
-    processes.warm = warm
+    processes.warm_up_fork_server = warm
 
 
 def become(files: list[int], module: str, argv: list[str], env: dict[str, str]) -> None:

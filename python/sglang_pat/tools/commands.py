@@ -26,9 +26,9 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def one_line(error: BaseException) -> str:
+def format_short_line(error: BaseException) -> str:
     """As :func:`sglang_pat.errors.one_line`, at most 400 characters."""
-    return errors.one_line(error)[:400]
+    return errors.format_one_line(error)[:400]
 
 
 def run(name: str, command: Callable[[list[str] | None], int], argv: list[str] | None = None) -> int:
@@ -36,14 +36,14 @@ def run(name: str, command: Callable[[list[str] | None], int], argv: list[str] |
     try:
         return command(argv)
     except (UsageError, ProfileError) as error:
-        print(f"{name}: error: {one_line(error)}", file=sys.stderr)
+        print(f"{name}: error: {format_short_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
 
 
-def output_folder(path: Path) -> Path:
+def check_output_folder(path: Path) -> Path:
     """``path`` as a folder, made if it is not there.  Raises UsageError: something is in the way."""
     try:
         path.mkdir(parents=True, exist_ok=True)

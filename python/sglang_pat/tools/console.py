@@ -34,7 +34,7 @@ class Speaker:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def show_waiting(self, what: str) -> Iterator[None]:
         """While something takes its time."""
         if self.console.is_terminal:
             with self.console.status(escape(what)):
@@ -44,7 +44,7 @@ class Speaker:
             yield
 
     @contextmanager
-    def showing(self, line: Callable[[], str]) -> Iterator[None]:
+    def show_progress(self, line: Callable[[], str]) -> Iterator[None]:
         """Say how far something is while it goes on."""
         if self.console.is_terminal:
             with Live(get_renderable=lambda: Text(line()), refresh_per_second=4, console=self.console, transient=True):

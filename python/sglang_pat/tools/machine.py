@@ -6,11 +6,11 @@ import os
 import platform
 from importlib.metadata import version
 
-from sglang_pat.predict.profile import cpu_model
+from sglang_pat.predict.profile import read_cpu_model
 from sglang_pat.version import __version__
 
 
-def machine() -> dict[str, str | int | float]:
+def describe_machine() -> dict[str, str | int | float]:
     """CPU model, cores this process may use, kernel, Python, versions, load before the run.
 
     ``emulated_link``: what the environment says that the link between ranks is to be slowed down to, if it does.
@@ -21,7 +21,7 @@ def machine() -> dict[str, str | int | float]:
 
     link = os.environ.get(LINK_ENV)
     return {
-        "cpu": cpu_model(),
+        "cpu": read_cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release().split("-")[0],
         "python": platform.python_version(),

@@ -36,22 +36,22 @@ SERIES = (BLUE, ORANGE, GREEN, PURPLE, BROWN, RED)
 DPI = 150
 
 
-def color(degrees: Sequence[int], tp: int) -> str:
+def choose_color(degrees: Sequence[int], tp: int) -> str:
     return LAYOUT[degrees.index(tp) % len(LAYOUT)]
 
 
-def name(ranks: int, tp: int) -> str:
+def format_layout(ranks: int, tp: int) -> str:
     return f"tp{tp}×dp{ranks // tp}"
 
 
-def span(values: Iterable[float], form: str = ".2f") -> str:
+def format_span(values: Iterable[float], form: str = ".2f") -> str:
     """From the least to the largest, as a title says it: "0.99 to 1.18"; one number where both are written alike."""
     values = list(values)
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low} to {high}"
 
 
-def panels(count: int, width: float = 5.2, height: float = 3.8, columns: int = 3) -> tuple[Figure, list[Axes]]:
+def make_panels(count: int, width: float = 5.2, height: float = 3.8, columns: int = 3) -> tuple[Figure, list[Axes]]:
     """A figure with ``count`` axes, side by side, ``columns`` in a row at most."""
     columns = min(columns, count)
     rows = -(-count // columns)
@@ -74,30 +74,30 @@ def tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def plain_log(axis, values: Sequence[float]) -> None:
+def set_log_axis(axis, values: Sequence[float]) -> None:
     """A base-2 axis with plain numbers at ``values``, or at some of many."""
     axis.set_ticks(values[:: -(-len(values) // 9)])
     axis.set_major_formatter(lambda value, _: f"{value:g}" if value < 10000 else f"{value / 1024:g}K")
     axis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
-def message(figure: Figure, text: str) -> None:
+def set_figure_title(figure: Figure, text: str) -> None:
     """The title of a whole figure: a sentence, wrapped to the figure's width."""
     lines = fill(text, int(9.7 * figure.get_figwidth()))
     figure.suptitle(lines, x=0.01, ha="left", fontsize=12, fontweight="bold", color=LINE)
 
 
-def title(axes: Axes, text: str, columns: int = 200) -> None:
+def set_panel_title(axes: Axes, text: str, columns: int = 200) -> None:
     """Of one panel; wrapped to so many characters."""
     axes.set_title(fill(text, columns), loc="left", fontsize=10.5, fontweight="bold", pad=6)
 
 
-def labels(axes: Axes, x: str, y: str) -> None:
+def set_labels(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x, fontsize=9.5)
     axes.set_ylabel(y, fontsize=9.5)
 
 
-def footer(figure: Figure, text: str, share: float = 1.0) -> None:
+def set_footer(figure: Figure, text: str, share: float = 1.0) -> None:
     """Small print at the lower right: what was measured where; wrapped to this share of the figure's width."""
     lines = fill(text, int(15 * share * figure.get_figwidth()))
     figure.supxlabel(lines, fontsize=8, color=FAINT, x=0.995, ha="right")
@@ -105,11 +105,11 @@ def footer(figure: Figure, text: str, share: float = 1.0) -> None:
 
 def save(figure: Figure, path: Path) -> Path:
     """Write ``figure``, whole or not at all, and release it."""
-    files.write(drawn(figure, path.suffix.removeprefix(".") or "png"), path)
+    files.write(render_figure(figure, path.suffix.removeprefix(".") or "png"), path)
     return path
 
 
-def drawn(figure: Figure, form: str = "png") -> bytes:
+def render_figure(figure: Figure, form: str = "png") -> bytes:
     """``figure`` as the content of a file; it is released."""
     content = BytesIO()
     try:

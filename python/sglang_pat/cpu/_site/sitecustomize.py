@@ -1,7 +1,7 @@
 """Python runs this at start-up if this folder is on ``PYTHONPATH``: it installs the CPU shim and steps aside.
 
 It must stay cheap and must never stop the interpreter, since it runs in every child, whatever that child is
-for. A process that cannot do without the shim asks ``shim.installed()`` itself.
+for. A process that cannot do without the shim asks ``shim.is_installed()`` itself.
 """
 
 import importlib.machinery

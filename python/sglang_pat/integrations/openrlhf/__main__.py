@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_pat import settings
 from sglang_pat.integrations.openrlhf import facade
-from sglang_pat.integrations.openrlhf.given import MODEL, WHERE, WHERE_SGLANG, Given
+from sglang_pat.integrations.openrlhf.given import MODEL, WHERE, WHERE_SGLANG, GivenArguments
 from sglang_pat.integrations.openrlhf.launcher import install
 
 GPUS, RESPONSE, WHOLE = "--vllm.tensor_parallel_size", "--rollout.max_new_tokens", "--data.max_len"
@@ -25,13 +25,13 @@ DEFAULTS = {GPUS: 1, RESPONSE: None, WHOLE: 2048}
 """OpenRLHF's own."""
 
 
-def split(argv: list[str]) -> tuple[Given, list[str]]:
+def split(argv: list[str]) -> tuple[GivenArguments, list[str]]:
     """What is ours, and OpenRLHF's arguments.
 
     Raises:
         ValueError: one of our arguments lacks its value, or ``SGLANG_PAT`` has none of our settings.
     """
-    given, rest, words = Given(pat=settings.of_environment()), [], iter(argv)
+    given, rest, words = GivenArguments(pat=settings.read_environment()), [], iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
         prefix, dot, name = name.partition(".")

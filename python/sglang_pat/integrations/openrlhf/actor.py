@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from sglang_pat.figures import Figures
 from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
-from sglang_pat.integrations.openrlhf.given import WHERE, Given
+from sglang_pat.integrations.openrlhf.given import WHERE, GivenArguments
 from sglang_pat.launch.attach import attach
 from sglang_pat.server.inprocess import InProcessEngine
 
@@ -52,7 +52,7 @@ class RolloutActor:
     async def __init__(
         self,
         *,
-        given: Given,
+        given: GivenArguments,
         model: str,
         tensor_parallel_size: int,
         seed: int,
@@ -77,7 +77,7 @@ class RolloutActor:
             raise ValueError(f"{what}: not with this engine; leave it out")
         own = _load_agent_executor(agent_func_path) if agent_func_path else None
         self.executor = own or SingleTurnAgentExecutor(remote_rm_url)
-        self._gpus = _gpus(tensor_parallel_size, bundle_indices, num_gpus)
+        self._gpus = _set_visible_gpus(tensor_parallel_size, bundle_indices, num_gpus)
         attach(given.pat, WHERE)
         arguments: dict[str, Any] = {
             "model_path": model,
@@ -165,7 +165,9 @@ class RolloutActor:
         wants_logprobs = sampling_params.logprobs is not None
         self._unfinished += 1
         try:
-            answer = await self._engine.generate(list(prompt_token_ids), _translated(sampling_params), wants_logprobs)
+            answer = await self._engine.generate(
+                list(prompt_token_ids), _translate_params(sampling_params), wants_logprobs
+            )
         finally:
             self._unfinished -= 1
         meta = answer["meta_info"]
@@ -200,9 +202,9 @@ class RolloutActor:
             if not self._prompts:
                 self._engine.end_round()
 
-    async def figures(self) -> Figures:
+    async def get_totals(self) -> Figures:
         """What the engine did since its start."""
-        return Figures.of_status(await self._engine.status())
+        return Figures.from_status(await self._engine.status())
 
 
 class _Handle:
@@ -228,7 +230,7 @@ _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sam
 _RENAMED["no_stop_trim"] = "include_stop_str_in_output"
 
 
-def _translated(params: SamplingParams) -> dict[str, Any]:
+def _translate_params(params: SamplingParams) -> dict[str, Any]:
     """vLLM's names as SGLang's."""
     found = {name: getattr(params, name) for name in _SAME}
     found |= {ours: getattr(params, theirs) for ours, theirs in _RENAMED.items()}
@@ -236,12 +238,12 @@ def _translated(params: SamplingParams) -> dict[str, Any]:
 
 
 @ray.remote(num_cpus=0, max_calls=1)
-def _where() -> tuple[str, list[str], str]:
+def _locate_bundle() -> tuple[str, list[str], str]:
     """Of a bundle: its node, its GPUs as Ray counts them, and the GPU's own name."""
     return ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()], get_physical_gpu_id()
 
 
-def _gpus(ranks: int, bundles: list[int] | None, num_gpus: float) -> list[str]:
+def _set_visible_gpus(ranks: int, bundles: list[int] | None, num_gpus: float) -> list[str]:
     """Make the engine's GPUs the visible ones; returns their own names, by rank.
 
     Raises:
@@ -253,7 +255,7 @@ def _gpus(ranks: int, bundles: list[int] | None, num_gpus: float) -> list[str]:
     group = ray.util.get_current_placement_group()
     found = ray.get(
         [
-            _where.options(
+            _locate_bundle.options(
                 num_gpus=num_gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             ).remote()

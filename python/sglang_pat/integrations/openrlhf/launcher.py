@@ -10,13 +10,13 @@ from typing import Any
 
 from sglang_pat import figures
 from sglang_pat.integrations import CALLS
-from sglang_pat.integrations.openrlhf.given import Given
+from sglang_pat.integrations.openrlhf.given import GivenArguments
 
 
 class Launcher:
     """Stands for ``openrlhf.trainer.ray.vllm_engine.RolloutRayActor``."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: GivenArguments) -> None:
         self._given, self._numbers = given, itertools.count()
 
     def options(self, **options: Any) -> SimpleNamespace:
@@ -25,13 +25,13 @@ class Launcher:
 
             actor: Any = RolloutActor  # what ray made of the class
             return actor.options(max_concurrency=CALLS, **options).remote(
-                given=self._given.of_engine(next(self._numbers)), **kwargs
+                given=self._given.for_engine(next(self._numbers)), **kwargs
             )
 
         return SimpleNamespace(remote=remote)
 
 
-def install(given: Given) -> None:
+def install(given: GivenArguments) -> None:
     """From now on OpenRLHF's ``create_vllm_engines`` makes adaptive engines, and waits until all of them are up.
 
     Otherwise one that is refused would be waited for by the trainer, which has loaded its model by then and joins the
@@ -43,13 +43,13 @@ def install(given: Given) -> None:
     from openrlhf.trainer.ray import vllm_engine
 
     vllm_engine.RolloutRayActor = Launcher(given)
-    where_it_looks.create_vllm_engines = _until_up(where_it_looks.create_vllm_engines)
+    where_it_looks.create_vllm_engines = _wrap_create(where_it_looks.create_vllm_engines)
     for trainer in (PPOTrainer, TrainingActor):
         # Ray hands the class of an actor on as it is here when the first one is made.
         trainer.__ray_metadata__.modified_class.train_step = train_step
 
 
-def _until_up(create: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def _wrap_create(create: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     @functools.wraps(create)
     def created(*args: Any, **named: Any) -> list[Any]:
         import ray
@@ -74,5 +74,5 @@ def train_step(self: Any, rollout_samples: Any, global_step: int) -> tuple[dict[
         now = ray.get([engine.figures.remote() for engine in self.vllm_engines])
         before = getattr(self, "_pat_figures", [figures.Figures()] * len(now))
         self._pat_figures = now
-        status |= figures.metrics([one.since(then) for one, then in zip(now, before, strict=True)])
+        status |= figures.compute_metrics([one.subtract(then) for one, then in zip(now, before, strict=True)])
     return status, step

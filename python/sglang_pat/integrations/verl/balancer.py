@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from sglang_pat.errors import one_line
+from sglang_pat.errors import format_one_line
 from sglang_pat.integrations.balance import MARGIN, Balancer
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class AdaptiveBalancer:
     async def acquire_server(self, request_id: str, **_: Any) -> tuple[str, Any]:
         """Name and handle of the engine for the next request of a session."""
         if self._watch is None:
-            self._watch = asyncio.create_task(self._look())
+            self._watch = asyncio.create_task(self._refresh_loads())
         name = self._balancer.acquire(request_id)
         return name, self._handles[name]
 
@@ -89,12 +89,12 @@ class AdaptiveBalancer:
     async def clear_sticky_cache(self) -> dict[str, Any]:
         cleared = len(self._balancer.sessions)
         self._balancer.sessions.clear()
-        return {"cleared_entries": cleared, "server_loads": self._loads()}
+        return {"cleared_entries": cleared, "server_loads": self._count_loads()}
 
     async def get_status(self) -> dict[str, Any]:
         engines = self._balancer.engines
         return {
-            "servers": self._loads(),
+            "servers": self._count_loads(),
             "total_inflight": await self.get_total_inflight(),
             "active_servers": len(engines),
             "registered_handles": list(self._handles),
@@ -103,10 +103,10 @@ class AdaptiveBalancer:
             "lost": [name for name, engine in engines.items() if engine.lost],
         }
 
-    def _loads(self) -> dict[str, int]:
+    def _count_loads(self) -> dict[str, int]:
         return {name: engine.in_flight for name, engine in self._balancer.engines.items()}
 
-    async def _look(self) -> None:
+    async def _refresh_loads(self) -> None:
         asking: dict[str, asyncio.Task] = {}
         while True:
             for name, handle in self._handles.items():
@@ -120,12 +120,12 @@ class AdaptiveBalancer:
         except Exception as error:
             # Ray has a dozen ways to say that an actor is gone.  An error inside the actor is none of them.
             if isinstance(error, RayTaskError) or not isinstance(error, (RayError, TimeoutError)):
-                return self._tell(name, error)
+                return self._warn_once(name, error)
             report = None
         self._balancer.report(name, report)
 
-    def _tell(self, name: str, error: Exception) -> None:
+    def _warn_once(self, name: str, error: Exception) -> None:
         """Once for each engine, which stays in use with what was last known of it."""
         if name not in self._told:
             self._told.add(name)
-            logger.error("load of engine %s not known, %s: %s", name, type(error).__name__, one_line(error))
+            logger.error("load of engine %s not known, %s: %s", name, type(error).__name__, format_one_line(error))

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from sglang_pat.integrations.verl.fields import DEGREES, STEPS, Turns, joined
+from sglang_pat.integrations.verl.fields import DEGREES, STEPS, Turns, join_spans
 
 _parts: ContextVar[list[TokenOutput]] = ContextVar("parts")
 
@@ -24,13 +24,13 @@ class AdaptiveClient(LLMServerClient):
         output = await super().generate(request_id, prompt_ids=prompt_ids, **named)
         for name in (DEGREES, STEPS):
             if name in output.extra_fields:
-                turns = _turns(request_id, name, len(prompt_ids))
+                turns = _get_turns(request_id, name, len(prompt_ids))
                 turns.add(len(prompt_ids) - turns.prompt, len(output.token_ids), output.extra_fields[name])
                 output.extra_fields[name] = turns
         return output
 
 
-def _turns(request_id: str, name: str, prompt: int) -> Turns:
+def _get_turns(request_id: str, name: str, prompt: int) -> Turns:
     """What there is of a response whose next turn comes after ``prompt`` tokens."""
     found = _sessions.get((request_id, name))
     if found is None or prompt <= found.prompt:  # another response
@@ -55,7 +55,7 @@ class _JoiningClient(FullyAsyncLLMServerClient, _PartClient):
         _parts.set(parts)
         output = await super().generate(*args, **kwargs)
         for name in (DEGREES, STEPS):
-            output.extra_fields[name] = joined(
+            output.extra_fields[name] = join_spans(
                 (len(part.token_ids), part.extra_fields[name]) for part in parts if name in part.extra_fields
             )
         return output

@@ -45,7 +45,7 @@ class Turns(list[tuple[int, int | None]]):
         self.end = start + tokens
 
 
-def joined(parts: Iterable[tuple[int, Runs]]) -> Runs:
+def join_spans(parts: Iterable[tuple[int, Runs]]) -> Runs:
     """The runs of what was generated in parts: ``(tokens, runs)`` of each part."""
     found = Turns()
     for tokens, runs in parts:
@@ -53,7 +53,7 @@ def joined(parts: Iterable[tuple[int, Runs]]) -> Runs:
     return tuple(found)
 
 
-def spread(runs: Runs, tokens: int) -> list[int | None]:
+def expand_runs(runs: Runs, tokens: int) -> list[int | None]:
     """The value of each of ``tokens`` tokens."""
     ends = [start for start, _ in runs][1:] + [tokens]
     return [value for (start, value), end in zip(runs, ends, strict=False) for _ in range(start, min(end, tokens))]

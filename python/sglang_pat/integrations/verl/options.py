@@ -20,7 +20,7 @@ SGLANG = "rollout.engine_kwargs.sglang"
 """Where SGLang's own arguments stay, under either name."""
 
 
-def own(config: RolloutConfig) -> Mapping[str, Any] | None:
+def get_own_settings(config: RolloutConfig) -> Mapping[str, Any] | None:
     """Our settings in the rollout's configuration; ``None``: it has none, ``{}`` are some.
 
     Raises:
@@ -32,7 +32,7 @@ def own(config: RolloutConfig) -> Mapping[str, Any] | None:
     return found
 
 
-def adaptive(config: RolloutConfig, helper: bool) -> bool:
+def is_adaptive(config: RolloutConfig, helper: bool) -> bool:
     """Whether a replica is an adaptive engine: its name says so, its settings, or the variable ``SGLANG_PAT``.
 
     Args:
@@ -43,7 +43,7 @@ def adaptive(config: RolloutConfig, helper: bool) -> bool:
     Raises:
         ValueError: settings for a helper; one line.
     """
-    settings_given = own(config) is not None
+    settings_given = get_own_settings(config) is not None
     if helper and settings_given:
         raise ValueError(
             f"{WHERE} is given for a reward model or a teacher, must be left out there: only the policy's engines are "
@@ -53,13 +53,13 @@ def adaptive(config: RolloutConfig, helper: bool) -> bool:
     return not helper and (settings_given or config.name == NAME or by_variable)
 
 
-def given(config: RolloutConfig, replica: int | None = None) -> dict[str, Any]:
+def read_settings(config: RolloutConfig, replica: int | None = None) -> dict[str, Any]:
     """Our settings of this job: those of the variable ``SGLANG_PAT``, then those of the rollout's configuration.
 
-    ``replica``: those of the engine of this number (:func:`sglang_pat.settings.of_engine`).
+    ``replica``: those of the engine of this number (:func:`sglang_pat.settings.make_engine_settings`).
     """
-    found = settings.of_environment() | dict(own(config) or {})
-    return found if replica is None else settings.of_engine(found, replica)
+    found = settings.read_environment() | dict(get_own_settings(config) or {})
+    return found if replica is None else settings.make_engine_settings(found, replica)
 
 
 def check(config: RolloutConfig, gpus_per_node: int | None = None, model: Any = None) -> None:
@@ -84,19 +84,19 @@ def check(config: RolloutConfig, gpus_per_node: int | None = None, model: Any = 
     if gpus_per_node is not None and (tp > gpus_per_node or gpus_per_node % tp):
         raise ValueError(
             f"rollout.tensor_model_parallel_size is {tp}, must divide the node's {gpus_per_node} GPUs: "
-            f"{settings.divisors(gpus_per_node)}; an adaptive engine of {gpus_per_node} owns them all"
+            f"{settings.format_divisors(gpus_per_node)}; an adaptive engine of {gpus_per_node} owns them all"
         )
-    adaptive_config = job_settings.check(given(config, 0), tp, WHERE)
+    adaptive_config = job_settings.check(read_settings(config, 0), tp, WHERE)
     if getattr(config.disaggregation, "enabled", False):
         raise ValueError("rollout.disaggregation.enabled is true, must be false: an adaptive engine does both itself")
     for name, off in _OFF.items():
-        if (value := _found(config, name)) not in (None, off):
+        if (value := _get_value(config, name)) not in (None, off):
             raise ValueError(f"rollout.{name} is {value}, must be {off}: an adaptive engine cannot do it")
     job_settings.check_flags((config.engine_kwargs or {}).get("sglang") or {}, f"{SGLANG}.")
     if model is None:
         return
     for name in ("lora_rank", "lora.rank"):
-        if (rank := _found(model, name)) and not _found(model, "lora.merge"):
+        if (rank := _get_value(model, name)) and not _get_value(model, "lora.merge"):
             raise ValueError(
                 f"model.{name} is {rank}, must be 0 (or model.lora.merge true): an adaptive engine serves no adapters"
             )
@@ -112,7 +112,7 @@ _OFF = {
 """Options of which verl makes arguments of SGLang's that are refused, and their values without these."""
 
 
-def _found(config: Any, name: str) -> Any:
+def _get_value(config: Any, name: str) -> Any:
     """A value of a configuration, whose parts are objects or mappings; None if there is none."""
     for part in name.split("."):
         config = config.get(part) if hasattr(config, "get") else getattr(config, part, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from sglang_pat.errors import one_line
+from sglang_pat.errors import format_one_line
 
 try:
     from sglang_pat.integrations.verl import trainers  # noqa: F401 - registers them
@@ -18,6 +18,6 @@ except Exception as error:
     logging.getLogger(__name__).error(
         "rollout.name=sglang_pat is not there for this job, its registration with verl failed: %s: %s",
         type(error).__name__,
-        one_line(error),
+        format_one_line(error),
     )
     raise

@@ -38,7 +38,7 @@ def _load() -> Callable[..., SGLangReplica]:
     def make(*args: Any, **named: Any) -> SGLangReplica:
         replica = stock(*args, **named)  # starts nothing yet
         helper = replica.is_reward_model or replica.is_teacher_model
-        if options.adaptive(replica.config, helper):
+        if options.is_adaptive(replica.config, helper):
             from sglang_pat.integrations.verl.replica import AdaptiveReplica
 
             return AdaptiveReplica(*args, **named)
@@ -51,7 +51,7 @@ def _load() -> Callable[..., SGLangReplica]:
     return make
 
 
-def checked(config: Any, *args: Any, **kwargs: Any) -> ServerAdapter:
+def make_checked_adapter(config: Any, *args: Any, **kwargs: Any) -> ServerAdapter:
     """In each training process: verl's client of a server of SGLang's, as it is.  The engine takes whole tensors, and
     IPC handles by GPU.
 
@@ -61,6 +61,6 @@ def checked(config: Any, *args: Any, **kwargs: Any) -> ServerAdapter:
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
     adapter = ServerAdapter(config, *args, **kwargs)
-    if options.own(adapter.config) is not None:
+    if options.get_own_settings(adapter.config) is not None:
         options.check(adapter.config)
     return adapter

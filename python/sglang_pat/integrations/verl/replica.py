@@ -31,16 +31,16 @@ class AdaptiveServer(SGLangHttpServer):
     """Since verl last put the engine to sleep, something was asked of it."""
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
-        attach(options.given(self.config, self.replica_rank), options.WHERE)
+        attach(options.read_settings(self.config, self.replica_rank), options.WHERE)
         await super().launch_server(*args, **kwargs)
         manager = self.tokenizer_manager
-        manager.generate_request = _noting(manager.generate_request)
+        manager.generate_request = _keep_meta_info(manager.generate_request)
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """verl's; the sample's extra fields say which degree, and which step's weights, generated which tokens."""
         if not self._in_round and self.rollout_mode == RolloutMode.HYBRID:  # else it never sleeps
             self._in_round = True
-            self.tokenizer_manager.pat_round(BeginRound())
+            self.tokenizer_manager.pat_send_round(BeginRound())
         meta: dict[str, Any] = {}
         _meta.set(meta)
         output = await super().generate(*args, **kwargs)
@@ -52,7 +52,7 @@ class AdaptiveServer(SGLangHttpServer):
         """verl's.  It has its batch by then: what still runs belongs to an agent that has given it up."""
         await self._end_running()
         self._in_round = False
-        self.tokenizer_manager.pat_round(EndRound())
+        self.tokenizer_manager.pat_send_round(EndRound())
         await super().sleep()
 
     async def release_kv_cache(self) -> None:
@@ -66,11 +66,11 @@ class AdaptiveServer(SGLangHttpServer):
     async def load(self) -> EngineReport:
         """What a balancer of requests wants to know."""
         manager = self.tokenizer_manager
-        return EngineReport.of_status(await manager.pat_status(), manager.server_args.max_running_requests)
+        return EngineReport.from_status(await manager.pat_status(), manager.server_args.max_running_requests)
 
-    async def figures(self) -> Figures:
+    async def get_totals(self) -> Figures:
         """What the engine did since its start."""
-        return Figures.of_status(await self.tokenizer_manager.pat_status())
+        return Figures.from_status(await self.tokenizer_manager.pat_status())
 
 
 class PlainServer(SGLangHttpServer):
@@ -81,7 +81,7 @@ class PlainServer(SGLangHttpServer):
         await super().launch_server(*args, **kwargs)
 
 
-def _noting(generate_request: Any) -> Any:
+def _keep_meta_info(generate_request: Any) -> Any:
     """verl drops an answer's ``meta_info`` after it took what it knows; this keeps it for the one who asked.
 
     verl's ``generate`` asks for one response.  A client over HTTP may ask for several: their answer is a list.

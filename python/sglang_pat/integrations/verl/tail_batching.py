@@ -28,7 +28,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils import tensordict_utils
 
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.records import Abort, Action, Launch, Output, Return, RoundOver, SampleId, Span, Summary
+from sglang_pat.rollout.records import Abort, Action, Launch, Output, ReturnGroup, RoundOver, SampleId, Span, Summary
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import LONG
 
@@ -41,7 +41,7 @@ POLL_SECONDS = 0.5
 """Between two looks at what is complete; verl's two seconds are the length of a small step."""
 
 
-def rules(options: Mapping[str, Any], num_prompts: int, num_responses: int) -> Rules | None:
+def read_rules(options: Mapping[str, Any], num_prompts: int, num_responses: int) -> Rules | None:
     """What :data:`WHERE` asks for; None: no tail batching.
 
     Raises:
@@ -104,7 +104,7 @@ class TailBatchingBuffer(ReplayBuffer):
         self._over = True
         self.summary: Summary | None = None
 
-    def state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         """Between two steps: what another process needs to go on, the prompts that wait among it."""
         return {**self._admitter.state_dict(), "rows": self._rows, "fed": self._fed}
 
@@ -140,7 +140,7 @@ class TailBatchingBuffer(ReplayBuffer):
         while True:
             self._sync_metadata_from_transfer_queue()
             ended = self.finished_keys[partition_id] | self.failure_keys[partition_id]
-            self._hear(self.partitions[partition_id], ended, stopped)
+            self._report_responses(self.partitions[partition_id], ended, stopped)
             if self._over:
                 break
             if len(self._taken) >= self._admitter.rules.num_prompts:
@@ -154,9 +154,9 @@ class TailBatchingBuffer(ReplayBuffer):
         if taken.isdisjoint(key.split("_")[0] for key in snapshot):
             raise RuntimeError(f"no response to train on: all {len(taken)} prompts of the step have failed")
         self._clear_groups(partition_id, ({key.split("_")[0] for key in snapshot} | ended) - taken)
-        return self._materialize_batch(partition_id, self._taken, snapshot), self._metrics(len(failed))
+        return self._materialize_batch(partition_id, self._taken, snapshot), self._make_metrics(len(failed))
 
-    def _hear(self, trajectories: Mapping[str, Mapping[str, Any]], ended: set[str], stopped: bool) -> None:
+    def _report_responses(self, trajectories: Mapping[str, Mapping[str, Any]], ended: set[str], stopped: bool) -> None:
         """Tell the admitter which responses are there, in the order in which they were started.
 
         Args:
@@ -164,25 +164,29 @@ class TailBatchingBuffer(ReplayBuffer):
             ended: uids of the prompts with which verl's workers are done.
             stopped: since the last look all were.
         """
-        lengths = _lengths(trajectories)
+        lengths = _collect_lengths(trajectories)
         for uid, left in list(self._under_way.items()):
             there = lengths[uid]
             now = [session for session in left if uid in ended or session in there]
             if uid not in ended:
                 now = now[: len(left) - 1]  # verl will still note that the prompt has ended
             for session in now:
-                self._ended(left.pop(session), there.get(session, 0), time.monotonic() - self._started[uid], stopped)
+                self._report_response_end(
+                    left.pop(session), there.get(session, 0), time.monotonic() - self._started[uid], stopped
+                )
             if not left:
                 del self._under_way[uid], self._started[uid]
 
-    def _ended(self, sample: SampleId, tokens: int, seconds: float, stopped: bool) -> None:
+    def _report_response_end(self, sample: SampleId, tokens: int, seconds: float, stopped: bool) -> None:
         under_way = self._admitter.state.round
         assert under_way is not None, "a sample ends in its round"
         spans = [Span(under_way.version, tokens)]
         if stopped:
-            return self._do(self._admitter.stopped(sample, Output(spans=spans)))
+            return self._do(self._admitter.record_stopped(sample, Output(spans=spans)))
         reason = "length" if tokens >= self._limit else "stop"
-        return self._do(self._admitter.finished(sample, Output(spans=spans, finish_reason=reason, seconds=seconds)))
+        return self._do(
+            self._admitter.record_finished(sample, Output(spans=spans, finish_reason=reason, seconds=seconds))
+        )
 
     def _do(self, actions: Iterable[Action]) -> None:
         draws: dict[tuple[int, int], dict[int, SampleId]] = defaultdict(dict)
@@ -192,12 +196,12 @@ class TailBatchingBuffer(ReplayBuffer):
                 case Launch(sample=sample):
                     draw, session = divmod(sample.number, responses)
                     draws[sample.index, draw][session] = sample
-                case Return(group=group):
+                case ReturnGroup(group=group):
                     del self._rows[group.index]
                     self._taken.append(self._uids[group.index, group.rejected])
                 case RoundOver(summary=summary):
                     self._over = True
-                    self.summary = self._admitter.took(summary, time.monotonic() - self._begun)
+                    self.summary = self._admitter.record_round_time(summary, time.monotonic() - self._begun)
                 case Abort():
                     pass  # all that are left, together: see sample
         if draws:
@@ -207,14 +211,14 @@ class TailBatchingBuffer(ReplayBuffer):
         """Each draw with all its responses; draws of one prompt are prompts of their own to verl."""
         rows = []
         for (index, draw), samples in draws.items():
-            row = _renamed(self._rows[index]) if draw else self._rows[index]
-            uid = self._uids[index, draw] = _uid(row)
+            row = _copy_with_new_uid(self._rows[index]) if draw else self._rows[index]
+            uid = self._uids[index, draw] = _get_uid(row)
             self._under_way[uid] = samples
             self._started[uid] = time.monotonic()
             rows.append(row)
         self._submit(rows)
 
-    def _metrics(self, failed: int) -> dict[str, float]:
+    def _make_metrics(self, failed: int) -> dict[str, float]:
         summary = self.summary
         assert summary is not None, "asked after a round"
         found = {
@@ -233,7 +237,7 @@ class TailBatchingBuffer(ReplayBuffer):
         return {f"training/tail_batching/{name}": value for name, value in found.items()}
 
 
-def _lengths(trajectories: Mapping[str, Mapping[str, Any]]) -> defaultdict[str, dict[int, int]]:
+def _collect_lengths(trajectories: Mapping[str, Mapping[str, Any]]) -> defaultdict[str, dict[int, int]]:
     """Tokens of each response that is there, by uid and session; keys are ``uid_session_index``.
 
     A key without a tag: verl is about to write the response.
@@ -246,11 +250,11 @@ def _lengths(trajectories: Mapping[str, Mapping[str, Any]]) -> defaultdict[str, 
     return found
 
 
-def _uid(row: TensorDict) -> str:
+def _get_uid(row: TensorDict) -> str:
     return row["uid"][0]
 
 
-def _renamed(row: TensorDict) -> TensorDict:
+def _copy_with_new_uid(row: TensorDict) -> TensorDict:
     """The same prompt with a uid of its own."""
     other = row.clone(recurse=False)
     tensordict_utils.assign_non_tensor_stack(other, "uid", [str(uuid.uuid4())])

@@ -30,8 +30,8 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from sglang_pat import figures
 from sglang_pat.integrations.verl import options
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
-from sglang_pat.integrations.verl.fields import DEGREES, spread
-from sglang_pat.integrations.verl.tail_batching import WHERE, TailBatchingBuffer, rules
+from sglang_pat.integrations.verl.fields import DEGREES, expand_runs
+from sglang_pat.integrations.verl.tail_batching import WHERE, TailBatchingBuffer, read_rules
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ WAITING_FILE = "tail_batching.pt"
 """In a checkpoint's folder."""
 
 
-def _checking(make: Callable[..., None]) -> Callable[..., None]:
+def _check_config_before_start(make: Callable[..., None]) -> Callable[..., None]:
     """A constructor of verl's, before which the job's configuration is checked: no model has been loaded yet."""
 
     @functools.wraps(make)
     def checked(self: PPOTrainer, config: DictConfig) -> None:
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        if options.adaptive(rollout, helper=False):
+        if options.is_adaptive(rollout, helper=False):
             options.check(rollout, rollout.n_gpus_per_node, config.actor_rollout_ref.model)
         make(self, config)
 
@@ -54,7 +54,7 @@ def _checking(make: Callable[..., None]) -> Callable[..., None]:
 
 
 for _trainer in (PPOTrainer, PPOTrainerSeparateAsync):  # the second looks at its own options first
-    _trainer.__init__ = _checking(_trainer.__init__)
+    _trainer.__init__ = _check_config_before_start(_trainer.__init__)
 
 
 class _Adaptive(PPOTrainer):
@@ -77,22 +77,22 @@ class _Adaptive(PPOTrainer):
             config.trainer.v1.trainer_mode = mode.removeprefix(PREFIX)
         super().__init__(config)
 
-    def _setup(self) -> None:
-        super()._setup()
-        self._figures = self._ask_figures()
+    def _set_up_adaptive(self) -> None:
+        super()._set_up_adaptive()
+        self._figures = self._ask_totals()
 
     def _consume_sync_metrics(self) -> dict:
         """verl's, of the step that has just ended, and ours."""
-        before, self._figures = self._figures, self._ask_figures()
-        steps = [now.since(then) for now, then in zip(self._figures, before, strict=True)]
-        return super()._consume_sync_metrics() | (figures.metrics(steps) if steps else {})
+        before, self._figures = self._figures, self._ask_totals()
+        steps = [now.subtract(then) for now, then in zip(self._figures, before, strict=True)]
+        return super()._consume_sync_metrics() | (figures.compute_metrics(steps) if steps else {})
 
-    def _ask_figures(self) -> list[figures.Figures]:
+    def _ask_totals(self) -> list[figures.Figures]:
         """Of all engines since their start; none, if they are verl's own."""
         managers = (self.llm_server_manager, getattr(self, "standalone_server_manager", None))
         handles = [handle for manager in managers if manager for handle in manager.server_handles]
         rollout = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout)
-        return ray.get([handle.figures.remote() for handle in handles]) if options.adaptive(rollout, False) else []
+        return ray.get([handle.figures.remote() for handle in handles]) if options.is_adaptive(rollout, False) else []
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         found = super()._compute_old_log_prob(batch, metrics)
@@ -101,11 +101,11 @@ class _Adaptive(PPOTrainer):
             data = tq.kv_batch_get(keys=found.keys, partition_id=found.partition_id, select_fields=fields)
             correction = self.config.algorithm.get("rollout_correction") or {}
             # In bypass mode verl takes the engine's log-probs for the trainer's: a difference of 0 would say nothing.
-            metrics.update(_by_degree(data, differences=not correction.get("bypass_mode")))
+            metrics.update(_make_degree_metrics(data, differences=not correction.get("bypass_mode")))
         return found
 
 
-def _by_degree(data: Any, differences: bool = True) -> dict[str, float]:
+def _make_degree_metrics(data: Any, differences: bool = True) -> dict[str, float]:
     """``rollout/tokens/tp2`` and so on, of all generated tokens; with ``differences`` also
     ``training/rollout_probs_diff_max/tp2``."""
     parts: dict[int, list[torch.Tensor]] = {}
@@ -113,7 +113,7 @@ def _by_degree(data: Any, differences: bool = True) -> dict[str, float]:
     for ours, theirs, mask, fields in zip(*columns, data.get("extra_fields").tolist(), strict=True):
         if not fields.get(DEGREES):
             continue
-        degrees = torch.tensor([tp or 0 for tp in spread(fields[DEGREES], len(mask))]) * mask.bool()
+        degrees = torch.tensor([tp or 0 for tp in expand_runs(fields[DEGREES], len(mask))]) * mask.bool()
         difference = (ours.exp() - theirs.exp()).abs()
         for tp in degrees[degrees > 0].unique().tolist():
             parts.setdefault(tp, []).append(difference[degrees == tp])
@@ -136,7 +136,9 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         rollout = self.config.actor_rollout_ref.rollout
-        wanted = rules(self.config.trainer.v1.get(f"{PREFIX}sync", {}), self.config.data.train_batch_size, rollout.n)
+        wanted = read_rules(
+            self.config.trainer.v1.get(f"{PREFIX}sync", {}), self.config.data.train_batch_size, rollout.n
+        )
         if wanted is None:
             return super()._build_replay_buffer()
         if wanted.unbiased and rollout.multi_turn.enable:
@@ -184,7 +186,7 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
             # First: verl ends with the note that this checkpoint is complete.
             folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(self.replay_buffer.state(), folder / WAITING_FILE)
+            torch.save(self.replay_buffer.get_state(), folder / WAITING_FILE)
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
