@@ -103,7 +103,7 @@ def main() -> None:
         for event in engine.rollout(admitter, sampling, version=step, environment=agent, environment_seconds=30):
             if isinstance(event, Group):
                 trained += 1
-                kept += [sample.output for sample in event.list_kept()]  # train on the tokens of output.mask()
+                kept += [sample.output for sample in event.list_kept()]  # train on the tokens of output.make_mask()
         turns = [1 + sum(span.version is None for span in output.spans) for output in kept]
         lengths = [output.tokens for output in kept]
         print(

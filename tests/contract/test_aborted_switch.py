@@ -39,7 +39,7 @@ def test_what_is_computed_anew(monkeypatch, state, paused, in_parts):
     computed = []
     monkeypatch.setattr(requests, "recompute_all", computed.append)
     aborted = executor.SwitchExecutor.__new__(executor.SwitchExecutor)
-    nothing = SimpleNamespace(forget=lambda: None, release=lambda: None)
+    nothing = SimpleNamespace(clear=lambda: None, release=lambda: None)
     aborted.scheduler = SimpleNamespace(
         grammars=nothing, _engine_paused=paused, chunked_req=object() if in_parts else None
     )

@@ -46,7 +46,7 @@ class Manager:
             raise RuntimeError("no memory")
         self.did.append(tp)
 
-    async def pat_made_up(self, request) -> None:
+    async def pat_generate_unlogged(self, request) -> None:
         assert not self.busy, "the one before is not known to be over"
         self.made_up.append(request)
         if self.decodes is not None:
@@ -66,7 +66,7 @@ class Manager:
     def pat_inject_prefixes(self, prompts: list[list[int]]) -> None:
         self.injected.append(prompts)
 
-    pat_until_idle = AdaptiveTokenizerManager.pat_wait_until_idle
+    pat_wait_until_idle = AdaptiveTokenizerManager.pat_wait_until_idle
 
     async def flush_cache(self, timeout_s: float) -> None:
         assert not self.busy
@@ -147,7 +147,7 @@ def test_first_requests_wait_for_it_and_it_does_not_wait_for_them(monkeypatch):
 
         async def calibrate(manager) -> None:
             made_up = GenerateReqInput(rid="made up", text="x", sampling_params={})
-            await asyncio.gather(manager.pat_made_up(made_up), measured.wait())
+            await asyncio.gather(manager.pat_generate_unlogged(made_up), measured.wait())
 
         monkeypatch.setattr("sglang_pat.server.tokenizer.calibrate", calibrate)
         manager._pat_calibrates = True

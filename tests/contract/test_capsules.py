@@ -112,7 +112,7 @@ def work_of_a_switch(tokens: int) -> tuple[int, int, int, int]:
         stream_output(req)
     req.pat_sealed = pickle.dumps((SimpleNamespace(input_ids=None), req.pat_prompt))
     ranks = SimpleNamespace(
-        grammars=SimpleNamespace(rebuilding=lambda *_: nullcontext()),
+        grammars=SimpleNamespace(use_for_rebuild=lambda *_: nullcontext()),
         construct=lambda *_: request(stream=False, top_logprobs_num=2, token_ids_logprob=[9]),
     )
     captured, capsule = lines_run(lambda: requests.serialize_request(req))

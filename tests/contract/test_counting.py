@@ -41,7 +41,7 @@ class Scheduling:
     def __init__(self, begins: bool, policy: str = "schedule") -> None:
         from sglang_pat.server.tokenizer import AdaptiveTokenizerManager as Ours
 
-        for name in ("_pat_check_schedule", "_pat_begin_log", "pat_set_schedule", "pat_schedule"):
+        for name in ("_pat_check_schedule", "_pat_begin_log", "pat_set_schedule", "pat_get_schedule"):
             setattr(self, name, MethodType(getattr(Ours, name), self))
         self.pat_log_begins, self.sent, self._pat_ids = begins, [], count()
         layouts = [ParallelLayout(1, 4), ParallelLayout(2, 2)]
@@ -73,7 +73,7 @@ def test_a_schedule_for_another_policy_is_refused_before_it_goes_out():
     from sglang_pat.server.tokenizer import ReconfigureError
 
     manager = Scheduling(False, "manual")
-    for ask in (lambda: manager.pat_set_schedule([]), manager.pat_schedule):
+    for ask in (lambda: manager.pat_set_schedule([]), manager.pat_get_schedule):
         with pytest.raises(ReconfigureError, match="does not follow a schedule") as refused:
             asyncio.run(ask())
         assert refused.value.code == 409 and not manager.sent

@@ -84,7 +84,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_a_rank_sends_is_dropped_if_it_cannot_be_read(name):
     events, dropped = from_ranks(GOOD, BAD[name], GOOD)
-    assert events == [("rank_message", (REPORT,))] * 2, "what comes after it is heard"
+    assert events == [("handle_rank_message", (REPORT,))] * 2, "what comes after it is heard"
     assert dropped.total == 1
 
 
@@ -111,7 +111,7 @@ def test_what_the_server_sends_is_dropped_if_it_cannot_be_read():
     heard, dropped = Heard(), Dropped()
     status = messages.StatusQuery(query_id=1)
     _drain_server(heard, Socket(b"\x80\x05junk", pickle.dumps(status)), 0.0, dropped)
-    assert [name for name, _ in heard.events] == ["status"] and dropped.total == 1
+    assert [name for name, _ in heard.events] == ["handle_status_query"] and dropped.total == 1
 
 
 JUNK = (b"", b"\x80\x05junk", pickle.dumps(messages.StatusQuery)[:-9], b"cnowhere\nnobody\n.")

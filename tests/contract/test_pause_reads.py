@@ -26,17 +26,17 @@ READS = {"cpu", "item", "tolist", "numpy", "nonzero", "to", "cuda", "synchronize
 IN_HOST_MEMORY = {
     ("switch/install.py", "enter", "numpy"): "the tree's slots are uploaded when all are entered",
     ("switch/requests.py", "send_capsules", "numpy"): "capsules travel in host memory",
-    ("switch/requests.py", "restore", "tolist"): "arrays of a capsule",
-    ("switch/requests.py", "unseal", "tolist"): "arrays of a capsule",
+    ("switch/requests.py", "restore_state", "tolist"): "arrays of a capsule",
+    ("switch/requests.py", "unpickle_request", "tolist"): "arrays of a capsule",
     ("switch/executor.py", "_vote", "item"): "votes go through shared memory",
-    ("switch/requests.py", "idle_everywhere", "item"): "in no pause: before memory is released, as a vote",
+    ("switch/requests.py", "is_engine_idle", "item"): "in no pause: before memory is released, as a vote",
     ("switch/kv.py", "__init__", "tolist"): "arrays of the plan",
     ("switch/kv_triton.py", "_move", "to"): "inside the kernel",
     ("switch/install.py", "_decode_batch", "to"): "from type to type, on the device",
 }
 WAITS = {
     ("switch/kv.py", "run"): "the end of the exchange",
-    ("switch/requests.py", "kv_rows"): "the request table",
+    ("switch/requests.py", "read_kv_rows"): "the request table",
 }
 COMPARISON = {
     ("rank/layouts.py", "reshard"): "the end of it, --pat-weights reshard",

@@ -22,7 +22,7 @@ def scheduler(monkeypatch) -> AdaptiveScheduler:
     made = AdaptiveScheduler.__new__(AdaptiveScheduler)
     made.is_initializing, made.cur_batch, made.forward_ct = False, object(), 17
     made.attn_tp_rank, made.gate, made._paused_turns = 1, StepGate(), 0
-    made.executor = SimpleNamespace(answer=lambda: None)
+    made.executor = SimpleNamespace(poll_command=lambda: None)
     made._engine_paused = False
     return made
 

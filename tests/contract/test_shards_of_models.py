@@ -224,10 +224,10 @@ def test_a_wrong_idea_of_the_shards_is_found(llama, monkeypatch):
         return found | {name: ShardSpec(0, (Block(2 * 192),))}
 
     for tp_rank in range(2):
-        shard_check.check_shards(llama.rank.model(2, tp_rank), 2, tp_rank)
+        shard_check.check_shards(llama.rank.make_model(2, tp_rank), 2, tp_rank)
     monkeypatch.setattr(shard_check, "make_shard_specs", wrong)
     with pytest.raises(weights.ShardError, match=r"model\.layers\.0\.mlp\.gate_up_proj\.weight at tp=2") as caught:
-        shard_check.check_shards(llama.rank.model(2, 1), 2, 1)
+        shard_check.check_shards(llama.rank.make_model(2, 1), 2, 1)
     assert "\n" not in str(caught.value)
 
 
@@ -249,7 +249,7 @@ def test_a_loader_of_its_own_is_found(llama):
     from sglang_pat.rank.shard_check import check_shards
     from sglang_pat.rank.weights import ShardError
 
-    model = llama.rank.model(2, 1)
+    model = llama.rank.make_model(2, 1)
     param = model.get_parameter("model.layers.0.self_attn.o_proj.weight")
     param.weight_loader = lambda param, loaded: param.data.copy_(loaded[:, 1::2])
     with pytest.raises(ShardError, match=r"o_proj\.weight at tp=2: .* other parts"):

@@ -66,7 +66,7 @@ def test_requests_are_aborted_and_the_server_goes_on(ending, number, stubborn):
         manager = Manager(stubborn)
         for each in ending.processes.ENDING:
             signal.signal(each, server.handle_exit)
-        ending.Ending(manager, ending.handlers())
+        ending.Shutdown(manager, ending.get_handlers())
         signal.raise_signal(number)
         signal.raise_signal(number)
         while not manager.asyncio_tasks:
@@ -82,15 +82,17 @@ def test_requests_are_aborted_and_the_server_goes_on(ending, number, stubborn):
 def test_signals_are_handled_while_another_thread_runs_the_loop(ending, monkeypatch):
     """As in a rollout of an ``Engine``: SIGTERM aborts what runs, SIGQUIT ends everything."""
     quits: list[int] = []
-    monkeypatch.setattr(ending.EndingHandler, "running_phase_sigquit_handler", lambda _, *given: quits.append(given[0]))
-    server, before = Server(), ending.handlers()
+    monkeypatch.setattr(
+        ending.ShutdownSignalHandler, "running_phase_sigquit_handler", lambda _, *given: quits.append(given[0])
+    )
+    server, before = Server(), ending.get_handlers()
     before[signal.SIGTERM] = server.handle_exit
 
     async def place() -> Manager:
         manager = Manager(False)
         for number in (*ending.processes.ENDING, signal.SIGQUIT):
             manager.event_loop.add_signal_handler(number, lambda: None)  # as SGLang does
-        ending.Ending(manager, before)
+        ending.Shutdown(manager, before)
         return manager
 
     async def ended() -> None:
@@ -113,10 +115,10 @@ def test_in_a_script_signals_keep_their_default(ending):
     async def run() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        before = ending.handlers()
+        before = ending.get_handlers()
         manager = Manager(False)
         manager.event_loop.add_signal_handler(signal.SIGTERM, lambda: None)  # as SGLang does
-        ending.Ending(manager, before)
+        ending.Shutdown(manager, before)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -129,13 +131,13 @@ from multiprocessing import get_context
 from sglang_pat.cpu import shim
 shim.ensure()
 from sglang_pat.launch import processes
-from sglang_pat.server.shutdown import end_if_a_child_fails, watchdog_of
+from sglang_pat.server.shutdown import end_if_a_child_fails, make_watchdog
 
 def launch():
     end_if_a_child_fails()
     child = get_context("fork").Process(target=signal.pause, name="sglang_pat: rank 1")
     child.start()
-    watchdog_of([child], ["scheduler_2"]).start()
+    make_watchdog([child], ["scheduler_2"]).start()
     if sys.argv[2] == "child":
         child.kill()
     else:
@@ -143,7 +145,7 @@ def launch():
         print("still there", flush=True)
         child.kill()
 
-print(processes.private_folder(), flush=True)
+print(processes.get_private_folder(), flush=True)
 if sys.argv[1] == "main":
     launch()
 else:
@@ -187,7 +189,7 @@ def test_the_end_after_a_failure_takes_no_lock(ending, monkeypatch):
     monkeypatch.setattr(ending, "_end_all", ended.set)
     watchdog = ChildrenWatchdog([])
     manager = SimpleNamespace(_subprocess_watchdog=watchdog, dump_requests_before_crash=lambda: None)
-    handle = ending.EndingHandler(manager).running_phase_sigquit_handler
+    handle = ending.ShutdownSignalHandler(manager).running_phase_sigquit_handler
     with watchdog._stop_event._cond:
         threading.Thread(target=handle, daemon=True).start()
         assert ended.wait(30)
@@ -203,7 +205,7 @@ def test_a_crash_dump_that_fails_keeps_nothing_alive(ending, monkeypatch):
 
     manager = SimpleNamespace(_subprocess_watchdog=None, dump_requests_before_crash=dump)
     with pytest.raises(OSError):  # here only: the process is gone otherwise
-        ending.EndingHandler(manager).running_phase_sigquit_handler()
+        ending.ShutdownSignalHandler(manager).running_phase_sigquit_handler()
     assert ended
 
 
@@ -213,14 +215,14 @@ from types import SimpleNamespace
 from multiprocessing import get_context
 from sglang_pat.cpu import shim
 shim.ensure()
-from sglang_pat.server.shutdown import EndingHandler, watchdog_of
+from sglang_pat.server.shutdown import ShutdownSignalHandler, make_watchdog
 
 child = get_context("fork").Process(target=signal.pause, name="sglang_pat: rank 1")
 child.start()
-watchdog = watchdog_of([child], ["scheduler_2"])
+watchdog = make_watchdog([child], ["scheduler_2"])
 watchdog.start()
 manager = SimpleNamespace(_subprocess_watchdog=watchdog, dump_requests_before_crash=lambda: None)
-signal.signal(signal.SIGQUIT, EndingHandler(manager).running_phase_sigquit_handler)
+signal.signal(signal.SIGQUIT, ShutdownSignalHandler(manager).running_phase_sigquit_handler)
 
 def signals():
     while True:

@@ -23,7 +23,7 @@ def batch(mode: ForwardMode, requests: int, **sums: int) -> ScheduleBatch:
 @pytest.fixture
 def scheduler():
     sent = []
-    load, channel = SimpleNamespace(decoded=lambda step: None), SimpleNamespace(send=sent.append)
+    load, channel = SimpleNamespace(record_decode_step=lambda step: None), SimpleNamespace(send=sent.append)
     return SimpleNamespace(rank=0, is_leader=True, tp_size=2, channel=channel, load=load, sent=sent)
 
 
@@ -54,7 +54,7 @@ def test_after_a_rest_a_step_counts_from_its_launch(scheduler, monkeypatch):
     now = iter([1.0, 1.5, 2.0, 3.0, 9.0, 9.5])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     counted, trace = [], StepTrace()
-    scheduler.load.decoded = lambda step: counted.append(step.at)
+    scheduler.load.record_decode_step = lambda step: counted.append(step.at)
     for _ in range(2):
         trace.begin(batch(ForwardMode.DECODE, 1, seq_lens_sum=7))  # at 1.0 and 1.5
     trace.end(scheduler)  # at 2.0

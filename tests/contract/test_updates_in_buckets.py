@@ -68,7 +68,7 @@ def rank(monkeypatch):
     runner = SimpleNamespace(model=model)
     runner.update_weights_from_ipc = lambda request: ModelRunner.update_weights_from_ipc(runner, request)
     worker = AdaptiveTpModelWorker.__new__(AdaptiveTpModelWorker)
-    worker._model_runner, worker.expected = runner, SimpleNamespace(problem=problem)
+    worker._model_runner, worker.expected = runner, SimpleNamespace(find_problem=problem)
 
     def update(*given):
         buckets["here"] = given

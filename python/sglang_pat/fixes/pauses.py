@@ -104,7 +104,7 @@ class PausingTokenizerManager(TrackingTokenizerManager):
         for state in states:
             state.pat_inside = True
 
-    def pat_record_ended(self, *calls: int) -> None:
+    def pat_record_request_end(self, *calls: int) -> None:
         super().pat_record_request_end()
         if calls:
             self._pat_at_gate.check(*calls)

@@ -77,8 +77,8 @@ class _Adaptive(PPOTrainer):
             config.trainer.v1.trainer_mode = mode.removeprefix(PREFIX)
         super().__init__(config)
 
-    def _set_up_adaptive(self) -> None:
-        super()._set_up_adaptive()
+    def _setup(self) -> None:
+        super()._setup()
         self._figures = self._ask_totals()
 
     def _consume_sync_metrics(self) -> dict:
