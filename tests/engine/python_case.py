@@ -36,8 +36,8 @@ class Case:
     def __init__(self, engine) -> None:
         self.engine = engine
         self.done, self.manager = engine.loop.run_until_complete, engine.tokenizer_manager
-        self.told, tell = [], self.manager.pat_round
-        self.manager.pat_round = lambda message: (self.told.append(message), tell(message))
+        self.told, tell = [], self.manager.pat_send_round
+        self.manager.pat_send_round = lambda message: (self.told.append(message), tell(message))
 
     def switches(self) -> None:
         """In the middle of requests, and what they say is what they say without."""

@@ -92,7 +92,7 @@ async def test_what_is_killed_ends_the_engine(servers, session, llama, killed):
     """A rank in a state of a switch, or the coordinator while all hold: an error to every waiting client, no process
     and no segment is left, and the exit code says that it failed."""
     server = servers.victim(llama)
-    children, mine = server.children(), segments(server)
+    children, mine = server.list_children(), segments(server)
     (coordinator,) = [p for p in children if p.cmdline() and p.cmdline()[0].startswith("sglang_pat::coordinator")]
     work = await hold(server, session, BODIES)
     if killed == "coordinator":

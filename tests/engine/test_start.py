@@ -55,14 +55,14 @@ def test_nobody_else_reaches_the_processes(server, place):
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     found = sockets(place)
     assert len(found) > 5 and all(own in path.parents for path in found)
-    processes = [psutil.Process(server.process.pid), *server.children()]
+    processes = [psutil.Process(server.process.pid), *server.list_children()]
     listening = [c.laddr.ip for p in processes for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert len(listening) > 1 and set(listening) == {"127.0.0.1"}
 
 
 def test_nothing_in_shared_memory_has_a_name(server):
     """What has one stays there when its process is killed."""
-    processes = [psutil.Process(server.process.pid), *server.children()]
+    processes = [psutil.Process(server.process.pid), *server.list_children()]
     mapped = {m.path for p in processes for m in p.memory_maps() if "/dev/shm/" in m.path}
     named = {path for path in mapped if Path(path).exists()}
     assert not named
@@ -100,7 +100,7 @@ async def end_while_it_works(server, send) -> list:
 def test_a_signal_ends_it_in_order(start, place, number):
     """To the whole process group, as a terminal and a service manager do; the second one to a fork."""
     server = start(prefork=None) if number == signal.SIGTERM else start()
-    children = server.children()
+    children = server.list_children()
     ends = asyncio.run(end_while_it_works(server, lambda: os.killpg(server.process.pid, number)))
     assert all(end == "abort" or isinstance(end, Exception) for end in ends), ends
     assert "abort" in ends
@@ -112,6 +112,6 @@ def test_a_signal_ends_it_in_order(start, place, number):
 
 def test_nothing_of_a_killed_server_goes_on(start):
     server = start()
-    children = server.children()
+    children = server.list_children()
     server.process.kill()
     assert not wait_until_ended(children, 500)

@@ -166,15 +166,17 @@ CRAMPED = (
 
 
 def test_the_round_after_one_with_retractions_starts_in_twice_the_degree(servers, llama):
-    """8 requests of 140 tokens find no room in 700."""
+    """8 requests of 132 tokens find no room in 700."""
     flags = "--tp 1 --dp 2 --adaptive-tp --pat-policy threshold --pat-switch-at 1 --schedule-conservativeness 0.05"
     server = servers.get(llama, *flags.split(), max_total_tokens=700)
 
     def one_round(tokens: int) -> tuple[int, list[int]]:
         """16 requests, announced: how many were retracted, and merges before a first request so far."""
         before = server.status()["retracted"]
-        server.post("/pat/round", {"requests": 16, "prompt_tokens": 20, "max_new_tokens": tokens}).raise_for_status()
-        server.generate([body(i, tokens) for i in range(16)])
+        server.post("/pat/round", {"requests": 16, "prompt_tokens": 12, "max_new_tokens": tokens}).raise_for_status()
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        prompts = [[6 + (97 * number + 31 * place) % 490 for place in range(12)] for number in range(16)]
+        server.generate([{"input_ids": prompt, "sampling_params": sampling} for prompt in prompts])
         requests.delete(f"{server.url}/pat/round").raise_for_status()
         status = server.status()
         ahead = [r["to_tp"] for r in status["switches"] if r["to_tp"] == 2 and r["requests"] == 0]

@@ -118,7 +118,7 @@ def test_what_an_agent_has_given_up_is_ended_before_memory_is_released(name, fre
     monkeypatch.setattr(SGLangHttpServer, name, noted)
     server = AdaptiveServer.__new__(AdaptiveServer)
     server.config = SimpleNamespace(free_cache_engine=frees)
-    server.tokenizer_manager = SimpleNamespace(pat_end_running=ended, pat_round=lambda _: None)
+    server.tokenizer_manager = SimpleNamespace(pat_end_running=ended, pat_send_round=lambda _: None)
     asyncio.run(getattr(server, name)())
     assert done == (["ended"] if frees else []) + ["released"]
 
@@ -146,7 +146,7 @@ def test_the_engine_is_told_of_a_step_that_ends_with_its_sleep(monkeypatch):
     for mode, begun in ((RolloutMode.HYBRID, [BeginRound()]), (RolloutMode.STANDALONE, [])):
         told: list = []
         server.rollout_mode = mode
-        server.tokenizer_manager = SimpleNamespace(pat_round=told.append)
+        server.tokenizer_manager = SimpleNamespace(pat_send_round=told.append)
         asyncio.run(two_steps())
         assert told == [*begun, EndRound(), "asleep"] * 2
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
+from sglang_pat.messages import BeginRound
 from sglang_pat.rollout import client
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.client import RolloutClient
@@ -189,3 +190,15 @@ async def test_samples_wait_here_for_a_connection(leave, monkeypatch):
             assert sum(path == "/generate" for _, path in server.calls) <= 5
         await events.aclose()
     assert server.most <= 2 and not server.running
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_an_abort_in_any_turn_of_a_samples_start_is_no_error(turns):
+    """Before it goes out, while it does, and after: the answer is empty, or what there was."""
+    async with served(PlayedServer()) as url, RolloutClient(url)._connect() as backend:
+        await backend.begin_round(BeginRound())
+        asked = asyncio.ensure_future(backend.generate("one", {"input_ids": [3]}, {"max_new_tokens": 50}))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        backend.abort("one")
+        assert (await asked).token_ids in ([], [7] * 3)

@@ -87,13 +87,13 @@ class _Call:
     """A sample that the server is asked for.
 
     Attributes:
-        answer: SGLang's; ``limit``: when it is lost.
+        answer: SGLang's; None: aborted before it went out.  ``limit``: when it is lost.
         sent: whether it went out.
     """
 
     def __init__(self, prompt: dict[str, Any], params: dict[str, Any]) -> None:
         self.prompt, self.params = prompt, params
-        self.answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
         self.limit = asyncio.timeout(None)
         self.sent = False
 
@@ -159,20 +159,20 @@ class HttpBackend:
             async with call.limit:
                 answer = await call.answer
         except TimeoutError:
-            if not call.sent:  # it waited for a place, and nobody needs it any more
-                return Output()
             raise ConnectionError(f"{self._url} has not answered for {LOST_SECONDS:.0f} s") from None
         finally:
             del self._calls[rid]
+        if answer is None:
+            return Output()
         self._updates = max(self._updates, answer["meta_info"]["weight_updates"])
         return make_output(answer, params, self._stop_tokens)
 
     def abort(self, rid: str) -> None:
         call = self._calls.get(rid)
-        if call is None:
+        if call is None or call.answer.done():
             return
         if not call.sent:
-            call.expire(0.0)
+            call.answer.set_result(None)
             return
         call.expire(LOST_SECONDS)
         self._begin(self._abort(rid))
@@ -203,7 +203,7 @@ class HttpBackend:
     async def _ask(self, rids: list[str]) -> None:
         """One request for these samples, whose prompts have the same fields."""
         async with self._places:
-            calls = {rid: self._calls[rid] for rid in rids if rid in self._calls}
+            calls = {rid: call for rid in rids if (call := self._calls.get(rid)) and not call.answer.done()}
             if not calls:
                 return
             prompts = [call.prompt for call in calls.values()]
