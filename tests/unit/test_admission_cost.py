@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -59,8 +60,16 @@ def test_a_job_is_told_once_that_tail_batching_does_not_pay(caplog):
     assert not any(summary.warning for summary in told(MANY_LONG, 25, eta_prompts=1.0))
 
 
+class Slow(Played):
+    """Takes longer than the clock of an event loop can tell."""
+
+    async def generate(self, rid, prompt, params):
+        await asyncio.sleep(0.005)
+        return await super().generate(rid, prompt, params)
+
+
 async def test_a_round_on_an_engine_is_timed():
-    engine, mine = Played(), admitter(3, 3, 3)
+    engine, mine = Slow(), admitter(3, 3, 3)
     *groups, summary = await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 50}))
     assert all(sample.output.seconds > 0 for group in groups for sample in group.list_kept())
     assert summary.seconds == summary.mean_seconds > 0 and summary.plain_seconds > 0
