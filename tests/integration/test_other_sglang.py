@@ -30,7 +30,8 @@ def run(*command: str) -> str:
 
 
 def test_it_is_the_other_one():
-    found = run("-c", "from sglang_pat.launch.contract import installed_version; print(installed_version())").strip()
+    code = "from sglang_pat.launch.contract import get_installed_version; print(get_installed_version())"
+    found = run("-c", code).strip()
     assert found in SGLANG_VERSIONS and found != SGLANG_VERSIONS[0]
 
 

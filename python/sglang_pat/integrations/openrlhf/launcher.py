@@ -71,7 +71,7 @@ def train_step(self: Any, rollout_samples: Any, global_step: int) -> tuple[dict[
 
     status, step = BasePPOTrainer.train_step(self, rollout_samples, global_step)
     if self.vllm_engines:
-        now = ray.get([engine.figures.remote() for engine in self.vllm_engines])
+        now = ray.get([engine.get_totals.remote() for engine in self.vllm_engines])
         before = getattr(self, "_pat_figures", [figures.Figures()] * len(now))
         self._pat_figures = now
         status |= figures.compute_metrics([one.subtract(then) for one, then in zip(now, before, strict=True)])

@@ -28,7 +28,7 @@ def register() -> None:
     ``SGLANG_PAT`` asks for it."""
     for name in (options.NAME, STOCK_NAME):
         RolloutReplicaRegistry.register(name, _load)
-        _ROLLOUT_REGISTRY[name, "async"] = f"{__name__}.checked"
+        _ROLLOUT_REGISTRY[name, "async"] = f"{__name__}.make_checked_adapter"
 
 
 def _load() -> Callable[..., SGLangReplica]:

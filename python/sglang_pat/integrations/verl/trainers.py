@@ -92,7 +92,9 @@ class _Adaptive(PPOTrainer):
         managers = (self.llm_server_manager, getattr(self, "standalone_server_manager", None))
         handles = [handle for manager in managers if manager for handle in manager.server_handles]
         rollout = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout)
-        return ray.get([handle.figures.remote() for handle in handles]) if options.is_adaptive(rollout, False) else []
+        if not options.is_adaptive(rollout, False):
+            return []
+        return ray.get([handle.get_totals.remote() for handle in handles])
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         found = super()._compute_old_log_prob(batch, metrics)
