@@ -198,7 +198,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def reject(args: argparse.Namespace, console: Console, cells: list[tuple[str, float, int]], rounds: int) -> int:
+def study_wrong(args: argparse.Namespace, console: Console, cells: list[tuple[str, float, int]], rounds: int) -> int:
     """The study on wrong profiles; ``cells``: (shape, ρ, batch)."""
     tasks = [
         wrong_profiles.Task(
@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     shapes = ("deepscaler", "rollpacker") if args.quick else tuple(NAMED)
     batches, rhos, rounds = ((16, 128), (0.5,), 2) if args.quick else (BATCHES, CORRELATIONS, 4)
     if args.wrong is not None:
-        return reject(args, console, [(s, rho, b) for s in shapes for rho in rhos for b in batches], rounds)
+        return study_wrong(args, console, [(s, rho, b) for s in shapes for rho in rhos for b in batches], rounds)
     drawn = (rounds, args.seed)
     tasks = [(str(p), s, rho, b, *drawn) for p in args.profiles for s in shapes for rho in rhos for b in batches]
     with ProcessPoolExecutor(args.jobs) as pool:
