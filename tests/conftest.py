@@ -28,6 +28,12 @@ _told: list[str] = []
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Of tests that are coroutines."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def prefork():
     """Forks programs that import SGLang, which takes each 10 s of CPU time otherwise; None with CUDA."""
     from sglang_pat.cpu import shim

@@ -297,12 +297,6 @@ def server(servers, llama) -> Server:
     return servers.adaptive(llama)
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    """Of tests that are coroutines."""
-    return "asyncio"
-
-
 @pytest.fixture
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
     async with open_session() as opened:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Iterator
 
@@ -15,19 +14,14 @@ from .engine_loop_world import threads
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Slow files first, but after engines: a worker that begins one when the others are done keeps them waiting."""
+    """Slow files first, but after engines: a worker that begins one when the others are done keeps them waiting.
+
+    A unit test that is a coroutine takes a minute at most.
+    """
     items.sort(key=lambda item: (item.get_closest_marker("engine") is None, item.get_closest_marker("slow") is None))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem):
-    """A test that is a coroutine function runs in an event loop, a minute at most."""
-    test = pyfuncitem.obj
-    if not inspect.iscoroutinefunction(test):
-        return None
-    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
-    asyncio.run(asyncio.wait_for(test(**given), 60))
-    return True
+    for item in items:
+        if item.get_closest_marker("unit") and inspect.iscoroutinefunction(item.function):
+            item.add_marker(pytest.mark.timeout(60))
 
 
 @pytest.fixture
