@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO, Any
+from unittest import mock
 
 SERVER = "sglang_pat.launch_server"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -228,13 +229,8 @@ def _import_all() -> None:
     from sglang_pat.launch import processes
 
     shim.ensure()
-    warm, processes.warm_up_fork_server = (
-        processes.warm_up_fork_server,
-        lambda: None,
-    )  # each program forks its own fork server
-    import sglang_pat.launch.preload  # noqa: F401
-
-    processes.warm_up_fork_server = warm
+    with mock.patch.object(processes, "warm_up_fork_server", lambda: None):  # each program forks its own fork server
+        import sglang_pat.launch.preload  # noqa: F401
 
 
 def become(files: list[int], module: str, argv: list[str], env: dict[str, str]) -> None:
