@@ -25,6 +25,7 @@ from profiler.measure import NotMeasured, TooSlow
 from profiler.rig import Rig
 from profiler.store import Store, check_asked, check_same, load_existing
 from profiler.windows import WINDOWS
+from sglang_pat import removed
 from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import DecodePoint, PrefillPoint, Profile, ProfileError, SwitchSample
 from sglang_pat.tools import console
@@ -53,10 +54,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", default="10m", metavar="TIME", help="such as 90s, 10m, 1h; default 10m")
     axes = "batch, context, lone, prefill_batch, prefill_length, switch_requests, switch_context"
     parser.add_argument("--grid", metavar="AXES", help=f"batch=1,2,4;context=64,128; axes: {axes}")
-    parser.add_argument("--temperature", help=argparse.SUPPRESS)
     args, args.flags = parser.parse_known_args(argv)
-    if args.temperature is not None:
-        raise UsageError(f"--temperature is gone: leave it out, a sweep samples at temperature {TEMPERATURE:g}")
+    try:
+        removed.refuse_fields("profiler.sweep", args.flags)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     args.budget, args.axes = parse_budget(args.budget), grids.parse(args.grid)
     return args
 

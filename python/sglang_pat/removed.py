@@ -48,6 +48,7 @@ _COMPARE = "python -m studies.compare simulates rounds, from the top of the repo
 
 FIELDS: dict[tuple[str, str], str] = {
     ("round", "tp"): "the policy chooses the degree in which a round starts, from KV room and retractions",
+    ("profiler.sweep", "--temperature"): "leave it out, a sweep samples at temperature 1",
     ("sglang_pat.replay", "--lengths"): _COMPARE,
     ("sglang_pat.replay", "--policies"): _COMPARE,
     ("sglang_pat.replay", "--out"): f"{_COMPARE}, and prints a table",
@@ -82,7 +83,7 @@ def refuse_value(flag: str, value: str) -> None:
 
 
 def refuse_fields(whose: str, names: Iterable[str]) -> None:
-    """Raise ``ValueError`` for a field of ``whose`` that is gone."""
-    for name in names:
+    """Raise ``ValueError`` for a field of ``whose`` that is gone; of a command also as ``--flag=value``."""
+    for name in (word.partition("=")[0] for word in names):
         if (instead := FIELDS.get((whose, name))) is not None:
             raise ValueError(f"{whose}: {name} is gone: {instead}")

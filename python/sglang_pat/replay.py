@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedule", action="store_true", help="print its switches as entries for POST /pat/schedule")
     words = sys.argv[1:] if argv is None else argv
     try:
-        removed.refuse_fields("sglang_pat.replay", (word.partition("=")[0] for word in words))
+        removed.refuse_fields("sglang_pat.replay", words)
         args = parser.parse_args(words)
         if args.schedule:
             print(json.dumps(read_schedule(args.log)))
