@@ -1,1 +1,5 @@
-"""Rewards of responses: each with a limit, so that none holds a step up.  Nothing of SGLang, Ray or verl is in here."""
+"""Rewards of programs: run in a sandbox, each with a time limit that is learnt (RollPacker, section 4.3).
+
+``limits`` decides how long a test case may take, ``sandbox`` runs a program, ``programs`` makes a score of it.  Nothing
+here needs SGLang, Ray or an RL framework.
+"""

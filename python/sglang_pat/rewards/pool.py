@@ -11,6 +11,7 @@ import enum
 import inspect
 import math
 import multiprocessing
+import os
 import pickle
 import signal
 import time
@@ -79,6 +80,7 @@ class ScorePool:
         limit: seconds of a call, at most.
         failed_reward: of a call that fails.
         start: one of :data:`STARTS`.
+        nice: how much other processes go before these, 0 to 19.
 
     Raises:
         ValueError: one line: a wrong value, or a function that cannot be pickled with ``spawn``.
@@ -92,6 +94,7 @@ class ScorePool:
         limit: float = 30.0,
         failed_reward: float = 0.0,
         start: str = "fork",
+        nice: int = 0,
     ) -> None:
         if processes < 1:
             raise ValueError(f"processes is {processes}, must be 1 or more")
@@ -105,29 +108,32 @@ class ScorePool:
         if start == "spawn" and not self._in_loop:
             _check_pickling(function)
         CONSTS.term_timeout = TERM_SECONDS
-        self._function = function
+        self._function, self._nice = function, nice
         self._limit, self._failed_reward = limit, failed_reward
         self._processes, self._context = processes, multiprocessing.get_context(start)
         self._free = asyncio.Semaphore(processes)
         """pebble starts a call that was cancelled before its turn, and kills the process that it is in."""
         self._pool: ProcessPool | None = None
 
-    async def score(self, **arguments: Any) -> Score:
-        """Call the function with ``arguments``; whatever it does, this returns a score.
+    async def score(self, arguments: Mapping[str, Any], limit: float | None = None) -> Score:
+        """Call the function with ``arguments`` by name; whatever it does, this returns a score.
 
         Cancelling this ends the call, and its process.
+
+        Args:
+            limit: of this call, if it has one of its own.
         """
-        asked = time.monotonic()
+        asked, limit = time.monotonic(), limit or self._limit
         if self._in_loop:
-            return self._read(await self._ask_in_loop(arguments), asked, asked)
+            return self._read(await self._ask_in_loop(arguments, limit), asked, asked)
         try:
-            payload = pickle.dumps(arguments)
+            payload = pickle.dumps(dict(arguments))
         except Exception as error:
             return self._read((Failure.INVALID, f"its arguments cannot be pickled: {_describe(error)}"), asked, asked)
         async with self._free:
             begun = time.monotonic()
             for _ in range(TRIES):
-                answer = await self._ask_a_process(payload)
+                answer = await self._ask_a_process(payload, limit)
                 if not (isinstance(answer, tuple) and answer[0] is Failure.DIED):
                     break
             return self._read(answer, asked, begun)
@@ -139,26 +145,26 @@ class ScorePool:
             pool.stop()
             await asyncio.to_thread(pool.join)
 
-    async def _ask_a_process(self, payload: bytes) -> _Answer:
+    async def _ask_a_process(self, payload: bytes, limit: float) -> _Answer:
         pool = await self._get_pool()
         try:
-            future = asyncio.wrap_future(pool.schedule(_call, args=(payload,), timeout=self._limit))
+            future = asyncio.wrap_future(pool.schedule(_call, args=(payload,), timeout=limit))
         except RuntimeError as error:  # it broke a moment ago
             return Failure.DIED, format_one_line(error)
-        if not await _wait(future, self._limit + START_SECONDS):
+        if not await _wait(future, limit + START_SECONDS):
             await self.close()
             return Failure.DIED, f"no process took it in {START_SECONDS:g} s"
         error = future.exception()
         if isinstance(error, TimeoutError):
-            return Failure.LATE, f"longer than {self._limit:g} s"
+            return Failure.LATE, f"longer than {limit:g} s"
         if isinstance(error, ProcessExpired):
             return Failure.DIED, f"its process ended with code {error.exitcode}"
         return future.result() if error is None else (Failure.DIED, _describe(error))
 
-    async def _ask_in_loop(self, arguments: Mapping[str, Any]) -> _Answer:
+    async def _ask_in_loop(self, arguments: Mapping[str, Any], limit: float) -> _Answer:
         task = asyncio.ensure_future(self._function(**arguments))
-        if not await _wait(task, self._limit):
-            return Failure.LATE, f"longer than {self._limit:g} s"
+        if not await _wait(task, limit):
+            return Failure.LATE, f"longer than {limit:g} s"
         if task.cancelled():
             return Failure.RAISED, "CancelledError"
         error = task.exception()
@@ -170,7 +176,7 @@ class ScorePool:
             await self.close()
         if self._pool is None:
             self._pool = ProcessPool(
-                self._processes, initializer=_begin, initargs=(self._function,), context=self._context
+                self._processes, initializer=_begin, initargs=(self._function, self._nice), context=self._context
             )
         return self._pool
 
@@ -206,9 +212,10 @@ async def _wait(future: Awaitable[Any], seconds: float) -> bool:
 _function: Callable[..., Any]
 
 
-def _begin(function: Callable[..., Any]) -> None:
+def _begin(function: Callable[..., Any], nice: int) -> None:
     global _function
     _function = function
+    os.nice(nice)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a function that hangs does not outlive its job
 
 
