@@ -1,4 +1,4 @@
-"""A reward function in processes of its own, each call with a hard limit: nothing that it does ends a job or holds it up.
+"""A reward function in processes of its own, each call with a hard limit: it can neither end a job nor hold it up.
 
 ``pebble`` has the processes: it kills one whose call takes too long, and starts another.
 """
@@ -25,8 +25,8 @@ from pebble.common import CONSTS
 from sglang_pat.errors import format_one_line
 
 STARTS = ("fork", "spawn")
-"""How a process starts.  ``fork``: at once, with any function.  ``spawn``: a clean one, for a function that uses CUDA or
-the threads of torch; the function has to be one that can be pickled, and is imported anew each time."""
+"""How a process starts.  ``fork``: at once, with any function.  ``spawn``: clean, for a function that uses CUDA or the
+threads of torch; it has to be one that can be pickled, and is imported anew each time."""
 
 TERM_SECONDS = 0.1
 """Between SIGTERM and SIGKILL; all other calls wait meanwhile."""
@@ -52,7 +52,7 @@ class Failure(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class Reward:
     """What a call of a reward function gave.
 
     Attributes:
@@ -71,7 +71,7 @@ class Score:
     running: float = 0.0
 
 
-class ScorePool:
+class RewardPool:
     """Calls ``function`` in ``processes``; a coroutine function in the event loop that asks, as many at once as ask.
 
     A coroutine function is given up at its limit, too.  One that does not give the loop back stops everything.
@@ -110,12 +110,13 @@ class ScorePool:
         CONSTS.term_timeout = TERM_SECONDS
         self._function, self._nice = function, nice
         self._limit, self._failed_reward = limit, failed_reward
-        self._processes, self._context = processes, multiprocessing.get_context(start)
+        self._processes = processes
+        self._context: Any = multiprocessing.get_context(start)
         self._free = asyncio.Semaphore(processes)
         """pebble starts a call that was cancelled before its turn, and kills the process that it is in."""
         self._pool: ProcessPool | None = None
 
-    async def score(self, arguments: Mapping[str, Any], limit: float | None = None) -> Score:
+    async def score(self, arguments: Mapping[str, Any], limit: float | None = None) -> Reward:
         """Call the function with ``arguments`` by name; whatever it does, this returns a score.
 
         Cancelling this ends the call, and its process.
@@ -180,16 +181,16 @@ class ScorePool:
             )
         return self._pool
 
-    def _read(self, answer: _Answer, asked: float, begun: float) -> Score:
-        times = {"waiting": begun - asked, "running": time.monotonic() - begun}
+    def _read(self, answer: _Answer, asked: float, begun: float) -> Reward:
+        waiting, running = begun - asked, time.monotonic() - begun
         if isinstance(answer, bytes):
             try:
                 value, info = pickle.loads(answer)
-                return Score(value=value, info=info, **times)
+                return Reward(value=value, info=info, waiting=waiting, running=running)
             except Exception as error:
                 answer = Failure.INVALID, f"what it returned cannot be unpickled: {_describe(error)}"
         failure, reason = answer
-        return Score(value=self._failed_reward, failure=failure, reason=reason, **times)
+        return Reward(value=self._failed_reward, failure=failure, reason=reason, waiting=waiting, running=running)
 
 
 _Answer = bytes | tuple[Failure, str]
@@ -228,8 +229,8 @@ def _call(payload: bytes) -> _Answer:
 
 def _pack(result: Any) -> _Answer:
     try:
-        info = dict(result) if isinstance(result, Mapping) else {}
-        found = info.get("score") if isinstance(result, Mapping) else result
+        info: dict[str, Any] = dict(result) if isinstance(result, Mapping) else {}
+        found: Any = info.get("score") if isinstance(result, Mapping) else result
         if isinstance(found, (str, bytes)) or not math.isfinite(value := float(found)):
             raise ValueError("no finite number")
         return pickle.dumps((value, info))
@@ -242,8 +243,8 @@ def _check_pickling(function: Callable[..., Any]) -> None:
         pickle.dumps(function)
     except Exception as error:
         raise ValueError(
-            f"start is 'spawn', for which {_shorten(function)} cannot be pickled ({_describe(error)}): define it at the "
-            "top of a module that can be imported, or set start to 'fork'"
+            f"start is 'spawn', for which {_shorten(function)} cannot be pickled ({_describe(error)}): define it at "
+            "the top of a module that can be imported, or set start to 'fork'"
         ) from None
 
 

@@ -1,8 +1,8 @@
 """What a sample says of the tokens in it, in its extra fields.
 
-The first two are runs: pairs of a token of the response and what holds from it on.  ``[(0, 1), (37, 2)]``: the first 37 tokens
-come from a replica of TP degree 1, the others from one of degree 2.  None: tokens that no replica generated, as a
-tool's answer between two turns, or of which it is not known.
+The first two are runs: pairs of a token of the response and what holds from it on.  ``[(0, 1), (37, 2)]``: the first
+37 tokens come from a replica of TP degree 1, the others from one of degree 2.  None: tokens that no replica generated,
+as a tool's answer between two turns, or of which it is not known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """verl's rewards with limits: ``reward.reward_manager.name=sglang_pat``.
 
 verl's own manager reads a sample and calls the reward function.  Here the function runs in processes
-(:mod:`sglang_pat.rewards.pool`), and not at all for responses that nobody will train on.
+(:mod:`sglang_pat.rewards.pool`), programs run in a sandbox, and nothing runs for a response that nobody will train on.
 """
 
 from __future__ import annotations
@@ -11,26 +11,47 @@ import functools
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from verl import DataProto
 from verl.experimental.reward_loop.reward_manager import register
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
+from verl.protocol import DataProto
 from verl.trainer.ppo.reward import get_custom_reward_fn
 
 from sglang_pat.integrations.verl import reward_ledger
 from sglang_pat.integrations.verl.fields import was_stopped
 from sglang_pat.integrations.verl.options import NAME
-from sglang_pat.rewards.pool import STARTS, Failure, Score, ScorePool
+from sglang_pat.integrations.verl.reward_programs import SOURCES, ProgramScorer
+from sglang_pat.rewards.limits import LimitRules
+from sglang_pat.rewards.pool import STARTS, Failure, Reward, RewardPool
+from sglang_pat.rewards.sandbox import make_sandbox
 
 logger = logging.getLogger(__name__)
 
 WHERE = f"reward.{NAME}"
 """Where our settings are."""
-DEFAULTS = {"limit": 30.0, "failed_reward": 0.0, "processes": None, "start": STARTS[0]}
-"""Of our settings.  ``processes``: of each of verl's reward workers; as many as its share of the machine's cores."""
+POOL = {"limit": 30.0, "failed_reward": 0.0, "processes": None, "start": STARTS[0]}
+"""Settings of :class:`RewardPool`, and their defaults; ``processes`` of each of verl's reward workers: its share of the
+machine's cores."""
+OTHERS = ("sandbox", "time_limits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """What a job says about its rewards.
+
+    Attributes:
+        pool: arguments of :class:`RewardPool`.
+        rules: of a program's time limits.
+        sandbox: as :func:`make_sandbox` takes it.
+    """
+
+    pool: Mapping[str, Any]
+    rules: LimitRules
+    sandbox: str | Mapping[str, Any] | None
 
 
 def is_used(config: DictConfig) -> bool:
@@ -39,35 +60,71 @@ def is_used(config: DictConfig) -> bool:
     return manager.source == "register" and manager.name == NAME
 
 
-def check(config: DictConfig) -> None:
-    """Refuse, in one line, settings that cannot be, before anything is started; raises ValueError."""
-    given = config.reward.get(NAME)
-    if given is not None and not is_used(config):
-        raise ValueError(
-            f"{WHERE} is given, and reward.reward_manager.name is {config.reward.reward_manager.name}, must be {NAME}"
-        )
-    if is_used(config):
-        _make_pool(config, abs)
+def read_settings(config: DictConfig) -> RewardSettings:
+    """Those of :data:`WHERE`.
 
-
-def _make_pool(config: DictConfig, function: Callable[..., Any]) -> ScorePool:
-    """For ``function``, with what :data:`WHERE` says; it starts nothing yet."""
-    given = config.reward.get(NAME)
-    if given is not None and not OmegaConf.is_dict(given):
-        raise ValueError(f"{WHERE} is {given!r}, must be settings by name, e.g. {{limit: 30}}")
-    unknown = sorted(set(given or {}) - set(DEFAULTS))
-    if unknown:
-        raise ValueError(f"{WHERE} has no option {unknown[0]!r}; choose from {', '.join(DEFAULTS)}")
-    found = DEFAULTS | dict(given or {})
-    for name in ("limit", "failed_reward", "processes"):
-        if isinstance(value := found[name], bool) or not isinstance(value, (int, float, type(DEFAULTS[name]))):
-            raise ValueError(f"{WHERE}.{name} is {value!r}, must be a number")
-    if found["processes"] is None:
-        found["processes"] = max(1, len(os.sched_getaffinity(0)) // config.reward.num_workers)
+    Raises:
+        ValueError: an unknown setting, or a value that cannot be; one line.
+    """
+    given = _read_mapping(config.reward.get(NAME), WHERE, "{limit: 30}")
+    _refuse_unknown(given, [*POOL, *OTHERS], WHERE)
+    pool = POOL | {name: value for name, value in given.items() if name in POOL}
+    if pool["processes"] is None:
+        pool["processes"] = max(1, len(os.sched_getaffinity(0)) // config.reward.num_workers)
+    _refuse_words({name: value for name, value in pool.items() if name != "start"}, WHERE)
+    limits = _read_mapping(given.get("time_limits"), f"{WHERE}.time_limits", "{maximum: 30}")
+    _refuse_unknown(limits, LimitRules.__dataclass_fields__, f"{WHERE}.time_limits")
+    _refuse_words(limits, f"{WHERE}.time_limits")
     try:
-        return ScorePool(function, **found)
+        RewardPool(abs, **pool)  # starts nothing
+        rules = LimitRules(**limits)
     except ValueError as error:
-        raise ValueError(f"{WHERE}.{error}") from None
+        raise ValueError(f"{WHERE}: {error}") from None
+    return RewardSettings(pool=pool, rules=rules, sandbox=given.get("sandbox"))
+
+
+def _read_mapping(given: Any, where: str, example: str) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not OmegaConf.is_dict(given):
+        raise ValueError(f"{where} is {given!r}, must be settings by name, e.g. {example}")
+    return dict(OmegaConf.to_container(given, resolve=True))
+
+
+def _refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    for name in sorted(set(given) - set(known)):
+        raise ValueError(f"{where} has no setting {name!r}; choose from {', '.join(known)}")
+
+
+def _refuse_words(given: Mapping[str, Any], where: str) -> None:
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{where}.{name} is {value!r}, must be a number")
+
+
+def runs_programs(config: DictConfig, sources: Iterable[str]) -> bool:
+    """Whether verl's own reward function is in use, and would run programs on this machine for one of these sources."""
+    reward = config.reward
+    own = reward.custom_reward_function.path is not None or (reward.sandbox_fusion or {}).get("url")
+    return not own and not SOURCES.isdisjoint(sources)
+
+
+def check(config: DictConfig) -> None:
+    """Refuse what cannot be, in one line, before anything is started; raises ValueError."""
+    if is_used(config):
+        read_settings(config)
+    elif config.reward.get(NAME) is not None:
+        name = config.reward.reward_manager.name
+        raise ValueError(f"{WHERE} is given and reward.reward_manager.name is {name!r}, must be {NAME!r}")
+
+
+def check_sandbox(config: DictConfig, sources: Iterable[str]) -> None:
+    """The same, once it is known what data a job has: programs need a sandbox that works on this machine."""
+    if is_used(config) and runs_programs(config, sources):
+        try:
+            make_sandbox(read_settings(config).sandbox)
+        except ValueError as error:
+            raise ValueError(f"{WHERE}.sandbox: {error}") from None
 
 
 @register(NAME)
@@ -76,32 +133,39 @@ class PooledRewardManager(NaiveRewardManager):
 
     def __init__(self, config: DictConfig, tokenizer: Any, compute_score: Callable[..., Any], **named: Any) -> None:
         super().__init__(config, tokenizer, compute_score, **named)
-        function = self.compute_score
-        if config.reward.custom_reward_function.path is not None and not self.is_async_reward_score:
-            function = _OfFile(function, config)
-        if self.reward_router_address is not None:  # the same in each call, and the tokenizer takes long to pickle
-            function = functools.partial(
-                function, reward_router_address=self.reward_router_address,
-                reward_model_tokenizer=self.reward_model_tokenizer,
-            )  # fmt: skip
-            self.reward_router_address = None
-        self._pool = _make_pool(config, function)
-        self.compute_score, self.is_async_reward_score = self._score, True  # what verl's manager calls
-        self._ledger = reward_ledger.connect()
+        self._settings = read_settings(config)
+        self._ledger = reward_ledger.connect(self._settings.rules)
+        self._pool = RewardPool(self._make_function(), **self._settings.pool)
+        self._programs: ProgramScorer | None = None
+        """Made with the first program."""
+        # What verl's manager calls, and with what.
+        self.compute_score, self.is_async_reward_score, self.reward_router_address = self._compute, True, None
         self._watch: asyncio.Task[None] | None = None
         self._dropped: frozenset[str] = frozenset()
         """Prompts on which nobody will train, by uid."""
         self._running: defaultdict[str, set[asyncio.Task[dict]]] = defaultdict(set)
         """By uid."""
-        self._failed_info: dict[str, float] = {}
+        metric = (config.algorithm.get("filter_groups") or {}).get("metric")
+        self._names = {metric} if metric else set[str]()
+        """Of the numbers that the function returns beside the score: verl asks for the same of all samples."""
         self._told: set[Failure] = set()
+
+    def _make_function(self) -> Callable[..., Any]:
+        function = self.compute_score
+        if self._settings.pool["start"] == "spawn" and self.config.reward.custom_reward_function.path is not None:
+            function = function if self.is_async_reward_score else _FromFile(function, self.config)
+        if self.reward_router_address is None:
+            return function
+        # The same in each call; the tokenizer takes long to pickle.
+        router, tokenizer = self.reward_router_address, self.reward_model_tokenizer
+        return functools.partial(function, reward_router_address=router, reward_model_tokenizer=tokenizer)
 
     async def run_single(self, data: DataProto) -> dict:
         """The reward of a response; at once if it was stopped, or if nobody will train on its prompt."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_drops())
         fields = data[-1:][0].non_tensor_batch
-        uid = str(fields["uid"])
+        uid = str(fields.get("uid"))
         if uid in self._dropped or was_stopped(fields.get("tool_extra_fields") or {}):
             return self._skip()
         if "session_id" in fields:
@@ -120,22 +184,53 @@ class PooledRewardManager(NaiveRewardManager):
             if not self._running[uid]:
                 del self._running[uid]
 
-    async def _score(self, **arguments: Any) -> Mapping[str, Any] | float:
-        score = await self._pool.score(**arguments)
-        self._ledger.add_figures.remote(make_figures(score))
-        if score.failure is not None:
-            self._tell_once(score)
-            return {"score": score.value} | self._failed_info if self._failed_info else score.value
-        if not score.info:
-            return score.value
-        # What verl makes of a validation wants the same names of all samples.
-        numbers = [name for name, value in score.info.items() if isinstance(value, (int, float))]
-        self._failed_info = dict.fromkeys(numbers, self._failed_reward)
-        return {**score.info, "score": score.value}
+    async def _compute(self, **arguments: Any) -> Mapping[str, Any] | float:
+        """In place of the reward function."""
+        if runs_programs(self.config, [arguments["data_source"]]):
+            reward = await self._score_program(arguments)
+        else:
+            reward = await self._pool.score(arguments)
+            self._add_figures("scoring", reward)
+        if reward.failure is not None:
+            self._tell_once(reward)
+            others = {name: reward.value for name in self._names}
+            return {**others, "score": reward.value} if others else reward.value
+        if not reward.info:
+            return reward.value
+        self._names |= {name for name, value in reward.info.items() if isinstance(value, (int, float))}
+        return {**reward.info, "score": reward.value}
+
+    async def _score_program(self, arguments: Mapping[str, Any]) -> Reward:
+        if self._programs is None:
+            sandbox, rules = make_sandbox(self._settings.sandbox), self._settings.rules
+            self._programs = ProgramScorer(sandbox, rules, self._ledger, self._settings.pool)
+        reward = await self._programs.score(arguments["solution_str"], arguments["ground_truth"])
+        self._add_figures("sandbox", reward)
+        return replace(reward, info={})  # as verl's function, which gives the score alone
+
+    def _add_figures(self, part: str, reward: Reward) -> None:
+        whole = reward.waiting + reward.running
+        figures = {
+            "responses": 1, "seconds/waiting": reward.waiting, f"seconds/{part}": reward.running, "seconds/max": whole
+        }  # fmt: skip
+        if reward.failure is not None:
+            figures[f"failed/{reward.failure}"] = 1
+        self._ledger.add_figures.remote(figures)
+
+    def _tell_once(self, reward: Reward) -> None:
+        """Of each kind; how many there are is in the job's metrics."""
+        assert reward.failure is not None
+        if reward.failure not in self._told:
+            self._told.add(reward.failure)
+            logger.error(
+                "reward function %s (%s): such a sample gets %g; further ones are counted in reward/failed/%s",
+                reward.failure, reward.reason, reward.value, reward.failure,
+            )  # fmt: skip
 
     def _skip(self) -> dict:
         self._ledger.add_figures.remote({"stopped": 1})
-        return {"reward_score": 0.0, "reward_extra_info": {}}
+        value = self._settings.pool["failed_reward"]
+        return {"reward_score": value, "reward_extra_info": dict.fromkeys(self._names, value)}
 
     async def _watch_drops(self) -> None:
         known = 0
@@ -144,3 +239,18 @@ class PooledRewardManager(NaiveRewardManager):
             for uid in self._dropped & self._running.keys():
                 for task in self._running[uid]:
                     task.cancel()
+
+
+class _FromFile:
+    """A function of a user's file: a process that unpickles it reads the file."""
+
+    def __init__(self, function: Callable[..., Any], config: DictConfig) -> None:
+        self._function = function
+        custom = OmegaConf.to_container(config.reward.custom_reward_function, resolve=True)
+        self._config = OmegaConf.create({"reward": {"custom_reward_function": custom}})
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self._function(**arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return get_custom_reward_fn, (self._config,)
