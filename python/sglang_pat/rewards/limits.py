@@ -33,9 +33,8 @@ class LimitRules:
 
     def __post_init__(self) -> None:
         if not 0 < self.minimum <= self.maximum < math.inf:
-            raise ValueError(
-                f"limits of {self.minimum} to {self.maximum} seconds, must be positive, the minimum not above the maximum"
-            )
+            given = f"limits of {self.minimum} to {self.maximum} seconds"
+            raise ValueError(f"{given}, must be above 0, and the minimum not above the maximum")
         if not 1 <= self.factor < math.inf:
             raise ValueError(f"limit factor is {self.factor}, must be 1 or more")
         if not 0 <= self.rerun_share <= 1:
