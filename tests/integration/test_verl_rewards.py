@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +24,10 @@ from sglang_pat.integrations.verl.reward_ledger import RewardLedger, make_metric
 from sglang_pat.integrations.verl.reward_programs import ProgramScorer
 from sglang_pat.rewards import programs
 from sglang_pat.rewards.limits import CaseRun, LimitRules
+
+from . import verl_rewards
+from .jobs import ROOT, SWITCHING, Job
+from .test_verl import GREEDY
 
 pytestmark = pytest.mark.integration
 
@@ -176,8 +183,6 @@ async def test_a_function_of_a_file_as_verl_loads_it(ledger, tmp_path, start):
 class Programs:
     """In place of a sandbox: a response says how long its cases take; one of 9 s and more is never right."""
 
-    asked: list[list[float]] = []
-
     @staticmethod
     def get_keys(ground_truth):
         if not ground_truth:
@@ -185,8 +190,8 @@ class Programs:
         return ground_truth.split()
 
     @staticmethod
-    def score_response(response, ground_truth, sandbox, time_limits, all_or_nothing):
-        assert sandbox == "a sandbox" and not all_or_nothing
+    def score_response(response, ground_truth, sandbox, time_limits, all_or_nothing, maximum):
+        assert sandbox == "a sandbox" and maximum == 30 and not all_or_nothing
         runs = [
             CaseRun(key, "right" if float(seconds) < min(9, limit) else "cut", float(seconds), limit)
             for key, seconds, limit in zip(ground_truth.split(), response.split(), time_limits, strict=True)
@@ -195,17 +200,17 @@ class Programs:
         return programs.Score(value=value, outcome="", runs=tuple(runs))
 
     @staticmethod
-    def run_again(response, ground_truth, index, sandbox, limit):
+    def run_again(response, ground_truth, index, sandbox, maximum):
         seconds = float(response.split()[index])
         outcome = "right" if seconds < 9 else "cut"
-        return CaseRun(ground_truth.split()[index], outcome, seconds, limit, rerun=True)
+        return CaseRun(ground_truth.split()[index], outcome, seconds, maximum, rerun=True)
 
 
 @pytest.fixture
 def sandboxed(monkeypatch):
     for name in ("get_keys", "score_response", "run_again"):
         monkeypatch.setattr(programs, name, getattr(Programs, name))
-    monkeypatch.setattr(rewards, "make_sandbox", lambda setting: "a sandbox")
+    monkeypatch.setattr(rewards, "make_sandbox", lambda setting, where: "a sandbox")
 
 
 async def test_programs_go_to_the_sandbox(ledger, sandboxed):
@@ -229,7 +234,7 @@ async def test_limits_are_those_of_all_workers_and_outlive_their_owner(ledger, s
     rules = LimitRules(rerun_share=1.0)
     ledger.actor = RewardLedger(rules)
     pool = {"processes": 1, "failed_reward": 0.0}
-    one, other = (ProgramScorer("a sandbox", rules, ledger, pool) for _ in range(2))
+    one, other = (ProgramScorer("a sandbox", rules, False, ledger, pool) for _ in range(2))
     await one.score("4", "a")
     await other.score("6 1", "a b")
     assert (await ledger.actor.get_limits(["a", "b", "c"]))[1] == [9.0, 2.0, 30.0]
@@ -260,6 +265,7 @@ async def test_limits_are_those_of_all_workers_and_outlive_their_owner(ledger, s
         ("{limit: -1}", "reward.sglang_pat: limit is -1, must be seconds above 0"),
         ("{processes: true}", "reward.sglang_pat.processes is True, must be a number"),
         ("{start: thread}", "reward.sglang_pat: start is 'thread', must be fork or spawn"),
+        ("{all_or_nothing: 1}", "reward.sglang_pat.all_or_nothing is 1, must be true or false"),
         ("{time_limits: {max: 3}}", "reward.sglang_pat.time_limits has no setting 'max'; choose from minimum, maximum"),
         ("{time_limits: {maximum: 1}}", "reward.sglang_pat: limits of 2.0 to 1 seconds"),
     ],
@@ -277,14 +283,80 @@ def test_settings_without_the_manager_are_refused():
 
 
 def test_a_sandbox_that_does_not_work_ends_a_job_that_needs_one(monkeypatch):
-    def make_sandbox(setting):
-        raise ValueError(f"{setting} does not work here")
+    def make_sandbox(setting, where):
+        raise ValueError(f"{where} is {setting}, which does not work here")
 
     monkeypatch.setattr(rewards, "make_sandbox", make_sandbox)
     config = make_config("+reward.sglang_pat={sandbox: bubblewrap}")
-    with pytest.raises(ValueError, match="^reward.sglang_pat.sandbox: bubblewrap does not work here$"):
+    with pytest.raises(ValueError, match="^reward.sglang_pat.sandbox is bubblewrap, which does not work here$"):
         rewards.check_sandbox(config, ["openai/gsm8k", "taco"])
     rewards.check_sandbox(config, ["openai/gsm8k"])
     rewards.check_sandbox(make_config("reward.custom_reward_function.path=mine.py"), ["taco"])
     rewards.check_sandbox(make_config("reward.sandbox_fusion.url=http://here"), ["taco"])
     rewards.check_sandbox(make_config("reward.reward_manager.name=naive"), ["taco"])
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rewarded(verl_job, monkeypatch):
+    """Runs a job with a reward function of :mod:`tests.integration.verl_rewards`; gives what it noted, too."""
+
+    def run(function: str, what: str, *words: str) -> tuple[Job, list[dict[str, Any]]]:
+        monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", verl_rewards.__name__)
+        monkeypatch.setenv("PAT_TEST_REWARDS", what)
+        job = verl_job(
+            *SWITCHING, SETTING, "trainer.v1.trainer_mode=sglang_pat_sync",
+            f"reward.custom_reward_function.path={verl_rewards.__file__}",
+            f"reward.custom_reward_function.name={function}", *words,
+        )  # fmt: skip
+        return job, [json.loads(line) for line in (job.out / "rewards.jsonl").read_text().splitlines()]
+
+    return run
+
+
+@pytest.mark.long
+def test_a_step_waits_only_for_rewards_that_it_keeps(rewarded):
+    """A reward takes 5 s: it is called for kept responses alone, and then the step goes on at once."""
+    job, noted = rewarded(
+        "sleep", "noted", "--samples", "1", "--response", "512", "--steps", "6", "data.gen_batch_size=1",
+        "trainer.total_training_steps=3", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
+        "+trainer.v1.sglang_pat_sync.eta_prompts=1.5", "+reward.sglang_pat={{processes:8}}",
+    )  # fmt: skip
+    assert len(job.steps) == 3
+    calls: list[int] = []
+    ends: list[float] = []
+    steps: list[tuple[int, float]] = []
+    for line in noted:
+        if line["what"] == "begun":
+            calls.append(line["prompt"])
+        elif line["what"] == "ended":
+            ends.append(line["time"])
+        else:
+            steps.append((len(calls), line["time"] - max(ends)))
+            calls, ends = [], []
+    print(steps, job.series("reward/stopped"), job.series("training/tail_batching/reward_seconds"))
+    assert [count for count, _ in steps] == [4, 4, 4]
+    assert max(seconds for _, seconds in steps) <= 1.0
+
+
+@pytest.mark.long
+def test_processes_that_are_killed_change_no_reward(rewarded, verl_job, tmp_path, monkeypatch):
+    """One that computes a reward, and the ledger's; TensorBoard has the parts of the time."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    plain = verl_job(*GREEDY, *SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync")
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
+    job, noted = rewarded("count_vowels", "killed", *GREEDY, "trainer.logger=[console,file,tensorboard]")
+    assert [line["what"] for line in noted if line["what"] != "batch"] == [
+        "a process is killed", "the ledger is killed"
+    ]  # fmt: skip
+    assert job.series("critic/score/mean") == plain.series("critic/score/mean")
+    events = EventAccumulator(str(tmp_path)).Reload()
+    for name in ("responses", "stopped", "seconds/waiting", "seconds/scoring", "seconds/max", "failed/died"):
+        found = [event.value for event in events.Scalars(f"reward/{name}")]
+        assert found == pytest.approx(job.series(f"reward/{name}"))
+    assert job.series("reward/responses")[0] == 16 and sum(job.series("reward/failed/died")) == 0
+    assert 0 < job.series("reward/seconds/scoring")[0] <= job.series("reward/seconds/max")[0]

@@ -16,7 +16,7 @@ from sglang_pat.errors import format_one_line
 from sglang_pat.rewards import programs
 from sglang_pat.rewards.limits import LimitRules, TimeLimits
 from sglang_pat.rewards.pool import Failure, Reward, RewardPool
-from sglang_pat.rewards.sandbox import Sandbox
+from sglang_pat.rewards.runs import Sandbox
 
 SOURCES = frozenset(("apps", "codecontests", "codeforces", "taco"))
 """Of data, for which verl's function runs programs."""
@@ -29,37 +29,44 @@ class ProgramScorer:
     """In each of verl's reward workers.
 
     Args:
+        rules: of the time limits.
+        all_or_nothing: a response is worth 1 or 0, else the share of the test cases that are right.
         ledger: which has the limits (:class:`~.reward_ledger.RewardLedger`).
-        pool: options of :class:`RewardPool`.
+        pool: arguments of :class:`RewardPool`.
     """
 
-    def __init__(self, sandbox: Sandbox, rules: LimitRules, ledger: ActorHandle, pool: Mapping[str, Any]) -> None:
-        self._rules, self._ledger, self._failed_reward = rules, ledger, pool["failed_reward"]
+    def __init__(
+        self, sandbox: Sandbox, rules: LimitRules, all_or_nothing: bool, ledger: ActorHandle, pool: Mapping[str, Any]
+    ) -> None:
+        self._ledger, self._maximum, self._failed_reward = ledger, rules.maximum, pool["failed_reward"]
         self._told = TimeLimits(rules)
         """What this worker has told the ledger since the job's start."""
         self._life = ""
-        self._pool = RewardPool(functools.partial(_score, sandbox), **pool)
+        self._fixed = {"sandbox": sandbox, "maximum": rules.maximum}
+        self._pool = RewardPool(functools.partial(_score, all_or_nothing=all_or_nothing), **pool)
         # What is cut is run again in idle time: the kernel's, and so it never takes a core from a reward.
         alone: dict[str, Any] = {**pool, "processes": 1, "nice": LOWEST_PRIORITY}
-        self._idle = RewardPool(functools.partial(_run_again, sandbox), **alone)
+        self._idle = RewardPool(_run_again, **alone)
         self._reruns: set[asyncio.Task[None]] = set()
 
     async def score(self, response: str, ground_truth: Any) -> Reward:
-        """The share of the test cases that a response's program gets right."""
+        """What a response's program is worth."""
         try:
             keys = programs.get_keys(ground_truth)
         except ValueError as error:
             return Reward(value=self._failed_reward, failure=Failure.INVALID, reason=format_one_line(error))
         limits = await self._get_limits(keys)
-        task = {"response": response, "ground_truth": ground_truth}
-        reward = await self._pool.score(task | {"time_limits": limits}, sum(limits) + SPARE_SECONDS)
+        task = self._fixed | {"response": response, "ground_truth": ground_truth}
+        # The sandbox keeps the limits.  This one is for a sandbox that hangs.
+        most = len(keys) * self._maximum + SPARE_SECONDS
+        reward = await self._pool.score(task | {"time_limits": limits}, most)
         if reward.failure is not None:
             return reward
         runs = reward.info["runs"]
         self._told.record(runs)
         for index, again in enumerate(await self._ledger.record_runs.remote(runs)):
             if again:
-                rerun = asyncio.create_task(self._run_again(task | {"index": index, "limit": self._rules.maximum}))
+                rerun = asyncio.create_task(self._run_again(task | {"index": index}))
                 self._reruns.add(rerun)
                 rerun.add_done_callback(self._reruns.discard)
         return reward
@@ -73,7 +80,7 @@ class ProgramScorer:
         return (await self._ledger.get_limits.remote(keys))[1]
 
     async def _run_again(self, task: Mapping[str, Any]) -> None:
-        reward = await self._idle.score(task, self._rules.maximum + SPARE_SECONDS)
+        reward = await self._idle.score(task, self._maximum + SPARE_SECONDS)
         if reward.failure is None:
             runs = [reward.info["run"]]
             self._told.record(runs)
@@ -83,10 +90,10 @@ class ProgramScorer:
 # -- in a process ------------------------------------------------------------------------------------------
 
 
-def _score(sandbox: Sandbox, response: str, ground_truth: Any, time_limits: Sequence[float]) -> dict[str, Any]:
-    score = programs.score_response(response, ground_truth, sandbox, time_limits, all_or_nothing=False)
-    return {"score": score.value, "outcome": score.outcome, "runs": score.runs}
+def _score(all_or_nothing: bool, **task: Any) -> dict[str, Any]:
+    score = programs.score_response(**task, all_or_nothing=all_or_nothing)
+    return {"score": score.value, "runs": score.runs}
 
 
-def _run_again(sandbox: Sandbox, response: str, ground_truth: Any, index: int, limit: float) -> dict[str, Any]:
-    return {"score": 0.0, "run": programs.run_again(response, ground_truth, index, sandbox, limit)}
+def _run_again(**task: Any) -> dict[str, Any]:
+    return {"score": 0.0, "run": programs.run_again(**task)}

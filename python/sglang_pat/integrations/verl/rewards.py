@@ -36,7 +36,7 @@ WHERE = f"reward.{NAME}"
 POOL = {"limit": 30.0, "failed_reward": 0.0, "processes": None, "start": STARTS[0]}
 """Settings of :class:`RewardPool`, and their defaults; ``processes`` of each of verl's reward workers: its share of the
 machine's cores."""
-OTHERS = ("sandbox", "time_limits")
+OTHERS = ("sandbox", "time_limits", "all_or_nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,13 @@ class RewardSettings:
         pool: arguments of :class:`RewardPool`.
         rules: of a program's time limits.
         sandbox: as :func:`make_sandbox` takes it.
+        all_or_nothing: whether a program that is wrong in one case is worth nothing; verl's function gives the share.
     """
 
     pool: Mapping[str, Any]
     rules: LimitRules
     sandbox: str | Mapping[str, Any] | None
+    all_or_nothing: bool
 
 
 def is_used(config: DictConfig) -> bool:
@@ -80,7 +82,9 @@ def read_settings(config: DictConfig) -> RewardSettings:
         rules = LimitRules(**limits)
     except ValueError as error:
         raise ValueError(f"{WHERE}: {error}") from None
-    return RewardSettings(pool=pool, rules=rules, sandbox=given.get("sandbox"))
+    if not isinstance(all_or_nothing := given.get("all_or_nothing", False), bool):
+        raise ValueError(f"{WHERE}.all_or_nothing is {all_or_nothing!r}, must be true or false")
+    return RewardSettings(pool=pool, rules=rules, sandbox=given.get("sandbox"), all_or_nothing=all_or_nothing)
 
 
 def _read_mapping(given: Any, where: str, example: str) -> dict[str, Any]:
@@ -121,10 +125,7 @@ def check(config: DictConfig) -> None:
 def check_sandbox(config: DictConfig, sources: Iterable[str]) -> None:
     """The same, once it is known what data a job has: programs need a sandbox that works on this machine."""
     if is_used(config) and runs_programs(config, sources):
-        try:
-            make_sandbox(read_settings(config).sandbox)
-        except ValueError as error:
-            raise ValueError(f"{WHERE}.sandbox: {error}") from None
+        make_sandbox(read_settings(config).sandbox, f"{WHERE}.sandbox")
 
 
 @register(NAME)
@@ -202,8 +203,9 @@ class PooledRewardManager(NaiveRewardManager):
 
     async def _score_program(self, arguments: Mapping[str, Any]) -> Reward:
         if self._programs is None:
-            sandbox, rules = make_sandbox(self._settings.sandbox), self._settings.rules
-            self._programs = ProgramScorer(sandbox, rules, self._ledger, self._settings.pool)
+            known = self._settings
+            sandbox = make_sandbox(known.sandbox, f"{WHERE}.sandbox")
+            self._programs = ProgramScorer(sandbox, known.rules, known.all_or_nothing, self._ledger, known.pool)
         reward = await self._programs.score(arguments["solution_str"], arguments["ground_truth"])
         self._add_figures("sandbox", reward)
         return replace(reward, info={})  # as verl's function, which gives the score alone
