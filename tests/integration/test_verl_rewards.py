@@ -68,13 +68,13 @@ def ledger(monkeypatch) -> Local:
     return found
 
 
-def make_sample(text: str, uid: str = "one", session: int = 0, source: str = "mine", truth: str = "", **fields):
+def make_sample(text: str, uid: str = "one", session: int = 0, source: str = "mine", truth: str = "", step=1, **fields):
     """As verl's agent loop gives one to a reward worker."""
     response = torch.tensor([[ord(letter) for letter in text]])
     batch = TensorDict({"responses": response, "attention_mask": torch.ones_like(response)}, batch_size=1)
     values = {
-        "uid": uid, "session_id": session, "data_source": source, "reward_model": {"ground_truth": truth},
-        "extra_info": {}, "tool_extra_fields": fields, "response_len": len(text), "__num_turns__": 2,
+        "uid": uid, "session_id": session, "global_steps": step, "data_source": source,
+        "reward_model": {"ground_truth": truth}, "extra_info": {}, "tool_extra_fields": fields, "response_len": len(text), "__num_turns__": 2,
     }  # fmt: skip
     return DataProto(batch=batch, non_tensor_batch={name: np.array([value]) for name, value in values.items()})
 
@@ -128,23 +128,25 @@ async def test_what_runs_for_a_prompt_that_is_dropped_is_ended(ledger):
     dropped = [asyncio.create_task(manager.run_single(make_sample("hang", "left", session))) for session in range(2)]
     kept = asyncio.create_task(manager.run_single(make_sample("0.5", "kept")))
     await asyncio.sleep(0)
-    await ledger.actor.drop(["left"])
+    await ledger.actor.drop([(1, "left")])
     assert [(await one)["reward_score"] for one in dropped] == [0.0, 0.0]
     assert (await kept)["reward_score"] == 0.5, "a process is free again"
     assert (await manager.run_single(make_sample("hang", "left", 2)))["reward_score"] == 0.0, "one that ends later"
-    await ledger.actor.drop([])
-    assert (await manager.run_single(make_sample("0.5", "left", 0)))["reward_score"] == 0.5, "in a later step"
+    assert (await manager.run_single(make_sample("0.5", "left", step=2)))["reward_score"] == 0.5, "in a later step"
 
 
 async def test_the_trainer_hears_of_an_end_before_its_reward(ledger):
     manager = make_manager(behave, "+reward.sglang_pat={limit: 600}")
-    await manager.run_single(make_sample("0.5", "early"))  # nobody asks
-    assert await ledger.actor.take_ends() == {}
-    running = asyncio.create_task(manager.run_single(make_sample("hang", "one", 3)))
-    await manager.run_single(make_sample("0.25", "two", 1))
-    await manager.run_single(make_sample("hang", "stopped", **{STOPS: ["abort"]}))
-    assert await ledger.actor.take_ends() == {"one": {3: 4}, "two": {1: 4}} and not running.done()
-    assert await ledger.actor.take_ends() == {}
+    await manager.run_single(make_sample("0.5", "two", 1))  # nobody asks
+    assert await ledger.actor.take_ends(2) == {}
+    running = asyncio.create_task(manager.run_single(make_sample("hang", "one", 3, step=2)))
+    await manager.run_single(make_sample("0.25", "two", 1, step=2))
+    await manager.run_single(make_sample("0.25", "two", 0, step=1))
+    await manager.run_single(make_sample("hang", "stopped", step=2, **{STOPS: ["abort"]}))
+    assert await ledger.actor.take_ends(2) == {"one": {3: 4}, "two": {1: 4}} and not running.done()
+    assert await ledger.actor.take_ends(2) == {}
+    await manager.run_single(make_sample("0.25", "late", step=2))
+    assert await ledger.actor.take_ends(3) == {}, "a prompt that was passed over is started again with its uid"
     running.cancel()
 
 

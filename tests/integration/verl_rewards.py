@@ -1,4 +1,4 @@
-"""Reward functions of verl jobs, and what happens to their rewards: a module that verl imports in each of its processes.
+"""Reward functions of verl jobs, and what happens to rewards: a module that verl imports in each of its processes.
 
 What they note are lines of ``rewards.jsonl``, in the job's folder.  ``PAT_TEST_REWARDS=killed``: the process of the
 first reward is killed in the middle of it, and the ledger's at the beginning of the second step.

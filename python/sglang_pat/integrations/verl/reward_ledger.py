@@ -27,6 +27,8 @@ NAME = "sglang_pat_rewards"
 
 LARGEST = "/max"
 """End of the names of figures of which not the sum is kept."""
+Prompt = tuple[int, str]
+"""The step for which a prompt was started, and its uid, which it keeps when it is started again."""
 COUNTS = ("draws", "reruns", "right_reruns")
 """Of the state of :class:`TimeLimits`."""
 
@@ -42,32 +44,37 @@ class RewardLedger:
         self.life = uuid.uuid4().hex
         self._limits = TimeLimits(rules)
         self._ends: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        self._asked_for_ends = False
+        self._ends_of: int | None = None
         self._figures: dict[str, float] = {}
-        self._dropped: frozenset[str] = frozenset()
+        self._dropped: frozenset[Prompt] = frozenset()
         self._drops = 0
         self._news = asyncio.Condition()
 
     # -- responses -------------------------------------------------------------------------------------
 
-    async def note_end(self, uid: str, session: int, tokens: int) -> None:
+    async def note_end(self, prompt: Prompt, session: int, tokens: int) -> None:
         """A response has ended, and its reward is on its way."""
-        if self._asked_for_ends:
+        step, uid = prompt
+        if step == self._ends_of:
             self._ends[uid][session] = tokens
 
-    async def take_ends(self) -> dict[str, dict[int, int]]:
-        """Tokens of the responses that have ended since the last call, by uid and session."""
-        self._asked_for_ends = True
+    async def take_ends(self, step: int) -> dict[str, dict[int, int]]:
+        """Tokens of the step's responses that have ended since the last call, by uid and session.
+
+        Before the first call of a step none is kept.
+        """
         found, self._ends = dict(self._ends), defaultdict(dict)
+        if step != self._ends_of:
+            found, self._ends_of = {}, step
         return found
 
-    async def drop(self, uids: Iterable[str]) -> None:
-        """Nobody will train on the responses of these prompts.  It is the end of those of the call before."""
+    async def drop(self, prompts: Iterable[Prompt]) -> None:
+        """Nobody will train on the responses of these prompts, now that those of the call before have ended."""
         async with self._news:
-            self._dropped, self._drops = frozenset(uids), self._drops + 1
+            self._dropped, self._drops = frozenset(prompts), self._drops + 1
             self._news.notify_all()
 
-    async def wait_for_drop(self, known: int) -> tuple[int, frozenset[str]]:
+    async def wait_for_drop(self, known: int) -> tuple[int, frozenset[Prompt]]:
         """Number and prompts of the last :meth:`drop`, as soon as it is another one than ``known``."""
         async with self._news:
             await self._news.wait_for(lambda: self._drops != known)
@@ -138,13 +145,13 @@ class TrainerLedger:
         """What the checkpoint knew from which the job goes on."""
         self._life = ""
 
-    def take_ends(self) -> dict[str, dict[int, int]]:
+    def take_ends(self, step: int) -> dict[str, dict[int, int]]:
         """:meth:`RewardLedger.take_ends`"""
-        return ray.get(self._actor.take_ends.remote())
+        return ray.get(self._actor.take_ends.remote(step))
 
-    def drop(self, uids: Iterable[str]) -> None:
-        """:meth:`RewardLedger.drop`"""
-        ray.get(self._actor.drop.remote(list(uids)))
+    def drop(self, step: int, uids: Iterable[str]) -> None:
+        """:meth:`RewardLedger.drop`, of prompts that were started for one step."""
+        ray.get(self._actor.drop.remote([(step, uid) for uid in uids]))
 
     def take_metrics(self) -> dict[str, float]:
         """Of the rewards of the step that ends now, for the tracker."""

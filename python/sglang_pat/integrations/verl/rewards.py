@@ -24,6 +24,7 @@ from verl.trainer.ppo.reward import get_custom_reward_fn
 from sglang_pat.integrations.verl import reward_ledger
 from sglang_pat.integrations.verl.fields import was_stopped
 from sglang_pat.integrations.verl.options import NAME
+from sglang_pat.integrations.verl.reward_ledger import Prompt
 from sglang_pat.integrations.verl.reward_programs import SOURCES, ProgramScorer
 from sglang_pat.rewards.limits import LimitRules
 from sglang_pat.rewards.pool import STARTS, Failure, Reward, RewardPool
@@ -142,10 +143,9 @@ class PooledRewardManager(NaiveRewardManager):
         # What verl's manager calls, and with what.
         self.compute_score, self.is_async_reward_score, self.reward_router_address = self._compute, True, None
         self._watch: asyncio.Task[None] | None = None
-        self._dropped: frozenset[str] = frozenset()
-        """Prompts on which nobody will train, by uid."""
-        self._running: defaultdict[str, set[asyncio.Task[dict]]] = defaultdict(set)
-        """By uid."""
+        self._dropped: frozenset[Prompt] = frozenset()
+        """On these nobody will train."""
+        self._running: defaultdict[Prompt, set[asyncio.Task[dict]]] = defaultdict(set)
         metric = (config.algorithm.get("filter_groups") or {}).get("metric")
         self._names = {metric} if metric else set[str]()
         """Of the numbers that the function returns beside the score: verl asks for the same of all samples."""
@@ -166,24 +166,24 @@ class PooledRewardManager(NaiveRewardManager):
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_drops())
         fields = data[-1:][0].non_tensor_batch
-        uid = str(fields.get("uid"))
-        if uid in self._dropped or was_stopped(fields.get("tool_extra_fields") or {}):
+        prompt = int(fields.get("global_steps", -1)), str(fields.get("uid"))
+        if prompt in self._dropped or was_stopped(fields.get("tool_extra_fields") or {}):
             return self._skip()
         if "session_id" in fields:
             tokens = int(sum(data.non_tensor_batch["response_len"]))
-            self._ledger.note_end.remote(uid, int(fields["session_id"]), tokens)
+            self._ledger.note_end.remote(prompt, int(fields["session_id"]), tokens)
         task = asyncio.create_task(super().run_single(data))
-        self._running[uid].add(task)
+        self._running[prompt].add(task)
         try:
             return await task
         except asyncio.CancelledError:
-            if uid not in self._dropped:
+            if prompt not in self._dropped:
                 raise
             return self._skip()
         finally:
-            self._running[uid].discard(task)
-            if not self._running[uid]:
-                del self._running[uid]
+            self._running[prompt].discard(task)
+            if not self._running[prompt]:
+                del self._running[prompt]
 
     async def _compute(self, **arguments: Any) -> Mapping[str, Any] | float:
         """In place of the reward function."""
@@ -238,8 +238,8 @@ class PooledRewardManager(NaiveRewardManager):
         known = 0
         while True:
             known, self._dropped = await self._ledger.wait_for_drop.remote(known)
-            for uid in self._dropped & self._running.keys():
-                for task in self._running[uid]:
+            for prompt in self._dropped & self._running.keys():
+                for task in self._running[prompt]:
                     task.cancel()
 
 

@@ -141,6 +141,7 @@ class TailBatchingBuffer(ReplayBuffer):
         self._taken, self._over, self._begun = [], False, time.monotonic()
         self._uids.clear()
         self._ends.clear()
+        self._take_ends()  # from now on they are kept
         self._do(self._admitter.begin(version))
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:

@@ -239,11 +239,11 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
         self.checkpoint_manager.resume_generation_replicas()
 
     def _take_ends(self) -> Mapping[str, Mapping[int, int]]:
-        return self._ledger.take_ends() if self._ledger else {}
+        return self._ledger.take_ends(self.global_steps) if self._ledger else {}
 
     def _drop_prompts(self, uids: set[str]) -> None:
         if self._ledger:
-            self._ledger.drop(uids)
+            self._ledger.drop(self.global_steps, uids)
 
     def _add_batch_to_generate(self) -> None:
         if isinstance(self.replay_buffer, TailBatchingBuffer):
