@@ -74,7 +74,8 @@ def make_sample(text: str, uid: str = "one", session: int = 0, source: str = "mi
     batch = TensorDict({"responses": response, "attention_mask": torch.ones_like(response)}, batch_size=1)
     values = {
         "uid": uid, "session_id": session, "global_steps": step, "data_source": source,
-        "reward_model": {"ground_truth": truth}, "extra_info": {}, "tool_extra_fields": fields, "response_len": len(text), "__num_turns__": 2,
+        "reward_model": {"ground_truth": truth}, "extra_info": {}, "tool_extra_fields": fields,
+        "response_len": len(text), "__num_turns__": 2,
     }  # fmt: skip
     return DataProto(batch=batch, non_tensor_batch={name: np.array([value]) for name, value in values.items()})
 
