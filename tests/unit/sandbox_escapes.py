@@ -145,12 +145,13 @@ print("done")""",
 
 
 def find_members(namespace: str) -> list[int]:
-    """Processes of a pid namespace, as far as this user may look."""
+    """Processes of a pid namespace, as far as this user may look; one that has ended, and waits for init, is none."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
             if folder.name.isdigit() and os.readlink(folder / "ns/pid") == namespace:
-                found.append(int(folder.name))
+                if "\nState:\tZ" not in (folder / "status").read_text():
+                    found.append(int(folder.name))
         except OSError:
             pass
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -88,7 +89,9 @@ def test_an_escape(name, who, bubblewrap, monkeypatch):
         return
     ended, output = EXPECTED[name]
     assert found["ended"] in ended, found
-    if name != "forged_answer":
+    if name == "forged_answer":
+        assert isinstance(found["output"], str) and isinstance(found["wall"], float), found
+    else:
         assert found["output"] == output, found
     if found["ended"] == "cut":
         own = found["wall"] - found["waited"]
@@ -113,6 +116,23 @@ def test_a_sandbox_that_is_killed_in_the_middle_gives_the_same_reward(bubblewrap
     monkeypatch.setattr(LocalSession, "_ask", ask)
     score = score_response("```python\nprint(2 * int(input()))\n```", truth, bubblewrap, [5.0] * 3)
     assert kills and score.value == 1 and [run.outcome for run in score.runs] == ["right"] * 3
+
+
+def test_what_a_case_leaves_does_not_run_in_the_next(bubblewrap):
+    program = "import os, time\nprint([n for n in os.listdir('/proc') if n.isdigit()])\nos.fork() or time.sleep(60)"
+    with bubblewrap.open(program) as session:
+        seen = [session.run("", 5.0, 5.0).output.count(",") for _ in range(2)]
+    assert seen == [1, 1], "the process inside, and the program"
+
+
+def test_a_process_inside_that_does_not_end_is_killed(bubblewrap, monkeypatch):
+    monkeypatch.setattr(local, "GRACE_SECONDS", 0.1)
+    with bubblewrap.open("") as session:
+        pid = session.process.pid
+        child = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        namespace = os.readlink(f"/proc/{child}/ns/pid")
+        os.kill(child, signal.SIGSTOP)
+    assert not escapes.find_members(namespace)
 
 
 def test_a_process_inside_that_says_nothing_is_cut(bubblewrap, monkeypatch):

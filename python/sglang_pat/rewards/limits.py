@@ -136,7 +136,9 @@ class TimeLimits:
         n, share = self._reruns, self._right_reruns / self._reruns
         middle = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
         half = Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
-        return Interval(cuts * share, cuts * max(0.0, middle - half), cuts * min(1.0, middle + half))
+        low = middle - half if self._right_reruns else 0.0
+        high = middle + half if self._right_reruns < n else 1.0
+        return Interval(cuts * share, cuts * low, cuts * high)
 
     def take_metrics(self) -> dict[str, float]:
         """Of the step that ends now, for a tracker; the next step begins.
