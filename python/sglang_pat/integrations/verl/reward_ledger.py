@@ -89,7 +89,9 @@ class RewardLedger:
     async def take_figures(self) -> dict[str, float]:
         """Of the step that ends now, :meth:`TimeLimits.take_metrics` among them; the next one begins."""
         found, self._figures = self._figures, {}
-        return found | {f"cases/{name}": value for name, value in self._limits.take_metrics().items()}
+        cases = self._limits.take_metrics()
+        known = {"cases", "rerun"} & cases.keys()  # a job without programs has none
+        return found | ({f"cases/{name}": value for name, value in cases.items()} if known else {})
 
     # -- time limits of test cases -----------------------------------------------------------------------
 
