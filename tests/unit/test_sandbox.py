@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from sglang_pat.rewards.runs import SandboxError
 
 from . import sandbox_escapes as escapes
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 USER = 12345
@@ -133,6 +134,37 @@ def test_a_process_inside_that_does_not_end_is_killed(bubblewrap, monkeypatch):
         namespace = os.readlink(f"/proc/{child}/ns/pid")
         os.kill(child, signal.SIGSTOP)
     assert not escapes.find_members(namespace)
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from sglang_pat.rewards.sandbox import make_sandbox
+with make_sandbox(sys.argv[1]).open(sys.argv[2]) as session:
+    pid = session.process.pid
+    print(Path(f"/proc/{pid}/task/{pid}/children").read_text(), flush=True)
+    session.run("", 60.0, 60.0)
+"""
+
+
+def test_a_worker_that_is_killed_takes_its_sandbox_along(bubblewrap):
+    command = [sys.executable, "-c", WORKER, "bubblewrap", "while True: pass"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        inside = os.pidfd_open(int(worker.stdout.readline()))
+        worker.kill()
+    assert select.select([inside], [], [], 20.0)[0], "the kernel ends all that is in there with this process"
+    os.close(inside)
+
+
+def test_a_worker_that_is_killed_takes_a_program_without_sandbox_along(tmp_path):
+    line = tmp_path / "line"
+    os.mkfifo(line)
+    program = f"file = open({str(line)!r}, 'w')\nfile.write('here')\nfile.flush()\nwhile True: pass"
+    command = [sys.executable, "-c", WORKER, "none", program]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as worker, line.open() as said:
+        assert said.read(4) == "here"
+        worker.kill()
+        assert select.select([said], [], [], 20.0)[0] and said.read() == "", "the end of it"
 
 
 def test_a_process_inside_that_says_nothing_is_cut(bubblewrap, monkeypatch):
