@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,8 @@ def test_a_process_inside_that_does_not_end_is_killed(bubblewrap, monkeypatch):
 
 WORKER = """
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from sglang_pat.rewards.sandbox import make_sandbox
 with make_sandbox(sys.argv[1]).open(sys.argv[2]) as session:
@@ -174,6 +178,14 @@ def test_a_process_inside_that_says_nothing_is_cut(bubblewrap, monkeypatch):
         assert session.run("", 0.1, 0.1).ended == "cut"
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """That another user can read: root starts bwrap as one."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
 def stand_in(folder: Path, text: str) -> str:
     file = folder / "bwrap"
     file.write_text(f"#!/bin/sh\n{text}\n")
@@ -181,22 +193,46 @@ def stand_in(folder: Path, text: str) -> str:
     return str(file)
 
 
-def test_a_machine_without_user_namespaces_is_told_the_ways_out(tmp_path, monkeypatch):
+def test_a_machine_without_user_namespaces_is_told_the_ways_out(folder, monkeypatch):
     said = "bwrap: No permissions to create a new namespace"
-    closed = stand_in(tmp_path, f"echo '{said}' >&2; exit 1")
+    closed = stand_in(folder, f"echo '{said}' >&2; exit 1")
     monkeypatch.setattr(sandbox, "_find_bwrap", lambda: iter([closed]))
     with pytest.raises(ValueError) as raised:
         sandbox.make_sandbox(None, "rewards.sandbox")
     line = str(raised.value)
-    assert line.startswith("rewards.sandbox is bubblewrap, which does not start here")
+    assert line.startswith(f"rewards.sandbox is bubblewrap, which does not start here ({closed}: {said}): ")
     assert "{url: http://HOST:8080/run_code}" in line and "write sandbox: none" in line and "\n" not in line
 
 
-def test_one_bwrap_that_does_not_start_leaves_the_next(bubblewrap, tmp_path, monkeypatch):
-    closed = stand_in(tmp_path, "exit 1")
+def test_really_without_user_namespaces(bubblewrap):
+    """In a sandbox that closes them."""
+    program = "from sglang_pat.rewards.sandbox import make_sandbox\nmake_sandbox(None)"
+    closed = [bubblewrap.bwrap, "--unshare-user", "--disable-userns", "--uid", "1000", "--bind", "/", "/"]
+    command = [*closed, "--dev", "/dev", "--proc", "/proc", "--", sys.executable, "-c", program]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT / "python")}, capture_output=True, text=True
+    )
+    assert done.stderr.splitlines()[-1].startswith("ValueError: sandbox is bubblewrap, which does not start here ("), (
+        done
+    )
+    assert done.stderr.endswith(f"): {sandbox.WAYS_OUT}\n")
+
+
+def test_one_bwrap_that_does_not_start_leaves_the_next(bubblewrap, folder, monkeypatch):
+    closed = stand_in(folder, "exit 1")
     monkeypatch.setattr(sandbox, "_find_bwrap", lambda: iter([closed, bubblewrap.bwrap]))
     found = sandbox.make_sandbox(None)
     assert isinstance(found, Bubblewrap) and found.bwrap == bubblewrap.bwrap
+
+
+def test_a_container_that_allows_no_new_proc(bubblewrap, folder, monkeypatch):
+    refuse = f'for word; do [ "$word" = --proc ] && exit 1; done; exec {bubblewrap.bwrap} "$@"'
+    monkeypatch.setattr(sandbox, "_find_bwrap", lambda: iter([stand_in(folder, refuse)]))
+    found = sandbox.make_sandbox({"python": bubblewrap.python})
+    assert "without a /proc: time limits are wall time" in found.describe()
+    with found.open("import os\nprint(os.path.exists('/proc'))\nwhile True: pass") as session:
+        run = session.run("", 0.1, 5.0)
+    assert (run.ended, run.output, run.waited) == ("cut", "", 0.0) and run.wall >= 0.1
 
 
 def test_no_bwrap_at_all(monkeypatch):

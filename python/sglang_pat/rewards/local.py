@@ -55,10 +55,17 @@ class LocalSession:
         self.stdin, self.stdout, self.stderr = self.process.stdin, self.process.stdout, self.process.stderr
         first = {"program": program, "rlimits": _make_rlimits(resources)}
         if self._ask(first, START_SECONDS) is None:
-            ended = self.process.poll()
-            said = self.stderr.read(4096).decode(errors="replace").split("\n")[0] if ended else "no answer"
-            self.close()
-            raise SandboxError(f"{command[0]}: {said or f'ended with {ended}'}")
+            raise SandboxError(f"{command[0]}: {self._find_reason()}")
+
+    def _find_reason(self) -> str:
+        """Why it did not start; it is closed."""
+        said = ""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.stdin.close()
+            self.process.wait(GRACE_SECONDS)
+            said = self.stderr.read(1 << 16).decode(errors="replace").strip()
+        self.close()
+        return said.splitlines()[-1] if said else f"no answer, ended with {self.process.returncode}"
 
     def run(self, stdin: str, limit: float, maximum: float) -> Run:
         """See :class:`sglang_pat.rewards.runs.Session`."""
@@ -164,6 +171,8 @@ class Bubblewrap:
     """The interpreter of programs."""
     folders: tuple[str, ...] = ()
     """What this needs besides ``/usr``, read-only, at the same places."""
+    proc: bool = True
+    """Whether programs see a ``/proc``, of their own processes.  Without it the clock of the limits is the wall's."""
     resources: Resources = field(default_factory=Resources)
 
     @contextlib.contextmanager
@@ -197,7 +206,8 @@ class Bubblewrap:
                 command += ["--ro-bind", name, name]
         for folder in self.folders:
             command += ["--ro-bind", folder, folder]
-        command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+        command += ["--proc", "/proc"] if self.proc else []
+        command += ["--dev", "/dev", "--remount-ro", "/dev"]
         for folder in ("/dev/shm", "/tmp"):
             command += ["--size", str(self.resources.tmp), "--tmpfs", folder]
         command += ["--chdir", "/tmp", "--remount-ro", "/"]
@@ -206,7 +216,8 @@ class Bubblewrap:
         return [*command, "--", *_make_command(self.python)]
 
     def describe(self) -> str:
-        return f"{self.bwrap}, programs run with {self.python}"
+        without = "" if self.proc else ", without a /proc: time limits are wall time"
+        return f"{self.bwrap}, programs run with {self.python}{without}"
 
 
 @dataclass(frozen=True, kw_only=True)
