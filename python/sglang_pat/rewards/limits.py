@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 Z = 1.96
 """Standard normal quantile of a two-sided interval of 95%."""
 ENOUGH = 0.9
-"""Of its limit, that a second run had if it counts as cut: not so one whose wall time was over because it got no core."""
+"""Of its limit: a second run that had less, and whose wall time was over, got no core and says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
