@@ -1,9 +1,11 @@
 """Rewards of programs: the adaptive time limit against a fixed one, what it cuts, and what a busy machine does to it.
 
-    python bench/rewards.py [--quick] [--only speed wrong-cuts busy] [--json FILE]
+    python bench/rewards.py [--quick] [--only cost speed wrong-cuts busy] [--json FILE]
 
 Programs are made up and really run, in the sandbox of docs/rewards.md, by two workers.  The rollout is emulated: it is
-a list of times at which responses end.  ``speed``: rollout and reward together.  ``wrong-cuts``: right answers whose
+a list of times at which responses end.
+
+``cost``: of a start and of a test case.  ``speed``: rollout and reward together.  ``wrong-cuts``: right answers whose
 times lie far apart; the programs sleep, and all limits are a twentieth, so that there are many cuts.  ``busy``: right
 answers, first alone, then beside two processes that compute; which of them would be cut by which clock.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import random
+import statistics
 import sys
 import threading
 import time
@@ -260,7 +263,28 @@ def bench_busy(sandbox: Sandbox, quick: bool) -> dict[str, Any]:
     return found
 
 
-BENCHES = {"speed": bench_speed, "wrong-cuts": bench_wrong_cuts, "busy": bench_busy}
+def bench_cost(sandbox: Sandbox, quick: bool) -> dict[str, Any]:
+    """Milliseconds of a start and of a test case, in turns with no sandbox at all."""
+    sandboxes = {"bubblewrap": sandbox, "none": make_sandbox("none")}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sandboxes}
+    for _ in range(10 if quick else 100):
+        for name, each in sandboxes.items():
+            start = time.monotonic()
+            with each.open("print(int(input()) + 1)") as session:
+                opened = time.monotonic()
+                session.run("1", 30.0, 30.0)
+                ran = time.monotonic()
+            times[name].append((opened - start + time.monotonic() - ran, ran - opened))
+    found = {
+        name: {what: round(1000 * statistics.median(values), 1)
+               for what, values in zip(("start and end, ms", "case, ms"), zip(*rows, strict=True), strict=True)}
+        for name, rows in times.items()
+    }  # fmt: skip
+    print(found, flush=True)
+    return found
+
+
+BENCHES = {"cost": bench_cost, "speed": bench_speed, "wrong-cuts": bench_wrong_cuts, "busy": bench_busy}
 
 
 def main() -> int:
