@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -128,11 +129,16 @@ def test_what_a_case_leaves_does_not_run_in_the_next(bubblewrap):
     assert seen == [1, 1], "the process inside, and the program"
 
 
+def find_inside(session: LocalSession) -> int:
+    """The process inside, whose parent is bwrap."""
+    pid = session.process.pid
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
 def test_a_process_inside_that_does_not_end_is_killed(bubblewrap, monkeypatch):
     monkeypatch.setattr(local, "GRACE_SECONDS", 0.1)
     with bubblewrap.open("") as session:
-        pid = session.process.pid
-        child = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        child = find_inside(session)
         namespace = os.readlink(f"/proc/{child}/ns/pid")
         os.kill(child, signal.SIGSTOP)
     assert not escapes.find_members(namespace)
@@ -171,11 +177,15 @@ def test_a_worker_that_is_killed_takes_a_program_without_sandbox_along(tmp_path)
         assert select.select([said], [], [], 20.0)[0] and said.read() == "", "the end of it"
 
 
-def test_a_process_inside_that_says_nothing_is_cut(bubblewrap, monkeypatch):
+def test_a_process_inside_that_says_nothing_is_cut_and_is_never_asked_again(bubblewrap, monkeypatch):
     monkeypatch.setattr(local, "GRACE_SECONDS", 0.1)
-    with bubblewrap.open("print(1)") as session:
-        monkeypatch.setattr(session, "_write", lambda data, deadline: None)
-        assert session.run("", 0.1, 0.1).ended == "cut"
+    with bubblewrap.open("print(input())") as session:
+        child = find_inside(session)
+        os.kill(child, signal.SIGSTOP)
+        assert session.run("1", 0.1, 0.1).ended == "cut"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGCONT)
+        assert session.run("2", 5.0, 5.0).ended == "lost", "and not the answer to the first"
 
 
 @pytest.fixture

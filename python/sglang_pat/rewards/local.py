@@ -63,7 +63,8 @@ class LocalSession:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.stdin.close()
             self.process.wait(GRACE_SECONDS)
-            said = self.stderr.read(1 << 16).decode(errors="replace").strip()
+            os.set_blocking(self.stderr.fileno(), False)
+            said = (self.stderr.read(1 << 16) or b"").decode(errors="replace").strip()
         self.close()
         return said.splitlines()[-1] if said else f"no answer, ended with {self.process.returncode}"
 
@@ -73,7 +74,10 @@ class LocalSession:
         case = {"stdin": stdin, "limit": limit, "maximum": maximum, "output": self.resources.output}
         found = self._ask(case, maximum + GRACE_SECONDS)
         wall = time.monotonic() - start
-        return _read_run(found) or Run(ended="cut" if wall > maximum else "lost", wall=min(wall, maximum))
+        if (run := _read_run(found)) is not None:
+            return run
+        self._kill()  # else a late answer would be that of the next case
+        return Run(ended="cut" if wall > maximum else "lost", wall=min(wall, maximum))
 
     def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """The answer; None if there is none: it is late, or too long, or the process has ended."""
@@ -85,7 +89,7 @@ class LocalSession:
             if size > 6 * self.resources.output + 65536:  # JSON writes a byte as six at most
                 return None
             answer = json.loads(self._read(size, deadline))
-        except (OSError, EOFError, ValueError):
+        except (OSError, EOFError, ValueError, RecursionError):
             return None
         return answer if isinstance(answer, dict) else None
 
@@ -110,20 +114,22 @@ class LocalSession:
 
     def close(self) -> None:
         """End the sandbox; when this returns, no process of it is left."""
-        process = self.process
         self.stdin.close()
         try:
-            process.wait(GRACE_SECONDS)  # by itself: then the kernel has ended all that is inside
+            self.process.wait(GRACE_SECONDS)  # by itself: then the kernel has ended all that is inside
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            self._kill()
         with contextlib.suppress(OSError, EOFError):  # the process inside holds the other end
             deadline = time.monotonic() + GRACE_SECONDS
             while True:
                 self._read(1 << 16, deadline)
         self.stdout.close()
         self.stderr.close()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def _read_run(found: dict[str, Any] | None) -> Run | None:
