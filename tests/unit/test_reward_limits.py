@@ -61,13 +61,21 @@ def test_a_wrong_cut_that_is_found_raises_the_limit():
     assert limits.get_limits("a") == [6.0]
 
 
+def test_a_second_run_that_had_no_core_or_no_sandbox_says_nothing():
+    limits = TimeLimits()
+    limits.record([run("a", "cut", 3.0, limit=30.0, rerun=True), run("a", "lost", 0.0, limit=30.0, rerun=True)])
+    assert math.isnan(limits.estimate_wrong_cuts(5).estimate)
+    limits.record([run("a", "cut", 30.0, limit=30.0, rerun=True), run("a", "wrong", 3.0, limit=30.0, rerun=True)])
+    assert limits.take_metrics()["rerun"] == 2
+
+
 def test_a_step_in_numbers():
     limits = TimeLimits(LimitRules(rerun_share=0))
     limits.record([run("a", "right"), run("a", "wrong"), run("a", "cut"), run("b", "cut", 30.0, limit=30.0)])
     assert limits.take_metrics() == {
         "cases": 4, "right": 1, "wrong": 1, "cut": 2, "cut_at_maximum": 1, "wrong_cuts_low": 0, "wrong_cuts_high": 1,
     }  # fmt: skip
-    limits.record([run("a", "cut")] * 8 + [run("a", "right", rerun=True)] + [run("a", "cut", rerun=True)] * 3)
+    limits.record([run("a", "cut")] * 8 + [run("a", "right", rerun=True)] + [run("a", "wrong", rerun=True)] * 3)
     found = limits.take_metrics()
     assert found["cut"] == 8 and found["rerun"] == 4 and found["wrong_cuts"] == 2
     assert 0 < found["wrong_cuts_low"] < 2 < found["wrong_cuts_high"] < 8
@@ -84,7 +92,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(truth):
         draw = random.Random(job)
         limits = TimeLimits(LimitRules(rerun_share=1.0))
         reruns = sum(draw.random() < 0.02 for _ in range(cuts))
-        limits.record([run("a", "right" if draw.random() < truth else "cut", rerun=True) for _ in range(reruns)])
+        limits.record([run("a", "right" if draw.random() < truth else "wrong", rerun=True) for _ in range(reruns)])
         found = limits.estimate_wrong_cuts(cuts)
         held += found.low <= truth * cuts <= found.high
     assert held / jobs >= 0.92

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from sglang_pat.rewards.runs import SandboxError
 
 from . import sandbox_escapes as escapes
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 USER = 12345
@@ -125,21 +129,71 @@ def test_what_a_case_leaves_does_not_run_in_the_next(bubblewrap):
     assert seen == [1, 1], "the process inside, and the program"
 
 
+def find_inside(session: LocalSession) -> int:
+    """The process inside, whose parent is bwrap."""
+    pid = session.process.pid
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
 def test_a_process_inside_that_does_not_end_is_killed(bubblewrap, monkeypatch):
     monkeypatch.setattr(local, "GRACE_SECONDS", 0.1)
     with bubblewrap.open("") as session:
-        pid = session.process.pid
-        child = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        child = find_inside(session)
         namespace = os.readlink(f"/proc/{child}/ns/pid")
         os.kill(child, signal.SIGSTOP)
     assert not escapes.find_members(namespace)
 
 
-def test_a_process_inside_that_says_nothing_is_cut(bubblewrap, monkeypatch):
+WORKER = """
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from sglang_pat.rewards.sandbox import make_sandbox
+with make_sandbox(sys.argv[1]).open(sys.argv[2]) as session:
+    pid = session.process.pid
+    print(Path(f"/proc/{pid}/task/{pid}/children").read_text(), flush=True)
+    session.run("", 60.0, 60.0)
+"""
+
+
+def test_a_worker_that_is_killed_takes_its_sandbox_along(bubblewrap):
+    command = [sys.executable, "-c", WORKER, "bubblewrap", "while True: pass"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        inside = os.pidfd_open(int(worker.stdout.readline()))
+        worker.kill()
+    assert select.select([inside], [], [], 20.0)[0], "the kernel ends all that is in there with this process"
+    os.close(inside)
+
+
+def test_a_worker_that_is_killed_takes_a_program_without_sandbox_along(tmp_path):
+    line = tmp_path / "line"
+    os.mkfifo(line)
+    program = f"file = open({str(line)!r}, 'w')\nfile.write('here')\nfile.flush()\nwhile True: pass"
+    command = [sys.executable, "-c", WORKER, "none", program]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as worker, line.open() as said:
+        assert said.read(4) == "here"
+        worker.kill()
+        assert select.select([said], [], [], 20.0)[0] and said.read() == "", "the end of it"
+
+
+def test_a_process_inside_that_says_nothing_is_cut_and_is_never_asked_again(bubblewrap, monkeypatch):
     monkeypatch.setattr(local, "GRACE_SECONDS", 0.1)
-    with bubblewrap.open("print(1)") as session:
-        monkeypatch.setattr(session, "_write", lambda data, deadline: None)
-        assert session.run("", 0.1, 0.1).ended == "cut"
+    with bubblewrap.open("print(input())") as session:
+        child = find_inside(session)
+        os.kill(child, signal.SIGSTOP)
+        assert session.run("1", 0.1, 0.1).ended == "cut"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGCONT)
+        assert session.run("2", 5.0, 5.0).ended == "lost", "and not the answer to the first"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """That another user can read: root starts bwrap as one."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
 
 
 def stand_in(folder: Path, text: str) -> str:
@@ -149,22 +203,46 @@ def stand_in(folder: Path, text: str) -> str:
     return str(file)
 
 
-def test_a_machine_without_user_namespaces_is_told_the_ways_out(tmp_path, monkeypatch):
+def test_a_machine_without_user_namespaces_is_told_the_ways_out(folder, monkeypatch):
     said = "bwrap: No permissions to create a new namespace"
-    closed = stand_in(tmp_path, f"echo '{said}' >&2; exit 1")
+    closed = stand_in(folder, f"echo '{said}' >&2; exit 1")
     monkeypatch.setattr(sandbox, "_find_bwrap", lambda: iter([closed]))
     with pytest.raises(ValueError) as raised:
         sandbox.make_sandbox(None, "rewards.sandbox")
     line = str(raised.value)
-    assert line.startswith("rewards.sandbox is bubblewrap, which does not start here")
+    assert line.startswith(f"rewards.sandbox is bubblewrap, which does not start here ({closed}: {said}): ")
     assert "{url: http://HOST:8080/run_code}" in line and "write sandbox: none" in line and "\n" not in line
 
 
-def test_one_bwrap_that_does_not_start_leaves_the_next(bubblewrap, tmp_path, monkeypatch):
-    closed = stand_in(tmp_path, "exit 1")
+def test_really_without_user_namespaces(bubblewrap):
+    """In a sandbox that closes them."""
+    program = "from sglang_pat.rewards.sandbox import make_sandbox\nmake_sandbox(None)"
+    closed = [bubblewrap.bwrap, "--unshare-user", "--disable-userns", "--uid", "1000", "--bind", "/", "/"]
+    command = [*closed, "--dev", "/dev", "--proc", "/proc", "--", sys.executable, "-c", program]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT / "python")}, capture_output=True, text=True
+    )
+    assert done.stderr.splitlines()[-1].startswith("ValueError: sandbox is bubblewrap, which does not start here ("), (
+        done
+    )
+    assert done.stderr.endswith(f"): {sandbox.WAYS_OUT}\n")
+
+
+def test_one_bwrap_that_does_not_start_leaves_the_next(bubblewrap, folder, monkeypatch):
+    closed = stand_in(folder, "exit 1")
     monkeypatch.setattr(sandbox, "_find_bwrap", lambda: iter([closed, bubblewrap.bwrap]))
     found = sandbox.make_sandbox(None)
     assert isinstance(found, Bubblewrap) and found.bwrap == bubblewrap.bwrap
+
+
+def test_a_container_that_allows_no_new_proc(bubblewrap, folder, monkeypatch):
+    refuse = f'for word; do [ "$word" = --proc ] && exit 1; done; exec {bubblewrap.bwrap} "$@"'
+    monkeypatch.setattr(sandbox, "_find_bwrap", lambda: iter([stand_in(folder, refuse)]))
+    found = sandbox.make_sandbox({"python": bubblewrap.python})
+    assert "without a /proc: time limits are wall time" in found.describe()
+    with found.open("import os\nprint(os.path.exists('/proc'))\nwhile True: pass") as session:
+        run = session.run("", 0.1, 5.0)
+    assert (run.ended, run.output, run.waited) == ("cut", "", 0.0) and run.wall >= 0.1
 
 
 def test_no_bwrap_at_all(monkeypatch):

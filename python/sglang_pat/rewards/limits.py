@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 Z = 1.96
 """Standard normal quantile of a two-sided interval of 95%."""
+ENOUGH = 0.9
+"""Of its limit: a second run that had less, and whose wall time was over, got no core and says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,8 @@ class TimeLimits:
         if right:
             self._anchors[run.key] = max(run.seconds, self._anchors.get(run.key, 0.0))
         if run.rerun:
+            if run.outcome == "lost" or (run.outcome == "cut" and run.seconds < ENOUGH * run.limit):
+                return False  # nobody knows what it would have been
             self._count("rerun")
             self._reruns += 1
             self._right_reruns += right

@@ -55,10 +55,18 @@ class LocalSession:
         self.stdin, self.stdout, self.stderr = self.process.stdin, self.process.stdout, self.process.stderr
         first = {"program": program, "rlimits": _make_rlimits(resources)}
         if self._ask(first, START_SECONDS) is None:
-            ended = self.process.poll()
-            said = self.stderr.read(4096).decode(errors="replace").split("\n")[0] if ended else "no answer"
-            self.close()
-            raise SandboxError(f"{command[0]}: {said or f'ended with {ended}'}")
+            raise SandboxError(f"{command[0]}: {self._find_reason()}")
+
+    def _find_reason(self) -> str:
+        """Why it did not start; it is closed."""
+        said = ""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.stdin.close()
+            self.process.wait(GRACE_SECONDS)
+            os.set_blocking(self.stderr.fileno(), False)
+            said = (self.stderr.read(1 << 16) or b"").decode(errors="replace").strip()
+        self.close()
+        return said.splitlines()[-1] if said else f"no answer, ended with {self.process.returncode}"
 
     def run(self, stdin: str, limit: float, maximum: float) -> Run:
         """See :class:`sglang_pat.rewards.runs.Session`."""
@@ -66,7 +74,10 @@ class LocalSession:
         case = {"stdin": stdin, "limit": limit, "maximum": maximum, "output": self.resources.output}
         found = self._ask(case, maximum + GRACE_SECONDS)
         wall = time.monotonic() - start
-        return _read_run(found) or Run(ended="cut" if wall > maximum else "lost", wall=min(wall, maximum))
+        if (run := _read_run(found)) is not None:
+            return run
+        self._kill()  # else a late answer would be that of the next case
+        return Run(ended="cut" if wall > maximum else "lost", wall=min(wall, maximum))
 
     def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """The answer; None if there is none: it is late, or too long, or the process has ended."""
@@ -78,7 +89,7 @@ class LocalSession:
             if size > 6 * self.resources.output + 65536:  # JSON writes a byte as six at most
                 return None
             answer = json.loads(self._read(size, deadline))
-        except (OSError, EOFError, ValueError):
+        except (OSError, EOFError, ValueError, RecursionError):
             return None
         return answer if isinstance(answer, dict) else None
 
@@ -103,20 +114,22 @@ class LocalSession:
 
     def close(self) -> None:
         """End the sandbox; when this returns, no process of it is left."""
-        process = self.process
         self.stdin.close()
         try:
-            process.wait(GRACE_SECONDS)  # by itself: then the kernel has ended all that is inside
+            self.process.wait(GRACE_SECONDS)  # by itself: then the kernel has ended all that is inside
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            self._kill()
         with contextlib.suppress(OSError, EOFError):  # the process inside holds the other end
             deadline = time.monotonic() + GRACE_SECONDS
             while True:
                 self._read(1 << 16, deadline)
         self.stdout.close()
         self.stderr.close()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def _read_run(found: dict[str, Any] | None) -> Run | None:
@@ -164,6 +177,8 @@ class Bubblewrap:
     """The interpreter of programs."""
     folders: tuple[str, ...] = ()
     """What this needs besides ``/usr``, read-only, at the same places."""
+    proc: bool = True
+    """Whether programs see a ``/proc``, of their own processes.  Without it the clock of the limits is the wall's."""
     resources: Resources = field(default_factory=Resources)
 
     @contextlib.contextmanager
@@ -197,7 +212,8 @@ class Bubblewrap:
                 command += ["--ro-bind", name, name]
         for folder in self.folders:
             command += ["--ro-bind", folder, folder]
-        command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+        command += ["--proc", "/proc"] if self.proc else []
+        command += ["--dev", "/dev", "--remount-ro", "/dev"]
         for folder in ("/dev/shm", "/tmp"):
             command += ["--size", str(self.resources.tmp), "--tmpfs", folder]
         command += ["--chdir", "/tmp", "--remount-ro", "/"]
@@ -206,7 +222,8 @@ class Bubblewrap:
         return [*command, "--", *_make_command(self.python)]
 
     def describe(self) -> str:
-        return f"{self.bwrap}, programs run with {self.python}"
+        without = "" if self.proc else ", without a /proc: time limits are wall time"
+        return f"{self.bwrap}, programs run with {self.python}{without}"
 
 
 @dataclass(frozen=True, kw_only=True)

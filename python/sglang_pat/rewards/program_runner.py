@@ -99,7 +99,7 @@ class Watch:
             self.poll.register(fd, select.POLLOUT if fd == self.stdin else select.POLLIN)
 
     def follow(self, start: float, control: int) -> str:
-        """Until it ends, by itself (``exit``) or not (``cut``, ``output``)."""
+        """Until it ends, by itself (``exit``) or not (``cut``, ``output``), or nobody wants to know (``alone``)."""
         self.poll.register(control, select.POLLHUP)
         ended = os.pidfd_open(self.pid)
         self.poll.register(ended, select.POLLIN)
@@ -111,7 +111,7 @@ class Watch:
                     return "cut"
                 ready = [fd for fd, _ in self.poll.poll(math.ceil(left * 1000))]
                 if control in ready:
-                    os._exit(1)  # nobody is there who wants to know
+                    return "alone"
                 for fd in ready:
                     self._move(fd)
                 if len(self.output) > self.rest["output"]:
@@ -163,7 +163,9 @@ def run_case(case: dict[str, Any], control: int, rlimits: dict[str, int]) -> dic
     start = time.monotonic()
     pid = os.fork()
     if not pid:
-        become_program((in_read, out_write, err_write), rlimits)
+        # Of each process; only one that nobody watches any more gets there.
+        longest = math.ceil(case["maximum"] + 1) * rlimits["RLIMIT_NPROC"]
+        become_program((in_read, out_write, err_write), rlimits | {"RLIMIT_CPU": longest})
         return None
     for fd in (in_read, out_write, err_write):
         os.close(fd)
@@ -175,6 +177,8 @@ def run_case(case: dict[str, Any], control: int, rlimits: dict[str, int]) -> dic
     _, status, usage = os.wait4(pid, 0)
     end_all(pid)
     watch.close()
+    if ended == "alone":
+        os._exit(1)
     code = os.waitstatus_to_exitcode(status)
     errors = watch.errors.decode(errors="replace").strip()
     said = errors.splitlines()[-1][-500:] if errors else ""

@@ -28,6 +28,7 @@ from sglang_pat.rewards.limits import CaseRun, LimitRules
 from sglang_pat.rewards.runs import Run, Sandbox, SandboxError
 
 MAXIMUM = LimitRules().maximum
+PATIENCE = 10
 _BLOCK = re.compile(r"```([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LANGUAGES = ("", "py", "python", "python3")
 _DIGITS = 1e-5, 1e-8
@@ -166,10 +167,13 @@ def score_response(
 def run_again(
     response: str, ground_truth: str | Mapping[str, Any], index: int, sandbox: Sandbox, maximum: float = MAXIMUM
 ) -> CaseRun:
-    """The second run of the case ``index`` that was cut, for ``TimeLimits.record``.  It changes no reward."""
+    """The second run of the case ``index`` that was cut, for ``TimeLimits.record``.  It changes no reward.
+
+    It may take ``PATIENCE`` times ``maximum`` on the wall: perhaps it runs at a low priority.
+    """
     task = read_task(ground_truth)
     case = task.cases[index]
-    with _Runner(find_program(response) or "", task, sandbox, maximum) as runner:
+    with _Runner(find_program(response) or "", task, sandbox, PATIENCE * maximum) as runner:
         run, outcome = runner.run(case, maximum)
     return CaseRun(case.key, outcome, run.seconds, maximum, rerun=True)
 

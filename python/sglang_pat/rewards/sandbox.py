@@ -7,6 +7,7 @@ whoever wants that writes ``none``.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -21,9 +22,8 @@ from sglang_pat.rewards.runs import Resources, SandboxError
 
 KINDS = ("bubblewrap", "none")
 WAYS_OUT = (
-    "allow user namespaces on this machine (in Docker e.g. --security-opt seccomp=unconfined), give the URL of a "
-    "Sandbox Fusion service (sandbox: {url: http://HOST:8080/run_code}), or write sandbox: none, which runs programs "
-    "without protection"
+    "allow user namespaces on this machine (docs/rewards.md says how), give the URL of a Sandbox Fusion service "
+    "(sandbox: {url: http://HOST:8080/run_code}), or write sandbox: none, which runs programs without protection"
 )
 _SIZES = tuple(part.name for part in fields(Resources))
 
@@ -94,12 +94,13 @@ def _make_candidates(python: str | None, resources: Resources) -> Iterator[Bubbl
     """Best first.
 
     The machine's own bwrap comes before the wheel's: a profile of AppArmor may be made for it.  The interpreter of this
-    process comes before the machine's own, which is taken where another user cannot read the first.
+    process comes before the machine's own, which is taken where another user cannot read the first.  A container may
+    allow all but a new ``/proc``.
     """
     pythons = [python] if python else [os.path.realpath(sys.executable), "/usr/bin/python3"]
-    for bwrap in _find_bwrap():
-        for command in pythons:
-            yield Bubblewrap(bwrap=bwrap, python=command, folders=_find_folders(command), resources=resources)
+    for proc, bwrap, command in itertools.product((True, False), list(_find_bwrap()), pythons):
+        folders = _find_folders(command)
+        yield Bubblewrap(bwrap=bwrap, python=command, folders=folders, proc=proc, resources=resources)
 
 
 def _find_bwrap() -> Iterator[str]:
