@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import threading
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,10 +46,22 @@ class Local:
 
     Attributes:
         actor: set anew, it has died.
+        managers: that use it.
     """
 
     def __init__(self, rules: LimitRules = RULES) -> None:
         self.actor = RewardLedger(rules)
+        self.managers: list[rewards.PooledRewardManager] = []
+
+    def make_manager(self, function, *words: str, **named: Any) -> rewards.PooledRewardManager:
+        self.managers.append(rewards.PooledRewardManager(make_config(*words), Texts(), function, **named))
+        return self.managers[-1]
+
+    async def close(self) -> None:
+        for manager in self.managers:
+            if manager._watch is not None:
+                manager._watch.cancel()
+            await manager._pool.close()
 
     def __getattr__(self, name: str):
         return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(getattr(self.actor, name)(*args)))
@@ -62,10 +75,11 @@ class Texts:
 
 
 @pytest.fixture
-def ledger(monkeypatch) -> Local:
+async def ledger(monkeypatch) -> AsyncIterator[Local]:
     found = Local()
     monkeypatch.setattr(reward_ledger, "connect", lambda rules: found)
-    return found
+    yield found
+    await found.close()
 
 
 def make_sample(text: str, uid: str = "one", session: int = 0, source: str = "mine", truth: str = "", step=1, **fields):
@@ -92,12 +106,8 @@ def behave(data_source, solution_str, ground_truth, extra_info, **_):
     return float(solution_str)
 
 
-def make_manager(function, *words: str):
-    return rewards.PooledRewardManager(config=make_config(*words), tokenizer=Texts(), compute_score=function)
-
-
 async def test_scores_and_failures(ledger):
-    manager = make_manager(behave, "+reward.sglang_pat={limit: 0.5, failed_reward: -1, processes: 2}")
+    manager = ledger.make_manager(behave, "+reward.sglang_pat={limit: 0.5, failed_reward: -1, processes: 2}")
     texts = ["0.25", "hang", "raise", "nan"]
     found = await asyncio.gather(*(manager.run_single(make_sample(text)) for text in texts))
     assert [one["reward_score"] for one in found] == [0.25, -1, -1, -1]
@@ -116,16 +126,16 @@ async def test_scores_and_failures(ledger):
 
 
 async def test_nothing_runs_for_a_response_that_was_stopped(ledger):
-    manager = make_manager(behave)
+    manager = ledger.make_manager(behave, "algorithm.filter_groups={enable: true, metric: acc}")
     for fields in ({STOPS: ["abort"]}, {STOPS: ["stop", "abort", "length"]}):
         found = await manager.run_single(make_sample("hang", **fields))
-        assert found == {"reward_score": 0.0, "reward_extra_info": {}}
+        assert found == {"reward_score": 0.0, "reward_extra_info": {"acc": 0.0}}, "verl's filter wants it of all"
     assert (await manager.run_single(make_sample("0.5", **{STOPS: ["stop", "length"]})))["reward_score"] == 0.5
     assert make_metrics(await ledger.actor.take_figures())["reward/stopped"] == 2
 
 
 async def test_what_runs_for_a_prompt_that_is_dropped_is_ended(ledger):
-    manager = make_manager(behave, "+reward.sglang_pat={processes: 1, limit: 600}")
+    manager = ledger.make_manager(behave, "+reward.sglang_pat={processes: 1, limit: 600}")
     dropped = [asyncio.create_task(manager.run_single(make_sample("hang", "left", session))) for session in range(2)]
     kept = asyncio.create_task(manager.run_single(make_sample("0.5", "kept")))
     await asyncio.sleep(0)
@@ -137,7 +147,7 @@ async def test_what_runs_for_a_prompt_that_is_dropped_is_ended(ledger):
 
 
 async def test_the_trainer_hears_of_an_end_before_its_reward(ledger):
-    manager = make_manager(behave, "+reward.sglang_pat={limit: 600}")
+    manager = ledger.make_manager(behave, "+reward.sglang_pat={limit: 600, processes: 2}")
     await manager.run_single(make_sample("0.5", "two", 1))  # nobody asks
     assert await ledger.actor.take_ends(2) == {}
     running = asyncio.create_task(manager.run_single(make_sample("hang", "one", 3, step=2)))
@@ -166,7 +176,7 @@ async def test_a_judge_gets_its_address_and_tokenizer(ledger):
     assert (await manager.run_single(make_sample("x")))["reward_extra_info"]["asked"] == "here h"
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 async def test_a_function_of_a_file_as_verl_loads_it(ledger, tmp_path, start):
     (file := tmp_path / "mine.py").write_text(
         "def score(solution_str, more, **_):\n    return len(solution_str) + more\n"
@@ -176,6 +186,7 @@ async def test_a_function_of_a_file_as_verl_loads_it(ledger, tmp_path, start):
         "+reward.custom_reward_function.reward_kwargs={more: 0.5}", f"+reward.sglang_pat={{start: {start}}}",
     )  # fmt: skip
     manager = load_reward_manager(config, Texts())
+    ledger.managers.append(manager)
     assert isinstance(manager, rewards.PooledRewardManager), "verl finds it by its name"
     assert (await manager.run_single(make_sample("four")))["reward_score"] == 4.5
 
@@ -217,7 +228,7 @@ def sandboxed(monkeypatch):
 
 
 async def test_programs_go_to_the_sandbox(ledger, sandboxed):
-    manager = make_manager(default_compute_score)
+    manager = ledger.make_manager(default_compute_score)
     found = await manager.run_single(make_sample("1 20", source="taco", truth="a b"))
     assert found == {"reward_score": 0.5, "reward_extra_info": {"acc": 0.5}}
     assert (await manager.run_single(make_sample("1", source="apps")))["reward_score"] == 0.0, "it has no test cases"
@@ -230,6 +241,7 @@ async def test_programs_go_to_the_sandbox(ledger, sandboxed):
 async def test_other_functions_get_their_programs_themselves(ledger, sandboxed, tmp_path):
     (file := tmp_path / "mine.py").write_text("def compute_score(**_):\n    return 0.75\n")
     manager = load_reward_manager(make_config(f"reward.custom_reward_function.path={file}"), Texts())
+    ledger.managers.append(manager)
     assert (await manager.run_single(make_sample("1", source="taco", truth="a")))["reward_score"] == 0.75
 
 
@@ -239,8 +251,8 @@ async def test_limits_are_those_of_all_workers_and_outlive_their_owner(ledger, s
     pool = {"processes": 1, "failed_reward": 0.0}
     one, other = (ProgramScorer("a sandbox", rules, False, ledger, pool) for _ in range(2))
     await one.score("4", "a")
-    await other.score("6 1", "a b")
-    assert (await ledger.actor.get_limits(["a", "b", "c"]))[1] == [9.0, 2.0, 30.0]
+    await other.score("5 1", "a b")
+    assert (await ledger.actor.get_limits(["a", "b", "c"]))[1] == [7.5, 2.0, 30.0]
     assert (await one.score("9.5", "a")).value == 0.0, "cut by what the other has learnt"
     await asyncio.gather(*one._reruns)
     life, state = await ledger.actor.get_limits_state()
@@ -249,7 +261,7 @@ async def test_limits_are_those_of_all_workers_and_outlive_their_owner(ledger, s
     await one.score("1", "c")
     await other.score("1", "c")
     again = await ledger.actor.get_limits_state()
-    assert again[0] != life and again[1]["anchors"] == {"a": 6.0, "b": 1.0, "c": 1.0}
+    assert again[0] != life and again[1]["anchors"] == {"a": 5.0, "b": 1.0, "c": 1.0}
     assert (again[1]["reruns"], again[1]["right_reruns"]) == (1, 0)
 
 

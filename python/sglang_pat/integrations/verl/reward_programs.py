@@ -80,7 +80,7 @@ class ProgramScorer:
         return (await self._ledger.get_limits.remote(keys))[1]
 
     async def _run_again(self, task: Mapping[str, Any]) -> None:
-        reward = await self._idle.score(task, self._maximum + SPARE_SECONDS)
+        reward = await self._idle.score(task, programs.PATIENCE * self._maximum + SPARE_SECONDS)
         if reward.failure is None:
             runs = [reward.info["run"]]
             self._told.record(runs)

@@ -13,6 +13,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -69,7 +70,8 @@ def read_settings(config: DictConfig) -> RewardSettings:
     Raises:
         ValueError: an unknown setting, or a value that cannot be; one line.
     """
-    given = _read_mapping(config.reward.get(NAME), WHERE, "{limit: 30}")
+    found = OmegaConf.to_container(config.reward, resolve=True)
+    given = _read_mapping(found.get(NAME) if isinstance(found, Mapping) else None, WHERE, "{limit: 30}")
     _refuse_unknown(given, [*POOL, *OTHERS], WHERE)
     pool = POOL | {name: value for name, value in given.items() if name in POOL}
     if pool["processes"] is None:
@@ -91,9 +93,9 @@ def read_settings(config: DictConfig) -> RewardSettings:
 def _read_mapping(given: Any, where: str, example: str) -> dict[str, Any]:
     if given is None:
         return {}
-    if not OmegaConf.is_dict(given):
+    if not isinstance(given, Mapping):
         raise ValueError(f"{where} is {given!r}, must be settings by name, e.g. {example}")
-    return dict(OmegaConf.to_container(given, resolve=True))
+    return dict(given)
 
 
 def _refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> None:
@@ -146,8 +148,8 @@ class PooledRewardManager(NaiveRewardManager):
         self._dropped: frozenset[Prompt] = frozenset()
         """On these nobody will train."""
         self._running: defaultdict[Prompt, set[asyncio.Task[dict]]] = defaultdict(set)
-        metric = (config.algorithm.get("filter_groups") or {}).get("metric")
-        self._names = {metric} if metric else set[str]()
+        groups = config.algorithm.get("filter_groups") or {}
+        self._names = {groups["metric"]} if groups.get("enable") and groups["metric"] != "reward" else set[str]()
         """Of the numbers that the function returns beside the score: verl asks for the same of all samples."""
         self._told: set[Failure] = set()
 
@@ -198,7 +200,7 @@ class PooledRewardManager(NaiveRewardManager):
             return {**others, "score": reward.value} if others else reward.value
         if not reward.info:
             return reward.value
-        self._names |= {name for name, value in reward.info.items() if isinstance(value, (int, float))}
+        self._names |= {name for name, value in reward.info.items() if isinstance(value, Real)}
         return {**reward.info, "score": reward.value}
 
     async def _score_program(self, arguments: Mapping[str, Any]) -> Reward:

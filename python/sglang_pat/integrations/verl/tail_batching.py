@@ -185,8 +185,8 @@ class TailBatchingBuffer(ReplayBuffer):
         for uid, left in list(self._under_way.items()):
             there = self._ends[uid] | lengths[uid]
             now = [session for session in left if uid in ended or session in there]
-            if self._admitter.rules.filter_groups and uid not in ended:
-                now = now[: len(left) - 1]  # the verdict on a group needs the rewards of all
+            if uid not in ended and not self._ends[uid]:
+                now = now[: len(left) - 1]  # verl will still note that the prompt has ended
             for session in now:
                 self._report_response_end(
                     left.pop(session), there.get(session, 0), time.monotonic() - self._started[uid], stopped
