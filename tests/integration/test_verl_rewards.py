@@ -216,7 +216,7 @@ class Programs:
     @staticmethod
     def run_again(response, ground_truth, index, sandbox, maximum):
         seconds = float(response.split()[index])
-        outcome = "right" if seconds < 9 else "cut"
+        outcome, seconds = ("right", seconds) if seconds < 9 else ("cut", maximum)
         return CaseRun(ground_truth.split()[index], outcome, seconds, maximum, rerun=True)
 
 
@@ -336,9 +336,9 @@ def rewarded(verl_job, monkeypatch):
 def test_a_step_waits_only_for_rewards_that_it_keeps(rewarded):
     """A reward takes 5 s: it is called for kept responses alone, and then the step goes on at once."""
     job, noted = rewarded(
-        "sleep", "noted", "--samples", "1", "--response", "512", "--steps", "6", "data.gen_batch_size=1",
+        "sleep", "noted", "--batch", "8", "--samples", "1", "--response", "512", "--steps", "6", "data.gen_batch_size=1",
         "trainer.total_training_steps=3", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
-        "+trainer.v1.sglang_pat_sync.eta_prompts=1.5", "+reward.sglang_pat={{processes:8}}",
+        "+trainer.v1.sglang_pat_sync.eta_prompts=1.5", "+reward.sglang_pat={{processes:16}}",
     )  # fmt: skip
     assert len(job.steps) == 3
     calls: list[int] = []
@@ -353,7 +353,7 @@ def test_a_step_waits_only_for_rewards_that_it_keeps(rewarded):
             steps.append((len(calls), line["time"] - max(ends)))
             calls, ends = [], []
     print(steps, job.series("reward/stopped"), job.series("training/tail_batching/reward_seconds"))
-    assert [count for count, _ in steps] == [4, 4, 4]
+    assert [count for count, _ in steps] == [8, 8, 8]
     assert max(seconds for _, seconds in steps) <= 1.0
 
 
