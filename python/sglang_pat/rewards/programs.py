@@ -29,6 +29,7 @@ from sglang_pat.rewards.runs import Run, Sandbox, SandboxError
 
 MAXIMUM = LimitRules().maximum
 PATIENCE = 10
+"""Times the maximum: wall seconds of a second run."""
 SHARED_CASES = 10
 """As in verl, where the others change no share."""
 _BLOCK = re.compile(r"```([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
