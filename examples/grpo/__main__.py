@@ -29,7 +29,7 @@ MODELS = Path(".cache/models")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns 0, or 2 with one line on stderr if it could not do what was asked."""
+    """The command; returns 0, 130 after Ctrl-C, or 2 with one line on stderr if it could not do what was asked."""
     parser = argparse.ArgumentParser(prog="python -m examples.grpo", description=str(__doc__).splitlines()[0])
     default = Run()
     parser.add_argument("--way", choices=RULES, default=default.way, help="how prompts and layouts are chosen")
@@ -52,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run = Run(**given)
         train(run, problems, verifier, out or Path(f"out/grpo/{run.way}-{run.seed}"))
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on after the last step", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {format_one_line(error)}", file=sys.stderr)
         return 2
@@ -67,13 +70,15 @@ def train(run: Run, file: Path | None, verifier: str, out: Path) -> None:
     saved = load_checkpoint(path, run, problems)
     torch.set_num_threads(os.cpu_count() or 1)  # the engine's ranks wait meanwhile
     speaker = Speaker(console.make())
+    if saved is not None:
+        speaker.say(f"goes on from {path}")
     with speaker.show_waiting("the warm-up, if there is none yet, and the engine"):
         model = warm_up(MODELS / f"sums-{run.seed}-{run.warm_up}-{run.slips}", run.seed, run.warm_up, run.slips)
         engine = start_engine(run, model)
         begun = time.perf_counter()
         trainer = Trainer(run, engine, model, problems, held_out, verify, path, saved)
     try:
-        with speaker.show_progress(lambda: describe(trainer.rows, run.steps)):
+        with speaker.show_progress(lambda: describe(trainer.rows, -(-len(problems) // run.prompts))):
             while not trainer.over:
                 trainer.step()
     finally:

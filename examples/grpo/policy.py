@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,8 +16,9 @@ from sglang_pat.integrations.importance import compute_decoupled_objective
 from sglang_pat.rollout.records import Group, Sample
 from sglang_pat.testing.smollm2 import load_transformers
 
-ROWS = 128
-"""Responses that go through the policy at once."""
+TOKENS = 4096
+"""Padded ones, that go through the policy at once."""
+Row = TypeVar("Row")
 CAP = 2.0
 """Most that a token of older weights may weigh (``partial``)."""
 
@@ -48,10 +49,11 @@ def warm_up(folder: Path, seed: int, steps: int, slips: float, rows: int = 128, 
             (sums.encode(problem + "="), [*sums.encode(sums.solve(problem, rng, slips)), sums.EOS])
             for problem in problems
         ]
-        logprobs, mask = compute_logprobs(policy, examples)
-        loss = -(logprobs * mask).sum() / mask.sum()
+        total = sum(len(answer) for _, answer in examples)
         optimizer.zero_grad()
-        loss.backward()
+        for part in split_by_length(examples, lambda example: len(example[0]) + len(example[1])):
+            logprobs, mask = compute_logprobs(policy, part)
+            (-(logprobs * mask).sum() / total).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -67,6 +69,17 @@ def warm_up(folder: Path, seed: int, steps: int, slips: float, rows: int = 128, 
 
 def load_policy(folder: Path) -> Any:
     return load_transformers().LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def split_by_length(rows: Sequence[Row], count: Callable[[Row], int]) -> Iterator[list[Row]]:
+    """Rows of similar length together, as many as there is room for: what is padded is computed, too."""
+    part: list[Row] = []
+    for row in sorted(rows, key=count):
+        if part and (len(part) + 1) * count(row) > TOKENS:
+            yield part
+            part = []
+        part.append(row)
+    yield part
 
 
 def compute_logprobs(
@@ -108,11 +121,9 @@ def add_gradient(policy: Any, groups: Sequence[Group], decoupled: bool) -> float
         samples = group.list_kept()
         advantages = compute_advantages([float(sample.reward or 0.0) for sample in samples])
         work += [(group.prompt["input_ids"], *both) for both in zip(samples, advantages, strict=True)]
-    work.sort(key=lambda entry: len(entry[0]) + len(entry[1].output.token_ids))
     total = sum(len(sample.output.token_ids) for _, sample, _ in work)
     apart = 0.0
-    for begin in range(0, len(work), ROWS):
-        part = work[begin : begin + ROWS]
+    for part in split_by_length(work, lambda entry: len(entry[0]) + len(entry[1].output.token_ids)):
         logprobs, mask = compute_logprobs(policy, [(prompt, sample.output.token_ids) for prompt, sample, _ in part])
         proximal = logprobs.detach()
         sampled = proximal.clone()

@@ -9,12 +9,13 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
+from rich.console import Console
 
 from examples.grpo import __main__ as command
 from examples.grpo import sums, train
 from examples.grpo.picture import Results, draw, make_title
-from examples.grpo.policy import compute_advantages, make_policy
-from examples.grpo.train import RULES, Run, Trainer, draw_problems, load_checkpoint
+from examples.grpo.policy import TOKENS, compute_advantages, make_policy, split_by_length
+from examples.grpo.train import RULES, Row, Run, Trainer, draw_problems, load_checkpoint
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Output
 from sglang_pat.rollout.rounds import RolloutCalls
@@ -152,6 +153,15 @@ def test_a_group_of_equals_teaches_nothing():
     assert up == pytest.approx(-down) and up > 0.7
 
 
+def test_rows_of_similar_length_go_together():
+    rows = [random.Random(1).randrange(5, 80) for _ in range(7)] + [5, 80] * 200
+    parts = list(split_by_length(rows, lambda row: row))
+    assert sorted(row for part in parts for row in part) == sorted(rows)
+    assert all(len(part) * max(part) <= TOKENS for part in parts)
+    assert sum(len(part) * max(part) for part in parts) < 1.1 * sum(rows)
+    assert list(split_by_length([TOKENS + 1], lambda row: row)) == [[TOKENS + 1]]
+
+
 def test_no_problem_is_trained_and_tested():
     problems, held_out = draw_problems(Run(steps=20, held_out=200))
     assert len(problems) == 640 and not set(problems) & set(held_out)
@@ -238,3 +248,32 @@ def test_the_picture_says_what_was_learnt(model, tmp_path):
     assert draw(tmp_path / "grpo.png", results).stat().st_size > 10_000
     assert results.list_tests()[0] == (0, 0.0, 0.25)
     assert json.loads(train.msgspec.json.encode(results))["run"]["way"] == "tail"
+
+
+def test_the_bench_compares_the_ways_over_responses(model, tmp_path, monkeypatch):
+    """Of two seeds each: one way is between ``plain``'s seeds everywhere, the other one only at the first test."""
+    monkeypatch.syspath_prepend("bench")
+    import learning
+
+    def results(way: str, seed: int, *held_out: float) -> Results:
+        row = {"reward": 0.1, "kind": "short", "waiting": 0, "apart": 0.0, "trained": [], "degrees": {1: 1.0}}
+        parts = {"generation": 1.0, "training": 0.5, "weight sync": 0.1}
+        rows = [
+            Row(samples=32 * number, seconds=2.0 * number, held_out=value, lengths=[5] * 9 + [20 + seed], thrown=5,
+                parts=parts, **row)
+            for number, value in enumerate(held_out, 1)
+        ]  # fmt: skip
+        return Results(run=Run(way=way, seed=seed), before=0.1, rows=rows)
+
+    found = {
+        "plain": {0: results("plain", 0, 0.2, 0.4), 1: results("plain", 1, 0.3, 0.6)},
+        "tail": {0: results("tail", 0, 0.2, 0.4), 1: results("tail", 1, 0.3, 0.5)},
+        "all": {0: results("all", 0, 0.2, 0.1), 1: results("all", 1, 0.3, 0.2)},
+    }
+    assert [learning.count_inside(found, way) for way in found] == [(2, 2), (2, 2), (1, 2)]
+    assert learning.make_title(found).startswith("After the same problems, 0.15 to 0.50 of those held out are right")
+    assert learning.draw(tmp_path / "learning.png", found).stat().st_size > 10_000
+    console = Console(width=250, record=True)
+    learning.show(console, found)
+    shown = console.export_text()
+    assert "0.400, 0.600" in shown and "20.0, 21.0" in shown
