@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from examples.grpo import sums
+from examples.grpo import countdown
 from sglang_pat.integrations.importance import compute_decoupled_objective
 from sglang_pat.rollout.records import Group, Sample
 from sglang_pat.testing.smollm2 import load_transformers
@@ -27,9 +27,9 @@ def make_policy() -> Any:
     """222,000 parameters."""
     llama = load_transformers()
     config = llama.LlamaConfig(
-        vocab_size=sums.VOCABULARY, hidden_size=96, intermediate_size=192, num_hidden_layers=2,
+        vocab_size=countdown.VOCABULARY, hidden_size=96, intermediate_size=192, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=sums.EOS, pad_token_id=sums.PAD,
+        bos_token_id=None, eos_token_id=countdown.EOS, pad_token_id=countdown.PAD,
     )  # fmt: skip
     return llama.LlamaForCausalLM(config)
 
@@ -44,9 +44,9 @@ def warm_up(folder: Path, seed: int, steps: int, slips: float, rows: int = 128, 
     optimizer = torch.optim.AdamW(policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1)
     for _ in range(steps):
-        problems = [sums.draw_problem(rng) for _ in range(rows)]
+        problems = [countdown.draw_problem(rng) for _ in range(rows)]
         examples = [
-            (sums.encode(problem + "="), [*sums.encode(sums.solve(problem, rng, slips)), sums.EOS])
+            (countdown.make_prompt(problem), [*countdown.encode(countdown.solve(problem, rng, slips)), countdown.EOS])
             for problem in problems
         ]
         total = sum(len(answer) for _, answer in examples)
@@ -90,7 +90,7 @@ def compute_logprobs(
     Args:
         rows: prompt and response, token ids.
     """
-    tokens = torch.full((len(rows), max(len(prompt) + len(response) for prompt, response in rows)), sums.PAD)
+    tokens = torch.full((len(rows), max(len(prompt) + len(response) for prompt, response in rows)), countdown.PAD)
     mask = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
     for row, (prompt, response) in enumerate(rows):
         tokens[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 import sglang_pat
-from examples.grpo import sums
+from examples.grpo import countdown
 from examples.grpo.policy import add_gradient, copy_weights, load_policy
 from sglang_pat import files
 from sglang_pat.figures import Figures
@@ -48,7 +48,7 @@ class Run:
     Attributes:
         steps: of the epoch; a few more where prompts are deferred to its end.
         prompts, responses: of a step.
-        warm_up: steps; ``slips``: share of wrong sums in its examples.
+        warm_up: steps; ``slips``: share of wrong numbers in its examples.
         rate: of AdamW.
         switch_at: merge when so many responses or fewer are left.
         held_out: problems that are never trained; ``every``: steps from one test on them to the next.
@@ -63,7 +63,7 @@ class Run:
     warm_up: int = 300
     slips: float = 0.3
     switch_at: int = 32
-    held_out: int = 512
+    held_out: int = 256
     every: int = 10
 
     def __post_init__(self) -> None:
@@ -113,12 +113,12 @@ class Row(msgspec.Struct, kw_only=True):
 def draw_problems(run: Run, given: Sequence[str] | None = None) -> tuple[list[str], list[str]]:
     """To train, ``given`` or drawn; and to test, the same for every seed.  None is in both."""
     rng = random.Random("held out")
-    held_out = [sums.draw_problem(rng) for _ in range(run.held_out)]
+    held_out = [countdown.draw_problem(rng) for _ in range(run.held_out)]
     if given is not None:
         return list(given), [problem for problem in held_out if problem not in set(given)] or held_out
     known, problems, rng = set(held_out), [], random.Random(f"train {run.seed}")
     while len(problems) < run.steps * run.prompts:
-        if (problem := sums.draw_problem(rng)) not in known:
+        if (problem := countdown.draw_problem(rng)) not in known:
             problems.append(problem)
     return problems, held_out
 
@@ -149,7 +149,8 @@ class Trainer:
         self.run, self.engine, self.path = run, engine, path
         self.problems, self.held_out, self._verify = problems, held_out, verify
         self.sampling = {
-            "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": sums.LIMIT, "stop_token_ids": [sums.EOS]
+            "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": countdown.LIMIT,
+            "stop_token_ids": [countdown.EOS],
         }  # fmt: skip
         self.policy = load_policy(model)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=run.rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -161,7 +162,7 @@ class Trainer:
         if saved is not None:
             self.load(saved)
         else:
-            prompts = [((0, i), {"input_ids": sums.encode(problem + "=")}) for i, problem in enumerate(problems)]
+            prompts = [((0, i), {"input_ids": countdown.make_prompt(problem)}) for i, problem in enumerate(problems)]
             self.admitter.feed(prompts, end_of=0)
         self.push_weights()
 
@@ -209,7 +210,7 @@ class Trainer:
 
     def judge(self, problem: str, token_ids: list[int]) -> float:
         """As :meth:`reward`."""
-        value = self._verify(problem, sums.decode(token_ids))
+        value = self._verify(problem, countdown.decode(token_ids))
         if not isinstance(value, float | int) or not 0 <= value <= 1:
             raise ValueError(f"the verifier gave {value!r} for {problem!r}, must give a number from 0 to 1")
         return float(value)
@@ -229,7 +230,7 @@ class Trainer:
 
     def test(self) -> float:
         """Mean reward on the held-out problems, one answer each."""
-        ids = [sums.encode(problem + "=") for problem in self.held_out]
+        ids = [countdown.make_prompt(problem) for problem in self.held_out]
         answers = self.engine.generate(input_ids=ids, sampling_params=self.sampling)
         pairs = zip(self.held_out, answers, strict=True)
         return mean(self.judge(problem, answer["output_ids"]) for problem, answer in pairs)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from examples.grpo import __main__ as command
-from examples.grpo import sums
+from examples.grpo import countdown
 from examples.grpo.policy import warm_up
 from examples.grpo.train import RULES, Run, Trainer, draw_problems, load_checkpoint, start_engine
 from sglang_pat.launch import processes
@@ -26,7 +26,7 @@ def two_steps(folder: Path) -> None:
 
         def resume(run=run, problems=problems, held_out=held_out, path=path) -> Trainer:
             saved = load_checkpoint(path, run, problems)
-            return Trainer(run, engine, folder / "model", problems, held_out, sums.verify, path, saved)
+            return Trainer(run, engine, folder / "model", problems, held_out, countdown.verify, path, saved)
 
         trainer = resume()
         assert not trainer.rows and trainer.step().apart < 1e-4 and trainer.step().samples == 2 * 16

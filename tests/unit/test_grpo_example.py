@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from examples.grpo import __main__ as command
-from examples.grpo import sums, train
+from examples.grpo import countdown, train
 from examples.grpo.picture import Results, draw, make_title
 from examples.grpo.policy import TOKENS, compute_advantages, make_policy, split_by_length
 from examples.grpo.train import RULES, Row, Run, Trainer, draw_problems, load_checkpoint
@@ -53,8 +53,8 @@ class PlayedEngine(RolloutCalls, Played):
         return Output(token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason=output.finish_reason)
 
     def answer(self, ids: list[int]) -> list[int]:
-        problem = sums.decode(ids).partition("=")[0]
-        return [*sums.encode(sums.solve(problem)), sums.EOS] if sum(ids) % 2 else [sums.EOS]
+        problem = countdown.decode(ids).partition("=")[0]
+        return [*countdown.encode(countdown.solve(problem)), countdown.EOS] if sum(ids) % 2 else [countdown.EOS]
 
     @asynccontextmanager
     async def _connect(self):
@@ -78,7 +78,7 @@ def model(tmp_path_factory):
     return folder
 
 
-def begin(run: Run, model, folder, verify=sums.verify) -> Trainer:
+def begin(run: Run, model, folder, verify=countdown.verify) -> Trainer:
     problems, held_out = draw_problems(run)
     path = folder / "checkpoint.pt"
     return Trainer(run, PlayedEngine(), model, problems, held_out, verify, path, load_checkpoint(path, run, problems))
@@ -135,16 +135,19 @@ def test_a_kill_in_any_part_of_a_step(phase, step, model, tmp_path, monkeypatch)
         assert mine.allclose(other, atol=1e-6)
 
 
-def test_sums():
-    assert sums.solve("3+5+9+2") == "8,17,19."
-    assert sums.decode([*sums.encode("8,17,19."), sums.EOS]) == "8,17,19."
-    assert [sums.verify("3+5+9", answer) for answer in ("8,17.", "8,18.", "17.", "8,17", "")] == [1, 0, 0, 0, 0]
+def test_counting_down():
+    assert countdown.solve("50-45") == "49,48,47,46,45." and countdown.solve("10-09") == "09."
+    assert countdown.decode([*countdown.encode("11,10."), countdown.EOS]) == "11,10."
+    right = ["09,08.", "09,08", "09,07.", "09.", "", "09,08.?"]
+    assert [countdown.verify("10-08", answer) for answer in right] == [1, 0, 0, 0, 0, 0]
     rng = random.Random(1)
-    problems = [sums.draw_problem(rng) for _ in range(2000)]
-    lengths = sorted(len(sums.solve(problem)) + 1 for problem in problems)
-    assert lengths[1000] <= 10 and lengths[-10] >= 35 and lengths[-1] <= 46 < sums.LIMIT
-    slipped = [sums.solve(problem, rng, 0.3) == sums.solve(problem) for problem in problems]
-    assert 0.2 < mean(slipped) < 0.5
+    problems = [countdown.draw_problem(rng) for _ in range(2000)]
+    for problem in problems:
+        countdown.check_problem(problem)
+    lengths = sorted(len(countdown.solve(problem)) + 1 for problem in problems)
+    assert lengths[1000] <= 16 and lengths[-20] >= 50 and lengths[-1] <= 91 < countdown.LIMIT
+    slipped = [countdown.solve(problem, rng, 0.1) == countdown.solve(problem) for problem in problems]
+    assert 0.5 < mean(slipped) < 0.7
 
 
 def test_a_group_of_equals_teaches_nothing():
@@ -186,7 +189,8 @@ def test_a_verifier_that_is_not_there(capsys):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "empty; give a problem a line"), ("3+5\n\n3*5\n", "'3*5' has '*'"), ("3+5\n7+\n", "'7+' is no sum"),
+        ("", "empty; give a problem a line, such as 50-45"), ("50-45\n50+45\n", "'50+45' is no problem"),
+        ("45-50", "'45-50' is a distance of -5, must be 1 to 30"), ("5-4", "'5-4' is no problem"),
         (None, "No such file"),
     ],
 )  # fmt: skip
