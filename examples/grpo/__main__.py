@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 import time
 from pathlib import Path
@@ -68,7 +67,7 @@ def train(run: Run, file: Path | None, verifier: str, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     path = out / "checkpoint.pt"
     saved = load_checkpoint(path, run, problems)
-    torch.set_num_threads(os.cpu_count() or 1)  # the engine's ranks wait meanwhile
+    torch.set_num_threads(1)  # the matrices are too small for more
     speaker = Speaker(console.make())
     if saved is not None:
         speaker.say(f"goes on from {path}")

@@ -37,6 +37,8 @@ RULES: dict[str, dict[str, Any]] = {
     "partial": {"mode": "partial"},
 }
 """The ways: whether a round starts more prompts than it returns, and what becomes of the others."""
+RAMP = 10
+"""Steps in which the rate of learning rises: AdamW's first steps are large, whatever the gradient."""
 SWITCHING = ("adaptive", "all")
 """Of these, the engine merges its replicas when few responses are left."""
 
@@ -56,12 +58,12 @@ class Run:
 
     way: str = "plain"
     seed: int = 0
-    steps: int = 80
+    steps: int = 60
     prompts: int = 32
     responses: int = 16
-    rate: float = 5e-4
-    warm_up: int = 300
-    slips: float = 0.3
+    rate: float = 3e-4
+    warm_up: int = 220
+    slips: float = 0.35
     switch_at: int = 32
     held_out: int = 256
     every: int = 10
@@ -220,6 +222,8 @@ class Trainer:
         self.optimizer.zero_grad()
         apart = add_gradient(self.policy, groups, decoupled=self.admitter.rules.mode == "partial")
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.run.rate * min(1.0, (len(self.rows) + 1) / RAMP)
         self.optimizer.step()
         return apart
 
