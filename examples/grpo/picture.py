@@ -52,8 +52,8 @@ def draw(path: Path, results: Results) -> Path:
         axes.set_ylim(bottom=0)
         pictures.set_labels(axes, label, "mean reward")
     samples.legend(fontsize=8, frameon=False)
-    gained = f"{results.after / results.before:.1f} times" if results.before else "from nothing"
-    pictures.set_panel_title(samples, f"Held-out problems: {gained} as good", 44)
+    gained = f"{results.after / results.before:.1f} times as many are right" if results.before else "none was right"
+    pictures.set_panel_title(samples, f"Held-out problems: {gained}", 44)
     pictures.set_panel_title(time, f"{rows[-1].seconds / 60:.1f} minutes without the tests", 44)
 
     for name, value, color in (
@@ -70,19 +70,19 @@ def draw(path: Path, results: Results) -> Path:
         values = [row.parts.get(part, 0.0) for row in rows]
         parts.bar(steps, values, bottom=bottom, width=1.0, color=color, label=part)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-    parts.legend(fontsize=8, frameon=False)
+    parts.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     pictures.set_labels(parts, "step", "seconds")
     share = sum(row.parts["generation"] for row in rows) / sum(bottom)
     pictures.set_panel_title(parts, f"{share:.0%} of the time generates", 44)
 
-    degrees = sorted({tp for row in rows for tp in row.degrees})
+    degrees = sorted({tp for row in rows for tp, seconds in row.degrees.items() if seconds})
     bottom = [0.0] * len(rows)
     for tp in degrees:
         values = [row.degrees.get(tp, 0.0) for row in rows]
         color = pictures.choose_color(degrees, tp)
         layouts.bar(steps, values, bottom=bottom, width=1.0, color=color, label=pictures.format_layout(2, tp))
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-    layouts.legend(fontsize=8, frameon=False)
+    layouts.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     pictures.set_labels(layouts, "step", "seconds with requests")
     merged = sum(row.degrees.get(2, 0.0) for row in rows) / max(sum(bottom), 1e-9)
     said = f"{merged:.0%} of the generation on merged replicas" if merged else "The layout never changed"
