@@ -68,8 +68,8 @@ class World(TailBatchingBuffer):
             named = {"filter_groups_metric": "reward", "refill_fn": print, **named}
         super().__init__(
             tail_batching.read_rules(STRICT | options, BATCH, RESPONSES, filter_groups=bool(named)), LIMIT,
-            self.submitted, self.stopped, self.announced.append, trainer_mode="sync", trainer_config={},
-            **SAMPLER, **named,
+            self.submitted, self.stopped, self.announced.append, take_ends=dict if named else self.take_ends,
+            drop=self.drop, trainer_mode="sync", trainer_config={}, **SAMPLER, **named,
         )  # fmt: skip
         self.rng, self.lingering, self.look = random.Random(seed), lingering, look
         self.useless = useless
@@ -102,6 +102,13 @@ class World(TailBatchingBuffer):
             for response in self.under_way:
                 response.length = response.tokens
             self.ended |= self.responses.keys()
+
+    def take_ends(self) -> dict[str, dict[int, int]]:
+        """Nobody tells of a response before it is written."""
+        return {}
+
+    def drop(self, uids) -> None:
+        assert uids and uids.isdisjoint(self._taken)
 
     @property
     def under_way(self) -> list[Response]:
@@ -350,3 +357,60 @@ def test_all_prompts_of_a_step_are_fed_at_once(monkeypatch):
     monkeypatch.setattr(world._admitter, "feed", lambda prompts: fed.append(len(prompts)) or feed(prompts))
     world.begin(0, world.fetch)
     assert len(fed) == 1 and fed[0] == world.fetched >= BATCH
+
+
+class Rewarding(World):
+    """Rewards take ``lag`` looks, but for what was stopped or dropped; ``tells``: a response's end is known before."""
+
+    def __init__(self, seed: int, lag: int, tells: bool, **options) -> None:
+        self.lag, self.tells = lag, tells
+        self.waited: dict[Response, int] = {}
+        self.told: set[Response] = set()
+        super().__init__(seed, **options)
+
+    def take_ends(self) -> dict[str, dict[int, int]]:
+        found: dict[str, dict[int, int]] = {}
+        for uid, responses in self.responses.items():
+            for session, response in enumerate(responses):
+                if self.tells and response.there and response not in self.told:
+                    self.told.add(response)
+                    found.setdefault(uid, {})[session] = response.tokens
+        return found
+
+    def drop(self, uids) -> None:
+        super().drop(uids)
+        if self.tells:
+            self.waited.update({response: self.lag for uid in uids for response in self.responses[uid]})
+
+    def stopped(self) -> None:
+        cut = self.under_way
+        super().stopped()
+        self.waited.update(dict.fromkeys(cut, self.lag))
+        self.told.update(cut)
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        super()._sync_metadata_from_transfer_queue()
+        for uid, responses in self.responses.items():
+            left = [session for session, response in enumerate(responses) if self.waited.get(response, 0) < self.lag]
+            for session in left:
+                self.partitions["train"].pop(f"{uid}_{session}_0", None)
+            if left:
+                self.finished_keys["train"].discard(uid)
+
+    def _wait_for_next_poll(self, partition_id, last):
+        for responses in self.responses.values():
+            for response in responses:
+                self.waited[response] = self.waited.get(response, 0) + response.there
+        return super()._wait_for_next_poll(partition_id, last)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_does_not_wait_for_rewards_to_know_which_prompts_it_takes(mode):
+    """It takes the same prompts as if rewards took no time, and generates not one token more."""
+
+    def train(world: World) -> tuple[list[list[int]], int]:
+        return [world.step(number)[0] for number in range(1, 21)], world.tokens
+
+    texts, tokens = train(World(4, **MODES[mode]))
+    assert train(Rewarding(4, lag=5, tells=True, **MODES[mode])) == (texts, tokens)
+    assert train(Rewarding(4, lag=5, tells=False, **MODES[mode]))[1] > 1.02 * tokens

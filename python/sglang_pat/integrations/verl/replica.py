@@ -16,7 +16,7 @@ from sglang_pat.figures import Figures, job_log
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
-from sglang_pat.integrations.verl.fields import DEGREES, STEPS
+from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPS
 from sglang_pat.launch.attach import attach
 from sglang_pat.messages import BeginRound, EndRound
 
@@ -45,6 +45,7 @@ class AdaptiveServer(SGLangHttpServer):
         output = await super().generate(*args, **kwargs)
         output.extra_fields[DEGREES] = meta.get(DEGREES, ())
         output.extra_fields[STEPS] = ((0, output.extra_fields["global_steps"]),)
+        output.extra_fields[STOPS] = [output.stop_reason]  # verl's agents drop it
         return output
 
     async def announce_round(self, message: BeginRound | EndRound) -> None:

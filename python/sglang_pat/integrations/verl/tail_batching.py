@@ -100,6 +100,9 @@ class TailBatchingBuffer(ReplayBuffer):
         limit: tokens of a response at most.
         submit, stop: start prompts, and stop all that runs; ``announce``: tell the engines of a step.
         most_batches: batches of groups to judge in a step at most (verl's ``max_num_gen_batches``); 0: any number.
+        take_ends: tokens of responses that have ended, by uid and session, before verl has their rewards; those it
+            does not tell of have ended when verl has written them.
+        drop: tell of prompts that nobody will train on.
 
     Attributes:
         summary: of the last round.
@@ -113,6 +116,8 @@ class TailBatchingBuffer(ReplayBuffer):
         stop: Callable[[], None],
         announce: Callable[[BeginRound], None],
         most_batches: int = 0,
+        take_ends: Callable[[], Mapping[str, Mapping[int, int]]] = dict,
+        drop: Callable[[set[str]], None] = lambda uids: None,
         **named: Any,
     ) -> None:
         super().__init__(poll_interval=POLL_SECONDS, **named)
@@ -128,6 +133,9 @@ class TailBatchingBuffer(ReplayBuffer):
         """Groups that wait for a verdict, by uid, in the order in which they were completed."""
         self._evicted: dict[str, Any] = {}
         """verl's figures of the useless groups of this round."""
+        self._take_ends, self._drop = take_ends, drop
+        self._ends: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        """Of this round, what was told of responses."""
         self._rows: dict[int, TensorDict] = {}
         """Prompts that were not trained on yet, by their index."""
         self._fed = 0
@@ -135,7 +143,9 @@ class TailBatchingBuffer(ReplayBuffer):
         """By uid and session, what verl's workers have."""
         self._started: dict[str, float] = {}
         """When, by uid, by the machine's monotonic clock."""
-        self._begun = 0.0
+        self._unsettled: set[str] = set()
+        """Uids of prompts with which verl's workers are not done."""
+        self._begun = self._over_at = 0.0
         """The round, by the same clock."""
         self._uids: dict[tuple[int, int], str] = {}
         """Of this round, by index and number of the draw (``rollout/redraws.py``)."""
@@ -165,6 +175,8 @@ class TailBatchingBuffer(ReplayBuffer):
         self._judged, self._evicted = 0, {}
         self._uids.clear()
         self._complete.clear()
+        self._ends.clear()
+        self._take_ends()  # from now on they are kept
         actions = self._admitter.begin(version)
         self._announce(make_announcement(self._admitter, BeginRound().name, {"max_new_tokens": self._limit}))
         self._do(actions)
@@ -188,12 +200,17 @@ class TailBatchingBuffer(ReplayBuffer):
         while True:
             self._sync_metadata_from_transfer_queue()
             ended = self.finished_keys[partition_id] | self.failure_keys[partition_id]
+            for uid, tokens in self._take_ends().items():
+                self._ends[uid].update(tokens)
             self._report_responses(self.partitions[partition_id], ended, stopped)
             if self._complete:
                 self._judge_groups(global_steps, partition_id)
-            if self._over:
+            self._unsettled -= ended
+            if self._over and not self._unsettled:
                 break
-            if len(self._taken) >= self._admitter.rules.num_prompts:
+            if not self._over and len(self._taken) >= self._admitter.rules.num_prompts:
+                if not stopped:
+                    self._drop(self._unsettled - set(self._taken))
                 # An agent that goes on after its aborted turn is stopped again.
                 self._stop()
                 stopped = True
@@ -243,9 +260,9 @@ class TailBatchingBuffer(ReplayBuffer):
         """
         lengths = _collect_lengths(trajectories)
         for uid, left in list(self._under_way.items()):
-            there = lengths[uid]
+            there = self._ends[uid] | lengths[uid]
             now = [session for session in left if uid in ended or session in there]
-            if uid not in ended:
+            if uid not in ended and not self._ends[uid]:
                 now = now[: len(left) - 1]  # verl will still note that the prompt has ended
             for session in now:
                 self._report_response_end(
@@ -281,7 +298,7 @@ class TailBatchingBuffer(ReplayBuffer):
                 case NeedPrompts(prompts=prompts):
                     lacks += prompts
                 case RoundOver(summary=summary):
-                    self._over = True
+                    self._over, self._over_at = True, time.monotonic()
                     self.summary = self._admitter.record_round_time(summary, time.monotonic() - self._begun)
                 case Abort():
                     pass  # all that are left, together: see sample
@@ -298,6 +315,7 @@ class TailBatchingBuffer(ReplayBuffer):
             uid = self._uids[index, draw] = _get_uid(row)
             self._under_way[uid] = samples
             self._started[uid] = time.monotonic()
+            self._unsettled.add(uid)
             rows.append(row)
         self._submit(rows)
 
@@ -316,6 +334,7 @@ class TailBatchingBuffer(ReplayBuffer):
             "mean_undropped_error": summary.mean_undropped_error,
             "mean_seconds": summary.mean_seconds,
             "plain_seconds": summary.plain_seconds,
+            "reward_seconds": time.monotonic() - self._over_at,
         }
         return {f"training/tail_batching/{name}": value for name, value in found.items()}
 

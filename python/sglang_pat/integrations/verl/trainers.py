@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from sglang_pat import figures
-from sglang_pat.integrations.verl import options
+from sglang_pat.integrations.verl import options, rewards
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, expand_runs
+from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
 from sglang_pat.integrations.verl.tail_batching import WHERE, TailBatchingBuffer, read_rules
 from sglang_pat.messages import BeginRound, EndRound
 
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 PREFIX = "sglang_pat_"
 WAITING_FILE = "tail_batching.pt"
 """In a checkpoint's folder."""
+LIMITS_FILE = "reward_limits.json"
+"""In the same."""
 
 
 def _check_config_before_start(make: Callable[..., None]) -> Callable[..., None]:
@@ -51,13 +54,31 @@ def _check_config_before_start(make: Callable[..., None]) -> Callable[..., None]
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         if options.is_adaptive(rollout, helper=False):
             options.check(rollout, rollout.n_gpus_per_node, config.actor_rollout_ref.model)
+        rewards.check(config)
         make(self, config)
 
     return checked
 
 
+def _check_data_after(load: Callable[[PPOTrainer], None]) -> Callable[[PPOTrainer], None]:
+    """verl's loading of the data, after which it is known what rewards will need; still before any model."""
+
+    @functools.wraps(load)
+    def loaded(self: PPOTrainer) -> None:
+        load(self)
+        found: set[str] = set()
+        for data in (self.train_dataset, self.val_dataset):
+            rows = getattr(data, "dataframe", None)  # a user's own dataset may have none
+            if rows is not None and "data_source" in getattr(rows, "column_names", ()):
+                found.update(rows.unique("data_source"))
+        rewards.check_sandbox(self.config, found)
+
+    return loaded
+
+
 for _trainer in (PPOTrainer, PPOTrainerSeparateAsync):  # the second looks at its own options first
     _trainer.__init__ = _check_config_before_start(_trainer.__init__)
+PPOTrainer._init_dataloader = _check_data_after(PPOTrainer._init_dataloader)
 
 
 class _Adaptive(PPOTrainer):
@@ -66,6 +87,8 @@ class _Adaptive(PPOTrainer):
 
     _figures: list[figures.Figures]
     """Of each engine, until the last step."""
+    _ledger: TrainerLedger | None = None
+    """Of rewards with limits."""
 
     def __init__(self, config: DictConfig) -> None:
         config = deepcopy(config)
@@ -81,16 +104,14 @@ class _Adaptive(PPOTrainer):
         super().__init__(config)
 
     def _setup(self) -> None:
+        if rewards.is_used(self.config):
+            self._ledger = TrainerLedger(rewards.read_settings(self.config).rules)
         super()._setup()
         self._figures = self._ask_totals()
 
     def on_validate_begin(self) -> None:
         super().on_validate_begin()
         self._announce_round(BeginRound(kind="validation"))
-
-    def on_validate_end(self) -> None:
-        super().on_validate_end()
-        self._announce_round(EndRound())
 
     def _announce_round(self, message: BeginRound | EndRound) -> None:
         """Tell the engines, before the requests that it is about."""
@@ -103,7 +124,42 @@ class _Adaptive(PPOTrainer):
         """verl's, of the step that has just ended, and ours."""
         before, self._figures = self._figures, self._ask_totals()
         steps = [now.subtract(then) for now, then in zip(self._figures, before, strict=True)]
-        return super()._consume_sync_metrics() | (figures.compute_metrics(steps) if steps else {})
+        found = super()._consume_sync_metrics() | (figures.compute_metrics(steps) if steps else {})
+        return found | (self._ledger.take_metrics() if self._ledger else {})
+
+    def on_validate_end(self) -> None:
+        super().on_validate_end()
+        self._announce_round(EndRound())
+        if self._ledger:
+            self._ledger.take_metrics()  # no step's
+
+    def _save_checkpoint(self) -> None:
+        """verl's, with what was learnt for rewards."""
+        if self._ledger:
+            self._ledger.save(self._make_checkpoint_folder() / LIMITS_FILE)
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if not self.global_steps or not self._ledger:
+            return
+        if (path := self._get_loaded_folder() / LIMITS_FILE).exists():
+            self._ledger.load(path)
+        else:
+            logger.warning("%s is not there: time limits of rewards are learnt anew", path)
+
+    def _make_checkpoint_folder(self) -> Path:
+        """Of this step.  For files that are written first: verl ends with the note that a checkpoint is complete."""
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _get_loaded_folder(self) -> Path:
+        """Of the checkpoint from which the job goes on."""
+        trainer = self.config.trainer
+        if trainer.resume_mode == "resume_path":
+            return Path(trainer.resume_from_path)
+        return Path(trainer.default_local_dir) / f"global_step_{self.global_steps}"
 
     def _ask_totals(self) -> list[figures.Figures]:
         """Of all engines since their start."""
@@ -194,8 +250,10 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
         if most_batches:  # of which verl has just said that it is ignored
             logger.warning("algorithm.filter_groups.max_num_gen_batches=%s holds with tail batching", most_batches)
         return TailBatchingBuffer(
-            wanted, rollout.response_length, self._submit_rows, self._stop_all, self._announce_round,
-            most_batches, trainer_mode=self.trainer_mode, trainer_config=own,
+            wanted, rollout.response_length, self._submit_rows, self._stop_all, self._announce_round, most_batches,
+            # With a filter a step goes on until verl has the rewards.
+            take_ends=dict if wanted.filter_groups else self._take_ends, drop=self._drop_prompts,
+            trainer_mode=self.trainer_mode, trainer_config=own,
             max_off_policy_threshold=sampler.max_off_policy_threshold,
             max_off_policy_strategy=sampler.max_off_policy_strategy, sampler_kwargs=sampler.sampler_kwargs,
             refill_fn=self._add_prompts_to_generate, filter_groups_metric=metric, sync_refill_failed_groups=refills,
@@ -210,6 +268,13 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
     def _stop_all(self) -> None:
         self.checkpoint_manager.abort_replicas()
         self.checkpoint_manager.resume_generation_replicas()
+
+    def _take_ends(self) -> Mapping[str, Mapping[int, int]]:
+        return self._ledger.take_ends(self.global_steps) if self._ledger else {}
+
+    def _drop_prompts(self, uids: set[str]) -> None:
+        if self._ledger:
+            self._ledger.drop(self.global_steps, uids)
 
     def _add_batch_to_generate(self) -> None:
         if isinstance(self.replay_buffer, TailBatchingBuffer):
@@ -229,21 +294,14 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
     def _save_checkpoint(self) -> None:
         """verl's, with the prompts that wait: they have left its data loader already."""
         if isinstance(self.replay_buffer, TailBatchingBuffer):
-            # First: verl ends with the note that this checkpoint is complete.
-            folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(self.replay_buffer.get_state(), folder / WAITING_FILE)
+            torch.save(self.replay_buffer.get_state(), self._make_checkpoint_folder() / WAITING_FILE)
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         if not self.global_steps or not isinstance(self.replay_buffer, TailBatchingBuffer):
             return
-        trainer = self.config.trainer
-        folder = Path(trainer.default_local_dir) / f"global_step_{self.global_steps}"
-        if trainer.resume_mode == "resume_path":
-            folder = Path(trainer.resume_from_path)
-        if not (path := folder / WAITING_FILE).exists():
+        if not (path := self._get_loaded_folder() / WAITING_FILE).exists():
             logger.warning("%s is not there: prompts that waited at this checkpoint, if any, are left out", path)
             return
         # As verl reads its own files; this one has its rows in it, which are no tensors alone.
