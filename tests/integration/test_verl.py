@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from . import verl_routers, verl_useless_groups
+from . import verl_rewards, verl_routers
 from .jobs import SWITCHING
 
 pytestmark = pytest.mark.integration
@@ -139,7 +139,7 @@ def test_batches_are_full_however_many_groups_are_useless(verl_job, share):
         *SWITCHING, "--steps", "60", "trainer.v1.trainer_mode=sglang_pat_sync", "trainer.total_training_steps=4",
         "data.shuffle=false", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
         "+trainer.v1.sglang_pat_sync.eta_prompts=1.5", "algorithm.filter_groups.enable=true",
-        "trainer.rollout_data_dir={out}/batches", f"reward.custom_reward_function.path={verl_useless_groups.__file__}",
+        "trainer.rollout_data_dir={out}/batches", f"reward.custom_reward_function.path={verl_rewards.__file__}",
         f"reward.custom_reward_function.name={share}",
     )  # fmt: skip
     trained: list[str] = []

@@ -336,8 +336,8 @@ def rewarded(verl_job, monkeypatch):
 def test_a_step_waits_only_for_rewards_that_it_keeps(rewarded):
     """A reward takes 5 s: it is called for kept responses alone, and then the step goes on at once."""
     job, noted = rewarded(
-        "sleep", "noted", "--batch", "8", "--samples", "1", "--response", "512", "--steps", "6", "data.gen_batch_size=1",
-        "trainer.total_training_steps=3", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
+        "sleep", "noted", "--batch", "8", "--samples", "1", "--response", "512", "--steps", "6",
+        "data.gen_batch_size=1", "trainer.total_training_steps=3", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
         "+trainer.v1.sglang_pat_sync.eta_prompts=1.5", "+reward.sglang_pat={{processes:16}}",
     )  # fmt: skip
     assert len(job.steps) == 3

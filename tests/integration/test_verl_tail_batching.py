@@ -68,8 +68,8 @@ class World(TailBatchingBuffer):
             named = {"filter_groups_metric": "reward", "refill_fn": print, **named}
         super().__init__(
             tail_batching.read_rules(STRICT | options, BATCH, RESPONSES, filter_groups=bool(named)), LIMIT,
-            self.submitted, self.stopped, self.announced.append, take_ends=dict if named else self.take_ends,
-            drop=self.drop, trainer_mode="sync", trainer_config={}, **SAMPLER, **named,
+            self.submitted, self.stopped, self.announced.append, take_ends=self.take_ends, drop=self.drop,
+            trainer_mode="sync", trainer_config={}, **SAMPLER, **named,
         )  # fmt: skip
         self.rng, self.lingering, self.look = random.Random(seed), lingering, look
         self.useless = useless

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,23 @@ def sleep(solution_str: str, extra_info: dict[str, Any], **_: Any) -> float:
     time.sleep(SECONDS)
     _note(what="ended", prompt=extra_info["index"])
     return count_vowels(solution_str)
+
+
+def draw(text: str) -> float:
+    """From 0 to 1, by a hash."""
+    return int.from_bytes(sha256(text.encode()).digest()[:4], "big") / 2**32
+
+
+def _score(share: float, response: str, prompt: int) -> float:
+    return 1.0 if draw(f"prompt {prompt}") < share else draw(response)
+
+
+def half(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
+    return _score(0.5, solution_str, extra_info["index"])
+
+
+def most(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
+    return _score(0.8, solution_str, extra_info["index"])
 
 
 def _watch_trainer() -> None:

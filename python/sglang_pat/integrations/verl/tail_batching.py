@@ -174,9 +174,9 @@ class TailBatchingBuffer(ReplayBuffer):
         self._taken, self._over, self._begun = [], False, time.monotonic()
         self._judged, self._evicted = 0, {}
         self._uids.clear()
-        self._complete.clear()
         self._ends.clear()
         self._take_ends()  # from now on they are kept
+        self._complete.clear()
         actions = self._admitter.begin(version)
         self._announce(make_announcement(self._admitter, BeginRound().name, {"max_new_tokens": self._limit}))
         self._do(actions)
@@ -203,9 +203,9 @@ class TailBatchingBuffer(ReplayBuffer):
             for uid, tokens in self._take_ends().items():
                 self._ends[uid].update(tokens)
             self._report_responses(self.partitions[partition_id], ended, stopped)
+            self._unsettled -= ended
             if self._complete:
                 self._judge_groups(global_steps, partition_id)
-            self._unsettled -= ended
             if self._over and not self._unsettled:
                 break
             if not self._over and len(self._taken) >= self._admitter.rules.num_prompts:

@@ -113,6 +113,12 @@ class _Adaptive(PPOTrainer):
         super().on_validate_begin()
         self._announce_round(BeginRound(kind="validation"))
 
+    def on_validate_end(self) -> None:
+        super().on_validate_end()
+        self._announce_round(EndRound())
+        if self._ledger:
+            self._ledger.take_metrics()  # no step's
+
     def _announce_round(self, message: BeginRound | EndRound) -> None:
         """Tell the engines, before the requests that it is about."""
         handles = self._list_engines()
@@ -126,12 +132,6 @@ class _Adaptive(PPOTrainer):
         steps = [now.subtract(then) for now, then in zip(self._figures, before, strict=True)]
         found = super()._consume_sync_metrics() | (figures.compute_metrics(steps) if steps else {})
         return found | (self._ledger.take_metrics() if self._ledger else {})
-
-    def on_validate_end(self) -> None:
-        super().on_validate_end()
-        self._announce_round(EndRound())
-        if self._ledger:
-            self._ledger.take_metrics()  # no step's
 
     def _save_checkpoint(self) -> None:
         """verl's, with what was learnt for rewards."""
