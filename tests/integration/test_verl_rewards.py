@@ -334,27 +334,27 @@ def rewarded(verl_job, monkeypatch):
 
 @pytest.mark.long
 def test_a_step_waits_only_for_rewards_that_it_keeps(rewarded):
-    """A reward takes 5 s: it is called for kept responses alone, and then the step goes on at once."""
+    """A reward takes 5 s: it is computed for kept responses alone, and then the step goes on at once."""
     job, noted = rewarded(
-        "sleep", "noted", "--batch", "8", "--samples", "1", "--response", "512", "--steps", "6", "data.gen_batch_size=1",
-        "trainer.total_training_steps=3", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
-        "+trainer.v1.sglang_pat_sync.eta_prompts=1.5", "+reward.sglang_pat={{processes:16}}",
+        "sleep", "noted", "--batch", "8", "--samples", "1", "--response", "512", "--steps", "6",
+        "data.gen_batch_size=1", "trainer.total_training_steps=3", "+reward.sglang_pat={{processes:16}}",
+        "+trainer.v1.sglang_pat_sync.tail_batching=strict", "+trainer.v1.sglang_pat_sync.eta_prompts=1.5",
     )  # fmt: skip
     assert len(job.steps) == 3
-    calls: list[int] = []
+    begun: list[int] = []
     ends: list[float] = []
-    steps: list[tuple[int, float]] = []
     for line in noted:
         if line["what"] == "begun":
-            calls.append(line["prompt"])
+            begun.append(line["prompt"])
         elif line["what"] == "ended":
             ends.append(line["time"])
         else:
-            steps.append((len(calls), line["time"] - max(ends)))
-            calls, ends = [], []
-    print(steps, job.series("reward/stopped"), job.series("training/tail_batching/reward_seconds"))
-    assert [count for count, _ in steps] == [8, 8, 8]
-    assert max(seconds for _, seconds in steps) <= 1.0
+            # One more may end by itself in the moment before it would be stopped: its reward is given up then.
+            assert len(ends) == 8 <= len(begun) <= 9
+            assert line["time"] - max(ends) <= 1.0
+            begun, ends = [], []
+    assert not begun and sum(job.series("reward/stopped")) == 8
+    assert max(job.series("training/tail_batching/reward_seconds")) <= verl_rewards.SECONDS + 1.0
 
 
 @pytest.mark.long
