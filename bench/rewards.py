@@ -72,14 +72,14 @@ def measure_speed(sandbox: Sandbox) -> float:
 def make_responses(problems: int, group: int, speed: float, slowest: float, seed: int) -> list[Response]:
     """Groups of each problem: right, wrong, failing and endless ones.
 
-    Problems take from 0.05 seconds to ``slowest``.  Right answers to a quick problem differ by up to three times, to
-    one of more than 0.6 seconds by a tenth to both sides.
+    Problems take from 0.05 seconds to ``slowest``, most of them less than one.  Right answers to a quick problem differ
+    by up to two times, to one of more than 0.6 seconds by a tenth to both sides.
     """
     draw, made = random.Random(seed), list[Response]()
     for problem in range(problems):
-        seconds = 0.05 * (slowest / 0.05) ** (problem / max(1, problems - 1))
+        seconds = 0.05 * (slowest / 0.05) ** (problem / (problems - 1)) ** 2
         for _ in range(group):
-            factor = draw.uniform(1, 3) if seconds <= 0.6 else draw.uniform(0.9, 1.1)
+            factor = draw.uniform(1, 2) if seconds <= 0.6 else draw.uniform(0.9, 1.1)
             right = SPIN.format(count=int(seconds * factor * speed / 2))  # two test cases
             made.append(Response(problem, "right", right))
     for number in draw.sample(range(len(made)), round((ENDLESS + WRONG + RAISES) * len(made))):
@@ -257,7 +257,8 @@ def bench_busy(sandbox: Sandbox, quick: bool) -> dict[str, Any]:
                   for problem, anchor in anchors.items()}  # fmt: skip
         cut = sum(clock(run) > limits[problem] for (problem, _), run in zip(work, busy, strict=True))
         longer = sorted(clock(after) / clock(before) for before, after in zip(quiet, busy, strict=True))
-        found[name] = {"cut": cut, "longer, median": round(longer[len(longer) // 2], 2),
+        found[name] = {"cut": cut, "seconds of all, before": round(sum(map(clock, quiet)), 1),
+                       "beside": round(sum(map(clock, busy)), 1), "longer, median": round(statistics.median(longer), 2),
                        "longer, most": round(longer[-1], 2)}  # fmt: skip
         print(f"{name}: {found[name]}", flush=True)
     return found

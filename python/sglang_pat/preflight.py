@@ -134,12 +134,13 @@ def _measure_memory_here(ranks: int) -> Supply:
     """Of this machine's GPUs that the ranks would have, the one that has least; without CUDA its memory."""
     import torch
 
+    from sglang_pat.launch.gpu_memory import measure_gpus
+
     if not torch.cuda.is_available():
         return measure_cpu_memory()
     if (count := torch.cuda.device_count()) < ranks:
         raise ValueError(f"{ranks} ranks need {ranks} GPUs, {count} are visible: choose other --tp/--dp")
-    free, total = min(torch.cuda.mem_get_info(index) for index in range(ranks))
-    return Supply(kind="cuda", free=free, total=total)
+    return measure_gpus(range(ranks))
 
 
 def report() -> int:

@@ -81,6 +81,12 @@ def test_a_share_of_the_cases():
     assert score.outcome == "cut" and [run.outcome for run in score.runs] == ["right", "cut", "right"]
 
 
+def test_a_share_is_that_of_the_first_ten():
+    truth = {"inputs": ["1"] * 12, "outputs": ["1"] * 12}
+    score = score_response(CODE, truth, Scripted("2", *["1"] * 9), [2.0] * 12, all_or_nothing=False)
+    assert score.value == pytest.approx(0.9) and len(score.runs) == 10
+
+
 @pytest.mark.parametrize("ended", ["error", "cut", "memory", "output"])
 def test_a_run_that_ends_otherwise_is_its_outcome(ended):
     score = score_response(CODE, TRUTH, Scripted(Run(ended=ended, output="1", error="why")), [2.0] * 3)

@@ -29,6 +29,9 @@ from sglang_pat.rewards.runs import Run, Sandbox, SandboxError
 
 MAXIMUM = LimitRules().maximum
 PATIENCE = 10
+"""Times the maximum: wall seconds of a second run."""
+SHARED_CASES = 10
+"""As in verl, where the others change no share."""
 _BLOCK = re.compile(r"```([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LANGUAGES = ("", "py", "python", "python3")
 _DIGITS = 1e-5, 1e-8
@@ -137,8 +140,8 @@ def score_response(
 
     Args:
         time_limits: seconds of each case, in their order.
-        all_or_nothing: 1 if all cases are right, else 0, and the first that is not ends it; false: the share of cases
-            that are right.
+        all_or_nothing: 1 if all cases are right, else 0, and the first that is not ends it; false: the share of the
+            first :data:`SHARED_CASES` that are right.
         maximum: wall seconds of a case.
 
     Raises:
@@ -149,9 +152,12 @@ def score_response(
     program = find_program(response)
     if program is None:
         return Score(value=0.0, outcome="no_code", runs=())
+    limited = list(zip(task.cases, time_limits, strict=True))
+    if not all_or_nothing:
+        del limited[SHARED_CASES:]
     outcome, error, runs = "right", "", list[CaseRun]()
     with _Runner(program, task, sandbox, maximum) as runner:
-        for case, limit in zip(task.cases, time_limits, strict=True):
+        for case, limit in limited:
             run, found = runner.run(case, limit)
             runs.append(CaseRun(case.key, found, run.seconds, limit))
             if found != "right":
@@ -160,7 +166,7 @@ def score_response(
                 if all_or_nothing:
                     break
     right = sum(run.outcome == "right" for run in runs)
-    value = float(outcome == "right") if all_or_nothing else right / len(task.cases)
+    value = float(outcome == "right") if all_or_nothing else right / len(limited)
     return Score(value=value, outcome=outcome, runs=tuple(runs), error=error)
 
 
