@@ -26,7 +26,7 @@ from sglang_pat.integrations.verl.reward_programs import ProgramScorer
 from sglang_pat.rewards import programs
 from sglang_pat.rewards.limits import CaseRun, LimitRules
 
-from . import verl_rewards
+from . import verl_reward_jobs
 from .jobs import ROOT, SWITCHING, Job
 from .test_verl import GREEDY
 
@@ -316,15 +316,15 @@ def test_a_sandbox_that_does_not_work_ends_a_job_that_needs_one(monkeypatch):
 
 @pytest.fixture
 def rewarded(verl_job, monkeypatch):
-    """Runs a job with a reward function of :mod:`tests.integration.verl_rewards`; gives what it noted, too."""
+    """Runs a job with a reward function of :mod:`tests.integration.verl_reward_jobs`; gives what it noted, too."""
 
     def run(function: str, what: str, *words: str) -> tuple[Job, list[dict[str, Any]]]:
         monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-        monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", verl_rewards.__name__)
+        monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", verl_reward_jobs.__name__)
         monkeypatch.setenv("PAT_TEST_REWARDS", what)
         job = verl_job(
             *SWITCHING, SETTING, "trainer.v1.trainer_mode=sglang_pat_sync",
-            f"reward.custom_reward_function.path={verl_rewards.__file__}",
+            f"reward.custom_reward_function.path={verl_reward_jobs.__file__}",
             f"reward.custom_reward_function.name={function}", *words,
         )  # fmt: skip
         return job, [json.loads(line) for line in (job.out / "rewards.jsonl").read_text().splitlines()]
@@ -354,7 +354,7 @@ def test_a_step_waits_only_for_rewards_that_it_keeps(rewarded):
             assert line["time"] - max(ends) <= 1.0
             begun, ends = [], []
     assert not begun and sum(job.series("reward/stopped")) == 8
-    assert max(job.series("training/tail_batching/reward_seconds")) <= verl_rewards.SECONDS + 1.0
+    assert max(job.series("training/tail_batching/reward_seconds")) <= verl_reward_jobs.SECONDS + 1.0
 
 
 @pytest.mark.long
