@@ -358,20 +358,27 @@ def test_a_step_waits_only_for_rewards_that_it_keeps(rewarded):
 
 
 @pytest.mark.long
-def test_processes_that_are_killed_change_no_reward(rewarded, verl_job, tmp_path, monkeypatch):
+def test_processes_that_are_killed_change_no_reward(rewarded, tmp_path, monkeypatch):
     """One that computes a reward, and the ledger's; TensorBoard has the parts of the time."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    plain = verl_job(*GREEDY, *SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync")
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
-    job, noted = rewarded("count_vowels", "killed", *GREEDY, "trainer.logger=[console,file,tensorboard]")
+    job, noted = rewarded(
+        "count_vowels", "killed", *GREEDY, "trainer.logger=[console,file,tensorboard]",
+        "trainer.rollout_data_dir={out}/batches",
+    )  # fmt: skip
     assert [line["what"] for line in noted if line["what"] != "batch"] == [
         "a process is killed", "the ledger is killed"
     ]  # fmt: skip
-    assert job.series("critic/score/mean") == plain.series("critic/score/mean")
+    for step in (1, 2, 3):
+        lines = [json.loads(line) for line in (job.out / "batches" / f"{step}.jsonl").read_text().splitlines()]
+        assert len(lines) == 16
+        for line in lines:
+            assert line["score"] == pytest.approx(verl_reward_jobs.share_of_vowels(line["output"]))
     events = EventAccumulator(str(tmp_path)).Reload()
     for name in ("responses", "stopped", "seconds/waiting", "seconds/scoring", "seconds/max", "failed/died"):
         found = [event.value for event in events.Scalars(f"reward/{name}")]
-        assert found == pytest.approx(job.series(f"reward/{name}"))
-    assert job.series("reward/responses")[0] == 16 and sum(job.series("reward/failed/died")) == 0
+        assert len(found) == 3 and found == pytest.approx(job.series(f"reward/{name}"))
+    assert job.series("reward/responses")[0] == job.series("reward/responses")[2] == 16
+    assert sum(job.series("reward/failed/died")) == 0
     assert 0 < job.series("reward/seconds/scoring")[0] <= job.series("reward/seconds/max")[0]

@@ -33,7 +33,11 @@ def count_vowels(solution_str: str, **_: Any) -> float:
         else:
             _note(what="a process is killed")
             os.kill(os.getpid(), signal.SIGKILL)
-    return sum(letter in "aeiou" for letter in solution_str) / max(1, len(solution_str))
+    return share_of_vowels(solution_str)
+
+
+def share_of_vowels(text: str) -> float:
+    return sum(letter in "aeiou" for letter in text) / max(1, len(text))
 
 
 def sleep(solution_str: str, extra_info: dict[str, Any], **_: Any) -> float:
