@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -17,9 +18,10 @@ from hydra import compose, initialize_config_module
 from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.reward_score import default_compute_score
 
-from sglang_pat.integrations.verl import reward_ledger, rewards
+from sglang_pat.integrations.verl import reward_ledger, rewards, trainers
 from sglang_pat.integrations.verl.fields import STOPS
 from sglang_pat.integrations.verl.reward_ledger import RewardLedger, make_metrics
 from sglang_pat.integrations.verl.reward_programs import ProgramScorer
@@ -309,6 +311,17 @@ def test_a_sandbox_that_does_not_work_ends_a_job_that_needs_one(monkeypatch):
     rewards.check_sandbox(make_config("reward.custom_reward_function.path=mine.py"), ["taco"])
     rewards.check_sandbox(make_config("reward.sandbox_fusion.url=http://here"), ["taco"])
     rewards.check_sandbox(make_config("reward.reward_manager.name=naive"), ["taco"])
+
+
+def test_it_ends_when_its_data_are_loaded(monkeypatch):
+    """All of verl's trainers load their data before a model: test_verl_contract.py."""
+    monkeypatch.setattr(rewards, "check_sandbox", lambda config, sources: asked.append((config, sources)))
+    asked: list[tuple[Any, set[str]]] = []
+    train = SimpleNamespace(dataframe=datasets.Dataset.from_dict({"data_source": ["taco", "taco", "mine"]}))
+    trainer = SimpleNamespace(config="its", train_dataset=train, val_dataset=object())
+    trainers._check_data_after(lambda self: None)(trainer)
+    assert asked == [("its", {"taco", "mine"})]
+    assert PPOTrainer._init_dataloader.__wrapped__.__module__.startswith("verl.")
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------
