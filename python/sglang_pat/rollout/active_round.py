@@ -212,6 +212,20 @@ class ActiveRound:
             self._state.filtered += 1
             self.round.room += 1
 
+    def record_reward(self, sample: SampleId, reward: float) -> None:
+        """See :meth:`Admitter.record_reward`."""
+        group = self._groups.get(sample.key)
+        if group is None or not (group.order in self.round.open or group.order in self.round.complete):
+            return  # returned: whoever has it has its rewards
+        mine = self._get_own_copy(group).samples[sample.number]
+        if mine.state == DONE and mine.attempt == sample.attempt:
+            mine.reward = reward
+
+    def list_chosen(self, key: PromptKey) -> list[int] | None:
+        """See :meth:`Admitter.list_chosen`."""
+        group = self._groups.get(key)
+        return None if group is None else group.chosen
+
     def add_prompts(self, prompts: int) -> list[Action]:
         """So many prompts came; or its epoch has ended."""
         if prompts and self.round.asked and not self._has_fresh:

@@ -19,7 +19,7 @@ from sglang_pat.rollout.active_round import ActiveRound, end_round, open_round
 from sglang_pat.rollout.deadlines import Deadlines
 from sglang_pat.rollout.estimates import with_cost
 from sglang_pat.rollout.launch_order import BY_NAME
-from sglang_pat.rollout.records import Action, Output, RoundOver, SampleId, Summary
+from sglang_pat.rollout.records import Action, Output, PromptKey, RoundOver, SampleId, Summary
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import State, check_rules, dump_admitter, load_admitter
 
@@ -150,6 +150,16 @@ class Admitter:
         """Several that were found together: a batch that they fill waits for none of them, so that no useless group is
         left over, and nothing is started in place of one."""
         return self._add_end_of_round(self._active.record_verdicts(verdicts)) if self._active else []
+
+    def record_reward(self, sample: SampleId, reward: float) -> list[Action]:
+        """The reward of a response that has ended: kept with it as long as it is."""
+        if self._active is not None:
+            self._active.record_reward(sample, reward)
+        return []
+
+    def list_chosen(self, key: PromptKey) -> list[int] | None:
+        """Numbers of the responses that a prompt of the round has, and may be returned with; None: it has no such."""
+        return self._active.list_chosen(key) if self._active else None
 
     def cancel(self) -> list[Action]:
         """Give the round up: when it is over it will not have happened, but for the tokens that it cost."""

@@ -105,7 +105,7 @@ NEW, RUNNING, STOPPING, DONE = "new", "running", "stopping", "done"
 class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False, gc=False):
     """A response: ``new``, ``running``, ``stopping`` (its abort is not confirmed) or ``done``.
 
-    ``had``: tokens that were thrown away last, in this round.
+    ``had``: tokens that were thrown away last, in this round.  ``reward``: None where nobody asked for one.
     """
 
     number: int
@@ -113,6 +113,7 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False, gc=Fals
     attempt: int = 0
     had: int = 0
     output: Output = msgspec.field(default_factory=Output)
+    reward: float | None = None
 
     @property
     def alive(self) -> bool:
@@ -122,7 +123,7 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, eq=False, gc=Fals
     def reset(self) -> int:
         """Forget what it generated; so many tokens."""
         tokens = self.output.tokens
-        self.output, self.state, self.had = Output(), NEW, tokens
+        self.output, self.state, self.had, self.reward = Output(), NEW, tokens, None
         return tokens
 
 

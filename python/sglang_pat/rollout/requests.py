@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from sglang_pat.messages import GENERATED_PARAM, BeginRound
-from sglang_pat.rollout.records import Group, Output, SampleId, Span
+from sglang_pat.rollout.records import Output, SampleId, Span
 from sglang_pat.rollout.turns import Turns, make_turn
 
 CUT = "\ufffd"
@@ -114,10 +114,9 @@ class Requests:
     def make_rid(self, sample: SampleId) -> str:
         return self._name + "-".join(map(str, sample))
 
-    def decode(self, group: Group) -> None:
+    def decode(self, outputs: Iterable[Output]) -> None:
         """Anew what came in pieces: where they were joined a character may be cut in two, and given tokens are none."""
-        for sample in group.list_kept():
-            output = sample.output
+        for output in outputs:
             if len(output.spans) > 1 or CUT in output.text:
                 output.text = self._backend.decode_tokens(output.token_ids)
 

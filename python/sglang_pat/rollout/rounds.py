@@ -6,20 +6,19 @@ The same code wherever the engine is: in this process (``Engine.rollout``) or be
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing
 from statistics import mean
 from typing import Any
 
 from sglang_pat.messages import BeginRound
 from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.calls import Calls
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import (  # fmt: skip
     Abort,
@@ -35,6 +34,7 @@ from sglang_pat.rollout.records import (  # fmt: skip
     Summary,
 )
 from sglang_pat.rollout.requests import Backend, Requests, check_params
+from sglang_pat.rollout.rewards import Response, Reward, Rewards
 from sglang_pat.rollout.state import LONG, SHORT
 from sglang_pat.rollout.turns import ENVIRONMENT_SECONDS, Environment, Turns
 
@@ -92,6 +92,7 @@ class RolloutCalls(ABC):
         more: MorePrompts = give_no_prompts,
         environment: Environment | None = None,
         environment_seconds: float = ENVIRONMENT_SECONDS,
+        reward: Reward | None = None,
     ) -> AsyncGenerator[Group | Summary, None]:
         """One round: its groups as they are completed, then its summary.
 
@@ -102,25 +103,31 @@ class RolloutCalls(ABC):
             version: of the weights, as the training job counts them; every token returned carries it (``partial``: or
                 an earlier one, not older than ``max_staleness``).
             judge: whether a complete group is of use; with ``filter_groups``.  Called as soon as the group is complete,
-                in a thread of its own (:class:`Callbacks`).
+                in a thread of its own (:class:`~.calls.Calls`); with ``reward``, when it has its rewards.
             more: so many prompts, if the round could start some that were not fed: ``[((epoch, index), prompt), …]``.
                 Fewer mean that there are no others for this round.  Called as ``judge`` is.
             environment: a coroutine function that answers the model when it has ended a turn
                 (:mod:`~sglang_pat.rollout.turns`); without it that is the end of the sample.
             environment_seconds: longest that it may take for an answer.
+            reward: what a response is worth; called as soon as the response has ended, as ``judge`` is
+                (:mod:`~sglang_pat.rollout.rewards`).  ``sample.reward`` of what is returned; a group comes when it has
+                all of them.
 
         Left before its summary, the round has not happened: its prompts are where they were.
 
         Raises:
-            ValueError: too few prompts, or what the engine refuses; nothing of the round has happened.
+            ValueError: too few prompts, what the engine refuses, or a reward that is no finite number; nothing of the
+                round has happened.
             WeightsChanged: weights were updated meanwhile; the round was cancelled.
             ConnectionError: the server is gone, or does not answer; likewise.
         """
         params = check_params(sampling_params, admitter.rules.mode)
+        if reward is not None and not callable(reward):
+            raise ValueError(f"reward is {reward!r}, must be a function of a response (rollout/rewards.py)")
         turns = Turns(environment, environment_seconds) if environment is not None else None
         told = False
         async with self._connect() as backend:
-            round_ = RolloutRound(admitter, backend, version, params, judge, more, turns)
+            round_ = RolloutRound(admitter, backend, version, params, judge, more, turns, reward)
             self._watch(round_)
             try:
                 async with aclosing(aiter(round_)) as events:
@@ -164,6 +171,7 @@ class RolloutRound:
         judge: Verdicts = keep_every_group,
         more: MorePrompts = give_no_prompts,
         turns: Turns | None = None,
+        reward: Reward | None = None,
     ) -> None:
         """Begin the round: to be called in the event loop.
 
@@ -187,7 +195,8 @@ class RolloutRound:
         self._stopping: set[SampleId] = set()
         self._queue: deque[Launch | Abort] = deque()
         self._slice: asyncio.Handle | None = None
-        self._callbacks, self._turns = Callbacks(self, judge, more), turns
+        self._rewards = Rewards(reward, self._record_reward, self._fail) if reward is not None else None
+        self._callbacks, self._turns = Callbacks(self, judge, more, self._rewards), turns
         self._begun = asyncio.get_running_loop().time()
         self._error: Exception | None = None
         self._over = asyncio.Event()
@@ -218,12 +227,13 @@ class RolloutRound:
 
     def fail(self, error: Exception) -> None:
         """Cancel the round; whoever iterates gets the first such error."""
-        if self._error is None and self.summary is None:
-            self._error = error
-            self.cancel()
+        if self.summary is None:
+            self._fail(error)
 
     def cancel(self) -> None:
         """Abort what runs; the round will not have happened."""
+        if self._rewards is not None:
+            self._rewards.stop()
         self.tell(self.admitter.cancel)
 
     async def wait(self) -> None:
@@ -245,6 +255,15 @@ class RolloutRound:
 
     # -- inside ----------------------------------------------------------------------------------------
 
+    def _fail(self, error: Exception) -> None:
+        """Also when the engine has nothing of it any more, and rewards are waited for."""
+        if self._error is None:
+            self._error = error
+            self.cancel()
+
+    def _record_reward(self, sample: SampleId, reward: float) -> None:
+        self.tell(self.admitter.record_reward, sample, reward)
+
     async def _tell(self, begun: BeginRound) -> None:
         """Tell the engine that the round begins, before any of its samples."""
         try:
@@ -264,29 +283,36 @@ class RolloutRound:
                     self._queue.append(action)
                     self._stopping.add(sample)
                 case Judge(group):
-                    self._requests.decode(group)
+                    self._requests.decode(sample.output for sample in group.list_kept())
                     self._callbacks.judge(group.copy_for_changes())  # the end of the round may change ours
                 case NeedPrompts(prompts):
                     self._callbacks.feed(prompts)
                 case ReturnGroup(group):
-                    self._requests.decode(group)
-                    self._events.put_nowait(group)
+                    self._requests.decode(sample.output for sample in group.list_kept())
+                    if self._rewards is None:
+                        self._events.put_nowait(group)
+                    else:
+                        self._rewards.deliver(group, self._events.put_nowait)
                 case RoundOver(summary):
                     seconds = asyncio.get_running_loop().time() - self._begun
                     self.summary = self.admitter.record_round_time(summary, seconds)
                     self._callbacks.stop()
-                    self._ending = asyncio.ensure_future(self._end(self._error or self.summary))
+                    if self._rewards is not None:
+                        self._rewards.cancel_others()
+                    self._ending = asyncio.ensure_future(self._end(self.summary))
         if self._queue and self._updates is not None and self.summary is None and self._slice is None:
             self._slice = asyncio.get_running_loop().call_soon(self._run_next_chunk)
 
-    async def _end(self, last: Summary | Exception) -> None:
-        """The engine has nothing of the round: tell it so, then whoever iterates."""
+    async def _end(self, summary: Summary) -> None:
+        """The engine has nothing of the round: tell it so, then, when all rewards are there, whoever iterates."""
         await asyncio.wait([self._telling])  # a round may be over as soon as it begins
         try:
             await self._backend.end_round(self.name)
         except Exception as error:
             logger.warning("the engine was not told that a round is over: %s", error)
-        self._events.put_nowait(last)
+        if self._rewards is not None:
+            await self._rewards.wait()
+        self._events.put_nowait(self._error or summary)
         self._over.set()
 
     def _run_next_chunk(self) -> None:
@@ -328,9 +354,25 @@ class RolloutRound:
         except Exception as error:  # whatever it is, this round cannot be, and no prompt may be lost
             self.fail(error)
         del self._tasks[sample]
+        wanted = sample not in self._stopping
         self._stopping.discard(sample)
-        tell = self.admitter.record_finished if output.finish_reason else self.admitter.record_stopped
-        self._do(tell(sample, output))
+        if not output.finish_reason:
+            self._do(self.admitter.record_stopped(sample, output))
+            return
+        actions = self.admitter.record_finished(sample, output)
+        if wanted and self._rewards is not None:
+            self._reward(self._rewards, sample, prompt, prefix.concatenate(output) if prefix else output)
+        self._do(actions)
+
+    def _reward(self, rewards: Rewards, sample: SampleId, prompt: Any, output: Output) -> None:
+        """A response has ended: have it rewarded unless its group has no use for it, or for others any more."""
+        chosen = self.admitter.list_chosen(sample.key)
+        if chosen is None:  # that was the end of the round: whoever delivers the group asks
+            return
+        if sample.number in chosen:
+            self._requests.decode([output])
+            rewards.begin(Response(sample=sample, prompt=prompt, output=output))
+        rewards.keep_only(sample.key, chosen)
 
     async def _abort_again(self) -> None:
         seconds = ABORT_AGAIN_SECONDS
@@ -344,17 +386,15 @@ class RolloutRound:
 
 
 class Callbacks:
-    """Calls the training job's functions for a round: as soon as it needs them, without holding up the event loop.
+    """Asks the training job for verdicts and prompts, as soon as a round needs them (:class:`~.calls.Calls`).
 
-    Plain functions run in one thread of their own, one call after the other; what they wait for, or compute, keeps
-    neither the loop nor whoever takes the groups.  Coroutine functions run in the loop, several calls at once.  What
-    they raise ends the round.
+    What its functions raise ends the round.
     """
 
-    def __init__(self, round_: RolloutRound, verdicts: Verdicts, more: MorePrompts) -> None:
-        self._round, self._verdicts, self._more = round_, verdicts, more
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout callbacks")
-        self._calls: set[asyncio.Task[None]] = set()
+    def __init__(self, round_: RolloutRound, verdicts: Verdicts, more: MorePrompts, rewards: Rewards | None) -> None:
+        self._round, self._verdicts, self._more, self._rewards = round_, verdicts, more, rewards
+        self._calls = Calls("rollout callbacks")
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def judge(self, group: Group) -> None:
         """Have a group judged."""
@@ -366,14 +406,14 @@ class Callbacks:
 
     def stop(self) -> None:
         """Nobody needs the answers under way any more, nor waits for them."""
-        for call in self._calls:
-            call.cancel()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for task in self._tasks:
+            task.cancel()
+        self._calls.stop()
 
     def _begin(self, call: Callable[[Any], Awaitable[None]], argument: Any) -> None:
         task = asyncio.ensure_future(self._call_or_fail(call, argument))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _call_or_fail(self, call: Callable[[Any], Awaitable[None]], argument: Any) -> None:
         try:
@@ -386,26 +426,16 @@ class Callbacks:
             self._round.fail(error)
 
     async def _judge_group(self, group: Group) -> None:
-        keep = await self._call(self._verdicts, group)
+        if self._rewards is not None:
+            await self._rewards.fill(group)
+        keep = await self._calls.call(self._verdicts, group)
         self._round.tell(self._round.admitter.record_verdict, group.key, keep)
 
     async def _feed_prompts(self, count: int) -> None:
-        prompts = await self._call(self._more, count)
+        prompts = await self._calls.call(self._more, count)
         self._round.tell(self._round.admitter.feed, prompts)
         if len(prompts) < count:
             self._round.tell(self._round.admitter.end_prompts)
-
-    async def _call(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, _call, function, argument)
-        return await found if inspect.isawaitable(found) else found
-
-
-def _call(function: Callable[[Any], Any], argument: Any) -> Any:
-    try:
-        return function(argument)
-    except StopIteration as error:  # no future can have it: who waits for one would wait for ever
-        name = getattr(function, "__name__", repr(function))
-        raise RuntimeError(f"{name} raised StopIteration; at the end of the data return fewer prompts") from error
 
 
 def make_announcement(admitter: Admitter, name: str, params: dict[str, Any]) -> BeginRound:

@@ -1,0 +1,309 @@
+"""The loop: a round, GRPO's update, the weights into the engine, a checkpoint; again until every prompt was trained."""
+
+from __future__ import annotations
+
+import io
+import random
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import msgspec
+import torch
+
+import sglang_pat
+from examples.grpo import countdown
+from examples.grpo.policy import add_gradient, copy_weights, load_policy
+from sglang_pat import files
+from sglang_pat.figures import Figures
+from sglang_pat.rollout.admitter import Admitter
+from sglang_pat.rollout.records import Group, Summary
+from sglang_pat.rollout.rewards import Response
+from sglang_pat.rollout.rules import Rules
+
+Verifier = Callable[[str, str], float]
+"""What an answer to a problem is worth, 0 to 1."""
+
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {"eta_prompts": 1.0},
+    "adaptive": {"eta_prompts": 1.0},
+    "tail": {},
+    "unbiased": {"unbiased": True},
+    "all": {},
+    "partial": {"mode": "partial"},
+}
+"""The ways: whether a round starts more prompts than it returns, and what becomes of the others."""
+RAMP = 10
+"""Steps in which the rate of learning rises: AdamW's first steps are large, whatever the gradient."""
+SWITCHING = ("adaptive", "all")
+"""Of these, the engine merges its replicas when few responses are left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is trained: a checkpoint goes on only if all of it is the same.
+
+    Attributes:
+        steps: of the epoch; a few more where prompts are deferred to its end.
+        prompts, responses: of a step.
+        warm_up: steps; ``slips``: share of wrong numbers in its examples.
+        rate: of AdamW.
+        switch_at: merge when so many responses or fewer are left.
+        held_out: problems that are never trained; ``every``: steps from one test on them to the next.
+    """
+
+    way: str = "plain"
+    seed: int = 0
+    steps: int = 100
+    prompts: int = 32
+    responses: int = 16
+    rate: float = 3e-4
+    warm_up: int = 220
+    slips: float = 0.35
+    switch_at: int = 32
+    held_out: int = 256
+    every: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "warm_up", "held_out", "every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.responses < 2:
+            raise ValueError(f"responses is {self.responses}, must be at least 2: GRPO compares those to one prompt")
+        if not 0 < self.rate < 1:
+            raise ValueError(f"rate is {self.rate}, must be more than 0 and less than 1")
+        if not 0 <= self.slips <= 1:
+            raise ValueError(f"slips is {self.slips}, must be 0 to 1")
+        self.make_rules()
+
+    def make_rules(self) -> Rules:
+        """Raises ValueError: as ``Rules`` does."""
+        return Rules(num_prompts=self.prompts, num_responses=self.responses, **RULES[self.way])
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """A step.
+
+    Attributes:
+        samples: trained so far, this step included; ``seconds``: likewise, of the steps (tests are none of it).
+        reward: mean; ``lengths``: tokens of each response.
+        held_out: mean reward on the held-out problems after the step; None: they were not asked.
+        parts: seconds of the step by what they went into; ``degrees``: of its generation, by TP degree.
+        trained: numbers of the prompts.
+        thrown: tokens; ``waiting``: prompts.
+        apart: see :func:`.policy.add_gradient`.
+    """
+
+    samples: int
+    seconds: float
+    reward: float
+    lengths: list[int]
+    held_out: float | None
+    parts: dict[str, float]
+    degrees: dict[int, float]
+    trained: list[int]
+    kind: str
+    thrown: int
+    waiting: int
+    apart: float
+
+
+def draw_problems(run: Run, given: Sequence[str] | None = None) -> tuple[list[str], list[str]]:
+    """To train, ``given`` or drawn; and to test, the same for every seed.  None is in both."""
+    rng = random.Random("held out")
+    held_out = [countdown.draw_problem(rng) for _ in range(run.held_out)]
+    if given is not None:
+        return list(given), [problem for problem in held_out if problem not in set(given)] or held_out
+    known, problems, rng = set(held_out), [], random.Random(f"train {run.seed}")
+    while len(problems) < run.steps * run.prompts:
+        if (problem := countdown.draw_problem(rng)) not in known:
+            problems.append(problem)
+    return problems, held_out
+
+
+def start_engine(run: Run, model: Path) -> sglang_pat.Engine:
+    """On two ranks."""
+    policy: dict[str, Any] = {"pat_policy": "off"}
+    if run.way in SWITCHING:
+        policy = {"pat_policy": "threshold", "pat_switch_at": run.switch_at}
+    return sglang_pat.Engine(
+        model_path=str(model), tp_size=1, dp_size=2, adaptive_tp=True, dtype="float32", skip_tokenizer_init=True,
+        max_total_tokens=32768, random_seed=run.seed, log_level="error", **policy,
+    )  # fmt: skip
+
+
+class Trainer:
+    """A run, from its last checkpoint or its beginning.
+
+    Args:
+        model: folder of the warm-up's policy.
+        path: of the checkpoint; ``saved``: what :func:`load_checkpoint` found there.
+    """
+
+    def __init__(
+        self, run: Run, engine: Any, model: Path, problems: Sequence[str], held_out: Sequence[str], verify: Verifier,
+        path: Path, saved: dict[str, Any] | None,
+    ) -> None:  # fmt: skip
+        self.run, self.engine, self.path = run, engine, path
+        self.problems, self.held_out, self._verify = problems, held_out, verify
+        self.sampling = {
+            "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": countdown.LIMIT,
+            "stop_token_ids": [countdown.EOS],
+        }  # fmt: skip
+        self.policy = load_policy(model)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=run.rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.admitter = Admitter(run.make_rules())
+        self.rows: list[Row] = []
+        self.before: float | None = None
+        """Mean reward on the held-out problems before the first step."""
+        torch.manual_seed(run.seed)
+        if saved is not None:
+            self.load(saved)
+        else:
+            prompts = [((0, i), {"input_ids": countdown.make_prompt(problem)}) for i, problem in enumerate(problems)]
+            self.admitter.feed(prompts, end_of=0)
+        self.push_weights()
+
+    @property
+    def over(self) -> bool:
+        return not (self.admitter.state.fresh or self.admitter.state.waiting)
+
+    def step(self) -> Row:
+        """A round and what is learnt from it, saved."""
+        if self.before is None:
+            self.before = self.test()
+        clock = Clock()
+        used = Figures.from_status(self.engine.status())
+        groups, summary = self.generate()
+        clock.end("generation")
+        apart = self.update(groups)
+        clock.end("training")
+        self.push_weights()
+        clock.end("weight sync")
+        used = Figures.from_status(self.engine.status()).subtract(used)
+        samples = [sample for group in groups for sample in group.list_kept()]
+        last = self.rows[-1] if self.rows else None
+        row = Row(
+            samples=(last.samples if last else 0) + len(samples),
+            seconds=(last.seconds if last else 0.0) + sum(clock.parts.values()),
+            reward=mean(float(sample.reward or 0.0) for sample in samples),
+            lengths=[sample.output.tokens for sample in samples],
+            held_out=None, parts=clock.parts, degrees=dict(used.seconds), trained=[group.index for group in groups],
+            kind=summary.kind, thrown=summary.thrown, waiting=len(summary.ages), apart=apart,
+        )  # fmt: skip
+        self.rows.append(row)
+        if self.over or len(self.rows) % self.run.every == 0:
+            row.held_out = self.test()
+        self.save()
+        return row
+
+    def generate(self) -> tuple[list[Group], Summary]:
+        """A round, its responses rewarded as they end."""
+        *groups, summary = self.engine.rollout(self.admitter, self.sampling, version=len(self.rows), reward=self.reward)
+        return groups, summary
+
+    def reward(self, response: Response) -> float:
+        """Raises ValueError: one line, the verifier gave something else than a number from 0 to 1."""
+        return self.judge(self.problems[response.sample.index], response.output.token_ids)
+
+    def judge(self, problem: str, token_ids: list[int]) -> float:
+        """As :meth:`reward`."""
+        value = self._verify(problem, countdown.decode(token_ids))
+        if not isinstance(value, float | int) or not 0 <= value <= 1:
+            raise ValueError(f"the verifier gave {value!r} for {problem!r}, must give a number from 0 to 1")
+        return float(value)
+
+    def update(self, groups: list[Group]) -> float:
+        """One step of AdamW; as :func:`.policy.add_gradient`."""
+        self.optimizer.zero_grad()
+        apart = add_gradient(self.policy, groups, decoupled=self.admitter.rules.mode == "partial")
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.run.rate * min(1.0, (len(self.rows) + 1) / RAMP)
+        self.optimizer.step()
+        return apart
+
+    def push_weights(self) -> None:
+        done, said = self.engine.update_weights_from_tensor(copy_weights(self.policy))
+        if not done:
+            raise RuntimeError(said)
+
+    def test(self) -> float:
+        """Mean reward on the held-out problems, one answer each."""
+        ids = [countdown.make_prompt(problem) for problem in self.held_out]
+        answers = self.engine.generate(input_ids=ids, sampling_params=self.sampling)
+        pairs = zip(self.held_out, answers, strict=True)
+        return mean(self.judge(problem, answer["output_ids"]) for problem, answer in pairs)
+
+    # -- the checkpoint --------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """All that a next process needs; whole or not at all."""
+        content = io.BytesIO()
+        saved = {
+            "run": identify(self.run, self.problems), "rows": msgspec.json.encode(self.rows), "before": self.before,
+            "policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(), **self.admitter.state_dict(),
+        }  # fmt: skip
+        torch.save(saved, content)
+        files.write(content.getvalue(), self.path)
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.admitter.load_state_dict(saved, source=str(self.path))
+        self.policy.load_state_dict(saved["policy"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.rows, self.before = msgspec.json.decode(saved["rows"], type=list[Row]), saved["before"]
+        torch.set_rng_state(saved["random"])
+
+
+def identify(run: Run, problems: Sequence[str]) -> dict[str, Any]:
+    """What has to be the same where a run goes on."""
+    return asdict(run) | {"problems": zlib.crc32("\n".join(problems).encode())}
+
+
+def load_checkpoint(path: Path, run: Run, problems: Sequence[str]) -> dict[str, Any] | None:
+    """What :meth:`Trainer.save` wrote, None if nothing.  Raises ValueError: one line, it is of another run, or none."""
+    if not path.exists():
+        return None
+    try:
+        saved = torch.load(path, weights_only=True)
+        found, mine = saved["run"], identify(run, problems)
+    except Exception:  # whatever pickle finds
+        raise ValueError(f"{path} is no checkpoint of this program; give another --out, or remove it") from None
+    for name, value in mine.items():
+        if found.get(name) != value:
+            what = f"{name} is {found.get(name)!r} there, {value!r} here"
+            raise ValueError(f"{path} is a checkpoint of another run: {what}; give another --out, or remove it")
+    return saved
+
+
+class Clock:
+    """Seconds by what they went into."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end(self, part: str) -> None:
+        now = time.perf_counter()
+        self.parts[part], self._since = now - self._since, now
+
+
+def describe(rows: Sequence[Row], steps: int) -> str:
+    """How far it is, one line."""
+    if not rows:
+        return "before the first step: the held-out problems"
+    row, recent = rows[-1], rows[-10:]
+    seconds = mean(sum(row.parts.values()) for row in recent)
+    generation = mean(row.parts["generation"] for row in recent)
+    tested = next((row.held_out for row in reversed(rows) if row.held_out is not None), None)
+    held_out = "" if tested is None else f", held out {tested:.2f}"
+    return (
+        f"step {len(rows)} of some {steps}: reward {mean(row.reward for row in recent):.2f}{held_out}, "
+        f"{median(row.lengths):.0f} to {max(row.lengths)} tokens, {seconds:.1f} s a step "
+        f"({generation:.1f} s generation), {max(0, steps - len(rows)) * seconds / 60:.0f} min left"
+    )

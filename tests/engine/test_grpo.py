@@ -1,0 +1,26 @@
+"""The example of GRPO on a real engine: two steps of each way, and one that is killed in the middle of a step."""
+
+from __future__ import annotations
+
+import signal
+
+import msgspec
+
+from examples.grpo.picture import Results
+from examples.grpo.train import RULES
+
+
+def test_two_steps_of_each_way(servers, tmp_path):
+    """Trainer and engine agree about what the policy thinks of its responses, and a checkpoint goes on to the end."""
+    done = servers.run("tests.engine.grpo_case", "ways", str(tmp_path))
+    assert done.returncode == 0 and done.stdout.split() == list(RULES), done.stdout + done.stderr[-3000:]
+
+
+def test_a_run_that_is_killed_trains_every_prompt_once(servers, tmp_path):
+    assert servers.run("tests.engine.grpo_case", "killed", str(tmp_path)).returncode == -signal.SIGKILL
+    done = servers.run("tests.engine.grpo_case", "again", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = msgspec.json.decode((tmp_path / "figures.json").read_bytes(), type=Results)
+    assert sorted(number for row in found.rows for number in row.trained) == list(range(12))
+    assert "12 of 12 prompts trained, 12 different ones" in done.stdout
+    assert (tmp_path / "grpo.png").stat().st_size > 10_000

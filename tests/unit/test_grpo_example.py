@@ -1,0 +1,283 @@
+"""The example of GRPO: its task and verifier, what it refuses, and kills in every part of a step on a played engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+from rich.console import Console
+
+from examples.grpo import __main__ as command
+from examples.grpo import countdown, train
+from examples.grpo.picture import Results, draw, make_title
+from examples.grpo.policy import TOKENS, compute_advantages, make_policy, split_by_length
+from examples.grpo.train import RULES, Row, Run, Trainer, draw_problems, load_checkpoint
+from sglang_pat.rollout.loop import EngineLoop
+from sglang_pat.rollout.records import Output
+from sglang_pat.rollout.rounds import RolloutCalls
+
+from .rounds_world import Played
+
+pytestmark = pytest.mark.unit
+
+RUN = Run(steps=4, prompts=3, responses=2, held_out=4, every=2, way="tail")
+
+
+class PlayedEngine(RolloutCalls, Played):
+    """Says the right answer to every other problem, and nothing but the end to the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = EngineLoop()
+
+    def update_weights_from_tensor(self, tensors):
+        self.pushed = {name: tensor.clone() for name, tensor in tensors}
+        return True, ""
+
+    def status(self):
+        return {"totals": {"seconds": {"1": 0.0}}}
+
+    def generate(self, *given, **named):
+        if given:
+            return self.sample(*given)
+        return [{"output_ids": self.answer(ids)} for ids in named["input_ids"]]
+
+    async def sample(self, rid, prompt, params) -> Output:
+        length = len(prompt["input_ids"])
+        output = await super().generate(rid, {"input_ids": [length]}, params)
+        ids = self.answer(prompt["input_ids"]) if output.finish_reason else output.token_ids
+        return Output(token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason=output.finish_reason)
+
+    def answer(self, ids: list[int]) -> list[int]:
+        problem = countdown.decode(ids).partition("=")[0]
+        return [*countdown.encode(countdown.solve(problem)), countdown.EOS] if sum(ids) % 2 else [countdown.EOS]
+
+    @asynccontextmanager
+    async def _connect(self):
+        yield self
+
+    def _watch(self, round_) -> None:
+        """Weights never change in the middle of a round here."""
+
+    def _loop_for_rounds(self) -> EngineLoop:
+        return self.loop
+
+
+class Killed(BaseException):
+    """What nobody catches."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    make_policy().save_pretrained(folder)
+    return folder
+
+
+def begin(run: Run, model, folder, verify=countdown.verify) -> Trainer:
+    problems, held_out = draw_problems(run)
+    path = folder / "checkpoint.pt"
+    return Trainer(run, PlayedEngine(), model, problems, held_out, verify, path, load_checkpoint(path, run, problems))
+
+
+def finish(trainer: Trainer) -> list[int]:
+    """Numbers of all prompts that were trained."""
+    while not trainer.over:
+        trainer.step()
+    return sorted(number for row in trainer.rows for number in row.trained)
+
+
+@pytest.mark.parametrize("way", RULES)
+def test_every_prompt_is_trained_once(way, model, tmp_path):
+    trainer = begin(replace(RUN, way=way), model, tmp_path)
+    assert finish(trainer) == list(range(12))
+    assert trainer.rows[-1].held_out is not None
+    weights = trainer.policy.state_dict()
+    assert all(weights[name].equal(tensor) for name, tensor in trainer.engine.pushed.items())
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("phase", ["generate", "judge", "update", "push_weights", "test", "save", "written"])
+def test_a_kill_in_any_part_of_a_step(phase, step, model, tmp_path, monkeypatch):
+    """The next process ends with the weights, the rows and the prompts that there would have been without it."""
+    calls = []
+
+    def at(call):
+        def killed(*given, **named):
+            found = call(*given, **named) if phase in ("generate", "written") else None
+            calls.append(None)
+            if len(calls) == step + (phase == "push_weights"):  # the first is that of the start
+                raise Killed
+            return call(*given, **named) if found is None else found
+
+        return killed
+
+    with monkeypatch.context() as patched:
+        if phase == "written":
+            patched.setattr(train.files, "write", at(train.files.write))
+        else:
+            patched.setattr(Trainer, phase, at(getattr(Trainer, phase)))
+        trainer = begin(RUN, model, tmp_path)
+        with pytest.raises(BaseException):  # noqa: B017  (in the thread of rewards it is wrapped)
+            finish(trainer)
+    again = begin(RUN, model, tmp_path)
+    assert finish(again) == list(range(12))
+    (tmp_path / "other").mkdir()
+    whole = begin(RUN, model, tmp_path / "other")
+    finish(whole)
+    assert [row.trained for row in again.rows] == [row.trained for row in whole.rows]
+    assert [row.held_out for row in again.rows] == [row.held_out for row in whole.rows]
+    for mine, other in zip(again.policy.parameters(), whole.policy.parameters(), strict=True):
+        assert mine.allclose(other, atol=1e-6)
+
+
+def test_counting_down():
+    assert countdown.solve("50-45") == "49,48,47,46,45." and countdown.solve("10-09") == "09."
+    assert countdown.decode([*countdown.encode("11,10."), countdown.EOS]) == "11,10."
+    right = ["09,08.", "09,08", "09,07.", "09.", "", "09,08.?"]
+    assert [countdown.verify("10-08", answer) for answer in right] == [1, 0, 0, 0, 0, 0]
+    rng = random.Random(1)
+    problems = [countdown.draw_problem(rng) for _ in range(2000)]
+    for problem in problems:
+        countdown.check_problem(problem)
+    lengths = sorted(len(countdown.solve(problem)) + 1 for problem in problems)
+    assert lengths[1000] <= 16 and lengths[-20] >= 50 and lengths[-1] <= 91 < countdown.LIMIT
+    slipped = [countdown.solve(problem, rng, 0.1) == countdown.solve(problem) for problem in problems]
+    assert 0.5 < mean(slipped) < 0.7
+
+
+def test_a_group_of_equals_teaches_nothing():
+    assert compute_advantages([1.0, 1.0, 1.0]) == [0.0, 0.0, 0.0]
+    up, down = compute_advantages([1.0, 0.0])
+    assert up == pytest.approx(-down) and up > 0.7
+
+
+def test_rows_of_similar_length_go_together():
+    rows = [random.Random(1).randrange(5, 80) for _ in range(7)] + [5, 80] * 200
+    parts = list(split_by_length(rows, lambda row: row))
+    assert sorted(row for part in parts for row in part) == sorted(rows)
+    assert all(len(part) * max(part) <= TOKENS for part in parts)
+    assert sum(len(part) * max(part) for part in parts) < 1.1 * sum(rows)
+    assert list(split_by_length([TOKENS + 1], lambda row: row)) == [[TOKENS + 1]]
+
+
+def test_no_problem_is_trained_and_tested():
+    problems, held_out = draw_problems(Run(steps=20, held_out=200))
+    assert len(problems) == 640 and not set(problems) & set(held_out)
+    assert draw_problems(Run(seed=1, steps=20, held_out=200))[1] == held_out
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+
+def refuse(capsys, *words: str) -> str:
+    """The one line."""
+    assert command.main([*words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("python -m examples.grpo: error: ")
+
+
+def test_a_verifier_that_is_not_there(capsys):
+    for name in ("nowhere:verify", "examples.grpo.sums:nothing", "verify", "examples.grpo.sums:LIMIT"):
+        assert refuse(capsys, "--verifier", name).startswith(f"--verifier {name}: no such function; give MODULE:FUNCT")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "empty; give a problem a line, such as 50-45"), ("50-45\n50+45\n", "'50+45' is no problem"),
+        ("45-50", "'45-50' is a distance of -5, must be 1 to 30"), ("5-4", "'5-4' is no problem"),
+        (None, "No such file"),
+    ],
+)  # fmt: skip
+def test_problems_that_are_none(content, said, capsys, tmp_path):
+    file = tmp_path / "problems.txt"
+    if content is not None:
+        file.write_text(content)
+    line = refuse(capsys, "--problems", str(file))
+    assert line.startswith(f"--problems {file}: ") and said in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "0"], "steps is 0, must be at least 1"),
+        (["--responses", "1"], "responses is 1, must be at least 2"),
+        (["--rate", "2"], "rate is 2.0, must be more than 0 and less than 1"),
+        (["--slips", "1.5"], "slips is 1.5, must be 0 to 1"),
+        (["--prompts", "0"], "num_prompts is 0"),
+    ],
+)
+def test_sizes_that_cannot_be(words, said, capsys):
+    assert said in refuse(capsys, *words)
+
+
+@pytest.mark.parametrize("given", [float("nan"), 1.5, -1, None, "1"])
+def test_a_reward_that_is_none(given, model, tmp_path):
+    trainer = begin(RUN, model, tmp_path, verify=lambda problem, answer: given)
+    trainer.before = 0.0
+    with pytest.raises(ValueError, match="the verifier gave .* for '.*', must give a number from 0 to 1"):
+        trainer.step()
+    assert len(trainer.admitter.state.fresh) == 12
+
+
+def test_a_checkpoint_of_another_run(model, tmp_path, capsys):
+    begin(RUN, model, tmp_path).step()
+    words = "--way tail --steps 4 --prompts 3 --responses 2 --held-out 4 --every 2 --out".split()
+    line = refuse(capsys, *words, str(tmp_path), "--seed", "1")
+    path = tmp_path / "checkpoint.pt"
+    said = "seed is 0 there, 1 here; give another --out, or remove it"
+    assert line == f"{path} is a checkpoint of another run: {said}"
+    path.write_bytes(b"cut off")
+    assert refuse(capsys, *words, str(tmp_path)) == (
+        f"{path} is no checkpoint of this program; give another --out, or remove it"
+    )
+
+
+# -- what is left -------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_says_what_was_learnt(model, tmp_path):
+    trainer = begin(RUN, model, tmp_path)
+    finish(trainer)
+    results = Results(run=RUN, before=0.25, rows=trainer.rows)
+    trainer.rows[-1].held_out = 0.75
+    assert make_title(results).startswith(
+        "Way tail, seed 0: from 0.25 to 0.75 of the held-out problems in 24 responses"
+    )
+    assert draw(tmp_path / "grpo.png", results).stat().st_size > 10_000
+    assert results.list_tests()[0] == (0, 0.0, 0.25)
+    assert json.loads(train.msgspec.json.encode(results))["run"]["way"] == "tail"
+
+
+def test_the_bench_compares_the_ways_over_responses(model, tmp_path, monkeypatch):
+    """Of two seeds each: one way is between ``plain``'s seeds everywhere, the other one only at the first test."""
+    monkeypatch.syspath_prepend("bench")
+    import learning
+
+    def results(way: str, seed: int, *held_out: float) -> Results:
+        row = {"reward": 0.1, "kind": "short", "waiting": 0, "apart": 0.0, "trained": [], "degrees": {1: 1.0}}
+        parts = {"generation": 1.0, "training": 0.5, "weight sync": 0.1}
+        rows = [
+            Row(samples=32 * number, seconds=2.0 * number, held_out=value, lengths=[5] * 9 + [20 + seed], thrown=5,
+                parts=parts, **row)
+            for number, value in enumerate(held_out, 1)
+        ]  # fmt: skip
+        return Results(run=Run(way=way, seed=seed), before=0.1, rows=rows)
+
+    found = {
+        "plain": {0: results("plain", 0, 0.2, 0.4), 1: results("plain", 1, 0.3, 0.6)},
+        "tail": {0: results("tail", 0, 0.2, 0.4), 1: results("tail", 1, 0.3, 0.5)},
+        "all": {0: results("all", 0, 0.2, 0.1), 1: results("all", 1, 0.3, 0.2)},
+    }
+    assert [learning.count_inside(found, way) for way in found] == [(2, 2), (2, 2), (1, 2)]
+    assert learning.make_title(found).startswith("After the same problems, 0.15 to 0.50 of those held out are right")
+    assert learning.draw(tmp_path / "learning.png", found).stat().st_size > 10_000
+    console = Console(width=250, record=True)
+    learning.show(console, found)
+    shown = console.export_text()
+    assert "0.400, 0.600" in shown and "20.0, 21.0" in shown
