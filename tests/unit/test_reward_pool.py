@@ -94,6 +94,7 @@ async def test_a_failure_costs_its_own_sample(pool):
         failure, reason = FAILURES.get(how, (None, ""))
         assert (reward.value, reward.failure) == (0.25 if failure is None else FAILED, failure), how
         assert reward.reason.startswith(reason) and "\n" not in reward.reason
+        assert reward.running < pools.START_SECONDS / 4, "no process that ignores SIGTERM is waited for"
 
 
 async def test_a_call_whose_process_is_killed_is_made_again(pool, tmp_path):

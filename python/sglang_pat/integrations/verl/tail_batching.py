@@ -124,6 +124,9 @@ class TailBatchingBuffer(ReplayBuffer):
         self._admitter = Admitter(rules)
         self._limit = limit
         self._submit, self._stop, self._announce = submit, stop, announce
+        self._take_ends, self._drop = take_ends, drop
+        self._ends: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        """Of this round, what was told of responses."""
         self._fetch: Callable[[], TensorDict] | None = None
         """More prompts of the data."""
         self._most_judged = most_batches * rules.num_prompts
@@ -133,9 +136,6 @@ class TailBatchingBuffer(ReplayBuffer):
         """Groups that wait for a verdict, by uid, in the order in which they were completed."""
         self._evicted: dict[str, Any] = {}
         """verl's figures of the useless groups of this round."""
-        self._take_ends, self._drop = take_ends, drop
-        self._ends: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        """Of this round, what was told of responses."""
         self._rows: dict[int, TensorDict] = {}
         """Prompts that were not trained on yet, by their index."""
         self._fed = 0
@@ -174,9 +174,9 @@ class TailBatchingBuffer(ReplayBuffer):
         self._taken, self._over, self._begun = [], False, time.monotonic()
         self._judged, self._evicted = 0, {}
         self._uids.clear()
+        self._complete.clear()
         self._ends.clear()
         self._take_ends()  # from now on they are kept
-        self._complete.clear()
         actions = self._admitter.begin(version)
         self._announce(make_announcement(self._admitter, BeginRound().name, {"max_new_tokens": self._limit}))
         self._do(actions)
