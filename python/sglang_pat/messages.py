@@ -194,7 +194,10 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         requests: samples that will come; None: not known.  What goes on with a sample (``pat_generated``, the later
             turns of an agent) is not another one.
         prompts: different ones among them; None: as many as requests.
-        prompt_tokens: of a prompt, on average; ``max_new_tokens``: of a response at most.
+        prompt_tokens: of a prompt, on average; None: as in the round before.
+        max_new_tokens: of a response at most.
+        kind: what the client calls rounds of this kind, which need the same room: a short and a long round of tail
+            batching are of two.
 
     Raises:
         ValueError: more prompts than requests, or prompts without requests.
@@ -203,14 +206,21 @@ class BeginRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] = "default"
     requests: Annotated[int, msgspec.Meta(ge=1, le=MOST_IN_ROUND)] | None = None
     prompts: Annotated[int, msgspec.Meta(ge=1, le=MOST_IN_ROUND)] | None = None
-    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 256
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 4096
+    kind: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{0,64}$")] = ""
 
     def __post_init__(self) -> None:
         if self.prompts is not None and self.requests is None:
             raise ValueError(f"prompts is {self.prompts}, and requests is not given: give it, too")
         if (self.prompts or 0) > (self.requests or 0):
             raise ValueError(f"prompts is {self.prompts}, of {self.requests} requests: give at most as many")
+
+    @classmethod
+    def of_size(cls, prompts: int, responses: int, **about: Any) -> BeginRound:
+        """So many responses to each of so many prompts; of unknown size, if policies do not compute with so many."""
+        requests = prompts * responses
+        return cls(**about) if requests > MOST_IN_ROUND else cls(requests=requests, prompts=prompts, **about)
 
 
 class EndRound(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.machine import Supply, measure_cpu_memory, measure_gpu_memory
 from sglang_pat.memory.plan import MemoryPlan, format_advice, make_default_demand, make_plan
 from sglang_pat.memory.shapes import ModelShape, read_config
+from sglang_pat.rewards.sandbox import make_sandbox
 from sglang_pat.version import SGLANG_VERSIONS, __version__
 
 Line = tuple[bool, str, str]
@@ -44,6 +45,7 @@ def run_checks() -> Iterator[Line]:
     yield from _check_sglang_symbols()
     yield from _check_backend()
     yield from _check_devices()
+    yield _check_sandbox()
 
 
 def _check_packages() -> Iterator[Line]:
@@ -58,7 +60,8 @@ def _check_packages() -> Iterator[Line]:
 
 def _read_requirements() -> list[str]:
     try:
-        return [line for line in metadata.requires("sglang_pat") or [] if not line.startswith("sglang")]
+        lines = metadata.requires("sglang_pat") or []
+        return [line for line in lines if not line.startswith("sglang") and "extra ==" not in line]
     except metadata.PackageNotFoundError:
         return []  # used from its folder
 
@@ -107,6 +110,14 @@ def _check_devices() -> Iterator[Line]:
         yield True, "devices", f"CPU, {cores} cores; ranks may outnumber cores, slowly"
 
 
+def _check_sandbox() -> Line:
+    """For rewards of programs only, so nothing fails without it."""
+    try:
+        return True, "sandbox of rewards", make_sandbox(None).describe()
+    except ValueError as error:
+        return True, "sandbox of rewards", f"not here: {error}"
+
+
 def plan_memory(args: argparse.Namespace) -> MemoryPlan:
     """The memory plan that the command line asks for.
 
@@ -123,12 +134,13 @@ def _measure_memory_here(ranks: int) -> Supply:
     """Of this machine's GPUs that the ranks would have, the one that has least; without CUDA its memory."""
     import torch
 
+    from sglang_pat.launch.gpu_memory import measure_gpus
+
     if not torch.cuda.is_available():
         return measure_cpu_memory()
     if (count := torch.cuda.device_count()) < ranks:
         raise ValueError(f"{ranks} ranks need {ranks} GPUs, {count} are visible: choose other --tp/--dp")
-    free, total = min(torch.cuda.mem_get_info(index) for index in range(ranks))
-    return Supply(kind="cuda", free=free, total=total)
+    return measure_gpus(range(ranks))
 
 
 def report() -> int:

@@ -36,7 +36,7 @@ def h100s(monkeypatch):
     cuda = {
         "is_available": lambda: True, "device_count": lambda: len(USED), "get_device_name": lambda *_: "NVIDIA H100",
         "get_device_properties": lambda gpu: SimpleNamespace(total_memory=79 * GIB),
-        "device_memory_used": lambda gpu: USED[gpu], "mem_get_info": lambda gpu: (79 * GIB - USED[gpu], 79 * GIB),
+        "device_memory_used": lambda gpu: USED[gpu],
     }  # fmt: skip
     for name, answer in cuda.items():
         monkeypatch.setattr(torch.cuda, name, answer)

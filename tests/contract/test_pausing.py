@@ -144,6 +144,21 @@ def test_a_flush_whose_time_is_over(monkeypatch):
     play(monkeypatch, scene)
 
 
+def test_requests_wait_until_all_memory_is_back(monkeypatch):
+    async def scene(world, manager):
+        for tag in ("weights", "kv_cache"):
+            world.release(tag)
+        world.generate("one")
+        world.resume("weights")
+        await world.calm()
+        assert not manager.requests
+        world.resume("kv_cache")
+        await world.calm()
+        assert manager.requests == [world.calls[2].name]
+
+    play(monkeypatch, scene)
+
+
 def test_a_pause_that_aborts_after_one_in_place(monkeypatch):
     """Paused ranks end nothing: SGLang's server would wait for them, and continue would wait for the server."""
 

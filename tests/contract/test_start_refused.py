@@ -99,10 +99,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_goes_on_after_a_refusal_of_a_rank(gpt2, tmp_path):
+def test_a_program_goes_on_after_a_refusal_of_a_rank(run_code, gpt2):
     """It has the same line as an exception."""
-    (script := tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run([sys.executable, str(script), str(gpt2)], capture_output=True, text=True, timeout=200)
+    done = run_code(PROGRAM, gpt2)
     assert done.stdout.splitlines()[-2:] == [OF_A_RANK, "goes on"], done.stderr
     assert done.returncode == 0, done.stderr
 

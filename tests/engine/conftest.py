@@ -49,10 +49,11 @@ step and after every switch; no switch makes what should have been made at start
 SIDES = {
     "llama": (
         "agreement attributes smoke control sglang_routes features same_tokens rollout rehearsal requests hostile "
-        "commands python_api cramped mixtures threshold attach policies flags faults"
+        "commands python_api cramped threshold attach policies flags faults"
     ).split(),
     "others": (
-        "profiler sampling same_numbers same_tokens weights weights_refused clients inprocess grpo acceptance start"
+        "profiler mixtures sampling same_numbers same_tokens weights weights_refused clients inprocess grpo acceptance "
+        "start"
     ).split(),
 }
 """The test files in two sides, in this order; two workers may run one each (``pytest -n 2 --dist loadgroup``).  A side

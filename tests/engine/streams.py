@@ -13,9 +13,9 @@ from sglang_pat.testing.server import Server
 
 Body = dict[str, Any]
 
-LENGTH = 320
+LENGTH = 200
 """Tokens of most answers."""
-STEPS = (20, 75, 130, 185)
+STEPS = (20, 50, 80, 110)
 """Decode steps after which it switches; most requests live through all of them."""
 UP_AND_DOWN = (2, 1, 2, 1)
 

@@ -20,11 +20,11 @@ def test_order_and_reception(checked):
 
 def test_a_profile_goes_on_over_a_switch(checked, tmp_path):
     """Its end is counted in steps, of which the groups have done different numbers; one has done none."""
-    what = {"output_dir": str(tmp_path), "num_steps": 30, "activities": ["CPU"], "with_stack": False}
+    what = {"output_dir": str(tmp_path), "num_steps": 15, "activities": ["CPU"], "with_stack": False}
     begun = checked.post("/start_profile", what)
     assert begun.status_code == 200, begun.text
-    ((answer,), _) = through(checked, [body(0, 120)], {8: 4})
-    assert len(answer["output_ids"]) == 120
+    ((answer,), _) = through(checked, [body(0, 60)], {8: 4})
+    assert len(answer["output_ids"]) == 60
     traces = sorted(tmp_path.glob("*.trace.json.gz"))
     assert [trace.name.split("TP-")[1] for trace in traces] == [f"{rank}.trace.json.gz" for rank in range(4)]
     with gzip.open(traces[3]) as file:

@@ -137,7 +137,7 @@ class Anybody:
         what = rng.choice(WHAT)
         if what in ("generate", "n"):
             n = {"n": 2} if what == "n" else {}
-            self.does("/generate", body(number, tokens=rng.choice([5, 300, 2000]), rid=f"any-{number}", **n))
+            self.does("/generate", body(number, tokens=rng.choice([5, 200, 800]), rid=f"any-{number}", **n))
         elif what == "abort":
             await self.does("/abort_request", {"rid": f"any-{rng.randrange(number + 1)}"})
         elif what == "abort_all":

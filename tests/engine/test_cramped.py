@@ -20,7 +20,7 @@ def cramped(servers, llama) -> Server:
     return servers.adaptive(llama, 2, *CRAMPED)
 
 
-QUEUED = known(*(body(121 + i, tokens=260 + 10 * i) for i in range(14)))
+QUEUED = known(*(body(121 + i, tokens=160 + 10 * i) for i in range(14)))
 
 
 def test_queued_requests(cramped, stock):
@@ -33,9 +33,9 @@ def test_queued_requests(cramped, stock):
 
 
 OVER = known(
-    *(body(161 + i, tokens=240, frequency_penalty=0.4) for i in range(3)),
-    *(body(164 + i, tokens=240, return_logprob=True, top_logprobs_num=2) for i in range(3)),
-    *(body(167 + i, tokens=240, regex=REGEX, ignore_eos=False) for i in range(2)),
+    *(body(161 + i, tokens=160, frequency_penalty=0.4) for i in range(3)),
+    *(body(164 + i, tokens=160, return_logprob=True, top_logprobs_num=2) for i in range(3)),
+    *(body(167 + i, tokens=160, regex=REGEX, ignore_eos=False) for i in range(2)),
 )
 
 

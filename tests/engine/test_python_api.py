@@ -65,6 +65,14 @@ def test_an_engine_in_python(server, servers, llama):
     check_idle(server)
 
 
+def test_the_round_after_a_crowded_one_of_its_kind_starts_in_twice_the_degree(servers, llama):
+    """Short rounds have no room for their KV, the long one between them has: ``crowded_case.py``."""
+    found = servers.run("tests.engine.crowded_case", str(llama), seconds=500)
+    rounds = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [(kind, ahead) for kind, _, ahead in rounds] == [("short", []), ("long", []), ("short", [2])], found.stderr
+    assert rounds[0][1] >= 4 and rounds[1][1] == 0
+
+
 # -- without a tokenizer: tokens come straight from the ranks, in order all the same -----------------------------
 
 

@@ -132,7 +132,7 @@ def test_weights_between_rounds_and_in_one(server, llama):
     } == {2}
     mine.feed(prompts(*range(20, 26)))
     before = len(mine.state.fresh) + len(mine.state.waiting)
-    long = GREEDY | {"max_new_tokens": 1500}
+    long = GREEDY | {"max_new_tokens": 300}
     schedule(server, {"arrived": 5, "step": 5, "hold": True})
 
     def update_in_the_round() -> None:

@@ -50,15 +50,15 @@ class Setup:
 CHUNKED = ("--chunked-prefill-size", "128")
 
 SETUPS = {
-    "llama": Setup(model="llama-kv2", ranks=2, count=5),
-    "llama-as-on-cuda": Setup(model="llama-kv2", ranks=2, count=4, as_on_cuda=True),
+    "llama": Setup(model="llama-kv2", ranks=2, count=4),
+    "llama-as-on-cuda": Setup(model="llama-kv2", ranks=2, count=3, as_on_cuda=True),
     "llama-recompute": Setup(model="llama-kv2", ranks=2, count=3, flags=("--pat-kv", "recompute")),
-    "flat-4-ranks": Setup(model="llama-flat", ranks=4, count=5, flags=CHUNKED),
+    "flat-4-ranks": Setup(model="llama-flat", ranks=4, count=4, flags=CHUNKED),
     # Bias in q, k and v.  Six decoding requests a rank at most: some wait, and twelve do not fit after a merge.
     "qwen2": Setup(
         model="qwen2",
         ranks=2,
-        count=5,
+        count=4,
         stock=False,
         flags=(*CHUNKED, "--max-running-requests", "6", "--pat-kv-exchange", "alltoall"),
     ),
@@ -66,7 +66,7 @@ SETUPS = {
     "qwen3": Setup(
         model="qwen3",
         ranks=2,
-        count=5,
+        count=4,
         max_total_tokens=1200,
         flags=(*CHUNKED, "--schedule-conservativeness", "0.2"),
         env={"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "100"},

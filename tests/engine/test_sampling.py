@@ -114,7 +114,7 @@ def test_distribution_in_mid_generation(adaptive, stock):
     assert_distribution(cells, [1 / len(cells)] * len(cells), "tokens of 24 requests through four switches")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_ranks_agree_through_switches(adaptive, session, seed):
     """Every kind of sampler, with requests coming and going at each switch."""
     rng = random.Random(seed)
@@ -140,9 +140,9 @@ async def test_replicas_draw_from_different_streams(adaptive, session, degrees):
     for tp in (1, *degrees):
         adaptive.reconfigure(tp)
     groups = 4 // degrees[-1]
-    work = await hold(adaptive, session, [body(PROMPT, 400)] * groups, step=1)
+    work = await hold(adaptive, session, [body(PROMPT, 200)] * groups, step=1)
     assert [group["running"] for group in adaptive.status()["groups"]] == [1] * groups
     await adaptive.set_schedule(session)
     for one, other in itertools.combinations(tokens(await asyncio.gather(*work)), 2):
         equal = sum(a == b for a, b in zip(one, other, strict=True))
-        assert equal < 40, f"{equal} of 400 tokens are equal"
+        assert equal < 20, f"{equal} of 200 tokens are equal"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
-from . import verl_routers
+from . import verl_rewards, verl_routers
 from .jobs import SWITCHING
 
 pytestmark = pytest.mark.integration
@@ -128,6 +129,55 @@ def test_tail_batching_in_other_ways(verl_job, options, long_rounds, waiting):
     assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
     assert max(job.series("training/off_policy/trajectory_spans/max")) == 1
     assert job.series(f"{name}mean_returned")[0] == pytest.approx(job.series("response_length/mean")[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("share", ["half", "most"])
+def test_batches_are_full_however_many_groups_are_useless(verl_job, share):
+    """Of half of the prompts, or of 80%, all responses have the same reward (DAPO's filter)."""
+    job = verl_job(
+        *SWITCHING, "--steps", "20", "trainer.v1.trainer_mode=sglang_pat_sync", "trainer.total_training_steps=4",
+        "data.shuffle=false", "+trainer.v1.sglang_pat_sync.tail_batching=strict", "algorithm.filter_groups.enable=true",
+        "trainer.rollout_data_dir={out}/batches", f"reward.custom_reward_function.path={verl_rewards.__file__}",
+        f"reward.custom_reward_function.name={share}",
+    )  # fmt: skip
+    trained: list[str] = []
+    for step in range(1, 5):
+        lines = (job.out / "batches" / f"{step}.jsonl").read_text().splitlines()
+        rewards: dict[str, list[float]] = {}
+        for line in map(json.loads, lines):
+            rewards.setdefault(line["input"], []).append(line["score"])
+        assert [len(group) for group in rewards.values()] == [4] * 4, "a full batch"
+        assert all(len({*group}) > 1 for group in rewards.values()), "of use"
+        trained += rewards
+    assert len({*trained}) == 16, "each prompt once"
+    useless = sum(step.get("training/filter_groups/evicted_samples", 0) for step in job.steps)
+    assert useless >= {"half": 8, "most": 32}[share]
+    name = "training/tail_batching/"
+    assert max(job.series(f"{name}oldest_waiting")) <= 8 and 1 in job.series(f"{name}long_round")
+    assert max(job.series("training/rollout_probs_diff_max")) <= 1e-6
+    assert max(job.series("training/off_policy/trajectory_spans/max")) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+def test_the_step_after_one_with_retractions_starts_in_a_higher_degree(verl_job, mode):
+    """16 responses of some 200 tokens find no room in 2 · 800."""
+    engine = "actor_rollout_ref.rollout.engine_kwargs.sglang"
+    job = verl_job(
+        *GREEDY, "--settings", "{{base_tp:1,policy:threshold,switch_at:1}}", "--steps", "2",
+        f"trainer.v1.trainer_mode=sglang_pat_{mode}", f"{engine}.max_total_tokens=800",
+        f"+{engine}.schedule_conservativeness=0.05",
+    )  # fmt: skip
+    assert len(job.steps) == 2
+    starts = [
+        line["snapshot"]["start"]
+        for line in map(json.loads, (job.out / "decisions.0.jsonl").read_text().splitlines())
+        if line["event"] == "decision" and line["snapshot"]["requests"]
+    ]
+    assert starts[0] == 1 and starts[-1] == 2 and starts == sorted(starts)
+    assert job.series("rollout/seconds/tp1")[0] > 0
+    assert job.series("rollout/seconds/tp1")[1] == 0, "the second step has nothing in tp1"
 
 
 @pytest.mark.long

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.trainer import main_ppo
 from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
+from verl.utils.reward_score import default_compute_score
 from verl.workers.rollout import router
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -72,6 +74,22 @@ COUNTED_ON = {
     "a checkpoint's folder": (PPOTrainer, 'f"global_step_{self.global_steps}"'),
     "where a job goes on": (PPOTrainer, 'resume_mode == "resume_path"'),
     "nothing was loaded": (PPOTrainer, "self.global_steps = 0"),
+    "data are loaded before models": (PPOTrainer._setup, "self._init_dataloader()", "RayWorkerGroup("),
+    "a response is written after its reward": (agent_loop_tq, "await self._compute_score(", "tq.async_kv_batch_put("),
+    "a response has a number": (agent_loop_tq, "session_id=i, **prompt"),
+    "what a reward worker is told": (
+        AgentLoopWorker._compute_score,
+        "**{k: np.array([v] * n) for k, v in kwargs.items()}",
+        '"tool_extra_fields": np.array([o.extra_fields for o in outputs]',
+        '"response_len": np.array([len(o.response_ids) for o in outputs])',
+    ),
+    "where it puts what it found": (AgentLoopWorker._compute_score, 'result["reward_score"]', '"reward_extra_info"'),
+    "data whose rewards run programs": (
+        default_compute_score,
+        'elif data_source in ["codecontests", "apps", "codeforces", "taco"]:',
+        "sandbox_fusion.compute_score(",
+        "prime_code.compute_score(",
+    ),
     "the buffer is there before": (PPOTrainer, "self.replay_buffer = self._build_replay", "self._load_checkpoint()"),
 }
 """Lines of verl's code that no symbol says, in their order."""

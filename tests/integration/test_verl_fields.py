@@ -18,7 +18,7 @@ from verl.workers.rollout import llm_server
 from verl.workers.rollout.replica import TokenOutput
 
 from sglang_pat.integrations.verl import client, trainers
-from sglang_pat.integrations.verl.fields import DEGREES, STEPS, expand_runs
+from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPS, expand_runs, was_stopped
 
 pytestmark = pytest.mark.integration
 
@@ -62,10 +62,12 @@ class Engine:
         text = self.parts[self.asked]
         self.asked += 1
         degrees = ((0, self.asked), (len(text) // 2, 8)) if text else ()
+        reason = "abort" if text.endswith("…") else "completed"
+        fields = {DEGREES: degrees, STEPS: ((0, 10 + self.asked),), STOPS: [reason]}
         return TokenOutput(
             token_ids=Letters().encode(text.removesuffix("…")),
-            stop_reason="abort" if text.endswith("…") else "completed",
-            extra_fields={"global_steps": 10 + self.asked, DEGREES: degrees, STEPS: ((0, 10 + self.asked),)},
+            stop_reason=reason,
+            extra_fields={"global_steps": 10 + self.asked} | fields,
         )
 
 
@@ -137,10 +139,33 @@ def test_a_single_turn(client_class):
     assert output.extra_fields[DEGREES] == [(0, 1), (5, 8)] and output.extra_fields[STEPS] == [(0, 11)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "parts", "stopped"),
+    [
+        (SingleTurnAgentLoop, ["it is noon"], False),
+        (SingleTurnAgentLoop, ["it is…"], True),
+        (SingleTurnAgentLoop, ["…"], True),
+        (ToolAgentLoop, [CALL, "wait"], False),
+        (ToolAgentLoop, [CALL, "wai…"], True),
+        (ToolAgentLoop, [CALL + "…", "wait"], True),
+    ],
+)
+def test_a_response_says_whether_any_of_its_turns_was_stopped(kind, parts, stopped):
+    """Whoever rewards it sees these fields; verl's agents drop the reason."""
+    assert was_stopped(run(kind, client.AdaptiveClient, Engine(*parts)).extra_fields) == stopped
+
+
+def test_one_that_was_stopped_and_goes_on_was_not(monkeypatch):
+    sleep = llm_server.asyncio.sleep
+    monkeypatch.setattr(llm_server.asyncio, "sleep", lambda seconds: sleep(0))
+    output = run(SingleTurnAgentLoop, client.AdaptiveAsyncClient, Engine("it is…", " noon"))
+    assert not was_stopped(output.extra_fields)
+
+
 def test_nothing_is_kept_of_a_response_that_is_over():
     gc.collect()  # responses of other tests
     output = run(ToolAgentLoop, client.AdaptiveClient, Engine(CALL, "wait"))
-    assert len(client._sessions) == 2
+    assert len(client._sessions) == 3
     del output
     gc.collect()
     assert not client._sessions

@@ -117,14 +117,14 @@ def test_what_an_agent_has_given_up_is_ended_before_memory_is_released(name, fre
 
     monkeypatch.setattr(SGLangHttpServer, name, noted)
     server = AdaptiveServer.__new__(AdaptiveServer)
-    server.config = SimpleNamespace(free_cache_engine=frees)
+    server.config, server.rollout_mode = SimpleNamespace(free_cache_engine=frees), RolloutMode.HYBRID
     server.tokenizer_manager = SimpleNamespace(pat_end_running=ended, pat_send_round=lambda _: None)
     asyncio.run(getattr(server, name)())
     assert done == (["ended"] if frees else []) + ["released"]
 
 
 def test_the_engine_is_told_of_a_step_that_ends_with_its_sleep(monkeypatch):
-    """From the first request on; engines of their own, which never sleep, have no steps."""
+    """From the first request on, or from when our trainer says so; engines that never sleep have no steps."""
 
     async def generate(*_):
         return SimpleNamespace(extra_fields={"global_steps": 1})
@@ -137,18 +137,41 @@ def test_the_engine_is_told_of_a_step_that_ends_with_its_sleep(monkeypatch):
     server = AdaptiveServer.__new__(AdaptiveServer)
     server.config = SimpleNamespace(free_cache_engine=False)
 
-    async def two_steps():
+    async def two_steps(*announced: BeginRound):
         for _ in range(2):
+            for begun in announced:
+                await server.announce_round(begun)
             await server.generate()
             await server.generate()
             await server.sleep()
 
-    for mode, begun in ((RolloutMode.HYBRID, [BeginRound()]), (RolloutMode.STANDALONE, [])):
-        told: list = []
+    mine = BeginRound(requests=2, kind="long")
+    for mode in (RolloutMode.HYBRID, RolloutMode.STANDALONE):
         server.rollout_mode = mode
-        server.tokenizer_manager = SimpleNamespace(pat_send_round=told.append)
-        asyncio.run(two_steps())
-        assert told == [*begun, EndRound(), "asleep"] * 2
+        for announced, begun in (((), BeginRound()), ((mine,), mine)):
+            told: list = []
+            server.tokenizer_manager = SimpleNamespace(pat_send_round=told.append)
+            asyncio.run(two_steps(*announced))
+            assert told == ([begun, EndRound(), "asleep"] if mode == RolloutMode.HYBRID else ["asleep"]) * 2
+
+
+def test_a_validation_is_no_part_of_a_step(monkeypatch):
+    server = AdaptiveServer.__new__(AdaptiveServer)
+    server.rollout_mode, told = RolloutMode.HYBRID, []
+    server.tokenizer_manager = SimpleNamespace(pat_send_round=told.append)
+
+    async def generate(*_):
+        return SimpleNamespace(extra_fields={"global_steps": 1})
+
+    async def validate_and_train():
+        await server.announce_round(BeginRound(kind="validation"))
+        await server.generate()
+        await server.announce_round(EndRound())
+        await server.generate()
+
+    monkeypatch.setattr(SGLangHttpServer, "generate", generate)
+    asyncio.run(validate_and_train())
+    assert told == [BeginRound(kind="validation"), EndRound(), BeginRound()]
 
 
 def test_an_engines_actor_handles_a_nodes_requests_at_once():

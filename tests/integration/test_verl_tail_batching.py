@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transfer_queue
+from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY
 from verl.utils import tensordict_utils
 
 from sglang_pat.integrations.verl import tail_batching
 from sglang_pat.integrations.verl.tail_batching import TailBatchingBuffer
+from sglang_pat.messages import BeginRound
 
 pytestmark = pytest.mark.integration
 
@@ -19,6 +24,13 @@ BATCH, RESPONSES, LIMIT = 8, 2, 4000
 STRICT = {"tail_batching": "strict", "eta_prompts": 1.5, "max_deferrals": 4}
 SAMPLER = {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop", "sampler_kwargs": {}}
 MODES = {"strict": {}, "reorder": {"tail_batching": "reorder"}, "unbiased": {"unbiased": True}}
+TEXTS: dict[str, int] = {}
+"""Of all prompts that were ever submitted, by uid."""
+
+
+def spread(share: float) -> Callable[[int], bool]:
+    """So large a share of the prompts, in no order."""
+    return lambda text: random.Random(text).random() < share
 
 
 class Response:
@@ -39,19 +51,30 @@ class World(TailBatchingBuffer):
 
     Args:
         look: tokens between two looks, if not so many.
+        useless: whether all responses to a prompt have the same reward; None: rewards do not matter.
+        named: of the buffer.
 
     Attributes:
         lengths: of the responses of each prompt that was trained on, by its text.
         tokens: that were generated, in all.
     """
 
-    def __init__(self, seed: int, lingering: int = 0, look: int = 0, **options) -> None:
+    def __init__(
+        self, seed: int, lingering: int = 0, look: int = 0, useless: Callable[[int], bool] | None = None,
+        named: Mapping[str, Any] = MappingProxyType({}), **options,
+    ) -> None:  # fmt: skip
+        self.announced: list[BeginRound] = []
+        if useless is not None:
+            named = {"filter_groups_metric": "reward", "refill_fn": print, **named}
         super().__init__(
-            tail_batching.read_rules(STRICT | options, BATCH, RESPONSES), LIMIT,
-            self.submitted, self.stopped, trainer_mode="sync", trainer_config={}, **SAMPLER,
+            tail_batching.read_rules(STRICT | options, BATCH, RESPONSES, filter_groups=bool(named)), LIMIT,
+            self.submitted, self.stopped, self.announced.append, take_ends=self.take_ends, drop=self.drop,
+            trainer_mode="sync", trainer_config={}, **SAMPLER, **named,
         )  # fmt: skip
         self.rng, self.lingering, self.look = random.Random(seed), lingering, look
+        self.useless = useless
         self.texts: dict[str, int] = {}
+        self.judged: set[int] = set()
         self.responses: dict[str, list[Response]] = {}
         self.ended: set[str] = set()
         self.started: list[list[int]] = []
@@ -71,6 +94,7 @@ class World(TailBatchingBuffer):
             assert uid not in self.responses, "it is out of the queue before it starts again"
             lengths = [LIMIT if self.rng.random() < 0.1 else self.rng.randint(100, 600) for _ in range(RESPONSES)]
             self.texts[uid], self.responses[uid] = text, [Response(length) for length in lengths]
+            TEXTS[uid] = text
 
     def stopped(self) -> None:
         self.stops += 1
@@ -78,6 +102,13 @@ class World(TailBatchingBuffer):
             for response in self.under_way:
                 response.length = response.tokens
             self.ended |= self.responses.keys()
+
+    def take_ends(self) -> dict[str, dict[int, int]]:
+        """Nobody tells of a response before it is written."""
+        return {}
+
+    def drop(self, uids) -> None:
+        assert uids and uids.isdisjoint(self._taken)
 
     @property
     def under_way(self) -> list[Response]:
@@ -107,6 +138,21 @@ class World(TailBatchingBuffer):
         self.ended -= uids
         for uid in uids:
             del self.responses[uid]
+        self._sync_metadata_from_transfer_queue()
+
+    def _dapo_filtered_keys(self, partition_id):
+        """verl's own, with the rewards of this world."""
+
+        def kv_batch_get(keys, partition_id, select_fields):
+            return {"rm_scores": [torch.tensor([0.0, self.score(*key.split("_")[:2])]) for key in keys]}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transfer_queue, "kv_batch_get", kv_batch_get)
+            return super()._dapo_filtered_keys(partition_id)
+
+    def score(self, uid: str, session: str) -> float:
+        self.judged.add(text := TEXTS[uid])
+        return 1.0 if self.useless(text) else float(session)
 
     def _materialize_batch(self, partition_id, selected_prompt_uids, partition_snapshot):
         assert set(selected_prompt_uids) == self.ended == self.responses.keys(), (
@@ -179,14 +225,15 @@ def test_the_metrics_say_how_much_shorter_responses_are():
     assert metrics["mean_seconds"] > 0 and metrics["plain_seconds"] > 0
 
 
+@pytest.mark.parametrize("useless", [None, spread(0.6)], ids=["", "dapo"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_checkpoint_keeps_the_prompts_that_wait(tmp_path, mode):
+def test_a_checkpoint_keeps_the_prompts_that_wait(tmp_path, mode, useless):
     """The future after step 7 is the same for the process that goes on and for one that begins there."""
-    world = World(seed=3, **MODES[mode])
+    world = World(seed=3, useless=useless, **MODES[mode])
     for number in range(1, 8):
         world.step(number)
     torch.save(world.get_state(), tmp_path / "state.pt")
-    other = World(seed=3, **MODES[mode])
+    other = World(seed=3, useless=useless, **MODES[mode])
     other.rng.setstate(world.rng.getstate())
     other.fetched = world.fetched
     other.restore(torch.load(tmp_path / "state.pt", weights_only=False), "state.pt")
@@ -196,6 +243,70 @@ def test_a_checkpoint_keeps_the_prompts_that_wait(tmp_path, mode):
         return [one.step(number)[0] for number in range(8, 20)]
 
     assert future(other) == future(world)
+
+
+EVICTED = "training/filter_groups/evicted_samples"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+@pytest.mark.parametrize("mode", MODES)
+def test_batches_are_full_however_many_groups_are_useless(share, mode):
+    """Useless prompts are gone; those that were passed over wait, and no longer than they may."""
+    useless = spread(share)
+    world, trained, evicted = World(1, useless=useless, **MODES[mode]), [], 0
+    for number in range(1, 21):
+        texts, metrics = world.step(number)
+        assert len(texts) == len(set(texts)) == BATCH and not any(map(useless, texts))
+        trained += texts
+        evicted += metrics.get(EVICTED, 0)
+        if EVICTED in metrics:
+            assert metrics[DAPO_FILTERED_REWARD_COUNTS_KEY] == {1.0: metrics[EVICTED]}
+        assert metrics["oldest_waiting"] <= 4
+    assert len(trained) == len(set(trained)) == 20 * BATCH
+    started = {text for texts in world.started for text in texts}
+    fed = {row["raw_prompt"][0] for row in world._rows.values()}
+    gone = started - set(trained) - fed
+    assert all(map(useless, gone)) and len(gone) == evicted > 20 * BATCH * share / 2
+    assert len(fed & started) == metrics["waiting_prompts"] <= 4 * BATCH
+
+
+def test_a_group_that_was_judged_useless_never_waits():
+    """All of a step end between two looks: more of use than the batch has room for, and useless ones among them."""
+    world, waited = World(0, look=LIMIT, useless=spread(0.3)), set()
+    for number in range(1, 11):
+        world.step(number)
+        waiting = {world._rows[group.index]["raw_prompt"][0] for group in world._admitter.state.waiting}
+        assert not any(map(world.useless, waiting & world.judged))
+        waited |= waiting
+    assert waited
+
+
+def test_a_step_starts_no_more_than_it_needs_when_its_batch_is_there():
+    """In place of the useless groups that are seen together with the last of the batch nothing is started."""
+    world = World(0, look=LIMIT, useless=lambda text: text % 12 in (0, 1, 2))
+    world.step(1)
+    assert len(world.started) == 1 and len(world.started[0]) == 12
+
+
+def test_a_step_that_finds_too_few_groups_of_use_ends_the_job():
+    with pytest.raises(RuntimeError) as ended:
+        World(0, useless=lambda text: text > 2, named={"most_batches": 3}).step(1)
+    assert str(ended.value) == (
+        "step 1: of 24 groups 3 are of use, must be 8, and algorithm.filter_groups.max_num_gen_batches is 3: "
+        "give other prompts, a larger number, or 0 for no limit"
+    )
+    assert len(World(0, useless=lambda text: text % 3 < 2, named={"most_batches": 8}).step(1)[0]) == BATCH
+
+
+def test_the_engine_is_told_of_each_step_what_is_known_of_it():
+    world = World(seed=0)
+    kinds = [world.step(number)[1]["long_round"] for number in range(1, 11)]
+    assert [begun.kind == "long" for begun in world.announced] == kinds and {0, 1} == {*kinds}
+    sizes = {begun.kind: (begun.requests, begun.prompts, begun.max_new_tokens) for begun in world.announced}
+    assert sizes == {"short": (24, 12, LIMIT), "long": (16, 8, LIMIT)}
+    dapo = World(seed=0, useless=spread(0.5))
+    dapo.step(1)
+    assert dapo.announced == [BeginRound(kind="short", max_new_tokens=LIMIT)], "nobody knows how many"
 
 
 class Failing(World):
@@ -225,6 +336,15 @@ def test_prompts_that_have_failed_are_left_out_of_the_step():
     assert world.step(2)[1]["failed_prompts"] == 0
 
 
+def test_prompts_that_have_failed_are_replaced_if_verl_is_to():
+    refills = {"sync_refill_failed_groups": True, "refill_fn": print, "gen_batch_size": 1}
+    world = Failing(1, fails=lambda text: text == 1, named=refills)
+    texts, metrics = world.step(1)
+    assert 1 not in texts and len(texts) == BATCH and metrics["failed_prompts"] == 0
+    assert metrics["training/rollout_failure/evicted_samples"] == 1
+    assert EVICTED not in metrics and 1 not in {row["raw_prompt"][0] for row in world._rows.values()}
+
+
 def test_a_step_of_failed_prompts_alone_ends_the_job():
     with pytest.raises(RuntimeError, match=f"no response to train on: all {BATCH} prompts of the step have failed"):
         Failing(1, fails=lambda text: True).step(1)
@@ -237,3 +357,60 @@ def test_all_prompts_of_a_step_are_fed_at_once(monkeypatch):
     monkeypatch.setattr(world._admitter, "feed", lambda prompts: fed.append(len(prompts)) or feed(prompts))
     world.begin(0, world.fetch)
     assert len(fed) == 1 and fed[0] == world.fetched >= BATCH
+
+
+class Rewarding(World):
+    """Rewards take ``lag`` looks, but for what was stopped or dropped; ``tells``: a response's end is known before."""
+
+    def __init__(self, seed: int, lag: int, tells: bool, **options) -> None:
+        self.lag, self.tells = lag, tells
+        self.waited: dict[Response, int] = {}
+        self.told: set[Response] = set()
+        super().__init__(seed, **options)
+
+    def take_ends(self) -> dict[str, dict[int, int]]:
+        found: dict[str, dict[int, int]] = {}
+        for uid, responses in self.responses.items():
+            for session, response in enumerate(responses):
+                if self.tells and response.there and response not in self.told:
+                    self.told.add(response)
+                    found.setdefault(uid, {})[session] = response.tokens
+        return found
+
+    def drop(self, uids) -> None:
+        super().drop(uids)
+        if self.tells:
+            self.waited.update({response: self.lag for uid in uids for response in self.responses[uid]})
+
+    def stopped(self) -> None:
+        cut = self.under_way
+        super().stopped()
+        self.waited.update(dict.fromkeys(cut, self.lag))
+        self.told.update(cut)
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        super()._sync_metadata_from_transfer_queue()
+        for uid, responses in self.responses.items():
+            left = [session for session, response in enumerate(responses) if self.waited.get(response, 0) < self.lag]
+            for session in left:
+                self.partitions["train"].pop(f"{uid}_{session}_0", None)
+            if left:
+                self.finished_keys["train"].discard(uid)
+
+    def _wait_for_next_poll(self, partition_id, last):
+        for responses in self.responses.values():
+            for response in responses:
+                self.waited[response] = self.waited.get(response, 0) + response.there
+        return super()._wait_for_next_poll(partition_id, last)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_does_not_wait_for_rewards_to_know_which_prompts_it_takes(mode):
+    """It takes the same prompts as if rewards took no time, and generates not one token more."""
+
+    def train(world: World) -> tuple[list[list[int]], int]:
+        return [world.step(number)[0] for number in range(1, 21)], world.tokens
+
+    texts, tokens = train(World(4, **MODES[mode]))
+    assert train(Rewarding(4, lag=5, tells=True, **MODES[mode])) == (texts, tokens)
+    assert train(Rewarding(4, lag=5, tells=False, **MODES[mode]))[1] > 1.02 * tokens

@@ -53,7 +53,8 @@ CONFIG = {
     "reward": {"reward_model": {"enable": False}},
     "trainer": {"v1": {"sampler": SAMPLER, "sglang_pat_sync": STRICT}},
 }
-CHOOSES = "tail_batching chooses the prompts of a step: leave algorithm.filter_groups"
+SAMPLERS = "trainer.v1.sampler"
+DAPO = "algorithm.filter_groups={enable: true, metric: reward"
 TURNS = "actor_rollout_ref.rollout.multi_turn.enable=true"
 
 
@@ -67,24 +68,33 @@ def made(*others: str):
 
 def test_accepted():
     for others in ([], [TURNS], ["trainer.v1.sync.parameter_sync_step=1"]):
-        assert isinstance(made(*others), TailBatchingBuffer)
+        assert isinstance(made(*others), TailBatchingBuffer) and not made(*others)._admitter.rules.filter_groups
+
+
+def test_verls_filters_are_those_of_tail_batching():
+    dapo = made(f"{DAPO}, max_num_gen_batches: 3, max_inflight_gen_batches: 1}}")
+    assert dapo._admitter.rules.filter_groups and dapo.filter_groups_metric == "reward"
+    assert dapo._most_judged == 3 * BATCH
+    refills = made(f"{SAMPLERS}.sync_refill_failed_groups=true")
+    assert refills._admitter.rules.filter_groups and refills.sync_refill_failed_groups
+    assert refills.filter_groups_metric is None and refills._most_judged == 0
 
 
 @pytest.mark.parametrize(
     ("others", "line"),
     [
-        (["algorithm.filter_groups={enable: true, metric: reward}"], f"sglang_pat_sync.{CHOOSES}"),
-        (["trainer.v1.sampler.custom_sampler={path: mine.py, name: Mine}"], f"sglang_pat_sync.{CHOOSES}"),
-        (["trainer.v1.sampler.sync_refill_failed_groups=true"], f"sglang_pat_sync.{CHOOSES}"),
-        (["trainer.v1.sglang_pat_sync.unbiased=true", TURNS], "sglang_pat_sync.unbiased is true, must be false with"),
+        ([f"{SAMPLERS}.custom_sampler={{path: mine.py, name: Mine}}"], f"{SAMPLERS}.custom_sampler.path is 'mine.py'"),
+        ([f"{DAPO}, max_inflight_gen_batches: 2}}"], "algorithm.filter_groups.max_inflight_gen_batches is 2, must be"),
+        (["trainer.v1.sglang_pat_sync.unbiased=true", TURNS], "trainer.v1.sglang_pat_sync.unbiased is true, must be"),
+        (["trainer.v1.sglang_pat_sync.filter_groups=true"], "trainer.v1.sglang_pat_sync has no option 'filter_groups'"),
         # verl would ask for several batches of a step, and get the same one.
-        (["trainer.v1.sync.parameter_sync_step=2"], "sync.parameter_sync_step is 2, must be 1 (or left out)"),
+        (["trainer.v1.sync.parameter_sync_step=2"], "trainer.v1.sync.parameter_sync_step is 2, must be 1 (or left"),
     ],
 )
 def test_refused_beside(others, line):
     with pytest.raises(ValueError) as refused:
         made(*others)
-    assert str(refused.value).startswith(f"trainer.v1.{line}") and "\n" not in str(refused.value)
+    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
 
 
 def test_off_by_default():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def register() -> None:
         runner.graph_runner, runner.graph_mem_usage = RehearsedGraphs(runner), 0
 
     model_runner.ModelRunner.init_device_graphs = init_device_graphs
+    # It collects garbage twice, a second each in a process that has imported SGLang; what is captured here allows it.
+    cuda_graph_runner.freeze_gc = lambda enable_cudagraph_gc: nullcontext()
     # This back end keeps nothing between steps.
     TorchNativeAttnBackend.init_cuda_graph_state = lambda self, max_bs, max_num_tokens: None
     TorchNativeAttnBackend.init_forward_metadata_capture_cuda_graph = lambda self, *args: None

@@ -118,6 +118,15 @@ class World:
         self._do(self.admitter.record_stopped(sample, self._output(min(tokens, most), "")))
 
     def judge(self, key: PromptKey, keep: bool) -> None:
+        self._note_verdict(key, keep)
+        self._do(self.admitter.record_verdict(key, keep))
+
+    def judge_all(self, verdicts: dict[PromptKey, bool]) -> None:
+        for key, keep in verdicts.items():
+            self._note_verdict(key, keep)
+        self._do(self.admitter.record_verdicts(verdicts.items()))
+
+    def _note_verdict(self, key: PromptKey, keep: bool) -> None:
         self.judging.remove(key)
         self.useful.discard(key)
         if keep:
@@ -125,7 +134,6 @@ class World:
         else:
             group = next(group for group in self.admitter.state.round.groups if group.key == key)
             self.useless[key] = group.tokens
-        self._do(self.admitter.record_verdict(key, keep))
 
     def cancel(self) -> None:
         self._do(self.admitter.cancel())

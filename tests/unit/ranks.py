@@ -45,14 +45,20 @@ def _child(target, rank, n, meeting, world_backend, pipe, args):
         pipe.close()
 
 
+def get_context():
+    """Processes of it are forked from a server that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "sglang_pat.cpu.shm", "pytest"])
+    return context
+
+
 def run_ranks(n, target, *args, world_backend="pat_shm", reaped=True, silent=()):
     """What ``target(rank, n, *args)`` returned on each rank; None for ranks in ``silent`` (they are killed).
 
-    The ranks are forked from a server that has imported torch.  It looks after them at once when they end.  With
-    ``reaped=False`` they are children of a process that does not, so a killed one stays a zombie until the end.
+    The server that the ranks are forked from looks after them at once when they end.  With ``reaped=False`` they are
+    children of a process that does not, so a killed one stays a zombie until the end.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "sglang_pat.cpu.shm", "pytest"])
+    context = get_context()
     if reaped:
         return _run(context, n, target, args, world_backend, silent)
     mine, theirs = context.Pipe(duplex=False)

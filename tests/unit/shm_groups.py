@@ -61,10 +61,10 @@ def check_subgroups(rank, n, group):
 def check_idle_rank_sleeps(rank, n, group):
     dist.barrier(group=group)
     if rank == 0:
-        time.sleep(0.6)
+        time.sleep(0.2)
     before = time.process_time()
     dist.barrier(group=group)
-    assert rank == 0 or time.process_time() - before < 0.15, time.process_time() - before
+    assert rank == 0 or time.process_time() - before < 0.05, time.process_time() - before
 
 
 def check_emulated_link(rank, n, group):
@@ -95,7 +95,7 @@ def check_wire_time_passes_while_a_rank_computes(rank, n, group):
     wire = 0.2
     with emulated_link(wire * 1e6, 1e6):
         linked = dist.new_group(list(range(n)), backend=shm.BACKEND)
-    x, waited = torch.zeros(1), []
+    x = torch.zeros(1)
     for _ in range(5):  # a busy machine may take its time now and then
         dist.barrier(group=group)
         start = time.perf_counter()
@@ -105,8 +105,11 @@ def check_wire_time_passes_while_a_rank_computes(rank, n, group):
         time.sleep(wire)
         start = time.perf_counter()
         work.wait()
-        waited.append(time.perf_counter() - start)
-    assert min(waited) < wire / 2, waited
+        longest = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(longest, Op.MAX, group=group)
+        if longest < wire / 2:
+            break
+    assert longest < wire / 2, longest
     dist.destroy_process_group(linked)
 
 
@@ -167,10 +170,10 @@ def check_failures(rank, n, group):
     assert "do not match" in text and ("4 bytes" in text or "reports" in text), text
     assert "unusable" in error(lambda: dist.barrier(group=broken))
 
-    broken = fresh(timeout=timedelta(seconds=2))
+    broken = fresh(timeout=timedelta(seconds=1))
     if rank > 0:
         text = error(lambda: dist.barrier(group=broken))
-        assert "timeout of 2000 ms" in text and "rank 0" in text, text
+        assert "timeout of 1000 ms" in text and "rank 0" in text, text
     dist.barrier(group=group)
     if rank == 0:
         assert "timeout" in error(lambda: dist.barrier(group=broken))

@@ -1,4 +1,4 @@
-"""Preflight names a package that ``pip install --no-deps`` has left out, and a FastAPI that SGLang is not made for."""
+"""Preflight names what is missing or unfit: packages that ``pip install --no-deps`` leaves out, FastAPI, a sandbox."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import fastapi
 import pytest
 
 from sglang_pat import preflight
+from sglang_pat.rewards import sandbox
 
 pytestmark = pytest.mark.unit
 
@@ -26,3 +27,15 @@ def test_a_fastapi_whose_routes_have_no_path(monkeypatch):
     assert preflight._check_web() == (True, "FastAPI", metadata.version("fastapi"))
     monkeypatch.setattr(fastapi.FastAPI, "routes", [object()])
     assert "SGLang answers /v1/loads with 500" in preflight._check_web()[2]
+
+
+def test_a_package_of_an_extra_is_not_missed(monkeypatch):
+    lines = ["none-of-that-name; platform_machine == 'x86_64' and extra == 'rewards'"]
+    monkeypatch.setattr(metadata, "requires", lambda name: lines)
+    assert not list(preflight._check_packages())
+
+
+def test_a_sandbox_that_does_not_start_is_said_and_fails_nothing(monkeypatch):
+    monkeypatch.setattr(sandbox, "_find_bwrap", lambda: iter([]))
+    fine, what, found = preflight._check_sandbox()
+    assert fine and what == "sandbox of rewards" and "or write sandbox: none" in found

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pat.coordinator.round_tracker import LEASE_SECONDS, MOST_OPEN, RoundTracker
+from sglang_pat.coordinator.round_tracker import LEASE_SECONDS, MOST_OPEN, PROMPT_TOKENS, RoundTracker
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.snapshot import Load
 
@@ -197,6 +197,17 @@ def test_the_round_to_come_is_as_it_was_announced():
     )
     arrivals.record_response_end(2.5)
     assert not len(arrivals.predict_round_load(2.5)), "what comes now comes in place of what has ended"
+
+
+def test_prompts_that_nobody_tells_of_are_as_long_as_those_before():
+    arrivals = told(BeginRound(requests=2))
+    assert arrivals.predict_round_load(0.0).prompt.tolist() == [PROMPT_TOKENS] * 2
+    come(arrivals, 2)
+    arrivals.record_load(load(1, 2, 3))
+    arrivals.update_announced_round(EndRound(), 5.0)
+    arrivals.update_request_count(0)
+    arrivals.update_announced_round(BeginRound(requests=2), 6.0)
+    assert arrivals.predict_round_load(6.0).prompt.tolist() == [11, 11]
 
 
 @examples(300)

@@ -10,6 +10,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
+from sglang_pat import messages
 from sglang_pat.rollout import rounds
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Group, Output, PromptKey, Summary
@@ -206,9 +207,20 @@ async def test_the_engine_is_told_of_a_round_before_its_samples_and_after_them()
     begun, ended = engine.told
     assert ended == begun.name
     assert (begun.requests, begun.prompts, begun.prompt_tokens, begun.max_new_tokens) == (6, 3, 1, 50)
+    assert begun.kind == "short"
     engine = Slow()
     await all_of(RolloutRound(admitter(*EPOCH, mode="partial"), engine, 0, {"max_new_tokens": 50}))
     assert engine.told[0].requests is None and engine.told[0].prompt_tokens == 1
+    engine, mine = Slow(), admitter(3)  # less than a batch: it runs to its end
+    await all_of(RolloutRound(mine, engine, 0, {"max_new_tokens": 50}))
+    assert (engine.told[0].requests, engine.told[0].kind) == (2, "long")
+
+
+async def test_a_round_of_more_samples_than_policies_compute_with_has_no_size(monkeypatch):
+    monkeypatch.setattr(messages, "MOST_IN_ROUND", 5)
+    engine = Played()
+    await all_of(RolloutRound(admitter(*EPOCH), engine, 0, {"max_new_tokens": 50}))
+    assert (engine.told[0].requests, engine.told[0].prompts, engine.told[0].kind) == (None, None, "short")
 
 
 @pytest.mark.parametrize("fault", ["refuses", "is left"])

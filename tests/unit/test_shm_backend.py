@@ -1,17 +1,16 @@
 """The shared-memory backend: every operation against local values, and what happens when a rank fails.
 
-Two and four processes are started once each and run all ``check_*`` functions; failures come back by name.
+Two and four processes are started once, side by side, and run all ``check_*`` functions; failures come back by name.
 """
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 import os
 import signal
 import struct
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from sglang_pat.cpu import shm
 
 from . import shm_groups, shm_operations
-from .ranks import run_ranks
+from .ranks import get_context, run_ranks
 
 pytestmark = [
     pytest.mark.unit,
@@ -51,6 +50,9 @@ CHECKS = {
 }
 
 
+WORLDS = {2: "pat_shm", 4: "gloo"}
+
+
 def run_checks(rank, n):
     report = {}
     group = dist.new_group(list(range(n)), backend=shm.BACKEND)
@@ -68,21 +70,18 @@ def run_checks(rank, n):
 
 @pytest.fixture(scope="module")
 def reports():
-    """n -> what each rank reported; the world is pat_shm for two ranks and gloo for four."""
+    """n -> what each rank reported.  Much of the time is waiting."""
     before = segments()
-
-    @functools.cache
-    def run(n):
-        return run_ranks(n, run_checks, world_backend="pat_shm" if n == 2 else "gloo")
-
-    yield run
+    with ThreadPoolExecutor() as pool:
+        running = {n: pool.submit(run_ranks, n, run_checks, world_backend=backend) for n, backend in WORLDS.items()}
+    yield {n: future.result() for n, future in running.items()}
     assert_no_segment_left(before)
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", WORLDS)
 @pytest.mark.parametrize("name", list(CHECKS))
 def test_backend(reports, n, name):
-    for rank, report in enumerate(reports(n)):
+    for rank, report in enumerate(reports[n]):
         assert report.get(name, "not run, see an earlier failure") == "ok", f"rank {rank}: {report.get(name, report)}"
 
 
@@ -134,9 +133,7 @@ def join_a_group_that_never_fills(path):
 
 def test_a_name_left_by_a_killed_creator_is_swept(tmp_path):
     before = segments()
-    creator = multiprocessing.get_context("spawn").Process(
-        target=join_a_group_that_never_fills, args=(str(tmp_path / "store"),)
-    )
+    creator = get_context().Process(target=join_a_group_that_never_fills, args=(str(tmp_path / "store"),))
     creator.start()
     started = time.perf_counter()
     while not (left := {s for s in segments() - before if created_by(s, creator.pid)}):

@@ -11,7 +11,7 @@ from sglang_pat import messages as m
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.rules import RETRY_SECONDS
 from sglang_pat.policies.snapshot import Decision
-from sglang_pat.policies.start import LONGEST_QUIET, TOO_MANY, StartDegree, StartDegrees
+from sglang_pat.policies.start import LONGEST_QUIET, TOO_MANY, RoundKind, StartDegree, StartDegrees
 
 from .coordinator_rig import Rig
 from .policy_world import crossing, machine, snapshot
@@ -73,10 +73,23 @@ def test_a_degree_that_was_too_low_is_tried_again_later_and_later():
     assert [after - before for before, after in pairwise([-2, *lowered])] == [5, 9, 17, 33, 65]
 
 
-def test_rounds_of_another_size_have_a_degree_of_their_own():
+def test_rounds_of_another_size_or_name_have_a_degree_of_their_own():
     starts = StartDegrees([1, 2])
-    starts.get_start_degree(100).observe(MANY, TOKENS, 1.0)
-    assert [starts.get_start_degree(requests).tp for requests in (0, 50, 95, 105, 200)] == [1, 1, 2, 2, 1]
+    starts.get_start_degree(RoundKind("", 100)).observe(MANY, TOKENS, 1.0)
+    starts.get_start_degree(RoundKind("long", 100)).observe(MANY, TOKENS, 1.0)
+    assert [starts.get_start_degree(RoundKind("", size)).tp for size in (0, 50, 95, 105, 200)] == [1, 1, 2, 2, 1]
+    assert [starts.get_start_degree(RoundKind("long", size)).tp for size in (0, 100)] == [1, 2]
+    assert starts.get_start_degree(RoundKind("short", 100)).tp == 1
+
+
+def test_what_was_seen_before_the_size_was_known_counts():
+    """Nobody announces rounds: the size is known with the third."""
+    starts = StartDegrees([1, 2])
+    starts.get_start_degree(RoundKind()).observe(MANY, TOKENS, 1.0)
+    known = starts.get_start_degree(RoundKind("", 100))
+    assert known.tp == 2
+    degrees(known, [0] * 4)
+    assert (known.tp, starts.get_start_degree(RoundKind()).tp) == (1, 2)
 
 
 # -- the policies ------------------------------------------------------------------------------------
@@ -119,6 +132,31 @@ def crowded(rig: Rig, requests: int, retracted: int, announced: bool) -> None:
     if announced:
         rig.coordinator.handle_round(m.EndRound(), 0.0)
     rig.settle()
+
+
+def kinds(*rounds: tuple[str, int, int], sized: bool) -> list[int]:
+    """The degree in which each of these rounds starts: what it is called, its requests, and how many are retracted."""
+    rig, found = Rig(1, 2, policy="threshold", switch_at=1), []
+    for kind, requests, retracted in rounds:
+        size = {"requests": requests} if sized else {}
+        rig.coordinator.handle_round(m.BeginRound(kind=kind, **size), 0.0)
+        rig.work(requests)
+        rig.settle()
+        found.append(rig.coordinator.layout.tp)
+        rig.world.retracted = retracted
+        rig.finish_all()
+        rig.coordinator.handle_round(m.EndRound(), 0.0)
+        rig.settle()
+    return found
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_what_is_seen_in_rounds_of_one_kind_counts_for_that_kind(sized):
+    """Of much the same size, as short and long rounds of tail batching are; and of any size, if nobody says it."""
+    crowded, empty = ("long", 16, 10), ("short", 17, 0)
+    assert kinds(crowded, empty, ("long", 16 if sized else 40, 0), empty, sized=sized) == [1, 1, 2, 1]
+    assert kinds(crowded, ("", 16, 0), sized=sized) == [1, 1]
+    assert kinds(("", 16, 10), ("", 16, 0), ("", 16, 0), sized=sized) == [1, 2, 2], "also once the size is known"
 
 
 @pytest.mark.parametrize("announced", [True, False])

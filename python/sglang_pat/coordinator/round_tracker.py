@@ -16,7 +16,7 @@ import numpy as np
 from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.policies.rules import SETTLE_SECONDS
 from sglang_pat.policies.snapshot import NO_LOAD, Load
-from sglang_pat.policies.start import StartDegrees
+from sglang_pat.policies.start import RoundKind, StartDegrees
 
 ROUNDS = 4
 """Rounds that are remembered: a validation set among batches of training is not forgotten at once."""
@@ -31,6 +31,9 @@ WHOLE = 0.9
 LEASE_SECONDS = 600.0
 """A round that was announced is over if for so long the engine was empty and nothing came: its client is gone.  The
 tools of agents may take minutes."""
+
+PROMPT_TOKENS = 256
+"""Tokens of a prompt, as long as nobody has said or seen any."""
 
 MOST_OPEN = 64
 """Rounds that are open at once; one more takes the place of the oldest."""
@@ -61,7 +64,7 @@ class RoundTracker:
         self.peak = 0
         self.last = float("-inf")
         self.came = self.switches = self.retracted = self.tokens = 0
-        self._starts, self._size = StartDegrees(degrees), 0
+        self._starts, self._kind = StartDegrees(degrees), RoundKind()
         self._began = self._last_end = float("-inf")
         self._here = 0
         self._heard = float("-inf")
@@ -70,6 +73,7 @@ class RoundTracker:
         """A response of this round has."""
         self._sizes: deque[int] = deque(maxlen=ROUNDS)
         self._seen = self._last_round = NO_LOAD
+        self._prompt_tokens = PROMPT_TOKENS
 
     def update_announced_round(self, message: BeginRound | EndRound, now: float) -> None:
         """A client says that its round begins, or ends."""
@@ -116,10 +120,13 @@ class RoundTracker:
     @property
     def start(self) -> int:
         """Lowest degree of this round, or of the next one if none has begun, by the retractions of earlier ones."""
-        return self._starts.get_start_degree(self._size if self.came else self._expect_size()).tp
+        return self._starts.get_start_degree(self._kind if self.came else self._expect_kind()).tp
 
-    def _expect_size(self) -> int:
-        return self.missing if self._sized else self.expected
+    def _expect_kind(self) -> RoundKind:
+        """Of the round that is about to come."""
+        name = "+".join(sorted({round_.kind for round_ in self.open.values()} - {""}))
+        # Of one that was announced without its size nobody knows whether it is like the others that came.
+        return RoundKind(name, self.missing if self._sized else 0 if self.open else self.expected)
 
     @property
     def _sized(self) -> bool:
@@ -138,7 +145,8 @@ class RoundTracker:
         if self.came and now - self.last >= SETTLE_SECONDS:
             return NO_LOAD
         if self._sized:
-            return NO_LOAD if self._ended or not self.missing else _make_announced_load(self.open.values())
+            there = not self._ended and self.missing
+            return _make_announced_load(self.open.values(), self._prompt_tokens) if there else NO_LOAD
         return NO_LOAD if self.came >= self.expected else self._last_round
 
     def record_load(self, load: Load) -> None:
@@ -150,7 +158,7 @@ class RoundTracker:
         """A request goes into the engine; ``sample``: a new one, as were announced."""
         self.last = self._heard = now
         if not self.came:
-            self._size, self._began = self._expect_size(), now
+            self._kind, self._began = self._expect_kind(), now
         self.came += 1
         name = next((name for name, missing in self._missing.items() if missing), None)
         if name is not None and sample:
@@ -182,9 +190,11 @@ class RoundTracker:
 
     def _reset_round(self) -> None:
         if self.came > 1:
-            self._starts.get_start_degree(self._size).observe(
+            self._starts.get_start_degree(self._kind).observe(
                 self.retracted, self.tokens, max(self._last_end - self._began, 0.0)
             )
+            if len(self._seen):
+                self._prompt_tokens = round(self._seen.prompt.mean())
         self.peak = self.came = self.switches = self.retracted = self.tokens = 0
         self._ended = False
         self._seen = NO_LOAD
@@ -196,15 +206,16 @@ def _make_fresh_load(load: Load) -> Load:
     return replace(load, output=np.zeros_like(load.output), family=-1 - families)
 
 
-def _make_announced_load(rounds: Iterable[BeginRound]) -> Load:
-    """All requests of these rounds, whose sizes are known."""
+def _make_announced_load(rounds: Iterable[BeginRound], prompt_tokens: int) -> Load:
+    """All requests of these rounds, whose sizes are known; ``prompt_tokens``: of those that do not say."""
     parts: list[np.ndarray] = []
     families = 1  # below 0, as no hash of a prompt is
     for round_ in rounds:
         number = np.arange(round_.requests or 0)
         prompts = round_.prompts or len(number)
         family = -families - number * prompts // len(number)
-        parts.append(np.array([0 * number + round_.prompt_tokens, 0 * number + round_.max_new_tokens, family]))
+        prompt = round_.prompt_tokens or prompt_tokens
+        parts.append(np.array([0 * number + prompt, 0 * number + round_.max_new_tokens, family]))
         families += prompts
     prompt, limit, family = np.concatenate(parts, axis=1)
     return Load(prompt=prompt, output=0 * prompt, limit=limit, family=family, replica=0 * prompt)

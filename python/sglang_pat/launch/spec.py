@@ -27,6 +27,7 @@ from sglang_pat.figures import job_log
 from sglang_pat.job_settings import read_files
 from sglang_pat.launch import sharing
 from sglang_pat.launch.contract import check_sglang
+from sglang_pat.launch.gpu_memory import measure_gpus
 from sglang_pat.launch.processes import get_private_folder
 from sglang_pat.launch.refusals import (
     check_model_path,
@@ -381,21 +382,10 @@ def measure_memory(device: str, gpus: tuple[int, ...]) -> Supply:
             f"{ranks} ranks need GPUs {min(gpus)} to {max(gpus)}, {present} are visible: "
             "choose --tp and --dp so that their product is the number of GPUs"
         )
-    least = min((_measure_gpu(gpu) for gpu in gpus), key=lambda supply: supply.free)
+    least = measure_gpus(gpus)
     if sharing.is_gpu_shared():
         return Supply(kind="cuda", free=least.free // ranks, total=least.total // ranks)
     return least
-
-
-def _measure_gpu(device: int) -> Supply:
-    total = torch.cuda.get_device_properties(device).total_memory
-    try:
-        # By NVML: ``torch.cuda.mem_get_info`` would leave a context of this process on every GPU.
-        used = torch.cuda.device_memory_used(device)
-    except (ImportError, RuntimeError) as error:
-        logger.warning("cannot read how much memory GPU %d has free, taken as empty: %s", device, error)
-        used = 0
-    return Supply(kind="cuda", free=max(0, total - used), total=total)
 
 
 def set_pool_size(args: AdaptiveServerArgs, plan: MemoryPlan) -> AdaptiveServerArgs:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
+from typing import NamedTuple
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.rules import RETRY_SECONDS, SETTLE_SECONDS
@@ -98,21 +100,29 @@ class StartDegree:
         return self.tp != old
 
 
+class RoundKind(NamedTuple):
+    """What a round is known by when it begins: what its client calls it, and its ``requests``; 0: not known."""
+
+    name: str = ""
+    requests: int = 0
+
+
 class StartDegrees:
     """One :class:`StartDegree` for each kind of round.
 
-    RollPacker has one for all.  Its short and long rounds need different room, and differ in their size: rounds whose
-    expected numbers of requests are alike (within a factor of about √2) are of one kind.
+    RollPacker has one for all.  Its short and long rounds need different room.  Rounds are of one kind if their clients
+    call them the same, and their expected numbers of requests are alike (within a factor of about √2).
     """
 
     def __init__(self, degrees: Sequence[int]) -> None:
         self._degrees = degrees
-        self._kinds: dict[int, StartDegree] = {}
+        self._kinds: dict[tuple[str, int], StartDegree] = {}
 
-    def get_start_degree(self, requests: int) -> StartDegree:
-        """For rounds of so many requests; 0: not known."""
-        kind = round(2 * math.log2(requests)) if requests else -1
-        return self._kinds.setdefault(kind, StartDegree(self._degrees))
+    def get_start_degree(self, kind: RoundKind) -> StartDegree:
+        """For rounds of a kind; at first as for those of the same name whose size was not known."""
+        size = round(2 * math.log2(kind.requests)) if kind.requests else -1
+        unknown = self._kinds.setdefault((kind.name, -1), StartDegree(self._degrees))
+        return unknown if size < 0 else self._kinds.setdefault((kind.name, size), copy(unknown))
 
 
 def hold_start_degree(policy: Policy) -> Policy:

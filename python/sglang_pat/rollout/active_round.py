@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -193,12 +193,15 @@ class ActiveRound:
         self._requeue(group)
         return self.get_more_actions()
 
-    def record_verdict(self, key: Sequence[int], keep: bool) -> list[Action]:
-        """See :meth:`Admitter.record_verdict`."""
-        group = self._groups.get(PromptKey(*key))
-        if group is None or not group.judging:
-            return []
-        keep = bool(keep)  # NumPy's and torch's are kept in no state
+    def record_verdicts(self, verdicts: Iterable[tuple[Sequence[int], bool]]) -> list[Action]:
+        """See :meth:`Admitter.record_verdicts`."""
+        for key, keep in verdicts:
+            group = self._groups.get(PromptKey(*key))
+            if group is not None and group.judging:
+                self._record_verdict(group, bool(keep))  # NumPy's and torch's are kept in no state
+        return self.get_more_actions()
+
+    def _record_verdict(self, group: Group, keep: bool) -> None:
         group.judging, group.useful = False, keep
         self.round.judging -= 1
         self._state.verdicts = [self._state.verdicts[0] + keep, self._state.verdicts[1] + 1]
@@ -208,7 +211,6 @@ class ActiveRound:
             self._remove_group(group, self.round.filtered)
             self._state.filtered += 1
             self.round.room += 1
-        return self.get_more_actions()
 
     def record_reward(self, sample: SampleId, reward: float) -> None:
         """See :meth:`Admitter.record_reward`."""

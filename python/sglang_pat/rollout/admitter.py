@@ -144,7 +144,12 @@ class Admitter:
 
     def record_verdict(self, key: Sequence[int], keep: bool) -> list[Action]:
         """The verdict on a group of :class:`~.records.Judge`: a useless one leaves for good."""
-        return self._add_end_of_round(self._active.record_verdict(key, keep)) if self._active else []
+        return self.record_verdicts([(key, keep)])
+
+    def record_verdicts(self, verdicts: Iterable[tuple[Sequence[int], bool]]) -> list[Action]:
+        """Several that were found together: a batch that they fill waits for none of them, so that no useless group is
+        left over, and nothing is started in place of one."""
+        return self._add_end_of_round(self._active.record_verdicts(verdicts)) if self._active else []
 
     def record_reward(self, sample: SampleId, reward: float) -> list[Action]:
         """The reward of a response that has ended: kept with it as long as it is."""

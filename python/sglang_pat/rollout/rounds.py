@@ -35,6 +35,7 @@ from sglang_pat.rollout.records import (  # fmt: skip
 )
 from sglang_pat.rollout.requests import Backend, Requests, check_params
 from sglang_pat.rollout.rewards import Response, Reward, Rewards
+from sglang_pat.rollout.state import LONG, SHORT
 from sglang_pat.rollout.turns import ENVIRONMENT_SECONDS, Environment, Turns
 
 logger = logging.getLogger(__name__)
@@ -443,14 +444,15 @@ def make_announcement(admitter: Admitter, name: str, params: dict[str, Any]) -> 
     How many samples there will be is not known where groups are filtered, and where samples go on that were stopped.
     """
     state, rules, begun = admitter.state, admitter.rules, admitter.state.round
-    limit: dict[str, Any] = {"max_new_tokens": params["max_new_tokens"]} if "max_new_tokens" in params else {}
+    known: dict[str, Any] = {"max_new_tokens": params["max_new_tokens"]} if "max_new_tokens" in params else {}
     if begun is None:  # and over
-        return BeginRound(name=name, **limit)
+        return BeginRound(name=name, **known)
+    known["kind"] = SHORT if begun.kind == SHORT else LONG  # the rest of an epoch runs to its end, too
     prompts = [group.prompt for group in (*begun.groups, *begun.taken, *state.fresh)]
     lengths = [len(prompt["input_ids"]) for prompt in prompts if prompt and "input_ids" in prompt]
-    limit |= {"prompt_tokens": round(mean(lengths))} if lengths else {}
+    known |= {"prompt_tokens": round(mean(lengths))} if lengths else {}
     if rules.filter_groups or rules.mode == "partial":
-        return BeginRound(name=name, **limit)
+        return BeginRound(name=name, **known)
     there = len(begun.groups) + len(begun.taken) + len(state.waiting) + state.count_fresh(begun.epoch)
     count = min(begun.prompts, there)
-    return BeginRound(name=name, requests=count * begun.responses, prompts=count, **limit)
+    return BeginRound.of_size(count, begun.responses, name=name, **known)

@@ -254,9 +254,15 @@ def become(files: list[int], module: str, argv: list[str], env: dict[str, str]) 
 
 
 def fork_stock() -> None:
-    """Have stock SGLang fork its processes from this one; spawned ones would import everything anew."""
+    """Have stock SGLang fork its processes from this one; spawned ones would import everything anew.  So would the fork
+    server of an engine that the variable makes adaptive."""
+    from sglang_pat.config import VARIABLE
+    from sglang_pat.launch import processes
+
     multiprocessing.set_start_method("fork")
     multiprocessing.set_start_method = lambda *args, **kwargs: None
+    if VARIABLE in os.environ:
+        processes.fork_here()
 
 
 if __name__ == "__main__":

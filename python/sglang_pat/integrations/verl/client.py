@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from sglang_pat.integrations.verl.fields import DEGREES, STEPS, Turns, join_spans
+from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPS, StopReasons, Turns, join_spans
+
+_Kind = TypeVar("_Kind", Turns, StopReasons)
 
 _parts: ContextVar[list[TokenOutput]] = ContextVar("parts")
 
-_sessions: WeakValueDictionary[tuple[str, str], Turns] = WeakValueDictionary()
+_sessions: WeakValueDictionary[tuple[str, str], Turns | StopReasons] = WeakValueDictionary()
 """By request, which is the same in all turns of a response, and name of the field; for as long as it is in use."""
 
 
@@ -24,17 +26,21 @@ class AdaptiveClient(LLMServerClient):
         output = await super().generate(request_id, prompt_ids=prompt_ids, **named)
         for name in (DEGREES, STEPS):
             if name in output.extra_fields:
-                turns = _get_turns(request_id, name, len(prompt_ids))
+                turns = _get_turns(Turns, request_id, name, len(prompt_ids))
                 turns.add(len(prompt_ids) - turns.prompt, len(output.token_ids), output.extra_fields[name])
                 output.extra_fields[name] = turns
+        if STOPS in output.extra_fields:
+            reasons = _get_turns(StopReasons, request_id, STOPS, len(prompt_ids))
+            reasons += output.extra_fields[STOPS]
+            output.extra_fields[STOPS] = reasons
         return output
 
 
-def _get_turns(request_id: str, name: str, prompt: int) -> Turns:
+def _get_turns(kind: type[_Kind], request_id: str, name: str, prompt: int) -> _Kind:
     """What there is of a response whose next turn comes after ``prompt`` tokens."""
     found = _sessions.get((request_id, name))
-    if found is None or prompt <= found.prompt:  # another response
-        found = _sessions[request_id, name] = Turns(prompt)
+    if not isinstance(found, kind) or prompt <= found.prompt:  # another response
+        found = _sessions[request_id, name] = kind(prompt)
     return found
 
 

@@ -1,13 +1,14 @@
 """What a sample says of the tokens in it, in its extra fields.
 
-Both are runs: pairs of a token of the response and what holds from it on.  ``[(0, 1), (37, 2)]``: the first 37 tokens
-come from a replica of TP degree 1, the others from one of degree 2.  None: tokens that no replica generated, as a
-tool's answer between two turns, or of which it is not known.
+The first two are runs: pairs of a token of the response and what holds from it on.  ``[(0, 1), (37, 2)]``: the first
+37 tokens come from a replica of TP degree 1, the others from one of degree 2.  None: tokens that no replica generated,
+as a tool's answer between two turns, or of which it is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 Runs = Sequence[tuple[int, int | None]]
 
@@ -15,6 +16,22 @@ DEGREES = "tp_from_token"
 """TP degree."""
 STEPS = "global_steps_from_token"
 """verl's version of the weights: the step after which they were sent."""
+
+STOPS = "stop_reasons"
+"""No runs: why each turn ended, in SGLang's words."""
+
+
+def was_stopped(fields: Mapping[str, Any]) -> bool:
+    """Whether the engine was told to stop while it generated a turn of this response."""
+    return "abort" in fields.get(STOPS, ())
+
+
+class StopReasons(list[str]):
+    """Of the turns of a response so far, as :class:`Turns`."""
+
+    def __init__(self, prompt: int = 0) -> None:
+        super().__init__()
+        self.prompt = prompt
 
 
 class Turns(list[tuple[int, int | None]]):

@@ -16,7 +16,7 @@ from sglang_pat.figures import Figures, job_log
 from sglang_pat.integrations import CALLS
 from sglang_pat.integrations.balance import EngineReport
 from sglang_pat.integrations.verl import options
-from sglang_pat.integrations.verl.fields import DEGREES, STEPS
+from sglang_pat.integrations.verl.fields import DEGREES, STEPS, STOPS
 from sglang_pat.launch.attach import attach
 from sglang_pat.messages import BeginRound, EndRound
 
@@ -28,7 +28,7 @@ class AdaptiveServer(SGLangHttpServer):
     """The actor that holds the engine's main process."""
 
     _in_round = False
-    """Since verl last put the engine to sleep, something was asked of it."""
+    """One was announced, or something was asked of the engine, since the last one ended."""
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         attach(options.read_settings(self.config, self.replica_rank), options.WHERE)
@@ -38,21 +38,26 @@ class AdaptiveServer(SGLangHttpServer):
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """verl's; the sample's extra fields say which degree, and which step's weights, generated which tokens."""
-        if not self._in_round and self.rollout_mode == RolloutMode.HYBRID:  # else it never sleeps
-            self._in_round = True
-            self.tokenizer_manager.pat_send_round(BeginRound())
+        if not self._in_round:  # a trainer of verl's own announces none
+            await self.announce_round(BeginRound())
         meta: dict[str, Any] = {}
         _meta.set(meta)
         output = await super().generate(*args, **kwargs)
         output.extra_fields[DEGREES] = meta.get(DEGREES, ())
         output.extra_fields[STEPS] = ((0, output.extra_fields["global_steps"]),)
+        output.extra_fields[STOPS] = [output.stop_reason]  # verl's agents drop it
         return output
+
+    async def announce_round(self, message: BeginRound | EndRound) -> None:
+        """A round begins, or ends; an engine that never sleeps has none."""
+        if self.rollout_mode == RolloutMode.HYBRID:
+            self._in_round = isinstance(message, BeginRound)
+            self.tokenizer_manager.pat_send_round(message)
 
     async def sleep(self) -> None:
         """verl's.  It has its batch by then: what still runs belongs to an agent that has given it up."""
         await self._end_running()
-        self._in_round = False
-        self.tokenizer_manager.pat_send_round(EndRound())
+        await self.announce_round(EndRound())
         await super().sleep()
 
     async def release_kv_cache(self) -> None:

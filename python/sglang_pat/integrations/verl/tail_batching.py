@@ -18,17 +18,32 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 from verl.utils import tensordict_utils
 
+from sglang_pat.messages import BeginRound
 from sglang_pat.rollout.admitter import Admitter
-from sglang_pat.rollout.records import Abort, Action, Launch, Output, ReturnGroup, RoundOver, SampleId, Span, Summary
+from sglang_pat.rollout.records import (
+    Abort,
+    Action,
+    Judge,
+    Launch,
+    NeedPrompts,
+    Output,
+    PromptKey,
+    ReturnGroup,
+    RoundOver,
+    SampleId,
+    Span,
+    Summary,
+)  # fmt: skip
+from sglang_pat.rollout.rounds import make_announcement
 from sglang_pat.rollout.rules import Rules
 from sglang_pat.rollout.state import LONG
 
@@ -41,8 +56,13 @@ POLL_SECONDS = 0.5
 """Between two looks at what is complete; verl's two seconds are the length of a small step."""
 
 
-def read_rules(options: Mapping[str, Any], num_prompts: int, num_responses: int) -> Rules | None:
+def read_rules(
+    options: Mapping[str, Any], num_prompts: int, num_responses: int, filter_groups: bool = False
+) -> Rules | None:
     """What :data:`WHERE` asks for; None: no tail batching.
+
+    Args:
+        filter_groups: some groups are not to be trained on.
 
     Raises:
         ValueError: an unknown option, or a value that cannot be; one line.
@@ -62,7 +82,10 @@ def read_rules(options: Mapping[str, Any], num_prompts: int, num_responses: int)
         raise ValueError(f"{WHERE}.tail_batching is {mode!r}, must be {', '.join(MODES)} or off")
     given = {name: value for name, value in options.items() if name != "tail_batching"}
     try:
-        return Rules(num_prompts=num_prompts, num_responses=num_responses, mode=mode, eta_responses=1.0, **given)
+        return Rules(
+            num_prompts=num_prompts, num_responses=num_responses, mode=mode, eta_responses=1.0,
+            filter_groups=filter_groups, **given,
+        )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{WHERE}.{error}") from None
 
@@ -70,8 +93,16 @@ def read_rules(options: Mapping[str, Any], num_prompts: int, num_responses: int)
 class TailBatchingBuffer(ReplayBuffer):
     """verl's replay buffer of synchronous training, which waits for the prompts that the admitter takes.
 
+    Which groups are of use says verl's own filter (``filter_groups_metric``, ``sync_refill_failed_groups``).  Their
+    rewards are there when all their responses are: verl's workers write a response with its reward.
+
     Args:
         limit: tokens of a response at most.
+        submit, stop: start prompts, and stop all that runs; ``announce``: tell the engines of a step.
+        most_batches: batches of groups to judge in a step at most (verl's ``max_num_gen_batches``); 0: any number.
+        take_ends: tokens of responses that have ended, by uid and session, before verl has their rewards; those it
+            does not tell of have ended when verl has written them.
+        drop: tell of prompts that nobody will train on.
 
     Attributes:
         summary: of the last round.
@@ -83,12 +114,28 @@ class TailBatchingBuffer(ReplayBuffer):
         limit: int,
         submit: Callable[[list[TensorDict]], None],
         stop: Callable[[], None],
+        announce: Callable[[BeginRound], None],
+        most_batches: int = 0,
+        take_ends: Callable[[], Mapping[str, Mapping[int, int]]] = dict,
+        drop: Callable[[set[str]], None] = lambda uids: None,
         **named: Any,
     ) -> None:
         super().__init__(poll_interval=POLL_SECONDS, **named)
         self._admitter = Admitter(rules)
         self._limit = limit
-        self._submit, self._stop = submit, stop
+        self._submit, self._stop, self._announce = submit, stop, announce
+        self._fetch: Callable[[], TensorDict] | None = None
+        """More prompts of the data."""
+        self._most_judged = most_batches * rules.num_prompts
+        self._judged = 0
+        """Groups of this round."""
+        self._complete: dict[str, PromptKey] = {}
+        """Groups that wait for a verdict, by uid, in the order in which they were completed."""
+        self._evicted: dict[str, Any] = {}
+        """verl's figures of the useless groups of this round."""
+        self._take_ends, self._drop = take_ends, drop
+        self._ends: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        """Of this round, what was told of responses."""
         self._rows: dict[int, TensorDict] = {}
         """Prompts that were not trained on yet, by their index."""
         self._fed = 0
@@ -96,7 +143,9 @@ class TailBatchingBuffer(ReplayBuffer):
         """By uid and session, what verl's workers have."""
         self._started: dict[str, float] = {}
         """When, by uid, by the machine's monotonic clock."""
-        self._begun = 0.0
+        self._unsettled: set[str] = set()
+        """Uids of prompts with which verl's workers are not done."""
+        self._begun = self._over_at = 0.0
         """The round, by the same clock."""
         self._uids: dict[tuple[int, int], str] = {}
         """Of this round, by index and number of the draw (``rollout/redraws.py``)."""
@@ -119,18 +168,29 @@ class TailBatchingBuffer(ReplayBuffer):
 
     def begin(self, version: int, fetch: Callable[[], TensorDict]) -> None:
         """Start a step's prompts; ``fetch`` gets more of them from the data."""
-        # All at once: each call of the admitter goes through all keys that there ever were.
+        self._fetch = fetch
         while wanted := self._admitter.wanted:
-            first = self._fed
-            while self._fed < first + wanted:
-                rows = fetch()
-                for i in range(len(rows)):
-                    self._rows[self._fed] = rows[i : i + 1]
-                    self._fed += 1
-            self._admitter.feed([((0, index), None) for index in range(first, self._fed)])
+            self._feed(wanted)
         self._taken, self._over, self._begun = [], False, time.monotonic()
+        self._judged, self._evicted = 0, {}
         self._uids.clear()
-        self._do(self._admitter.begin(version))
+        self._ends.clear()
+        self._take_ends()  # from now on they are kept
+        self._complete.clear()
+        actions = self._admitter.begin(version)
+        self._announce(make_announcement(self._admitter, BeginRound().name, {"max_new_tokens": self._limit}))
+        self._do(actions)
+
+    def _feed(self, prompts: int) -> list[Action]:
+        """So many or a few more.  All at once: each call of the admitter goes through all keys that there ever were."""
+        assert self._fetch is not None, "a step has begun"
+        first = self._fed
+        while self._fed < first + prompts:
+            rows = self._fetch()
+            for i in range(len(rows)):
+                self._rows[self._fed] = rows[i : i + 1]
+                self._fed += 1
+        return self._admitter.feed([((0, index), None) for index in range(first, self._fed)])
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         """The step's batch, once nothing of it is under way any more."""
@@ -140,10 +200,17 @@ class TailBatchingBuffer(ReplayBuffer):
         while True:
             self._sync_metadata_from_transfer_queue()
             ended = self.finished_keys[partition_id] | self.failure_keys[partition_id]
+            for uid, tokens in self._take_ends().items():
+                self._ends[uid].update(tokens)
             self._report_responses(self.partitions[partition_id], ended, stopped)
-            if self._over:
+            self._unsettled -= ended
+            if self._complete:
+                self._judge_groups(global_steps, partition_id)
+            if self._over and not self._unsettled:
                 break
-            if len(self._taken) >= self._admitter.rules.num_prompts:
+            if not self._over and len(self._taken) >= self._admitter.rules.num_prompts:
+                if not stopped:
+                    self._drop(self._unsettled - set(self._taken))
                 # An agent that goes on after its aborted turn is stopped again.
                 self._stop()
                 stopped = True
@@ -153,8 +220,35 @@ class TailBatchingBuffer(ReplayBuffer):
         failed = taken & self.failure_keys[partition_id]
         if taken.isdisjoint(key.split("_")[0] for key in snapshot):
             raise RuntimeError(f"no response to train on: all {len(taken)} prompts of the step have failed")
+        ended = self.finished_keys[partition_id] | self.failure_keys[partition_id]  # without what was evicted
         self._clear_groups(partition_id, ({key.split("_")[0] for key in snapshot} | ended) - taken)
-        return self._materialize_batch(partition_id, self._taken, snapshot), self._make_metrics(len(failed))
+        batch = self._materialize_batch(partition_id, self._taken, snapshot)
+        return batch, self._make_metrics(len(failed)) | self._evicted
+
+    def _judge_groups(self, global_steps: int, partition_id: str) -> None:
+        """Tell the admitter which complete groups are of use.
+
+        Raises:
+            RuntimeError: as many were judged as may be, and the batch is not full; one line.
+        """
+        _, equal, failed, _ = self._terminal_eviction_reasons(global_steps, partition_id)
+        complete, self._complete = self._complete, {}
+        self._judged += len(complete)
+        equal, failed = equal & complete.keys(), failed & complete.keys()
+        rewards = Counter(self._dapo_classification_cache[partition_id][uid] for uid in equal)
+        _, _, _, metrics = self._evict_terminal_groups(global_steps, partition_id, (set(), equal, failed, rewards))
+        _accumulate_eviction_metrics(self._evicted, metrics, 0)
+        useless = equal | failed
+        for uid in useless:
+            del self._rows[complete[uid].index]
+        self._do(self._admitter.record_verdicts((key, uid not in useless) for uid, key in complete.items()))
+        taken, wanted = len(self._taken), self._admitter.rules.num_prompts
+        if taken < wanted and 0 < self._most_judged <= self._judged:
+            raise RuntimeError(
+                f"step {global_steps}: of {self._judged} groups {taken} are of use, must be {wanted}, and "
+                f"algorithm.filter_groups.max_num_gen_batches is {self._most_judged // wanted}: give other prompts, a "
+                "larger number, or 0 for no limit"
+            )
 
     def _report_responses(self, trajectories: Mapping[str, Mapping[str, Any]], ended: set[str], stopped: bool) -> None:
         """Tell the admitter which responses are there, in the order in which they were started.
@@ -166,9 +260,9 @@ class TailBatchingBuffer(ReplayBuffer):
         """
         lengths = _collect_lengths(trajectories)
         for uid, left in list(self._under_way.items()):
-            there = lengths[uid]
+            there = self._ends[uid] | lengths[uid]
             now = [session for session in left if uid in ended or session in there]
-            if uid not in ended:
+            if uid not in ended and not self._ends[uid]:
                 now = now[: len(left) - 1]  # verl will still note that the prompt has ended
             for session in now:
                 self._report_response_end(
@@ -190,7 +284,7 @@ class TailBatchingBuffer(ReplayBuffer):
 
     def _do(self, actions: Iterable[Action]) -> None:
         draws: dict[tuple[int, int], dict[int, SampleId]] = defaultdict(dict)
-        responses = self._admitter.rules.num_responses
+        responses, lacks = self._admitter.rules.num_responses, 0
         for action in actions:
             match action:
                 case Launch(sample=sample):
@@ -199,13 +293,19 @@ class TailBatchingBuffer(ReplayBuffer):
                 case ReturnGroup(group=group):
                     del self._rows[group.index]
                     self._taken.append(self._uids[group.index, group.rejected])
+                case Judge(group=group):
+                    self._complete[self._uids[group.index, group.rejected]] = group.key
+                case NeedPrompts(prompts=prompts):
+                    lacks += prompts
                 case RoundOver(summary=summary):
-                    self._over = True
+                    self._over, self._over_at = True, time.monotonic()
                     self.summary = self._admitter.record_round_time(summary, time.monotonic() - self._begun)
                 case Abort():
                     pass  # all that are left, together: see sample
         if draws:
             self._start(draws)
+        if lacks:
+            self._do(self._feed(lacks))
 
     def _start(self, draws: Mapping[tuple[int, int], dict[int, SampleId]]) -> None:
         """Each draw with all its responses; draws of one prompt are prompts of their own to verl."""
@@ -215,6 +315,7 @@ class TailBatchingBuffer(ReplayBuffer):
             uid = self._uids[index, draw] = _get_uid(row)
             self._under_way[uid] = samples
             self._started[uid] = time.monotonic()
+            self._unsettled.add(uid)
             rows.append(row)
         self._submit(rows)
 
@@ -233,6 +334,7 @@ class TailBatchingBuffer(ReplayBuffer):
             "mean_undropped_error": summary.mean_undropped_error,
             "mean_seconds": summary.mean_seconds,
             "plain_seconds": summary.plain_seconds,
+            "reward_seconds": time.monotonic() - self._over_at,
         }
         return {f"training/tail_batching/{name}": value for name, value in found.items()}
 

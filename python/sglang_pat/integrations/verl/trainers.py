@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import ray
 import torch
 import transfer_queue as tq
+from msgspec.structs import replace
 from omegaconf import DictConfig, open_dict
+from ray.actor import ActorHandle
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
@@ -28,16 +30,20 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from sglang_pat import figures
-from sglang_pat.integrations.verl import options
+from sglang_pat.integrations.verl import options, rewards
 from sglang_pat.integrations.verl.client import AdaptiveAsyncClient, AdaptiveClient
 from sglang_pat.integrations.verl.fields import DEGREES, expand_runs
+from sglang_pat.integrations.verl.reward_ledger import TrainerLedger
 from sglang_pat.integrations.verl.tail_batching import WHERE, TailBatchingBuffer, read_rules
+from sglang_pat.messages import BeginRound, EndRound
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "sglang_pat_"
 WAITING_FILE = "tail_batching.pt"
 """In a checkpoint's folder."""
+LIMITS_FILE = "reward_limits.json"
+"""In the same."""
 
 
 def _check_config_before_start(make: Callable[..., None]) -> Callable[..., None]:
@@ -48,13 +54,31 @@ def _check_config_before_start(make: Callable[..., None]) -> Callable[..., None]
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         if options.is_adaptive(rollout, helper=False):
             options.check(rollout, rollout.n_gpus_per_node, config.actor_rollout_ref.model)
+        rewards.check(config)
         make(self, config)
 
     return checked
 
 
+def _check_data_after(load: Callable[[PPOTrainer], None]) -> Callable[[PPOTrainer], None]:
+    """verl's loading of the data, after which it is known what rewards will need; still before any model."""
+
+    @functools.wraps(load)
+    def loaded(self: PPOTrainer) -> None:
+        load(self)
+        found: set[str] = set()
+        for data in (self.train_dataset, self.val_dataset):
+            rows = getattr(data, "dataframe", None)  # a user's own dataset may have none
+            if rows is not None and "data_source" in getattr(rows, "column_names", ()):
+                found.update(rows.unique("data_source"))
+        rewards.check_sandbox(self.config, found)
+
+    return loaded
+
+
 for _trainer in (PPOTrainer, PPOTrainerSeparateAsync):  # the second looks at its own options first
     _trainer.__init__ = _check_config_before_start(_trainer.__init__)
+PPOTrainer._init_dataloader = _check_data_after(PPOTrainer._init_dataloader)
 
 
 class _Adaptive(PPOTrainer):
@@ -63,6 +87,8 @@ class _Adaptive(PPOTrainer):
 
     _figures: list[figures.Figures]
     """Of each engine, until the last step."""
+    _ledger: TrainerLedger | None = None
+    """Of rewards with limits."""
 
     def __init__(self, config: DictConfig) -> None:
         config = deepcopy(config)
@@ -78,23 +104,74 @@ class _Adaptive(PPOTrainer):
         super().__init__(config)
 
     def _setup(self) -> None:
+        if rewards.is_used(self.config):
+            self._ledger = TrainerLedger(rewards.read_settings(self.config).rules)
         super()._setup()
         self._figures = self._ask_totals()
+
+    def on_validate_begin(self) -> None:
+        super().on_validate_begin()
+        self._announce_round(BeginRound(kind="validation"))
+
+    def on_validate_end(self) -> None:
+        super().on_validate_end()
+        self._announce_round(EndRound())
+        if self._ledger:
+            self._ledger.take_metrics()  # no step's
+
+    def _announce_round(self, message: BeginRound | EndRound) -> None:
+        """Tell the engines, before the requests that it is about."""
+        handles = self._list_engines()
+        if isinstance(message, BeginRound) and len(handles) > 1:  # nobody knows how many requests each will get
+            message = replace(message, requests=None, prompts=None)
+        ray.get([handle.announce_round.remote(message) for handle in handles])
 
     def _consume_sync_metrics(self) -> dict:
         """verl's, of the step that has just ended, and ours."""
         before, self._figures = self._figures, self._ask_totals()
         steps = [now.subtract(then) for now, then in zip(self._figures, before, strict=True)]
-        return super()._consume_sync_metrics() | (figures.compute_metrics(steps) if steps else {})
+        found = super()._consume_sync_metrics() | (figures.compute_metrics(steps) if steps else {})
+        return found | (self._ledger.take_metrics() if self._ledger else {})
+
+    def _save_checkpoint(self) -> None:
+        """verl's, with what was learnt for rewards."""
+        if self._ledger:
+            self._ledger.save(self._make_checkpoint_folder() / LIMITS_FILE)
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if not self.global_steps or not self._ledger:
+            return
+        if (path := self._get_loaded_folder() / LIMITS_FILE).exists():
+            self._ledger.load(path)
+        else:
+            logger.warning("%s is not there: time limits of rewards are learnt anew", path)
+
+    def _make_checkpoint_folder(self) -> Path:
+        """Of this step.  For files that are written first: verl ends with the note that a checkpoint is complete."""
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _get_loaded_folder(self) -> Path:
+        """Of the checkpoint from which the job goes on."""
+        trainer = self.config.trainer
+        if trainer.resume_mode == "resume_path":
+            return Path(trainer.resume_from_path)
+        return Path(trainer.default_local_dir) / f"global_step_{self.global_steps}"
 
     def _ask_totals(self) -> list[figures.Figures]:
-        """Of all engines since their start; none, if they are verl's own."""
-        managers = (self.llm_server_manager, getattr(self, "standalone_server_manager", None))
-        handles = [handle for manager in managers if manager for handle in manager.server_handles]
+        """Of all engines since their start."""
+        return ray.get([handle.get_totals.remote() for handle in self._list_engines()])
+
+    def _list_engines(self) -> list[ActorHandle]:
+        """Their actors; none, if they are verl's own."""
         rollout = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout)
         if not options.is_adaptive(rollout, False):
             return []
-        return ray.get([handle.get_totals.remote() for handle in handles])
+        managers = (self.llm_server_manager, getattr(self, "standalone_server_manager", None))
+        return [handle for manager in managers if manager for handle in manager.server_handles]
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         found = super()._compute_old_log_prob(batch, metrics)
@@ -137,10 +214,13 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
         return self.llm_server_manager.get_client(client_cls=AdaptiveClient)
 
     def _build_replay_buffer(self) -> ReplayBuffer:
-        rollout = self.config.actor_rollout_ref.rollout
+        rollout, sampler = self.config.actor_rollout_ref.rollout, self.config.trainer.v1.sampler
+        groups = self.config.algorithm.get("filter_groups") or {}
+        refills = bool(sampler.get("sync_refill_failed_groups"))
         wanted = read_rules(
-            self.config.trainer.v1.get(f"{PREFIX}sync", {}), self.config.data.train_batch_size, rollout.n
-        )
+            self.config.trainer.v1.get(f"{PREFIX}sync", {}), self.config.data.train_batch_size, rollout.n,
+            filter_groups=refills or bool(groups.get("enable")),
+        )  # fmt: skip
         if wanted is None:
             return super()._build_replay_buffer()
         if wanted.unbiased and rollout.multi_turn.enable:
@@ -154,17 +234,30 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
                 f"trainer.v1.{self.trainer_mode}.parameter_sync_step is {steps}, must be 1 (or left out) with "
                 f"{WHERE}.tail_batching: a step has one batch, for one update"
             )
-        sampler = self.config.trainer.v1.sampler
-        custom = (sampler.get("custom_sampler") or {}).get("path")
-        if self._resolve_filter_groups_metric() or custom or sampler.get("sync_refill_failed_groups"):
+        if (custom := sampler.get("custom_sampler") or {}).get("path"):
             raise ValueError(
-                f"{WHERE}.tail_batching chooses the prompts of a step: leave algorithm.filter_groups, "
-                "trainer.v1.sampler.custom_sampler and trainer.v1.sampler.sync_refill_failed_groups out"
+                f"trainer.v1.sampler.custom_sampler.path is {custom['path']!r}, must be left out with "
+                f"{WHERE}.tail_batching: it chooses the prompts of a step itself"
             )
+        metric = self._resolve_filter_groups_metric()
+        if metric and (batches := groups.get("max_inflight_gen_batches", 1)) != 1:
+            raise ValueError(
+                f"algorithm.filter_groups.max_inflight_gen_batches is {batches}, must be 1 (or left out) with "
+                f"{WHERE}.tail_batching: how many prompts run at once follows from eta_prompts and from how many "
+                "groups were of use"
+            )
+        most_batches = max(groups.get("max_num_gen_batches", 0), 0) if metric else 0
+        if most_batches:  # of which verl has just said that it is ignored
+            logger.warning("algorithm.filter_groups.max_num_gen_batches=%s holds with tail batching", most_batches)
         return TailBatchingBuffer(
-            wanted, rollout.response_length, self._submit_rows, self._stop_all, trainer_mode=self.trainer_mode,
-            trainer_config=own, max_off_policy_threshold=sampler.max_off_policy_threshold,
+            wanted, rollout.response_length, self._submit_rows, self._stop_all, self._announce_round, most_batches,
+            # With a filter a step goes on until verl has the rewards.
+            take_ends=dict if wanted.filter_groups else self._take_ends, drop=self._drop_prompts,
+            trainer_mode=self.trainer_mode, trainer_config=own,
+            max_off_policy_threshold=sampler.max_off_policy_threshold,
             max_off_policy_strategy=sampler.max_off_policy_strategy, sampler_kwargs=sampler.sampler_kwargs,
+            refill_fn=self._add_prompts_to_generate, filter_groups_metric=metric, sync_refill_failed_groups=refills,
+            gen_batch_size=1,
         )  # fmt: skip
 
     def _submit_rows(self, rows: list[TensorDict]) -> None:
@@ -176,30 +269,39 @@ class AdaptiveSync(_Adaptive, PPOTrainerSync):
         self.checkpoint_manager.abort_replicas()
         self.checkpoint_manager.resume_generation_replicas()
 
+    def _take_ends(self) -> Mapping[str, Mapping[int, int]]:
+        return self._ledger.take_ends(self.global_steps) if self._ledger else {}
+
+    def _drop_prompts(self, uids: set[str]) -> None:
+        if self._ledger:
+            self._ledger.drop(self.global_steps, uids)
+
     def _add_batch_to_generate(self) -> None:
         if isinstance(self.replay_buffer, TailBatchingBuffer):
             self.replay_buffer.begin(self.global_steps, self._fetch_one_gen_batch)
         else:
+            self._announce_round(self._describe_step())
             super()._add_batch_to_generate()
+
+    def _describe_step(self) -> BeginRound:
+        """Without tail batching."""
+        rollout, buffer = self.config.actor_rollout_ref.rollout, self.replay_buffer
+        if type(buffer) is not ReplayBuffer or buffer.filter_groups_metric or buffer.sync_refill_failed_groups:
+            return BeginRound(max_new_tokens=rollout.response_length)  # more may come
+        prompts = self.config.data.train_batch_size
+        return BeginRound.of_size(prompts, rollout.n, max_new_tokens=rollout.response_length)
 
     def _save_checkpoint(self) -> None:
         """verl's, with the prompts that wait: they have left its data loader already."""
         if isinstance(self.replay_buffer, TailBatchingBuffer):
-            # First: verl ends with the note that this checkpoint is complete.
-            folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(self.replay_buffer.get_state(), folder / WAITING_FILE)
+            torch.save(self.replay_buffer.get_state(), self._make_checkpoint_folder() / WAITING_FILE)
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         if not self.global_steps or not isinstance(self.replay_buffer, TailBatchingBuffer):
             return
-        trainer = self.config.trainer
-        folder = Path(trainer.default_local_dir) / f"global_step_{self.global_steps}"
-        if trainer.resume_mode == "resume_path":
-            folder = Path(trainer.resume_from_path)
-        if not (path := folder / WAITING_FILE).exists():
+        if not (path := self._get_loaded_folder() / WAITING_FILE).exists():
             logger.warning("%s is not there: prompts that waited at this checkpoint, if any, are left out", path)
             return
         # As verl reads its own files; this one has its rows in it, which are no tensors alone.

@@ -1,0 +1,201 @@
+"""What the reward workers of a verl job share, with each other and with its trainer: one named Ray actor.
+
+Its death costs a job nothing that it trains on.  Ray starts it anew, and it is empty then.  Each worker also keeps what
+it has told of time limits, and tells it again (:meth:`RewardLedger.restore_limits`).  Of responses whose end is lost,
+verl's own queue tells later.  The figures of the step are those since then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from sglang_pat import files
+from sglang_pat.errors import format_one_line
+from sglang_pat.rewards.limits import CaseRun, LimitRules, TimeLimits
+from sglang_pat.rewards.pool import Failure
+
+NAME = "sglang_pat_rewards"
+
+LARGEST = "/max"
+"""End of the names of figures of which not the sum is kept."""
+Prompt = tuple[int, str]
+"""The step for which a prompt was started, and its uid, which it keeps when it is started again."""
+COUNTS = ("draws", "reruns", "right_reruns")
+"""Of the state of :class:`TimeLimits`."""
+
+
+class RewardLedger:
+    """The actor.
+
+    Attributes:
+        life: another one after each start.
+    """
+
+    def __init__(self, rules: LimitRules) -> None:
+        self.life = uuid.uuid4().hex
+        self._limits = TimeLimits(rules)
+        self._ends: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        self._ends_of: int | None = None
+        self._figures: dict[str, float] = {}
+        self._dropped: frozenset[Prompt] = frozenset()
+        self._drops = 0
+        self._news = asyncio.Condition()
+
+    # -- responses -------------------------------------------------------------------------------------
+
+    async def note_end(self, prompt: Prompt, session: int, tokens: int) -> None:
+        """A response has ended, and its reward is on its way."""
+        step, uid = prompt
+        if step == self._ends_of:
+            self._ends[uid][session] = tokens
+
+    async def take_ends(self, step: int) -> dict[str, dict[int, int]]:
+        """Tokens of the step's responses that have ended since the last call, by uid and session.
+
+        Before the first call of a step none is kept.
+        """
+        found, self._ends = dict(self._ends), defaultdict(dict)
+        if step != self._ends_of:
+            found, self._ends_of = {}, step
+        return found
+
+    async def drop(self, prompts: Iterable[Prompt]) -> None:
+        """Nobody will train on the responses of these prompts, now that those of the call before have ended."""
+        async with self._news:
+            self._dropped, self._drops = frozenset(prompts), self._drops + 1
+            self._news.notify_all()
+
+    async def wait_for_drop(self, known: int) -> tuple[int, frozenset[Prompt]]:
+        """Number and prompts of the last :meth:`drop`, as soon as it is another one than ``known``."""
+        async with self._news:
+            await self._news.wait_for(lambda: self._drops != known)
+            return self._drops, self._dropped
+
+    # -- figures ---------------------------------------------------------------------------------------
+
+    async def add_figures(self, figures: Mapping[str, float]) -> None:
+        """Of one reward, or more."""
+        add_figures(self._figures, figures)
+
+    async def take_figures(self) -> dict[str, float]:
+        """Of the step that ends now, :meth:`TimeLimits.take_metrics` among them; the next one begins."""
+        found, self._figures = self._figures, {}
+        cases = self._limits.take_metrics()
+        known = {"cases", "rerun"} & cases.keys()  # a job without programs has none
+        return found | ({f"cases/{name}": value for name, value in cases.items()} if known else {})
+
+    # -- time limits of test cases -----------------------------------------------------------------------
+
+    async def get_limits(self, keys: Sequence[str]) -> tuple[str, list[float]]:
+        """:attr:`life`, and seconds for each test case."""
+        return self.life, self._limits.get_limits(keys)
+
+    async def record_runs(self, runs: Sequence[CaseRun]) -> list[bool]:
+        """Whether each has to be run again (:meth:`TimeLimits.record`)."""
+        return self._limits.record(runs)
+
+    async def restore_limits(self, state: Mapping[str, Any]) -> None:
+        """Add what somebody knows: a checkpoint, or a worker what it has told :attr:`life` before this one."""
+        self._limits.load_state_dict(add_states(self._limits.state_dict(), state))
+
+    async def get_limits_state(self) -> tuple[str, dict[str, Any]]:
+        """:attr:`life`, and what a checkpoint keeps."""
+        return self.life, self._limits.state_dict()
+
+
+def add_figures(total: dict[str, float], figures: Mapping[str, float]) -> None:
+    """Add ``figures`` to a ``total``."""
+    for name, value in figures.items():
+        total[name] = max(total.get(name, value), value) if name.endswith(LARGEST) else total.get(name, 0.0) + value
+
+
+def add_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What both have learnt of different runs; ``one`` says the rules."""
+    anchors = dict(one["anchors"])
+    for key, seconds in other["anchors"].items():
+        anchors[key] = max(seconds, anchors.get(key, 0.0))
+    return {**one, "anchors": anchors} | {name: one[name] + other[name] for name in COUNTS}
+
+
+def connect(rules: LimitRules) -> ActorHandle:
+    """The job's ledger, which is made by the first who asks."""
+    # A call that is under way when the actor dies is made again: what it adds may count twice.
+    options = {"name": NAME, "get_if_exists": True, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+    return ray.remote(RewardLedger).options(**options).remote(rules)
+
+
+class TrainerLedger:
+    """The trainer's side of it.
+
+    Args:
+        rules: of the time limits.
+    """
+
+    def __init__(self, rules: LimitRules) -> None:
+        self._actor = connect(rules)
+        self._rules = rules
+        self._saved: dict[str, Any] | None = None
+        """What the checkpoint knew from which the job goes on."""
+        self._life = ""
+
+    def take_ends(self, step: int) -> dict[str, dict[int, int]]:
+        """:meth:`RewardLedger.take_ends`"""
+        return ray.get(self._actor.take_ends.remote(step))
+
+    def drop(self, step: int, uids: Iterable[str]) -> None:
+        """:meth:`RewardLedger.drop`, of prompts that were started for one step."""
+        ray.get(self._actor.drop.remote([(step, uid) for uid in uids]))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the rewards of the step that ends now, for the tracker."""
+        self._get_state()
+        return make_metrics(ray.get(self._actor.take_figures.remote()))
+
+    def save(self, path: Path) -> None:
+        """Write what was learnt of time limits."""
+        files.write(json.dumps(self._get_state()).encode(), path)
+
+    def load(self, path: Path) -> None:
+        """Go on with what was saved.
+
+        Raises:
+            ValueError: it cannot be read; one line.
+        """
+        try:
+            state = json.loads(path.read_text())
+            TimeLimits(self._rules).load_state_dict(state)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: {format_one_line(error)}; delete it to begin without") from None
+        self._saved, self._life = state, ""
+
+    def _get_state(self) -> dict[str, Any]:
+        """Of the actor, which is told again what was saved if it has died."""
+        life, state = ray.get(self._actor.get_limits_state.remote())
+        if life == self._life:
+            return state
+        self._life = life
+        if self._saved is None:
+            return state
+        ray.get(self._actor.restore_limits.remote(self._saved))
+        return add_states(state, self._saved)
+
+
+def make_metrics(figures: Mapping[str, float]) -> dict[str, float]:
+    """``reward/...`` of a step's sums; times are the mean of a reward, but for the longest."""
+    found = {name: figures.get(name, 0.0) for name in ("responses", "stopped", *(f"failed/{kind}" for kind in Failure))}
+    scored = max(1.0, found["responses"])
+    for name, value in figures.items():
+        if name.startswith("seconds/"):
+            found[name] = value if name.endswith(LARGEST) else value / scored
+        elif name not in found:
+            found[name] = value
+    return {f"reward/{name}": value for name, value in found.items()}

@@ -1,0 +1,86 @@
+"""What a sandbox is to those who use it: a program goes in, runs come out.
+
+The clock of the limits is the time that a program took less the time that it was ready and waited for a core.  A busy
+machine makes it no longer, and a program that sleeps is cut, too, which CPU time would not do.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class SandboxError(RuntimeError):
+    """A sandbox does not start, or its service does not answer; one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What one program may use.  A Sandbox Fusion service takes ``memory`` and ``output`` only."""
+
+    memory: int = 1 << 30
+    """Bytes of address space of each process."""
+    processes: int = 16
+    """Processes and threads at once."""
+    files: int = 64
+    """Open files of each process."""
+    output: int = 1 << 20
+    """Bytes of stdout."""
+    tmp: int = 64 << 20
+    """Bytes in /tmp, which is memory; also of one file."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}, must be a whole number of 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of a program."""
+
+    ended: str
+    """``exit``: by itself, with code 0.  ``error``: by itself, otherwise.  ``cut``: its time was over.  ``memory``: it
+    got no more.  ``output``: it wrote too much.  ``lost``: the sandbox was killed around it."""
+    output: str = ""
+    """stdout; what is no UTF-8 is replaced."""
+    error: str = ""
+    """The last line of stderr."""
+    wall: float = 0.0
+    """Seconds."""
+    cpu: float = 0.0
+    """Seconds, of all cores; of a service 0."""
+    waited: float = 0.0
+    """Seconds that it was ready and had no core; 0 where nobody says so."""
+
+    @property
+    def seconds(self) -> float:
+        """What it took, by the clock of the limits."""
+        return self.wall - self.waited
+
+
+class Session(Protocol):
+    """One program in one sandbox."""
+
+    def run(self, stdin: str, limit: float, maximum: float) -> Run:
+        """Run the program from its beginning.
+
+        Files that it leaves in /tmp are there in the next run.  After a run that was ``lost`` a new session is needed.
+
+        Args:
+            limit: seconds by the clock of the limits.
+            maximum: wall seconds.
+
+        Raises:
+            SandboxError: a service does not answer.
+        """
+        ...
+
+
+class Sandbox(Protocol):
+    """Can be pickled: a worker process gets it with its task."""
+
+    def open(self, program: str) -> AbstractContextManager[Session]:
+        """A session; raises :class:`SandboxError`."""
+        ...

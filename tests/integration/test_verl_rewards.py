@@ -1,0 +1,377 @@
+"""Rewards with limits in verl: its manager in a loop of the test's own, with a ledger that is no actor."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from tensordict import TensorDict
+from verl.protocol import DataProto
+from verl.trainer.ppo.reward import load_reward_manager
+from verl.utils.reward_score import default_compute_score
+
+from sglang_pat.integrations.verl import reward_ledger, rewards
+from sglang_pat.integrations.verl.fields import STOPS
+from sglang_pat.integrations.verl.reward_ledger import RewardLedger, make_metrics
+from sglang_pat.integrations.verl.reward_programs import ProgramScorer
+from sglang_pat.rewards import programs
+from sglang_pat.rewards.limits import CaseRun, LimitRules
+
+from . import verl_rewards
+from .jobs import ROOT, SWITCHING, Job
+from .test_verl import GREEDY
+
+pytestmark = pytest.mark.integration
+
+RULES = LimitRules()
+SETTING = "reward.reward_manager.name=sglang_pat"
+
+
+def make_config(*words: str):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", [SETTING, *words])
+
+
+class Local:
+    """A ledger's handle, as Ray gives one; its methods run in the test's loop.
+
+    Attributes:
+        actor: set anew, it has died.
+        managers: that use it.
+    """
+
+    def __init__(self, rules: LimitRules = RULES) -> None:
+        self.actor = RewardLedger(rules)
+        self.managers: list[rewards.PooledRewardManager] = []
+
+    def make_manager(self, function, *words: str, **named: Any) -> rewards.PooledRewardManager:
+        self.managers.append(rewards.PooledRewardManager(make_config(*words), Texts(), function, **named))
+        return self.managers[-1]
+
+    async def close(self) -> None:
+        for manager in self.managers:
+            if manager._watch is not None:
+                manager._watch.cancel()
+            await manager._pool.close()
+
+    def __getattr__(self, name: str):
+        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(getattr(self.actor, name)(*args)))
+
+
+class Texts:
+    """A tokenizer: a token is a letter."""
+
+    def decode(self, tokens, **_) -> str:
+        return "".join(map(chr, tokens.tolist()))
+
+
+@pytest.fixture
+async def ledger(monkeypatch) -> AsyncIterator[Local]:
+    found = Local()
+    monkeypatch.setattr(reward_ledger, "connect", lambda rules: found)
+    yield found
+    await found.close()
+
+
+def make_sample(text: str, uid: str = "one", session: int = 0, source: str = "mine", truth: str = "", step=1, **fields):
+    """As verl's agent loop gives one to a reward worker."""
+    response = torch.tensor([[ord(letter) for letter in text]])
+    batch = TensorDict({"responses": response, "attention_mask": torch.ones_like(response)}, batch_size=1)
+    values = {
+        "uid": uid, "session_id": session, "global_steps": step, "data_source": source,
+        "reward_model": {"ground_truth": truth}, "extra_info": {}, "tool_extra_fields": fields,
+        "response_len": len(text), "__num_turns__": 2,
+    }  # fmt: skip
+    return DataProto(batch=batch, non_tensor_batch={name: np.array([value]) for name, value in values.items()})
+
+
+def behave(data_source, solution_str, ground_truth, extra_info, **_):
+    """A reward function that does what the response says."""
+    match solution_str:
+        case "hang":
+            threading.Event().wait()
+        case "raise":
+            raise KeyError("x")
+        case "more":
+            return {"score": 0.5, "acc": True, "note": extra_info["num_turns"]}
+    return float(solution_str)
+
+
+async def test_scores_and_failures(ledger):
+    manager = ledger.make_manager(behave, "+reward.sglang_pat={limit: 0.5, failed_reward: -1, processes: 2}")
+    texts = ["0.25", "hang", "raise", "nan"]
+    found = await asyncio.gather(*(manager.run_single(make_sample(text)) for text in texts))
+    assert [one["reward_score"] for one in found] == [0.25, -1, -1, -1]
+    assert found[0]["reward_extra_info"] == {"acc": 0.25}
+    more = await manager.run_single(make_sample("more"))
+    assert more == {"reward_score": 0.5, "reward_extra_info": {"score": 0.5, "acc": True, "note": 2}}
+    failed = await manager.run_single(make_sample("raise"))
+    assert failed["reward_extra_info"] == {"score": -1, "acc": -1, "note": -1}, "names as of the others"
+    metrics = make_metrics(await ledger.actor.take_figures())
+    assert {name: metrics[f"reward/{name}"] for name in ("responses", "failed/late", "failed/raised")} == {
+        "responses": 6, "failed/late": 1, "failed/raised": 2
+    }  # fmt: skip
+    assert metrics["reward/failed/invalid"] == 1 and metrics["reward/failed/died"] == metrics["reward/stopped"] == 0
+    assert metrics["reward/seconds/max"] >= 0.5 > metrics["reward/seconds/scoring"] > 0.08
+    assert make_metrics(await ledger.actor.take_figures())["reward/responses"] == 0
+
+
+async def test_nothing_runs_for_a_response_that_was_stopped(ledger):
+    manager = ledger.make_manager(behave, "algorithm.filter_groups={enable: true, metric: acc}")
+    for fields in ({STOPS: ["abort"]}, {STOPS: ["stop", "abort", "length"]}):
+        found = await manager.run_single(make_sample("hang", **fields))
+        assert found == {"reward_score": 0.0, "reward_extra_info": {"acc": 0.0}}, "verl's filter wants it of all"
+    assert (await manager.run_single(make_sample("0.5", **{STOPS: ["stop", "length"]})))["reward_score"] == 0.5
+    assert make_metrics(await ledger.actor.take_figures())["reward/stopped"] == 2
+
+
+async def test_what_runs_for_a_prompt_that_is_dropped_is_ended(ledger):
+    manager = ledger.make_manager(behave, "+reward.sglang_pat={processes: 1, limit: 600}")
+    dropped = [asyncio.create_task(manager.run_single(make_sample("hang", "left", session))) for session in range(2)]
+    kept = asyncio.create_task(manager.run_single(make_sample("0.5", "kept")))
+    await asyncio.sleep(0)
+    await ledger.actor.drop([(1, "left")])
+    assert [(await one)["reward_score"] for one in dropped] == [0.0, 0.0]
+    assert (await kept)["reward_score"] == 0.5, "a process is free again"
+    assert (await manager.run_single(make_sample("hang", "left", 2)))["reward_score"] == 0.0, "one that ends later"
+    assert (await manager.run_single(make_sample("0.5", "left", step=2)))["reward_score"] == 0.5, "in a later step"
+
+
+async def test_the_trainer_hears_of_an_end_before_its_reward(ledger):
+    manager = ledger.make_manager(behave, "+reward.sglang_pat={limit: 600, processes: 2}")
+    await manager.run_single(make_sample("0.5", "two", 1))  # nobody asks
+    assert await ledger.actor.take_ends(2) == {}
+    running = asyncio.create_task(manager.run_single(make_sample("hang", "one", 3, step=2)))
+    await manager.run_single(make_sample("0.25", "two", 1, step=2))
+    await manager.run_single(make_sample("0.25", "two", 0, step=1))
+    await manager.run_single(make_sample("hang", "stopped", step=2, **{STOPS: ["abort"]}))
+    assert await ledger.actor.take_ends(2) == {"one": {3: 4}, "two": {1: 4}} and not running.done()
+    assert await ledger.actor.take_ends(2) == {}
+    await manager.run_single(make_sample("0.25", "late", step=2))
+    assert await ledger.actor.take_ends(3) == {}, "a prompt that was passed over is started again with its uid"
+    running.cancel()
+
+
+async def test_a_judge_gets_its_address_and_tokenizer(ledger):
+    def judge(reward_router_address, reward_model_tokenizer, **_):
+        return {"score": 1.0, "asked": f"{reward_router_address} {reward_model_tokenizer.decode(torch.tensor([104]))}"}
+
+    config = make_config()
+    manager = rewards.PooledRewardManager(
+        config=config,
+        tokenizer=Texts(),
+        compute_score=judge,
+        reward_router_address="here",
+        reward_model_tokenizer=Texts(),
+    )
+    assert (await manager.run_single(make_sample("x")))["reward_extra_info"]["asked"] == "here h"
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+async def test_a_function_of_a_file_as_verl_loads_it(ledger, tmp_path, start):
+    (file := tmp_path / "mine.py").write_text(
+        "def score(solution_str, more, **_):\n    return len(solution_str) + more\n"
+    )
+    config = make_config(
+        f"reward.custom_reward_function.path={file}", "reward.custom_reward_function.name=score",
+        "+reward.custom_reward_function.reward_kwargs={more: 0.5}", f"+reward.sglang_pat={{start: {start}}}",
+    )  # fmt: skip
+    manager = load_reward_manager(config, Texts())
+    ledger.managers.append(manager)
+    assert isinstance(manager, rewards.PooledRewardManager), "verl finds it by its name"
+    assert (await manager.run_single(make_sample("four")))["reward_score"] == 4.5
+
+
+# -- programs --------------------------------------------------------------------------------------------------
+
+
+class Programs:
+    """In place of a sandbox: a response says how long its cases take; one of 9 s and more is never right."""
+
+    @staticmethod
+    def get_keys(ground_truth):
+        if not ground_truth:
+            raise ValueError("these are no test cases")
+        return ground_truth.split()
+
+    @staticmethod
+    def score_response(response, ground_truth, sandbox, time_limits, all_or_nothing, maximum):
+        assert sandbox == "a sandbox" and maximum == 30 and not all_or_nothing
+        runs = [
+            CaseRun(key, "right" if float(seconds) < min(9, limit) else "cut", float(seconds), limit)
+            for key, seconds, limit in zip(ground_truth.split(), response.split(), time_limits, strict=True)
+        ]
+        value = sum(run.outcome == "right" for run in runs) / len(runs)
+        return programs.Score(value=value, outcome="", runs=tuple(runs))
+
+    @staticmethod
+    def run_again(response, ground_truth, index, sandbox, maximum):
+        seconds = float(response.split()[index])
+        outcome, seconds = ("right", seconds) if seconds < 9 else ("cut", maximum)
+        return CaseRun(ground_truth.split()[index], outcome, seconds, maximum, rerun=True)
+
+
+@pytest.fixture
+def sandboxed(monkeypatch):
+    for name in ("get_keys", "score_response", "run_again"):
+        monkeypatch.setattr(programs, name, getattr(Programs, name))
+    monkeypatch.setattr(rewards, "make_sandbox", lambda setting, where: "a sandbox")
+
+
+async def test_programs_go_to_the_sandbox(ledger, sandboxed):
+    manager = ledger.make_manager(default_compute_score)
+    found = await manager.run_single(make_sample("1 20", source="taco", truth="a b"))
+    assert found == {"reward_score": 0.5, "reward_extra_info": {"acc": 0.5}}
+    assert (await manager.run_single(make_sample("1", source="apps")))["reward_score"] == 0.0, "it has no test cases"
+    metrics = make_metrics(await ledger.actor.take_figures())
+    assert metrics["reward/responses"] == 2 and metrics["reward/failed/invalid"] == 1
+    assert metrics["reward/cases/cases"] == 2 and metrics["reward/cases/cut"] == 1
+    assert metrics["reward/seconds/sandbox"] > 0 and "reward/seconds/scoring" not in metrics
+
+
+async def test_other_functions_get_their_programs_themselves(ledger, sandboxed, tmp_path):
+    (file := tmp_path / "mine.py").write_text("def compute_score(**_):\n    return 0.75\n")
+    manager = load_reward_manager(make_config(f"reward.custom_reward_function.path={file}"), Texts())
+    ledger.managers.append(manager)
+    assert (await manager.run_single(make_sample("1", source="taco", truth="a")))["reward_score"] == 0.75
+
+
+async def test_limits_are_those_of_all_workers_and_outlive_their_owner(ledger, sandboxed):
+    rules = LimitRules(rerun_share=1.0)
+    ledger.actor = RewardLedger(rules)
+    pool = {"processes": 1, "failed_reward": 0.0}
+    one, other = (ProgramScorer("a sandbox", rules, False, ledger, pool) for _ in range(2))
+    await one.score("4", "a")
+    await other.score("5 1", "a b")
+    assert (await ledger.actor.get_limits(["a", "b", "c"]))[1] == [7.5, 2.0, 30.0]
+    assert (await one.score("9.5", "a")).value == 0.0, "cut by what the other has learnt"
+    await asyncio.gather(*one._reruns)
+    life, state = await ledger.actor.get_limits_state()
+    assert (state["reruns"], state["right_reruns"]) == (1, 0)
+    ledger.actor = RewardLedger(rules)  # it has died
+    await one.score("1", "c")
+    await other.score("1", "c")
+    again = await ledger.actor.get_limits_state()
+    assert again[0] != life and again[1]["anchors"] == {"a": 5.0, "b": 1.0, "c": 1.0}
+    assert (again[1]["reruns"], again[1]["right_reruns"]) == (1, 0)
+
+
+# -- settings --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        (
+            "{limits: 3}",
+            "reward.sglang_pat has no setting 'limits'; choose from limit, failed_reward, processes",
+        ),
+        ("3", "reward.sglang_pat is 3, must be settings by name, e.g. {limit: 30}"),
+        ("{limit: soon}", "reward.sglang_pat.limit is 'soon', must be a number"),
+        ("{limit: -1}", "reward.sglang_pat: limit is -1, must be seconds above 0"),
+        ("{processes: true}", "reward.sglang_pat.processes is True, must be a number"),
+        ("{start: thread}", "reward.sglang_pat: start is 'thread', must be fork or spawn"),
+        ("{all_or_nothing: 1}", "reward.sglang_pat.all_or_nothing is 1, must be true or false"),
+        ("{time_limits: {max: 3}}", "reward.sglang_pat.time_limits has no setting 'max'; choose from minimum, maximum"),
+        ("{time_limits: {maximum: 1}}", "reward.sglang_pat: limits of 2.0 to 1 seconds"),
+    ],
+)
+def test_refused_in_one_line(setting, line):
+    with pytest.raises(ValueError) as refused:
+        rewards.check(make_config(f"+reward.sglang_pat={setting}"))
+    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+
+
+def test_settings_without_the_manager_are_refused():
+    with pytest.raises(ValueError, match="^reward.sglang_pat is given and reward.reward_manager.name is 'naive', must"):
+        rewards.check(make_config("reward.reward_manager.name=naive", "+reward.sglang_pat={limit: 3}"))
+    rewards.check(make_config("reward.reward_manager.name=naive"))
+
+
+def test_a_sandbox_that_does_not_work_ends_a_job_that_needs_one(monkeypatch):
+    def make_sandbox(setting, where):
+        raise ValueError(f"{where} is {setting}, which does not work here")
+
+    monkeypatch.setattr(rewards, "make_sandbox", make_sandbox)
+    config = make_config("+reward.sglang_pat={sandbox: bubblewrap}")
+    with pytest.raises(ValueError, match="^reward.sglang_pat.sandbox is bubblewrap, which does not work here$"):
+        rewards.check_sandbox(config, ["openai/gsm8k", "taco"])
+    rewards.check_sandbox(config, ["openai/gsm8k"])
+    rewards.check_sandbox(make_config("reward.custom_reward_function.path=mine.py"), ["taco"])
+    rewards.check_sandbox(make_config("reward.sandbox_fusion.url=http://here"), ["taco"])
+    rewards.check_sandbox(make_config("reward.reward_manager.name=naive"), ["taco"])
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rewarded(verl_job, monkeypatch):
+    """Runs a job with a reward function of :mod:`tests.integration.verl_rewards`; gives what it noted, too."""
+
+    def run(function: str, what: str, *words: str) -> tuple[Job, list[dict[str, Any]]]:
+        monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", verl_rewards.__name__)
+        monkeypatch.setenv("PAT_TEST_REWARDS", what)
+        job = verl_job(
+            *SWITCHING, SETTING, "trainer.v1.trainer_mode=sglang_pat_sync",
+            f"reward.custom_reward_function.path={verl_rewards.__file__}",
+            f"reward.custom_reward_function.name={function}", *words,
+        )  # fmt: skip
+        return job, [json.loads(line) for line in (job.out / "rewards.jsonl").read_text().splitlines()]
+
+    return run
+
+
+@pytest.mark.long
+def test_a_step_waits_only_for_rewards_that_it_keeps(rewarded):
+    """A reward takes 5 s: it is called for kept responses alone, and then the step goes on at once."""
+    job, noted = rewarded(
+        "sleep", "noted", "--batch", "8", "--samples", "1", "--response", "512", "--steps", "6",
+        "data.gen_batch_size=1", "trainer.total_training_steps=3", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
+        "+trainer.v1.sglang_pat_sync.eta_prompts=1.5", "+reward.sglang_pat={{processes:16}}",
+    )  # fmt: skip
+    assert len(job.steps) == 3
+    calls: list[int] = []
+    ends: list[float] = []
+    steps: list[tuple[int, float]] = []
+    for line in noted:
+        if line["what"] == "begun":
+            calls.append(line["prompt"])
+        elif line["what"] == "ended":
+            ends.append(line["time"])
+        else:
+            steps.append((len(calls), line["time"] - max(ends)))
+            calls, ends = [], []
+    print(steps, job.series("reward/stopped"), job.series("training/tail_batching/reward_seconds"))
+    assert [count for count, _ in steps] == [8, 8, 8]
+    assert max(seconds for _, seconds in steps) <= 1.0
+
+
+@pytest.mark.long
+def test_processes_that_are_killed_change_no_reward(rewarded, verl_job, tmp_path, monkeypatch):
+    """One that computes a reward, and the ledger's; TensorBoard has the parts of the time."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    plain = verl_job(*GREEDY, *SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync")
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
+    job, noted = rewarded("count_vowels", "killed", *GREEDY, "trainer.logger=[console,file,tensorboard]")
+    assert [line["what"] for line in noted if line["what"] != "batch"] == [
+        "a process is killed", "the ledger is killed"
+    ]  # fmt: skip
+    assert job.series("critic/score/mean") == plain.series("critic/score/mean")
+    events = EventAccumulator(str(tmp_path)).Reload()
+    for name in ("responses", "stopped", "seconds/waiting", "seconds/scoring", "seconds/max", "failed/died"):
+        found = [event.value for event in events.Scalars(f"reward/{name}")]
+        assert found == pytest.approx(job.series(f"reward/{name}"))
+    assert job.series("reward/responses")[0] == 16 and sum(job.series("reward/failed/died")) == 0
+    assert 0 < job.series("reward/seconds/scoring")[0] <= job.series("reward/seconds/max")[0]

@@ -1,0 +1,180 @@
+"""Reward functions that misbehave in every way: each costs its own sample, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sglang_pat.rewards import pool as pools
+from sglang_pat.rewards.pool import Failure, RewardPool
+
+pytestmark = pytest.mark.unit
+
+FAILED = -1.0
+
+
+class Unpicklable(Exception):
+    """Cannot be made anew from its arguments."""
+
+    def __init__(self, one, other):
+        super().__init__(one)
+
+
+def behave(how: str, once: str = "") -> object:
+    """A reward function.  ``once``: a file that says whether it was called before."""
+    if once:
+        if Path(once).exists():
+            return 0.5
+        Path(once).touch()
+    match how:
+        case "hang":
+            threading.Event().wait()
+        case "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            threading.Event().wait()
+        case "raise":
+            raise Unpicklable("two\nlines", 2)
+        case "exit":
+            sys.exit(3)
+        case "die":
+            os._exit(3)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return {
+        "number": 0.25, "true": True, "nan": math.nan, "none": None, "text": "1.0", "dict": {"score": 1, "acc": 0.5},
+        "no score": {"acc": 1}, "no number": {"score": math.inf}, "closure": {"score": 1, "more": lambda: 0},
+    }[how]  # fmt: skip
+
+
+@pytest.fixture
+async def pool():
+    made = RewardPool(behave, processes=2, limit=0.3, failed_reward=FAILED)
+    yield made
+    await made.close()
+    assert not psutil.Process().children(), "its processes have ended"
+
+
+async def test_scores(pool):
+    assert (await pool.score({"how": "number"})).value == 0.25
+    assert (await pool.score({"how": "true"})).value == 1.0
+    with_more = await pool.score({"how": "dict"})
+    assert with_more.value == 1.0 and with_more.info == {"score": 1, "acc": 0.5} and with_more.failure is None
+
+
+FAILURES = {
+    "hang": (Failure.LATE, "longer than 0.3 s"),
+    "stubborn": (Failure.LATE, "longer than 0.3 s"),
+    "raise": (Failure.RAISED, "Unpicklable: two lines"),
+    "exit": (Failure.RAISED, "SystemExit: 3"),
+    "die": (Failure.DIED, "its process ended with code 3"),
+    "killed": (Failure.DIED, "its process ended with code -9"),
+    "nan": (Failure.INVALID, "it returned float nan: "),
+    "none": (Failure.INVALID, "it returned NoneType None: "),
+    "text": (Failure.INVALID, "it returned str '1.0': "),
+    "no score": (Failure.INVALID, "it returned dict {'acc': 1}: "),
+    "no number": (Failure.INVALID, "it returned dict {'score': inf}: "),
+    "closure": (Failure.INVALID, "it returned dict {'score': 1, 'more': <function"),
+}
+
+
+async def test_a_failure_costs_its_own_sample(pool):
+    """All at once, and right ones among them."""
+    hows = [how for failing in FAILURES for how in (failing, "number")]
+    found = await asyncio.gather(*(pool.score({"how": how}) for how in hows))
+    for how, reward in zip(hows, found, strict=True):
+        failure, reason = FAILURES.get(how, (None, ""))
+        assert (reward.value, reward.failure) == (0.25 if failure is None else FAILED, failure), how
+        assert reward.reason.startswith(reason) and "\n" not in reward.reason
+
+
+async def test_a_call_whose_process_is_killed_is_made_again(pool, tmp_path):
+    assert (await pool.score({"how": "killed", "once": str(tmp_path / "called")})).value == 0.5
+
+
+async def test_processes_that_are_killed_while_they_are_idle(pool):
+    """pebble gives up then."""
+    await pool.score({"how": "number"})
+    for child in psutil.Process().children():
+        child.kill()
+    assert (await pool.score({"how": "number"})).value == 0.25
+
+
+async def test_a_call_that_no_process_takes_is_given_up(pool, monkeypatch):
+    monkeypatch.setattr(pools, "START_SECONDS", -0.3)
+    found = await pool.score({"how": "hang"})
+    assert (found.failure, found.reason) == (Failure.DIED, "no process took it in -0.3 s")
+    monkeypatch.undo()
+    assert (await pool.score({"how": "number"})).value == 0.25
+
+
+async def test_cancelling_ends_a_call():
+    """Else the next one would wait for its process."""
+    pool = RewardPool(behave, processes=1, limit=600)
+    running, waiting = (asyncio.create_task(pool.score({"how": "hang"})) for _ in range(2))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    running.cancel()
+    reward = await pool.score({"how": "number"})
+    assert reward.value == 0.25 and running.cancelled() and waiting.cancelled()
+    await pool.close()
+
+
+async def test_arguments_that_cannot_be_pickled(pool):
+    found = await pool.score({"how": lambda: 0})
+    assert found.failure is Failure.INVALID and found.reason.startswith("its arguments cannot be pickled: ")
+
+
+async def test_times(pool):
+    """With as many calls as processes none waits; a third one waits for what one of these takes."""
+    rewards = await asyncio.gather(*(pool.score({"how": "hang"}) for _ in range(3)))
+    assert max(reward.waiting for reward in rewards[:2]) < 0.3 <= min(reward.running for reward in rewards)
+    assert rewards[2].waiting >= 0.3
+
+
+async def ask(how: str, meet: asyncio.Barrier) -> float:
+    """A reward function that asks somebody else."""
+    await meet.wait()
+    if how == "hang":
+        await asyncio.Event().wait()
+    if how == "raise":
+        raise Unpicklable("two\nlines", 2)
+    return math.nan if how == "nan" else 0.5
+
+
+async def test_coroutine_functions_are_called_in_the_loop_all_at_once():
+    pool, meet = RewardPool(ask, processes=1, limit=0.1, failed_reward=FAILED), asyncio.Barrier(4)
+    hows = ("hang", "raise", "nan", "right")
+    found = await asyncio.gather(*(pool.score({"how": how, "meet": meet}) for how in hows))
+    assert [reward.failure for reward in found] == [Failure.LATE, Failure.RAISED, Failure.INVALID, None]
+    assert [reward.value for reward in found] == [FAILED] * 3 + [0.5]
+
+
+async def test_spawned_processes_import_the_function():
+    pool = RewardPool(math.sqrt, processes=1, start="spawn", limit=60)
+    assert (await pool.score({})).failure is Failure.RAISED  # it takes no arguments by name
+    await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"processes": 0}, "processes is 0, must be 1 or more"),
+        ({"limit": 0}, "limit is 0, must be seconds above 0"),
+        ({"limit": math.inf}, "limit is inf, must be seconds above 0"),
+        ({"failed_reward": math.nan}, "failed_reward is nan, must be a finite number"),
+        ({"start": "thread"}, "start is 'thread', must be fork or spawn"),
+        ({"start": "spawn", "function": lambda: 0}, "start is 'spawn', for which <function"),
+    ],
+)
+def test_refused_in_one_line(given, line):
+    with pytest.raises(ValueError) as refused:
+        RewardPool(**{"function": behave, "processes": 1} | given)
+    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
