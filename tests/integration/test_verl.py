@@ -136,8 +136,9 @@ def test_tail_batching_in_other_ways(verl_job, options, long_rounds, waiting):
 def test_batches_are_full_however_many_groups_are_useless(verl_job, share):
     """Of half of the prompts, or of 80%, all responses have the same reward (DAPO's filter)."""
     job = verl_job(
-        *SWITCHING, "--steps", "20", "trainer.v1.trainer_mode=sglang_pat_sync", "trainer.total_training_steps=4",
-        "data.shuffle=false", "+trainer.v1.sglang_pat_sync.tail_batching=strict", "algorithm.filter_groups.enable=true",
+        *SWITCHING, "--steps", "60", "trainer.v1.trainer_mode=sglang_pat_sync", "trainer.total_training_steps=4",
+        "data.shuffle=false", "+trainer.v1.sglang_pat_sync.tail_batching=strict",
+        "+trainer.v1.sglang_pat_sync.eta_prompts=1.5", "algorithm.filter_groups.enable=true",
         "trainer.rollout_data_dir={out}/batches", f"reward.custom_reward_function.path={verl_rewards.__file__}",
         f"reward.custom_reward_function.name={share}",
     )  # fmt: skip
@@ -160,13 +161,12 @@ def test_batches_are_full_however_many_groups_are_useless(verl_job, share):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
-def test_the_step_after_one_with_retractions_starts_in_a_higher_degree(verl_job, mode):
-    """16 responses of some 200 tokens find no room in 2 · 800."""
+def test_the_step_after_one_with_retractions_starts_in_a_higher_degree(verl_job):
+    """64 responses of up to 192 tokens find no room in 2 · 400."""
     engine = "actor_rollout_ref.rollout.engine_kwargs.sglang"
     job = verl_job(
-        *GREEDY, "--settings", "{{base_tp:1,policy:threshold,switch_at:1}}", "--steps", "2",
-        f"trainer.v1.trainer_mode=sglang_pat_{mode}", f"{engine}.max_total_tokens=800",
+        "--batch", "16", "--settings", "{{base_tp:1,policy:threshold,switch_at:1}}", "--steps", "2",
+        "trainer.v1.trainer_mode=sglang_pat_sync", f"{engine}.max_total_tokens=400",
         f"+{engine}.schedule_conservativeness=0.05",
     )  # fmt: skip
     assert len(job.steps) == 2

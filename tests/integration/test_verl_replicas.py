@@ -127,7 +127,7 @@ def test_the_engine_is_told_of_a_step_that_ends_with_its_sleep(monkeypatch):
     """From the first request on, or from when our trainer says so; engines that never sleep have no steps."""
 
     async def generate(*_):
-        return SimpleNamespace(extra_fields={"global_steps": 1})
+        return SimpleNamespace(extra_fields={"global_steps": 1}, stop_reason="completed")
 
     async def sleep(_):
         told.append("asleep")
@@ -161,7 +161,7 @@ def test_a_validation_is_no_part_of_a_step(monkeypatch):
     server.tokenizer_manager = SimpleNamespace(pat_send_round=told.append)
 
     async def generate(*_):
-        return SimpleNamespace(extra_fields={"global_steps": 1})
+        return SimpleNamespace(extra_fields={"global_steps": 1}, stop_reason="completed")
 
     async def validate_and_train():
         await server.announce_round(BeginRound(kind="validation"))

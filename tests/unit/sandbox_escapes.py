@@ -17,7 +17,9 @@ from sglang_pat.rewards.runs import Resources
 
 MEMORY, PROCESSES, TMP, OUTPUT = 256 << 20, 6, 8 << 20, 100_000
 SECRET = "a key of the job"
-LIMIT, MAXIMUM = 0.3, 5.0
+LIMIT, MAXIMUM = 0.3, 60.0
+CUT = ("endless", "sleeps", "ignores_signals", "fork_bomb")
+"""Those that do not end; the others have all the time."""
 
 TRY = """
 import ctypes, os, signal, socket, sys, time
@@ -165,7 +167,7 @@ def attempt(sandbox: Bubblewrap, name: str, stdin: str = "") -> dict[str, Any]:
         child = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
         namespace = os.readlink(f"/proc/{child}/ns/pid")
         seen = find_members(namespace)
-        run = session.run(stdin, LIMIT, MAXIMUM)
+        run = session.run(stdin, LIMIT if name in CUT else MAXIMUM, MAXIMUM)
     return asdict(run) | {"seen": len(seen), "left": find_members(namespace)}
 
 

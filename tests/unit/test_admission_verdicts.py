@@ -113,8 +113,9 @@ def test_a_round_that_gets_no_prompts_ends_with_what_it_has():
     assert [(summary.returned, summary.filtered) for summary in world.rounds] == [(2, 2)]
 
 
-def test_verdicts_that_are_found_together_count_before_the_batch_is_full():
-    """The useless are gone though the first two fill the batch, and no prompt is started in place of one."""
+@pytest.mark.parametrize("useful", [(0, 1), (2, 3)])
+def test_verdicts_that_are_found_together_count_before_the_batch_is_full(useful):
+    """The useless are gone though the others fill the batch, and no prompt is started in place of one."""
     world = World(strict(num_prompts=2, num_responses=1, eta_prompts=2.0, eta_responses=1.0, filter_groups=True))
     world.feed(0, range(8))
     world.begin()
@@ -122,6 +123,6 @@ def test_verdicts_that_are_found_together_count_before_the_batch_is_full():
     for sample in list(world.running):
         world.finish(sample)
     started = world.admitter.state.drawn
-    world.judge_all({key: key.index < 2 for key in list(world.judging)})
+    world.judge_all({key: key.index in useful for key in list(world.judging)})
     assert [(summary.returned, summary.filtered) for summary in world.rounds] == [(2, 2)]
     assert world.admitter.state.drawn == started and not world.admitter.state.waiting

@@ -162,8 +162,8 @@ def test_a_worker_that_is_killed_takes_its_sandbox_along(bubblewrap):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
         inside = os.pidfd_open(int(worker.stdout.readline()))
         worker.kill()
-    assert select.select([inside], [], [], 20.0)[0], "the kernel ends all that is in there with this process"
-    os.close(inside)
+    with os.fdopen(inside):
+        assert select.select([inside], [], [], 20.0)[0], "the kernel ends all that is in there with this process"
 
 
 def test_a_worker_that_is_killed_takes_a_program_without_sandbox_along(tmp_path):

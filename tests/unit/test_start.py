@@ -11,7 +11,7 @@ from sglang_pat import messages as m
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.policies.rules import RETRY_SECONDS
 from sglang_pat.policies.snapshot import Decision
-from sglang_pat.policies.start import LONGEST_QUIET, TOO_MANY, RoundKind, StartDegree, StartDegrees
+from sglang_pat.policies.start import LONGEST_QUIET, MOST_KINDS, TOO_MANY, RoundKind, StartDegree, StartDegrees
 
 from .coordinator_rig import Rig
 from .policy_world import crossing, machine, snapshot
@@ -90,6 +90,16 @@ def test_what_was_seen_before_the_size_was_known_counts():
     assert known.tp == 2
     degrees(known, [0] * 4)
     assert (known.tp, starts.get_start_degree(RoundKind()).tp) == (1, 2)
+
+
+def test_of_kinds_whose_names_clients_choose_only_the_last_are_remembered():
+    starts = StartDegrees([1, 2])
+    first = starts.get_start_degree(RoundKind("kind 0", 64))
+    for number in range(1, MOST_KINDS):
+        found = starts.get_start_degree(RoundKind(f"kind {number}", 64))
+        assert starts.get_start_degree(RoundKind(f"kind {number}", 64)) is found
+    assert starts.get_start_degree(RoundKind("kind 0", 64)) is not first
+    assert len(starts._kinds) <= MOST_KINDS
 
 
 # -- the policies ------------------------------------------------------------------------------------

@@ -100,6 +100,10 @@ class StartDegree:
         return self.tp != old
 
 
+MOST_KINDS = 256
+"""Kinds of rounds that are remembered; the oldest is forgotten first."""
+
+
 class RoundKind(NamedTuple):
     """What a round is known by when it begins: what its client calls it, and its ``requests``; 0: not known."""
 
@@ -122,7 +126,10 @@ class StartDegrees:
         """For rounds of a kind; at first as for those of the same name whose size was not known."""
         size = round(2 * math.log2(kind.requests)) if kind.requests else -1
         unknown = self._kinds.setdefault((kind.name, -1), StartDegree(self._degrees))
-        return unknown if size < 0 else self._kinds.setdefault((kind.name, size), copy(unknown))
+        found = unknown if size < 0 else self._kinds.setdefault((kind.name, size), copy(unknown))
+        while len(self._kinds) > MOST_KINDS:  # clients choose the names
+            del self._kinds[next(key for key, value in self._kinds.items() if value is not found)]
+        return found
 
 
 def hold_start_degree(policy: Policy) -> Policy:

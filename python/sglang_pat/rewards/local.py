@@ -27,6 +27,8 @@ START_SECONDS = 30.0
 """In which a sandbox has to be there; it takes 0.03 s on a quiet machine."""
 GRACE_SECONDS = 2.0
 """After the maximum of a run, in which the process inside says what happened; then all of it is killed."""
+KILL_SECONDS = 10.0
+"""In which a sandbox that was killed has ended; it takes milliseconds, but on a machine that has no core for it."""
 STACK = 128 << 20
 """Bytes: deep recursion is usual in answers to programming tasks."""
 VARIABLES = {
@@ -119,17 +121,21 @@ class LocalSession:
             self.process.wait(GRACE_SECONDS)  # by itself: then the kernel has ended all that is inside
         except subprocess.TimeoutExpired:
             self._kill()
-        with contextlib.suppress(OSError, EOFError):  # the process inside holds the other end
-            deadline = time.monotonic() + GRACE_SECONDS
-            while True:
-                self._read(1 << 16, deadline)
         self.stdout.close()
         self.stderr.close()
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        """From the inside: bwrap ends when the first process in the sandbox has ended, and all others with it."""
+        self.stdin.close()
+        pid = self.process.pid
+        with contextlib.suppress(OSError):
+            for inside in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                os.kill(int(inside), signal.SIGKILL)
+        try:
+            self.process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(pid, signal.SIGKILL)
+            self.process.wait()
 
 
 def _read_run(found: dict[str, Any] | None) -> Run | None:
