@@ -53,8 +53,8 @@ def draw(path: Path, results: Results) -> Path:
         pictures.set_labels(axes, label, "mean reward")
     samples.legend(fontsize=8, frameon=False)
     gained = f"{results.after / results.before:.1f} times as many are right" if results.before else "none was right"
-    pictures.set_panel_title(samples, f"Held-out problems: {gained}", 44)
-    pictures.set_panel_title(time, f"{rows[-1].seconds / 60:.1f} minutes without the tests", 44)
+    pictures.set_panel_title(samples, f"Held-out problems: {gained}", 54)
+    pictures.set_panel_title(time, f"{rows[-1].seconds / 60:.1f} minutes without the tests", 54)
 
     for name, value, color in (
         ("longest", max, pictures.ORANGE), ("mean", mean, pictures.LINE), ("median", median, pictures.STEEL)
@@ -63,17 +63,17 @@ def draw(path: Path, results: Results) -> Path:
     lengths.legend(fontsize=8, frameon=False)
     pictures.set_labels(lengths, "step", "tokens of a response")
     ratio = mean(max(row.lengths) / median(row.lengths) for row in rows)
-    pictures.set_panel_title(lengths, f"The longest response is {ratio:.0f} times the median", 44)
+    pictures.set_panel_title(lengths, f"The longest response is {ratio:.0f} times the median", 54)
 
     bottom = [0.0] * len(rows)
     for part, color in PARTS.items():
         values = [row.parts.get(part, 0.0) for row in rows]
         parts.bar(steps, values, bottom=bottom, width=1.0, color=color, label=part)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-    parts.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    parts.legend(fontsize=8, loc="upper right", edgecolor=pictures.GRID)
     pictures.set_labels(parts, "step", "seconds")
     share = sum(row.parts["generation"] for row in rows) / sum(bottom)
-    pictures.set_panel_title(parts, f"{share:.0%} of the time generates", 44)
+    pictures.set_panel_title(parts, f"{share:.0%} of the time generates", 54)
 
     degrees = sorted({tp for row in rows for tp, seconds in row.degrees.items() if seconds})
     bottom = [0.0] * len(rows)
@@ -82,11 +82,11 @@ def draw(path: Path, results: Results) -> Path:
         color = pictures.choose_color(degrees, tp)
         layouts.bar(steps, values, bottom=bottom, width=1.0, color=color, label=pictures.format_layout(2, tp))
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-    layouts.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    layouts.legend(fontsize=8, loc="upper right", edgecolor=pictures.GRID)
     pictures.set_labels(layouts, "step", "seconds with requests")
     merged = sum(row.degrees.get(2, 0.0) for row in rows) / max(sum(bottom), 1e-9)
     said = f"{merged:.0%} of the generation on merged replicas" if merged else "The layout never changed"
-    pictures.set_panel_title(layouts, said, 44)
+    pictures.set_panel_title(layouts, said, 54)
     pictures.set_figure_title(figure, make_title(results))
     return pictures.save(figure, path)
 

@@ -58,7 +58,7 @@ class Run:
 
     way: str = "plain"
     seed: int = 0
-    steps: int = 100
+    steps: int = 60
     prompts: int = 32
     responses: int = 16
     rate: float = 3e-4

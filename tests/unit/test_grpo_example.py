@@ -28,7 +28,7 @@ RUN = Run(steps=4, prompts=3, responses=2, held_out=4, every=2, way="tail")
 
 
 class PlayedEngine(RolloutCalls, Played):
-    """Says the right answer to every other problem, and nothing but the end to the others."""
+    """Of two responses to a problem one is right, the other nothing but the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +49,15 @@ class PlayedEngine(RolloutCalls, Played):
     async def sample(self, rid, prompt, params) -> Output:
         length = len(prompt["input_ids"])
         output = await super().generate(rid, {"input_ids": [length]}, params)
-        ids = self.answer(prompt["input_ids"]) if output.finish_reason else output.token_ids
+        number = int(rid.split("-")[-2])
+        ids = self.answer(prompt["input_ids"], number) if output.finish_reason else output.token_ids
         return Output(token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason=output.finish_reason)
 
-    def answer(self, ids: list[int]) -> list[int]:
+    def answer(self, ids: list[int], number: int = 0) -> list[int]:
         problem = countdown.decode(ids).partition("=")[0]
-        return [*countdown.encode(countdown.solve(problem)), countdown.EOS] if sum(ids) % 2 else [countdown.EOS]
+        return (
+            [*countdown.encode(countdown.solve(problem)), countdown.EOS] if (sum(ids) + number) % 2 else [countdown.EOS]
+        )
 
     @asynccontextmanager
     async def _connect(self):
@@ -132,7 +135,7 @@ def test_a_kill_in_any_part_of_a_step(phase, step, model, tmp_path, monkeypatch)
     assert [row.trained for row in again.rows] == [row.trained for row in whole.rows]
     assert [row.held_out for row in again.rows] == [row.held_out for row in whole.rows]
     for mine, other in zip(again.policy.parameters(), whole.policy.parameters(), strict=True):
-        assert mine.allclose(other, atol=1e-6)
+        assert mine.equal(other)
 
 
 def test_counting_down():
