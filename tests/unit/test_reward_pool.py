@@ -56,11 +56,12 @@ def behave(how: str, once: str = "") -> object:
 
 @pytest.fixture
 async def pool():
+    before = set(psutil.Process().children())
     made = RewardPool(behave, processes=2, limit=0.3, failed_reward=FAILED)
     yield made
     await made.close()
-    left = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    assert not left, "its processes have ended"
+    after = set(psutil.Process().children()) - before
+    assert not [child for child in after if child.status() != psutil.STATUS_ZOMBIE], "its processes have ended"
 
 
 async def test_scores(pool):
