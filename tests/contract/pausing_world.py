@@ -84,7 +84,11 @@ class World:
             calls[which % len(calls)].answer.cancel()
 
     def pause(self, mode: str) -> None:
-        self._calls("pause", mode, self.manager.pause_generation(io.PauseGenerationReqInput(mode=mode)))
+        self._calls("pause", mode, self._pause(mode))
+
+    async def _pause(self, mode: str) -> None:
+        await self.manager.pause_generation(io.PauseGenerationReqInput(mode=mode))
+        assert mode != "abort" or not any(self.manager.pat_list_active()), "what was aborted has not ended"
 
     def go_on(self) -> None:
         self._calls("continue", "", self.manager.continue_generation(io.ContinueGenerationReqInput()))

@@ -53,6 +53,22 @@ def test_one_that_was_aborted_while_it_waited(play):
     play(scene)
 
 
+def test_the_id_of_a_part_that_was_aborted_while_it_waited_is_free_before_its_call_ends(play):
+    async def scene(manager):
+        first = manager.ask(["a", "b"])
+        await settle()
+        manager.told_aborted("a")
+        await settle()
+        second = manager.ask("a")
+        await settle()
+        for rid in "ab":
+            await manager.told(rid, "length")
+        parts = [*(await first)[0], (await second)[0]]
+        assert [part["meta_info"]["finish_reason"]["type"] for part in parts] == ["abort", "length", "length"]
+
+    play(scene)
+
+
 def test_another_one_of_the_same_id_has_its_own_answer(play):
     async def scene(manager):
         first = manager.ask(["a", "b"])

@@ -16,6 +16,7 @@ from sglang_pat.server.tokenizer import AdaptiveTokenizerManager
 from tests.unit.drawn import examples
 
 from .pausing_world import UPDATES, Call, World
+from .tokenizer_world import settle
 
 pytestmark = pytest.mark.contract
 
@@ -171,6 +172,67 @@ def test_a_pause_that_aborts_after_one_in_place(monkeypatch):
         await world.rank.step(0)
         await world.calm()
         assert not world.calls[2].open and reasons(world.calls[0]) == ["abort"]
+
+    play(monkeypatch, scene)
+
+
+def test_a_pause_that_aborts_does_so_again_if_a_rank_did_not_hear_it(monkeypatch):
+    """An abort may overtake its request on the way."""
+    monkeypatch.setattr(pauses, "AGAIN_SECONDS", 1e-3)
+
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        world.pause("abort")
+        await world.calm()
+        world.rank.aborted.clear()
+        while not world.rank.aborted:
+            await asyncio.sleep(1e-3)
+            await world.calm()
+        await world.rank.step(0)
+        await world.calm()
+        assert not world.calls[1].open and reasons(world.calls[0]) == ["abort"]
+
+    play(monkeypatch, scene)
+
+
+def test_a_pause_that_aborts_ends_what_no_rank_has_yet(monkeypatch):
+    async def scene(world, manager):
+        tokenize, may_go_on = manager._tokenize_one_request, asyncio.Event()
+
+        async def tokenize_slowly(obj):
+            if obj.rid == "b":
+                await may_go_on.wait()
+            return await tokenize(obj)
+
+        manager._tokenize_one_request = tokenize_slowly
+        answer = manager.ask(["a", "b"])
+        await world.calm()
+        world.pause("abort")
+        await world.calm()
+        may_go_on.set()
+        await world.calm()
+        assert manager.requests == ["a"] and world.calls[0].open
+        await world.rank.step(0)
+        await world.calm()
+        assert not world.calls[0].open
+        assert [part["meta_info"]["finish_reason"]["type"] for part in (await answer)[0]] == ["abort"] * 2
+
+    play(monkeypatch, scene)
+
+
+def test_a_pause_that_aborts_waits_for_the_update_that_it_lets_go_on(monkeypatch):
+    async def scene(world, manager):
+        world.generate("one")
+        await world.calm()
+        world.update("tensor", aborts=False)
+        world.pause("abort")
+        await world.calm()
+        await world.rank.step(0)
+        await settle()
+        assert world.calls[2].open and not world.updated, "the rank has not answered the update"
+        await world.calm()
+        assert not world.calls[2].open and world.updated == [1]
 
     play(monkeypatch, scene)
 

@@ -241,7 +241,7 @@ class TrackingTokenizerManager(TokenizerManager):
         super()._handle_abort_req(recv_obj)
         if state.out_list:  # none for a health check
             state.out_list[-1]["meta_info"][degrees.KEY] = ()
-        if state.pat_left and state.pat_sent:
+        if state.pat_sent:  # SGLang has no other output for it; one that was not sent is known until its call ends
             del self.rid_to_state[recv_obj.rid]
         self.pat_record_request_end(state.obj.pat_number)
 
@@ -251,17 +251,9 @@ class TrackingTokenizerManager(TokenizerManager):
         SGLang sends all parts of a batch first, and waits for them then.  A short response comes back in between,
         and SGLang would look in vain for its state.
         """
-        return self._pat_wait(self.rid_to_state[obj.rid], obj, request)
-
-    async def _pat_wait(self, state: ReqState, obj: Any, request: Any) -> AsyncIterator[Any]:
-        try:
-            waits: Any = _Knowing(self, {obj.rid: state})
-            async with aclosing(TokenizerManager._wait_one_response(waits, obj, request)) as answers:
-                async for answer in answers:
-                    yield answer
-        finally:
-            if state.finished and self.rid_to_state.get(obj.rid) is state:
-                del self.rid_to_state[obj.rid]  # it was aborted while it waited
+        rid: Any = obj.rid
+        waits: Any = _Knowing(self, {rid: self.rid_to_state[rid]})
+        return TokenizerManager._wait_one_response(waits, obj, request)
 
 
 class _Knowing:
