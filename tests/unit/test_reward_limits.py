@@ -43,6 +43,17 @@ def test_a_checkpoint_goes_on_as_the_job_would(runs):
     assert one.estimate_wrong_cuts(10) == other.estimate_wrong_cuts(10)
 
 
+@given(TIMES, TIMES)
+def test_what_two_have_learnt_adds_up(runs, others):
+    both, one, other = (TimeLimits(LimitRules(rerun_share=0.5)) for _ in range(3))
+    mine, theirs = ([run(*entry, rerun=True) for entry in entries] for entries in (runs, others))
+    one.record(mine)
+    other.record(theirs)
+    both.record(mine + theirs)
+    one.add_state(json.loads(json.dumps(other.state_dict())))
+    assert one.state_dict() == both.state_dict()
+
+
 def test_a_share_of_what_was_cut_is_run_again():
     limits = TimeLimits(LimitRules(rerun_share=0.02, seed=3))
     wanted = limits.record([run(str(number), "cut") for number in range(10_000)])

@@ -182,3 +182,17 @@ class TimeLimits:
         if not all(0 <= seconds < math.inf for seconds in anchors.values()) or not 0 <= right <= reruns:
             raise ValueError("saved time limits of rewards cannot be read: an anchor or a count is out of range")
         self._anchors, self._draws, self._reruns, self._right_reruns = anchors, draws, reruns, right
+
+    def add_state(self, state: Mapping[str, Any]) -> None:
+        """Add what another object has learnt of other runs.
+
+        Raises:
+            ValueError: as :meth:`load_state_dict`; nothing is changed.
+        """
+        other = TimeLimits(self.rules)
+        other.load_state_dict(state)
+        for key, seconds in other._anchors.items():
+            self._anchors[key] = max(seconds, self._anchors.get(key, 0.0))
+        self._draws += other._draws
+        self._reruns += other._reruns
+        self._right_reruns += other._right_reruns

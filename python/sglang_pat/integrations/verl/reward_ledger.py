@@ -29,8 +29,6 @@ LARGEST = "/max"
 """End of the names of figures of which not the sum is kept."""
 Prompt = tuple[int, str]
 """The step for which a prompt was started, and its uid, which it keeps when it is started again."""
-COUNTS = ("draws", "reruns", "right_reruns")
-"""Of the state of :class:`TimeLimits`."""
 
 
 class RewardLedger:
@@ -103,9 +101,11 @@ class RewardLedger:
         """Whether each has to be run again (:meth:`TimeLimits.record`)."""
         return self._limits.record(runs)
 
-    async def restore_limits(self, state: Mapping[str, Any]) -> None:
-        """Add what somebody knows: a checkpoint, or a worker what it has told :attr:`life` before this one."""
-        self._limits.load_state_dict(add_states(self._limits.state_dict(), state))
+    async def restore_limits(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what somebody knows: a checkpoint, or a worker what it has told :attr:`life` before this one; returns all
+        that is known now."""
+        self._limits.add_state(state)
+        return self._limits.state_dict()
 
     async def get_limits_state(self) -> tuple[str, dict[str, Any]]:
         """:attr:`life`, and what a checkpoint keeps."""
@@ -116,14 +116,6 @@ def add_figures(total: dict[str, float], figures: Mapping[str, float]) -> None:
     """Add ``figures`` to a ``total``."""
     for name, value in figures.items():
         total[name] = max(total.get(name, value), value) if name.endswith(LARGEST) else total.get(name, 0.0) + value
-
-
-def add_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What both have learnt of different runs; ``one`` says the rules."""
-    anchors = dict(one["anchors"])
-    for key, seconds in other["anchors"].items():
-        anchors[key] = max(seconds, anchors.get(key, 0.0))
-    return {**one, "anchors": anchors} | {name: one[name] + other[name] for name in COUNTS}
 
 
 def connect(rules: LimitRules) -> ActorHandle:
@@ -183,10 +175,7 @@ class TrainerLedger:
         if life == self._life:
             return state
         self._life = life
-        if self._saved is None:
-            return state
-        ray.get(self._actor.restore_limits.remote(self._saved))
-        return add_states(state, self._saved)
+        return state if self._saved is None else ray.get(self._actor.restore_limits.remote(self._saved))
 
 
 def make_metrics(figures: Mapping[str, float]) -> dict[str, float]:
