@@ -108,6 +108,10 @@ def pytest_runtest_protocol(item):
     _item = item
 
 
+FORGETS_RETRACTIONS = {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "1"}
+"""SGLang keeps more KV free after a retraction, for hundreds of steps; then a test would see a single one."""
+
+
 class Servers:
     """Starts servers on demand and keeps the last :data:`KEEP`."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from .conftest import FORGETS_RETRACTIONS
 from .rollout_calls import admitter, one_round, reached, schedule, tokens
 from .streams import GREEDY, body, check_idle
 
@@ -67,7 +68,7 @@ def test_an_engine_in_python(server, servers, llama):
 
 def test_the_round_after_a_crowded_one_of_its_kind_starts_in_twice_the_degree(servers, llama):
     """Short rounds have no room for their KV, the long one between them has: ``crowded_case.py``."""
-    found = servers.run("tests.engine.crowded_case", str(llama), seconds=500)
+    found = servers.run("tests.engine.crowded_case", str(llama), env=FORGETS_RETRACTIONS, seconds=500)
     rounds = [json.loads(line) for line in found.stdout.splitlines()]
     assert [(kind, ahead) for kind, _, ahead in rounds] == [("short", []), ("long", []), ("short", [2])], found.stderr
     assert rounds[0][1] >= 4 and rounds[1][1] == 0

@@ -12,6 +12,7 @@ import requests
 
 from sglang_pat.testing.server import Server
 
+from .conftest import FORGETS_RETRACTIONS
 from .streams import Body, body, endless, in_layout, tokens
 
 API_KEY, ADMIN_KEY = "api-secret", "admin-secret"
@@ -160,15 +161,10 @@ def test_metrics(watched):
     assert forced.status_code == 200
 
 
-CRAMPED = (
-    "--tp 1 --dp 2 --adaptive-tp --pat-policy threshold --pat-switch-at 1 --schedule-conservativeness 0.05".split()
-)
-
-
 def test_the_round_after_one_with_retractions_starts_in_twice_the_degree(servers, llama):
     """8 requests of 132 tokens find no room in 700."""
     flags = "--tp 1 --dp 2 --adaptive-tp --pat-policy threshold --pat-switch-at 1 --schedule-conservativeness 0.05"
-    server = servers.get(llama, *flags.split(), max_total_tokens=700)
+    server = servers.get(llama, *flags.split(), max_total_tokens=700, env=FORGETS_RETRACTIONS)
 
     def one_round(tokens: int) -> tuple[int, list[int]]:
         """16 requests, announced: how many were retracted, and merges before a first request so far."""

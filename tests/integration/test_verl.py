@@ -161,12 +161,13 @@ def test_batches_are_full_however_many_groups_are_useless(verl_job, share):
 
 
 @pytest.mark.long
-def test_the_step_after_one_with_retractions_starts_in_a_higher_degree(verl_job):
-    """64 responses of up to 192 tokens find no room in 2 · 400."""
+def test_the_step_after_one_with_retractions_starts_in_a_higher_degree(verl_job, monkeypatch):
+    """64 responses of up to 192 tokens find no room in 2 · 800."""
+    monkeypatch.setenv("SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS", "1")  # after a retraction SGLang soon risks another one
     engine = "actor_rollout_ref.rollout.engine_kwargs.sglang"
     job = verl_job(
         "--batch", "16", "--settings", "{{base_tp:1,policy:threshold,switch_at:1}}", "--steps", "2",
-        "trainer.v1.trainer_mode=sglang_pat_sync", f"{engine}.max_total_tokens=400",
+        "trainer.v1.trainer_mode=sglang_pat_sync", f"{engine}.max_total_tokens=800",
         f"+{engine}.schedule_conservativeness=0.05",
     )  # fmt: skip
     assert len(job.steps) == 2

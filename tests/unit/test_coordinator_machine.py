@@ -202,7 +202,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def arrivals_account_for_every_request(self):
         if hasattr(self, "world"):
             arrivals = self.coordinator._decisions.round
-            assert self.coordinator._in_engine <= arrivals.peak <= arrivals.came
+            assert 0 <= arrivals._left <= self.coordinator._in_engine
+            assert self.coordinator._in_engine - arrivals._left <= arrivals.peak <= arrivals.came
             assert 0 <= arrivals.missing <= sum(round_.requests or 0 for round_ in arrivals.open.values())
 
     def teardown(self):

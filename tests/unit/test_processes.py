@@ -35,6 +35,19 @@ if __name__ == "__main__":
 """
 
 
+IMPORTS_ENGINE = """
+from sglang_pat.launch import processes
+
+processes.PRELOAD = ["json"]
+processes.warm_up_fork_server()  # as ``from sglang_pat import Engine`` does
+
+if __name__ == "__main__":
+    child = processes.get_context().Process(target=print, args=("ran",))
+    child.start()
+    child.join()
+"""
+
+
 START = """
 import json, os, signal, sys, tempfile, threading
 import psutil
@@ -113,6 +126,14 @@ def test_the_end_waits_for_all(engine):
     engine.stdin.flush()
     assert engine.wait(timeout=500) == 0
     assert not wait_until_ended(children, 500)
+
+
+def test_a_program_may_import_the_engine_above_its_main(tmp_path):
+    """Its children read that part of it, too."""
+    script = tmp_path / "script.py"
+    script.write_text(IMPORTS_ENGINE)
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500)
+    assert run.stdout == "ran\n" and not run.stderr, run.stderr
 
 
 def test_a_zombie_has_ended(tmp_path):

@@ -143,6 +143,38 @@ def test_the_next_one_of_that_name_takes_its_place():
     assert (len(arrivals.open), arrivals.missing, arrivals.came) == (1, 3, 0)
 
 
+def test_what_it_leaves_in_the_engine_is_not_of_the_next_one():
+    """Two responses that run and one in a queue, aborted: of the last one no report tells."""
+    arrivals = told(BeginRound(name="a", requests=4, kind="short"), arrivals=RoundTracker((1, 2)))
+    come(arrivals, 4)
+    arrivals.record_response_end(5.0)
+    arrivals.update_request_count(3, 5.0)
+    arrivals.retracted, arrivals.tokens = 9, 100
+    arrivals.update_announced_round(EndRound(name="a"), 6.0)
+    assert (arrivals.came, arrivals.retracted) == (0, 0)
+    arrivals.update_announced_round(BeginRound(name="b", requests=2, kind="long"), 6.0)
+    arrivals.update_request_count(3, 6.0)
+    assert (arrivals.peak, arrivals.start) == (0, 1) and len(arrivals.predict_round_load(6.0)) == 2
+    arrivals.record_arrival(6.0)
+    arrivals.update_request_count(4, 6.0)
+    for here in (3, 1):
+        arrivals.record_response_end(6.0)
+        arrivals.update_request_count(here, 6.0)
+    assert (arrivals.came, arrivals.peak, arrivals._left) == (1, 1, 0) and len(arrivals.predict_round_load(6.0)) == 2
+    arrivals.record_response_end(7.0)
+    assert not len(arrivals.predict_round_load(6.0))
+    arrivals.update_announced_round(EndRound(name="b"), 8.0)
+    assert told(BeginRound(name="c", requests=4, kind="short"), arrivals=arrivals).start == 2
+
+
+@pytest.mark.parametrize("name", ["default", "another"])
+def test_an_end_that_ends_nothing_is_none_of_what_nobody_announced(name):
+    arrivals = RoundTracker()
+    come(arrivals, 3)
+    arrivals.update_announced_round(EndRound(name=name), 5.0)
+    assert (arrivals.came, arrivals.peak) == (3, 3)
+
+
 def test_two_rounds_count_as_one():
     arrivals = told(BeginRound(name="a", requests=3), BeginRound(name="b", requests=2))
     assert come(arrivals, 5) == [False] * 4 + [True]

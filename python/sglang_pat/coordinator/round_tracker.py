@@ -43,7 +43,8 @@ class RoundTracker:
     """What came in this round, and how many came in earlier ones.
 
     A round that nobody announced ends when the engine becomes empty.  One of a single request (health probe, warm-up)
-    does not count.
+    does not count.  One that was announced ends when its client says so.  What it has aborted may be seen for a while
+    after that: it counts in no round.
 
     Args:
         degrees: in which rounds may start.
@@ -66,18 +67,22 @@ class RoundTracker:
         self.came = self.switches = self.retracted = self.tokens = 0
         self._starts, self._kind = StartDegrees(degrees), RoundKind()
         self._began = self._last_end = float("-inf")
-        self._here = 0
+        self._here = self._left = 0
+        """Requests in the engine; those of them that earlier rounds have left there."""
+        self._ends = 0
+        """Responses of this round that ended."""
         self._heard = float("-inf")
         """When something of a round was last heard of."""
         self._ended = False
-        """A response of this round has."""
+        """One of them had tokens."""
         self._sizes: deque[int] = deque(maxlen=ROUNDS)
         self._seen = self._last_round = NO_LOAD
         self._prompt_tokens = PROMPT_TOKENS
 
     def update_announced_round(self, message: BeginRound | EndRound, now: float) -> None:
         """A client says that its round begins, or ends."""
-        self._close(message.name)
+        if self._close(message.name) and not self.open:
+            self._finish_round()
         if isinstance(message, BeginRound):
             if len(self.open) >= MOST_OPEN:
                 self._close(next(iter(self.open)))
@@ -86,12 +91,11 @@ class RoundTracker:
             self._heard = now
             if not self._here:
                 self._reset_round()
-        elif not self._here and not self.open:
-            self._finish_round()
 
-    def _close(self, name: str) -> None:
-        self.open.pop(name, None)
+    def _close(self, name: str) -> bool:
+        """Whether it was open."""
         self._missing.pop(name, None)
+        return self.open.pop(name, None) is not None
 
     @property
     def missing(self) -> int:
@@ -167,13 +171,19 @@ class RoundTracker:
     def record_response_end(self, now: float, sample: bool = True) -> None:
         """A response has; ``sample``: it has tokens."""
         self._heard = self._last_end = now
-        self._ended = self._ended or sample
+        if self._left:
+            self._left -= 1
+        else:
+            self._ends += 1
+            self._ended |= sample
 
     def update_request_count(self, requests: int, now: float = float("-inf")) -> None:
         """So many are in it now: called after each event, or the end of a round may be missed."""
         self._here = requests
+        # What was aborted in a queue goes without a word: no more are left than those that are not of this round.
+        self._left = max(min(self._left, requests - self.came + self._ends), 0)
         if requests:
-            self.peak = max(self.peak, requests)
+            self.peak = max(self.peak, requests - self._left)
             return
         if self.open and now - self._heard >= LEASE_SECONDS:
             self.open.clear()
@@ -195,8 +205,8 @@ class RoundTracker:
             )
             if len(self._seen):
                 self._prompt_tokens = round(self._seen.prompt.mean())
-        self.peak = self.came = self.switches = self.retracted = self.tokens = 0
-        self._ended = False
+        self.peak = self.came = self.switches = self.retracted = self.tokens = self._ends = 0
+        self._left, self._ended = self._here, False
         self._seen = NO_LOAD
 
 

@@ -99,7 +99,8 @@ def warm_up_fork_server() -> None:
     Raises:
         ValueError: there is no folder for its socket; one line.
     """
-    if not shim.is_needed():
+    # A child of ``multiprocessing`` that reads the program's main module, which imports ``Engine``, needs none.
+    if not shim.is_needed() or getattr(mp.current_process(), "_inheriting", False):
         return
     get_context().set_forkserver_preload(PRELOAD)
     with _put_sockets_in_private_folder(), _ignore_signals_in_children():
