@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -161,13 +162,14 @@ def test_batches_are_full_however_many_groups_are_useless(verl_job, share):
 
 
 @pytest.mark.long
-def test_the_step_after_one_with_retractions_starts_in_a_higher_degree(verl_job, monkeypatch):
+@pytest.mark.parametrize("mode", ["sglang_pat_colocate_async", "sglang_pat_sync"])
+def test_the_step_after_one_with_retractions_starts_in_a_higher_degree(verl_job, monkeypatch, mode):
     """64 responses of up to 192 tokens find no room in 2 · 800."""
     monkeypatch.setenv("SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS", "1")  # after a retraction SGLang soon risks another one
     engine = "actor_rollout_ref.rollout.engine_kwargs.sglang"
     job = verl_job(
         "--batch", "16", "--settings", "{{base_tp:1,policy:threshold,switch_at:1}}", "--steps", "2",
-        "trainer.v1.trainer_mode=sglang_pat_sync", f"{engine}.max_total_tokens=800",
+        f"trainer.v1.trainer_mode={mode}", f"{engine}.max_total_tokens=800",
         f"+{engine}.schedule_conservativeness=0.05",
     )  # fmt: skip
     assert len(job.steps) == 2
@@ -176,7 +178,7 @@ def test_the_step_after_one_with_retractions_starts_in_a_higher_degree(verl_job,
         for line in map(json.loads, (job.out / "decisions.0.jsonl").read_text().splitlines())
         if line["event"] == "decision" and line["snapshot"]["requests"]
     ]
-    assert starts[0] == 1 and starts[-1] == 2 and starts == sorted(starts)
+    assert [start for start, _ in itertools.groupby(starts)][:2] == [1, 2]
     assert job.series("rollout/seconds/tp1")[0] > 0
     assert job.series("rollout/seconds/tp1")[1] == 0, "the second step has nothing in tp1"
 
