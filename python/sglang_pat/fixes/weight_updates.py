@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.managers.io_struct import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -70,7 +71,8 @@ class ExpectedWeights:
         for module_name, module in model.named_modules():
             for name, param in module.named_parameters(recurse=False):
                 spec = specs[f"{module_name}.{name}" if module_name else name]
-                param.weight_loader = partial(self._record_load, module, spec)
+                record = self._record_expert_load if isinstance(module, FusedMoE) else self._record_load
+                param.weight_loader = partial(record, module, spec)
 
     def find_problem(self, tensors: Iterable[tuple[str, Sequence[int]]], load_format: str | None = None) -> str | None:
         """What is wrong with the first tensor that does not fit, in one line; None if all do.
@@ -124,6 +126,22 @@ class ExpectedWeights:
             parts = list_checkpoint_parts(module, spec)
             whole[spec.dim] = sum(parts.values()) if shard_id is None else parts[shard_id]
         self._calls.append((tuple(loaded.shape), tuple(whole)))
+
+    def _record_expert_load(
+        self,
+        module: torch.nn.Module,
+        spec: ShardSpec,
+        param: torch.nn.Parameter,
+        loaded: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+    ) -> None:
+        """The same of experts: their parameter has all of them, a tensor one."""
+        assert spec.dim is not None
+        whole = list(param.shape)
+        whole[spec.dim] = list_checkpoint_parts(module, spec)[shard_id]
+        self._calls.append((tuple(loaded.shape), tuple(whole[1:])))
 
 
 @cache

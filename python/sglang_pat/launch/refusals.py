@@ -39,6 +39,8 @@ CHANNEL_BYTES = 132 << 10
 """Between two ranks of a group."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts")
+MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+"""Mixtures whose experts are cut by their width (``rank/experts.py``)."""
 RECURRENT = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "ssm_cfg", "state_size", "linear_num_key_heads")
 RECURRENT += ("hybrid_override_pattern", "layers_block_type", "attn_type_list")
 """Names of the configuration's fields that only such models have."""
@@ -253,7 +255,7 @@ def refuse_flags(args: ServerArgs) -> None:
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
-# Dense decoders whose KV is one pool of heads are let in.
+# Decoders whose KV is one pool of heads are let in: dense ones, and MIXTURES.
 
 
 def refuse_model(model: ModelConfig) -> None:
@@ -270,7 +272,7 @@ def refuse_config(config: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: an adaptive engine does not support {name}: {why}; {_ADVICE}")
 
 
-_ADVICE = "choose a dense text model with MHA or GQA"
+_ADVICE = "choose a text model with MHA or GQA, dense or a mixture of a kind that is known"
 _MLA = "its attention is MLA, whose KV has no heads to divide"
 
 
@@ -313,8 +315,8 @@ def _find_reason_in_fields(field: Callable[[str], Any]) -> str | None:
     kinds = set(field("layer_types") or ())
     if field("is_encoder_decoder"):
         return "it has an encoder"
-    if any(_has_several(field(name)) for name in EXPERTS):
-        return "it is a mixture of experts"
+    if any(_has_several(field(name)) for name in EXPERTS) and not set(field("architectures") or ()) & set(MIXTURES):
+        return "it is a mixture of experts of another kind than Qwen3-MoE, Qwen2-MoE and Mixtral"
     if kinds - {"full_attention", "sliding_attention"} or any(field(name) for name in RECURRENT):
         return "some of its layers are recurrent and keep a state instead of KV"
     if field("block_configs"):

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pat.cpu.windows import Windows
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.rank.experts import PiecewiseExperts
 from sglang_pat.rank.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
 from sglang_pat.rank.shard_check import check_heads, check_shards
 from sglang_pat.rank.weights import PiecewiseLinear, Unsupported, Views, build_model, reshard
@@ -81,13 +82,20 @@ def _compile(model: torch.nn.Module, device: str) -> None:
     """
     if device == "cpu":
         return
+    experts = next((module for module in model.modules() if isinstance(_get_method(module), PiecewiseExperts)), None)
     with torch.no_grad():
+        if experts is not None:  # those of all layers are alike
+            experts.quant_method.compile(experts)
         for module in model.modules():
             if type(module) is VocabParallelEmbedding:
                 for tokens in (1, 4):
                     module(torch.zeros(tokens, dtype=torch.int64, device=device))
-            elif isinstance(method := getattr(module, "quant_method", None), PiecewiseLinear):
+            elif isinstance(method := _get_method(module), PiecewiseLinear):
                 method.compile()
+
+
+def _get_method(module: torch.nn.Module) -> Any:
+    return getattr(module, "quant_method", None)
 
 
 class Layouts:
