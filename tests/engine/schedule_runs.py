@@ -31,10 +31,12 @@ class Outcome:
     Attributes:
         outputs: token ids of each request, in the order of ``Schedule.requests``, each copy.
         records: records of the switches.
+        degrees: those that the pacer saw.
     """
 
     outputs: list[list[list[int]]]
     records: list[dict]
+    degrees: set[int]
 
 
 def run(server: Server, schedule: Schedule, **extra) -> Outcome:
@@ -65,7 +67,8 @@ async def _run(server: Server, schedule: Schedule, extra: dict) -> Outcome:
         answers = await asyncio.gather(*work)
         for record in records:
             assert not record["error"], record
-    return Outcome([_outputs(answer) for answer in answers], records)
+    degrees = {tp for _, tp in answers[0]["meta_info"].get("tp_from_token", ())}
+    return Outcome([_outputs(answer) for answer in answers], records, degrees)
 
 
 def _outputs(answer: dict | list[dict]) -> list[list[int]]:
@@ -113,6 +116,7 @@ def compare(schedule: Schedule, outcome: Outcome, known: dict, stock, totals: To
     ``stock`` is called to get the stock server, if it is needed.
     """
     counts, records = totals.counts, outcome.records
+    assert len(outcome.degrees) > 1, "the pacer saw one degree only"
     assert any(record["requests"] for record in records), "the pacer lives at the last switch"
     counts["schedules"] += 1
     counts["switches"] += len(records)

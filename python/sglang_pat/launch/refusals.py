@@ -38,9 +38,9 @@ STAGING_BYTES = 128 << 10
 CHANNEL_BYTES = 132 << 10
 """Between two ranks of a group."""
 
-MIXTURES = frozenset({"MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
-"""Mixtures of experts that are let in: the experts of all their layers are SGLang's ``FusedMoE``."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts")
+MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+"""Mixtures whose experts are cut by their width (``rank/experts.py``)."""
 RECURRENT = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "ssm_cfg", "state_size", "linear_num_key_heads")
 RECURRENT += ("hybrid_override_pattern", "layers_block_type", "attn_type_list")
 """Names of the configuration's fields that only such models have."""
@@ -273,7 +273,7 @@ def refuse_flags(args: ServerArgs) -> None:
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
-# Decoders whose KV is one pool of heads are let in, dense ones and a few mixtures of experts.
+# Decoders whose KV is one pool of heads are let in: dense ones, and MIXTURES.
 
 
 def refuse_model(model: ModelConfig) -> None:
@@ -334,7 +334,7 @@ def _find_reason_in_fields(field: Callable[[str], Any]) -> str | None:
     if field("is_encoder_decoder"):
         return "it has an encoder"
     if any(_has_several(field(name)) for name in EXPERTS):
-        if not MIXTURES & set(field("architectures") or ()):
+        if not set(field("architectures") or ()) & set(MIXTURES):
             return "it is a mixture of experts of another kind"
         if field("mlp_only_layers") or (field("decoder_sparse_step") or 1) > 1:
             return "some of its layers are dense, but SGLang builds all of them with experts"
