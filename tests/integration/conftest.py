@@ -48,5 +48,12 @@ def verl_job(flat, tmp_path_factory) -> Runner:
 
 
 @pytest.fixture(scope="session")
+def verl_mixture_job(tmp_path_factory) -> Runner:
+    """Of a small Qwen3-MoE, as flat as :func:`flat`."""
+    model = models.make_random("qwen3_moe", MODELS / "qwen3-moe-flat", heads=4, kv_heads=2, logit_std=1)
+    return Runner(VerlJob, model, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def openrlhf_job(flat, tmp_path_factory) -> Runner:
     return Runner(OpenRlhfJob, flat, tmp_path_factory)

@@ -184,6 +184,15 @@ def test_the_step_after_one_with_retractions_starts_in_a_higher_degree(verl_job,
 
 
 @pytest.mark.long
+def test_a_mixture_of_experts_switches_in_each_step(verl_mixture_job):
+    job = verl_mixture_job(*SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync")
+    assert len(job.steps) == 3 and min(job.series("rollout/switches")) >= 1
+    for tp in (1, 2):
+        assert min(job.series(f"rollout/tokens/tp{tp}")) > 0
+        assert max(job.series(f"training/rollout_probs_diff_max/tp{tp}")) <= 1e-6
+
+
+@pytest.mark.long
 def test_two_engines_share_the_work(verl_job, tmp_path, monkeypatch):
     two = verl_routers.arguments(verl_routers.Noting, tmp_path, monkeypatch)
     job = verl_job(*two, *SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync")
