@@ -73,7 +73,16 @@ def compare_likelihood(
 
 def same_tokens(bench: Bench) -> Result:
     """float32: greedy tokens are equal in every layout, and with switches on the way."""
-    worker, prompts = bench.start_exact_engine(), bench.make_prompts(6, 40)
+    return _compare_tokens(bench, bench.start_exact_engine())
+
+
+def mixture(bench: Bench) -> Result:
+    """The same of a mixture of experts."""
+    return _compare_tokens(bench, bench.start_exact_engine(bench.mixture))
+
+
+def _compare_tokens(bench: Bench, worker: Worker) -> Result:
+    prompts = bench.make_prompts(6, 40)
     degrees = read_degrees(worker)
     visits = order_degrees_up_and_down(degrees)
     tokens = bench.count_answer_tokens(len(visits))

@@ -17,7 +17,7 @@ from profiler.launch import make_server_args
 from profiler.worker import search_path
 from sglang_pat import preflight
 from sglang_pat.acceptance import commands, kernels
-from sglang_pat.acceptance.answers import likelihood, read_degrees, real_model, same_tokens, steady
+from sglang_pat.acceptance.answers import likelihood, mixture, read_degrees, real_model, same_tokens, steady
 from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.linears import views
 from sglang_pat.acceptance.results import Result
@@ -226,6 +226,7 @@ STEPS: tuple[Callable[[Bench], Result], ...] = (
     pause,
     same_tokens,
     steady,
+    mixture,
     likelihood,
     real_model,
     sweep,
