@@ -1,6 +1,7 @@
 """A reward function in processes of its own, each call with a hard limit: it can neither end a job nor hold it up.
 
-``pebble`` has the processes: it kills one whose call takes too long, and starts another.
+``pebble`` has the processes: it kills one whose call takes too long, and starts another.  What a killed one had started
+ends with it (:mod:`.guard`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 from pebble.common import CONSTS
 
 from sglang_pat.errors import format_one_line
+from sglang_pat.rewards import guard
 
 STARTS = ("fork", "spawn")
 """How a process starts.  ``fork``: at once, with any function.  ``spawn``: clean, for a function that uses CUDA or the
@@ -114,7 +117,7 @@ class RewardPool:
         self._context: Any = multiprocessing.get_context(start)
         self._free = asyncio.Semaphore(processes)
         """pebble starts a call that was cancelled before its turn, and kills the process that it is in."""
-        self._pool: ProcessPool | None = None
+        self._pool: tuple[ProcessPool, guard.Guard] | None = None
 
     async def score(self, arguments: Mapping[str, Any], limit: float | None = None) -> Reward:
         """Call the function with ``arguments`` by name; whatever it does, this returns a score.
@@ -140,11 +143,13 @@ class RewardPool:
             return self._read(answer, asked, begun)
 
     async def close(self) -> None:
-        """End the processes."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
+        """End the processes, and what they have started."""
+        made, self._pool = self._pool, None
+        if made is not None:
+            pool, guarding = made
             pool.stop()
             await asyncio.to_thread(pool.join)
+            await asyncio.to_thread(guarding.close)
 
     async def _ask_a_process(self, payload: bytes, limit: float) -> _Answer:
         pool = await self._get_pool()
@@ -173,13 +178,14 @@ class RewardPool:
 
     async def _get_pool(self) -> ProcessPool:
         """pebble gives a pool up when a process dies that has nothing to do."""
-        if self._pool is not None and not self._pool.active:
+        if self._pool is not None and not self._pool[0].active:
             await self.close()
         if self._pool is None:
-            self._pool = ProcessPool(
-                self._processes, initializer=_begin, initargs=(self._function, self._nice), context=self._context
-            )
-        return self._pool
+            guarding = guard.Guard(self._context)
+            given = self._function, self._nice, guarding.writer
+            pool = ProcessPool(self._processes, initializer=_begin, initargs=given, context=self._context)
+            self._pool = pool, guarding
+        return self._pool[0]
 
     def _read(self, answer: _Answer, asked: float, begun: float) -> Reward:
         waiting, running = begun - asked, time.monotonic() - begun
@@ -213,10 +219,11 @@ async def _wait(future: Awaitable[Any], seconds: float) -> bool:
 _function: Callable[..., Any]
 
 
-def _begin(function: Callable[..., Any], nice: int) -> None:
+def _begin(function: Callable[..., Any], nice: int, writer: Connection) -> None:
     global _function
     _function = function
     os.nice(nice)
+    guard.join(writer.fileno())
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a function that hangs does not outlive its job
 
 
