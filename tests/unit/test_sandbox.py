@@ -166,6 +166,19 @@ def test_a_worker_that_is_killed_takes_its_sandbox_along(bubblewrap):
         assert select.select([inside], [], [], 20.0)[0], "the kernel ends all that is in there with this process"
 
 
+def test_that_does_not_depend_on_the_process_inside(bubblewrap):
+    """Which may have no core for a long time; here it is stopped.  And nobody waits for the worker."""
+    command = [sys.executable, "-c", WORKER, "bubblewrap", "while True: pass"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        pid = int(worker.stdout.readline())
+        with os.fdopen(os.pidfd_open(pid)) as inside:
+            os.kill(pid, signal.SIGSTOP)
+            worker.kill()
+            ended, _, _ = select.select([inside], [], [], 20.0)
+            signal.pidfd_send_signal(inside.fileno(), signal.SIGCONT)
+    assert ended
+
+
 def test_a_worker_that_is_killed_takes_a_program_without_sandbox_along(tmp_path):
     line = tmp_path / "line"
     os.mkfifo(line)
