@@ -23,7 +23,7 @@ from verl.utils.reward_score import default_compute_score
 
 from sglang_pat.integrations.verl import reward_ledger, rewards, trainers
 from sglang_pat.integrations.verl.fields import STOPS
-from sglang_pat.integrations.verl.reward_ledger import RewardLedger, make_metrics
+from sglang_pat.integrations.verl.reward_ledger import RewardLedger, TrainerLedger, make_metrics
 from sglang_pat.integrations.verl.reward_programs import ProgramScorer
 from sglang_pat.rewards import programs
 from sglang_pat.rewards.limits import CaseRun, LimitRules
@@ -265,6 +265,24 @@ async def test_limits_are_those_of_all_workers_and_outlive_their_owner(ledger, s
     again = await ledger.actor.get_limits_state()
     assert again[0] != life and again[1]["anchors"] == {"a": 5.0, "b": 1.0, "c": 1.0}
     assert (again[1]["reruns"], again[1]["right_reruns"]) == (1, 0)
+
+
+def test_the_trainer_tells_what_it_knows_to_a_ledger_that_is_new(tmp_path, monkeypatch):
+    """What a checkpoint has, before the first reward; and in one that is made after a death, what was known before."""
+    local = Local()
+    monkeypatch.setattr(Local, "__getattr__", lambda self, name: SimpleNamespace(remote=getattr(self.actor, name)))
+    monkeypatch.setattr(reward_ledger, "connect", lambda rules: local)
+    monkeypatch.setattr(reward_ledger, "ray", SimpleNamespace(get=asyncio.run))
+    trainer = TrainerLedger(RULES)
+    asyncio.run(local.actor.record_runs([CaseRun("a", "right", 4.0, 30.0)]))
+    trainer.take_metrics()
+    local.actor = RewardLedger(RULES)  # it has died
+    asyncio.run(local.actor.record_runs([CaseRun("b", "right", 2.0, 30.0)]))
+    trainer.save(tmp_path / "limits.json")
+    local.actor = RewardLedger(RULES)  # of another job
+    TrainerLedger(RULES).load(tmp_path / "limits.json")
+    assert asyncio.run(local.actor.get_limits(["a", "b", "c"]))[1] == [6.0, 3.0, 30.0]
+    assert "reward/cases/cases" not in make_metrics(asyncio.run(local.actor.take_figures())), "nothing has run yet"
 
 
 # -- settings --------------------------------------------------------------------------------------------------
