@@ -138,6 +138,8 @@ class TrainerLedger:
         self._known: dict[str, Any] = {}
         """Of time limits, when this was last asked for; nothing in the beginning."""
         self._life = ""
+        self._incomplete = False
+        """Whether figures of this step were lost."""
 
     def take_ends(self, step: int) -> dict[str, dict[int, int]]:
         """:meth:`RewardLedger.take_ends`"""
@@ -148,9 +150,10 @@ class TrainerLedger:
         ray.get(self._actor.drop.remote([(step, uid) for uid in uids]))
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the rewards of the step that ends now, for the tracker."""
+        """Of the rewards of the step that ends now, for the tracker; ``reward/incomplete`` is 1 if some are missing."""
         self._get_state()
-        return make_metrics(ray.get(self._actor.take_figures.remote()))
+        incomplete, self._incomplete = self._incomplete, False
+        return make_metrics(ray.get(self._actor.take_figures.remote())) | {"reward/incomplete": float(incomplete)}
 
     def save(self, path: Path) -> None:
         """Write what was learnt of time limits."""
@@ -173,6 +176,7 @@ class TrainerLedger:
     def _get_state(self) -> dict[str, Any]:
         """What is known of time limits.  An actor that is another one than the last time is told first."""
         life, state = ray.get(self._actor.get_limits_state.remote())
+        self._incomplete |= self._life not in ("", life)
         if life != self._life and self._known:
             state = ray.get(self._actor.restore_limits.remote(self._known))
         self._life, self._known = life, state
