@@ -7,6 +7,7 @@ ends with it (:mod:`.guard`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import enum
 import inspect
@@ -119,23 +120,31 @@ class RewardPool:
         """pebble starts a call that was cancelled before its turn, and kills the process that it is in."""
         self._pool: tuple[ProcessPool, guard.Guard] | None = None
 
-    async def score(self, arguments: Mapping[str, Any], limit: float | None = None) -> Reward:
+    async def score(
+        self,
+        arguments: Mapping[str, Any],
+        limit: float | None = None,
+        more: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
+    ) -> Reward:
         """Call the function with ``arguments`` by name; whatever it does, this returns a score.
 
         Cancelling this ends the call, and its process.
 
         Args:
             limit: of this call, if it has one of its own.
+            more: gives further arguments; asked as soon as a process is free.
         """
         asked, limit = time.monotonic(), limit or self._limit
-        if self._in_loop:
-            return self._read(await self._ask_in_loop(arguments, limit), asked, asked)
-        try:
-            payload = pickle.dumps(dict(arguments))
-        except Exception as error:
-            return self._read((Failure.INVALID, f"its arguments cannot be pickled: {_describe(error)}"), asked, asked)
-        async with self._free:
+        async with contextlib.nullcontext() if self._in_loop else self._free:
             begun = time.monotonic()
+            given = {**arguments, **(await more() if more is not None else {})}
+            if self._in_loop:
+                return self._read(await self._ask_in_loop(given, limit), asked, begun)
+            try:
+                payload = pickle.dumps(given)
+            except Exception as error:
+                reason = f"its arguments cannot be pickled: {_describe(error)}"
+                return self._read((Failure.INVALID, reason), asked, begun)
             for _ in range(TRIES):
                 answer = await self._ask_a_process(payload, limit)
                 if not (isinstance(answer, tuple) and answer[0] is Failure.DIED):

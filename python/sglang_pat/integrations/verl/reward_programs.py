@@ -55,11 +55,11 @@ class ProgramScorer:
             keys = programs.get_keys(ground_truth)
         except ValueError as error:
             return Reward(value=self._failed_reward, failure=Failure.INVALID, reason=format_one_line(error))
-        limits = await self._get_limits(keys)
         task = self._fixed | {"response": response, "ground_truth": ground_truth}
         # The sandbox keeps the limits.  This one is for a sandbox that hangs.
         most = len(keys) * self._maximum + SPARE_SECONDS
-        reward = await self._pool.score(task | {"time_limits": limits}, most)
+        # They are asked for late: while this one waits, others tell how long a right answer takes.
+        reward = await self._pool.score(task, most, functools.partial(self._get_limits, keys))
         if reward.failure is not None:
             return reward
         runs = reward.info["runs"]
@@ -71,14 +71,14 @@ class ProgramScorer:
                 rerun.add_done_callback(self._reruns.discard)
         return reward
 
-    async def _get_limits(self, keys: Sequence[str]) -> Sequence[float]:
+    async def _get_limits(self, keys: Sequence[str]) -> dict[str, Sequence[float]]:
         known = self._life  # before it asks: of several that ask a new ledger at once, none has a full answer
         life, limits = await self._ledger.get_limits.remote(keys)
         if life == known:
-            return limits
+            return {"time_limits": limits}
         self._life = life
         await self._ledger.restore_limits.remote(self._told.state_dict())
-        return (await self._ledger.get_limits.remote(keys))[1]
+        return {"time_limits": (await self._ledger.get_limits.remote(keys))[1]}
 
     async def _run_again(self, task: Mapping[str, Any]) -> None:
         reward = await self._idle.score(task, programs.PATIENCE * self._maximum + SPARE_SECONDS)
