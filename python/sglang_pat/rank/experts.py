@@ -120,11 +120,11 @@ class _Kernel:
         self, x: torch.Tensor, rows: int, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> None:
         gate_up = SimpleNamespace(shape=(len(down), 2 * rows, x.shape[1]))  # all that is looked at
-        config, down_config, _, *self._order = fused_moe._prepare_fused_moe_run(
+        config, down_config, _, *order = fused_moe._prepare_fused_moe_run(
             x, gate_up, down, ids, block_shape=None, **_UNQUANTISED
         )
         self._configs = config, down_config or config
-        self._chosen = weights, ids
+        self._routing: tuple[Any, ...] = (weights, ids, *order)
         self._type = getattr(fused_moe.tl, str(x.dtype).removeprefix("torch."))
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, last: bool = False) -> None:
@@ -135,11 +135,9 @@ class _Kernel:
             out: ``[tokens * chosen, rows]`` or ``[tokens, chosen, rows]``.
             last: what comes out is multiplied by the router's weights.
         """
-        per_row = 1 if last else self._chosen[1].shape[1]  # pairs of a token and an expert
-        tensors = (x, weight, None, out, None, None, None, *self._chosen, *self._order)
-        fused_moe.invoke_fused_moe_kernel(
-            *tensors, last, per_row, self._configs[last], compute_type=self._type, filter_expert=False, **_UNQUANTISED
-        )
+        per_row = 1 if last else self._routing[1].shape[1]  # pairs of a token and an expert
+        given: Any = (x, weight, None, out, None, None, None, *self._routing, last, per_row, self._configs[last])
+        fused_moe.invoke_fused_moe_kernel(*given, compute_type=self._type, filter_expert=False, **_UNQUANTISED)
 
 
 _UNQUANTISED = dict.fromkeys(
