@@ -62,16 +62,19 @@ def test_the_first_tensor_that_does_not_fit_is_named(checkpoint, at):
 
 
 def test_an_expert_is_taken_by_its_own_name(checkpoint):
-    """Not all of a layer in one tensor, as transformers has them in memory; SGLang would pass over these."""
-    expected = ExpectedWeights(checkpoint.empty(ParallelLayout(2, 1), 0))
+    """Not all of a layer in one tensor, as transformers has them in memory: SGLang would pass over these, which may even
+    be in the checkpoint."""
     name = next(name for name in checkpoint.tensors if "experts.7." in name)
+    layer = name.partition("experts.")[0] + "experts"
+    expected = ExpectedWeights(checkpoint.empty(ParallelLayout(2, 1), 0), lambda: {f"{layer}.down_proj"})
     shape = tuple(checkpoint.tensors[name].shape)
     assert expected.find_problem([(name, shape)]) is None
     problem = expected.find_problem([(name, shape[::-1])])
     assert problem and f"{name} has the shape {list(shape[::-1])}, must be {list(shape)}" in problem
-    layer = name.partition("experts.")[0] + "experts"
     for other in (name.replace("experts.7.", "experts.99."), f"{layer}.gate_up_proj", f"{layer}.down_proj"):
-        assert f"the model has no tensor {other!r}" in (expected.find_problem([(other, (8, *shape))]) or "")
+        problem = expected.find_problem([(other, (8, *shape))])
+        assert problem and f"the model has no tensor {other!r}; names must be the checkpoint's" in problem
+        assert problem.endswith(", with each expert by itself") == ("experts.99." not in other)
 
 
 class Changing(torch.nn.Module):
