@@ -62,8 +62,8 @@ def test_the_first_tensor_that_does_not_fit_is_named(checkpoint, at):
 
 
 def test_an_expert_is_taken_by_its_own_name(checkpoint):
-    """Not all of a layer in one tensor, as transformers has them in memory: SGLang would pass over these, which may even
-    be in the checkpoint."""
+    """Not all of a layer in one tensor, as transformers has them in memory.  SGLang would pass over these, even where
+    they are the checkpoint's."""
     name = next(name for name in checkpoint.tensors if "experts.7." in name)
     layer = name.partition("experts.")[0] + "experts"
     expected = ExpectedWeights(checkpoint.empty(ParallelLayout(2, 1), 0), lambda: {f"{layer}.down_proj"})
