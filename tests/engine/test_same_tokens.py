@@ -20,8 +20,10 @@ from . import schedule_runs, schedules
 from .conftest import MODELS, tell
 from .streams import check_idle, hold, tokens
 
-SOAK = int(os.environ.get("SGLANG_PAT_SOAK", 1000))
-"""Schedules of the soak run, all setups together."""
+SOAK = int(os.environ.get("SGLANG_PAT_SOAK", 2000))
+"""Schedules of the soak run, all setups together: 200 of each mixture of experts."""
+MOST = 5
+"""A setup has its share of them by its count, up to this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,7 @@ SETUPS = {
     "qwen3-moe": Setup(model="qwen3_moe", ranks=2, count=20, stock=False, limits=FEW),
     "qwen2-moe": Setup(model="qwen2_moe", ranks=4, base=2, count=20, stock=False, limits=FEW),
     "mixtral": Setup(model="mixtral", ranks=4, count=20, flags=CHUNKED, limits=FEW),
+    "mixtral-as-on-cuda": Setup(model="mixtral", ranks=2, count=3, as_on_cuda=True, limits=FEW, soak_only=True),
     "mixtral-pat": Setup(model="mixtral", ranks=2, count=2, flags=("--pat-weights", "reshard"), limits=FEW),
     "mistral": Setup(model="mistral", ranks=2, count=1, soak_only=True),
     "glm4": Setup(model="glm4", ranks=2, count=1, soak_only=True),
@@ -180,10 +183,8 @@ def _cases(plan: dict[str, range]) -> list:
 
 
 PLAN = {name: range(setup.count) for name, setup in SETUPS.items() if not setup.soak_only}
-SOAK_PLAN = {
-    name: range(10_000, 10_000 + -(-SOAK * setup.count // sum(setup.count for setup in SETUPS.values())))
-    for name, setup in SETUPS.items()
-}
+SHARES = {name: min(setup.count, MOST) for name, setup in SETUPS.items()}
+SOAK_PLAN = {name: range(10_000, 10_000 + -(-SOAK * share // sum(SHARES.values()))) for name, share in SHARES.items()}
 
 
 @pytest.mark.parametrize(("name", "seed"), _cases(PLAN))

@@ -122,7 +122,9 @@ class ExpectedWeights:
         except KeyError:
             pass  # how some models say that they have no such parameter
         if not self._calls:
-            return None if self._is_ignored(name) else _describe_unknown(name, "the checkpoint's")
+            fused = name.endswith((".experts.gate_up_proj", ".experts.down_proj"))  # as transformers has them in memory
+            whose = "the checkpoint's" + ", with each expert by itself" * fused
+            return None if self._is_ignored(name) else _describe_unknown(name, whose)
         for loaded, whole in self._calls:
             if tuple(loaded.shape) != whole:
                 return _describe_wrong_shape(name, loaded.shape, whole)
@@ -135,8 +137,9 @@ class ExpectedWeights:
         return None if shape == self._own[name] else _describe_wrong_shape(name, shape, self._own[name])
 
     def _is_ignored(self, name: str) -> bool:
-        """Whether SGLang passes over this name, and rightly: trainers send all of a checkpoint, and tied heads."""
-        return (self._tied and name.endswith("lm_head.weight")) or name in self._names()
+        """Whether SGLang passes over this name, and rightly: trainers send all of a checkpoint, and tied heads.  An
+        expert that it does not know would stay as it is."""
+        return (self._tied and name.endswith("lm_head.weight")) or (".experts." not in name and name in self._names())
 
     def _record_load(
         self,

@@ -102,10 +102,11 @@ def _compile_experts(experts: FusedMoE, device: str) -> None:
         experts.quant_method.compile(experts)
         return
     config = experts.moe_runner_config
-    if config.top_k <= 2:  # for which SGLang has another sum
+    chosen = config.top_k or 0
+    if chosen <= 2:  # for which SGLang has another sum
         return
     for tokens in (1, 4):
-        each = torch.zeros(tokens, config.top_k, config.hidden_size, dtype=config.params_dtype, device=device)
+        each = torch.zeros(tokens, chosen, config.hidden_size, dtype=config.params_dtype, device=device)
         fused_moe.moe_sum_reduce_torch_compile(each, each.new_empty(tokens, config.hidden_size), 1.0)
 
 
