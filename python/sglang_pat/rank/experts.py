@@ -21,22 +21,22 @@ LARGEST_BATCH = 4096
 """Tokens; kernels for more are those for so many."""
 
 
-def find_reason_against(experts: FusedMoE) -> str | None:
+def find_reason_against(experts: FusedMoE) -> tuple[str, str] | None:
     """Why these experts cannot be cut into shards and multiplied on views, and what to do; None if they can."""
     method, config = experts.quant_method, experts.moe_runner_config
     if experts.moe_ep_size > 1:
-        return "its experts are spread over the ranks: leave out --ep-size"
+        return "its experts are spread over the ranks", "leave out --ep-size"
     if experts.num_fused_shared_experts:
-        return "its shared expert is fused with the routed ones: use --disable-shared-experts-fusion"
+        return "its shared expert is fused with the routed ones", "use --disable-shared-experts-fusion"
     if type(method) is not UnquantizedFusedMoEMethod:
-        return "its experts are quantised: use a checkpoint in bfloat16"
+        return "its experts are quantised", "use a checkpoint in bfloat16"
     if not method.runner.runner_backend.is_triton() or method.use_flashinfer_cutlass:
-        return "its runner back end packs or reorders the experts: use --moe-runner-backend triton"
+        return "its runner back end packs or reorders the experts", "use --moe-runner-backend triton"
     plain = config.activation == "silu" and config.is_gated and not method.with_bias
     plain &= (config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit) == (None, None, None)
     plain &= config.routed_scaling_factor in (None, 1.0)
     if not plain or config.apply_router_weight_on_input or config.no_combine:
-        return "its experts are not down(silu(gate(x)) * up(x)): this model is not supported"
+        return "its experts are not down(silu(gate(x)) * up(x))", "this model is not supported"
     return None
 
 
@@ -120,11 +120,11 @@ class _Kernel:
         self, x: torch.Tensor, rows: int, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> None:
         gate_up = SimpleNamespace(shape=(len(down), 2 * rows, x.shape[1]))  # all that is looked at
-        config, down_config, _, *self._order = fused_moe._prepare_fused_moe_run(
+        config, down_config, _, *order = fused_moe._prepare_fused_moe_run(
             x, gate_up, down, ids, block_shape=None, **_UNQUANTISED
         )
         self._configs = config, down_config or config
-        self._chosen = weights, ids
+        self._routing: tuple[Any, ...] = (weights, ids, *order)
         self._type = getattr(fused_moe.tl, str(x.dtype).removeprefix("torch."))
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, last: bool = False) -> None:
@@ -135,11 +135,9 @@ class _Kernel:
             out: ``[tokens * chosen, rows]`` or ``[tokens, chosen, rows]``.
             last: what comes out is multiplied by the router's weights.
         """
-        per_row = 1 if last else self._chosen[1].shape[1]  # pairs of a token and an expert
-        tensors = (x, weight, None, out, None, None, None, *self._chosen, *self._order)
-        fused_moe.invoke_fused_moe_kernel(
-            *tensors, last, per_row, self._configs[last], compute_type=self._type, filter_expert=False, **_UNQUANTISED
-        )
+        per_row = 1 if last else self._routing[1].shape[1]  # pairs of a token and an expert
+        given: Any = (x, weight, None, out, None, None, None, *self._routing, last, per_row, self._configs[last])
+        fused_moe.invoke_fused_moe_kernel(*given, compute_type=self._type, filter_expert=False, **_UNQUANTISED)
 
 
 _UNQUANTISED = dict.fromkeys(
