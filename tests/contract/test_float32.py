@@ -10,6 +10,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.triton_ops import decode_attention, extend_attention
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
 from sglang_pat.fixes.float32 import force_float32
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.contract
 
 def made(args, monkeypatch) -> RMSNorm:
     """A norm as SGLang builds it on a GPU, of a rank with these arguments."""
+    monkeypatch.setattr(fused_moe, "invoke_fused_moe_kernel", fused_moe.invoke_fused_moe_kernel)  # put back, too
     monkeypatch.setattr("sglang.srt.layers.utils.multi_platform._is_cuda", True)
     monkeypatch.setattr(RMSNorm, "forward_cuda", RMSNorm.forward_cuda)  # put back after the test
     monkeypatch.setenv("TRITON_F32_DEFAULT", "")  # put back, too
@@ -77,3 +79,16 @@ def test_torch_multiplies_without_tf32(monkeypatch):
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("dtype, rounded", [("float32", False), ("bfloat16", True)])
+def test_experts_are_not_rounded_to_float16(monkeypatch, dtype, rounded):
+    """What is done to what SGLang asks of its kernel; with the kernel itself: test_experts_kernel.py."""
+    import triton.language as tl
+
+    asked = []
+    monkeypatch.setattr(fused_moe, "invoke_fused_moe_kernel", lambda *args, **options: asked.append((args, options)))
+    made({"device": "cuda", "dtype": dtype}, monkeypatch)
+    fused_moe.invoke_fused_moe_kernel("x", "w13", compute_type=tl.float16, per_channel_quant=False)
+    wanted = tl.float16 if rounded else tl.float32
+    assert asked == [(("x", "w13"), {"compute_type": wanted, "per_channel_quant": False})]

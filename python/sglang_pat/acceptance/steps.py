@@ -19,6 +19,7 @@ from sglang_pat import preflight
 from sglang_pat.acceptance import commands, kernels
 from sglang_pat.acceptance.answers import likelihood, read_degrees, real_model, same_tokens, steady
 from sglang_pat.acceptance.bench import Bench
+from sglang_pat.acceptance.experts import experts
 from sglang_pat.acceptance.linears import views
 from sglang_pat.acceptance.results import Result
 from sglang_pat.memory.machine import GIB
@@ -219,6 +220,7 @@ STEPS: tuple[Callable[[Bench], Result], ...] = (
     check_machine,
     move_kv,
     views,
+    experts,
     start,
     step_times,
     long_tail,

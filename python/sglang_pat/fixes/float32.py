@@ -8,6 +8,7 @@ Upstream: ``docs/upstream/float32.md``
 from __future__ import annotations
 
 import os
+from functools import wraps
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
@@ -21,8 +22,23 @@ def force_float32(args: ServerArgs) -> None:
     - Triton multiplies float32 in TF32, which has 10 bits, unless it is told otherwise, as SGLang's attention does not.
       Layouts then differ by some 1e-3 in a logit.  What the user has set stays.
     - Images with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 have torch multiply in TF32 as well.
+    - SGLang rounds what experts of a mixture give to float16.
     """
     if args.device == "cuda" and args.dtype in ("float32", "float"):
         RMSNorm.forward_cuda = RMSNorm.forward_native
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         torch.set_float32_matmul_precision("highest")
+        _keep_experts_in_float32()
+
+
+def _keep_experts_in_float32() -> None:
+    import triton.language as tl
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    launch = fused_moe.invoke_fused_moe_kernel
+
+    @wraps(launch)
+    def launch_in_float32(*args, **options):
+        launch(*args, **options | {"compute_type": tl.float32})
+
+    fused_moe.invoke_fused_moe_kernel = launch_in_float32
