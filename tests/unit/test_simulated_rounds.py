@@ -95,7 +95,8 @@ def test_a_sample_waits_for_room():
 
 
 def test_a_full_replica_puts_the_shortest_back():
-    replica = make_full_replica(2 * (100 + RESERVE), [600, 600])
+    replica = make_full_replica(400 + 2 * RESERVE, [600])
+    replica.add(SampleId(0, 0, 1, 0), 300, 600, 0.0)
     replica.add(SampleId(0, 0, 2, 0), 20, 600, 0.0)
     assert len(replica.ids) == 2
     assert replica.due == 512 and replica.retract() == []
