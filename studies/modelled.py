@@ -9,6 +9,7 @@ For the simulator and for tests of policies.  They are marked ``modelled``, and 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
@@ -30,7 +31,12 @@ ELEMENT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """A dense decoder with grouped-query attention and a gated MLP; sizes from the published configuration."""
+    """A decoder with grouped-query attention and gated MLPs; sizes from the published configuration.
+
+    Attributes:
+        intermediate: width of the MLP that every token goes through; 0 if each layer has experts only.
+        experts: of each layer, with the width ``expert_intermediate``; a token goes through ``chosen`` of them.
+    """
 
     name: str
     architecture: str
@@ -39,24 +45,46 @@ class ModelSize:
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
+    intermediate: int = 0
     vocabulary: int
+    experts: int = 0
+    chosen: int = 0
+    expert_intermediate: int = 0
 
     @property
-    def layer_parameters(self) -> int:
-        """Of all layers, norms left out (less than 0.01%)."""
+    def expert_parameters(self) -> int:
+        """Of one expert in every layer."""
+        return self.layers * 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def token_parameters(self) -> int:
+        """Of all layers, those that one token goes through; norms and routers left out (less than 0.1%)."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        dense = self.layers * (attention + 3 * self.hidden * self.intermediate)
+        return dense + self.chosen * self.expert_parameters
 
     @property
     def weight_bytes(self) -> int:
         """All weights; input and output embedding are separate in the models used here."""
-        return ELEMENT * (self.layer_parameters + 2 * self.vocabulary * self.hidden)
+        others = (self.experts - self.chosen) * self.expert_parameters
+        return ELEMENT * (self.token_parameters + others + 2 * self.vocabulary * self.hidden)
 
     @property
     def read_bytes(self) -> int:
-        """Weights read in a decode step: all but the input embedding."""
-        return ELEMENT * (self.layer_parameters + self.vocabulary * self.hidden)
+        """Weights read in a decode step of one request: all but the input embedding and the experts not chosen."""
+        return ELEMENT * (self.token_parameters + self.vocabulary * self.hidden)
+
+    def count_read_bytes(self, tokens: Number) -> Number:
+        """Weights read in a step over ``tokens`` tokens: experts that any of them has chosen are read once."""
+        return self.read_bytes + ELEMENT * (self.count_experts(tokens) - self.chosen) * self.expert_parameters
+
+    def count_experts(self, tokens: Number) -> Number:
+        """Experts of a layer that ``tokens`` tokens go through, if each chooses evenly and by itself."""
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0
+
+    def count_kv_heads(self, tp: int) -> int:
+        """KV heads of a rank.  Above one rank a head they are copied."""
+        return max(1, self.kv_heads // tp)
 
     @property
     def kv_bytes(self) -> int:
@@ -64,9 +92,10 @@ class ModelSize:
         return ELEMENT * 2 * self.layers * self.kv_heads * self.head_dim
 
     def describe(self) -> str:
+        experts = f" experts{self.experts}/{self.chosen} I{self.expert_intermediate}" if self.experts else ""
         return (
             f"{self.architecture} L{self.layers} H{self.hidden} heads{self.heads}/{self.kv_heads} "
-            f"I{self.intermediate} V{self.vocabulary}"
+            f"I{self.intermediate} V{self.vocabulary}{experts}"
         )
 
 
@@ -92,14 +121,14 @@ class Roofline:
 
     def step_seconds(self, tp: int, batch: Number, tokens: Number) -> Number:
         """Decode step of a replica with ``batch`` requests of ``tokens`` context tokens together."""
-        weights = self.model.read_bytes / (tp * self.read_rate)
+        weights = self.model.count_read_bytes(batch) / (tp * self.read_rate)
         compute = self.model.read_bytes / ELEMENT * 2 * batch / (tp * self.flops)
-        kv = self.model.kv_bytes * tokens / (tp * self.read_rate)
+        kv = self.model.kv_bytes * tokens / (min(tp, self.model.kv_heads) * self.read_rate)
         return np.maximum(weights, compute) + kv + self._compute_fixed_seconds(tp) + self._reduce(tp, batch)
 
     def prefill_seconds(self, tp: int, batch: Number, length: Number) -> Number:
         """Prefill of ``batch`` requests of ``length`` tokens on a replica."""
-        weights = self.model.read_bytes / (tp * self.read_rate)
+        weights = self.model.count_read_bytes(batch * length) / (tp * self.read_rate)
         compute = count_prefill_operations(self.model, batch, length) / (tp * self.flops * self.prefill_share)
         return np.maximum(weights, compute) + self._compute_fixed_seconds(tp) + self._reduce(tp, batch * length)
 
@@ -128,7 +157,7 @@ def count_reduced_bytes(model: ModelSize, tp: int, tokens: Number) -> Number:
 def count_prefill_operations(model: ModelSize, batch: Number, length: Number) -> Number:
     """Matrix products of all layers and causal attention; the output embedding of one position is left out."""
     attention = 2 * 2 * model.layers * model.heads * model.head_dim * length / 2
-    return batch * length * (2 * model.layer_parameters + attention)
+    return batch * length * (2 * model.token_parameters + attention)
 
 
 # -- models and machines, and what was published of them -----------------------------------------------------------
@@ -171,6 +200,33 @@ QWEN_32B = ModelSize(
     head_dim=128,
     intermediate=27648,
     vocabulary=152064,
+)
+
+A3B = ModelSize(
+    name="qwen3-30b-a3b",
+    architecture="Qwen3MoeForCausalLM",
+    layers=48,
+    hidden=2048,
+    heads=32,
+    kv_heads=4,
+    head_dim=128,
+    vocabulary=151936,
+    experts=128,
+    chosen=8,
+    expert_intermediate=768,
+)
+MIXTRAL = ModelSize(
+    name="mixtral-8x7b",
+    architecture="MixtralForCausalLM",
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocabulary=32000,
+    experts=8,
+    chosen=2,
+    expert_intermediate=14336,
 )
 
 
@@ -277,6 +333,15 @@ H100_SOURCES = (
     "Not calibrated, for comparison: PAT's Qwen3-14B, static at 16K, took 133.9 s; static TP2 takes 140.4 s here.",
     "Assumed: 256K tokens of KV a GPU; PAT gives no budget for the H100.",
 )
+MIXTURE_SOURCES = (
+    *H100_SOURCES[:4],
+    "Experts: a step reads those that any of its n tokens has chosen, E(1-(1-k/E)^n) of E where each chooses k evenly "
+    "and by itself; each is read once, at the rate of dense weights.",
+    "KV heads: copied where there are fewer than ranks, and then read by each.",
+    "Doubt: no time of a mixture is in it. Real tokens choose less evenly, the responses to one prompt alike; kernels "
+    "of few rows an expert, and of experts 1/8 as wide, reach less of the memory's rate; the layers launch more.",
+    "Room for KV: Qwen3-30B-A3B by this package's memory plan for 80 GB; Mixtral by its weights beside that.",
+)
 
 # -- switches: PAT's as published and scaled, and the arithmetic of this package's exchange ------------------------
 
@@ -332,12 +397,12 @@ def our_switches(
     """
     samples: list[SwitchSample] = []
     for from_tp, to_tp in permutations(degrees, 2):
-        low, share = min(from_tp, to_tp), 1 - min(from_tp, to_tp) / max(from_tp, to_tp)
+        low, share = min(from_tp, to_tp), count_sent_share(model, from_tp, to_tp)
         for requests, length in SWITCHES:
             tokens = requests * length
-            busiest = -(-requests // (ranks // low)) * length * model.kv_bytes / low * share
+            busiest = -(-requests // (ranks // low)) * length * model.kv_bytes / min(low, model.kv_heads) * share
             phases = {"kv": busiest / link_rate, "install": OUR_CONTROL}
-            moved = tokens * model.kv_bytes * share
+            moved = tokens * model.kv_bytes * model.count_kv_heads(low) * low / model.kv_heads * share
             samples.append(_switch_sample(from_tp, to_tp, requests, tokens, moved, phases))
     return tuple(samples), (
         "Switch, KV: bytes that the busiest rank sends in an all-to-all over its link's rate one way (25 GB/s A40, "
@@ -345,6 +410,17 @@ def our_switches(
         "no overhead of packing, so a lower bound.",
         "Switch, control: 25 ms, the middle of the 20-30 ms of sglang_pat's runs on CPU; not measured on a GPU.",
     )
+
+
+def count_sent_share(model: ModelSize, from_tp: int, to_tp: int) -> float:
+    """Of the KV that a rank has in the lower degree, what it sends (tp is raised) or receives (tp is lowered).
+
+    Without copied heads this is 1 - low/high either way.  With copies a raise sends each head to all that copy it, and
+    a rank that lowers has it already.
+    """
+    low, high = sorted((from_tp, to_tp))
+    kept = model.count_kv_heads(high) / model.count_kv_heads(low)
+    return (high // low - 1) * kept if to_tp == high else 1 - kept
 
 
 def _switch_sample(
@@ -366,26 +442,55 @@ def _switch_sample(
 
 # -- the profiles ----------------------------------------------------------------------------------------------------
 
+MIXTURE_BATCHES = (*BATCHES, 512, 1024)
+"""Of a mixture a high degree is best for large rounds as well."""
+
+MIXTURE_ROOM = {(A3B.name, 1): 50_688, (A3B.name, 2): 662_272, (A3B.name, 4): 1_892_352, (MIXTRAL.name, 2): 240_000}
+"""KV tokens of a replica of the base layout on 8 GPUs of 80 GB, by (model, base degree)."""
+
 CASES: tuple[tuple[str, Machine, ModelSize, int, tuple[str, ...]], ...] = (
     ("8xA40-llama3.1-8b", A40, LLAMA, 2, A40_SOURCES),
     ("8xH100-llama3.1-8b", H100, LLAMA, 1, H100_SOURCES),
     ("8xH100-qwen3-14b", H100, QWEN, 2, H100_SOURCES),
     ("8xH100-qwen2.5-32b", H100, QWEN_32B, 2, H100_SOURCES),
+    ("8xH100-qwen3-30b-a3b", H100, A3B, 2, MIXTURE_SOURCES),
+    ("8xH100-mixtral-8x7b", H100, MIXTRAL, 2, MIXTURE_SOURCES),
 )
 """(name, machine, model, base degree, sources)."""
 
 
-def build(machine: Machine, model: ModelSize, base_tp: int, sources: tuple[str, ...], pat_costs: bool) -> Profile:
-    """One reference profile, with PAT's switch costs or with those of this package's exchange."""
-    times = fit_a40_llama() if machine is A40 else make_h100(model)
-    degrees = tuple(tp for tp in (1, 2, 4, 8) if tp >= base_tp)
-    budget = machine.tokens_per_gpu * RANKS
+def count_room(machine: Machine, model: ModelSize, base_tp: int) -> dict[int, int]:
+    """KV tokens that a replica has room for, by degree.  A rank's pool has the same bytes in every layout."""
+    base = MIXTURE_ROOM[model.name, base_tp] if model.experts else machine.tokens_per_gpu * base_tp
+    heads = model.count_kv_heads(base_tp)
+    return {tp: base * heads // model.count_kv_heads(tp) for tp in (1, 2, 4, 8) if tp >= base_tp}
+
+
+def build(
+    machine: Machine,
+    model: ModelSize,
+    base_tp: int,
+    sources: tuple[str, ...],
+    pat_costs: bool,
+    times: Roofline | None = None,
+    axes: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Profile:
+    """One reference profile, with PAT's switch costs or with those of this package's exchange.
+
+    Args:
+        times: of the steps; None for the machine's.
+        axes: batches and contexts; None for those of the files.
+    """
+    times = times or (fit_a40_llama() if machine is A40 else make_h100(model))
+    batches, contexts = axes or (MIXTURE_BATCHES if model.experts else BATCHES, CONTEXTS)
+    room = count_room(machine, model, base_tp)
+    degrees = tuple(room)
     grid = [
         (tp, RANKS // tp, batch, context)
         for tp in degrees
-        for batch in BATCHES
-        for context in CONTEXTS
-        if batch * context * (RANKS // tp) <= budget
+        for batch in batches
+        for context in contexts
+        if batch * context <= room[tp]
     ]
     decode = ((point, times.step_seconds(point[0], point[2], point[2] * point[3])) for point in grid)
     prefill = ((point, times.prefill_seconds(point[0], point[2], point[3])) for point in grid if point[2] <= 32)
@@ -403,15 +508,15 @@ def build(machine: Machine, model: ModelSize, base_tp: int, sources: tuple[str, 
             link="none",
             weights="reshard" if pat_costs else "resident",
             kv_exchange="allgather" if pat_costs else "direct",
-            kv_tokens=machine.tokens_per_gpu * base_tp,
-            max_running=max(BATCHES),
+            kv_tokens=room[base_tp],
+            max_running=max(batches),
             sglang="0.4.8 (PAT's)",
             torch="2.7.1 (PAT's)",
             package="modelled",
         ),
         sources=sources + why,
         complete=True,
-        grid={"batch": list(BATCHES), "context": list(CONTEXTS)},
+        grid={"batch": list(batches), "context": list(contexts)},
         decode=tuple(
             DecodePoint(tp=tp, replicas=n, batch=b, context=c, seconds=_round_seconds(seconds), samples=())
             for (tp, n, b, c), seconds in decode
@@ -429,7 +534,7 @@ def make_references() -> dict[str, Profile]:
     return {
         f"{name}{'-pat-costs' if pat else ''}.json": build(machine, model, base_tp, sources, pat_costs=pat)
         for name, machine, model, base_tp, sources in CASES
-        for pat in (False, True)
+        for pat in ((False,) if model.experts else (False, True))
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -59,11 +60,24 @@ class Engines:
     policy: Policy | None = None
 
 
-class Replica:
-    """Samples that decode together.  ``clock``: seconds at which its state holds."""
+RESERVE, RETRACTED_FOR = 512, 20
+"""KV tokens for each running sample that must be free when one comes in; steps for which there is room after samples
+were put back.  About SGLang's: its reserve is a share of the limit that follows what was put back."""
 
-    def __init__(self, seconds: Callable[[int, float], float], most: int, clock: float) -> None:
-        self._seconds, self._most = seconds, most
+
+class Replica:
+    """Samples that decode together.
+
+    Args:
+        seconds: of a step, by requests and their tokens.
+        most: samples at once; ``room``: KV tokens.  The others wait.
+
+    Attributes:
+        clock: seconds at which its state holds.
+    """
+
+    def __init__(self, seconds: Callable[[int, float], float], most: int, clock: float, room: float = np.inf) -> None:
+        self._seconds, self._most, self._room = seconds, most, room
         self.clock = clock
         self.ids: list[SampleId] = []
         self.context: np.ndarray = np.zeros(0, dtype=np.int64)
@@ -83,6 +97,10 @@ class Replica:
         if not self.ids:
             self._next = None
         count = min(len(self.waiting), self._most - len(self.ids))
+        if self._room < np.inf:
+            held = self.context.sum() + np.cumsum([context for _, context, _ in islice(self.waiting, max(count, 0))])
+            needed = held + RESERVE * np.arange(len(self.ids) + 1, len(self.ids) + len(held) + 1)
+            count = max(int(np.searchsorted(needed, self._room, side="right")), count > 0 and not self.ids)
         if count > 0:
             new = [self.waiting.popleft() for _ in range(count)]
             self.ids += [sample for sample, _, _ in new]
@@ -92,21 +110,26 @@ class Replica:
 
     @property
     def due(self) -> float:
-        """Seconds at which the next sample ends; infinity if none runs."""
+        """Seconds at which the next sample ends, or there is no room for another step; infinity if none runs."""
         if self._next is None:
             self._next = np.inf
             if self.ids:
-                steps = int(self.left.min())
+                steps = self._count_steps()
                 middle = float(self.context.sum()) + len(self.ids) * steps / 2
                 self._next = self.clock + steps * self._seconds(len(self.ids), middle)
         return self._next
 
+    def _count_steps(self) -> int:
+        """Until a sample ends or the room is full; one alone has room."""
+        full = (self._room - self.context.sum()) // len(self.ids) if len(self.ids) > 1 else np.inf
+        return int(min(self.left.min(), max(full, 0)))
+
     def advance(self, now: float) -> None:
-        """Decode until ``now``, at most to the end of the next sample; a step under way goes on."""
+        """Decode until ``now``, at most until :attr:`due`; a step under way goes on."""
         if not self.ids:
             self.clock = max(self.clock, now)
             return
-        steps, due = int(self.left.min()), self.due
+        steps, due = self._count_steps(), self.due
         if not steps:  # what has ended is still to be taken out; its time may be a rounding error ahead
             return
         done = steps if now >= due else int(steps * (now - self.clock) / (due - self.clock))
@@ -119,6 +142,17 @@ class Replica:
         """Take out a sample that has no tokens left."""
         over = np.flatnonzero(self.left <= 0)
         return self._take(int(over[0])) if len(over) else None
+
+    def retract(self) -> list[int]:
+        """Put samples back, shortest first, until there is room for some steps; their contexts."""
+        contexts: list[int] = []
+        while len(self.ids) > 1 and self.context.sum() + RETRACTED_FOR * len(self.ids) > self._room:
+            place = int(np.argmin(self.context))
+            contexts.append(int(self.context[place]))
+            entry = self.ids[place], contexts[-1], int(self.left[place])
+            self._take(place)
+            self.waiting.append(entry)
+        return contexts
 
     def remove(self, sample: SampleId, now: float) -> int:
         """Take a sample out; its context."""

@@ -226,6 +226,28 @@ def find_best_run(drain: Drain) -> Run:
     is exact.  O(points² · degrees) time.
     """
     degrees, last = drain.degrees, len(drain.points) - 1
+    best, onward, target, until = _solve(drain)
+    schedule: list[tuple[int, int]] = []
+    point, t = 0, 0
+    if last and onward[0, 0] < best[0, 0]:
+        t = int(target[0, 0])
+        schedule.append((0, degrees[t]))
+    while until[point, t] < last:
+        point = int(until[point, t])
+        t = int(target[point, t])
+        schedule.append((point, degrees[t]))
+    return drain.run_schedule(schedule)
+
+
+def find_best_seconds(drain: Drain) -> dict[int, float]:
+    """The least time of the batch by the degree in which it starts."""
+    return dict(zip(drain.degrees, _solve(drain)[0][0].tolist(), strict=True))
+
+
+def _solve(drain: Drain) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """``[points, degrees]`` each: least time from a point to the end when a layout is entered there; the same when it
+    is left there, and for which; the point up to which it is held."""
+    degrees, last = drain.degrees, len(drain.points) - 1
     best = np.zeros((last + 1, len(degrees)))
     # Best continuation when the layout is left at a point, and for which.
     onward = np.full((last + 1, len(degrees)), np.inf)
@@ -245,16 +267,7 @@ def find_best_run(drain: Drain) -> Run:
                 seconds = drain.switch_seconds(point, tp, to) + best[point, other]
                 if seconds < onward[point, t]:
                     onward[point, t], target[point, t] = seconds, other
-    schedule: list[tuple[int, int]] = []
-    point, t = 0, 0
-    if last and onward[0, 0] < best[0, 0]:
-        t = int(target[0, 0])
-        schedule.append((0, degrees[t]))
-    while until[point, t] < last:
-        point = int(until[point, t])
-        t = int(target[point, t])
-        schedule.append((point, degrees[t]))
-    return drain.run_schedule(schedule)
+    return best, onward, target, until
 
 
 def describe_queueing(fingerprint: Fingerprint, batch: Batch) -> str | None:

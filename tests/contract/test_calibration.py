@@ -82,6 +82,7 @@ def test_layouts_take_turns_there_and_back():
     ids = [request.input_ids for request in manager.made_up]
     assert [{*map(len, prompts)} for prompts in ids] == [{context} for _, context in TURNS for _ in range(3)]
     assert manager.injected == ids, "they are not computed"
+    assert all(len({*map(tuple, prompts)}) == len(prompts) for prompts in ids), "equal ones choose equal experts"
     assert max(map(max, ids[0])) < 500
     # The first token is prefill's, and the step after it does not count.
     assert manager.made_up[0].sampling_params["max_new_tokens"] == 8 + 2

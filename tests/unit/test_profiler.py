@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import random
 from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from profiler import grid as grids
 from profiler import measure, report, sweep, validate
 from profiler.grid import Grid, Limits, Point, list_points, list_required_points
 from profiler.measure import NotMeasured, TooSlow
+from profiler.rig import Rig
 from profiler.store import Store, check_asked, check_same, load_existing
 from profiler.windows import decode_windows, measure_prefill_seconds
 from sglang_pat.layout import ParallelLayout
@@ -302,6 +304,37 @@ class SlowRig:
         self.aborted += len(tasks)
         for task in tasks:
             task.cancel()
+
+
+class RecordingRig(SlowRig):
+    """Keeps what is sent; draws tokens as the real one does."""
+
+    def __init__(self, layouts):
+        super().__init__(made=0)
+        self.layouts, self.sent = layouts, []
+        self._random, self.model = random.Random(0), SimpleNamespace(vocab_size=50_000)
+
+    sample_tokens = Rig.sample_tokens
+
+    def send(self, prompts, answers):
+        self.sent.append(prompts)
+        return super().send(prompts, answers)
+
+
+def test_no_two_requests_of_a_batch_are_alike():
+    """The time of a mixture depends on how many experts its tokens choose: equal rows would all choose the same ones.
+
+    Injected KV may be the same for all, so each needs a last token of its own; sampled, not greedy, they stay apart.
+    """
+    for tp, replicas in ((4, 1), (1, 4), (1, 1)):
+        rig = RecordingRig(LAYOUTS)
+        point = Point(kind="decode", tp=tp, replicas=replicas, batch=32, context=200)
+        with pytest.raises(TooSlow):
+            asyncio.run(measure.decode(rig, point, share=0.001, limit=0.002))
+        rows = rig.sent[0]
+        assert len(rows) == 32 * 4 // tp and len({row[-1] for row in rows}) >= len(rows) - 2
+        assert len({tuple(row[:-1]) for row in rows}) == 32, "one for each place; replicas have the same ones"
+    assert sweep.TEMPERATURE == 1.0
 
 
 def test_where_a_step_is_slow_few_of_them_do():

@@ -74,6 +74,31 @@ def test_our_exchange_of_9_requests(name, from_tp, seconds):
     assert kv == pytest.approx([seconds], rel=0.01)
 
 
+@pytest.mark.parametrize("model, published", [(modelled.A3B, 30.53e9), (modelled.MIXTRAL, 46.70e9)])
+def test_a_mixture_reads_what_its_tokens_choose(model, published):
+    assert model.weight_bytes / modelled.ELEMENT == pytest.approx(published, rel=0.001)
+    assert model.count_experts(1) == pytest.approx(model.chosen)
+    assert model.read_bytes == pytest.approx(model.count_read_bytes(1)) and model.read_bytes < model.weight_bytes / 3
+    input_embedding = modelled.ELEMENT * model.vocabulary * model.hidden
+    assert model.count_read_bytes(4096) == pytest.approx(model.weight_bytes - input_embedding)
+    drawn = np.random.default_rng(0).random((1000, 32, model.experts)).argsort(axis=-1)[..., : model.chosen]
+    touched = np.mean([len(np.unique(step)) for step in drawn])
+    assert model.count_experts(32) == pytest.approx(touched, rel=0.01)
+
+
+def test_copied_kv_heads():
+    """Four heads on eight ranks: no more room than on four, KV is read twice, a raise sends all, a way back nothing."""
+    model, times = modelled.A3B, modelled.make_h100(modelled.A3B)
+    room = modelled.count_room(modelled.H100, model, 2)
+    assert room == {2: 662_272, 4: 1_324_544, 8: 1_324_544}
+    kv = [times.step_seconds(tp, 64, 64 * 8192) - times.step_seconds(tp, 64, 0) for tp in (2, 4, 8)]
+    assert kv == pytest.approx([kv[1] * 2, kv[1], kv[1]])
+    sent = {pair: modelled.count_sent_share(model, *pair) for pair in ((2, 4), (4, 2), (4, 8), (8, 4), (2, 8), (8, 2))}
+    assert sent == {(2, 4): 0.5, (4, 2): 0.5, (4, 8): 1.0, (8, 4): 0.0, (2, 8): 1.5, (8, 2): 0.5}
+    # Of 8 heads none is copied: what is sent is what the other ranks of the group are to have.
+    assert [modelled.count_sent_share(modelled.QWEN, *pair) for pair in ((2, 8), (8, 2), (4, 8))] == [0.75, 0.75, 0.5]
+
+
 def test_pat_section_5_3_generation():
     h100, lengths = modelled.make_h100(modelled.LLAMA), modelled.make_deepscaler_lengths(24576)
     assert h100.generation_seconds(2, lengths, 4) == pytest.approx(134.3, rel=0.01)

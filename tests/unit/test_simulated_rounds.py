@@ -7,9 +7,10 @@ import pytest
 from sglang_pat.policies.registry import make_policy
 from sglang_pat.predict.cost import build_predictors
 from sglang_pat.predict.profile import load
+from sglang_pat.rollout.records import SampleId
 from sglang_pat.rollout.rules import Rules
 from studies import PROFILES
-from studies.rounds import Engines, Simulation
+from studies.rounds import RESERVE, Engines, Replica, Simulation
 from studies.shapes import parse_shape
 
 pytestmark = pytest.mark.unit
@@ -73,3 +74,33 @@ def test_adaptive_tp_on_top():
     assert all(one and one == other for one, other in kept), "the same work"
     assert sum(b.switches for _, b in pairs) >= 8
     assert sum(b.seconds for _, b in pairs) < sum(a.seconds for a, _ in pairs)
+
+
+def make_full_replica(room: float, lengths: list[int]) -> Replica:
+    """Prompts of 100 tokens; a step takes 1 s."""
+    replica = Replica(lambda batch, tokens: 1.0, 1000, 0.0, room)
+    for number, length in enumerate(lengths):
+        replica.add(SampleId(0, 0, number, 0), 100, length, 0.0)
+    return replica
+
+
+def test_a_sample_waits_for_room():
+    replica = make_full_replica(2 * (100 + RESERVE) + 50, [50, 80, 10])
+    assert len(replica.ids) == 2 and len(replica.waiting) == 1
+    for seconds, number in ((50, 0), (60, 2), (80, 1)):
+        assert replica.due == seconds
+        replica.advance(seconds)
+        assert replica.pop_finished() == SampleId(0, 0, number, 0)
+    assert make_full_replica(10, [50]).due == 50, "one alone has room"
+
+
+def test_a_full_replica_puts_the_shortest_back():
+    replica = make_full_replica(400 + 2 * RESERVE, [600])
+    replica.add(SampleId(0, 0, 1, 0), 300, 600, 0.0)
+    replica.add(SampleId(0, 0, 2, 0), 20, 600, 0.0)
+    assert len(replica.ids) == 2
+    assert replica.due == 512 and replica.retract() == []
+    replica.advance(512.0)
+    assert replica.pop_finished() is None and replica.retract() == [612]
+    assert len(replica.ids) == 1 and [context for _, context, _ in replica.waiting] == [20, 612]
+    assert replica.due == 600

@@ -110,9 +110,9 @@ def test_estimates_of_one_request_by_hand(monkeypatch):
     for tp in (1, 4):
         step = predictor.step_seconds(tp, 1, 850, 1)
         cost = costs.estimate(1, tp, [600]).seconds
-        assert 500 * step + cost == pytest.approx({1: plan.never, 4: plan.by_degree[4]}[tp], rel=0.01)
+        assert 500 * step + cost == pytest.approx({1: plan.kept[1], 4: plan.by_degree[4]}[tp], rel=0.01)
     # Staying one interval and then switching: dearer than now, cheaper than never.
-    assert plan.by_degree[4] < plan.by_degree[1] < plan.never
+    assert plan.by_degree[4] < plan.by_degree[1] < plan.kept[1]
 
 
 def test_expected_number_alive(monkeypatch):
@@ -219,13 +219,17 @@ def test_step_times_are_the_profiles_times_what_the_run_has_told():
     )
 
 
+def make_plan(**given) -> LayoutPlan:
+    return LayoutPlan(**{"crowded": frozenset(), "recompute_below": {}} | given)
+
+
 def test_lowering_tp_must_gain_half_of_its_cost_on_top():
-    plan = LayoutPlan(by_degree={1: 8.0, 2: 9.5}, never=9.5, now={1: 1.0}, saving={1: 0.2, 2: 0.0}, recompute_below={})
+    plan = make_plan(by_degree={1: 8.0, 2: 9.5}, kept={2: 9.5}, now={1: 1.0}, saving={1: 0.2, 2: 0.0})
     load = snapshot([10] * 64, tp=2, degrees=(1, 2))
     assert _choose(load, plan, plan.by_degree) == 1
     dear = dataclasses.replace(plan, now={1: 3.0})
     assert _choose(load, dear, plan.by_degree) == 2
-    up = dataclasses.replace(plan, by_degree={2: 8.0, 1: 9.5}, now={2: 3.0}, saving={1: 0.0, 2: 0.2})
+    up = dataclasses.replace(plan, by_degree={2: 8.0, 1: 9.5}, kept={1: 9.5}, now={2: 3.0}, saving={1: 0.0, 2: 0.2})
     assert _choose(snapshot([10] * 64, degrees=(1, 2)), up, up.by_degree) == 2, "raising is asked no more than before"
 
 
@@ -242,7 +246,7 @@ def test_a_layout_is_tried_out_where_little_is_known_of_it():
 
 
 def test_a_fourth_switch_of_a_round_needs_a_large_gain():
-    plan = LayoutPlan(by_degree={1: 10.0, 4: 8.5}, never=10.0, now={4: 0.1}, saving={4: 0.2}, recompute_below={})
+    plan = make_plan(by_degree={1: 10.0, 4: 8.5}, kept={1: 10.0}, now={4: 0.1}, saving={4: 0.2})
     situation = snapshot([600] * 4, peak=64, degrees=(1, 4))
     assert [_choose(replace(situation, switches=n), plan, plan.by_degree) for n in range(5)] == [4, 4, 4, 1, 1]
     worth = dataclasses.replace(plan, by_degree={1: 10.0, 4: 7.0})

@@ -98,14 +98,16 @@ class LayoutPlan:
     Attributes:
         by_degree: when that layout is taken now (the cost of the switch to it included) and the best course is held
             from the next interval on.
-        never: when the layout in force is kept to the end.
+        kept: when that layout is taken now, without the cost of the switch, and kept to the end.
+        crowded: degrees in which requests would then wait for others.
         now: cost of a switch to each other degree, seconds.
         saving: share of the present step time that each degree would save.
         recompute_below: of these switches.
     """
 
     by_degree: dict[int, float]
-    never: float
+    kept: dict[int, float]
+    crowded: frozenset[int]
     now: dict[int, float]
     saving: dict[int, float]
     recompute_below: dict[int, int]
@@ -125,11 +127,12 @@ class LayoutPlanner:
 
     def plan(self, snapshot: Snapshot, outlook: Outlook) -> LayoutPlan:
         degrees, here = snapshot.degrees, snapshot.degrees.index(snapshot.tp)
-        shares = {tp: _compute_share_after(snapshot, tp) for tp in degrees}
         predictor = CorrectedPredictor(self.predictor, snapshot.factors)
+        # Of the other requests left, those on the replica of one that is left.
+        batches = {tp: 1 + (outlook.number - 1) * _compute_share_after(snapshot, tp) for tp in degrees}
         most = self._count_running(snapshot, outlook)
         running = np.stack(
-            [self._estimate_seconds(predictor, snapshot, outlook, tp, share, most[tp]) for tp, share in shares.items()]
+            [self._estimate_seconds(predictor, snapshot, outlook, tp, batches[tp], most[tp]) for tp in degrees]
         )
         switching, now, below = self._estimate_switches(snapshot, outlook)
         totals = np.zeros((len(degrees), len(degrees)))  # [from, to]
@@ -138,7 +141,8 @@ class LayoutPlanner:
         prefill = np.array([self.estimate_prefill(snapshot, outlook, tp) for tp in degrees])
         return LayoutPlan(
             by_degree=dict(zip(degrees, (totals[here] + prefill).tolist(), strict=True)),
-            never=float(running[here].sum() + prefill[here]),
+            kept=dict(zip(degrees, (running.sum(axis=1) + prefill).tolist(), strict=True)),
+            crowded=frozenset(tp for tp in degrees if np.any(batches[tp] > most[tp])),
             now=now,
             saving=dict(zip(degrees, (1 - running[:, 0] / running[here, 0]).tolist(), strict=True)),
             recompute_below=below,
@@ -172,16 +176,15 @@ class LayoutPlanner:
         snapshot: Snapshot,
         outlook: Outlook,
         tp: int,
-        share: float,
+        batch: np.ndarray,
         most: np.ndarray,
     ) -> np.ndarray:
         """Expected seconds of each interval in a layout, ``[intervals]``.
 
         Args:
-            share: of the other requests left, those on the replica of one that is left.
+            batch: requests of a replica, those that wait included, ``[intervals]``.
             most: requests that a replica can run at once; the others wait for their turn.
         """
-        batch = 1 + (outlook.number - 1) * share
         replicas = snapshot.num_ranks // tp
         active = replicas * -np.expm1(outlook.number * np.log1p(-1 / replicas)) if replicas > 1 else 1.0
         turns = np.maximum(batch / most, 1.0)

@@ -94,6 +94,12 @@ def _begin(planner: LayoutPlanner, snapshot: Snapshot, history: LengthHistory) -
     totals = {tp: seconds - plan.now.get(tp, 0.0) for tp, seconds in plan.by_degree.items()}
     best = min(totals, key=lambda tp: totals[tp])
     gain = totals[here] - totals[best]
+    if best in plan.crowded:
+        # Waits are estimated as if all requests went on, more slowly.  In truth some stand still, and end late.  So a
+        # course that would leave a degree when its replicas are full must gain more than a layout that has room.
+        near = {tp: plan.kept[tp] for tp in totals if totals[tp] <= (1 + MARGIN) * totals[best]}
+        best = min(near, key=lambda tp: near[tp])
+        gain = near[here] - near[best] if here in near else totals[here] - totals[best]
     if not len(snapshot.load):
         return Decision(tp=best if gain >= MARGIN_SECONDS else here, estimates=totals)
     cost = plan.now.get(best, 0.0)
@@ -134,7 +140,7 @@ def _choose(snapshot: Snapshot, plan: LayoutPlan, totals: dict[int, float]) -> i
     if best == snapshot.tp:
         return snapshot.tp
     # Against never switching, not against switching one interval later: that gain is always small.
-    if plan.never - totals[best] < _compute_min_gain(snapshot, plan, best):
+    if plan.kept[snapshot.tp] - totals[best] < _compute_min_gain(snapshot, plan, best):
         return snapshot.tp
     passed = snapshot.now - snapshot.last_switch
     unsettled = snapshot.doubts.get(best, 0.0) > SETTLED and passed < SETTLE_SECONDS
@@ -149,9 +155,9 @@ def _choose(snapshot: Snapshot, plan: LayoutPlan, totals: dict[int, float]) -> i
 def _compute_min_gain(snapshot: Snapshot, plan: LayoutPlan, tp: int) -> float:
     """Seconds that a switch to ``tp`` must gain."""
     doubt, cost = snapshot.doubts.get(tp, 0.0), plan.now[tp]
-    least = TIRED[min(snapshot.switches, len(TIRED) - 1)] * max(MARGIN * plan.never, MARGIN_SECONDS)
+    least = TIRED[min(snapshot.switches, len(TIRED) - 1)] * max(MARGIN * plan.kept[snapshot.tp], MARGIN_SECONDS)
     if doubt > UNKNOWN:
         least += TRIAL_COSTS * cost
     if tp < snapshot.tp:
-        least += LOWER * cost + min(doubt, UNKNOWN) * plan.never
+        least += LOWER * cost + min(doubt, UNKNOWN) * plan.kept[snapshot.tp]
     return least

@@ -10,7 +10,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 def inject(tree_cache: BasePrefixCache, prompts: list[list[int]]) -> None:
     """Let ``tree_cache`` believe that the KV of ``prompts`` (token ids) is in the slots that it gives them.
 
-    What lies in these slots stays: the time of a step does not depend on it.  Prompts that do not fit beside the live
+    What lies in these slots stays: the time of a step does not depend on it, as long as requests differ in their last
+    tokens (a mixture's time depends on how many experts they choose).  Prompts that do not fit beside the live
     requests are left out, and so are all where the tree keeps nothing (``--disable-radix-cache``).
     """
     allocator = tree_cache.token_to_kv_pool_allocator

@@ -82,7 +82,8 @@ async def _decode(manager: Any, requests: int, context: int, room: int, steps: i
     """So many requests at once, whose prompts have ``context`` tokens if there is room; each makes ``steps`` steps that
     count: the first token is prefill's, the next step follows it.  Fewer after :data:`MOST_SECONDS`.
 
-    Prompts are not computed: what is in their KV changes no time.
+    Prompts are not computed: what is in their KV changes no time.  No two are alike, nor are the tokens sampled after
+    them: a mixture's time depends on how many experts they choose.
     """
     tokens = min(steps + 2, manager.context_len // 2)
     prompt = max(1, min(context, room - tokens, manager.context_len - tokens - 16))
