@@ -52,7 +52,7 @@ SIDES = {
         "commands python_api cramped threshold attach policies flags faults"
     ).split(),
     "others": (
-        "profiler mixtures sampling same_numbers same_tokens experts weights weights_refused clients inprocess grpo acceptance "
+        "profiler mixtures sampling same_numbers same_tokens experts routed_experts weights weights_refused clients inprocess grpo acceptance "
         "start"
     ).split(),
 }
