@@ -332,6 +332,8 @@ def _find_reason_in_fields(field: Callable[[str], Any]) -> str | None:
         return "it has an encoder"
     if any(_has_several(field(name)) for name in EXPERTS) and not set(field("architectures") or ()) & set(MIXTURES):
         return "it is a mixture of experts of another kind than Qwen3-MoE, Qwen2-MoE and Mixtral"
+    if field("mlp_only_layers") or (field("decoder_sparse_step") or 1) != 1:
+        return "some of its layers have no experts, and SGLang gives experts to all, with weights that are never loaded"
     if kinds - {"full_attention", "sliding_attention"} or any(field(name) for name in RECURRENT):
         return "some of its layers are recurrent and keep a state instead of KV"
     if field("block_configs"):

@@ -41,7 +41,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo2": {},  # norms on all of q and k, which ranks gather for it; and behind attention and MLP
     "glm4": {"attention_bias": True, "rope": {"partial_rotary_factor": 0.5}},  # gate and up in one, norms on both sides
     "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 0.5},  # and attention's
-    "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": [1]},  # the second layer is dense
+    "qwen3_moe": {"norm_topk_prob": True},
     "qwen2_moe": {"shared_expert_intermediate_size": 80},  # an expert for all tokens, behind a gate
     "mixtral": {},
 }
