@@ -9,7 +9,7 @@ import of the one module that it concerns. The same file serves this process (:f
 | ``sgl_kernel`` has no CPU wheel, and SGLang imports it at once | a stub package; calling a name raises |
 | torchvision's wheel is built for CUDA, its C library does not load | declares the two operators it misses |
 | SGLang's CUDA-IPC patch of ``torch.multiprocessing`` breaks CPU tensors | not applied without CUDA |
-| prompt logprobs, and the table of routed experts, are pinned, which needs an accelerator | plain tensors there without CUDA |
+| indices of prompt logprobs and routed experts are pinned, for which it takes a GPU | plain tensors without CUDA |
 | SGLang takes the CPU path only if asked | sets ``SGLANG_USE_CPU_ENGINE=1`` unless it is set |
 """
 

@@ -24,8 +24,8 @@ from sglang_pat.rank import degrees
 def group_by_outputs(reqs: list[Req]) -> list[list[Req]]:
     """``reqs``, in parts that ask for the same optional outputs.
 
-    SGLang lists hidden states, routed experts and customized info of those only that have some, and its server looks for them at a
-    request's place among all: it finds another's, or none and ends.
+    SGLang lists hidden states, routed experts and customized info of those only that have some, and its server looks
+    for them at a request's place among all: it finds another's, or none and ends.
     """
     if not any(req.return_hidden_states or req.return_routed_experts or req.customized_info for req in reqs):
         return [reqs]

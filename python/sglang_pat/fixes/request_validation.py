@@ -234,7 +234,7 @@ def find_route(request: Request) -> str:
     return request.scope["path"].removeprefix(request.scope.get("root_path", ""))
 
 
-def check_tokenized(req: TokenizedGenerateReqInput, vocab: int, tokenizer: Any, routed: bool) -> None:
+def check_tokenized(req: TokenizedGenerateReqInput, vocab: int, tokenizer: Any, routed: bool = False) -> None:
     """Raises ValueError for what the ranks would not survive.  Stop tokens that cannot come are left out.
 
     ``routed``: the engine returns routed experts.
