@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ async def test_a_switch_that_is_aborted(server, session, stock, where):
 def test_several_responses_turns_and_pieces(server, stock):
     """``n``; from a token on; as a stream; a response of no token."""
     bodies = [ask(1, 80, n=2), ask(2, 90) | {"routed_experts_start_len": 15}, ask(3, 1), ask(4, 90)]
-    (copies, later, *others), _ = through(server, bodies, {20: 2, 40: 1, 60: 2})
+    (copies, later, *others), _ = through(server, bodies, {20: 2, 40: 1, 50: 2, 60: 1})
     (copy, whole, *known) = stock([ask(1, 80), ask(2, 90), ask(3, 1), ask(4, 90)])
     check_same([*copies, *others], [copy, copy, *known])
     assert (experts_of(later) == experts_of(whole)[15:]).all()
@@ -154,6 +155,24 @@ def test_retracted_requests(servers, model, stock):
     answers, _ = through(server, bodies, {40: 2, 80: 1, 100: 2})
     assert server.status()["retracted"]
     check_same(answers, stock(bodies))
+
+
+def test_an_engine_in_python(servers, model, stock):
+    """``routed_case.py``: four ranks, to which everything comes from one, and from which it goes to all."""
+    bodies = [ask(i % 6, 110) for i in range(8)]
+    given = {"input_ids": [one["input_ids"] for one in bodies], "sampling_params": bodies[0]["sampling_params"]}
+    given["return_routed_experts"] = True
+    steps = {15: 4, 30: 2, 45: 1, 60: 2, 75: 4, 90: 1}
+    found = servers.run("tests.engine.routed_case", str(model), json.dumps(given), json.dumps(steps), seconds=300)
+    assert found.returncode == 0, found.stderr[-3000:]
+    answers, outputs = map(json.loads, found.stdout.splitlines())
+    for (token_ids, rows), want in zip(answers, stock(bodies), strict=True):
+        assert token_ids == want["output_ids"]
+        assert (read(base64.b64decode(rows)) == experts_of(want)).all()
+    wanted = stock([ask(0, 30) | {"input_ids": given} for given, *_ in outputs])
+    for (_, token_ids, rows), want in zip(outputs, wanted, strict=True):
+        assert token_ids == want["output_ids"]
+        assert (read(bytes.fromhex(rows), np.int16) == experts_of(want)).all()
 
 
 def test_an_engine_without_the_flag_says_so(servers, model):
