@@ -20,7 +20,7 @@ async def switch_meanwhile(engine: Any, bodies: dict[str, Any], steps: dict[str,
     entries = [{"tp": tp, "arrived": len(bodies["input_ids"]), "step": int(step)} for step, tp in steps.items()]
     await manager.pat_set_schedule(entries)
     work = asyncio.ensure_future(engine.async_generate(**bodies))
-    assert len((await manager.pat_get_schedule()).switches) == len(entries)
+    assert len((await manager.pat_get_schedule())["switches"]) == len(entries)
     return await work
 
 
