@@ -59,6 +59,10 @@ def main() -> int:
             f"{way} {statistics.median(mine):.1f} ({min(mine):.1f} to {max(mine):.1f})" for way, mine in pauses.items()
         )
         print(f"  to tp{tp}: {shown}; ratio {statistics.median(ratios):.3f}")
+        plans = {way: [record["phases"]["plan"] for record in made[tp][1:]] for way, made in found.items()}
+        print(
+            "    its part 'plan': " + ", ".join(f"{way} {1e3 * statistics.median(p):.1f}" for way, p in plans.items())
+        )
     _bench.write(args.json, machine=about, tokens=tokens, found=found)
     return 0
 

@@ -158,6 +158,7 @@ class Refusal:
 
 
 _OUT = "leave it out"
+_ONE_DEGREE = "every layer is cut by the degree of the layout"
 
 
 def _refuse_all(reason: str, names: str) -> tuple[Refusal, ...]:
@@ -169,9 +170,10 @@ def _refuse_all(reason: str, names: str) -> tuple[Refusal, ...]:
 REFUSED = (
     Refusal("pp_size", (1,), "pipeline parallelism must be 1", "stages have no layouts"),
     Refusal("nnodes", (1,), "an engine spans one node; run one engine per node", "ranks share one machine's memory"),
-    Refusal("ep_size", (1,), "expert parallelism must be 1", "no mixture-of-experts models"),
+    Refusal("ep_size", (1,), "expert parallelism must be 1", _ONE_DEGREE),
     Refusal("attn_cp_size", (1,), "context parallelism must be 1", "its groups have no layouts"),
-    Refusal("moe_dp_size", (1,), "must be 1", "no mixture-of-experts models"),
+    Refusal("moe_dp_size", (1,), "must be 1", _ONE_DEGREE),
+    Refusal("moe_dense_tp_size", (None,), _OUT, _ONE_DEGREE),
     Refusal("disaggregation_mode", ("null",), "must be null", "a switch knows one kind of engine"),
     Refusal("quantization", (None, "unquant"), "must be unquantized", "packed shards of two degrees do not nest"),
     Refusal("kv_cache_dtype", ("auto",), "must be auto", "the KV exchange knows the model's dtype"),
@@ -184,7 +186,14 @@ REFUSED = (
     Refusal("tokenizer_worker_num", (1,), "must be 1", "one TokenizerManager talks to the coordinator"),
     Refusal("detokenizer_worker_num", (1,), "must be 1", "one detokenizer puts outputs in order"),
     Refusal("model_impl", ("auto", "sglang"), "must be auto or sglang", "only the base layout would use it"),
-    Refusal("moe_a2a_backend", ("none",), "must be none", "no mixture-of-experts models"),
+    Refusal("moe_a2a_backend", ("none",), "must be none", _ONE_DEGREE),
+    Refusal(
+        "moe_runner_backend",
+        ("auto", "triton"),
+        "must be triton; leave it out",
+        "experts of the other layouts are views, which only Triton's kernel takes",
+    ),
+    Refusal("init_expert_location", ("trivial",), "must be trivial", "experts stand in the same order in all layouts"),
     Refusal("offload_group_size", (-1, 0, None), _OUT, "the other layouts use these weights, too"),
     *_refuse_all(
         "the switch cannot carry it over",
@@ -193,16 +202,25 @@ REFUSED = (
         "enable_single_batch_overlap dllm_algorithm enable_hisparse enable_lora lora_paths "
         "enable_prefill_context_parallel enable_nsa_prefill_context_parallel enable_attn_tp_input_scattered",
     ),
+    *_refuse_all(
+        "it is for expert parallelism, which is refused",
+        "enable_eplb ep_num_redundant_experts ep_dispatch_algorithm enable_deepep_waterfill elastic_ep_backend "
+        "elastic_ep_rejoin enable_elastic_expert_backup",
+    ),
+    *_refuse_all(
+        "its counts are those of one group", "expert_distribution_recorder_mode enable_expert_distribution_metrics"
+    ),
     *_refuse_all("the adaptive engine starts its processes itself", "enable_http2 use_ray grpc_mode"),
     *_refuse_all(
         "it changes the base layout's model; the others would stay as they are",
         "cpu_offload_gb torchao_config modelopt_quant quantize_and_serve kt_weight_path forward_hooks "
-        "debug_tensor_dump_output_folder msprobe_dump_config enable_layerwise_nvtx_marker",
+        "debug_tensor_dump_output_folder msprobe_dump_config enable_layerwise_nvtx_marker "
+        "enable_fused_moe_sum_all_reduce",
     ),
     *_refuse_all(
         "its workspace or communicator belongs to one group",
         "enable_flashinfer_allreduce_fusion enable_aiter_allreduce_fusion enable_mscclpp enable_torch_symm_mem "
-        "enable_symm_mem enable_quant_communications enable_prefill_delayer elastic_ep_backend",
+        "enable_symm_mem enable_quant_communications enable_prefill_delayer",
     ),
     *_refuse_all("a change of tp changes the order of sums", "enable_deterministic_inference rl_on_policy_target"),
     *_refuse_all(
@@ -214,8 +232,7 @@ REFUSED = (
     *_refuse_all(
         "the model it is for is refused",
         "is_embedding prefill_only_disable_kv_cache enable_multimodal enable_mis encoder_only language_only "
-        "enable_return_indexer_topk enable_eplb expert_distribution_recorder_mode "
-        "decrypted_config_file",
+        "enable_return_indexer_topk decrypted_config_file",
     ),
     *_refuse_all(
         "its graphs are pieces that know one layout", "enable_breakable_cuda_graph enforce_piecewise_cuda_graph"
@@ -287,7 +304,7 @@ def refuse_config(config: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: an adaptive engine does not support {name}: {why}; {_ADVICE}")
 
 
-_ADVICE = "choose a text model with MHA or GQA, dense or a mixture of a kind that is known"
+_ADVICE = "choose a text model with MHA or GQA that is dense, or is a Qwen3-MoE, Qwen2-MoE or Mixtral"
 _MLA = "its attention is MLA, whose KV has no heads to divide"
 
 

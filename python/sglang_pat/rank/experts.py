@@ -1,8 +1,8 @@
 """The experts of a mixture, multiplied on views of the base layer's weights.
 
 SGLang keeps all experts of a layer in two parameters: ``w13_weight``, ``[experts, gate's rows and then up's, hidden]``,
-and ``w2_weight``, ``[experts, hidden, columns]``.  A rank of a higher degree has some of gate's rows and as many of up's
-from every expert: two views of the one.  Its part of the other is a view of columns, and remains a plain parameter.
+and ``w2_weight``, ``[experts, hidden, columns]``.  A rank of a higher degree has some of gate's rows and as many of
+up's from every expert: two views of the one.  Its part of the other is a view of columns, and remains a parameter.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
         """Multiply by these from now on: gate and up."""
         self.gate, self.up = weights
 
-    def compile(self, layer: torch.nn.Module) -> None:
+    def compile(self, layer: FusedMoE) -> None:
         """On a GPU: have Triton compile the kernels for all numbers of tokens, of which SGLang's tables choose one."""
-        top_k, experts = layer.moe_runner_config.top_k, len(self.gate)
+        top_k, experts = layer.top_k or 1, len(self.gate)
         for power in range(LARGEST_BATCH.bit_length()):
             for tokens in (1 << power, (1 << power) + 1):  # a multiple of 16, and none, are two kernels
                 x = self.gate.new_zeros(tokens, self.gate.shape[2])
@@ -120,11 +120,11 @@ class _Kernel:
         self, x: torch.Tensor, rows: int, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> None:
         gate_up = SimpleNamespace(shape=(len(down), 2 * rows, x.shape[1]))  # all that is looked at
-        config, down_config, _, *self._order = fused_moe._prepare_fused_moe_run(
+        config, down_config, _, *order = fused_moe._prepare_fused_moe_run(
             x, gate_up, down, ids, block_shape=None, **_UNQUANTISED
         )
         self._configs = config, down_config or config
-        self._chosen = weights, ids
+        self._routing: tuple[Any, ...] = (weights, ids, *order)
         self._type = getattr(fused_moe.tl, str(x.dtype).removeprefix("torch."))
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, last: bool = False) -> None:
@@ -135,11 +135,9 @@ class _Kernel:
             out: ``[tokens * chosen, rows]`` or ``[tokens, chosen, rows]``.
             last: what comes out is multiplied by the router's weights.
         """
-        fused_moe.invoke_fused_moe_kernel(
-            x, weight, None, out, None, None, None, *self._chosen, *self._order, last,
-            1 if last else self._chosen[1].shape[1], self._configs[last], compute_type=self._type, filter_expert=False,
-            **_UNQUANTISED,
-        )  # fmt: skip
+        per_row = 1 if last else self._routing[1].shape[1]  # pairs of a token and an expert
+        given: Any = (x, weight, None, out, None, None, None, *self._routing, last, per_row, self._configs[last])
+        fused_moe.invoke_fused_moe_kernel(*given, compute_type=self._type, filter_expert=False, **_UNQUANTISED)
 
 
 _UNQUANTISED = dict.fromkeys(

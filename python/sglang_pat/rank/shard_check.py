@@ -61,9 +61,7 @@ def check_shards(model: torch.nn.Module, tp: int, tp_rank: int) -> None:
                 raise ShardError(full_name, tp, "SGLang's loader puts other parts there than expected")
 
 
-def _load_positions(
-    module: torch.nn.Module, name: str, param: torch.nn.Parameter, spec: ShardSpec
-) -> torch.Tensor:
+def _load_positions(module: torch.nn.Module, name: str, param: torch.nn.Parameter, spec: ShardSpec) -> torch.Tensor:
     """Positions that SGLang's loader puts into the shard, ``[length along the sharded dimension]``; of experts those of
     each that is looked at, one after the other."""
     real = param.data

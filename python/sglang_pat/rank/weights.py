@@ -2,8 +2,8 @@
 
 The model object of a layout is built by SGLang's own constructor under that layout's groups, without memory
 for its parameters.  A parameter that is one interval of the base shard, in rows or in columns, becomes a view
-of it.  One that is several (q, k and v; gate and up; those of experts) is multiplied piece by piece.  So a weight update is in
-force in every layout at once, and there is nothing to fill, to release or to invalidate.
+of it.  One that is several (q, k and v; gate and up; those of experts) is multiplied piece by piece.  So a
+weight update is in force in every layout at once, and there is nothing to fill, to release or to invalidate.
 """
 
 from __future__ import annotations

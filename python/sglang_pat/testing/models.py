@@ -78,7 +78,7 @@ def make_config(
     if head_dim % 2 or heads % kv_heads:
         allowed = "give an even head_dim, and kv_heads that divide heads"
         raise ValueError(f"heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}: {allowed}")
-    extra = dict(ARCHITECTURES[arch])
+    extra: dict[str, Any] = dict(ARCHITECTURES[arch])
     if arch == "granite":
         extra["attention_multiplier"] = 1.5 * head_dim**-0.5
     if arch == "mixtral":
@@ -321,8 +321,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.testing.models", description=summary)
     parser.add_argument("model", choices=["smollm2", *ARCHITECTURES])
     parser.add_argument("--out", required=True, metavar="DIR", help="kept if it holds the same already")
-    for name in ("heads", "kv-heads", "layers", "hidden", "head-dim", "intermediate", "vocab", "context", "seed",
-                 "experts", "chosen", "expert-width"):
+    for name in (
+        "heads",
+        "kv-heads",
+        "layers",
+        "hidden",
+        "head-dim",
+        "intermediate",
+        "vocab",
+        "context",
+        "seed",
+        "experts",
+        "chosen",
+        "expert-width",
+    ):
         parser.add_argument(f"--{name}", type=int, metavar="N", default=argparse.SUPPRESS)
     parser.add_argument("--dtype", default=argparse.SUPPRESS, help="default float32")
     parser.add_argument("--tie", action="store_true", default=argparse.SUPPRESS, help="output matrix = embedding")
