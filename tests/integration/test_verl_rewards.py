@@ -247,6 +247,18 @@ async def test_other_functions_get_their_programs_themselves(ledger, sandboxed, 
     assert (await manager.run_single(make_sample("1", source="taco", truth="a")))["reward_score"] == 0.75
 
 
+async def test_a_program_that_takes_long_waits_until_a_limit_is_known(ledger, sandboxed):
+    """It would have all of 30 seconds, and what waits behind it knows how long a right answer takes."""
+    rules = LimitRules(rerun_share=0.0)
+    ledger.actor = RewardLedger(rules)
+    scorer = ProgramScorer("a sandbox", rules, False, ledger, {"processes": 1, "failed_reward": 0.0})
+    found = await asyncio.gather(scorer.score("8", "a"), scorer.score("1", "a"))
+    assert [reward.value for reward in found] == [0.0, 1.0]
+    cases = ledger.actor._limits.take_metrics()
+    assert (cases["cases"], cases["cut"], cases.get("cut_at_maximum")) == (2, 1, None)
+    assert (await scorer.score("8", "b")).value == 1.0, "nobody has shown that this takes less"
+
+
 async def test_limits_are_those_of_all_workers_and_outlive_their_owner(ledger, sandboxed):
     rules = LimitRules(rerun_share=1.0)
     ledger.actor = RewardLedger(rules)
@@ -254,7 +266,7 @@ async def test_limits_are_those_of_all_workers_and_outlive_their_owner(ledger, s
     one, other = (ProgramScorer("a sandbox", rules, False, ledger, pool) for _ in range(2))
     await one.score("4", "a")
     await other.score("5 1", "a b")
-    assert (await ledger.actor.get_limits(["a", "b", "c"]))[1] == [7.5, 2.0, 30.0]
+    assert (await ledger.actor.get_limits(["a", "b", "c"], False))[1] == [7.5, 2.0, 30.0]
     assert (await one.score("9.5", "a")).value == 0.0, "cut by what the other has learnt"
     await asyncio.gather(*one._reruns)
     life, state = await ledger.actor.get_limits_state()
