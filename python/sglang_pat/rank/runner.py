@@ -139,6 +139,7 @@ class AdaptiveModelRunner(MendedModelRunner):
         """Ours, with a row for each slot of the layout that has most of them; all ranks together."""
         self.routed_experts: RoutedExperts | None = None
         if self.server_args.enable_return_routed_experts:
+            assert self.page_size is not None, "SGLang has chosen it"
             kv_heads = self.model_config.get_total_num_kv_heads()
             heads = [compute_kv_head_range(kv_heads, layout, self.rank)[1] for layout in self.adaptive.layouts]
             try:
