@@ -110,15 +110,23 @@ class Totals:
         return ", ".join(f"{count} {what}" for what, count in self.counts.items()) + f", {len(self.ties)} ties"
 
 
+def has_steps_before_last(schedule: Schedule) -> bool:
+    """Whether there are decode steps between the last switch and the one before."""
+    *_, last = schedule.switches
+    return all(switch.batch is None and switch.at < last.at for switch in schedule.switches[:-1])
+
+
 def compare(schedule: Schedule, outcome: Outcome, known: dict, stock, totals: Totals) -> None:
     """Raise ``AssertionError`` if an output differs from the stock server's other than by a tie.
 
     ``stock`` is called to get the stock server, if it is needed.
     """
     counts, records = totals.counts, outcome.records
-    assert len(outcome.degrees) > 1, "the pacer saw one degree only"
+    if has_steps_before_last(schedule):
+        assert len(outcome.degrees) > 1, "the pacer saw one degree only"
     assert any(record["requests"] for record in records), "the pacer lives at the last switch"
     counts["schedules"] += 1
+    counts["pacers in several degrees"] += len(outcome.degrees) > 1
     counts["switches"] += len(records)
     counts["with live requests"] += sum(record["requests"] > 0 for record in records)
     counts["requests moved with their KV"] += sum(record["migrated"] for record in records)

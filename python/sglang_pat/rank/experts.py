@@ -21,22 +21,22 @@ LARGEST_BATCH = 4096
 """Tokens; kernels for more are those for so many."""
 
 
-def find_reason_against(experts: FusedMoE) -> str | None:
+def find_reason_against(experts: FusedMoE) -> tuple[str, str] | None:
     """Why these experts cannot be cut into shards and multiplied on views, and what to do; None if they can."""
     method, config = experts.quant_method, experts.moe_runner_config
     if experts.moe_ep_size > 1:
-        return "its experts are spread over the ranks: leave out --ep-size"
+        return "its experts are spread over the ranks", "leave out --ep-size"
     if experts.num_fused_shared_experts:
-        return "its shared expert is fused with the routed ones: use --disable-shared-experts-fusion"
+        return "its shared expert is fused with the routed ones", "use --disable-shared-experts-fusion"
     if type(method) is not UnquantizedFusedMoEMethod:
-        return "its experts are quantised: use a checkpoint in bfloat16"
+        return "its experts are quantised", "use a checkpoint in bfloat16"
     if not method.runner.runner_backend.is_triton() or method.use_flashinfer_cutlass:
-        return "its runner back end packs or reorders the experts: use --moe-runner-backend triton"
+        return "its runner back end packs or reorders the experts", "use --moe-runner-backend triton"
     plain = config.activation == "silu" and config.is_gated and not method.with_bias
     plain &= (config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit) == (None, None, None)
     plain &= config.routed_scaling_factor in (None, 1.0)
     if not plain or config.apply_router_weight_on_input or config.no_combine:
-        return "its experts are not down(silu(gate(x)) * up(x)): this model is not supported"
+        return "its experts are not down(silu(gate(x)) * up(x))", "this model is not supported"
     return None
 
 

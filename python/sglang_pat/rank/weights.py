@@ -83,7 +83,7 @@ def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpe
     """Of the parameter ``name`` of ``module``."""
     if isinstance(module, FusedMoE):
         if why := find_reason_against(module):
-            raise ShardError(module_name, module.moe_tp_size, *why.split(": "))
+            raise ShardError(module_name, module.moe_tp_size, *why)
         width = Block(module.intermediate_size_per_partition * module.moe_tp_size)
         return ShardSpec(1, (width, width)) if name == "w13_weight" else ShardSpec(2, (width,))
     if isinstance(module, QKVParallelLinear):

@@ -321,20 +321,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.testing.models", description=summary)
     parser.add_argument("model", choices=["smollm2", *ARCHITECTURES])
     parser.add_argument("--out", required=True, metavar="DIR", help="kept if it holds the same already")
-    for name in (
-        "heads",
-        "kv-heads",
-        "layers",
-        "hidden",
-        "head-dim",
-        "intermediate",
-        "vocab",
-        "context",
-        "seed",
-        "experts",
-        "chosen",
-        "expert-width",
-    ):
+    sizes = "heads kv-heads layers hidden head-dim intermediate vocab context seed experts chosen expert-width"
+    for name in sizes.split():
         parser.add_argument(f"--{name}", type=int, metavar="N", default=argparse.SUPPRESS)
     parser.add_argument("--dtype", default=argparse.SUPPRESS, help="default float32")
     parser.add_argument("--tie", action="store_true", default=argparse.SUPPRESS, help="output matrix = embedding")
