@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_pat import settings
 from sglang_pat.config import AdaptiveConfig
-from sglang_pat.launch.refusals import REFUSED, refuse_config
+from sglang_pat.launch.refusals import REFUSED, refuse_config, refuse_routed_experts
 from sglang_pat.layout import ParallelLayout
 from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.predict import profile as profiles
@@ -56,6 +56,19 @@ def check_model(model: str, config: AdaptiveConfig, where: str) -> None:
     for layout in asked:
         if why := shape.find_reason_against_degree(layout.tp):
             raise ValueError(f"{where} {model}: tp={layout.tp} {why}; choose other degrees (base_tp, candidates)")
+
+
+def check_routed_experts(model: str, asked: str) -> None:
+    """Raise ``ValueError`` for a model whose routed experts an engine cannot return; as :func:`check_model`.
+
+    Args:
+        asked: what asks for them, for the message.
+    """
+    try:
+        found = read_config(model)
+    except ValueError:
+        return
+    refuse_routed_experts(found.get("architectures"), asked)
 
 
 def check_flags(given: Mapping[str, Any], where: str) -> None:

@@ -61,6 +61,7 @@ WORKING = {
         "priority_scheduling_preemption_threshold default_priority_value"
     ),
     "tests/engine/test_cramped.py": "max_running_requests",
+    "tests/engine/test_routed_experts.py": "enable_return_routed_experts",
     "tests/engine/test_threshold.py": "enable_metrics api_key admin_api_key",
     "tests/engine/test_python_api.py": "skip_tokenizer_init",
     "tests/contract/test_start_refused.py": "custom_sigquit_handler",

@@ -114,7 +114,7 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     sent = []
     manager = object.__new__(AdaptiveTokenizerManager)
     config = AdaptiveConfig(base=ParallelLayout(1, 2))
-    manager.server_args = SimpleNamespace(spec=SimpleNamespace(config=config))
+    manager.server_args = SimpleNamespace(spec=SimpleNamespace(config=config), enable_return_routed_experts=True)
     manager.auto_create_handle_loop = lambda: None
     manager.pat_weight_updates, manager.context_len, manager.max_req_input_len, manager.tokenizer = 3, 100, 90, None
     manager.model_config = SimpleNamespace(hf_eos_token_id={2})
@@ -123,7 +123,8 @@ def test_a_round_is_begun_with_what_can_be(app, monkeypatch, body, line):
     caller = client(app)
     answer = caller.post("/pat/round", json=body)
     if line is None:
-        assert answer.json() == {"weight_updates": 3, "room": 90, "stop_token_ids": [2]}
+        about = {"weight_updates": 3, "room": 90, "stop_token_ids": [2], "routed_experts": True}
+        assert answer.json() == about
         assert sent == [BeginRound(**body)]
         assert caller.delete("/pat/round", params={"name": "mine"}).status_code == 200
         assert sent[1:] == [EndRound(name="mine")]

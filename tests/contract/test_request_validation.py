@@ -107,6 +107,9 @@ TOKENIZED = [
     ({"positional_embed_overrides": [1]}, "positional_embed_overrides"),
     ({"multi_item_delimiter_indices": [2]}, "multi_item_delimiter_indices"),
     ({"custom_logit_processor": "x"}, "custom_logit_processor"),
+    ({"return_routed_experts": True}, "not without --enable-return-routed-experts"),
+    ({"routed_experts_start_len": 10**6}, "routed_experts_start_len is 1000000"),
+    ({"return_indexer_topk": True}, "return_indexer_topk"),
 ]
 
 

@@ -74,8 +74,8 @@ OF_LOGPROBS = {"logprob_start_len", "top_logprobs_num", "token_ids_logprob", "re
 
 LEFT = {
     "what it is about, which every request has": "text input_ids sampling_params rid",
-    "refused by name": "input_embeds positional_embed_overrides return_routed_experts return_indexer_topk "
-    "routed_experts_start_len session_params",
+    "refused by name": "input_embeds positional_embed_overrides return_indexer_topk session_params",
+    "of mixtures of experts (test_routed_experts.py)": "return_routed_experts routed_experts_start_len",
     "of features that are refused at start": "image_data video_data audio_data use_audio_in_video modalities lora_path "
     "lora_id bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size disagg_prefill_dp_rank "
     "need_wait_for_mm_inputs num_items_assigned max_dynamic_patch min_dynamic_patch image_max_dynamic_patch "

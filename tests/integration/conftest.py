@@ -49,9 +49,8 @@ def verl_job(flat, tmp_path_factory) -> Runner:
 
 @pytest.fixture(scope="session")
 def verl_mixture_job(tmp_path_factory) -> Runner:
-    """Of a small Qwen3-MoE, as flat as :func:`flat`."""
-    model = models.make_random("qwen3_moe", MODELS / "qwen3-moe-flat", heads=4, kv_heads=2, logit_std=1)
-    return Runner(VerlJob, model, tmp_path_factory)
+    """Of a mixture of experts with three layers and two experts a token."""
+    return Runner(VerlJob, models.make_random("qwen3_moe", MODELS / "qwen3_moe-flat", logit_std=1), tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

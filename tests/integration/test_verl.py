@@ -50,6 +50,23 @@ def test_reward_and_loss_are_those_of_stock_sglang(verl_job):
 
 
 @pytest.mark.long
+def test_the_trainer_gets_the_routed_experts_of_a_mixture(verl_mixture_job):
+    """verl counts them: of all tokens of a response but the last.  Only its engines with Megatron and VeOmni, which
+    need GPUs, replay them."""
+    rollout = "actor_rollout_ref.rollout"
+    job = verl_mixture_job(
+        *GREEDY, *SWITCHING, "trainer.v1.trainer_mode=sglang_pat_sync",
+        f"{rollout}.enable_rollout_routing_replay=true", f"{rollout}.moe_load_balance_metrics_interval=1",
+    )  # fmt: skip
+    assert len(job.steps) == 3
+    for step in job.steps:
+        assert step["rollout/switches"] > 0 and step["rollout/tokens/tp2"] > 0
+        assert step["training/rollout_probs_diff_max"] <= 1e-6
+        tokens = 16 * (step["response_length/mean"] - 1)
+        assert step["rollout/moe/routed_expert_assignments"] == pytest.approx(tokens * 3 * 2)
+
+
+@pytest.mark.long
 def test_requests_cut_in_mid_decode_go_on_with_new_weights(verl_job):
     # verl looks every second or two whether a batch is there.  What else it has sent takes the engine much longer: 256
     # requests, of which a replica decodes 8 at once.

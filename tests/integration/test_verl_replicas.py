@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from base64 import b64encode
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
@@ -194,6 +196,41 @@ def test_the_client_of_a_server_is_verls_own(monkeypatch):
     apart = config(settings={}, disaggregation={"enabled": True})
     with pytest.raises(ValueError, match="rollout.disaggregation.enabled is true, must be false"):
         get_rollout_class("sglang")(config=apart, device_mesh=None)
+
+
+@pytest.mark.parametrize("skip", [True, False], ids=["skip_tokenizer_init", "tokenizer"])
+def test_routed_experts_of_a_sample(skip, monkeypatch):
+    """Through verl's own ``generate``, which by itself reads them as an older SGLang returned them."""
+    rows = np.arange(5 * 3 * 2, dtype=np.int32)
+    meta = {"finish_reason": {"type": "stop"}, "routed_experts": b64encode(rows.tobytes()).decode()}
+    asked = []
+
+    async def generate_request(obj, request):
+        asked.append(obj.return_routed_experts)
+        yield {"output_ids": [7, 8, 9], "meta_info": meta}
+
+    async def launch_server(self, **address):
+        self.tokenizer_manager = SimpleNamespace(generate_request=generate_request, pat_send_round=lambda _: None)
+
+    async def launch_and_ask(given: RolloutConfig):
+        server = AdaptiveServer.__new__(AdaptiveServer)
+        hf_config = SimpleNamespace(num_hidden_layers=3, num_experts_per_tok=2)
+        server.config, server.model_config = given, SimpleNamespace(hf_config=hf_config)
+        server.rollout_mode, server.replica_rank, server.global_steps = RolloutMode.HYBRID, 0, 1
+        server._disaggregation_role = "null"
+        await server.launch_server()
+        return await server.generate([1, 2, 3], {}, "a")
+
+    monkeypatch.setattr(SGLangHttpServer, "launch_server", launch_server)
+    monkeypatch.setattr(SGLangHttpServer, "lora_as_adapter", False)
+    monkeypatch.setattr("sglang_pat.integrations.verl.replica.attach", lambda *_: None)
+    for routed in (True, False):
+        given = config("sglang_pat", {}, enable_rollout_routing_replay=routed, skip_tokenizer_init=skip)
+        given.max_model_len = 100
+        output = asyncio.run(launch_and_ask(given))
+        assert output.token_ids == [7, 8, 9] and asked.pop() == routed
+        if routed:
+            assert output.routed_experts.tolist() == rows.reshape(5, 3, 2).tolist()
 
 
 def test_answers_of_several_responses_pass_through():

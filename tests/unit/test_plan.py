@@ -14,6 +14,7 @@ from sglang_pat.layout import ParallelLayout
 from sglang_pat.switch import plan
 
 from .drawn import examples
+from .plan_world import Case, cases
 
 pytestmark = pytest.mark.unit
 
@@ -94,3 +95,22 @@ def test_each_rank_gets_what_it_does_not_hold(old: ParallelLayout, new: Parallel
         expected = {g: data for g in needed if (data := b"".join(capsules(old, new, g).values()))}
         got = {old.group_of(source): sent[source][rank] for source in range(old.num_ranks) if comes[source]}
         assert got == expected
+
+
+@examples(300)
+@given(cases(roomy=False))
+def test_what_is_kept_by_slot_follows_its_token(case: Case):
+    """In each new group, wherever its slots are: of every token that brings its KV, and of no other."""
+    for dest in case.new.leaders:
+        found = np.full(case.plans[dest].total + 1, -1)
+        for group, (live, slots) in enumerate(zip(case.live, case.slots, strict=True)):
+            known = np.full(case.num_slots, -1)
+            for tokens, row in zip(case.tokens[group], slots, strict=True):
+                known[row] = tokens
+            once = plan.list_slots_once(live, slots)
+            old, new = plan.match_slots(live, once, case.plans[dest].rows[group])
+            assert (found[new] == -1).all(), "each slot once"
+            found[new] = known[old]
+            for tokens, row in zip(case.tokens[group], case.plans[dest].rows[group], strict=True):
+                assert row is None or found[row].tolist() == tokens
+        assert (found[1:] >= 0).all()

@@ -48,7 +48,8 @@ class PlayedServer:
                 self.bodies.append(await request.json())
                 if self.fault == "older":
                     return web.json_response({})
-                return web.json_response({"weight_updates": self.updates, "room": 100, "stop_token_ids": [2]})
+                about = {"weight_updates": self.updates, "room": 100, "stop_token_ids": [2], "routed_experts": False}
+                return web.json_response(about)
             case "GET", "/pat/status" if self.fault == "silent":
                 await asyncio.sleep(60)
         return web.json_response({})

@@ -202,6 +202,18 @@ def test_a_model_of_which_nothing_is_wrong_to_see(fields, tmp_path):
     job_settings.check_model("nobody/has-it", config, "model.path")
 
 
+@pytest.mark.parametrize(
+    "name, why", [("MixtralForCausalLM", "whose layers have no numbers"), ("Qwen3ForCausalLM", "which has no experts")]
+)
+def test_a_model_that_does_not_tell_its_routed_experts(name, why, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": [name]}))
+    with pytest.raises(ValueError, match=f"routing is true: cannot be had of {name}, {why}.*; leave it out"):
+        job_settings.check_routed_experts(str(tmp_path), "routing is true")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["Qwen3MoeForCausalLM"]}))
+    job_settings.check_routed_experts(str(tmp_path), "routing is true")
+    job_settings.check_routed_experts("nobody/has-it", "routing is true")
+
+
 def test_sglangs_own_arguments():
     job_settings.check_flags({"page_size": 1, "device": "cpu", "enable_lora": False, "no_such": 3}, "--sglang.")
     with pytest.raises(

@@ -340,6 +340,15 @@ def test_a_turn_that_was_over_is_not_generated_again():
     assert Output(token_ids=[7], spans=[Span(0, 1)]).concatenate(Output(asked=True)).asked
 
 
+def test_routed_experts_of_a_response_in_pieces():
+    """Each piece has those of all tokens before it, computed anew; of a request that waited there are none."""
+    pieces = [Output(routed_experts=rows) for rows in (b"aabb", b"", b"", b"xxyycc", b"xx", b"xxyyzzdd")]
+    whole = Output()
+    for piece in pieces:
+        whole = whole.concatenate(piece)
+    assert whole.routed_experts == b"aabbccdd"
+
+
 def test_what_was_said_in_pieces_is_one_turn():
     output = Output(spans=[Span(0, 1), Span(None, 2), Span(1, 1), Span(2, 2)], token_ids=[9, 5, 5, 7, 7, 9])
     turn = make_turn((0, 0, 0, 3), {}, output, str)

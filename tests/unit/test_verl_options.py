@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,19 @@ def test_refused_in_one_line(made, line):
     with pytest.raises(ValueError) as refused:
         options.check(made, gpus_per_node=8)
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+
+
+def test_routing_replay_of_a_model_that_tells_its_experts(tmp_path):
+    model = SimpleNamespace(path=str(tmp_path), lora_rank=0)
+    shape = {"num_attention_heads": 8, "num_hidden_layers": 2, "hidden_size": 64, "num_local_experts": 8}
+    shape |= {"num_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 64, "vocab_size": 503}
+    for name in ("Qwen3MoeForCausalLM", "MixtralForCausalLM"):
+        (tmp_path / "config.json").write_text(json.dumps(shape | {"architectures": [name]}))
+        options.check(config(), gpus_per_node=8, model=model)
+        if name.startswith("Qwen3"):
+            options.check(config(enable_rollout_routing_replay=True), gpus_per_node=8, model=model)
+    with pytest.raises(ValueError, match="rollout.enable_rollout_routing_replay is true: cannot be had of Mixtral"):
+        options.check(config(enable_rollout_routing_replay=True), gpus_per_node=8, model=model)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import of the one module that it concerns. The same file serves this process (:f
 | ``sgl_kernel`` has no CPU wheel, and SGLang imports it at once | a stub package; calling a name raises |
 | torchvision's wheel is built for CUDA, its C library does not load | declares the two operators it misses |
 | SGLang's CUDA-IPC patch of ``torch.multiprocessing`` breaks CPU tensors | not applied without CUDA |
-| prompt logprobs are indexed by pinned tensors, which need an accelerator | plain tensors there without CUDA |
+| indices of prompt logprobs and routed experts are pinned, for which it takes a GPU | plain tensors without CUDA |
 | SGLang takes the CPU path only if asked | sets ``SGLANG_USE_CPU_ENGINE=1`` unless it is set |
 """
 
@@ -121,7 +121,7 @@ def _keep_cpu_reductions(patch_torch: types.ModuleType) -> None:
 
 
 class _TorchWithoutPinning(types.ModuleType):
-    """torch, but ``tensor`` does not pin memory."""
+    """torch, but ``tensor`` and ``zeros`` do not pin memory."""
 
     def __init__(self, torch: types.ModuleType):
         super().__init__(torch.__name__)
@@ -133,9 +133,12 @@ class _TorchWithoutPinning(types.ModuleType):
     def tensor(self, *args, pin_memory=False, **kwargs):
         return self._torch.tensor(*args, **kwargs)
 
+    def zeros(self, *args, pin_memory=False, **kwargs):
+        return self._torch.zeros(*args, **kwargs)
+
 
 def _pin_nothing(module: types.ModuleType) -> None:
-    """Without CUDA, ``torch.tensor(..., pin_memory=True)`` in ``module`` makes a plain tensor, not an error."""
+    """Without CUDA, ``pin_memory=True`` in ``module`` makes a plain tensor, not an error."""
     if not module.torch.cuda.is_available():
         module.torch = _TorchWithoutPinning(module.torch)
 
@@ -144,6 +147,7 @@ _AFTER_IMPORT = {
     "torchvision.extension": _declare_torchvision_ops,  # the first thing that torchvision imports
     "sglang.srt.utils.patch_torch": _keep_cpu_reductions,
     "sglang.srt.layers.logits_processor": _pin_nothing,
+    "sglang.srt.state_capturer.base": _pin_nothing,
 }
 
 

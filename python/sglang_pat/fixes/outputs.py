@@ -24,14 +24,15 @@ from sglang_pat.rank import degrees
 def group_by_outputs(reqs: list[Req]) -> list[list[Req]]:
     """``reqs``, in parts that ask for the same optional outputs.
 
-    SGLang lists hidden states and customized info of those only that have some, and its server looks for them at a
-    request's place among all: it finds another's, or none and ends.  (Routed experts, too, which are refused here.)
+    SGLang lists hidden states, routed experts and customized info of those only that have some, and its server looks
+    for them at a request's place among all: it finds another's, or none and ends.
     """
-    if not any(req.return_hidden_states or req.customized_info for req in reqs):
+    if not any(req.return_hidden_states or req.return_routed_experts or req.customized_info for req in reqs):
         return [reqs]
     parts: dict[tuple[Any, ...], list[Req]] = {}
     for req in reqs:
-        parts.setdefault((req.return_hidden_states, *(req.customized_info or ())), []).append(req)
+        asked = req.return_hidden_states, req.return_routed_experts, *(req.customized_info or ())
+        parts.setdefault(asked, []).append(req)
     return list(parts.values())
 
 

@@ -234,8 +234,11 @@ def find_route(request: Request) -> str:
     return request.scope["path"].removeprefix(request.scope.get("root_path", ""))
 
 
-def check_tokenized(req: TokenizedGenerateReqInput, vocab: int, tokenizer: Any) -> None:
-    """Raises ValueError for what the ranks would not survive.  Stop tokens that cannot come are left out."""
+def check_tokenized(req: TokenizedGenerateReqInput, vocab: int, tokenizer: Any, routed: bool = False) -> None:
+    """Raises ValueError for what the ranks would not survive.  Stop tokens that cannot come are left out.
+
+    ``routed``: the engine returns routed experts.
+    """
     check_tokens("input_ids", req.input_ids, vocab)
     params = req.sampling_params
     # SGLang uses them as indices.
@@ -260,8 +263,11 @@ def check_tokenized(req: TokenizedGenerateReqInput, vocab: int, tokenizer: Any) 
         raise ValueError("positional_embed_overrides: must be PositionalEmbeds; leave it out")
     if req.session_params is not None and not isinstance(req.session_params.id, str | None):
         raise ValueError(f"session_params.id is {req.session_params.id!r}, must be a string")
-    if req.return_routed_experts or req.return_indexer_topk:
-        raise ValueError("return_routed_experts and return_indexer_topk: not with --adaptive-tp; leave them out")
+    if req.return_routed_experts and not routed:
+        raise ValueError("return_routed_experts: not without --enable-return-routed-experts; leave it out")
+    check_whole("routed_experts_start_len", req.routed_experts_start_len, 0, len(req.input_ids))
+    if req.return_indexer_topk:
+        raise ValueError("return_indexer_topk: the model has no indexer; leave it out")
     if req.multi_item_delimiter_indices is not None:
         check_tokens("multi_item_delimiter_indices", req.multi_item_delimiter_indices, len(req.input_ids))
     if req.custom_logit_processor:
@@ -338,5 +344,6 @@ class ValidatingTokenizerManager(PausingTokenizerManager):
 
     def _create_tokenized_object(self, *args: Any, **kwargs: Any) -> Any:
         tokenized = super()._create_tokenized_object(*args, **kwargs)
-        check_tokenized(tokenized, self.model_config.vocab_size, self.tokenizer)
+        routed = self.server_args.enable_return_routed_experts
+        check_tokenized(tokenized, self.model_config.vocab_size, self.tokenizer, routed)
         return tokenized

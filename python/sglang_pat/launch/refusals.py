@@ -41,6 +41,8 @@ CHANNEL_BYTES = 132 << 10
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts")
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Mixtures whose experts are cut by their width (``rank/experts.py``)."""
+NUMBERED = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+"""Those of them whose layers tell SGLang their number, so that it can say which experts a token was routed to."""
 RECURRENT = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "ssm_cfg", "state_size", "linear_num_key_heads")
 RECURRENT += ("hybrid_override_pattern", "layers_block_type", "attn_type_list")
 """Names of the configuration's fields that only such models have."""
@@ -198,8 +200,7 @@ REFUSED = (
         "enable_dp_attention speculative_algorithm enable_hierarchical_cache hicache_storage_backend enable_lmcache "
         "enable_mixed_chunk enable_pdmux enable_streaming_session enable_two_batch_overlap "
         "enable_single_batch_overlap dllm_algorithm enable_hisparse enable_lora lora_paths "
-        "enable_prefill_context_parallel enable_nsa_prefill_context_parallel enable_attn_tp_input_scattered "
-        "enable_return_routed_experts",
+        "enable_prefill_context_parallel enable_nsa_prefill_context_parallel enable_attn_tp_input_scattered",
     ),
     *_refuse_all(
         "it is for expert parallelism, which is refused",
@@ -281,6 +282,19 @@ def refuse_model(model: ModelConfig) -> None:
     name = (model.hf_config.architectures or ["?"])[0]
     if why := _find_unsupported_reason(model, model.hf_text_config):
         raise ValueError(f"--adaptive-tp does not support {name}: {why}; {_ADVICE}")
+
+
+def refuse_routed_experts(architectures: Sequence[str] | None, asked: str) -> None:
+    """Raise ``ValueError`` with one line if SGLang cannot return the routed experts of a model.
+
+    Args:
+        architectures: of the model's configuration.
+        asked: what asks for them, for the message.
+    """
+    name = (architectures or ["?"])[0]
+    if name not in NUMBERED:
+        why = "whose layers have no numbers in SGLang" if name in MIXTURES else "which has no experts"
+        raise ValueError(f"{asked}: cannot be had of {name}, {why}; leave it out")
 
 
 def refuse_config(config: Mapping[str, Any], where: str) -> None:

@@ -35,6 +35,7 @@ from sglang_pat.launch.refusals import (
     check_shared_memory,
     refuse_flags,
     refuse_model,
+    refuse_routed_experts,
 )
 from sglang_pat.layout import ParallelLayout, choose_default_degrees, list_candidate_layouts
 from sglang_pat.memory.machine import Supply, measure_cpu_memory
@@ -116,7 +117,10 @@ class AdaptiveServerArgs(ServerArgs):
         except OSError as error:  # as transformers says that there is no such model, in several lines
             raise ValueError(f"--model-path {self.model_path}: {format_one_line(error)}") from None
         if self.adaptive_tp:
-            refuse_model(ModelConfig.from_server_args(self))
+            model = ModelConfig.from_server_args(self)
+            refuse_model(model)
+            if self.enable_return_routed_experts:
+                refuse_routed_experts(model.hf_config.architectures, "--enable-return-routed-experts")
             # Again: SGLang has chosen what was left open.
             refuse_flags(self)
             refuse_graphs(self)

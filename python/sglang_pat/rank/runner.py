@@ -11,6 +11,7 @@ import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.parallel_state import GroupCoordinator, init_model_parallel_group
 from sglang.srt.layers.dp_attention import initialize_dp_attention
+from sglang.srt.state_capturer.routed_experts import set_global_experts_capturer
 from sglang.srt.utils import get_available_gpu_memory, monkey_patch_p2p_access_check
 from sglang.srt.utils.network import NetworkAddress
 
@@ -20,7 +21,9 @@ from sglang_pat.fixes.weight_updates import WholeUpdatesTpModelWorker
 from sglang_pat.launch import sharing
 from sglang_pat.launch.spec import AdaptiveServerArgs
 from sglang_pat.layout import ParallelLayout, exchange_groups
-from sglang_pat.rank.weights import build_model
+from sglang_pat.rank.routed_experts import RoutedExperts
+from sglang_pat.rank.weights import Unsupported, build_model
+from sglang_pat.switch.plan import compute_kv_head_range
 
 TP_GLOBALS = ("_TP", "_ATTN_TP", "_MOE_TP")
 """Globals of ``parallel_state`` that follow the layout."""
@@ -131,6 +134,32 @@ class AdaptiveModelRunner(MendedModelRunner):
         self.rank = rank
         self.folder = folder
         super().__init__(server_args=server_args, **kwargs)
+
+    def init_routed_experts_capturer(self) -> None:
+        """Ours, with a row for each slot of the layout that has most of them; all ranks together."""
+        self.routed_experts: RoutedExperts | None = None
+        if self.server_args.enable_return_routed_experts:
+            assert self.page_size is not None, "SGLang has chosen it"
+            kv_heads = self.model_config.get_total_num_kv_heads()
+            heads = [compute_kv_head_range(kv_heads, layout, self.rank)[1] for layout in self.adaptive.layouts]
+            try:
+                self.routed_experts = RoutedExperts(
+                    self.model_config,
+                    slots=(self.max_total_num_tokens + self.page_size) * (heads[0] // heads[-1]),
+                    step=self._count_step_tokens(),
+                    device=self.device,
+                    group=self.groups.world,
+                )
+            except OSError as error:
+                raise Unsupported(f"--enable-return-routed-experts: {error}") from None
+        set_global_experts_capturer(self.routed_experts)
+
+    def _count_step_tokens(self) -> int:
+        """Tokens of a step at most."""
+        args = self.server_args
+        whole = args.chunked_prefill_size is None or args.chunked_prefill_size <= 0
+        prompts = max(args.max_prefill_tokens, self.model_config.context_len) if whole else args.chunked_prefill_size
+        return max(prompts, self.max_running_requests)
 
     def init_threads_binding(self) -> None:
         """Share the cores out over the N ranks (SGLang knows the ranks of one replica only)."""

@@ -118,6 +118,8 @@ class HttpBackend:
         self._places = asyncio.Semaphore(count_connections())
         self._updates = self._room = 0
         self._stop_tokens: list[int] = []
+        self._routed = False
+        """Whether the server returns routed experts."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._told = False
         """Whether the server knows of the round."""
@@ -127,7 +129,7 @@ class HttpBackend:
         if "weight_updates" not in about:
             raise ValueError(f"{self._url} runs another version of sglang_pat; use the same one here and there")
         self._updates, self._room = about["weight_updates"], about["room"]
-        self._stop_tokens = about["stop_token_ids"]
+        self._stop_tokens, self._routed = about["stop_token_ids"], about["routed_experts"]
         self._told = True
         self._begin(self._watch_server())
 
@@ -210,7 +212,7 @@ class HttpBackend:
             body = {
                 **{field: [prompt[field] for prompt in prompts] for field in prompts[0]}, "rid": [*calls],
                 "sampling_params": [call.params | ONCE for call in calls.values()], "return_logprob": True,
-                "stream": True,
+                "stream": True, "return_routed_experts": self._routed,
             }  # fmt: skip
             for call in calls.values():
                 call.sent = True

@@ -51,6 +51,8 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         finish_reason: ``stop``, ``length``, or one of ``turns.py``; empty while unfinished.
         asked: the model has ended its turn, and the environment has not answered yet.
         seconds: that it took, tools included; 0 where nobody has a clock.
+        routed_experts: of an engine with ``--enable-return-routed-experts``, for each token of prompt and response but
+            the last: int16 ``[tokens - 1, layers, experts per token]``, as bytes.
     """
 
     spans: list[Span] = []
@@ -60,6 +62,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     finish_reason: str = ""
     asked: bool = False
     seconds: float = 0.0
+    routed_experts: bytes = b""
 
     @property
     def tokens(self) -> int:
@@ -96,6 +99,8 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
             text=self.text + more.text, finish_reason=more.finish_reason,
             asked=more.asked or (self.asked and not more.spans and not more.finish_reason),
             seconds=self.seconds + more.seconds,
+            # Those of the prefix, too, which may have been computed again with other weights: what there was stays.
+            routed_experts=self.routed_experts + more.routed_experts[len(self.routed_experts) :],
         )  # fmt: skip
 
 

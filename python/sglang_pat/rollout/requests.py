@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Protocol
+
+import numpy as np
 
 from sglang_pat.messages import GENERATED_PARAM, BeginRound
 from sglang_pat.rollout.records import Output, SampleId, Span
@@ -94,8 +97,13 @@ def make_output(answer: dict[str, Any], params: dict[str, Any], stop_tokens: Ite
         stops = () if params.get("ignore_eos") else {*stop_tokens, *(params.get("stop_token_ids") or ())}
         reason = "stop" if ids and ids[-1] in stops else ""
     logprobs: list[Any] = meta.get("output_token_logprobs") or []
-    text = answer.get("text") or ""
-    return Output(token_ids=ids, logprobs=[entry[0] for entry in logprobs], text=text, finish_reason=reason)
+    return Output(
+        token_ids=ids,
+        logprobs=[entry[0] for entry in logprobs],
+        text=answer.get("text") or "",
+        finish_reason=reason,
+        routed_experts=np.frombuffer(b64decode(meta.get("routed_experts") or ""), np.int32).astype(np.int16).tobytes(),
+    )
 
 
 class Requests:

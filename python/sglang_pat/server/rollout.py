@@ -56,7 +56,10 @@ class ManagerBackend:
         return self._manager.pat_weight_updates
 
     async def generate(self, rid: str, prompt: dict[str, Any], params: dict[str, Any]) -> Output:
-        request = GenerateReqInput(rid=rid, **prompt, sampling_params=dict(params), return_logprob=True)
+        request = GenerateReqInput(
+            rid=rid, **prompt, sampling_params=dict(params), return_logprob=True,
+            return_routed_experts=self._manager.server_args.enable_return_routed_experts,
+        )  # fmt: skip
         answer = await anext(self._manager.generate_request(request, None))
         return make_output(answer, params, self._stop_tokens)
 
@@ -90,4 +93,5 @@ def describe_engine(manager: Any) -> dict[str, Any]:
         "weight_updates": manager.pat_weight_updates,
         "room": get_token_limit(manager),
         "stop_token_ids": stop_tokens(manager),
+        "routed_experts": manager.server_args.enable_return_routed_experts,
     }

@@ -90,6 +90,7 @@ class SwitchExecutor:
         self.config = scheduler.adaptive
         self.rank = scheduler.rank
         self.world = scheduler.layouts.runner.groups.world
+        self.experts = scheduler.layouts.runner.routed_experts
         self.state = SwitchState.IDLE
         self.staging = kv.Staging(self.layouts.runner.device)
         """What KV goes through where there are no windows."""
@@ -214,6 +215,8 @@ class SwitchExecutor:
             held = has_kv + waiting
             offer, capsules = requests.make_offer(self.scheduler, new, has_kv, waiting, rows, command.recompute_below)
             offer.taken = install.read_counters(self.scheduler)
+            if self.experts is not None and self.scheduler.is_leader:
+                self.experts.publish(offer.live, rows)
             self._mark("capsules")
         except Exception as exc:
             error = exc
@@ -235,6 +238,8 @@ class SwitchExecutor:
             incoming = requests.rebuild_requests(
                 self.scheduler, new, plans[new.group_of(self.rank)], offers, capsules, held, place
             )
+            if self.experts is not None and self.rank in new.leaders:
+                self.experts.fetch({group: offer.live for group, offer in offers.items()}, plans[self.rank], place)
         except Exception as exc:
             error = exc
         self._vote(error)
@@ -277,6 +282,8 @@ class SwitchExecutor:
         leader = install.find_old_leader(self.rank, self.layouts.current.layout, new)
         self.scheduler.enter_layout(self.layouts[new], epoch, fence)
         install.take_counters(self.scheduler, offers[leader].taken)
+        if self.experts is not None:
+            self.experts.turn()
         for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:
             stats = req.time_stats
             stats.wait_queue_entry_time = incoming.entered.get(req.rid, stats.wait_queue_entry_time)

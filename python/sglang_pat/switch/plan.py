@@ -147,6 +147,32 @@ def plan_group(
     return GroupPlan(rows, decodes, fresh, used)
 
 
+def list_slots_once(live: Sequence[LiveRequest], rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Slots of all tokens that a group offers, those that requests share once; int64.
+
+    Args:
+        rows: slots of each request, at least those of the tokens that it offers.
+    """
+    parts = [row[request.shared : request.tokens] for request, row in zip(live, rows, strict=True)]
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+
+
+def match_slots(
+    live: Sequence[LiveRequest], old: np.ndarray, rows: Sequence[np.ndarray | None]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the tokens that come from a source group: their slots there, and in the plan; int64 ``[tokens]`` each.
+
+    Args:
+        live, old: what the group offers, and :func:`list_slots_once` of it.
+        rows: of the plan for this source, see :class:`GroupPlan`.
+    """
+    empty = np.empty(0, dtype=np.int64)
+    *parts, _ = np.split(old, np.cumsum([request.tokens - request.shared for request in live], dtype=np.int64))
+    three = zip(live, parts, rows, strict=True)
+    both = [(part, row[request.shared :]) for request, part, row in three if row is not None]
+    return np.concatenate([empty, *(part for part, _ in both)]), np.concatenate([empty, *(row for _, row in both)])
+
+
 def list_capsules_to_send(
     old: ParallelLayout, new: ParallelLayout, rank: int, mine: Mapping[int, bytes]
 ) -> list[bytes]:

@@ -101,12 +101,13 @@ def check(config: RolloutConfig, gpus_per_node: int | None = None, model: Any = 
                 f"model.{name} is {rank}, must be 0 (or model.lora.merge true): an adaptive engine serves no adapters"
             )
     job_settings.check_model(model.path, adaptive_config, "model.path")
+    if _get_value(config, "enable_rollout_routing_replay"):
+        job_settings.check_routed_experts(model.path, "rollout.enable_rollout_routing_replay is true")
 
 
 _OFF = {
     "expert_parallel_size": 1,
     "quantization": None,
-    "enable_rollout_routing_replay": False,
     "mtp.enable_rollout": False,
 }
 """Options of which verl makes arguments of SGLang's that are refused, and their values without these."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from base64 import b64decode
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import ray
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
@@ -33,8 +36,10 @@ class AdaptiveServer(SGLangHttpServer):
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         attach(options.read_settings(self.config, self.replica_rank), options.WHERE)
         await super().launch_server(*args, **kwargs)
-        manager = self.tokenizer_manager
-        manager.generate_request = _keep_meta_info(manager.generate_request)
+        manager, routed = self.tokenizer_manager, self.config.enable_rollout_routing_replay
+        manager.generate_request = _keep_meta_info(manager.generate_request, routed)
+        # verl (0.9.1) asks for them itself, and then reads them as another SGLang returned them.
+        self.config = replace(self.config, enable_rollout_routing_replay=False)
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """verl's; the sample's extra fields say which degree, and which step's weights, generated which tokens."""
@@ -43,6 +48,10 @@ class AdaptiveServer(SGLangHttpServer):
         meta: dict[str, Any] = {}
         _meta.set(meta)
         output = await super().generate(*args, **kwargs)
+        if (rows := meta.get("routed_experts")) is not None:
+            config = self.model_config.hf_config
+            shape = -1, config.num_hidden_layers, config.num_experts_per_tok
+            output.routed_experts = np.frombuffer(b64decode(rows), np.int32).reshape(shape)
         output.extra_fields[DEGREES] = meta.get(DEGREES, ())
         output.extra_fields[STEPS] = ((0, output.extra_fields["global_steps"]),)
         output.extra_fields[STOPS] = [output.stop_reason]  # verl's agents drop it
@@ -86,15 +95,20 @@ class PlainServer(SGLangHttpServer):
         await super().launch_server(*args, **kwargs)
 
 
-def _keep_meta_info(generate_request: Any) -> Any:
+def _keep_meta_info(generate_request: Any, routed: bool = False) -> Any:
     """verl drops an answer's ``meta_info`` after it took what it knows; this keeps it for the one who asked.
+
+    ``routed``: ask for routed experts, too.
 
     verl's ``generate`` asks for one response.  A client over HTTP may ask for several: their answer is a list.
     """
 
-    async def noted(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        async for answer in generate_request(*args, **kwargs):
-            if (meta := _meta.get(None)) is not None:
+    async def noted(obj: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        meta = _meta.get(None)
+        if routed and meta is not None:
+            obj.return_routed_experts = True
+        async for answer in generate_request(obj, *args, **kwargs):
+            if meta is not None:
                 meta.update(answer["meta_info"])
             yield answer
 
