@@ -231,6 +231,10 @@ def test_routed_experts_of_a_sample(skip, monkeypatch):
         assert output.token_ids == [7, 8, 9] and asked.pop() == routed
         if routed:
             assert output.routed_experts.tolist() == rows.reshape(5, 3, 2).tolist()
+    del meta["routed_experts"]
+    given = config("sglang_pat", {}, enable_rollout_routing_replay=True, skip_tokenizer_init=skip)
+    given.max_model_len = 100
+    assert asyncio.run(launch_and_ask(given)).token_ids == [], "aborted while it waited: tokens without experts"
 
 
 def test_answers_of_several_responses_pass_through():

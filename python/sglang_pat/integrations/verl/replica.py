@@ -33,13 +33,17 @@ class AdaptiveServer(SGLangHttpServer):
     _in_round = False
     """One was announced, or something was asked of the engine, since the last one ended."""
 
+    _routed = False
+    """Samples say which experts their tokens were routed to."""
+
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         attach(options.read_settings(self.config, self.replica_rank), options.WHERE)
         await super().launch_server(*args, **kwargs)
-        manager, routed = self.tokenizer_manager, self.config.enable_rollout_routing_replay
-        manager.generate_request = _keep_meta_info(manager.generate_request, routed)
-        # verl (0.9.1) asks for them itself, and then reads them as another SGLang returned them.
+        # verl (0.9.1) would ask for them itself, and then read them as another SGLang returned them.
+        self._routed = self.config.enable_rollout_routing_replay
         self.config = replace(self.config, enable_rollout_routing_replay=False)
+        manager = self.tokenizer_manager
+        manager.generate_request = _keep_meta_info(manager.generate_request, self._routed)
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """verl's; the sample's extra fields say which degree, and which step's weights, generated which tokens."""
@@ -48,10 +52,14 @@ class AdaptiveServer(SGLangHttpServer):
         meta: dict[str, Any] = {}
         _meta.set(meta)
         output = await super().generate(*args, **kwargs)
-        if (rows := meta.get("routed_experts")) is not None:
+        if self._routed and (rows := meta.get("routed_experts")) is not None:
             config = self.model_config.hf_config
             shape = -1, config.num_hidden_layers, config.num_experts_per_tok
             output.routed_experts = np.frombuffer(b64decode(rows), np.int32).reshape(shape)
+        elif self._routed:
+            # Aborted while it waited.  verl would give these tokens the experts of later ones, so they come anew.
+            output.token_ids, output.log_probs = [], output.log_probs and []
+            meta.pop(DEGREES, None)
         output.extra_fields[DEGREES] = meta.get(DEGREES, ())
         output.extra_fields[STEPS] = ((0, output.extra_fields["global_steps"]),)
         output.extra_fields[STOPS] = [output.stop_reason]  # verl's agents drop it
