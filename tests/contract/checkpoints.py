@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
 from safetensors.torch import load_file
 
@@ -30,6 +33,18 @@ class Checkpoint:
             param.data = torch.zeros(param.shape)
         model.load_weights(iter(self.tensors.items()))
         return model
+
+
+MIXTURES = {"qwen3_moe": "qwen3-30b-a3b", "qwen2_moe": "qwen1.5-moe-a2.7b", "mixtral": "mixtral-8x7b"}
+"""Kind of each mixture of experts that is let in -> a published model of it."""
+
+
+def write_mixture_config(folder: Path, kind: str, **changes) -> Path:
+    """The published ``config.json`` of a mixture, with ``changes``; returns the folder, which has no weights."""
+    source = Path(__file__).parents[1] / "unit" / "model_configs" / f"{MIXTURES[kind]}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(json.loads(source.read_text()) | changes))
+    return folder
 
 
 OTHERS = {

@@ -87,6 +87,7 @@ GPU = {
         "triton_attention_split_tile_size disable_custom_all_reduce enable_nccl_nvls disable_overlap_schedule"
     ),
     "memory and cores near a rank's GPU": "numa_node",
+    "a kernel for norms and positions of queries and keys, which Qwen3-MoE has": "enable_fused_qk_norm_rope",
     "it needs the grammar backend xgrammar, which has no kernels for a CPU": "enable_strict_thinking",
     "CUDA graphs, which each layout has": (
         "cuda_graph_max_bs cuda_graph_bs disable_cuda_graph_padding enable_cudagraph_gc enable_profile_cuda_graph "
@@ -102,12 +103,8 @@ UNUSED = {
     "speculative decoding is refused": (
         "speculative_* enable_multi_layer_eagle enable_draft_weights_cpu_backup decrypted_draft_config_file"
     ),
-    "mixture-of-experts models are refused": (
-        "moe_* *deepep* ep_* eplb_* kt_* flashinfer_mxfp4_moe_precision init_expert_location expert_distribution_* "
-        "mooncake_ib_device elastic_ep_rejoin enable_elastic_expert_backup "
-        "disable_flashinfer_cutlass_moe_fp4_allgather *_shared_experts_fusion enable_fused_moe_sum_all_reduce "
-        "tbo_token_distribution_threshold enable_fused_qk_norm_rope enable_expert_distribution_metrics"
-    ),
+    "expert parallelism is refused": "deepep_* eplb_* mooncake_ib_device",
+    "of the models that are let in none has its shared expert among the others": "*_shared_experts_fusion",
     "hybrid, sliding-window and state-space models are refused": (
         "*mamba* linear_attn_* swa_full_tokens_ratio disable_hybrid_swa_memory"
     ),
@@ -123,10 +120,14 @@ UNUSED = {
         "disaggregation_* num_reserved_decode_tokens pdmux_config_path sm_group_num"
     ),
     "quantisation is refused": (
-        "quantization_param_path modelopt_* rl_quant_profile fp8_gemm_runner_backend fp4_gemm_runner_backend"
+        "quantization_param_path modelopt_* rl_quant_profile fp8_gemm_runner_backend fp4_gemm_runner_backend "
+        "flashinfer_mxfp4_moe_precision disable_flashinfer_cutlass_moe_fp4_allgather"
     ),
     "what it is for is refused: offloading, prefill delaying, DP attention, context parallelism, diffusion": (
-        "offload_* prefill_delayer_* enable_dp_* prefill_cp_mode dllm_algorithm_config"
+        "offload_* kt_* prefill_delayer_* enable_dp_* prefill_cp_mode dllm_algorithm_config"
+    ),
+    "what it is for is refused: two-batch overlap, records of experts": (
+        "tbo_token_distribution_threshold expert_distribution_recorder_buffer_size"
     ),
     "what it is for is refused: tracing, forward-pass metrics, debug dumps, seeds of weights": (
         "otlp_traces_endpoint forward_pass_metrics_* debug_tensor_dump_* remote_instance_weight_loader_* "
@@ -138,7 +139,7 @@ UNUSED = {
     "read by nothing in this SGLang": "num_continuous_decode_steps disable_outlines_disk_cache file_storage_path",
     "its tools are for gpt-oss, which is refused": "tool_server",
     "prefill runs without CUDA graphs in every layout": "*piecewise_cuda_graph*",
-    "it switches a refused flag off": "enforce_disable_flashinfer_allreduce_fusion",
+    "it switches a refused flag off, and is always set": "enforce_disable_flashinfer_allreduce_fusion",
     "the gRPC server is refused": "grpc_http_sidecar_port",
     "torch.compile is refused": "enable_torch_compile_debug_mode torch_compile_max_bs",
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.triton_ops import decode_attention, extend_attention
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_kernels
 
 from sglang_pat.fixes.float32 import force_float32
 
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.contract
 
 def made(args, monkeypatch) -> RMSNorm:
     """A norm as SGLang builds it on a GPU, of a rank with these arguments."""
-    monkeypatch.setattr(fused_moe, "invoke_fused_moe_kernel", fused_moe.invoke_fused_moe_kernel)  # put back, too
     monkeypatch.setattr("sglang.srt.layers.utils.multi_platform._is_cuda", True)
     monkeypatch.setattr(RMSNorm, "forward_cuda", RMSNorm.forward_cuda)  # put back after the test
+    monkeypatch.setattr(fused_moe, "invoke_fused_moe_kernel", fused_moe.invoke_fused_moe_kernel)  # put back, too
     monkeypatch.setenv("TRITON_F32_DEFAULT", "")  # put back, too
     monkeypatch.delenv("TRITON_F32_DEFAULT")
     force_float32(SimpleNamespace(**args))
@@ -44,6 +44,38 @@ def test_in_float32_on_a_gpu(monkeypatch, dtype):
 def test_otherwise_they_are_sglangs(monkeypatch, args):
     assert made(args, monkeypatch)._forward_method.__func__ is not RMSNorm.forward_native
     assert "TRITON_F32_DEFAULT" not in os.environ
+
+
+def multiply_by_experts(x, weight, _, out, *rest, compute_type, **__):
+    """In the place of SGLang's kernel: ``x`` times the weights of each token's experts, as a ``compute_type``."""
+    chosen_weights, chosen, *_ = rest[3:]
+    weigh, repeats = rest[8:10]
+    rows = x.repeat_interleave(repeats, 0)[:, None] @ weight[chosen.flatten()].mT
+    rows = rows[:, 0] * (chosen_weights.view(-1, 1) if weigh else 1)
+    out.copy_(rows.to(getattr(torch, {"fp16": "float16", "fp32": "float32"}[compute_type.name])).view(out.shape))
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_experts_are_not_rounded(monkeypatch, mended):
+    """SGLang has the kernel round to float16 in all types but bfloat16; nothing between is done otherwise."""
+    x, gate_up, down = torch.randn(5, 16), torch.randn(4, 2 * 24, 16), torch.randn(4, 16, 24)
+    chosen = torch.tensor([[0, 3, 1]] * 4 + [[2, 1, 0]])
+    weights = torch.rand(5, 3)
+    hidden = (gate_up[chosen] @ x[:, None, :, None])[..., 0]
+    inner = torch.nn.functional.silu(hidden[..., :24]) * hidden[..., 24:]
+    wanted = ((down[chosen] @ inner[..., None])[..., 0] * weights[..., None]).sum(1)
+    monkeypatch.setattr(fused_moe_triton_kernels, "invoke_fused_moe_kernel", multiply_by_experts)
+    monkeypatch.setattr(fused_moe, "invoke_fused_moe_kernel", multiply_by_experts)
+    monkeypatch.setattr(fused_moe, "moe_sum_reduce_triton", lambda each, out, _: out.copy_(each.sum(1)))
+    args = SimpleNamespace(enable_fused_moe_sum_all_reduce=False)
+    monkeypatch.setattr(fused_moe, "get_global_server_args", lambda: args)
+    if mended:
+        made({"device": "cuda", "dtype": "float32"}, monkeypatch)
+    plain = set(inspect.signature(fused_moe._fused_moe_kernel_sequence).parameters)
+    options = dict.fromkeys(plain) | {"activation": "silu", "is_gated": True, "down_moe_use_tma": False, "config": {}}
+    options |= {"hidden_states": x, "w1": gate_up, "w2": down, "topk_weights": weights, "topk_ids": chosen}
+    error = (fused_moe._fused_moe_kernel_sequence(**options) - wanted).abs().max()
+    assert error < 1e-4 if mended else error > 1e-3, "SGLang no longer rounds them"
 
 
 def test_triton_multiplies_without_tf32(monkeypatch, tmp_path):
@@ -79,16 +111,3 @@ def test_torch_multiplies_without_tf32(monkeypatch):
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-@pytest.mark.parametrize("dtype, rounded", [("float32", False), ("bfloat16", True)])
-def test_experts_are_not_rounded_to_float16(monkeypatch, dtype, rounded):
-    """What is done to what SGLang asks of its kernel; with the kernel itself: test_experts_kernel.py."""
-    import triton.language as tl
-
-    asked = []
-    monkeypatch.setattr(fused_moe, "invoke_fused_moe_kernel", lambda *args, **options: asked.append((args, options)))
-    made({"device": "cuda", "dtype": dtype}, monkeypatch)
-    fused_moe.invoke_fused_moe_kernel("x", "w13", compute_type=tl.float16, per_channel_quant=False)
-    wanted = tl.float16 if rounded else tl.float32
-    assert asked == [(("x", "w13"), {"compute_type": wanted, "per_channel_quant": False})]

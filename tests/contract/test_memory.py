@@ -14,7 +14,7 @@ from sglang_pat.memory.plan import Demand, compute_default_reserve, get_sglang_c
 from sglang_pat.memory.shapes import UNGATED, ModelShape, read_config
 from sglang_pat.testing import models
 
-from .checkpoints import Checkpoint, made_by_transformers
+from .checkpoints import MIXTURES, Checkpoint, made_by_transformers
 
 pytestmark = pytest.mark.contract
 
@@ -69,6 +69,32 @@ def test_weights_are_those_of_the_model(kind, tmp_path):
         found = dict(checkpoint.empty(ParallelLayout(tp, 1), 0).named_parameters())
         matrices = [p for name, p in found.items() if p.dim() == 2 and "position" not in name and "wpe" not in name]
         assert shape.parameters(tp) == sum(p.numel() for p in matrices)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_weights_are_those_of_a_mixture(kind, tmp_path):
+    """Of each degree, the experts of all layers and their routers."""
+    from sglang_pat.launch.spec import read_model_shape
+
+    sizes = dict(layers=2, vocab=512, kv_heads=4, experts=16, expert_width=48)
+    checkpoint = Checkpoint(models.make_random(kind, tmp_path, **sizes))
+    shape = read_model_shape(checkpoint.rank.config)
+    assert shape.mixture and (shape.mixture.experts, shape.mixture.width) == (16, 48)
+    assert shape == ModelShape.from_config(read_config(str(tmp_path)), "float32"), "as preflight reads it"
+    for tp in (1, 2, 4, 8):
+        assert shape.find_reason_against_degree(tp) is None
+        found = checkpoint.empty(ParallelLayout(tp, 1), 0).parameters()
+        assert shape.weight_bytes(tp) == sum(p.numel() * p.itemsize for p in found if p.dim() > 1)
+
+
+def test_a_degree_above_the_number_of_experts_is_refused_as_sglang_does(tmp_path):
+    from sglang_pat.launch.spec import read_model_shape
+
+    checkpoint = Checkpoint(models.make_random("qwen3_moe", tmp_path, layers=1, experts=4))
+    reason = read_model_shape(checkpoint.rank.config).find_reason_against_degree(8)
+    assert reason == "is more than the model's 4 experts"
+    with pytest.raises(ValueError, match="size 8 is greater than the number of experts 4"):
+        checkpoint.empty(ParallelLayout(8, 1), 0)
 
 
 NOT_IN_THIS_FILE = frozenset({"deepseek_v4", "iquest_loopcoder", "mllama", "nemotron_h", "transformers"})

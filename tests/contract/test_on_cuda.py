@@ -15,6 +15,8 @@ from sglang_pat.launch import spec as specs
 from sglang_pat.memory.machine import GIB
 from sglang_pat.predict import profile as profiles
 
+from .checkpoints import MIXTURES, write_mixture_config
+
 pytestmark = pytest.mark.contract
 
 USED = [3 * GIB, 7 * GIB]
@@ -55,6 +57,32 @@ def test_arguments_and_graphs(h100s, model):
     sizes = specs.resolve_spec(args).graph_sizes
     assert max(sizes[1]) == 256 and sizes[2]
     assert made(model, "--pat-weights", "reshard", "--disable-cuda-graph").disable_cuda_graph
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("base", [(2, 4), (4, 2)], ids=str)
+def test_a_mixture_starts_without_a_flag(h100s, tmp_path, kind, base):
+    """SGLang takes a fused all-reduce by itself for some of them from tp 2 on, which is refused."""
+    model, (tp, dp) = write_mixture_config(tmp_path, kind), map(str, base)
+    plain = sglang_arguments.ServerArgs(model_path=str(model), tp_size=base[0])
+    assert plain.enable_flashinfer_allreduce_fusion == (kind == "qwen3_moe"), "SGLang no longer does so"
+    args = made(model, "--tp", tp, "--dp", dp)
+    assert not args.enable_flashinfer_allreduce_fusion and args.moe_runner_backend == "triton"
+    with pytest.raises(ValueError, match="enable-flashinfer-allreduce-fusion: leave it out"):
+        made(model, "--tp", tp, "--dp", dp, "--enable-flashinfer-allreduce-fusion")
+
+
+def test_on_blackwell_experts_run_in_triton(h100s, tmp_path, monkeypatch):
+    """SGLang's own choice there permutes their rows."""
+    for name in ("is_sm100_supported", "is_blackwell_supported"):
+        monkeypatch.setattr(sglang_arguments, name, lambda *_: True)
+    flags = ("--attention-backend", "triton")
+    model = write_mixture_config(tmp_path, "qwen3_moe")
+    plain = sglang_arguments.ServerArgs(model_path=str(model), attention_backend="triton")
+    assert plain.moe_runner_backend == "flashinfer_trtllm", "SGLang no longer does so"
+    assert made(model, *flags).moe_runner_backend == "triton"
+    with pytest.raises(ValueError, match="--moe-runner-backend flashinfer_trtllm: must be triton; leave it out$"):
+        made(model, *flags, "--moe-runner-backend", "flashinfer_trtllm")
 
 
 def test_memory_is_planned_for_the_gpu_that_has_least_as_preflight_does(h100s, model, monkeypatch, caplog):

@@ -11,6 +11,8 @@ from sglang_pat.predict.profile import DecodePoint, Profile, SwitchSample
 from sglang_pat.server.http import launch
 from sglang_pat.tools.commands import run
 
+from .checkpoints import MIXTURES, write_mixture_config
+
 pytestmark = pytest.mark.contract
 
 
@@ -43,6 +45,21 @@ def profile(model, tmp_path_factory):
     )  # fmt: skip
     profiles.save(found, path)
     return path
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_belong_to_a_deployment(tmp_path, kind):
+    from sglang_pat.launch.spec import make_fingerprint
+
+    def describe(**changes) -> str:
+        folder = write_mixture_config(tmp_path / "_".join(changes), kind, **changes)  # SGLang remembers a folder's
+        args = arguments(folder, skip_tokenizer_init=True)
+        return make_fingerprint(args, args.read_config()).model
+
+    width = "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"
+    experts = "num_local_experts" if kind == "mixtral" else "num_experts"
+    changed = [describe(**{name: 16}) for name in (width, experts, "num_experts_per_tok")]
+    assert len({describe(), *changed}) == 4
 
 
 def check(args) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+from pathlib import Path
 
 import pytest
+import sglang.srt.models as sglang_models
 
 from sglang_pat.testing import models
 from sglang_pat.testing.models import ARCHITECTURES
+
+from .checkpoints import MIXTURES, write_mixture_config
 
 pytestmark = pytest.mark.contract
 
@@ -42,8 +46,8 @@ REFUSED_MODELS = [
     ("Gemma2ForCausalLM", dict(model_type="gemma2", query_pre_attn_scalar=8), "soft-capped"),
     # SGLang runs it as an OLMo-2.
     ("Olmo3ForCausalLM", dict(model_type="olmo3", sliding_window=64), "sliding window"),
-    ("Qwen3MoeForCausalLM", dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2), "mixture of experts"),
-    ("MixtralForCausalLM", dict(model_type="mixtral"), "mixture of experts"),
+    ("OlmoeForCausalLM", dict(model_type="olmoe"), "mixture of experts of another kind"),
+    ("Glm4MoeForCausalLM", dict(model_type="glm4_moe"), "mixture of experts of another kind"),
     ("DeepseekV3ForCausalLM", dict(model_type="deepseek_v3"), "MLA"),
     ("FalconH1ForCausalLM", dict(model_type="falcon_h1"), "recurrent"),
     ("DeciLMForCausalLM", dict(block_configs=[{}]), "layers differ in size"),
@@ -70,6 +74,42 @@ def test_refused_models(model, tmp_path, architecture, fields, why):
 def test_dense_decoders_are_let_in(tmp_path, architecture):
     folder = models.make_random(architecture, tmp_path / "m", layers=1)
     assert len(arguments(folder, dp_size=4, pat_policy="manual").read_config().layouts) == 3
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_are_let_in(tmp_path, kind):
+    folder = write_mixture_config(tmp_path, kind)
+    args = arguments(folder, dp_size=8, skip_tokenizer_init=True, pat_policy="manual")
+    assert [layout.tp for layout in args.read_config().layouts] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (dict(mlp_only_layers=[1]), "SGLang gives experts to all, with weights that are never loaded"),
+        (dict(decoder_sparse_step=2), "SGLang gives experts to all, with weights that are never loaded"),
+        (dict(quantization_config=dict(quant_method="fp8", activation_scheme="dynamic")), r"quantised \(fp8\)"),
+    ],
+)
+def test_mixtures_that_are_refused(tmp_path, changes, why):
+    folder = write_mixture_config(tmp_path, "qwen3_moe", **changes)
+    with pytest.raises(ValueError, match=f"does not support Qwen3MoeForCausalLM: .*{why}; choose a text") as caught:
+        arguments(folder, skip_tokenizer_init=True)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
+def test_sglang_builds_all_layers_of_a_mixture_with_experts(kind):
+    """Why dense ones are refused; once it does not, they can be let in."""
+    assert "mlp_only_layers" not in Path(sglang_models.__path__[0], f"{kind}.py").read_text()
+
+
+def test_experts_are_narrow(tmp_path):
+    """It is their width that a degree must divide."""
+    folder = write_mixture_config(tmp_path, "qwen3_moe", moe_intermediate_size=100)
+    assert arguments(folder, dp_size=8, skip_tokenizer_init=True, pat_policy="manual").pat_candidates == "1,2,4"
+    with pytest.raises(ValueError, match="tp=8 does not divide the model's intermediate size 100"):
+        arguments(folder, dp_size=8, skip_tokenizer_init=True, pat_candidates="1,8")
 
 
 OTHER_NAMES = {

@@ -15,6 +15,7 @@ from .checkpoints import Checkpoint, made_by_transformers
 
 pytestmark = pytest.mark.contract
 
+MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral")
 RANKS = 4
 SHAPES = {
     "gqa": dict(heads=8, kv_heads=4),
@@ -38,29 +39,39 @@ def qwen2(tmp_path_factory) -> Checkpoint:
     return Checkpoint(models.make_random("qwen2", tmp_path_factory.mktemp("shards") / "qwen2", layers=1))
 
 
-def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters, those that lie in pieces put together."""
+@pytest.fixture(scope="module", params=["qwen2", *MIXTURES])
+def small(request, tmp_path_factory) -> Checkpoint:
+    return Checkpoint(models.make_random(request.param, tmp_path_factory.mktemp("shards") / "small", layers=1))
+
+
+def find_pieces(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Of each parameter that lies in several: name in the whole model, pieces along its rows."""
+    from sglang_pat.rank.experts import PiecewiseExperts
     from sglang_pat.rank.weights import PiecewiseLinear
 
-    found = {name: param.data for name, param in model.named_parameters()}
+    found = {}
     for name, module in model.named_modules():
-        if isinstance(method := getattr(module, "quant_method", None), PiecewiseLinear):
-            found[f"{name}.weight"] = torch.cat([piece.t() for piece in method.weights])
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, PiecewiseLinear):
+            found[f"{name}.weight"] = [piece.t() for piece in method.weights]
             if method.biases is not None:
-                found[f"{name}.bias"] = torch.cat(method.biases)
+                found[f"{name}.bias"] = method.biases
+        elif isinstance(method, PiecewiseExperts):
+            found[f"{name}.w13_weight"] = [method.gate, method.up]
     return found
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters, those that lie in pieces put together."""
+    found = {name: param.data for name, param in model.named_parameters()}
+    return found | {name: torch.cat(parts, parts[0].dim() // 3) for name, parts in find_pieces(model).items()}
 
 
 def pieces(model: torch.nn.Module) -> list[torch.Tensor]:
     """All tensors of weights as they lie in memory."""
-    from sglang_pat.rank.weights import PiecewiseLinear
-
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
-    split = [method for method in methods if isinstance(method, PiecewiseLinear)]
+    split = [piece for parts in find_pieces(model).values() for piece in parts]
     assert split, "no layer in pieces"
-    return [param.data for param in model.parameters()] + [
-        piece for method in split for piece in (*method.weights, *(method.biases or ()))
-    ]
+    return [param.data for param in model.parameters()] + split
 
 
 def layouts(base_tp: int) -> list[ParallelLayout]:
@@ -164,25 +175,25 @@ def test_own_parameters_are_compared_with_this_ranks(llama):
 BASE, TAIL = ParallelLayout(1, 2), ParallelLayout(2, 1)
 
 
-def test_views_hold_no_memory_and_see_an_update_at_once(qwen2):
+def test_views_hold_no_memory_and_see_an_update_at_once(small):
     from sglang_pat.rank.weights import Views
 
-    base_model, model = qwen2.loaded(BASE, 1), qwen2.empty(TAIL, 1)
+    base_model, model = small.loaded(BASE, 1), small.empty(TAIL, 1)
     assert sum(param.untyped_storage().nbytes() for param in model.parameters()) < 100, "built without memory"
     views = Views(model, base_model, TAIL, BASE, 1)
     held = {param.untyped_storage().data_ptr() for param in base_model.parameters()}
     assert {piece.untyped_storage().data_ptr() for piece in pieces(model)} <= held
     before = {name: tensor.clone() for name, tensor in weights(model).items()}
-    base_model.load_weights((name, 2 * tensor) for name, tensor in qwen2.tensors.items())
+    base_model.load_weights((name, 2 * tensor) for name, tensor in small.tensors.items())
     after = weights(model)
-    assert all(torch.equal(after[name], 2 * before[name]) for name in after if "proj" in name)
+    assert all(torch.equal(after[name], 2 * before[name]) for name in after if "proj" in name or "experts" in name)
     assert not views.have_moved()
 
 
-def test_views_follow_a_tensor_that_was_replaced(qwen2):
+def test_views_follow_a_tensor_that_was_replaced(small):
     from sglang_pat.rank.weights import Views
 
-    base_model, model = qwen2.loaded(BASE, 1), qwen2.empty(TAIL, 1)
+    base_model, model = small.loaded(BASE, 1), small.empty(TAIL, 1)
     views = Views(model, base_model, TAIL, BASE, 1)
     wanted = {name: tensor + 1 for name, tensor in weights(model).items()}
     for param in base_model.parameters():

@@ -8,10 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.distributed.device_communicators import custom_all_reduce_v2 as custom
+from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
+from sglang_pat.layout import ParallelLayout
 from sglang_pat.messages import NO_KV
+from sglang_pat.rank import layouts
 from sglang_pat.rank.runner import GroupPool
 from sglang_pat.switch import kv, requests
+from sglang_pat.testing import models
+
+from .checkpoints import Checkpoint
 
 pytestmark = pytest.mark.contract
 
@@ -46,6 +52,24 @@ def test_both_kernels_of_custom_all_reduce_and_nccl(monkeypatch, blackwell, worl
     ways = {reduce._determine_algo(t).is_push() if reduce.should_custom_ar(t) else "NCCL" for t in tensors}
     assert ways == {True, False, "NCCL"}
     reduce.disabled = True  # so that nothing is freed
+
+
+@pytest.mark.parametrize(("chosen", "compiled"), [(4, [(1, 4, 64), (4, 4, 64)]), (2, [])])
+def test_the_sum_over_experts_of_few_tokens(monkeypatch, tmp_path, chosen, compiled):
+    """SGLang's ``torch.compile`` of it; for two experts a token it adds instead."""
+    found: list[tuple[int, ...]] = []
+
+    def record(each, out, factor):
+        assert (each.dtype, out.shape, factor) == (torch.float32, each[:, 0].shape, 1.0)
+        found.append(tuple(each.shape))
+
+    monkeypatch.setattr(fused_moe, "moe_sum_reduce_torch_compile", record)
+    checkpoint = Checkpoint(models.make_random("qwen3_moe", tmp_path, layers=2, chosen=chosen))
+    model = checkpoint.empty(ParallelLayout(1, 1), 0)
+    layouts._compile(torch.nn.ModuleList(layer.mlp for layer in model.model.layers), "meta")
+    assert found == compiled, "of one layer, as all are alike"
+    layouts._compile(model, "cpu")
+    assert found == compiled
 
 
 def test_on_a_cpu_little_is_reduced():

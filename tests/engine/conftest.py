@@ -52,8 +52,8 @@ SIDES = {
         "commands python_api cramped threshold attach policies flags faults"
     ).split(),
     "others": (
-        "profiler mixtures sampling same_numbers same_tokens weights weights_refused clients inprocess grpo acceptance "
-        "start"
+        "profiler mixtures sampling same_numbers same_tokens experts weights weights_refused clients inprocess grpo "
+        "acceptance start"
     ).split(),
 }
 """The test files in two sides, in this order; two workers may run one each (``pytest -n 2 --dist loadgroup``).  A side
@@ -140,16 +140,19 @@ class Servers:
         while len(self._alive) > 2 and read_available_memory() < ROOM:
             self._alive.popitem(last=False)[1].stop()
 
-    def adaptive(self, model: Path, dp: int = 2, *flags: str, env: dict[str, str] | None = None, **options) -> Server:
-        """An adaptive server that switches on request or by a schedule only, in its base layout tp1, with all
-        :data:`CHECKS`, and metrics if nothing else.  Test code may put a fault into its file (:func:`fault`)."""
+    def adaptive(
+        self, model: Path, dp: int = 2, *flags: str, tp: int = 1, env: dict[str, str] | None = None, **options
+    ) -> Server:
+        """An adaptive server that switches on request or by a schedule only, in its base layout of ``dp`` replicas of
+        degree ``tp``, with all :data:`CHECKS`, and metrics if nothing else.  Test code may put a fault into its file
+        (:func:`fault`)."""
         flags = flags or ("--enable-metrics",)
-        digest = zlib.crc32(repr((str(model), dp, flags, env, sorted(options.items()))).encode())
+        digest = zlib.crc32(repr((str(model), tp, dp, flags, env, sorted(options.items()))).encode())
         fault_file = self._folder / f"fault-{digest:08x}"
         environment = CHECKS | {faults.ENV: f"@{fault_file}"} | (env or {})
-        base = ("--tp", "1", "--dp", str(dp), "--adaptive-tp", "--pat-policy", "schedule")
+        base = ("--tp", str(tp), "--dp", str(dp), "--adaptive-tp", "--pat-policy", "schedule")
         server = self.get(model, *base, *flags, env=environment, **options)
-        server.fault_file = fault_file
+        server.fault_file, server.base_tp = fault_file, tp
         self._at_base(server)
         return server
 
@@ -172,7 +175,7 @@ class Servers:
     @staticmethod
     def _at_base(server: Server) -> None:
         assert server.post("/pat/schedule", []).status_code == 200
-        server.reconfigure(tp=1)
+        server.reconfigure(tp=server.base_tp)
 
     def victim(self, model: Path) -> Server:
         """An adaptive server of :meth:`adaptive` that may be killed: an idle one, which is given away, or a new one."""

@@ -31,10 +31,12 @@ class Outcome:
     Attributes:
         outputs: token ids of each request, in the order of ``Schedule.requests``, each copy.
         records: records of the switches.
+        degrees: those that the pacer saw.
     """
 
     outputs: list[list[list[int]]]
     records: list[dict]
+    degrees: set[int]
 
 
 def run(server: Server, schedule: Schedule, **extra) -> Outcome:
@@ -65,7 +67,8 @@ async def _run(server: Server, schedule: Schedule, extra: dict) -> Outcome:
         answers = await asyncio.gather(*work)
         for record in records:
             assert not record["error"], record
-    return Outcome([_outputs(answer) for answer in answers], records)
+    degrees = {tp for _, tp in answers[0]["meta_info"].get("tp_from_token", ())}
+    return Outcome([_outputs(answer) for answer in answers], records, degrees)
 
 
 def _outputs(answer: dict | list[dict]) -> list[list[int]]:
@@ -107,14 +110,23 @@ class Totals:
         return ", ".join(f"{count} {what}" for what, count in self.counts.items()) + f", {len(self.ties)} ties"
 
 
+def has_steps_before_last(schedule: Schedule) -> bool:
+    """Whether there are decode steps between the last switch and the one before."""
+    *_, last = schedule.switches
+    return all(switch.batch is None and switch.at < last.at for switch in schedule.switches[:-1])
+
+
 def compare(schedule: Schedule, outcome: Outcome, known: dict, stock, totals: Totals) -> None:
     """Raise ``AssertionError`` if an output differs from the stock server's other than by a tie.
 
     ``stock`` is called to get the stock server, if it is needed.
     """
     counts, records = totals.counts, outcome.records
+    if has_steps_before_last(schedule):
+        assert len(outcome.degrees) > 1, "the pacer saw one degree only"
     assert any(record["requests"] for record in records), "the pacer lives at the last switch"
     counts["schedules"] += 1
+    counts["pacers in several degrees"] += len(outcome.degrees) > 1
     counts["switches"] += len(records)
     counts["with live requests"] += sum(record["requests"] > 0 for record in records)
     counts["requests moved with their KV"] += sum(record["migrated"] for record in records)

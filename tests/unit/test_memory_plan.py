@@ -25,14 +25,21 @@ from sglang_pat.memory.plan import (
     make_default_demand,
     make_plan,
 )  # fmt: skip
-from sglang_pat.memory.shapes import ModelShape, read_config
+from sglang_pat.memory.shapes import Mixture, ModelShape, read_config
 
 from .drawn import examples
 
 pytestmark = pytest.mark.unit
 
 CONFIGS = Path(__file__).parent / "model_configs"
-PARAMETERS = {"llama-3.1-8b": 8_030_261_248, "qwen2.5-7b": 7_615_616_512, "qwen2.5-32b": 32_763_876_352}
+PARAMETERS = {
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "mixtral-8x7b": 46_702_792_704,
+}
 """As published."""
 
 
@@ -67,6 +74,35 @@ def test_shards_of_a_model():
     ).find_reason_against_degree(3)
 
 
+def test_shards_of_a_mixture():
+    """What divides is the width of its experts; that of an MLP, which it does not have, is of no account."""
+    model = shape("qwen3-30b-a3b")
+    assert model.mixture == Mixture(experts=128, per_token=8, width=768)
+    assert model.weight_bytes(8) == pytest.approx(model.weight_bytes(1) / 8, rel=0.01)
+    assert [tp for tp in (1, 2, 4, 8) if model.find_reason_against_degree(tp) is None] == [1, 2, 4, 8]
+    narrow = dataclasses.replace(model.mixture, width=132, experts=8)
+    assert "intermediate size 132" in (dataclasses.replace(model, mixture=narrow).find_reason_against_degree(8) or "")
+    assert "8 experts" in (dataclasses.replace(model, mixture=narrow).find_reason_against_degree(16) or "")
+    shared = dataclasses.replace(model, mixture=dataclasses.replace(model.mixture, shared_width=1026))
+    assert "intermediate size 1026" in (shared.find_reason_against_degree(4) or "")
+    assert shared.parameters() - model.parameters() == 48 * (3 * 2048 * 1026 + 2048)
+
+
+def test_the_largest_parameter():
+    """Gate and up of 128 experts, or an embedding."""
+    assert shape("qwen3-30b-a3b").largest_parameter == 128 * 2 * 768 * 2048
+    assert shape("qwen2.5-7b").largest_parameter == 152064 * 3584
+
+
+def test_a_token_is_in_several_experts_at_once():
+    """Gate, up, their product and the result of each."""
+    there = supply("cuda", 80)
+    asked = demand("qwen3-30b-a3b", 1, 8, there, prefill_tokens=8192)
+    dense = dataclasses.replace(asked, shape=dataclasses.replace(asked.shape, mixture=None, intermediate=8))
+    more = asked.count_activation_bytes() - dense.count_activation_bytes()
+    assert more == 8192 * (8 * (3 * 768 + 2048) - 3 * 8) * 2
+
+
 def test_a_config_that_is_none():
     config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
     for changed, problem in (
@@ -74,6 +110,8 @@ def test_a_config_that_is_none():
         ({"hidden_size": "4096"}, "hidden_size is '4096'"),
         ({"vocab_size": True}, "vocab_size is True"),
         ({"torch_dtype": "int8"}, "dtype 'int8'"),
+        ({"num_experts": 8}, "num_experts_per_tok is missing"),
+        ({"num_experts": "8"}, "num_experts is '8'"),
     ):
         with pytest.raises(ValueError, match=problem):
             ModelShape.from_config(config | changed)
@@ -88,6 +126,9 @@ def test_a_config_that_is_none():
         ("llama-3.1-8b", 1, 8, 300_000, 400_000, 2.4),
         ("qwen2.5-32b", 2, 4, 200_000, 300_000, None),
         ("qwen2.5-32b", 4, 2, 600_000, 900_000, None),
+        ("qwen3-30b-a3b", 1, 8, 50_000, 100_000, None),
+        ("qwen3-30b-a3b", 2, 4, 650_000, 750_000, None),
+        ("qwen3-30b-a3b", 4, 2, 1_850_000, 2_000_000, None),
     ],
 )
 def test_gpus_of_80_gb(name, tp, dp, least, most, sleep):
@@ -137,6 +178,9 @@ def test_a_layout_with_hardly_any_room_is_advised_against():
     assert format_advice(make_plan(demand("llama-3.1-8b", 1, 8, there), there)) is None
 
 
+SIZES = [field.name for field in dataclasses.fields(Mixture)]
+
+
 # -- properties ---------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +197,7 @@ def situations(draw) -> tuple[Demand, Supply]:
         vocab=draw(st.integers(100, 200_000)),
         context=draw(st.sampled_from([512, 8192, 131_072])),
         item=draw(st.sampled_from([2, 4])),
+        mixture=draw(st.none() | st.builds(Mixture, **{name: st.sampled_from([8, 64, 96]) for name in SIZES})),
     )
     base = ParallelLayout(draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 8)))
     assume(model.find_reason_against_degree(base.tp) is None)

@@ -68,7 +68,7 @@ def test_a_wrong_setting_ends_it_before_anything_starts(argv, line):
 
 
 def test_so_does_a_model_that_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}')
+    (tmp_path / "config.json").write_text('{"architectures": ["OlmoeForCausalLM"], "num_experts": 8}')
     with pytest.raises(SystemExit, match=f"^error: --actor.model_name_or_path {tmp_path}: an adaptive engine does not"):
         main(["--actor.model_name_or_path", str(tmp_path)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 
 from profiler.worker import Worker
 from sglang_pat.acceptance import commands
@@ -73,7 +74,16 @@ def compare_likelihood(
 
 def same_tokens(bench: Bench) -> Result:
     """float32: greedy tokens are equal in every layout, and with switches on the way."""
-    worker, prompts = bench.start_exact_engine(), bench.make_prompts(6, 40)
+    return _compare_tokens(bench, bench.small)
+
+
+def same_tokens_of_experts(bench: Bench) -> Result:
+    """The same of a mixture of experts."""
+    return _compare_tokens(bench, bench.mixture)
+
+
+def _compare_tokens(bench: Bench, model: Path) -> Result:
+    worker, prompts = bench.start_exact_engine(model), bench.make_prompts(6, 40)
     degrees = read_degrees(worker)
     visits = order_degrees_up_and_down(degrees)
     tokens = bench.count_answer_tokens(len(visits))
@@ -100,7 +110,7 @@ def likelihood(bench: Bench) -> Result:
 
 def steady(bench: Bench) -> Result:
     """Switches make no group, pool or graph, also after weight updates, and the new weights are in every layout."""
-    worker, prompts = bench.start_exact_engine(), bench.make_prompts(4, 20)
+    worker, prompts = bench.start_exact_engine(bench.small), bench.make_prompts(4, 20)
     degrees = read_degrees(worker)
     shape = ModelShape.from_config(read_config(str(bench.small)))
     changed = {

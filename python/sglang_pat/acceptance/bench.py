@@ -23,6 +23,7 @@ STEADY = {"SGLANG_PAT_CHECK_STEADY": "1", "SGLANG_PAT_CHECK_AGREEMENT": "1"}
 pauses are measured, in which that would lie."""
 LARGE = (("Llama-3.1-8B", 40 * GIB), ("Qwen3-4B", 16 * GIB), ("Qwen3-0.6B", 0))
 """Shapes with the free memory of a rank's GPU that they are for, bytes."""
+MIXTURE = {"experts": 16, "chosen": 4, "expert_width": 256}
 FEW_GRAPHS = ("--cuda-graph-max-bs", "16")
 """Of engines on a GPU whose batches are small: to capture all of SGLang's sizes takes each layout long."""
 SHARING = ("--chunked-prefill-size", "2048", *FEW_GRAPHS)
@@ -39,7 +40,7 @@ class Bench:
         device: ``cpu`` or ``cuda``.
         ranks: of the engine; the highest degree.
         folder: for models, logs and profile.
-        small: a random float32 model, whose tokens must be equal.
+        small, mixture: random float32 models, whose tokens must be equal; ``mixture`` has experts.
         sharing: all ranks run on one GPU.
         flags, large_flags: SGLang's, of every engine and of those of the large model.
         best_static: seconds of the best static layout on the long-tail batch, once measured.
@@ -51,6 +52,7 @@ class Bench:
     ranks: int
     folder: Path
     small: Path
+    mixture: Path
     large: Path
     sharing: bool = False
     large_flags: tuple[str, ...] = ()
@@ -112,10 +114,10 @@ class Bench:
             self._engine = key, worker
         return self._engine[1]
 
-    def start_exact_engine(self) -> Worker:
-        """The engine whose tokens must be equal."""
+    def start_exact_engine(self, model: Path) -> Worker:
+        """An engine whose tokens must be equal."""
         attention = ("--attention-backend", "triton") if self.device == "cuda" else ()  # the others have no float32
-        return self.start_engine(self.small, "--dtype", "float32", *attention, *self.few_graphs, checks=STEADY)
+        return self.start_engine(model, "--dtype", "float32", *attention, *self.few_graphs, checks=STEADY)
 
     def start_default_engine(self) -> Worker:
         """The engine with default flags."""
@@ -150,6 +152,7 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
     cache = folder / "models"
     size = {"hidden": 128, "layers": 2} if device == "cpu" else {"hidden": 512, "layers": 4, "intermediate": 1024}
     small = models.make_random("llama", cache / "small", heads=8, kv_heads=8, **size)
+    mixture = models.make_random("qwen3_moe", cache / "mixture", heads=8, kv_heads=8, **MIXTURE | size)
     large, large_flags = small, ("--dtype", "float32")
     if device == "cuda":
         free = 0 if sharing else read_least_free_bytes()  # what moves between ranks that share a GPU moves slowly
@@ -161,6 +164,7 @@ def prepare(device: str, ranks: int, folder: Path, sharing: bool, flags: tuple[s
         ranks=ranks,
         folder=folder,
         small=small,
+        mixture=mixture,
         large=large,
         sharing=sharing,
         large_flags=large_flags,

@@ -17,7 +17,14 @@ from profiler.launch import make_server_args
 from profiler.worker import search_path
 from sglang_pat import preflight
 from sglang_pat.acceptance import commands, kernels
-from sglang_pat.acceptance.answers import likelihood, read_degrees, real_model, same_tokens, steady
+from sglang_pat.acceptance.answers import (
+    likelihood,
+    read_degrees,
+    real_model,
+    same_tokens,
+    same_tokens_of_experts,
+    steady,
+)  # fmt: skip
 from sglang_pat.acceptance.bench import Bench
 from sglang_pat.acceptance.experts import experts
 from sglang_pat.acceptance.linears import views
@@ -226,6 +233,7 @@ STEPS: tuple[Callable[[Bench], Result], ...] = (
     long_tail,
     endurance,
     pause,
+    same_tokens_of_experts,
     same_tokens,
     steady,
     likelihood,

@@ -261,7 +261,7 @@ def check_tokenized(req: TokenizedGenerateReqInput, vocab: int, tokenizer: Any) 
     if req.session_params is not None and not isinstance(req.session_params.id, str | None):
         raise ValueError(f"session_params.id is {req.session_params.id!r}, must be a string")
     if req.return_routed_experts or req.return_indexer_topk:
-        raise ValueError("return_routed_experts and return_indexer_topk: the model has neither; leave them out")
+        raise ValueError("return_routed_experts and return_indexer_topk: not with --adaptive-tp; leave them out")
     if req.multi_item_delimiter_indices is not None:
         check_tokens("multi_item_delimiter_indices", req.multi_item_delimiter_indices, len(req.input_ids))
     if req.custom_logit_processor:

@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.managers.io_struct import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -65,12 +66,13 @@ class ExpectedWeights:
         self._tied = bool(getattr(config, "tie_word_embeddings", False))
         self._own = {name: tuple(param.shape) for name, param in model.named_parameters()}
         self._fitting: set[tuple[str, tuple[int, ...]]] = set()
-        self._calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self._calls: list[tuple[torch.Tensor, tuple[int, ...]]] = []
         specs = make_shard_specs(model)
         for module_name, module in model.named_modules():
             for name, param in module.named_parameters(recurse=False):
                 spec = specs[f"{module_name}.{name}" if module_name else name]
-                param.weight_loader = partial(self._record_load, module, spec)
+                record = self._record_expert_load if isinstance(module, FusedMoE) else self._record_load
+                param.weight_loader = partial(record, module, spec)
 
     def find_problem(self, tensors: Iterable[tuple[str, Sequence[int]]], load_format: str | None = None) -> str | None:
         """What is wrong with the first tensor that does not fit, in one line; None if all do.
@@ -79,11 +81,37 @@ class ExpectedWeights:
             tensors: name and shape of each.
             load_format: of the request; ``direct``: names and shapes of this rank's own parameters.
         """
-        for name, shape in tensors:
-            found = (self._find_own_mismatch if load_format == "direct" else self._find_mismatch)(name, tuple(shape))
+        given = [(name, tuple(shape)) for name, shape in tensors]
+        if load_format != "direct":
+            self._note_fitting([one for one in given if one not in self._fitting])
+        for name, shape in given:
+            found = (self._find_own_mismatch if load_format == "direct" else self._find_mismatch)(name, shape)
             if found is not None:
                 return f"{REFUSED}: {found}"
         return None
+
+    def _note_fitting(self, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Note which of them fit, as far as one call of the model tells: it walks all of its parameters in each call,
+        and a mixture of experts has 20,000 tensors.  What is not noted is looked at by itself."""
+        offered: dict[int, tuple[str, tuple[int, ...]]] = {}
+        kept: list[torch.Tensor] = []  # else the next one may get the same id
+
+        def offer() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, shape in tensors:
+                kept.append(torch.empty(shape, device="meta"))
+                offered[id(kept[-1])] = name, shape
+                yield name, kept[-1]
+
+        self._calls.clear()
+        try:
+            self._model.load_weights(offer())
+        except Exception:  # which the last one meets again by itself
+            offered.pop(id(kept[-1]), None) if kept else None
+        fits: dict[int, bool] = {}
+        for loaded, whole in self._calls:
+            fits[id(loaded)] = fits.get(id(loaded), True) and tuple(loaded.shape) == whole
+        if fits.keys() <= offered.keys():  # a model that changes a tensor first does not say which it was
+            self._fitting.update(offered[one] for one, fit in fits.items() if fit)
 
     def _find_mismatch(self, name: str, shape: tuple[int, ...]) -> str | None:
         if (name, shape) in self._fitting:
@@ -94,10 +122,12 @@ class ExpectedWeights:
         except KeyError:
             pass  # how some models say that they have no such parameter
         if not self._calls:
-            return None if self._is_ignored(name) else _describe_unknown(name, "the checkpoint's")
-        for given, whole in self._calls:
-            if given != whole:
-                return _describe_wrong_shape(name, given, whole)
+            fused = name.endswith((".experts.gate_up_proj", ".experts.down_proj"))  # as transformers has them in memory
+            whose = "the checkpoint's" + ", with each expert by itself" * fused
+            return None if self._is_ignored(name) else _describe_unknown(name, whose)
+        for loaded, whole in self._calls:
+            if tuple(loaded.shape) != whole:
+                return _describe_wrong_shape(name, loaded.shape, whole)
         self._fitting.add((name, shape))
         return None
 
@@ -107,8 +137,9 @@ class ExpectedWeights:
         return None if shape == self._own[name] else _describe_wrong_shape(name, shape, self._own[name])
 
     def _is_ignored(self, name: str) -> bool:
-        """Whether SGLang passes over this name, and rightly: trainers send all of a checkpoint, and tied heads."""
-        return (self._tied and name.endswith("lm_head.weight")) or name in self._names()
+        """Whether SGLang passes over this name, and rightly: trainers send all of a checkpoint, and tied heads.  An
+        expert that it does not know would stay as it is."""
+        return (self._tied and name.endswith("lm_head.weight")) or (".experts." not in name and name in self._names())
 
     def _record_load(
         self,
@@ -123,7 +154,23 @@ class ExpectedWeights:
         if spec.dim is not None:
             parts = list_checkpoint_parts(module, spec)
             whole[spec.dim] = sum(parts.values()) if shard_id is None else parts[shard_id]
-        self._calls.append((tuple(loaded.shape), tuple(whole)))
+        self._calls.append((loaded, tuple(whole)))
+
+    def _record_expert_load(
+        self,
+        module: torch.nn.Module,
+        spec: ShardSpec,
+        param: torch.nn.Parameter,
+        loaded: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+    ) -> None:
+        """The same of :class:`FusedMoE`, whose parameters have all experts; a checkpoint's tensors have one."""
+        assert spec.dim is not None
+        whole = list(param.shape)
+        whole[spec.dim] = list_checkpoint_parts(module, spec)[shard_id]
+        self._calls.append((loaded, tuple(whole[1:])))
 
 
 @cache

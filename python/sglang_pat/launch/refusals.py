@@ -39,6 +39,8 @@ CHANNEL_BYTES = 132 << 10
 """Between two ranks of a group."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts")
+MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+"""Mixtures whose experts are cut by their width (``rank/experts.py``)."""
 RECURRENT = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "ssm_cfg", "state_size", "linear_num_key_heads")
 RECURRENT += ("hybrid_override_pattern", "layers_block_type", "attn_type_list")
 """Names of the configuration's fields that only such models have."""
@@ -154,6 +156,7 @@ class Refusal:
 
 
 _OUT = "leave it out"
+_ONE_DEGREE = "every layer is cut by the degree of the layout"
 
 
 def _refuse_all(reason: str, names: str) -> tuple[Refusal, ...]:
@@ -165,9 +168,10 @@ def _refuse_all(reason: str, names: str) -> tuple[Refusal, ...]:
 REFUSED = (
     Refusal("pp_size", (1,), "pipeline parallelism must be 1", "stages have no layouts"),
     Refusal("nnodes", (1,), "an engine spans one node; run one engine per node", "ranks share one machine's memory"),
-    Refusal("ep_size", (1,), "expert parallelism must be 1", "no mixture-of-experts models"),
+    Refusal("ep_size", (1,), "expert parallelism must be 1", _ONE_DEGREE),
     Refusal("attn_cp_size", (1,), "context parallelism must be 1", "its groups have no layouts"),
-    Refusal("moe_dp_size", (1,), "must be 1", "no mixture-of-experts models"),
+    Refusal("moe_dp_size", (1,), "must be 1", _ONE_DEGREE),
+    Refusal("moe_dense_tp_size", (None,), _OUT, _ONE_DEGREE),
     Refusal("disaggregation_mode", ("null",), "must be null", "a switch knows one kind of engine"),
     Refusal("quantization", (None, "unquant"), "must be unquantized", "packed shards of two degrees do not nest"),
     Refusal("kv_cache_dtype", ("auto",), "must be auto", "the KV exchange knows the model's dtype"),
@@ -180,25 +184,42 @@ REFUSED = (
     Refusal("tokenizer_worker_num", (1,), "must be 1", "one TokenizerManager talks to the coordinator"),
     Refusal("detokenizer_worker_num", (1,), "must be 1", "one detokenizer puts outputs in order"),
     Refusal("model_impl", ("auto", "sglang"), "must be auto or sglang", "only the base layout would use it"),
-    Refusal("moe_a2a_backend", ("none",), "must be none", "no mixture-of-experts models"),
+    Refusal("moe_a2a_backend", ("none",), "must be none", _ONE_DEGREE),
+    Refusal(
+        "moe_runner_backend",
+        ("auto", "triton"),
+        "must be triton; leave it out",
+        "experts of the other layouts are views, which only Triton's kernel takes",
+    ),
+    Refusal("init_expert_location", ("trivial",), "must be trivial", "experts stand in the same order in all layouts"),
     Refusal("offload_group_size", (-1, 0, None), _OUT, "the other layouts use these weights, too"),
     *_refuse_all(
         "the switch cannot carry it over",
         "enable_dp_attention speculative_algorithm enable_hierarchical_cache hicache_storage_backend enable_lmcache "
         "enable_mixed_chunk enable_pdmux enable_streaming_session enable_two_batch_overlap "
         "enable_single_batch_overlap dllm_algorithm enable_hisparse enable_lora lora_paths "
-        "enable_prefill_context_parallel enable_nsa_prefill_context_parallel enable_attn_tp_input_scattered",
+        "enable_prefill_context_parallel enable_nsa_prefill_context_parallel enable_attn_tp_input_scattered "
+        "enable_return_routed_experts",
+    ),
+    *_refuse_all(
+        "it is for expert parallelism, which is refused",
+        "enable_eplb ep_num_redundant_experts ep_dispatch_algorithm enable_deepep_waterfill elastic_ep_backend "
+        "elastic_ep_rejoin enable_elastic_expert_backup",
+    ),
+    *_refuse_all(
+        "its counts are those of one group", "expert_distribution_recorder_mode enable_expert_distribution_metrics"
     ),
     *_refuse_all("the adaptive engine starts its processes itself", "enable_http2 use_ray grpc_mode"),
     *_refuse_all(
         "it changes the base layout's model; the others would stay as they are",
         "cpu_offload_gb torchao_config modelopt_quant quantize_and_serve kt_weight_path forward_hooks "
-        "debug_tensor_dump_output_folder msprobe_dump_config enable_layerwise_nvtx_marker",
+        "debug_tensor_dump_output_folder msprobe_dump_config enable_layerwise_nvtx_marker "
+        "enable_fused_moe_sum_all_reduce",
     ),
     *_refuse_all(
         "its workspace or communicator belongs to one group",
         "enable_flashinfer_allreduce_fusion enable_aiter_allreduce_fusion enable_mscclpp enable_torch_symm_mem "
-        "enable_symm_mem enable_quant_communications enable_prefill_delayer elastic_ep_backend",
+        "enable_symm_mem enable_quant_communications enable_prefill_delayer",
     ),
     *_refuse_all("a change of tp changes the order of sums", "enable_deterministic_inference rl_on_policy_target"),
     *_refuse_all(
@@ -210,8 +231,7 @@ REFUSED = (
     *_refuse_all(
         "the model it is for is refused",
         "is_embedding prefill_only_disable_kv_cache enable_multimodal enable_mis encoder_only language_only "
-        "enable_return_routed_experts enable_return_indexer_topk enable_eplb expert_distribution_recorder_mode "
-        "decrypted_config_file",
+        "enable_return_indexer_topk decrypted_config_file",
     ),
     *_refuse_all(
         "its graphs are pieces that know one layout", "enable_breakable_cuda_graph enforce_piecewise_cuda_graph"
@@ -253,7 +273,7 @@ def refuse_flags(args: ServerArgs) -> None:
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
-# Dense decoders whose KV is one pool of heads are let in.
+# Decoders whose KV is one pool of heads are let in: dense ones, and MIXTURES.
 
 
 def refuse_model(model: ModelConfig) -> None:
@@ -270,7 +290,7 @@ def refuse_config(config: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: an adaptive engine does not support {name}: {why}; {_ADVICE}")
 
 
-_ADVICE = "choose a dense text model with MHA or GQA"
+_ADVICE = "choose a text model with MHA or GQA that is dense, or is a Qwen3-MoE, Qwen2-MoE or Mixtral"
 _MLA = "its attention is MLA, whose KV has no heads to divide"
 
 
@@ -313,8 +333,10 @@ def _find_reason_in_fields(field: Callable[[str], Any]) -> str | None:
     kinds = set(field("layer_types") or ())
     if field("is_encoder_decoder"):
         return "it has an encoder"
-    if any(_has_several(field(name)) for name in EXPERTS):
-        return "it is a mixture of experts"
+    if any(_has_several(field(name)) for name in EXPERTS) and not set(field("architectures") or ()) & set(MIXTURES):
+        return "it is a mixture of experts of another kind than Qwen3-MoE, Qwen2-MoE and Mixtral"
+    if field("mlp_only_layers") or (field("decoder_sparse_step") or 1) != 1:
+        return "some of its layers have no experts, and SGLang gives experts to all, with weights that are never loaded"
     if kinds - {"full_attention", "sliding_attention"} or any(field(name) for name in RECURRENT):
         return "some of its layers are recurrent and keep a state instead of KV"
     if field("block_configs"):

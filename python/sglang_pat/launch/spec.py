@@ -107,6 +107,7 @@ class AdaptiveServerArgs(ServerArgs):
             refuse_flags(self)
             self.read_config()
             _set_cpu_defaults(self)
+            _set_mixture_defaults(self)
             self.disable_piecewise_cuda_graph = True
             check_model_path(self.model_path)
             check_second_port(self.port)
@@ -184,6 +185,14 @@ def _set_cpu_defaults(args: AdaptiveServerArgs) -> None:
     args.disable_cuda_graph = True
     # SGLang's schedulers poll; ranks may outnumber cores here.
     args.sleep_on_idle = True
+
+
+def _set_mixture_defaults(args: AdaptiveServerArgs) -> None:
+    """What SGLang else chooses by itself for some mixtures of experts, and is refused: on Hopper and Blackwell a fused
+    all-reduce, on Blackwell a kernel that wants experts in an order of its own."""
+    args.enforce_disable_flashinfer_allreduce_fusion = True
+    if args.moe_runner_backend == "auto":
+        args.moe_runner_backend = "triton"
 
 
 def read_model_shape(model: ModelConfig) -> ModelShape:
@@ -321,11 +330,13 @@ def make_fingerprint(
         kv_tokens, max_running: of one replica of the base layout; known once a rank is up.
     """
     model = ModelConfig.from_server_args(args)
-    hf = model.hf_text_config
+    shape, hf = read_model_shape(model), model.hf_text_config
     sizes = (
         f"L{model.num_hidden_layers} H{model.hidden_size} heads{model.num_attention_heads}/"
         f"{model.get_total_num_kv_heads()}x{model.head_dim} I{hf.intermediate_size} V{model.vocab_size}"
     )
+    if (mixture := shape.mixture) is not None:
+        sizes += f" E{mixture.per_token}/{mixture.experts}x{mixture.width}+{mixture.shared_width}"
     return Fingerprint(
         model=f"{(model.hf_config.architectures or ['?'])[0]} {sizes}",
         dtype=str(model.dtype).removeprefix("torch."),
@@ -366,7 +377,7 @@ def make_demand(args: AdaptiveServerArgs, config: AdaptiveConfig, graph_sizes: d
         tokens=args.max_total_tokens,
         fraction=args.mem_fraction_static if args.pat_fraction_given else None,
         # ``reshard`` moves one parameter at a time, the largest of which is then there twice; else all are views.
-        tail_weights=2 * shape.padded_vocab * shape.hidden * shape.item if config.weights == "reshard" else 0,
+        tail_weights=2 * shape.largest_parameter * shape.item if config.weights == "reshard" else 0,
         gathers=config.kv_exchange == "allgather",
     )
 

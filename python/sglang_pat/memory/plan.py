@@ -79,7 +79,7 @@ class Demand:
     def count_activation_bytes(self) -> int:
         """Bytes of the largest step."""
         shape, tp = self.shape, self.base.tp
-        wide = 8 * shape.hidden + 3 * shape.intermediate // tp + 2 * shape.heads // tp * shape.head_dim
+        wide = 8 * shape.hidden + shape.count_mlp_numbers(tp) + 2 * shape.heads // tp * shape.head_dim
         logits = min(self.max_running or MOST_SAMPLED, MOST_SAMPLED) * shape.vocab * 4 * 4
         return self.prefill_tokens * wide * shape.item + logits
 

@@ -1,4 +1,4 @@
-"""What a dense model weighs: bytes of its weights and of its KV, at any TP degree."""
+"""What a model weighs: bytes of its weights and of its KV, at any TP degree."""
 
 from __future__ import annotations
 
@@ -30,9 +30,23 @@ UNGATED = frozenset({"apertus", "arcee", "gpt2", "gpt_bigcode", "gptj", "opt", "
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The experts of a layer: MLPs of three matrices, of which a router chooses some for each token."""
+
+    experts: int
+    per_token: int
+    """Experts that a token goes through."""
+    width: int
+    """Intermediate size of one expert."""
+    shared_width: int = 0
+    """The same of the expert that all tokens go through, which has a gate of its own (Qwen2-MoE); 0 without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a dense decoder with grouped-query attention: Llama, Mistral, Qwen2, Qwen3, Phi-3, OLMo-2, GLM-4,
-    Granite, and what is built like them.  Biases and norms are left out: they weigh next to nothing."""
+    """Sizes of a decoder with grouped-query attention: Llama, Mistral, Qwen2, Qwen3, Phi-3, OLMo-2, GLM-4, Granite,
+    the mixtures Qwen3-MoE, Qwen2-MoE and Mixtral, and what is built like them.  Biases and norms are left out: they
+    weigh next to nothing."""
 
     layers: int
     hidden: int
@@ -49,6 +63,8 @@ class ModelShape:
     """The output head is the embedding."""
     mlp_matrices: int = 3
     """Gate, up and down; two without a gate."""
+    mixture: Mixture | None = None
+    """What each layer has in the place of an MLP; then ``intermediate`` and ``mlp_matrices`` are of no account."""
     whole_norms: bool = False
     """Norms over all queries and over all keys (OLMo-2), for which ranks gather them: each KV head once."""
 
@@ -77,6 +93,7 @@ class ModelShape:
             item=_read_item_size(config, dtype),
             tied=bool(config.get("tie_word_embeddings", False)),
             mlp_matrices=2 if kind in UNGATED else 3,
+            mixture=_read_mixture(config),
             whole_norms=kind == "olmo2",
         )
 
@@ -92,8 +109,10 @@ class ModelShape:
             return f"and the model's {self.kv_heads} KV heads: one must divide the other"
         if self.whole_norms and tp > self.kv_heads:
             return f"is more than the model's {self.kv_heads} KV heads, over which it has a norm"
-        if self.intermediate % tp:
-            return f"does not divide the model's intermediate size {self.intermediate}"
+        if self.mixture is not None and tp > self.mixture.experts:
+            return f"is more than the model's {self.mixture.experts} experts"
+        if wrong := next((width for width in self._widths if width % tp), None):
+            return f"does not divide the model's intermediate size {wrong}"
         if self.padded_vocab % tp:
             return f"does not divide the model's vocabulary of {self.padded_vocab} (padded)"
         return None
@@ -113,12 +132,39 @@ class ModelShape:
         """Of one token on one rank, all layers, K and V."""
         return self.layers * 2 * self.local_kv_heads(tp) * self.head_dim * self.item
 
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Intermediate sizes that ranks divide among them."""
+        return (self.intermediate,) if self.mixture is None else (self.mixture.width, self.mixture.shared_width)
+
     def parameters(self, tp: int = 1) -> int:
         """Parameters that one rank holds."""
         queries, kv = self.heads // tp * self.head_dim, self.local_kv_heads(tp) * self.head_dim
-        layer = 2 * (queries + kv) * self.hidden + self.mlp_matrices * self.hidden * (self.intermediate // tp)
+        layer = 2 * (queries + kv) * self.hidden + self._count_mlp_parameters(tp)
         tables = self.padded_vocab // tp * self.hidden * (1 if self.tied else 2)
         return self.layers * layer + tables
+
+    def _count_mlp_parameters(self, tp: int) -> int:
+        if self.mixture is None:
+            return self.mlp_matrices * self.hidden * (self.intermediate // tp)
+        mixture = self.mixture
+        matrices = 3 * self.hidden * (mixture.experts * mixture.width + mixture.shared_width) // tp
+        # A row of the router for each expert, and the gate of the shared one, are whole on every rank.
+        return matrices + self.hidden * (mixture.experts + bool(mixture.shared_width))
+
+    def count_mlp_numbers(self, tp: int) -> int:
+        """Numbers that a token has inside an MLP, or inside all its experts, on one rank."""
+        if self.mixture is None:
+            return 3 * self.intermediate // tp
+        mixture = self.mixture
+        routed = mixture.per_token * (3 * mixture.width // tp + self.hidden)
+        return routed + 3 * mixture.shared_width // tp
+
+    @property
+    def largest_parameter(self) -> int:
+        """Numbers of the largest parameter, whole: the embedding, or gate and up of all experts."""
+        experts = 0 if self.mixture is None else self.mixture.experts * 2 * self.mixture.width
+        return max(self.padded_vocab, experts) * self.hidden
 
     def weight_bytes(self, tp: int) -> int:
         """Of one rank."""
@@ -132,6 +178,18 @@ def _read_size(config: Mapping[str, Any], name: str, default: int | None = None)
         found = "is missing" if value is None else f"is {value!r}"
         raise ValueError(f"the model's config.json: {name} {found}, must be a positive integer")
     return value
+
+
+def _read_mixture(config: Mapping[str, Any]) -> Mixture | None:
+    name = "num_local_experts" if config.get("num_local_experts") else "num_experts"
+    if (config.get(name) or 0) == 0:
+        return None
+    return Mixture(
+        experts=_read_size(config, name),
+        per_token=_read_size(config, "num_experts_per_tok"),
+        width=_read_size(config, "moe_intermediate_size", config.get("intermediate_size")),
+        shared_width=config.get("shared_expert_intermediate_size") or 0,
+    )
 
 
 def _read_item_size(config: Mapping[str, Any], dtype: str) -> int:

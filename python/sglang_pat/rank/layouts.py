@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 from sglang.srt.layers.sampler import create_sampler
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -20,6 +22,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_pat.cpu.windows import Windows
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.rank.experts import PiecewiseExperts
 from sglang_pat.rank.runner import AdaptiveModelRunner, AdaptiveTpModelWorker
 from sglang_pat.rank.shard_check import check_heads, check_shards
 from sglang_pat.rank.weights import PiecewiseLinear, Unsupported, Views, build_model, reshard
@@ -75,19 +78,40 @@ def _reshape(layer: torch.Tensor, ratio: int) -> torch.Tensor:
 
 def _compile(model: torch.nn.Module, device: str) -> None:
     """Have what is compiled on first use compiled now, not in the first step after a switch: SGLang's ``torch.compile``
-    of the sharded embedding, once for one token and once for several, and our products of weights in pieces.
+    of the sharded embedding and of the sum over a token's experts, once for one token and once for several, and our
+    products of weights in pieces.
 
     Not on a CPU, see ``run_rank``.  All ranks of a group together.
     """
     if device == "cpu":
         return
+    experts = next((module for module in model.modules() if isinstance(module, FusedMoE)), None)
     with torch.no_grad():
+        if experts is not None:  # those of all layers are alike
+            _compile_experts(experts, device)
         for module in model.modules():
             if type(module) is VocabParallelEmbedding:
                 for tokens in (1, 4):
                     module(torch.zeros(tokens, dtype=torch.int64, device=device))
-            elif isinstance(method := getattr(module, "quant_method", None), PiecewiseLinear):
+            elif isinstance(method := _get_method(module), PiecewiseLinear):
                 method.compile()
+
+
+def _compile_experts(experts: FusedMoE, device: str) -> None:
+    if isinstance(experts.quant_method, PiecewiseExperts):
+        experts.quant_method.compile(experts)
+        return
+    config = experts.moe_runner_config
+    chosen = config.top_k or 0
+    if chosen <= 2:  # for which SGLang has another sum
+        return
+    for tokens in (1, 4):
+        each = torch.zeros(tokens, chosen, config.hidden_size, dtype=config.params_dtype, device=device)
+        fused_moe.moe_sum_reduce_torch_compile(each, each.new_empty(tokens, config.hidden_size), 1.0)
+
+
+def _get_method(module: torch.nn.Module) -> Any:
+    return getattr(module, "quant_method", None)
 
 
 class Layouts:
@@ -104,6 +128,7 @@ class Layouts:
         base = self.config.base
         self._refuse()
         self._check(self.runner.model, base)
+        _compile(self.runner.model, self.runner.device)
         self._runtimes = {base.tp: self._make_runtime(base, None)}
         self._said_without_graph: set[int] = set()
         self.current = self._runtimes[base.tp]

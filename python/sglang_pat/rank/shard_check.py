@@ -3,6 +3,8 @@
 Each parameter's loader is given a full tensor that is as long as the checkpoint's along the sharded dimension and one
 wide along the others, and whose values are positions.  What arrives in the shard is then compared with the intervals
 that the views are cut by.  No checkpoint is read, and the real weights are not touched.
+
+A checkpoint has the experts of a mixture one by one: some of them are loaded, with positions of their own.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
@@ -49,7 +52,7 @@ def check_shards(model: torch.nn.Module, tp: int, tp_rank: int) -> None:
             full_name = f"{module_name}.{name}" if module_name else name
             spec = specs[full_name]
             try:
-                loaded = _load_positions(module, param, spec)
+                loaded = _load_positions(module, name, param, spec)
             except Exception as error:
                 why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
                 raise ShardError(full_name, tp, f"SGLang's loader does not shard it as expected ({why})") from error
@@ -58,21 +61,40 @@ def check_shards(model: torch.nn.Module, tp: int, tp_rank: int) -> None:
                 raise ShardError(full_name, tp, "SGLang's loader puts other parts there than expected")
 
 
-def _load_positions(module: torch.nn.Module, param: torch.nn.Parameter, spec: ShardSpec) -> torch.Tensor:
-    """Positions that SGLang's loader puts into the shard, ``[length along the sharded dimension]``."""
+def _load_positions(module: torch.nn.Module, name: str, param: torch.nn.Parameter, spec: ShardSpec) -> torch.Tensor:
+    """Positions that SGLang's loader puts into the shard, ``[length along the sharded dimension]``; of experts those of
+    each that is looked at, one after the other."""
     real = param.data
     loader: Callable[..., Any] = getattr(param, "weight_loader", default_weight_loader)
-    param.data = real.new_full(_make_reduced_shape(real.shape, spec.dim), -1.0, dtype=torch.float64)
+    experts = _choose_experts(module)
+    reduced = _make_reduced_shape(real.shape, spec.dim)
+    if experts:
+        reduced[0] = len(real)
+    param.data = real.new_full(reduced, -1.0, dtype=torch.float64)
     try:
         for shard_id, positions in _make_checkpoint_tensors(module, param, spec):
             shape = [1] * real.dim()
             if shape:
                 shape[spec.dim or 0] = -1
             full = positions.to(real.device).view(shape)
-            loader(param, full) if shard_id is None else loader(param, full, shard_id)
-        return param.data.flatten().cpu()
+            if experts:
+                for expert in experts:
+                    own = full[0] + expert * _count(spec)
+                    loader(param, own, f"experts.{name}", shard_id=shard_id, expert_id=expert)
+            else:
+                loader(param, full) if shard_id is None else loader(param, full, shard_id)
+        return (param.data[experts] if experts else param.data).flatten().cpu()
     finally:
         param.data = real
+
+
+def _choose_experts(module: torch.nn.Module) -> list[int]:
+    """Those that are looked at; none of a layer that has no experts."""
+    return sorted({0, 1, module.num_experts - 1}) if isinstance(module, FusedMoE) else []
+
+
+def _count(spec: ShardSpec) -> int:
+    return sum(block.size for block in spec.blocks)
 
 
 def _make_reduced_shape(shape: torch.Size, dim: int | None) -> list[int]:
@@ -102,6 +124,8 @@ def _list_positions(
     positions = torch.cat([_make_range(start, length) for start, length in spec.list_intervals(tp, tp_rank)])
     if isinstance(module, VocabParallelEmbedding):
         positions[positions > module.org_vocab_size] = PADDING
+    if experts := _choose_experts(module):
+        return torch.cat([positions + expert * _count(spec) for expert in experts])
     return positions
 
 

@@ -2,8 +2,8 @@
 
 The model object of a layout is built by SGLang's own constructor under that layout's groups, without memory
 for its parameters.  A parameter that is one interval of the base shard, in rows or in columns, becomes a view
-of it.  One that is several (q, k and v; gate and up) is multiplied piece by piece.  So a weight update is in
-force in every layout at once, and there is nothing to fill, to release or to invalidate.
+of it.  One that is several (q, k and v; gate and up; those of experts) is multiplied piece by piece.  So a
+weight update is in force in every layout at once, and there is nothing to fill, to release or to invalidate.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sglang.srt.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
@@ -29,6 +30,7 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch.overrides import TorchFunctionMode
 
 from sglang_pat.layout import ParallelLayout
+from sglang_pat.rank.experts import PiecewiseExperts, find_reason_against
 from sglang_pat.rank.shards import WHOLE, Block, Copy, ShardSpec, count_covered, list_copies
 
 if TYPE_CHECKING:
@@ -57,11 +59,8 @@ def make_shard_specs(model: torch.nn.Module) -> dict[str, ShardSpec]:
     """
     specs: dict[str, ShardSpec] = {}
     for module_name, module in model.named_modules():
-        spec = _make_module_spec(module_name, module)
         for name, _ in module.named_parameters(recurse=False):
-            full_name = f"{module_name}.{name}" if module_name else name
-            row_bias = isinstance(module, RowParallelLinear) and name == "bias"
-            specs[full_name] = WHOLE if spec is None or row_bias else spec
+            specs[f"{module_name}.{name}" if module_name else name] = _make_spec(module_name, module, name)
     return specs
 
 
@@ -71,14 +70,22 @@ def list_checkpoint_parts(module: torch.nn.Module, spec: ShardSpec) -> dict[str 
     if isinstance(module, VocabParallelEmbedding):
         return {None: module.org_vocab_size}
     ids: Sequence[str | int | None] = (None,)
-    if isinstance(module, QKVParallelLinear):
+    if isinstance(module, FusedMoE):
+        ids = ("w1", "w3") if len(spec.blocks) == 2 else ("w2",)
+    elif isinstance(module, QKVParallelLinear):
         ids = ("q", "k", "v")
     elif isinstance(module, MergedColumnParallelLinear):
         ids = range(len(spec.blocks))
     return {shard_id: block.size for shard_id, block in zip(ids, spec.blocks, strict=True)}
 
 
-def _make_module_spec(name: str, module: torch.nn.Module) -> ShardSpec | None:
+def _make_spec(module_name: str, module: torch.nn.Module, name: str) -> ShardSpec:
+    """Of the parameter ``name`` of ``module``."""
+    if isinstance(module, FusedMoE):
+        if why := find_reason_against(module):
+            raise ShardError(module_name, module.moe_tp_size, *why)
+        width = Block(module.intermediate_size_per_partition * module.moe_tp_size)
+        return ShardSpec(1, (width, width)) if name == "w13_weight" else ShardSpec(2, (width,))
     if isinstance(module, QKVParallelLinear):
         heads, kv_heads = module.total_num_heads, module.total_num_kv_heads
         return ShardSpec(
@@ -94,12 +101,12 @@ def _make_module_spec(name: str, module: torch.nn.Module) -> ShardSpec | None:
     if isinstance(module, ColumnParallelLinear):
         return ShardSpec(0, (Block(module.output_size),))
     if isinstance(module, RowParallelLinear):
-        return ShardSpec(1, (Block(module.input_size),))
+        return WHOLE if name == "bias" else ShardSpec(1, (Block(module.input_size),))
     if isinstance(module, VocabParallelEmbedding):
         return ShardSpec(0, (Block(module.num_embeddings_padded),))
-    if getattr(module, "tp_size", 1) > 1 and list(module.parameters(recurse=False)):
-        raise ShardError(name, module.tp_size, f"it is not known how {type(module).__name__} is sharded")
-    return None
+    if getattr(module, "tp_size", 1) > 1:
+        raise ShardError(module_name, module.tp_size, f"it is not known how {type(module).__name__} is sharded")
+    return WHOLE
 
 
 # -- models without memory, and views of the base shards ---------------------------------------------------------------
@@ -237,7 +244,7 @@ class Views:
             ShardError: a parameter of this layout does not lie inside the base shard, or SGLang has packed it.
         """
         self._whole: list[tuple[torch.nn.Parameter, _Source]] = []
-        self._split: list[tuple[PiecewiseLinear, dict[str, _Source]]] = []
+        self._split: list[tuple[PiecewiseLinear | PiecewiseExperts, _Source, _Source | None]] = []
         specs, base_specs = make_shard_specs(model), make_shard_specs(base_model)
         base_modules = dict(base_model.named_modules())
         for module_name, module in model.named_modules():
@@ -264,6 +271,12 @@ class Views:
         self.refresh()
 
     def _divide(self, module: torch.nn.Module, name: str, tp: int, sources: dict[str, _Source]) -> None:
+        if isinstance(module, FusedMoE):
+            del module.w13_weight
+            module.quant_method = PiecewiseExperts()
+            self._split.append((module.quant_method, sources["w13_weight"], None))
+            self._whole.append((module.w2_weight, sources["w2_weight"]))
+            return
         plain = isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod
         if not plain or module.skip_bias_add or not set(sources) <= {"weight", "bias"}:
             why = f"a {type(module).__name__} like this one cannot be multiplied piece by piece"
@@ -272,12 +285,11 @@ class Views:
             delattr(module, parameter)
         module.register_parameter("bias", None)
         module.quant_method = PiecewiseLinear()
-        self._split.append((module.quant_method, sources))
+        self._split.append((module.quant_method, sources["weight"], sources.get("bias")))
 
     def _find_sources(self) -> Iterator[_Source]:
         yield from (source for _, source in self._whole)
-        for _, sources in self._split:
-            yield from sources.values()
+        yield from (source for _, *both in self._split for source in both if source is not None)
 
     def _list_addresses(self) -> list[int]:
         return [source.tensor.data_ptr() for source in self._find_sources()]
@@ -293,10 +305,8 @@ class Views:
         """Look at the base parameters where they lie now."""
         for param, source in self._whole:
             (param.data,) = source.make_views()
-        for method, sources in self._split:
-            method.set_pieces(
-                sources["weight"].make_views(), sources["bias"].make_views() if "bias" in sources else None
-            )
+        for method, weight, bias in self._split:
+            method.set_pieces(weight.make_views(), bias.make_views() if bias else None)
         self._placed = self._list_addresses()
 
 

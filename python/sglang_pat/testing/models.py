@@ -1,6 +1,6 @@
 """Checkpoints for tests and demonstrations, made on the spot: no download, no GPU, no SGLang.
 
-    python -m sglang_pat.testing.models smollm2|llama|mistral|qwen2|qwen3|phi3|olmo2|glm4|granite --out DIR [options]
+    python -m sglang_pat.testing.models smollm2|llama|mistral|qwen2|...|qwen3_moe|qwen2_moe|mixtral --out DIR [options]
 
 Each is a Hugging Face folder (config, safetensors, tokenizer, generation config) of transformers' own classes:
 
@@ -41,6 +41,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo2": {},  # norms on all of q and k, which ranks gather for it; and behind attention and MLP
     "glm4": {"attention_bias": True, "rope": {"partial_rotary_factor": 0.5}},  # gate and up in one, norms on both sides
     "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 0.5},  # and attention's
+    "qwen3_moe": {"norm_topk_prob": True},
+    "qwen2_moe": {"shared_expert_intermediate_size": 80},  # an expert for all tokens, behind a gate
+    "mixtral": {},
 }
 """Model types of transformers, and what their configs have beside :func:`make_config`'s options."""
 
@@ -61,20 +64,27 @@ _FORMAT = 6  # part of every recipe; raise it when the same options give other f
 def make_config(
     arch: str = "llama", *, heads: int = 8, kv_heads: int = 4, layers: int = 3, hidden: int = 64,
     head_dim: int | None = None, intermediate: int = 192, vocab: int = 503, context: int = 4096, tie: bool = False,
-    dtype: str = "float32",
+    dtype: str = "float32", experts: int = 8, chosen: int = 2, expert_width: int = 64,
 ) -> Any:  # fmt: skip
     """transformers' config of a model of ``arch``.
 
     The default vocabulary is a prime, so that every tensor-parallel degree has to pad.  Raises ValueError for head
     dimensions that are odd.
+
+    Args:
+        experts, chosen, expert_width: of a mixture: of each layer, for each token, and inside of one.
     """
     head_dim = head_dim or hidden // heads
     if head_dim % 2 or heads % kv_heads:
         allowed = "give an even head_dim, and kv_heads that divide heads"
         raise ValueError(f"heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}: {allowed}")
-    extra = dict(ARCHITECTURES[arch])
+    extra: dict[str, Any] = dict(ARCHITECTURES[arch])
     if arch == "granite":
         extra["attention_multiplier"] = 1.5 * head_dim**-0.5
+    if arch == "mixtral":
+        intermediate, extra = expert_width, extra | dict(num_local_experts=experts, num_experts_per_tok=chosen)
+    elif arch.endswith("_moe"):
+        extra |= dict(num_experts=experts, num_experts_per_tok=chosen, moe_intermediate_size=expert_width)
     made = load_transformers().AutoConfig.for_model(
         arch, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim, hidden_act="silu", vocab_size=vocab,
@@ -186,12 +196,16 @@ def _write(folder: Path, about: Any, tensors: dict[str, Any] | None) -> None:
 
 
 def list_shapes(about: Any) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name and shape, [out, in] for matrices, of each parameter of the model."""
+    """Hugging Face name and shape, [out, in] for matrices, of each tensor of the model's checkpoint."""
     import torch
 
     with torch.device("meta"):
         model = load_transformers().AutoModelForCausalLM.from_config(about)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # transformers has the experts of a layer in one tensor, a checkpoint each by itself.
+    tensors = revert_weight_conversion(model, dict(model.named_parameters()))
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def make_random_tensors(about: Any, seed: int, logit_std: float) -> dict[str, Any]:
@@ -204,7 +218,7 @@ def make_random_tensors(about: Any, seed: int, logit_std: float) -> dict[str, An
     import torch
 
     gains = dict.fromkeys(("qkv_proj", "q_proj", "k_proj", "q_norm", "k_norm"), 1.5)
-    gains |= {"o_proj": 2.0, "down_proj": 3.0, "post_mlp_layernorm": 2.0}
+    gains |= {"o_proj": 2.0, "down_proj": 3.0, "w2": 3.0, "post_mlp_layernorm": 2.0, "gate": 2.0}
     tensors = {}
     for name, shape in list_shapes(about).items():
         noise = torch.randn(shape, generator=_make_generator("random", seed, name))
@@ -307,7 +321,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sglang_pat.testing.models", description=summary)
     parser.add_argument("model", choices=["smollm2", *ARCHITECTURES])
     parser.add_argument("--out", required=True, metavar="DIR", help="kept if it holds the same already")
-    for name in ("heads", "kv-heads", "layers", "hidden", "head-dim", "intermediate", "vocab", "context", "seed"):
+    sizes = "heads kv-heads layers hidden head-dim intermediate vocab context seed experts chosen expert-width"
+    for name in sizes.split():
         parser.add_argument(f"--{name}", type=int, metavar="N", default=argparse.SUPPRESS)
     parser.add_argument("--dtype", default=argparse.SUPPRESS, help="default float32")
     parser.add_argument("--tie", action="store_true", default=argparse.SUPPRESS, help="output matrix = embedding")

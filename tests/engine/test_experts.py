@@ -1,0 +1,135 @@
+"""Mixtures of experts: new weights reach the experts of every layout, and a switch that fails leaves them as they were.
+
+Which weights an engine has is seen by what it says, beside transformers with the same weights.  That switches change no
+token: ``test_same_tokens.py``, whose servers these are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from sglang_pat.testing import models
+from sglang_pat.testing.server import Server
+
+from .conftest import MODELS, fault
+from .streams import body, hold, tokens
+from .weight_updates import Trainer, degrees, flattened, layout, serialized, succeeded
+
+BODIES = [body(300 + i, 24) for i in range(6)]
+
+
+@pytest.fixture(scope="session")
+def folders() -> list[Path]:
+    """Two models that differ in all weights."""
+    first = models.make_random("qwen3_moe", MODELS / "qwen3_moe")
+    return [first, models.make_random("qwen3_moe", MODELS / "qwen3_moe-1", seed=1)]
+
+
+@pytest.fixture(scope="session")
+def said(folders) -> list[list[list[int]]]:
+    """By transformers, of each model."""
+    import torch
+
+    from sglang_pat.testing.smollm2 import load_transformers
+
+    found = []
+    for folder in folders:
+        model = load_transformers().AutoModelForCausalLM.from_pretrained(folder)
+        prompts = torch.tensor([one["input_ids"] for one in BODIES])
+        answers = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=24, do_sample=False, eos_token_id=None
+        )
+        found.append(answers[:, prompts.shape[1] :].tolist())
+    assert not any(one == other for one, other in zip(*found, strict=True))
+    return found
+
+
+@pytest.fixture
+def server(servers, folders, said) -> Server:
+    """Of two ranks, with the first weights, in its tail."""
+    server = servers.adaptive(folders[0], 2)
+    if tokens(server.generate(BODIES)) != said[0]:
+        succeeded(server.post("/update_weights_from_disk", {"model_path": str(folders[0])}))
+    server.reconfigure(2)
+    return server
+
+
+def all_layouts_say(server: Server, wanted: list[list[int]]) -> None:
+    up = degrees(server)
+    for tp in [*up, *reversed(up[:-1])]:
+        server.reconfigure(tp)
+        assert tokens(server.generate(BODIES)) == wanted, f"tp={tp}"
+
+
+def from_disk(server: Server, folder: Path) -> None:
+    succeeded(server.post("/update_weights_from_disk", {"model_path": str(folder)}))
+
+
+def from_tensors(server: Server, folder: Path) -> None:
+    state = list(load_file(folder / "model.safetensors").items())
+    items = [serialized(state) for _ in range(2)]
+    succeeded(server.post("/update_weights_from_tensor", {"serialized_named_tensors": items}))
+
+
+def from_bucket(server: Server, folder: Path) -> None:
+    state = list(load_file(folder / "model.safetensors").items())
+    items = [serialized(flattened(state)) for _ in range(2)]
+    body = {"serialized_named_tensors": items, "load_format": "flattened_bucket"}
+    succeeded(server.post("/update_weights_from_tensor", body))
+
+
+def from_group(server: Server, folder: Path) -> None:
+    trainer = Trainer(server, 2)
+    try:
+        server.reconfigure(2)
+        succeeded(trainer.broadcast(load_file(folder / "model.safetensors")))
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("update", [from_disk, from_tensors, from_bucket, from_group])
+def test_new_weights_reach_the_experts_of_every_layout(server, folders, said, update):
+    update(server, folders[1])
+    assert layout(server) == 1
+    all_layouts_say(server, said[1])
+
+
+def test_an_expert_that_does_not_fit_is_refused_and_nothing_is_written(server, folders, said):
+    state = load_file(folders[1] / "model.safetensors")
+    name = "model.layers.0.mlp.experts.7.down_proj.weight"
+    misfits = ({name: state[name][:, :-1]}, "has the shape"), ({name.replace("7", "8"): state[name]}, "no tensor")
+    for wrong, what in misfits:
+        items = [serialized([*state.items(), *wrong.items()]) for _ in range(2)]
+        response = server.post("/update_weights_from_tensor", {"serialized_named_tensors": items})
+        assert response.status_code == 400 and what in response.json()["message"], response.text
+    all_layouts_say(server, said[0])
+
+
+def test_release_and_resume_memory(server, folders, said):
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        assert server.post(path, {}).status_code == 200
+    from_disk(server, folders[1])
+    all_layouts_say(server, said[1])
+
+
+@pytest.mark.parametrize("flags", [(), ("--pat-weights", "reshard")], ids=["views", "reshard"])
+async def test_a_switch_that_fails_leaves_the_experts(servers, session, flags):
+    """The fault is in the second of three switches; every request completes, unchanged."""
+    server = servers.adaptive(models.make_random("mixtral", MODELS / "mixtral"), 2, *flags)
+    expected = tokens(await server.generate_async(BODIES))
+    work = await hold(server, session, BODIES, step=5, tp=2)
+    with fault(server, "EXCHANGE:1:raise"):
+        code, answer = await server.reconfigure_async(session, 1)
+    assert code == 500 and "rank 1" in answer["error"]["message"], answer
+    assert layout(server) == 2
+    await server.set_schedule(session, {"batch": 10, "hold": True})
+    await server.wait_for_schedule(session)
+    assert (await server.reconfigure_async(session, 1))[0] == 200
+    await server.set_schedule(session)
+    answers = await asyncio.gather(*work)
+    assert tokens(answers) == expected
+    assert all({tp for _, tp in one["meta_info"]["tp_from_token"]} == {1, 2} for one in answers)
