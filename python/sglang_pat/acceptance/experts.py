@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -43,13 +45,12 @@ def experts(bench: Bench) -> Result:
 
     from profiler.launch import make_server_args
 
-    before = server_args._global_server_args
-    server_args._global_server_args = make_server_args(str(bench.large), [*bench.layout])  # SGLang's kernels read it
-    try:
-        return compare(QWEN3_30B_A3B, BATCHES, bench.device, torch.bfloat16, repeats=20)
-    finally:
-        server_args._global_server_args = before
-        torch.cuda.empty_cache()  # for the engines
+    with mock.patch.dict(os.environ, bench.env):
+        args = make_server_args(str(bench.large), [*bench.layout, *bench.flags, *bench.large_flags])
+    with mock.patch.object(server_args, "_global_server_args", args):  # which SGLang's choice of blocks reads
+        result = compare(QWEN3_30B_A3B, BATCHES, bench.device, torch.bfloat16, repeats=20)
+    torch.cuda.empty_cache()  # for the engines
+    return result
 
 
 def compare(layer: Layer, batches: tuple[int, ...], device: str, dtype: torch.dtype, repeats: int) -> Result:
@@ -104,6 +105,7 @@ def measure(layer: Layer, tp: int, batch: int, device: str, dtype: torch.dtype, 
         return method.multiply_on_gpu(x, down, weights, ids)
 
     weights, ids = routed[0]
+    config: Any
     config, down_config, _, *order = fused_moe._prepare_fused_moe_run(x, w13_copy, down_copy, ids, **unquantised)
 
     def launch(given: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, last: bool = False) -> torch.Tensor:
