@@ -8,10 +8,12 @@ Upstream: ``docs/upstream/float32.md``
 from __future__ import annotations
 
 import os
-from functools import wraps
+from typing import Any
 
 import torch
+import triton.language as tl
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_kernels
 from sglang.srt.server_args import ServerArgs
 
 
@@ -19,26 +21,18 @@ def force_float32(args: ServerArgs) -> None:
     """In float32 on a GPU have everything computed in it; to be called before a model is built or a kernel compiled.
 
     - SGLang's kernel library has no float32 for a norm without a residual, with which every model begins: by torch.
+    - SGLang has products of experts rounded to float16 in float32, too.
     - Triton multiplies float32 in TF32, which has 10 bits, unless it is told otherwise, as SGLang's attention does not.
       Layouts then differ by some 1e-3 in a logit.  What the user has set stays.
     - Images with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 have torch multiply in TF32 as well.
-    - SGLang rounds what experts of a mixture give to float16.
     """
     if args.device == "cuda" and args.dtype in ("float32", "float"):
         RMSNorm.forward_cuda = RMSNorm.forward_native
+        fused_moe.invoke_fused_moe_kernel = _multiply_by_experts
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         torch.set_float32_matmul_precision("highest")
-        _keep_experts_in_float32()
 
 
-def _keep_experts_in_float32() -> None:
-    import triton.language as tl
-    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
-
-    launch = fused_moe.invoke_fused_moe_kernel
-
-    @wraps(launch)
-    def launch_in_float32(*args, **options):
-        launch(*args, **options | {"compute_type": tl.float32})
-
-    fused_moe.invoke_fused_moe_kernel = launch_in_float32
+def _multiply_by_experts(*tensors: Any, **options: Any) -> None:
+    """SGLang's ``invoke_fused_moe_kernel``, whose results are float32."""
+    fused_moe_triton_kernels.invoke_fused_moe_kernel(*tensors, **options | {"compute_type": tl.float32})
