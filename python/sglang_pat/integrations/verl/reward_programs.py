@@ -88,11 +88,11 @@ class ProgramScorer:
     async def _get_limits(self, keys: Sequence[str], first: bool) -> dict[str, Sequence[float]]:
         known = self._life  # before it asks: of several that ask a new ledger at once, none has a full answer
         life, limits = await self._ledger.get_limits.remote(keys, first)
-        if life == known:
-            return {"time_limits": limits}
-        self._life = life
-        await self._ledger.restore_limits.remote(self._told.state_dict())
-        return {"time_limits": (await self._ledger.get_limits.remote(keys, first))[1]}
+        if life != known:
+            self._life = life
+            await self._ledger.restore_limits.remote(self._told.state_dict())
+            _, limits = await self._ledger.get_limits.remote(keys, first)
+        return {"time_limits": limits}
 
     async def _run_again(self, task: Mapping[str, Any]) -> None:
         reward = await self._idle.score(task, programs.PATIENCE * self._maximum + SPARE_SECONDS)
