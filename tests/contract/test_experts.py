@@ -60,28 +60,21 @@ def test_experts_on_views_multiply_as_sglangs(checkpoint, tokens):
     torch.testing.assert_close(parts[0] + parts[1], all_of_it, atol=1e-5, rtol=1e-5)
 
 
-def test_on_a_gpu_all_numbers_of_tokens_go_to_its_kernel(mixtral, monkeypatch):
-    """What the kernel gives: test_experts_kernel.py."""
-    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
-
-    from sglang_pat.rank import experts_triton
+def test_all_numbers_of_tokens_are_compiled(mixtral, monkeypatch):
+    """On a GPU.  What the kernel gives: test_experts_kernel.py."""
+    from sglang_pat.rank.experts import PiecewiseExperts
     from sglang_pat.rank.weights import Views
 
     base, model = mixtral.loaded(BASE, 1), mixtral.empty(TAIL, 1)
     Views(model, base, TAIL, BASE, 1)
     layer, seen = find_experts(model), []
-    method = layer.quant_method
-    assert method.at_once is None, "a CPU has another way"
-    method.at_once = experts_triton.GateUp(method.gate, method.up)
 
-    def run(given, w13, w2, config):
-        assert w13 is method.at_once and w2 is layer.w2_weight and config is layer.moe_runner_config
-        assert given.topk_output.topk_ids.shape == (len(given.hidden_states), 2)
-        seen.append(len(given.hidden_states))
-        return StandardCombineInput(hidden_states=given.hidden_states)
+    def multiply(method, x, down, weights, ids):
+        assert down is layer.w2_weight and weights.shape == ids.shape == (len(x), 2) and set(ids[0].tolist()) == {0, 1}
+        seen.append(len(x))
 
-    monkeypatch.setattr(experts_triton, "run_experts", run)
-    method.compile(layer)
+    monkeypatch.setattr(PiecewiseExperts, "multiply_on_gpu", multiply)
+    layer.quant_method.compile(layer)
     assert seen[:6] == [1, 2, 2, 3, 4, 5] and seen[-1] == 4097
 
 

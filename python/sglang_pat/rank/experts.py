@@ -7,17 +7,17 @@ up's from every expert: two views of the one.  Its part of the other is a view o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
-from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from torch.nn.functional import linear, silu
 
-if TYPE_CHECKING:
-    from sglang_pat.rank.experts_triton import GateUp  # with it comes Triton
+from sglang_pat.rank.experts_triton import multiply_gate_up
 
 LARGEST_BATCH = 4096
 """Tokens; kernels for more are those for so many."""
@@ -49,42 +49,31 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
 
     Attributes:
         gate, up: ``[experts, rows, hidden]``.
-        at_once: both, as the kernels of a GPU take them; None on a CPU.
     """
 
     gate: torch.Tensor
     up: torch.Tensor
-    at_once: GateUp | None = None
 
     def set_pieces(self, weights: list[torch.Tensor], _: object = None) -> None:
         """Multiply by these from now on: gate and up."""
         self.gate, self.up = weights
-        if self.gate.is_cuda:
-            from sglang_pat.rank.experts_triton import GateUp
-
-            self.at_once = GateUp(self.gate, self.up)
 
     def compile(self, layer: FusedMoE) -> None:
         """On a GPU: have Triton compile the kernels for all numbers of tokens, of which SGLang's tables choose one."""
-        chosen, experts = layer.top_k or 1, len(self.gate)
+        top_k, experts = layer.top_k or 1, len(self.gate)
         for power in range(LARGEST_BATCH.bit_length()):
             for tokens in (1 << power, (1 << power) + 1):  # a multiple of 16, and none, are two kernels
                 x = self.gate.new_zeros(tokens, self.gate.shape[2])
-                ids = torch.arange(tokens * chosen, dtype=torch.int32, device=x.device) % experts
-                weights = torch.ones(tokens, chosen, device=x.device)
-                topk = StandardTopKOutput(weights, ids.view(tokens, chosen), weights)
-                self.apply(layer, StandardDispatchOutput(x, None, topk))
+                ids = torch.arange(tokens * top_k, dtype=torch.int32, device=x.device) % experts
+                ids = ids.view(tokens, top_k)
+                self.multiply_on_gpu(x, layer.w2_weight, torch.ones_like(ids, dtype=torch.float32), ids)
 
     # Whatever the device: SGLang's own goes by an alias that was made in the class (``forward_native``).
-    def apply(self, layer: torch.nn.Module, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:
+    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> StandardCombineInput:
         """``[tokens, hidden]`` to this rank's part of ``[tokens, hidden]``, which the ranks of a group add up."""
-        if self.at_once is not None:
-            from sglang_pat.rank.experts_triton import run_experts
-
-            return run_experts(dispatch_output, self.at_once, layer.w2_weight, layer.moe_runner_config)
-        x, topk = dispatch_output.hidden_states, cast("StandardTopKOutput", dispatch_output.topk_output)
-        found = self._multiply_on_cpu(x, layer.w2_weight, topk.topk_weights, topk.topk_ids)
-        return StandardCombineInput(hidden_states=found)
+        x, (weights, ids, _) = dispatch_output.hidden_states, dispatch_output.topk_output
+        multiply = self.multiply_on_gpu if x.is_cuda else self._multiply_on_cpu
+        return StandardCombineInput(hidden_states=multiply(x, layer.w2_weight, weights, ids))
 
     def _multiply_on_cpu(
         self, x: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
@@ -107,3 +96,32 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
                 begin += count
         weighed = found.view(*ids.shape, -1).to(weights.dtype) * weights.unsqueeze(-1)
         return weighed.sum(dim=1).to(x.dtype)
+
+    def multiply_on_gpu(
+        self, x: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """By SGLang's kernels, with the blocks that SGLang would take for copies of the weights.
+
+        Its wrapper refuses views, though the kernel in it takes all strides.
+        """
+        rows, hidden = self.gate.shape[1:]
+        w13: Any = SimpleNamespace(shape=(len(down), 2 * rows, hidden))  # all that is looked at
+        config, down_config, _, *order = fused_moe._prepare_fused_moe_run(
+            x, w13, down, ids, block_shape=None, **_UNQUANTISED
+        )
+        gate_up = x.new_empty(ids.numel(), 2 * rows)
+        multiply_gate_up(x, self.gate, self.up, gate_up, ids, *order, config=config)
+        inner = x.new_empty(ids.numel(), rows)
+        fused_moe.silu_and_mul(gate_up, inner)
+        found = x.new_empty(*ids.shape, hidden)
+        given: Any = (inner, down, None, found, None, None, None, weights, ids, *order, True, 1, down_config or config)
+        kind = getattr(fused_moe.tl, str(x.dtype).removeprefix("torch."))
+        fused_moe.invoke_fused_moe_kernel(*given, compute_type=kind, filter_expert=False, **_UNQUANTISED)
+        out = torch.empty_like(x)
+        fused_moe.moe_sum_reduce(found, out, 1.0)  # for few tokens SGLang has another, which is compiled on first use
+        return out
+
+
+_UNQUANTISED = dict.fromkeys(
+    ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant"), False
+)
