@@ -78,6 +78,11 @@ def test_an_answer_is_what_is_tagged_or_else_all_of_it(form, worth, model):
     assert task.verify(problem, task.decode(ids)) == worth
 
 
+def test_an_answer_that_the_library_cannot_read_is_worth_nothing(model):
+    task = draw(model, "prime_factorization")
+    assert task.verify(task.problems[0], "seven") == 0.0
+
+
 # -- what is refused ----------------------------------------------------------------------------------------------
 
 
