@@ -90,7 +90,8 @@ def train(run: Run, file: Path | None, verifier: str | None, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     path = out / "checkpoint.pt"
     saved = load_checkpoint(path, run, problems)
-    torch.set_num_threads(1)  # the matrices are too small for more
+    if not run.model:
+        torch.set_num_threads(1)  # the matrices are too small for more
     speaker = Speaker(console.make())
     if saved is not None:
         speaker.say(f"goes on from {path}")

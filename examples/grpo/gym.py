@@ -15,6 +15,12 @@ from sglang_pat.testing.smollm2 import load_transformers
 TRIES = 10
 """Problems that are drawn for one that is wanted: in some tasks many are the same."""
 
+EVALUATING = frozenset(
+    "binary_matrix countdown intermediate_integration n_queens polynomial_multiplication puzzle24 simple_integration "
+    "spiral_matrix string_insertion".split()
+)
+"""Tasks whose verifier gives an answer to ``eval``, itself or by way of SymPy."""
+
 
 def draw_task(name: str, model: Path, limit: int, count: int, tested: int, seed: int) -> Task:
     """``count`` problems to train, and ``tested`` to test, the same for every seed.  All are different.
@@ -23,13 +29,16 @@ def draw_task(name: str, model: Path, limit: int, count: int, tested: int, seed:
     """
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
-        from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
+        from reasoning_gym.utils import extract_answer
     except ImportError:
         how = "pip install -r requirements/tasks.txt"
         raise ValueError(f"--task {name}: the package reasoning-gym is not installed; {how}") from None
     if name not in DATASETS:
         near = ", ".join(difflib.get_close_matches(name, DATASETS, 3, cutoff=0.0))
         raise ValueError(f"--task {name}: reasoning-gym has no such task; the nearest are {near}")
+    if name in EVALUATING:
+        what = "reasoning-gym runs its answers as Python, so that a model could do anything here"
+        raise ValueError(f"--task {name}: {what}; give another task")
 
     def draw(wanted: int, what: str, known: Collection[str] = ()) -> dict[str, Any]:
         """By question.  Seeds far apart: the library draws number ``i`` of seed ``s`` from ``s + i``."""
@@ -50,7 +59,7 @@ def draw_task(name: str, model: Path, limit: int, count: int, tested: int, seed:
     tokenizer, context = load_tokenizer(model)
 
     def make_prompt(problem: str) -> list[int]:
-        text = f"{SYSTEM_PROMPTS['direct']}\n\n{problem}"
+        text = f"{problem}\n\nGive the final answer between <answer> and </answer>."
         if not tokenizer.chat_template:
             return tokenizer.encode(f"{text}\n")
         turns = [{"role": "user", "content": text}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +19,25 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return models.make_random("llama", tmp_path_factory.mktemp("models") / "llama", context=512)
+    return models.make_random("llama", tmp_path_factory.mktemp("models") / "llama", context=1024)
 
 
 def draw(model: Path, name: str = "chain_sum", seed: int = 0, count: int = 40, tested: int = 20, limit: int = 30):
     return gym.draw_task(name, model, limit, count, tested, seed)
 
 
-def test_no_problem_is_trained_twice_or_tested(model):
+@pytest.mark.parametrize("name", ["chain_sum", "tower_of_hanoi"])
+def test_no_problem_is_trained_twice_or_tested(name, model):
+    """Though the second task has some 90 different ones."""
+    task = draw(model, name)
+    assert (len(task.problems), len(task.held_out)) == (40, 20) and len({*task.problems, *task.held_out}) == 60
+    assert draw(model, name).problems == task.problems
+
+
+def test_another_seed_trains_others_and_tests_the_same(model):
     """Though the library's seeds 0 and 1 have all problems but one in common."""
     task, other = draw(model), draw(model, seed=1)
-    everything = [*task.problems, *task.held_out]
-    assert (len(task.problems), len(task.held_out)) == (40, 20) and len({*everything}) == 60
-    assert other.held_out == task.held_out and not {*other.problems} & {*everything}
-    assert draw(model).problems == task.problems
+    assert other.held_out == task.held_out and not {*other.problems} & {*task.problems}
 
 
 def test_a_problem_is_asked_with_the_chat_template(model):
@@ -38,8 +45,8 @@ def test_a_problem_is_asked_with_the_chat_template(model):
 
     task = draw(model)
     asked = AutoTokenizer.from_pretrained(model).decode(task.make_prompt(task.problems[0]))
-    assert asked.startswith("<|im_start|>user\nAnswer the question directly. Provide your answer between <answer> and")
-    assert asked.endswith(f"\n\n{task.problems[0]}<|im_end|>\n<|im_start|>assistant\n")
+    text = f"{task.problems[0]}\n\nGive the final answer between <answer> and </answer>."
+    assert asked == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_model_without_a_chat_template_goes_on_after_the_problem(model, tmp_path):
@@ -51,7 +58,7 @@ def test_a_model_without_a_chat_template_goes_on_after_the_problem(model, tmp_pa
 
     task = draw(tmp_path)
     asked = AutoTokenizer.from_pretrained(tmp_path).decode(task.make_prompt(task.problems[0]))
-    assert asked.startswith("Answer the question") and asked.endswith(f"\n\n{task.problems[0]}\n")
+    assert asked == f"{task.problems[0]}\n\nGive the final answer between <answer> and </answer>.\n"
 
 
 @pytest.mark.parametrize(
@@ -71,6 +78,11 @@ def test_an_answer_is_what_is_tagged_or_else_all_of_it(form, worth, model):
     assert task.verify(problem, task.decode(ids)) == worth
 
 
+def test_an_answer_that_the_library_cannot_read_is_worth_nothing(model):
+    task = draw(model, "prime_factorization")
+    assert task.verify(task.problems[0], "seven") == 0.0
+
+
 # -- what is refused ----------------------------------------------------------------------------------------------
 
 
@@ -85,6 +97,16 @@ def test_a_task_that_is_not_there(model, capsys):
     said = refuse(capsys, "--model", str(model), "--task", "chainsum")
     assert said.startswith("--task chainsum: reasoning-gym has no such task; the nearest are chain_sum, ")
     assert refuse(capsys, "--model", str(model), "--task", "composite").startswith("--task composite: ")
+
+
+def test_no_answer_is_run(model, capsys):
+    from reasoning_gym.factory import DATASETS
+
+    runs = re.compile(r"\b(eval|exec|parse_expr)\(answer")
+    found = {name for name, (of, _) in DATASETS.items() if runs.search(inspect.getsource(of.score_answer))}
+    assert found == gym.EVALUATING
+    said = "reasoning-gym runs its answers as Python, so that a model could do anything here; give another task"
+    assert refuse(capsys, "--model", str(model), "--task", "countdown") == f"--task countdown: {said}"
 
 
 def test_a_package_that_is_not_there(model, capsys, monkeypatch):
@@ -116,10 +138,10 @@ def test_a_model_that_is_none(model, tmp_path, capsys):
 
 
 def test_sizes_that_the_task_or_the_model_has_no_room_for(model):
-    with pytest.raises(ValueError, match=r"^--task chain_sum: \d+ tokens of a prompt and --limit 400 are more than"):
-        draw(model, limit=400)
-    with pytest.raises(ValueError, match=r"^--task coin_flip: of \d+ problems \d+ are different, must be 9999"):
-        draw(model, "coin_flip", count=9999)
+    with pytest.raises(ValueError, match=r"^--task chain_sum: \d+ tokens of a prompt and --limit 1000 are more than"):
+        draw(model, limit=1000)
+    with pytest.raises(ValueError, match=r"^--task tower_of_hanoi: of 990 problems \d+ are different, must be 99; "):
+        draw(model, "tower_of_hanoi", count=99)
 
 
 def test_a_checkpoint_of_another_task_or_model(model, tmp_path):
