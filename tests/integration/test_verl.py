@@ -179,8 +179,9 @@ def test_the_step_after_one_with_retractions_starts_in_a_higher_degree(verl_job,
         if line["event"] == "decision" and line["snapshot"]["requests"]
     ]
     assert [start for start, _ in itertools.groupby(starts)][:2] == [1, 2]
-    assert job.series("rollout/seconds/tp1")[0] > 0
-    assert job.series("rollout/seconds/tp1")[1] == 0, "the second step has nothing in tp1"
+    (tp1, later_tp1), (_, later_tp2) = (job.series(f"rollout/seconds/tp{tp}") for tp in (1, 2))
+    # An asynchronous job may still be at what it carries over when the engine switches.
+    assert tp1 > 0 and later_tp1 < later_tp2
 
 
 @pytest.mark.long
