@@ -411,8 +411,9 @@ def test_a_step_waits_only_for_rewards_that_it_keeps(rewarded):
         elif line["what"] == "ended":
             ends.append(line["time"])
         else:
-            # One more may end by itself in the moment before it would be stopped: its reward is given up then.
-            assert len(ends) == 8 <= len(begun) <= 9
+            # More may end by themselves before they would be stopped, most of all where the trainer has to wait for a
+            # core: their rewards are given up then.
+            assert len(ends) == 8 <= len(begun) < 12
             assert line["time"] - max(ends) <= 1.0
             begun, ends = [], []
     assert not begun and sum(job.series("reward/stopped")) == 8

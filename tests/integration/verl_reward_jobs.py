@@ -19,9 +19,9 @@ from typing import Any
 SECONDS = 5.0
 """That :func:`sleep` takes."""
 TASK = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]}
-RIGHT = "number = int(input())\nprint(2 * number)"
-ENDLESS = f"import time\n{RIGHT}\nif number == 2:\n    time.sleep(600)"
-"""In the second case."""
+RIGHT = "import time\nnumber = int(input())\ntime.sleep(number - 1)\nprint(2 * number)"
+"""Takes a second in the second case."""
+ENDLESS = f"{RIGHT}\nwhile number == 2:\n    time.sleep(60)"
 _VARIABLE = "PAT_TEST_REWARDS"
 _WHAT = os.environ.get(_VARIABLE)
 
@@ -103,7 +103,8 @@ def _answer_with_programs() -> None:
         return score(self, f"```python\n{RIGHT if next(count) % 4 else ENDLESS}\n```", ground_truth)
 
     def run_case(self: _Runner, case: Any, limit: float) -> Any:
-        _note(what="run", limit=limit)
+        if case.key.endswith("-1"):
+            _note(what="second case", limit=limit)
         _kill_once(self.session.process.pid, "a sandbox")
         return run(self, case, limit)
 
