@@ -109,26 +109,19 @@ def run_step(
     workers: int = WORKERS,
 ) -> tuple[float, list[Score], list[tuple[Response, int]]]:
     """Rewards beside the emulated rollout: seconds until both are done, scores, and what is to be run again."""
-    waiting: queue.Queue[tuple[int, bool] | None] = queue.Queue()
+    waiting: queue.Queue[int | None] = queue.Queue()
     scores: list[Any] = [None] * len(responses)
     again, lock = list[tuple[Response, int]](), threading.Lock()
 
     def work() -> None:
-        while (job := waiting.get()) is not None:
-            number, first = job
+        while (number := waiting.get()) is not None:
             response = responses[number]
             with lock:
-                given = limits.get_limits(get_keys(response.truth), first)
-            score = score_response(response.text, response.truth, sandbox, given, maximum=maximum)
+                given = limits.get_limits(get_keys(response.truth))
+            score = scores[number] = score_response(response.text, response.truth, sandbox, given, maximum=maximum)
             with lock:
-                if first and not limits.is_final(score.runs):
-                    waiting.put((number, False))
-                    continue
-                scores[number] = score
-                again.extend((response, index) for index, yes in enumerate(limits.record(score.runs)) if yes)
-                if all(scores):
-                    for _ in threads:
-                        waiting.put(None)
+                wanted = limits.record(score.runs)
+            again.extend((response, index) for index, yes in enumerate(wanted) if yes)
 
     start = time.monotonic()
     threads = [threading.Thread(target=work) for _ in range(workers)]
@@ -136,7 +129,9 @@ def run_step(
         thread.start()
     for end, number in sorted(zip(ends, range(len(responses)), strict=True)):
         time.sleep(max(0.0, start + end - time.monotonic()))
-        waiting.put((number, True))
+        waiting.put(number)
+    for _ in threads:
+        waiting.put(None)
     for thread in threads:
         thread.join()
     return time.monotonic() - start, scores, again

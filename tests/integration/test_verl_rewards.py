@@ -249,18 +249,6 @@ async def test_other_functions_get_their_programs_themselves(ledger, sandboxed, 
     assert (await manager.run_single(make_sample("1", source="taco", truth="a")))["reward_score"] == 0.75
 
 
-async def test_a_program_that_takes_long_waits_until_a_limit_is_known(ledger, sandboxed):
-    """It would have all of 30 seconds, and what waits behind it knows how long a right answer takes."""
-    rules = LimitRules(rerun_share=0.0)
-    ledger.actor = RewardLedger(rules)
-    scorer = ProgramScorer("a sandbox", rules, False, ledger, {"processes": 1, "failed_reward": 0.0})
-    found = await asyncio.gather(scorer.score("8", "a"), scorer.score("1", "a"))
-    assert [reward.value for reward in found] == [0.0, 1.0]
-    cases = ledger.actor._limits.take_metrics()
-    assert (cases["cases"], cases["cut"], cases.get("cut_at_maximum")) == (2, 1, None)
-    assert (await scorer.score("8", "b")).value == 1.0, "nobody has shown that this takes less"
-
-
 async def test_limits_are_those_of_all_workers_and_outlive_their_owner(ledger, sandboxed):
     rules = LimitRules(rerun_share=1.0)
     ledger.actor = RewardLedger(rules)
@@ -268,7 +256,7 @@ async def test_limits_are_those_of_all_workers_and_outlive_their_owner(ledger, s
     one, other = (ProgramScorer("a sandbox", rules, False, ledger, pool) for _ in range(2))
     await one.score("4", "a")
     await other.score("5 1", "a b")
-    assert (await ledger.actor.get_limits(["a", "b", "c"], False))[1] == [7.5, 2.0, 30.0]
+    assert (await ledger.actor.get_limits(["a", "b", "c"]))[1] == [7.5, 2.0, 30.0]
     assert (await one.score("9.5", "a")).value == 0.0, "cut by what the other has learnt"
     await asyncio.gather(*one._reruns)
     life, state = await ledger.actor.get_limits_state()
@@ -281,11 +269,10 @@ async def test_limits_are_those_of_all_workers_and_outlive_their_owner(ledger, s
     assert (again[1]["reruns"], again[1]["right_reruns"]) == (1, 0)
 
 
-async def test_a_program_that_waits_gets_the_limit_of_its_turn(ledger, sandboxed):
-    ledger.actor = RewardLedger(rules := LimitRules(rerun_share=0))
-    scorer = ProgramScorer("a sandbox", rules, False, ledger, {"processes": 1, "failed_reward": 0.0})
-    found = await asyncio.gather(*(scorer.score(seconds, "a") for seconds in ("8", "20", "1")))
-    assert [reward.value for reward in found] == [0.0, 0.0, 1.0], "the first two had 2 s, as is known after the last"
+async def test_a_program_that_waits_gets_the_limits_of_its_turn(ledger, sandboxed):
+    scorer = ProgramScorer("a sandbox", RULES, False, ledger, {"processes": 1, "failed_reward": 0.0})
+    found = await asyncio.gather(*(scorer.score(seconds, "a") for seconds in ("4", "1", "8")))
+    assert [reward.value for reward in found] == [1.0, 1.0, 0.0], "the last one had 6 s"
 
 
 async def test_all_that_ask_a_new_ledger_at_once_get_what_was_learnt(ledger, sandboxed):
@@ -293,7 +280,7 @@ async def test_all_that_ask_a_new_ledger_at_once_get_what_was_learnt(ledger, san
     scorer = ProgramScorer("a sandbox", rules, False, ledger, {"processes": 1, "failed_reward": 0.0})
     await scorer.score("4", "a")
     ledger.actor = RewardLedger(rules)
-    found = await asyncio.gather(*(scorer._get_limits(["a"], first=True) for _ in range(3)))
+    found = await asyncio.gather(*(scorer._get_limits(["a"]) for _ in range(3)))
     assert found == [{"time_limits": [6.0]}] * 3
 
 
@@ -304,15 +291,15 @@ def test_the_trainer_tells_what_it_knows_to_a_ledger_that_is_new(tmp_path, monke
     monkeypatch.setattr(reward_ledger, "connect", lambda rules: local)
     monkeypatch.setattr(reward_ledger, "ray", SimpleNamespace(get=asyncio.run))
     trainer = TrainerLedger(RULES)
-    asyncio.run(local.actor.record_runs([CaseRun("a", "right", 4.0, 30.0)], False))
+    asyncio.run(local.actor.record_runs([CaseRun("a", "right", 4.0, 30.0)]))
     assert trainer.take_metrics()["reward/incomplete"] == 0
     local.actor = RewardLedger(RULES)  # it has died
-    asyncio.run(local.actor.record_runs([CaseRun("b", "right", 2.0, 30.0)], False))
+    asyncio.run(local.actor.record_runs([CaseRun("b", "right", 2.0, 30.0)]))
     trainer.save(tmp_path / "limits.json")
     assert [trainer.take_metrics()["reward/incomplete"] for _ in range(2)] == [1, 0]
     local.actor = RewardLedger(RULES)  # of another job
     TrainerLedger(RULES).load(tmp_path / "limits.json")
-    assert asyncio.run(local.actor.get_limits(["a", "b", "c"], False))[1] == [6.0, 3.0, 30.0]
+    assert asyncio.run(local.actor.get_limits(["a", "b", "c"]))[1] == [6.0, 3.0, 30.0]
     assert "reward/cases/cases" not in make_metrics(asyncio.run(local.actor.take_figures())), "nothing has run yet"
 
 

@@ -70,9 +70,7 @@ class TimeLimits:
     """Limits by test case, learnt while the job runs.
 
     Life of a case: at first its limit is ``maximum``.  Each right answer raises its anchor.  From then on the limit is
-    the paper's rule.  A program that has ``maximum`` holds up all others, so each one first gets the limits with
-    ``first``.  If it is cut there, it waits until the others had their turn.  Then there may be an anchor.
-    Where a limit below ``maximum`` cut a run, :meth:`record` says for a share of them that the run
+    the paper's rule.  Where a limit below ``maximum`` cut a run, :meth:`record` says for a share of them that the run
     has to be done again; the result comes back as a :class:`CaseRun` with ``rerun``.  If it is right, the cut was
     wrong, and the anchor grows.
     """
@@ -85,23 +83,17 @@ class TimeLimits:
         self._right_reruns = 0
         self._step: dict[str, int] = {}
 
-    def get_limits(self, keys: Sequence[str], first: bool = False) -> list[float]:
-        """Seconds for each test case; ``first``: for a program that can be run once more (:meth:`is_final`)."""
+    def get_limits(self, keys: Sequence[str]) -> list[float]:
+        """Seconds for each test case."""
         rules = self.rules
-        unknown = rules.minimum if first else rules.maximum  # a guess would cut right answers that raise no anchor
         found: list[float] = []
         for key in keys:
             anchor = self._anchors.get(key)
             if anchor is None:
-                found.append(unknown)
+                found.append(rules.maximum)  # a guess would cut right answers that then never raise the anchor
             else:
                 found.append(min(max(rules.minimum, rules.factor * anchor), rules.maximum))
         return found
-
-    def is_final(self, runs: Sequence[CaseRun]) -> bool:
-        """Whether a program is judged by these.  Else one was cut at less than the limit that its case has now: it is
-        to be run once more, after all that wait now, and these runs are not recorded."""
-        return all(run.limit >= self.get_limits([run.key])[0] for run in runs if run.outcome == "cut")
 
     def record(self, runs: Sequence[CaseRun]) -> list[bool]:
         """Learn from runs; whether each has to be run again, to ``maximum``, when a worker has nothing else to do."""

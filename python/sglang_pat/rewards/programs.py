@@ -4,9 +4,7 @@ Blocking functions, made to be called in worker processes.  The owner of the tim
 runs afterwards; a worker talks to nobody::
 
     keys = get_keys(ground_truth)
-    score = score_response(response, ground_truth, sandbox, limits.get_limits(keys, first=True))
-    if not limits.is_final(score.runs):            # later, when those that wait now had their turn
-        score = score_response(response, ground_truth, sandbox, limits.get_limits(keys))
+    score = score_response(response, ground_truth, sandbox, limits.get_limits(keys))
     again = limits.record(score.runs)              # for each run: do it again when there is nothing else to do
     limits.record([run_again(response, ground_truth, index, sandbox)])
 

@@ -94,14 +94,13 @@ class RewardLedger:
 
     # -- time limits of test cases -----------------------------------------------------------------------
 
-    async def get_limits(self, keys: Sequence[str], first: bool) -> tuple[str, list[float]]:
-        """:attr:`life`, and seconds for each test case (:meth:`TimeLimits.get_limits`)."""
-        return self.life, self._limits.get_limits(keys, first)
+    async def get_limits(self, keys: Sequence[str]) -> tuple[str, list[float]]:
+        """:attr:`life`, and seconds for each test case."""
+        return self.life, self._limits.get_limits(keys)
 
-    async def record_runs(self, runs: Sequence[CaseRun], first: bool) -> list[bool] | None:
-        """Whether each has to be run again (:meth:`TimeLimits.record`); None: the program has to, before it is judged
-        (:meth:`TimeLimits.is_final`)."""
-        return None if first and not self._limits.is_final(runs) else self._limits.record(runs)
+    async def record_runs(self, runs: Sequence[CaseRun]) -> list[bool]:
+        """Whether each has to be run again (:meth:`TimeLimits.record`)."""
+        return self._limits.record(runs)
 
     async def restore_limits(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Know what somebody else knows (:meth:`TimeLimits.merge`); returns all that is known now."""

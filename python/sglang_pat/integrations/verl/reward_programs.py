@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -57,49 +56,36 @@ class ProgramScorer:
         except ValueError as error:
             return Reward(value=self._failed_reward, failure=Failure.INVALID, reason=format_one_line(error))
         task = self._fixed | {"response": response, "ground_truth": ground_truth}
-        reward, again = await self._score(task, keys, first=True)
-        if again is None:  # it waits in the pool's queue anew
-            earlier = reward
-            reward, again = await self._score(task, keys, first=False)
-            waiting, running = earlier.waiting + reward.waiting, earlier.running + reward.running
-            reward = replace(reward, waiting=waiting, running=running)
-        for index in (index for index, wanted in enumerate(again or ()) if wanted):
-            rerun = asyncio.create_task(self._run_again(task | {"index": index}))
-            self._reruns.add(rerun)
-            rerun.add_done_callback(self._reruns.discard)
-        return reward
-
-    async def _score(
-        self, task: dict[str, Any], keys: Sequence[str], first: bool
-    ) -> tuple[Reward, Sequence[bool] | None]:
-        """What came of it, and what the ledger says to its runs."""
         # The sandbox keeps the limits.  This one is for a sandbox that hangs.
         most = len(keys) * self._maximum + SPARE_SECONDS
         # They are asked for late: while this one waits, others tell how long a right answer takes.
-        reward = await self._pool.score(task, most, functools.partial(self._get_limits, keys, first))
+        reward = await self._pool.score(task, most, functools.partial(self._get_limits, keys))
         if reward.failure is not None:
-            return reward, ()
+            return reward
         runs = reward.info["runs"]
-        again = await self._ledger.record_runs.remote(runs, first)
-        if again is not None:
-            self._told.record(runs)
-        return reward, again
+        self._told.record(runs)
+        for index, again in enumerate(await self._ledger.record_runs.remote(runs)):
+            if again:
+                rerun = asyncio.create_task(self._run_again(task | {"index": index}))
+                self._reruns.add(rerun)
+                rerun.add_done_callback(self._reruns.discard)
+        return reward
 
-    async def _get_limits(self, keys: Sequence[str], first: bool) -> dict[str, Sequence[float]]:
+    async def _get_limits(self, keys: Sequence[str]) -> dict[str, Sequence[float]]:
         known = self._life  # before it asks: of several that ask a new ledger at once, none has a full answer
-        life, limits = await self._ledger.get_limits.remote(keys, first)
-        if life != known:
-            self._life = life
-            await self._ledger.restore_limits.remote(self._told.state_dict())
-            _, limits = await self._ledger.get_limits.remote(keys, first)
-        return {"time_limits": limits}
+        life, limits = await self._ledger.get_limits.remote(keys)
+        if life == known:
+            return {"time_limits": limits}
+        self._life = life
+        await self._ledger.restore_limits.remote(self._told.state_dict())
+        return {"time_limits": (await self._ledger.get_limits.remote(keys))[1]}
 
     async def _run_again(self, task: Mapping[str, Any]) -> None:
         reward = await self._idle.score(task, programs.PATIENCE * self._maximum + SPARE_SECONDS)
         if reward.failure is None:
             runs = [reward.info["run"]]
             self._told.record(runs)
-            await self._ledger.record_runs.remote(runs, False)
+            await self._ledger.record_runs.remote(runs)
 
 
 # -- in a process ------------------------------------------------------------------------------------------
