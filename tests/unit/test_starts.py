@@ -13,7 +13,7 @@ MIXTURE, DENSE = starts.A3B.name, starts.LLAMA.name
 
 @pytest.mark.parametrize(
     "model, base_tp, samples, cap, tp",
-    [(MIXTURE, 4, 128, 8192, 8), (MIXTURE, 4, 512, 8192, 4), (DENSE, 1, 128, 8192, 8), (DENSE, 1, 1024, 8192, 2)],
+    [(MIXTURE, 4, 128, 8192, 8), (MIXTURE, 4, 512, 8192, 4), (DENSE, 1, 128, 8192, 8), (DENSE, 1, 512, 8192, 4)],
 )
 def test_with_room_a_round_starts_where_the_oracle_starts_it(model, base_tp, samples, cap, tp):
     cell = starts.study((model, base_tp, False, samples, cap, 2, 0))
