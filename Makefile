@@ -16,7 +16,7 @@ PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 INTEGRATION := .venv-integration
 PIP_COMMAND = -m pip --disable-pip-version-check install --quiet --no-input
 PIP = $(PY) $(PIP_COMMAND)
-SOURCES := requirements/torch.txt requirements/cpu.txt requirements/sglang.txt
+SOURCES := requirements/torch.txt requirements/cpu.txt requirements/sglang.txt requirements/tasks.txt
 CODE := python profiler studies tests bench examples
 EXTENSION := pyproject.toml $(wildcard setup.py) $(shell find csrc -type f 2>/dev/null)
 
@@ -38,7 +38,7 @@ $(PY):
 # torch first and alone, the rest without dependencies: see the comments in the files.
 $(VENV)/.sglang_pat_requirements: $(SOURCES) | $(PY)
 	$(PIP) $(PIP_TORCH_ARGS) -r requirements/torch.txt
-	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/sglang.txt
+	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/sglang.txt -r requirements/tasks.txt
 	touch $@
 
 $(VENV)/.sglang_pat_setup: $(VENV)/.sglang_pat_requirements $(EXTENSION)

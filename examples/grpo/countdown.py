@@ -6,6 +6,9 @@ The distances have a tail, and so have the answers.  Tokens are characters.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+
+from examples.grpo.task import Task
 
 PAD, EOS = 0, 1
 CHARACTERS = "0123456789-=,."
@@ -34,6 +37,21 @@ def decode(token_ids: list[int]) -> str:
 def make_prompt(problem: str) -> list[int]:
     """Token ids."""
     return encode(problem + "=")
+
+
+def draw_task(count: int, tested: int, seed: int, given: Sequence[str] | None = None) -> Task:
+    """Problems to train, ``given`` or drawn; and to test, the same for every seed.  None is in both."""
+    rng = random.Random("held out")
+    held_out = [draw_problem(rng) for _ in range(tested)]
+    if given is not None:
+        problems, known = list(given), set(given)
+        held_out = [problem for problem in held_out if problem not in known] or held_out
+    else:
+        known, problems, rng = set(held_out), [], random.Random(f"train {seed}")
+        while len(problems) < count:
+            if (problem := draw_problem(rng)) not in known:
+                problems.append(problem)
+    return Task(problems=problems, held_out=held_out, make_prompt=make_prompt, decode=decode, verify=verify)
 
 
 def draw_problem(rng: random.Random) -> str:

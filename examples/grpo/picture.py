@@ -52,7 +52,7 @@ def draw(path: Path, results: Results) -> Path:
         axes.set_ylim(bottom=0)
         pictures.set_labels(axes, label, "mean reward")
     samples.legend(fontsize=8, frameon=False)
-    gained = f"{results.after / results.before:.1f} times as many are right" if results.before else "none was right"
+    gained = f"{results.after / results.before:.1f} times the reward" if results.before else "no reward at first"
     pictures.set_panel_title(samples, f"Held-out problems: {gained}", 54)
     pictures.set_panel_title(time, f"{rows[-1].seconds / 60:.1f} minutes without the tests", 54)
 
@@ -97,6 +97,6 @@ def make_title(results: Results) -> str:
     waited = sum(row.waiting > before.waiting for before, row in pairwise(rows))
     deferred = f"; prompts were deferred in {waited} of {len(rows)} steps" if waited else ""
     return (
-        f"Way {run.way}, seed {run.seed}: from {results.before:.2f} to {results.after:.2f} of the held-out problems "
-        f"in {rows[-1].samples} responses{deferred}"
+        f"{run.task or 'Counting down'}, way {run.way}, seed {run.seed}: from {results.before:.2f} to "
+        f"{results.after:.2f} on held-out problems in {rows[-1].samples} responses{deferred}"
     )

@@ -1,4 +1,4 @@
-"""The policy: a small Llama from scratch, its warm-up on examples with mistakes, and GRPO's gradient."""
+"""The policy: a small Llama from scratch, its warm-up on examples with mistakes, and GRPO's gradient on any model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from sglang_pat.testing.smollm2 import load_transformers
 
 TOKENS = 4096
 """Padded ones, that go through the policy at once."""
+LOGITS = 1 << 26
+"""Most that there are at once: 256 MiB, a few times."""
 Row = TypeVar("Row")
 CAP = 2.0
 """Most that a token of older weights may weigh (``partial``)."""
@@ -68,14 +70,14 @@ def warm_up(folder: Path, seed: int, steps: int, slips: float, rows: int = 128, 
 
 
 def load_policy(folder: Path) -> Any:
-    return load_transformers().LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return load_transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def split_by_length(rows: Sequence[Row], count: Callable[[Row], int]) -> Iterator[list[Row]]:
-    """Rows of similar length together, as many as there is room for: what is padded is computed, too."""
+def split_by_length(rows: Sequence[Row], count: Callable[[Row], int], most: int = TOKENS) -> Iterator[list[Row]]:
+    """Rows of similar length together, ``most`` tokens at once: what is padded is computed, too."""
     part: list[Row] = []
     for row in sorted(rows, key=count):
-        if part and (len(part) + 1) * count(row) > TOKENS:
+        if part and (len(part) + 1) * count(row) > most:
             yield part
             part = []
         part.append(row)
@@ -90,7 +92,7 @@ def compute_logprobs(
     Args:
         rows: prompt and response, token ids.
     """
-    tokens = torch.full((len(rows), max(len(prompt) + len(response) for prompt, response in rows)), countdown.PAD)
+    tokens = torch.zeros(len(rows), max(len(prompt) + len(response) for prompt, response in rows), dtype=torch.long)
     mask = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
     for row, (prompt, response) in enumerate(rows):
         tokens[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])
@@ -123,7 +125,8 @@ def add_gradient(policy: Any, groups: Sequence[Group], decoupled: bool) -> float
         work += [(group.prompt["input_ids"], *both) for both in zip(samples, advantages, strict=True)]
     total = sum(len(sample.output.token_ids) for _, sample, _ in work)
     apart = 0.0
-    for part in split_by_length(work, lambda entry: len(entry[0]) + len(entry[1].output.token_ids)):
+    most = min(TOKENS, LOGITS // policy.config.vocab_size)
+    for part in split_by_length(work, lambda entry: len(entry[0]) + len(entry[1].output.token_ids), most):
         logprobs, mask = compute_logprobs(policy, [(prompt, sample.output.token_ids) for prompt, sample, _ in part])
         proximal = logprobs.detach()
         sampled = proximal.clone()
@@ -138,5 +141,5 @@ def add_gradient(policy: Any, groups: Sequence[Group], decoupled: bool) -> float
 
 
 def copy_weights(policy: Any) -> list[tuple[str, Any]]:
-    """For the engine."""
-    return [(name, tensor.detach()) for name, tensor in policy.state_dict().items()]
+    """For the engine; a matrix that is used twice, once."""
+    return [(name, tensor.detach()) for name, tensor in policy.named_parameters()]

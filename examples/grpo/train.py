@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import random
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -18,15 +17,13 @@ import torch
 import sglang_pat
 from examples.grpo import countdown
 from examples.grpo.policy import add_gradient, copy_weights, load_policy
+from examples.grpo.task import Task
 from sglang_pat import files
 from sglang_pat.figures import Figures
 from sglang_pat.rollout.admitter import Admitter
 from sglang_pat.rollout.records import Group, Summary
 from sglang_pat.rollout.rewards import Response
 from sglang_pat.rollout.rules import Rules
-
-Verifier = Callable[[str, str], float]
-"""What an answer to a problem is worth, 0 to 1."""
 
 RULES: dict[str, dict[str, Any]] = {
     "plain": {"eta_prompts": 1.0},
@@ -52,8 +49,10 @@ class Run:
         prompts, responses: of a step.
         warm_up: steps; ``slips``: share of wrong numbers in its examples.
         rate: of AdamW.
+        limit: most tokens of a response.
         switch_at: merge when so many responses or fewer are left.
         held_out: problems that are never trained; ``every``: steps from one test on them to the next.
+        model: folder of a checkpoint, and ``task`` of reasoning-gym; "": the small Llama counts down.
     """
 
     way: str = "plain"
@@ -64,12 +63,17 @@ class Run:
     rate: float = 3e-4
     warm_up: int = 220
     slips: float = 0.35
+    limit: int = countdown.LIMIT
     switch_at: int = 32
     held_out: int = 256
     every: int = 10
+    model: str = ""
+    task: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "warm_up", "held_out", "every"):
+        if bool(self.model) != bool(self.task):
+            raise ValueError("--model and --task go together: the small Llama counts down, and nothing else does")
+        for name in ("steps", "warm_up", "limit", "held_out", "every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.responses < 2:
@@ -112,19 +116,6 @@ class Row(msgspec.Struct, kw_only=True):
     apart: float
 
 
-def draw_problems(run: Run, given: Sequence[str] | None = None) -> tuple[list[str], list[str]]:
-    """To train, ``given`` or drawn; and to test, the same for every seed.  None is in both."""
-    rng = random.Random("held out")
-    held_out = [countdown.draw_problem(rng) for _ in range(run.held_out)]
-    if given is not None:
-        return list(given), [problem for problem in held_out if problem not in set(given)] or held_out
-    known, problems, rng = set(held_out), [], random.Random(f"train {run.seed}")
-    while len(problems) < run.steps * run.prompts:
-        if (problem := countdown.draw_problem(rng)) not in known:
-            problems.append(problem)
-    return problems, held_out
-
-
 def start_engine(run: Run, model: Path) -> sglang_pat.Engine:
     """On two ranks."""
     policy: dict[str, Any] = {"pat_policy": "off"}
@@ -140,21 +131,20 @@ class Trainer:
     """A run, from its last checkpoint or its beginning.
 
     Args:
-        model: folder of the warm-up's policy.
+        model: folder of the first policy.
         path: of the checkpoint; ``saved``: what :func:`load_checkpoint` found there.
     """
 
     def __init__(
-        self, run: Run, engine: Any, model: Path, problems: Sequence[str], held_out: Sequence[str], verify: Verifier,
-        path: Path, saved: dict[str, Any] | None,
-    ) -> None:  # fmt: skip
-        self.run, self.engine, self.path = run, engine, path
-        self.problems, self.held_out, self._verify = problems, held_out, verify
-        self.sampling = {
-            "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": countdown.LIMIT,
-            "stop_token_ids": [countdown.EOS],
-        }  # fmt: skip
+        self, run: Run, engine: Any, model: Path, task: Task, path: Path, saved: dict[str, Any] | None
+    ) -> None:
+        self.run, self.engine, self.task, self.path = run, engine, task, path
         self.policy = load_policy(model)
+        ends = self.policy.generation_config.eos_token_id
+        self.sampling = {
+            "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": run.limit,
+            "stop_token_ids": [ends] if isinstance(ends, int) else ends,
+        }  # fmt: skip
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=run.rate, betas=(0.9, 0.95), weight_decay=0.0)
         self.admitter = Admitter(run.make_rules())
         self.rows: list[Row] = []
@@ -164,7 +154,7 @@ class Trainer:
         if saved is not None:
             self.load(saved)
         else:
-            prompts = [((0, i), {"input_ids": countdown.make_prompt(problem)}) for i, problem in enumerate(problems)]
+            prompts = [((0, i), {"input_ids": task.make_prompt(problem)}) for i, problem in enumerate(task.problems)]
             self.admitter.feed(prompts, end_of=0)
         self.push_weights()
 
@@ -208,11 +198,11 @@ class Trainer:
 
     def reward(self, response: Response) -> float:
         """Raises ValueError: one line, the verifier gave something else than a number from 0 to 1."""
-        return self.judge(self.problems[response.sample.index], response.output.token_ids)
+        return self.judge(self.task.problems[response.sample.index], response.output.token_ids)
 
     def judge(self, problem: str, token_ids: list[int]) -> float:
         """As :meth:`reward`."""
-        value = self._verify(problem, countdown.decode(token_ids))
+        value = self.task.verify(problem, self.task.decode(token_ids))
         if not isinstance(value, float | int) or not 0 <= value <= 1:
             raise ValueError(f"the verifier gave {value!r} for {problem!r}, must give a number from 0 to 1")
         return float(value)
@@ -234,9 +224,9 @@ class Trainer:
 
     def test(self) -> float:
         """Mean reward on the held-out problems, one answer each."""
-        ids = [countdown.make_prompt(problem) for problem in self.held_out]
+        ids = [self.task.make_prompt(problem) for problem in self.task.held_out]
         answers = self.engine.generate(input_ids=ids, sampling_params=self.sampling)
-        pairs = zip(self.held_out, answers, strict=True)
+        pairs = zip(self.task.held_out, answers, strict=True)
         return mean(self.judge(problem, answer["output_ids"]) for problem, answer in pairs)
 
     # -- the checkpoint --------------------------------------------------------------------------------
@@ -245,9 +235,9 @@ class Trainer:
         """All that a next process needs; whole or not at all."""
         content = io.BytesIO()
         saved = {
-            "run": identify(self.run, self.problems), "rows": msgspec.json.encode(self.rows), "before": self.before,
-            "policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(), **self.admitter.state_dict(),
+            "run": identify(self.run, self.task.problems), "before": self.before,
+            "rows": msgspec.json.encode(self.rows), "policy": self.policy.state_dict(),
+            "optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state(), **self.admitter.state_dict(),
         }  # fmt: skip
         torch.save(saved, content)
         files.write(content.getvalue(), self.path)

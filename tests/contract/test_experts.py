@@ -60,6 +60,24 @@ def test_experts_on_views_multiply_as_sglangs(checkpoint, tokens):
     torch.testing.assert_close(parts[0] + parts[1], all_of_it, atol=1e-5, rtol=1e-5)
 
 
+def test_all_numbers_of_tokens_are_compiled(mixtral, monkeypatch):
+    """On a GPU.  What the kernel gives: test_experts_kernel.py."""
+    from sglang_pat.rank.experts import PiecewiseExperts
+    from sglang_pat.rank.weights import Views
+
+    base, model = mixtral.loaded(BASE, 1), mixtral.empty(TAIL, 1)
+    Views(model, base, TAIL, BASE, 1)
+    layer, seen = find_experts(model), []
+
+    def multiply(method, x, down, weights, ids):
+        assert down is layer.w2_weight and weights.shape == ids.shape == (len(x), 2) and set(ids[0].tolist()) == {0, 1}
+        seen.append(len(x))
+
+    monkeypatch.setattr(PiecewiseExperts, "multiply_on_gpu", multiply)
+    layer.quant_method.compile(layer)
+    assert seen[:6] == [1, 2, 2, 3, 4, 5] and seen[-1] == 4097
+
+
 REFUSED = {
     "moe_ep_size": (2, "experts are spread over the ranks: leave out --ep-size"),
     "num_fused_shared_experts": (1, "shared expert is fused .*: use --disable-shared-experts-fusion"),

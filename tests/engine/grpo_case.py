@@ -1,4 +1,5 @@
-"""Run by test_grpo.py as a program of its own: the example of GRPO, two steps of each way, or until it is killed."""
+"""Run by test_grpo.py as a program of its own: the example of GRPO, two steps of each way, until it is killed, or with
+another model and task."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from pathlib import Path
 from examples.grpo import __main__ as command
 from examples.grpo import countdown
 from examples.grpo.policy import warm_up
-from examples.grpo.train import RULES, Run, Trainer, draw_problems, load_checkpoint, start_engine
+from examples.grpo.train import RULES, Run, Trainer, load_checkpoint, start_engine
 from sglang_pat.launch import processes
+from sglang_pat.testing import models
 
 SMALL = "--steps 3 --prompts 4 --responses 4 --held-out 8 --every 2 --warm-up 2 --switch-at 6".split()
 
@@ -21,12 +23,12 @@ def two_steps(folder: Path) -> None:
     engine = start_engine(Run(way="adaptive", switch_at=6), warm_up(folder / "model", 0, 2, 0.3))
     for way in RULES:
         run = Run(way=way, steps=3, prompts=4, responses=4, held_out=8, every=2, warm_up=2, rate=1e-3)
-        problems, held_out = draw_problems(run)
+        task = countdown.draw_task(12, 8, seed=0)
         path = folder / f"{way}.pt"
 
-        def resume(run=run, problems=problems, held_out=held_out, path=path) -> Trainer:
-            saved = load_checkpoint(path, run, problems)
-            return Trainer(run, engine, folder / "model", problems, held_out, countdown.verify, path, saved)
+        def resume(run=run, task=task, path=path) -> Trainer:
+            saved = load_checkpoint(path, run, task.problems)
+            return Trainer(run, engine, folder / "model", task, path, saved)
 
         trainer = resume()
         assert not trainer.rows and trainer.step().apart < 1e-4 and trainer.step().samples == 2 * 16
@@ -41,11 +43,21 @@ def two_steps(folder: Path) -> None:
     engine.shutdown()
 
 
+def verify(problem: str, answer: str) -> float:
+    """So that a random model has something to learn: the share of letters before "m"."""
+    return sum(letter < "m" for letter in answer) / max(1, len(answer))
+
+
 def main(kind: str, folder: str) -> int:
     processes.fork_here()
     if kind == "ways":
         two_steps(Path(folder))
         return 0
+    if kind == "task":
+        model = models.make_random("qwen3", Path(folder, "model"), kv_heads=2, tie=True)
+        words = "--way all --steps 2 --prompts 4 --responses 4 --held-out 8 --rate 1e-3 --limit 20".split()
+        words += ["--model", str(model), "--task", "chain_sum", "--verifier", "tests.engine.grpo_case:verify"]
+        return command.main([*words, "--out", folder])
     if kind == "killed":
         update, steps = Trainer.update, []
 

@@ -1,4 +1,5 @@
-"""The example of GRPO on a real engine: two steps of each way, and one that is killed in the middle of a step."""
+"""The example of GRPO on a real engine: two steps of each way, one that is killed in the middle of a step, and a model
+and a task from elsewhere."""
 
 from __future__ import annotations
 
@@ -24,3 +25,13 @@ def test_a_run_that_is_killed_trains_every_prompt_once(servers, tmp_path):
     assert sorted(number for row in found.rows for number in row.trained) == list(range(12))
     assert "12 of 12 prompts trained, 12 different ones" in done.stdout
     assert (tmp_path / "grpo.png").stat().st_size > 10_000
+
+
+def test_a_checkpoint_learns_a_task_of_reasoning_gym(servers, tmp_path):
+    """Two steps; engine and trainer have the same weights in both, though the embedding is the output matrix, too."""
+    done = servers.run("tests.engine.grpo_case", "task", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = msgspec.json.decode((tmp_path / "figures.json").read_bytes(), type=Results)
+    assert sorted(number for row in found.rows for number in row.trained) == list(range(8))
+    assert all(row.apart < 1e-4 and max(row.lengths) <= 20 and 0 < row.reward < 1 for row in found.rows)
+    assert found.run.task == "chain_sum" and found.before > 0

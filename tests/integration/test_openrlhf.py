@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 
 import pytest
@@ -32,6 +34,11 @@ def test_async_with_partial_rollout(openrlhf_job):
     assert all(math.isfinite(loss) for loss in job.series("policy_loss"))
     assert max(job.series("rollout/switches")) >= 1 and "adaptive engine of 2 ranks: begins in tp1×dp2" in job.log
     assert "step: " in job.log
+    lines = map(json.loads, (job.out / "decisions.0.jsonl").read_text().splitlines())
+    seen = [line["snapshot"] for line in lines if line["event"] == "decision"]
+    in_round = itertools.dropwhile(lambda snapshot: not snapshot["in_round"], seen)
+    first = itertools.takewhile(lambda snapshot: snapshot["in_round"], in_round)
+    assert any(snapshot["complete"] for snapshot in first), "the size of the first round is announced"
 
 
 def test_a_wrong_setting_is_refused_in_one_line(openrlhf_job):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import importlib.util
 import inspect
+import itertools
+import json
 import re
 import sys
 from dataclasses import fields
@@ -14,7 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+import torch
 from on_cpu import openrlhf_cpu
+
+from sglang_pat.messages import BeginRound, EndRound
 
 pytestmark = pytest.mark.integration
 
@@ -68,7 +73,6 @@ def test_arguments_of_an_engine(engine):
 def test_engines_are_waited_for_before_models_are_loaded(engine, monkeypatch):
     """In the driver; one that is refused ends the job there."""
     import openrlhf.trainer.ray as where_it_looks
-    import ray
     from openrlhf.cli import train_ppo_ray
 
     from sglang_pat.integrations.openrlhf.given import GivenArguments
@@ -100,38 +104,85 @@ def test_agents(engine):
     assert read and set(read) <= {field.name for field in fields(Completion)}
 
 
-def test_the_engine_is_told_while_agents_are_under_way(engine):
-    """Also while all of them wait for a tool."""
-    from sglang_pat.integrations.openrlhf.actor import RolloutActor
+class Engines:
+    """One or more, which note what they are told and asked; a reward is 0 at first, then 1."""
 
-    kind = RolloutActor.__ray_metadata__.modified_class
-    actor, told, answered = kind.__new__(kind), [], asyncio.Event()
+    def __init__(self, monkeypatch, number: int = 1) -> None:
+        from openrlhf.trainer.ppo_utils import samples_generator
 
-    class Agent:
-        async def execute(self, **about):
-            told.append(about["prompt"])
-            await answered.wait()
-            return {}
+        self.told: list[Any] = []
+        self.scores = itertools.chain([0.0], itertools.repeat(1.0))
+        for module in (samples_generator.ray, ray):
+            monkeypatch.setattr(module, "get", lambda found: found)
+            monkeypatch.setattr(module, "wait", lambda refs, **_: (refs[:1], refs[1:]))
+        named = {name: SimpleNamespace(remote=getattr(self, name)) for name in (
+            "announce_round", "generate_responses", "get_num_unfinished_requests"
+        )}  # fmt: skip
+        self.all = [SimpleNamespace(**named) for _ in range(number)]
 
-    actor.executor, actor._prompts = Agent(), 0
-    actor._engine = SimpleNamespace(begin_round=lambda: told.append("begin"), end_round=lambda: told.append("end"))
+    def announce_round(self, message) -> None:
+        self.told.append(message)
 
-    async def run():
-        asked = [asyncio.ensure_future(actor.generate_responses(p, "", None, 9, None, num_samples=2)) for p in "ab"]
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert told == ["begin", "a", "a", "b", "b"]
-        answered.set()
-        await asyncio.gather(*asked)
+    def get_num_unfinished_requests(self) -> int:
+        return 0
 
-    asyncio.run(run())
-    assert told[-1] == "end" and told.count("end") == 1
+    def generate_responses(self, prompt, num_samples, **_) -> list[Any]:
+        self.told.append(prompt)
+        return [SimpleNamespace(scores=[torch.tensor(next(self.scores))])] * num_samples
+
+
+def make_generator(engines: Engines, filters: bool = False):
+    from sglang_pat.integrations.openrlhf.generator import RoundGenerator
+
+    args = {
+        "rollout": {"batch_size": 2, "n_samples_per_prompt": 4}, "vllm": {"enable_sleep": False},
+        "algo": {"dynamic_filtering_enable": filters, "dynamic_filtering_range": (0.5, 2.0),
+                 "advantage": {"is_correction_level": "off"}},
+    }  # fmt: skip
+    args = json.loads(json.dumps(args), object_hook=lambda found: SimpleNamespace(**found))
+    data, other = ([(None, [name], [""], [None]) for name in names] for names in ("abcd", "xyz"))
+    made = RoundGenerator(SimpleNamespace(args=args), data, other, None, engines.all)
+    made._process_response_into_experience = lambda response, **_: response
+    return made
+
+
+def test_engines_are_told_of_each_round(engine, monkeypatch):
+    """From its first prompt until all agents are done, also if all of these wait for a tool."""
+    engines = Engines(monkeypatch)
+    generator = make_generator(engines)
+    generator.generate_samples(max_new_tokens=9)
+    begun = BeginRound(requests=8, prompts=2, max_new_tokens=9)
+    assert engines.told == [begun, "a", "b", EndRound()]
+    engines.told.clear()
+    generator.generate_eval_samples(max_len=99, n_samples_per_prompt=3)
+    of_two, of_one = (
+        BeginRound(requests=3 * prompts, prompts=prompts, max_new_tokens=99, kind="validation") for prompts in (2, 1)
+    )
+    assert engines.told == [of_two, "x", "y", EndRound(), of_one, "z", EndRound()]
+    engines.told.clear()
+    generator.generate_samples(max_new_tokens=9)
+    assert engines.told == [begun, "c", "d", EndRound()]
+
+
+def test_a_size_that_nobody_knows_is_not_told(engine, monkeypatch):
+    engines = Engines(monkeypatch)
+    make_generator(engines, filters=True).generate_samples(max_new_tokens=9)
+    assert engines.told == [BeginRound(max_new_tokens=9), "a", "b", "c", EndRound()], "c in place of a"
+    engines = Engines(monkeypatch, number=2)
+    make_generator(engines).generate_samples(max_new_tokens=9)
+    assert engines.told == [BeginRound(max_new_tokens=9)] * 2 + ["a", "b"] + [EndRound()] * 2
+
+
+def test_where_their_trainers_find_a_generator(engine):
+    from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+
+    for module, maker in (ppo_trainer, "PPOTrainer"), (ppo_trainer_async, "GenerateSamplesActor"):
+        stock = getattr(module, maker).__ray_metadata__.modified_class
+        assert "self.samples_generator = SamplesGenerator(" in inspect.getsource(stock.__init__)
 
 
 def test_what_reaches_ray(engine, monkeypatch):
     """OpenRLHF's own environment, and our hook."""
-    import ray
-
     from sglang_pat.integrations.openrlhf.__main__ import main
 
     given: list[dict[str, Any]] = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 from hydra import compose, initialize_config_module
@@ -20,10 +21,11 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.reward_score import default_compute_score
+from verl_grpo import run_cpu
 
 from sglang_pat.integrations.verl import reward_ledger, rewards, trainers
 from sglang_pat.integrations.verl.fields import STOPS
-from sglang_pat.integrations.verl.reward_ledger import RewardLedger, make_metrics
+from sglang_pat.integrations.verl.reward_ledger import RewardLedger, TrainerLedger, make_metrics
 from sglang_pat.integrations.verl.reward_programs import ProgramScorer
 from sglang_pat.rewards import programs
 from sglang_pat.rewards.limits import CaseRun, LimitRules
@@ -279,6 +281,41 @@ async def test_limits_are_those_of_all_workers_and_outlive_their_owner(ledger, s
     assert (again[1]["reruns"], again[1]["right_reruns"]) == (1, 0)
 
 
+async def test_a_program_that_waits_gets_the_limit_of_its_turn(ledger, sandboxed):
+    ledger.actor = RewardLedger(rules := LimitRules(rerun_share=0))
+    scorer = ProgramScorer("a sandbox", rules, False, ledger, {"processes": 1, "failed_reward": 0.0})
+    found = await asyncio.gather(*(scorer.score(seconds, "a") for seconds in ("8", "20", "1")))
+    assert [reward.value for reward in found] == [0.0, 0.0, 1.0], "the first two had 2 s, as is known after the last"
+
+
+async def test_all_that_ask_a_new_ledger_at_once_get_what_was_learnt(ledger, sandboxed):
+    ledger.actor = RewardLedger(rules := LimitRules(rerun_share=0))
+    scorer = ProgramScorer("a sandbox", rules, False, ledger, {"processes": 1, "failed_reward": 0.0})
+    await scorer.score("4", "a")
+    ledger.actor = RewardLedger(rules)
+    found = await asyncio.gather(*(scorer._get_limits(["a"], first=True) for _ in range(3)))
+    assert found == [{"time_limits": [6.0]}] * 3
+
+
+def test_the_trainer_tells_what_it_knows_to_a_ledger_that_is_new(tmp_path, monkeypatch):
+    """What a checkpoint has, before the first reward; and in one that is made after a death, what was known before."""
+    local = Local()
+    monkeypatch.setattr(Local, "__getattr__", lambda self, name: SimpleNamespace(remote=getattr(self.actor, name)))
+    monkeypatch.setattr(reward_ledger, "connect", lambda rules: local)
+    monkeypatch.setattr(reward_ledger, "ray", SimpleNamespace(get=asyncio.run))
+    trainer = TrainerLedger(RULES)
+    asyncio.run(local.actor.record_runs([CaseRun("a", "right", 4.0, 30.0)], False))
+    assert trainer.take_metrics()["reward/incomplete"] == 0
+    local.actor = RewardLedger(RULES)  # it has died
+    asyncio.run(local.actor.record_runs([CaseRun("b", "right", 2.0, 30.0)], False))
+    trainer.save(tmp_path / "limits.json")
+    assert [trainer.take_metrics()["reward/incomplete"] for _ in range(2)] == [1, 0]
+    local.actor = RewardLedger(RULES)  # of another job
+    TrainerLedger(RULES).load(tmp_path / "limits.json")
+    assert asyncio.run(local.actor.get_limits(["a", "b", "c"], False))[1] == [6.0, 3.0, 30.0]
+    assert "reward/cases/cases" not in make_metrics(asyncio.run(local.actor.take_figures())), "nothing has run yet"
+
+
 # -- settings --------------------------------------------------------------------------------------------------
 
 
@@ -407,3 +444,40 @@ def test_processes_that_are_killed_change_no_reward(rewarded, tmp_path, monkeypa
     assert job.series("reward/responses")[0] == job.series("reward/responses")[2] == 16
     assert sum(job.series("reward/failed/died")) == 0
     assert 0 < job.series("reward/seconds/scoring")[0] <= job.series("reward/seconds/max")[0]
+
+
+@pytest.mark.long
+def test_a_job_goes_on_with_the_limits_that_another_has_learnt(rewarded, tmp_path):
+    """Programs in the sandbox, whose limits outlive two deaths of the ledger, and then the job."""
+    rows = [row | {"data_source": "codecontests"} for row in run_cpu.rows([f"Write program {n}." for n in range(48)])]
+    for row in rows:
+        row["reward_model"]["ground_truth"] = json.dumps(verl_reward_jobs.TASK)
+    pandas.DataFrame(rows).to_parquet(data := tmp_path / "programs.parquet")
+    sizes = "--batch", "16", "--samples", "1", "--steps", "3"
+    limits = "{{time_limits:{{minimum:0.5,maximum:4,rerun_share:0}},processes:4}}"
+    words = (
+        *sizes, "reward.custom_reward_function.path=null", f"+reward.sglang_pat={limits}", f"data.train_files={data}",
+        f"trainer.default_local_dir={tmp_path}", "trainer.resume_mode=auto", "trainer.save_freq=1",
+    )  # fmt: skip
+    first, noted = rewarded("none", "programs", *words, "trainer.total_training_steps=2")
+    whats = [line["what"] for line in noted]
+    assert [what for what in whats if what.endswith("killed")] == [
+        "a sandbox is killed", "the ledger is killed", "the ledger is killed"
+    ]  # fmt: skip
+    saved = json.loads((tmp_path / "global_step_2" / trainers.LIMITS_FILE).read_text())
+    assert len(saved["anchors"]) == 2
+    second, noted_later = rewarded("none", "programs", *words)
+    assert (len(first.steps), len(second.steps)) == (2, 1)
+    begin, after_a_death, resumed = first.steps + second.steps
+    for step in (begin, after_a_death, resumed):
+        assert step["critic/score/mean"] == 0.875
+    learnt = noted[whats.index("batch") :] + noted_later
+    limits = [line["limit"] for line in learnt if line["what"] == "second case"]
+    assert len(limits) >= 2 * 16
+    assert 1.5 <= min(limits) <= max(limits) < 4, "also for the first program after a death, and of the second job"
+    assert [step["reward/incomplete"] for step in (begin, after_a_death, resumed)] == [0, 1, 0]
+    for step in (begin, resumed):
+        assert (step["reward/responses"], step["reward/cases/right"], step["reward/cases/cut"]) == (16, 28, 4)
+        assert "reward/cases/wrong_cuts" not in step, "nothing was run again"
+    assert begin["reward/cases/cut_at_maximum"] >= 1 and "reward/cases/cut_at_maximum" not in resumed
+    assert resumed["reward/cases/wrong_cuts_high"] == 4

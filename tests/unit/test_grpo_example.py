@@ -15,7 +15,7 @@ from examples.grpo import __main__ as command
 from examples.grpo import countdown, train
 from examples.grpo.picture import Results, draw, make_title
 from examples.grpo.policy import TOKENS, compute_advantages, make_policy, split_by_length
-from examples.grpo.train import RULES, Row, Run, Trainer, draw_problems, load_checkpoint
+from examples.grpo.train import RULES, Row, Run, Trainer, load_checkpoint
 from sglang_pat.rollout.loop import EngineLoop
 from sglang_pat.rollout.records import Output
 from sglang_pat.rollout.rounds import RolloutCalls
@@ -82,9 +82,9 @@ def model(tmp_path_factory):
 
 
 def begin(run: Run, model, folder, verify=countdown.verify) -> Trainer:
-    problems, held_out = draw_problems(run)
+    task = replace(countdown.draw_task(run.steps * run.prompts, run.held_out, run.seed), verify=verify)
     path = folder / "checkpoint.pt"
-    return Trainer(run, PlayedEngine(), model, problems, held_out, verify, path, load_checkpoint(path, run, problems))
+    return Trainer(run, PlayedEngine(), model, task, path, load_checkpoint(path, run, task.problems))
 
 
 def finish(trainer: Trainer) -> list[int]:
@@ -169,9 +169,9 @@ def test_rows_of_similar_length_go_together():
 
 
 def test_no_problem_is_trained_and_tested():
-    problems, held_out = draw_problems(Run(steps=20, held_out=200))
-    assert len(problems) == 640 and not set(problems) & set(held_out)
-    assert draw_problems(Run(seed=1, steps=20, held_out=200))[1] == held_out
+    task = countdown.draw_task(640, 200, seed=0)
+    assert len(task.problems) == 640 and not set(task.problems) & set(task.held_out)
+    assert countdown.draw_task(640, 200, seed=1).held_out == task.held_out
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_the_picture_says_what_was_learnt(model, tmp_path):
     results = Results(run=RUN, before=0.25, rows=trainer.rows)
     trainer.rows[-1].held_out = 0.75
     assert make_title(results).startswith(
-        "Way tail, seed 0: from 0.25 to 0.75 of the held-out problems in 24 responses"
+        "Counting down, way tail, seed 0: from 0.25 to 0.75 on held-out problems in 24 responses"
     )
     assert draw(tmp_path / "grpo.png", results).stat().st_size > 10_000
     assert results.list_tests()[0] == (0, 0.0, 0.25)

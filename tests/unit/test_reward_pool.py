@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
+import select
 import signal
+import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,6 +23,7 @@ from sglang_pat.rewards.pool import Failure, RewardPool
 pytestmark = pytest.mark.unit
 
 FAILED = -1.0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Unpicklable(Exception):
@@ -166,8 +171,76 @@ async def test_spawned_processes_import_the_function():
     await pool.close()
 
 
+def start_another(line: str, how: str) -> object:
+    """A reward function with a child, whose stdout is the file ``line``; there it says which process it is."""
+    with open(line, "w") as file:
+        child = subprocess.Popen(["sleep", "600"], stdout=file)
+        file.write(f"{child.pid}\n")
+    return behave({"late": "hang", "cancelled": "hang", "died": "killed", "returns": "number"}[how])
+
+
+class Line:
+    """A pipe with a name, which ends when all that have opened it have ended."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.path, self.fd = str(path), os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def wait_for(self, event: int) -> bool:
+        poll = select.poll()
+        poll.register(self.fd, event)
+        return any(found & event for _, found in poll.poll(20_000))
+
+
+@pytest.fixture
+def line(tmp_path) -> Iterator[Line]:
+    made = Line(tmp_path / "line")
+    yield made
+    with open(made.fd) as file:
+        for pid in map(int, file):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # else it would sleep on after a test that failed
+
+
+@pytest.mark.parametrize("how", ["late", "cancelled", "died", "returns"])
+async def test_what_a_call_has_started_ends_with_it(line, how):
+    pool = RewardPool(start_another, processes=1, limit=1.0 if how == "late" else 600.0)
+    call = asyncio.create_task(pool.score({"line": line.path, "how": how}))
+    assert await asyncio.to_thread(line.wait_for, select.POLLIN)
+    if how == "cancelled":
+        call.cancel()
+    else:
+        assert (await call).failure == (None if how == "returns" else how)
+    if how == "returns":
+        await pool.close()
+    assert await asyncio.to_thread(line.wait_for, select.POLLHUP), "nobody has it open any more"
+    await pool.close()
+
+
+JOB = """
+import asyncio, sys
+from sglang_pat.rewards.pool import RewardPool
+from tests.unit.test_reward_pool import start_another
+async def main():
+    pool = RewardPool(start_another, processes=1, limit=600, start=sys.argv[2])
+    await pool.score({"line": sys.argv[1], "how": "late"})
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("start", pools.STARTS)
+def test_what_a_call_has_started_ends_with_the_job(line, tmp_path, start):
+    (script := tmp_path / "job.py").write_text(JOB)
+    command = [sys.executable, str(script), line.path, start]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT}"}) as job:
+        assert line.wait_for(select.POLLIN)
+        job.kill()
+    assert line.wait_for(select.POLLHUP)
+
+
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("given", "said"),
     [
         ({"processes": 0}, "processes is 0, must be 1 or more"),
         ({"limit": 0}, "limit is 0, must be seconds above 0"),
@@ -177,7 +250,7 @@ async def test_spawned_processes_import_the_function():
         ({"start": "spawn", "function": lambda: 0}, "start is 'spawn', for which <function"),
     ],
 )
-def test_refused_in_one_line(given, line):
+def test_refused_in_one_line(given, said):
     with pytest.raises(ValueError) as refused:
         RewardPool(**{"function": behave, "processes": 1} | given)
-    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+    assert str(refused.value).startswith(said) and "\n" not in str(refused.value)

@@ -166,6 +166,19 @@ def test_a_worker_that_is_killed_takes_its_sandbox_along(bubblewrap):
         assert select.select([inside], [], [], 20.0)[0], "the kernel ends all that is in there with this process"
 
 
+def test_that_does_not_depend_on_the_process_inside(bubblewrap):
+    """Which may have no core for a long time; here it is stopped.  And nobody waits for the worker."""
+    command = [sys.executable, "-c", WORKER, "bubblewrap", "while True: pass"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        pid = int(worker.stdout.readline())
+        with os.fdopen(os.pidfd_open(pid)) as inside:
+            os.kill(pid, signal.SIGSTOP)
+            worker.kill()
+            ended, _, _ = select.select([inside], [], [], 20.0)
+            signal.pidfd_send_signal(inside.fileno(), signal.SIGCONT)
+    assert ended
+
+
 def test_a_worker_that_is_killed_takes_a_program_without_sandbox_along(tmp_path):
     line = tmp_path / "line"
     os.mkfifo(line)
@@ -243,6 +256,32 @@ def test_a_container_that_allows_no_new_proc(bubblewrap, folder, monkeypatch):
     with found.open("import os\nprint(os.path.exists('/proc'))\nwhile True: pass") as session:
         run = session.run("", 0.1, 5.0)
     assert (run.ended, run.output, run.waited) == ("cut", "", 0.0) and run.wall >= 0.1
+
+
+def test_a_folder_that_the_user_of_programs_may_not_enter_is_named(bubblewrap, folder, monkeypatch):
+    """The one of the bwrap or of the interpreter; as soon as he may, it works."""
+    if os.geteuid() != 0:
+        pytest.skip("only root's programs run as another user")
+    (inside := folder / "venv" / "bin").mkdir(parents=True)
+    bwrap, python = inside / "bwrap", inside / "python"
+    bwrap.write_text(f'#!/bin/sh\nexec {bubblewrap.bwrap} "$@"')
+    bwrap.chmod(0o755)
+    python.symlink_to("/usr/bin/python3")
+    inside.parent.chmod(0o700)
+    for find, setting in (
+        (lambda: iter([str(bwrap)]), None),
+        (lambda: iter([bubblewrap.bwrap]), {"python": str(python)}),
+    ):
+        monkeypatch.setattr(sandbox, "_find_bwrap", find)
+        with pytest.raises(ValueError) as raised:
+            sandbox.make_sandbox(setting, "rewards.sandbox")
+        line, needed = str(raised.value), bwrap if setting is None else python
+        assert f"(root's programs run as user 65534, who may not enter {inside.parent}, where {needed} is): " in line
+        assert f"): chmod o+x {inside.parent}, take another bwrap" in line and "\n" not in line
+        assert "user namespaces" not in line, "they are not what is missing"
+    inside.parent.chmod(0o711)
+    monkeypatch.setattr(sandbox, "_find_bwrap", lambda: iter([str(bwrap)]))
+    assert sandbox.make_sandbox(None).bwrap == str(bwrap)
 
 
 def test_no_bwrap_at_all(monkeypatch):

@@ -98,12 +98,12 @@ def measure(shape: ModelShape, tp: int, batch: int, device: str, dtype: torch.dt
         lambda: [product.on_copy() for product in made],
     ]
     if device == "cuda":
-        ways = [_capture_graph(way) for way in ways]
+        ways = [capture_graph(way) for way in ways]
     views, copies = (seconds * shape.layers / layers for seconds in kernels.time_calls(device, *ways, repeats=repeats))
     return {"tp": tp, "batch": batch, "views_seconds": views, "copies_seconds": copies}
 
 
-def _capture_graph(call: Callable[[], object]) -> Callable[[], object]:
+def capture_graph(call: Callable[[], object]) -> Callable[[], object]:
     """As a CUDA graph: what is launched counts as in a decode step, not what Python takes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

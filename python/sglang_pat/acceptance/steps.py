@@ -26,6 +26,7 @@ from sglang_pat.acceptance.answers import (
     steady,
 )  # fmt: skip
 from sglang_pat.acceptance.bench import Bench
+from sglang_pat.acceptance.experts import experts
 from sglang_pat.acceptance.linears import views
 from sglang_pat.acceptance.results import Result
 from sglang_pat.memory.machine import GIB
@@ -226,6 +227,7 @@ STEPS: tuple[Callable[[Bench], Result], ...] = (
     check_machine,
     move_kv,
     views,
+    experts,
     start,
     step_times,
     long_tail,

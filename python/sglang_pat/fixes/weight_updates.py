@@ -82,8 +82,8 @@ class ExpectedWeights:
             load_format: of the request; ``direct``: names and shapes of this rank's own parameters.
         """
         given = [(name, tuple(shape)) for name, shape in tensors]
-        if load_format != "direct":
-            self._note_fitting([one for one in given if one not in self._fitting])
+        if load_format != "direct" and (new := [one for one in given if one not in self._fitting]):
+            self._note_fitting(new)
         for name, shape in given:
             found = (self._find_own_mismatch if load_format == "direct" else self._find_mismatch)(name, shape)
             if found is not None:
@@ -105,11 +105,13 @@ class ExpectedWeights:
         self._calls.clear()
         try:
             self._model.load_weights(offer())
-        except Exception:  # which the last one meets again by itself
-            offered.pop(id(kept[-1]), None) if kept else None
+        except Exception:
+            if offered:
+                offered.popitem()  # by itself it meets the same exception again
         fits: dict[int, bool] = {}
         for loaded, whole in self._calls:
             fits[id(loaded)] = fits.get(id(loaded), True) and tuple(loaded.shape) == whole
+        self._calls.clear()
         if fits.keys() <= offered.keys():  # a model that changes a tensor first does not say which it was
             self._fitting.update(offered[one] for one, fit in fits.items() if fit)
 

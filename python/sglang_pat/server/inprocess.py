@@ -65,12 +65,9 @@ class InProcessEngine:
         )  # fmt: skip
         return await anext(self._manager.generate_request(request, None))
 
-    def begin_round(self) -> None:
-        """What is asked for from now on belongs together, until :meth:`end_round`; nobody knows how much it is."""
-        self._manager.pat_send_round(BeginRound())
-
-    def end_round(self) -> None:
-        self._manager.pat_send_round(EndRound())
+    def announce_round(self, message: BeginRound | EndRound) -> None:
+        """What is asked for from now on belongs together, or is no round's any more."""
+        self._manager.pat_send_round(message)
 
     async def pause(self, mode: str) -> None:
         """``abort``, ``retract`` or ``in_place``."""

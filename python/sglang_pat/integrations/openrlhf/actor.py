@@ -18,6 +18,7 @@ from sglang_pat.figures import Figures
 from sglang_pat.integrations.openrlhf.facade import GROUP, SamplingParams
 from sglang_pat.integrations.openrlhf.given import WHERE, GivenArguments
 from sglang_pat.launch.attach import attach
+from sglang_pat.messages import BeginRound, EndRound
 from sglang_pat.server.inprocess import InProcessEngine
 
 ALL_TAGS = ("weights", "kv_cache")
@@ -97,8 +98,6 @@ class RolloutActor:
         self._ranks = tensor_parallel_size
         self._asleep: set[str] = set()
         self._unfinished = 0
-        self._prompts = 0
-        """Whose agents are under way, also while they wait for a tool."""
 
     # -- weights ---------------------------------------------------------------------------------------
 
@@ -192,15 +191,11 @@ class RolloutActor:
             "prompt": prompt, "label": label, "sampling_params": sampling_params, "max_length": max_length,
             "hf_tokenizer": hf_tokenizer, "llm_engine": self, "images": images,
         }  # fmt: skip
-        self._prompts += 1
-        if self._prompts == 1:
-            self._engine.begin_round()
-        try:
-            return await asyncio.gather(*(self.executor.execute(**about) for _ in range(num_samples)))
-        finally:
-            self._prompts -= 1
-            if not self._prompts:
-                self._engine.end_round()
+        return await asyncio.gather(*(self.executor.execute(**about) for _ in range(num_samples)))
+
+    def announce_round(self, message: BeginRound | EndRound) -> None:
+        """From the job's generator of samples (:mod:`.generator`)."""
+        self._engine.announce_round(message)
 
     async def get_totals(self) -> Figures:
         """What the engine did since its start."""

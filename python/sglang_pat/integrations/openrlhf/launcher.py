@@ -1,4 +1,5 @@
-"""Where OpenRLHF makes its engine actors, it makes ours; and its trainer logs what they did."""
+"""Where OpenRLHF makes its engine actors, it makes ours; its generator tells them of rounds, and its trainer logs what
+they did."""
 
 from __future__ import annotations
 
@@ -37,16 +38,19 @@ def install(given: GivenArguments) -> None:
     Otherwise one that is refused would be waited for by the trainer, which has loaded its model by then and joins the
     group of weight updates with it: half an hour.
     """
+    from openrlhf.trainer import ppo_trainer, ppo_trainer_async
     from openrlhf.trainer import ray as where_it_looks
-    from openrlhf.trainer.ppo_trainer import PPOTrainer
-    from openrlhf.trainer.ppo_trainer_async import TrainingActor
     from openrlhf.trainer.ray import vllm_engine
+
+    from sglang_pat.integrations.openrlhf.generator import RoundGenerator
 
     vllm_engine.RolloutRayActor = Launcher(given)
     where_it_looks.create_vllm_engines = _wrap_create(where_it_looks.create_vllm_engines)
-    for trainer in (PPOTrainer, TrainingActor):
-        # Ray hands the class of an actor on as it is here when the first one is made.
+    # Ray hands the class of an actor on as it is here when the first one is made, and what it finds in its module.
+    for trainer in (ppo_trainer.PPOTrainer, ppo_trainer_async.TrainingActor):
         trainer.__ray_metadata__.modified_class.train_step = train_step
+    for module in (ppo_trainer, ppo_trainer_async):
+        module.SamplesGenerator = RoundGenerator
 
 
 def _wrap_create(create: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

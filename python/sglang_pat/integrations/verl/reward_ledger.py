@@ -1,8 +1,9 @@
 """What the reward workers of a verl job share, with each other and with its trainer: one named Ray actor.
 
-Its death costs a job nothing that it trains on.  Ray starts it anew, and it is empty then.  Each worker also keeps what
-it has told of time limits, and tells it again (:meth:`RewardLedger.restore_limits`).  Of responses whose end is lost,
-verl's own queue tells later.  The figures of the step are those since then.
+Its death costs a job nothing that it trains on.  Ray starts it anew, and it is empty then.  What was learnt of time
+limits comes back (:meth:`RewardLedger.restore_limits`): the trainer tells what it knew after the last step, and each
+worker what it has told since the job's start.  Of responses whose end is lost, verl's own queue tells later.  The
+figures of the step are those since then.
 """
 
 from __future__ import annotations
@@ -103,9 +104,8 @@ class RewardLedger:
         return None if first and not self._limits.is_final(runs) else self._limits.record(runs)
 
     async def restore_limits(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Add what somebody knows: a checkpoint, or a worker what it has told :attr:`life` before this one; returns all
-        that is known now."""
-        self._limits.add_state(state)
+        """Know what somebody else knows (:meth:`TimeLimits.merge`); returns all that is known now."""
+        self._limits.merge(state)
         return self._limits.state_dict()
 
     async def get_limits_state(self) -> tuple[str, dict[str, Any]]:
@@ -136,9 +136,11 @@ class TrainerLedger:
     def __init__(self, rules: LimitRules) -> None:
         self._actor = connect(rules)
         self._rules = rules
-        self._saved: dict[str, Any] | None = None
-        """What the checkpoint knew from which the job goes on."""
+        self._known: dict[str, Any] = {}
+        """Of time limits, when this was last asked for; nothing in the beginning."""
         self._life = ""
+        self._incomplete = False
+        """Whether figures of this step were lost."""
 
     def take_ends(self, step: int) -> dict[str, dict[int, int]]:
         """:meth:`RewardLedger.take_ends`"""
@@ -149,9 +151,10 @@ class TrainerLedger:
         ray.get(self._actor.drop.remote([(step, uid) for uid in uids]))
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the rewards of the step that ends now, for the tracker."""
+        """Of the rewards of the step that ends now, for the tracker; ``reward/incomplete`` is 1 if some are missing."""
         self._get_state()
-        return make_metrics(ray.get(self._actor.take_figures.remote()))
+        incomplete, self._incomplete = self._incomplete, False
+        return make_metrics(ray.get(self._actor.take_figures.remote())) | {"reward/incomplete": float(incomplete)}
 
     def save(self, path: Path) -> None:
         """Write what was learnt of time limits."""
@@ -168,15 +171,17 @@ class TrainerLedger:
             TimeLimits(self._rules).load_state_dict(state)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path}: {format_one_line(error)}; delete it to begin without") from None
-        self._saved, self._life = state, ""
+        self._known, self._life = state, ""
+        self._get_state()  # the first reward of the job has these limits already
 
     def _get_state(self) -> dict[str, Any]:
-        """Of the actor, which is told again what was saved if it has died."""
+        """What is known of time limits.  An actor that is another one than the last time is told first."""
         life, state = ray.get(self._actor.get_limits_state.remote())
-        if life == self._life:
-            return state
-        self._life = life
-        return state if self._saved is None else ray.get(self._actor.restore_limits.remote(self._saved))
+        self._incomplete |= self._life not in ("", life)
+        if life != self._life and self._known:
+            state = ray.get(self._actor.restore_limits.remote(self._known))
+        self._life, self._known = life, state
+        return state
 
 
 def make_metrics(figures: Mapping[str, float]) -> dict[str, float]:

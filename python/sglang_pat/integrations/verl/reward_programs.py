@@ -73,10 +73,10 @@ class ProgramScorer:
         self, task: dict[str, Any], keys: Sequence[str], first: bool
     ) -> tuple[Reward, Sequence[bool] | None]:
         """What came of it, and what the ledger says to its runs."""
-        limits = await self._get_limits(keys, first)
         # The sandbox keeps the limits.  This one is for a sandbox that hangs.
         most = len(keys) * self._maximum + SPARE_SECONDS
-        reward = await self._pool.score(task | {"time_limits": limits}, most)
+        # They are asked for late: while this one waits, others tell how long a right answer takes.
+        reward = await self._pool.score(task, most, functools.partial(self._get_limits, keys, first))
         if reward.failure is not None:
             return reward, ()
         runs = reward.info["runs"]
@@ -85,13 +85,14 @@ class ProgramScorer:
             self._told.record(runs)
         return reward, again
 
-    async def _get_limits(self, keys: Sequence[str], first: bool) -> Sequence[float]:
+    async def _get_limits(self, keys: Sequence[str], first: bool) -> dict[str, Sequence[float]]:
+        known = self._life  # before it asks: of several that ask a new ledger at once, none has a full answer
         life, limits = await self._ledger.get_limits.remote(keys, first)
-        if life == self._life:
-            return limits
-        self._life = life
-        await self._ledger.restore_limits.remote(self._told.state_dict())
-        return (await self._ledger.get_limits.remote(keys, first))[1]
+        if life != known:
+            self._life = life
+            await self._ledger.restore_limits.remote(self._told.state_dict())
+            _, limits = await self._ledger.get_limits.remote(keys, first)
+        return {"time_limits": limits}
 
     async def _run_again(self, task: Mapping[str, Any]) -> None:
         reward = await self._idle.score(task, programs.PATIENCE * self._maximum + SPARE_SECONDS)

@@ -1,0 +1,146 @@
+"""The experts of a mixture on views of the base weights, beside the same on copies: the same bits, and their times."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from sglang_pat.acceptance import kernels
+from sglang_pat.acceptance.bench import Bench
+from sglang_pat.acceptance.linears import capture_graph
+from sglang_pat.acceptance.results import Result
+from sglang_pat.cpu import shim
+
+DEGREES, BATCHES = (2, 4, 8), (1, 8, 64, 512)
+"""One rank's part is measured, so degrees need no more GPUs than one."""
+ROUTINGS = 4
+"""That are measured in turn, as the layers of a model would be: so their weights do not stay in a cache."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Of a mixture: routed experts, each with so many gate rows, and those that each token goes to."""
+
+    experts: int
+    rows: int
+    hidden: int
+    top_k: int
+
+
+QWEN3_30B_A3B = Layer(experts=128, rows=768, hidden=2048, top_k=8)
+
+
+def experts(bench: Bench) -> Result:
+    """Products with experts on views of the base weights are those with copies, bit for bit; and what they take."""
+    if bench.device == "cpu":
+        return Result(verdict="left out", line="the kernels for experts need a GPU")
+    shim.ensure()
+    from sglang.srt import server_args
+
+    from profiler.launch import make_server_args
+
+    with mock.patch.dict(os.environ, bench.env):
+        args = make_server_args(str(bench.large), [*bench.layout, *bench.flags, *bench.large_flags])
+    with mock.patch.object(server_args, "_global_server_args", args):  # which SGLang's choice of blocks reads
+        result = compare(QWEN3_30B_A3B, BATCHES, bench.device, torch.bfloat16, repeats=20)
+    torch.cuda.empty_cache()  # for the engines
+    return result
+
+
+def compare(layer: Layer, batches: tuple[int, ...], device: str, dtype: torch.dtype, repeats: int) -> Result:
+    """Passed if all products are equal in every bit, and the layers to what rounding may do."""
+    found = [measure(layer, tp, batch, device, dtype, repeats) for tp in DEGREES for batch in batches]
+    ways = ("copies", "views", "gate and up: copy", "one launch", "two launches")
+    rows = [["tp", "requests", "equal", *(f"{way}, us" for way in ways)]]
+    for row in found:
+        times = (f"{row['seconds'][way] * 1e6:.1f}" for way in ways)
+        rows.append([str(row["tp"]), str(row["batch"]), "yes" if row["equal"] and row["close"] else "NO", *times])
+    ratios = [row["seconds"]["views"] / row["seconds"]["copies"] for row in found]
+    equal = sum(row["equal"] and row["close"] for row in found)
+    line = f"{equal} of {len(found)} equal; views take {min(ratios):.2f} to {max(ratios):.2f} of the time"
+    verdict = "passed" if equal == len(found) else "failed"
+    return Result(verdict=verdict, line=f"{line} of copies", rows=rows, figures={"rows": found})
+
+
+def measure(layer: Layer, tp: int, batch: int, device: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    """One layer in degree ``tp``, of the last rank, from base weights of tp1; on a GPU as CUDA graphs.
+
+    Returns:
+        ``equal``: gate and up, and the down projection, are those on copies, bit for bit; ``close``: so is the layer,
+        whose sum over a token's experts SGLang rounds in another way for few tokens; ``seconds`` by way.
+    """
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    from sglang_pat.rank.experts import PiecewiseExperts
+    from sglang_pat.rank.experts_triton import multiply_gate_up
+
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype) * scale
+
+    rows, pairs = layer.rows // tp, batch * layer.top_k
+    w13 = draw(layer.experts, 2 * layer.rows, layer.hidden, scale=0.02)
+    gate, up = (part[:, -rows:] for part in w13.chunk(2, dim=1))
+    down = draw(layer.experts, layer.hidden, layer.rows, scale=0.02)[:, :, -rows:]
+    w13_copy, down_copy = torch.cat([gate, up], dim=1), down.clone(memory_format=torch.contiguous_format)
+    method = PiecewiseExperts()
+    method.set_pieces([gate, up])
+    x, inner = draw(batch, layer.hidden), draw(pairs, rows)
+    routed = []
+    for _ in range(ROUTINGS):
+        weights, ids = torch.rand(batch, layer.experts, device=device).topk(layer.top_k)
+        routed.append((weights, ids.to(torch.int32)))
+    plain = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant")
+    unquantised: dict[str, Any] = dict.fromkeys(plain, False) | {"block_shape": None}
+
+    def on_copies(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return fused_moe.fused_experts_impl(x, w13_copy, down_copy, weights, ids, filter_expert=False)
+
+    def on_views(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return method.multiply_on_gpu(x, down, weights, ids)
+
+    weights, ids = routed[0]
+    config: Any
+    config, down_config, _, *order = fused_moe._prepare_fused_moe_run(x, w13_copy, down_copy, ids, **unquantised)
+
+    def launch(given: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, last: bool = False) -> torch.Tensor:
+        """SGLang's kernel; ``last``: for the down projection."""
+        blocks = (down_config or config) if last else config
+        routing: Any = weights, ids, *order, last, 1 if last else layer.top_k, blocks
+        fused_moe.invoke_fused_moe_kernel(
+            given, weight, None, out, None, None, None, *routing, **unquantised, filter_expert=False,
+            compute_type=getattr(fused_moe.tl, str(dtype).removeprefix("torch.")),
+        )  # fmt: skip
+        return out
+
+    def launch_once() -> torch.Tensor:
+        multiply_gate_up(x, gate, up, gate_up, ids, *order, config=config)
+        return gate_up
+
+    def launch_twice() -> None:
+        launch(x, gate, gate_up[:, :rows])
+        launch(x, up, gate_up[:, rows:])
+
+    gate_up = draw(pairs, 2 * rows)
+    equal = torch.equal(launch(x, w13_copy, draw(pairs, 2 * rows)), launch_once())
+    of_copy, of_view = (launch(inner, part, draw(pairs, layer.hidden), last=True) for part in (down_copy, down))
+    equal &= torch.equal(of_copy, of_view)
+    close = all(torch.allclose(on_copies(*one), on_views(*one), rtol=0.02, atol=1e-3) for one in routed)
+    ways: dict[str, Callable[[], object]] = {
+        "copies": lambda: [on_copies(*one) for one in routed],
+        "views": lambda: [on_views(*one) for one in routed],
+        "gate and up: copy": partial(launch, x, w13_copy, gate_up),
+        "one launch": launch_once,
+        "two launches": launch_twice,
+    }
+    if device == "cuda":
+        ways = {name: capture_graph(way) for name, way in ways.items()}
+    seconds = dict(zip(ways, kernels.time_calls(device, *ways.values(), repeats=repeats), strict=True))
+    for name in ("copies", "views"):
+        seconds[name] /= ROUTINGS
+    return {"tp": tp, "batch": batch, "equal": equal, "close": close, "seconds": seconds}
