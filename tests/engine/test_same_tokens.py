@@ -154,7 +154,7 @@ class Runner:
 
         if any(request.key not in known for request in schedule.requests):
             # For all schedules on this model at once: the stock server is needed just once.
-            same = [(other, n) for n, other in SETUPS.items() if other.model == setup.model]
+            same = [(other, n) for n, other in SETUPS.items() if other.model == setup.model and n in plan]
             wanted = [other.schedule(n, seed) for other, n in same for seed in plan[n]]
             schedule_runs.expected(reference(), wanted, known)
         server = self.adaptive(name)
