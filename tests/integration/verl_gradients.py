@@ -1,6 +1,6 @@
 """Ranks of verl's trainer without Ray: steps with summed gradients, and verl's own on the same samples.
 
-    python -m tests.integration.verl_gradients MODEL OUT
+    python -m tests.integration.verl_gradients MODEL OUT [CASE ...]
 
 One process for each rank, forked after verl is imported.  OUT gets, by case, how far the two are apart.
 """
@@ -39,7 +39,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "entropy": ("loss_agg_mode=token-mean", "entropy_coeff=0.01"),
     "kl": ("loss_agg_mode=seq-mean-token-mean", "use_kl_loss=true", "kl_loss_coef=0.1"),
     "dynamic": ("loss_agg_mode=token-mean", "use_dynamic_bsz=true", "ppo_max_token_len_per_gpu=256"),
-    "deferred": ("loss_agg_mode=token-mean", "fsdp_config.use_no_sync_for_gradient_accumulation=true"),
+    "deferred": ("fsdp_config.use_no_sync_for_gradient_accumulation=true",),
+    "offloaded": ("fsdp_config.param_offload=true", "fsdp_config.optimizer_offload=true"),
 }
 """Overrides of ``actor_rollout_ref.actor``."""
 
@@ -86,6 +87,7 @@ def make_samples(step: int) -> TensorDict:
         rows.append(
             dict(prompts=prompt, responses=response, input_ids=whole, position_ids=torch.arange(len(whole)))
             | dict(response_mask=mask, loss_mask=mask, advantages=advantages, ref_log_prob=-6 - advantages / 9)
+            | dict(rollout_is_weights=torch.rand(len(response), generator=draw) + 0.5)
         )
     fields = {name: torch.nested.as_nested_tensor([row[name] for row in rows], layout=torch.jagged) for name in rows[0]}
     return TensorDict(fields, batch_size=SEQUENCES)
@@ -126,6 +128,11 @@ def record_gradients(worker: SummingWorker) -> list[torch.Tensor]:
     return found
 
 
+def collect_weights(worker: SummingWorker) -> torch.Tensor:
+    values = worker.actor.engine.module.state_dict().values()
+    return torch.cat([value.full_tensor().flatten() for value in values])
+
+
 def update_as_verl(worker: SummingWorker, data: TensorDict, rank: int) -> dict[str, Any]:
     """verl's update of this rank, which recomputes the old log-probs."""
     own = tu.chunk_tensordict(data, RANKS)[rank]
@@ -145,19 +152,21 @@ def compare(config: Any, rank: int) -> dict[str, Any]:
         workers.append(SummingWorker(config, "actor"))
         workers[-1].init_model()
     ours, theirs = workers
+    before = collect_weights(ours)
     gradients, expected = record_gradients(ours), record_gradients(theirs)
     metrics: list[Any] = []
     for step in range(STEPS):
         data = make_samples(step)
         ours.begin_step()
-        for shares in make_shares(data, step, replicas=ours.actor.engine.device_mesh.ndim > 1):
-            ours.add_gradients(shares[rank])
+        replicas = ours.actor.engine.device_mesh.ndim > 1
+        own = slice(rank // SHARDS * SHARDS, rank // SHARDS * SHARDS + SHARDS) if replicas else slice(None)
+        for shares in make_shares(data, step, replicas):
+            # A replica without samples may be asked, or not: the other trains in any case.
+            if step == 0 or any(share is not None for share in shares[own]):
+                ours.add_gradients(shares[rank])
         found = tu.get(ours.finish_step(SEQUENCES), "metrics")
         metrics.append([found, update_as_verl(theirs, data, rank)])
-    weights = [
-        torch.cat([value.full_tensor().flatten() for value in worker.actor.engine.module.state_dict().values()])
-        for worker in workers
-    ]
+    weights = collect_weights(theirs)
 
     def apart(one: torch.Tensor, other: torch.Tensor) -> float:
         return ((one - other).norm() / other.norm()).item()
@@ -165,19 +174,45 @@ def compare(config: Any, rank: int) -> dict[str, Any]:
     return {
         "gradients": [apart(one, other) for one, other in zip(gradients, expected, strict=True)],
         "norms": [gradient.norm().item() for gradient in expected],
-        "weights": apart(*weights),
+        "weights": apart(collect_weights(ours), weights),
+        "moved": apart(before, weights),
         "metrics": metrics,
     }
 
 
-def run_rank(rank: int, port: int, model: str, out: str) -> None:
+def collect_errors(config: Any, rank: int) -> list[str]:
+    """What calls at a wrong time, and wrong numbers, say."""
+    worker = SummingWorker(config, "actor")
+    worker.init_model()
+    shares = make_shares(make_samples(0), 0, replicas=False)[0]
+
+    def begin() -> None:
+        worker.begin_step()
+        worker.begin_step()
+
+    def finish() -> None:
+        worker.add_gradients(shares[rank])
+        worker.finish_step(4)
+
+    calls = [lambda: worker.add_gradients(None), lambda: worker.finish_step(0), begin, finish]
+    found = []
+    for call in [*calls, lambda: worker.finish_step(SEQUENCES + 1)]:
+        try:
+            call()
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def run_rank(rank: int, port: int, model: str, out: str, *cases: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
-    wanted = os.environ.get("CASES", ",".join(CASES)).split(",")
-    found = {name: compare(make_config(model, CASES[name]), rank) for name in wanted}
+    found: dict[str, Any] = {name: compare(make_config(model, CASES[name]), rank) for name in cases or CASES}
+    found["errors"] = collect_errors(make_config(model, ()), rank)
     if rank == 0:
-        Path(out).write_text(json.dumps(found, default=str))
+        Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, dispatch_nd_compute, register
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id
+from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import AggregationType, Metric
 from verl.utils.seqlen_balancing import rearrange_micro_batches
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
@@ -104,13 +104,15 @@ class SummingTrainer(TrainingWorker):
         micro_batches = [] if data is None or not len(data) else self._split(data)
         passes = self._agree_on_passes(len(micro_batches))
         if passes:
-            with self.engine.train_mode(zero_grad_on_exit=False):
+            self._move_weights(get_device_name())
+            with self.engine.train_mode(disable_auto_offload=True, zero_grad_on_exit=False):
                 for i in range(passes):
                     with self.engine._gradient_sync_context(is_last_micro_batch=i == passes - 1):
                         if i < len(micro_batches):
                             self._run(micro_batches[i], added)
                         else:
                             self._run_empty()
+            self._move_weights("cpu")
         added.seconds = time.perf_counter() - began
         self._sums.add(added)
         return added
@@ -138,7 +140,7 @@ class SummingTrainer(TrainingWorker):
             total.add(part)
         if len(total.lengths) != sequences:
             raise RuntimeError(f"{sequences} sequences were given in this step, {len(total.lengths)} were trained on")
-        divisor = total.tokens if divisor is None else divisor
+        divisor = max(total.tokens, 1) if divisor is None else divisor
         with self.engine.train_mode(zero_grad_on_exit=True):
             self.engine.module.set_requires_all_reduce(True)
             if self.engine.device_mesh.ndim > 1:  # replicas: FSDP2 adds their sums in a backward pass
@@ -174,6 +176,11 @@ class SummingTrainer(TrainingWorker):
         size = config.micro_batch_size_per_gpu
         rows = torch.arange(len(data)).split(size)
         return [tu.index_select_tensor_dict(data, some) for some in rows]
+
+    def _move_weights(self, device: str) -> None:
+        """And gradients, if they wait on the host.  verl's own way moves what the optimizer keeps, too."""
+        if self.engine.is_param_offload_enabled:
+            self.engine.to(device, model=True, optimizer=False, grad=True)
 
     def _agree_on_passes(self, wanted: int) -> int:
         passes = torch.tensor(wanted, device=get_device_id())
