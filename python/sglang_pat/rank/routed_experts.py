@@ -125,7 +125,7 @@ class Table:
 
     def __init__(self, rows: torch.Tensor) -> None:
         self._rows = rows
-        self._awaited = torch.zeros(len(rows), dtype=torch.bool)
+        self._awaited = np.zeros(len(rows), dtype=bool)
         self._lock = Lock()
         self._copying: Future | None = None
 
@@ -136,7 +136,7 @@ class Table:
     def __setitem__(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         with self._lock:
             self._rows[slots] = rows
-            self._awaited[slots] = False
+            self._awaited[slots.numpy()] = False
 
     def wait(self) -> None:
         """Until no row is awaited; raises what copying has raised."""
@@ -146,8 +146,8 @@ class Table:
 
     def await_rows(self, slots: np.ndarray, begin: Callable[[], Future]) -> None:
         """Rows of ``slots`` will come by :meth:`copy`, in the thread that ``begin`` sets to work."""
-        self._awaited.zero_()
-        self._awaited[torch.from_numpy(slots)] = True
+        self._awaited[:] = False
+        self._awaited[slots] = True
         self._copying = begin()
 
     def copy(self, source: torch.Tensor, old: np.ndarray, new: np.ndarray) -> None:
@@ -155,9 +155,9 @@ class Table:
 
         By numpy, which on one core takes a third of torch's time for small integers.
         """
-        read, written, awaited = source.numpy(), self._rows.numpy(), self._awaited.numpy()
+        read, written = source.numpy(), self._rows.numpy()
         for begin in range(0, len(old), PIECE):
             rows, slots = read.take(old[begin : begin + PIECE], axis=0), new[begin : begin + PIECE]
             with self._lock:
-                left = awaited[slots]
+                left = self._awaited[slots]
                 written[slots[left]] = rows[left]
