@@ -11,11 +11,10 @@ from sglang_pat.rank.shards import Block, ShardSpec
 from sglang_pat.testing import models
 from sglang_pat.testing.models import ARCHITECTURES
 
-from .checkpoints import Checkpoint, made_by_transformers
+from .checkpoints import MIXTURES, Checkpoint, made_by_transformers
 
 pytestmark = pytest.mark.contract
 
-MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral")
 RANKS = 4
 SHAPES = {
     "gqa": dict(heads=8, kv_heads=4),
