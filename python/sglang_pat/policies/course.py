@@ -8,6 +8,7 @@ import numpy as np
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.prompts import count_prompts_to_compute, count_shared_tokens
+from sglang_pat.policies.rules import SETTLE_SECONDS
 from sglang_pat.policies.snapshot import Load, Snapshot
 from sglang_pat.predict.correction import CorrectedPredictor
 from sglang_pat.predict.cost import SwitchCosts
@@ -97,7 +98,7 @@ class LayoutPlan:
 
     Attributes:
         by_degree: when that layout is taken now (the cost of the switch to it included) and the best course is held
-            from the next interval on.
+            from the next interval on.  After a switch tp is not raised again for :data:`~rules.SETTLE_SECONDS`.
         kept: when that layout is taken now, without the cost of the switch, and kept to the end.
         crowded: degrees in which requests would then wait for others.
         now: cost of a switch to each other degree, seconds.
@@ -135,12 +136,18 @@ class LayoutPlanner:
             [self._estimate_seconds(predictor, snapshot, outlook, tp, batches[tp], most[tp]) for tp in degrees]
         )
         switching, now, below = self._estimate_switches(snapshot, outlook)
-        totals = np.zeros((len(degrees), len(degrees)))  # [from, to]
-        for step in range(len(outlook.width) - 1, -1, -1):
-            totals = switching[step] + running[:, step] + totals.min(axis=1)
+        # Whoever switches now may not raise tp again so soon, by the clock of the layout that is entered.
+        passed = (np.cumsum(running, axis=1) - running)[:, :, None, None]  # [entered, intervals, 1, 1]
+        blocked = np.less.outer(degrees, degrees) & (passed < SETTLE_SECONDS)
+        moves = np.stack([switching, *np.where(blocked, np.inf, switching)])  # [1 + entered, intervals, from, to]
+        rest = np.zeros((len(moves), len(degrees)))  # seconds from the next interval on, by the degree before it
+        for step in range(len(outlook.width) - 1, 0, -1):
+            rest = (moves[:, step] + running[:, step] + rest[:, None]).min(axis=2)
+        after = np.where(np.arange(len(degrees)) == here, rest[0], rest[1:].diagonal())
+        totals = switching[0, here] + running[:, 0] + after
         prefill = np.array([self.estimate_prefill(snapshot, outlook, tp) for tp in degrees])
         return LayoutPlan(
-            by_degree=dict(zip(degrees, (totals[here] + prefill).tolist(), strict=True)),
+            by_degree=dict(zip(degrees, (totals + prefill).tolist(), strict=True)),
             kept=dict(zip(degrees, (running.sum(axis=1) + prefill).tolist(), strict=True)),
             crowded=frozenset(tp for tp in degrees if np.any(batches[tp] > most[tp])),
             now=now,
