@@ -11,7 +11,7 @@ from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
 from sglang_pat.testing.server import Server, ServerDied
 
-from .conftest import MODELS, REHEARSAL
+from .conftest import MODELS
 
 LAYERS = 7
 GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
@@ -26,14 +26,18 @@ def seven():
 
 def stream(servers, model, count: int, order: str, *flags: str) -> Server:
     """A judge on a CPU, whose copies are made as ``order`` says; decode steps are graphs (``tests/rehearsal``)."""
-    env = servers.rehearsal | {"STREAM_REHEARSAL": order, "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+    env = servers.rehearsal | {"STREAM_REHEARSAL": order}
+    if "--tp" in flags:
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
     return servers.get(model, "--stream-layers", str(count), "--cuda-graph-bs", "1", "2", "4", *flags, env=env)
 
 
-def answer(server: Server) -> list[tuple]:
+def answer(server: Server) -> tuple[list[list[int]], list[float]]:
+    """Tokens, and the logprobs of prompts."""
     answers = server.generate(BODIES)
     scored = server.generate([body | SHOWS for body in BODIES[:2]])
-    return [a["output_ids"] for a in answers] + [a["meta_info"]["input_token_logprobs"] for a in scored]
+    logprobs = [token[0] for a in scored for token in a["meta_info"]["input_token_logprobs"][1:]]
+    return [a["output_ids"] for a in answers], logprobs
 
 
 def load(server: Server, model) -> None:
@@ -46,11 +50,9 @@ def test_answers_are_those_of_a_resident_model_before_and_after_an_update(server
     for model in (*seven, seven[0]):
         load(resident, model)
         load(judge, model)
-        same(answer(judge), answer(resident))
-
-
-def same(got: list, want: list) -> None:
-    ...
+        (tokens, logprobs), (wanted, wanted_logprobs) = answer(judge), answer(resident)
+        assert tokens == wanted
+        assert logprobs == pytest.approx(wanted_logprobs, rel=1e-4, abs=1e-4)
 
 
 def test_the_log_says_the_bytes_that_were_planned(servers, seven):
@@ -65,6 +67,8 @@ def test_the_log_says_the_bytes_that_were_planned(servers, seven):
 
 
 def test_too_little_memory_ends_the_start_in_one_line(servers, seven):
-    flags = ("--stream-layers", "auto", "--mem-fraction-static", "0.001", "--context-length", "4096")
-    with pytest.raises(ServerDied):
-        Server(seven[0], *flags, max_total_tokens=2**40, prefork=servers.prefork)
+    with pytest.raises(ServerDied) as died:
+        Server(seven[0], "--stream-layers", "auto", max_total_tokens=1 << 40, prefork=servers.prefork)
+    log = str(died.value)
+    assert f"--stream-layers auto: with all {LAYERS} layers in host memory there is room for" in log
+    assert "Traceback" not in log
