@@ -106,7 +106,8 @@ def measure(args: ServerArgs) -> JudgeMemory:
     free = get_available_gpu_memory(args.device, gpu, world.world_size > 1, cpu_group=world.cpu_group)
     shape = ModelShape.from_config(read_config(args.model_path), str(model.dtype).removeprefix("torch."))
     tokens = args.max_total_tokens or model.context_len * (args.max_running_requests or 1)
-    return JudgeMemory(shape=shape, tp=args.tp_size, budget=int(free * GIB * args.mem_fraction_static), tokens=tokens)
+    budget = int(free * GIB * float(args.mem_fraction_static or 0))
+    return JudgeMemory(shape=shape, tp=args.tp_size, budget=budget, tokens=tokens)
 
 
 def _with_weights_in_host_memory(method: Callable) -> Callable:
