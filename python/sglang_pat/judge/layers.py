@@ -10,6 +10,7 @@ streamed layer.  So a graph of it can be captured, and nothing is left from a st
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -44,7 +45,10 @@ class HostLayer:
             end += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
         self.data = torch.empty(end, dtype=torch.uint8, device="cpu")
         if self._parameters[0].device.type == "cuda":
-            _lock_pages(self.data)
+            runtime = torch.cuda.cudart()
+            # torch's own page-locked memory is rounded up to a power of two.
+            torch.cuda.check_error(runtime.cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0))
+            weakref.finalize(self, runtime.cudaHostUnregister, self.data.data_ptr()).atexit = False
         for parameter, view in zip(self._parameters, self._view(self.data), strict=True):
             view.copy_(parameter.data)
         self.place_in(self.data)
@@ -165,9 +169,3 @@ class StreamedLayers(BaseOffloader):
             computed.record(self._backend.current_stream())
             self._stream.wait_event(computed)
             self._start_copy(following)
-
-
-def _lock_pages(data: torch.Tensor) -> None:
-    """Have the GPU copy from these bytes by itself.  torch would round their number up to a power of two."""
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0))
