@@ -5,11 +5,14 @@ The stand-in for streams (``tests/rehearsal``) knows what is ordered before what
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from sglang_pat.judge.plan import PLACES, CannotStream, JudgeMemory, spread_layers
-from sglang_pat.memory.shapes import ModelShape
+from sglang_pat.memory.machine import GIB
+from sglang_pat.memory.shapes import ModelShape, read_config
 from sglang_pat.testing import models
 
 from ..rehearsal.stream_rehearsal import Race, Streams
@@ -147,10 +150,50 @@ def test_new_weights_are_written_to_host_memory(streams):
         layer.weight.data.mul_(1.5)
     run(layers)
     with streamed.in_host_memory():
+        with streamed.in_host_memory():
+            pass
         for layer, new in zip(layers, other, strict=True):
             for target, source in zip(layer.parameters(), new.parameters(), strict=True):
                 target.data.copy_(source)
     assert all(torch.equal(a, b) for a, b in zip(run(layers), run(other), strict=True))
+
+
+def count_streamed(model, monkeypatch, setting: str, free: float, **given) -> int:
+    """Layers that a rank streams with ``free`` GiB before its model is there."""
+    import sglang.srt.distributed
+    import sglang.srt.utils
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_pat.judge.attach import make_offloader
+
+    monkeypatch.setenv("SGLANG_PAT_STREAM_LAYERS", setting)
+    monkeypatch.setattr(sglang.srt.utils, "get_available_gpu_memory", lambda *_, **__: free)
+    world = SimpleNamespace(world_size=1, cpu_group=None)
+    monkeypatch.setattr(sglang.srt.distributed, "get_world_group", lambda: world)
+    on_cpu = dict(device="cpu", attention_backend="torch_native", dtype="float32", mem_fraction_static=0.5)
+    args = ServerArgs(model_path=str(model), **on_cpu | given)
+    return len(getattr(make_offloader(args, None), "_numbers", ()))
+
+
+def test_auto_follows_memory_and_the_longest_sequence(tmp_path, monkeypatch):
+    model = models.make_random("llama", tmp_path / "llama", layers=LAYERS)
+    shape = ModelShape.from_config(read_config(str(model)), "float32")
+    layer, whole, token = (size / GIB for size in (shape.layer_bytes(1), shape.weight_bytes(1), shape.kv_bytes(1)))
+
+    def count(free: float, **given) -> int:
+        return count_streamed(model, monkeypatch, "auto", 2 * free, **given)
+
+    fits = whole + 4096 * token
+    assert count(1.001 * fits) == 0
+    assert count(fits - 0.5 * layer) == 3
+    assert count(fits - 1.5 * layer) == 4
+    assert count(fits - 1.5 * layer, context_length=2048) == 0
+    assert count(fits - 1.5 * layer, max_total_tokens=4096, max_running_requests=9) == 4
+    assert count(fits + 4096 * token - 1.5 * layer, max_running_requests=2) == 4
+    assert count_streamed(model, monkeypatch, "6", 0.0) == 6
+    with pytest.raises(SystemExit):
+        monkeypatch.setattr("os.kill", lambda *_: None)
+        count(0.0)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "olmo2"])

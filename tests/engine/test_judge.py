@@ -72,3 +72,10 @@ def test_too_little_memory_ends_the_start_in_one_line(servers, seven):
     log = str(died.value)
     assert f"--stream-layers auto: with all {LAYERS} layers in host memory there is room for" in log
     assert "Traceback" not in log
+
+
+def test_what_cannot_be_streamed_is_refused_in_one_line(servers, seven):
+    with pytest.raises(ServerDied) as died:
+        Server(seven[0], "--stream-layers", "5", "--cpu-offload-gb", "1", prefork=servers.prefork)
+    line = "error: --stream-layers does not support --cpu-offload-gb 1: both keep weights in host memory; leave one out"
+    assert str(died.value).rstrip().endswith(line) and "Traceback" not in str(died.value)

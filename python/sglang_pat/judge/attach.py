@@ -67,6 +67,10 @@ TOUCH_WEIGHTS = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
     "get_weights_by_name",
+    "check_weights",
+    "save_remote_model",
+    "save_sharded_model",
+    "send_weights_to_remote_instance",
 )
 """Methods of SGLang's ``ModelRunner`` that read or write parameters outside a step."""
 
