@@ -53,7 +53,7 @@ SIDES = {
     ).split(),
     "others": (
         "profiler mixtures sampling same_numbers same_tokens experts routed_experts weights weights_refused clients "
-        "inprocess grpo acceptance start"
+        "inprocess grpo judge acceptance start"
     ).split(),
 }
 """The test files in two sides, in this order; two workers may run one each (``pytest -n 2 --dist loadgroup``).  A side
