@@ -60,6 +60,11 @@ class ParallelLayout:
     def group_of(self, rank: int) -> int:
         return rank % self.dp
 
+    def get_working_group(self, rank: int) -> int:
+        """The group of ``rank`` if it works, else the one that took its requests over."""
+        group = self.group_of(rank)
+        return group - group % self.stride
+
     def group(self, index: int) -> list[int]:
         """Ranks of TP group ``index``, in TP-rank order."""
         return list(range(index, self.num_ranks, self.dp))
@@ -147,8 +152,7 @@ def list_destinations(old: ParallelLayout, new: ParallelLayout, group: int) -> r
         return range(group, group + old.stride, new.stride) if group in old.working else range(0)
     if new.tp < old.tp:
         return range(group, new.dp, old.dp)
-    to = group % new.dp
-    to -= to % new.stride
+    to = new.get_working_group(group)
     return range(to, to + 1)
 
 

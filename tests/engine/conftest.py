@@ -49,7 +49,7 @@ step and after every switch; no switch makes what should have been made at start
 SIDES = {
     "llama": (
         "agreement attributes smoke control sglang_routes features same_tokens rollout rehearsal requests hostile "
-        "commands python_api cramped threshold attach policies flags faults"
+        "commands python_api cramped threshold lending attach policies flags faults"
     ).split(),
     "others": (
         "profiler mixtures sampling same_numbers same_tokens experts routed_experts weights weights_refused clients "
