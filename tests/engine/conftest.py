@@ -175,6 +175,7 @@ class Servers:
     @staticmethod
     def _at_base(server: Server) -> None:
         assert server.post("/pat/schedule", []).status_code == 200
+        assert server.post("/pat/take_back_ranks").status_code == 200
         server.reconfigure(tp=server.base_tp)
 
     def victim(self, model: Path) -> Server:
