@@ -99,6 +99,18 @@ class RankSwitched(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     error: str = ""
 
 
+class MemoryReleased(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank that switch ``epoch`` has lent has given its memory away: so many bytes, 0 without a memory saver.
+
+    ``error``: why it could not.
+    """
+
+    rank: int
+    epoch: int
+    bytes: int = 0
+    error: str = ""
+
+
 class Running(msgspec.Struct, frozen=True, array_like=True):
     """A request that is not finished: prompt tokens, tokens generated, most that may be, and its prompt's hash."""
 
@@ -459,7 +471,7 @@ class ScheduleReply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     state: ScheduleState
 
 
-FromRank = Prepared | RankSwitched | LoadReport | RankTrace | HoldReport
+FromRank = Prepared | RankSwitched | MemoryReleased | LoadReport | RankTrace | HoldReport
 """Everything a rank sends on its channel to the coordinator."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -488,5 +500,5 @@ def guess_kind(data: bytes) -> str:
 
 
 _KINDS = {kind.__name__ for kind in FromRank.__args__}
-PROTOCOL = (Prepared.__name__, RankSwitched.__name__, HoldReport.__name__)
-"""Without these a switch never ends, or a replica waits for ever: they are not to be dropped."""
+PROTOCOL = (Prepared.__name__, RankSwitched.__name__, MemoryReleased.__name__, HoldReport.__name__)
+"""Without these a switch never ends, or somebody waits for ever: they are not to be dropped."""

@@ -224,6 +224,8 @@ class Coordinator:
             self._load_report(message, now)
         elif isinstance(message, m.RankTrace):
             self._handle_trace_answer(message)
+        elif isinstance(message, m.MemoryReleased):
+            self._switching.record_release(message)
         elif isinstance(message, m.HoldReport):
             self._schedule.record_hold(message)
         else:

@@ -102,6 +102,11 @@ class Switching:
         self._config, self._leaders, self._outbox = config, leaders, outbox
         self._decisions, self._schedule, self._account = decisions, schedule, account
         self._epoch = self._base_attempts = 0
+        self._given: dict[int, m.MemoryReleased] = {}
+        """The last that each rank has said of its memory."""
+        self._lending: tuple[int, m.SwitchRecord, set[int]] | None = None
+        """The query that has lent ranks and is answered when they have given their memory away: its number, the record
+        of its switch, and these ranks."""
 
     @property
     def at_base(self) -> bool:
@@ -349,10 +354,33 @@ class Switching:
             return ""  # the first of two steps
         if record.reason == "schedule":
             self._schedule.complete_entry(record)
+        if (given := set(switch.target.lent) - set(switch.source.lent)) and switch.wanted.query_id is not None:
+            if not record.error:
+                self._lending = switch.wanted.query_id, record, given
+                self._answer_when_given()
+                return ""
         if switch.wanted.query_id is not None:
             code = 500 if record.error else 200
             self._reply(switch.wanted.query_id, code, record.error, msgspec.to_builtins(record))
         return record.error if gave_up else ""
+
+    def record_release(self, message: m.MemoryReleased) -> None:
+        """A rank that was lent has given its memory away, or could not."""
+        self._given[message.rank] = message
+        self._answer_when_given()
+
+    def _answer_when_given(self) -> None:
+        """To whoever has lent ranks: their memory is free only then."""
+        if self._lending is None:
+            return
+        query_id, record, ranks = self._lending
+        given = [message for rank in ranks if (message := self._given.get(rank)) and message.epoch == record.epoch]
+        if len(given) < len(ranks):
+            return
+        self._lending = None
+        error = "; ".join(message.error for message in given if message.error)
+        answer = msgspec.to_builtins(record) | {"released_bytes": sum(message.bytes for message in given)}
+        self._reply(query_id, 500 if error else 200, error and f"ranks are lent, but {error}", answer)
 
     def _enter_layout(self, switch: ActiveSwitch) -> None:
         """The new leaders' load: what they have reported already, or else what they were handed."""

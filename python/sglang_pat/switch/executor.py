@@ -31,7 +31,8 @@ from sglang_pat.checks import census, faults
 from sglang_pat.checks.agreement import check as check_agreement
 from sglang_pat.checks.steady import forbid_new_resources
 from sglang_pat.layout import ParallelLayout, needs_capsules
-from sglang_pat.messages import Cancel, Compile, Prepare, Prepared, RankSwitched, Switch
+from sglang_pat.messages import Cancel, Compile, MemoryReleased, Prepare, Prepared, RankSwitched, Switch
+from sglang_pat.rank.lending import LentMemory
 from sglang_pat.switch import install, kv, plan, requests
 from sglang_pat.switch.order import make_fence
 from sglang_pat.switch.requests import GroupOffer, IncomingRequests
@@ -91,6 +92,7 @@ class SwitchExecutor:
         self.rank = scheduler.rank
         self.world = scheduler.layouts.runner.groups.world
         self.experts = scheduler.layouts.runner.routed_experts
+        self.memory = LentMemory(scheduler)
         self.state = SwitchState.IDLE
         self.staging = kv.Staging(self.layouts.runner.device)
         """What KV goes through where there are no windows."""
@@ -142,6 +144,8 @@ class SwitchExecutor:
             self._enter(SwitchState.PREPARE, command.epoch)
             with forbid_new_resources():
                 new = self.config.layout(command.tp, command.stride)
+                if self.rank not in new.lent:
+                    self.memory.resume()
                 self.layouts.prepare(new)
                 tokens = requests.count_tokens_to_move(self.scheduler, command.recompute_below)
                 kv.reserve(self.layouts, self.staging, new, tokens)
@@ -179,6 +183,7 @@ class SwitchExecutor:
         self._computing = None
         self.scheduler.grammars.clear()
         self.staging.release()
+        self._stay_lent()
         if self.state is SwitchState.PREPARE:
             self.state = advance(advance(self.state, SwitchState.ABORT), SwitchState.IDLE)
 
@@ -198,6 +203,8 @@ class SwitchExecutor:
             self._commit(new, offers, incoming, command.epoch)
         self._resume(report, offers, incoming, exchange.bytes_sent if exchange else 0)
         self.staging.release()
+        if self.rank in new.lent and self.rank not in old.lent:
+            self._give_memory_away(command.epoch)
 
     # -- the states, in order ---------------------------------------------------------------------
 
@@ -319,10 +326,26 @@ class SwitchExecutor:
         )
         self.state = advance(self.state, SwitchState.IDLE)
 
+    def _give_memory_away(self, epoch: int) -> None:
+        """The others decode meanwhile."""
+        given, error = 0, ""
+        try:
+            given = self.memory.release()
+        except Exception as exc:
+            logger.exception("rank %d keeps its memory", self.rank)
+            error = f"rank {self.rank} keeps its memory: {exc}"
+        self.scheduler.channel.send(MemoryReleased(rank=self.rank, epoch=epoch, bytes=given, error=error))
+
+    def _stay_lent(self) -> None:
+        """What was to take this rank back does not happen."""
+        if self.rank in self.layouts.layout.lent:
+            self.memory.release()
+
     def _abort(self) -> None:
         """Go on in the old layout.  If KV may have been overwritten, recompute it from the tokens."""
         self.scheduler.grammars.clear()
         self.staging.release()
+        self._stay_lent()
         overwritten = self.state is SwitchState.EXCHANGE
         self.state = advance(self.state, SwitchState.ABORT)
         # A client's pause: nobody goes on with a prompt in parts, and a second pause ("retract") would drop it.

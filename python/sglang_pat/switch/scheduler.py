@@ -68,6 +68,7 @@ class SwitchingScheduler(Protocol):
     tp_cpu_group: Any
     tp_size: int
     tp_worker: Any
+    memory_saver_adapter: Any
 
     def is_fully_idle(self) -> bool: ...
 
