@@ -161,10 +161,10 @@ class Switching:
                 self._config.check_stride(query.stride)
         except ValueError as error:
             return self._reply(query.query_id, 400, str(error))
-        if query.stride == self.layout.stride and not self.under_way:
-            return self._reply(query.query_id, 200, f"already in {self.layout}")
         if self.under_way or self.wanted or self._decisions.calibrating:
             return self._reply(query.query_id, 409, "a switch is under way; try again when it is over")
+        if query.stride == self.layout.stride:
+            return self._reply(query.query_id, 200, f"already in {self.layout}")
         if released:
             what = ", ".join(sorted(released))
             return self._reply(query.query_id, 409, f"memory is released ({what}); resume it first")
