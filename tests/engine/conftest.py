@@ -188,6 +188,10 @@ class Servers:
         self._alive.popitem()
         return server
 
+    def give_away(self, server: Server) -> None:
+        """It may be killed: no other test gets it."""
+        self._alive = OrderedDict((key, other) for key, other in self._alive.items() if other is not server)
+
     def stock(self, model: Path, max_total_tokens: int = 65536) -> Server:
         """Stock SGLang, tp 1."""
         return self.get(model, max_total_tokens=max_total_tokens)
