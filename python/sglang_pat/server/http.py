@@ -48,6 +48,10 @@ class _LendRanks(msgspec.Struct, forbid_unknown_fields=True):
     stride: Annotated[int, msgspec.Meta(ge=2)] = 2
 
 
+class _TakeBackRanks(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of ``POST /pat/take_back_ranks``: all of them."""
+
+
 class _Parser(argparse.ArgumentParser):
     """SGLang has some hundred flags: an error does not list them."""
 
@@ -212,8 +216,12 @@ async def lend_ranks(request: Request) -> dict:
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 @_answer_refusals
-async def take_back_ranks() -> dict:
-    """All ranks go on; 200 with the record of the switch, ``{}`` if none is lent.  409, 500: as for lending."""
+async def take_back_ranks(request: Request) -> dict:
+    """All ranks go on; 200 with the record of the switch, ``{}`` if none is lent.
+
+    400: a body with anything in it; 409, 500: as for lending.
+    """
+    files.decode(await _read_body(request) or b"{}", _TakeBackRanks)
     return await _get_manager().pat_lend_ranks(1)
 
 
