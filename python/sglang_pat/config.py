@@ -121,8 +121,10 @@ class AdaptiveConfig:
         if tp in left:
             return ParallelLayout(tp, self.num_ranks // tp, stride)
         if tp in self.list_degrees():
-            ranks = self.num_ranks // stride
-            raise ValueError(f"tp={tp}: {ranks} ranks work, others are lent; take them back, or choose one of {left}")
+            raise ValueError(
+                f"tp={tp}: too few ranks work, {self.num_ranks // stride} of {self.num_ranks}; take the lent ones back, "
+                f"or choose one of {left}"
+            )
         raise ValueError(f"tp={tp} is not a candidate; choose one of {left} (--pat-candidates)")
 
     def check_stride(self, stride: int) -> None:

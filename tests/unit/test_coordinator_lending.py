@@ -61,7 +61,7 @@ def test_the_others_change_their_degree_as_far_as_they_are_enough():
     rig.reconfigure(4, query_id=2)
     done, refused = rig.answers()
     assert (done.code, refused.code) == (200, 400)
-    assert refused.message == "tp=4: 2 ranks work, others are lent; take them back, or choose one of [1, 2]"
+    assert refused.message == "tp=4: too few ranks work, 2 of 4; take the lent ones back, or choose one of [1, 2]"
     assert rig.coordinator.layout == ParallelLayout(2, 2, 2)
 
 
