@@ -122,8 +122,8 @@ class AdaptiveConfig:
             return ParallelLayout(tp, self.num_ranks // tp, stride)
         if tp in self.list_degrees():
             raise ValueError(
-                f"tp={tp}: too few ranks work, {self.num_ranks // stride} of {self.num_ranks}; take the lent ones back, "
-                f"or choose one of {left}"
+                f"tp={tp}: too few ranks work, {self.num_ranks // stride} of {self.num_ranks}; "
+                f"take the lent ones back, or choose one of {left}"
             )
         raise ValueError(f"tp={tp} is not a candidate; choose one of {left} (--pat-candidates)")
 
