@@ -47,7 +47,7 @@ class LentMemory:
         """
         if not self._saver.enabled or self._kept is not None:
             return 0
-        self._kept = [tensor.cpu().clone() for tensor in self._list_weights()]
+        self._kept = [torch.empty_like(tensor, device="cpu").copy_(tensor) for tensor in self._list_weights()]
         for tag in TAGS:
             self._saver.pause(tag)
         synchronize(self._layouts.runner.device)
