@@ -142,3 +142,19 @@ def test_what_needs_all_ranks_is_refused_while_some_are_lent(saving):
 def test_what_cannot_be_lent(saving, given, says):
     answer = saving.post("/pat/lend_ranks", given)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, says)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_lent_in_a_pause(saving, session, mode):
+    """A rank that comes back is paused as the others are."""
+    expected = tokens(await saving.generate_async(BODIES))
+    work = await hold(saving, session, BODIES, step=10)
+    ask(saving, "/pat/lend_ranks")
+    assert await post(session, saving, "/pause_generation", {"mode": mode}) == 200
+    await saving.set_schedule(session)  # now it is the pause alone that holds them
+    record = ask(saving, "/pat/take_back_ranks")
+    assert record["migrated"] == (len(BODIES) if mode == "in_place" else 0)
+    ask(saving, "/pat/lend_ranks", stride=4)
+    ask(saving, "/pat/take_back_ranks")
+    assert await post(session, saving, "/continue_generation", {}) == 200
+    assert tokens(await asyncio.gather(*work)) == expected
