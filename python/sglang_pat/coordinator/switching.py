@@ -354,14 +354,12 @@ class Switching:
             return ""  # the first of two steps
         if record.reason == "schedule":
             self._schedule.complete_entry(record)
-        if (given := set(switch.target.lent) - set(switch.source.lent)) and switch.wanted.query_id is not None:
-            if not record.error:
-                self._lending = switch.wanted.query_id, record, given
-                self._answer_when_given()
-                return ""
-        if switch.wanted.query_id is not None:
-            code = 500 if record.error else 200
-            self._reply(switch.wanted.query_id, code, record.error, msgspec.to_builtins(record))
+        query_id, newly_lent = switch.wanted.query_id, set(switch.target.lent) - set(switch.source.lent)
+        if query_id is not None and newly_lent and not record.error:
+            self._lending = query_id, record, newly_lent
+            self._answer_when_given()
+        elif query_id is not None:
+            self._reply(query_id, 500 if record.error else 200, record.error, msgspec.to_builtins(record))
         return record.error if gave_up else ""
 
     def record_release(self, message: m.MemoryReleased) -> None:
