@@ -8,12 +8,10 @@ import sys
 
 import pytest
 
-from .jobs import ROOT, cpu_jobs
+from .jobs import ROOT, SECONDS, cpu_jobs
 from .verl_gradients import CASES, SEQUENCES, STEPS
 
 pytestmark = pytest.mark.integration
-
-SECONDS = 300
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +34,7 @@ def test_gradients_are_those_of_one_batch(found, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_after_three_steps_are_verls(found, case):
-    assert found[case]["moved"] > 1e-3 and found[case]["weights"] < 1e-4
+    assert found[case]["moved"] > 1e-4 and found[case]["weights"] < 1e-4
 
 
 @pytest.mark.parametrize("case", CASES)
