@@ -132,9 +132,10 @@ class AdaptiveStream(AdaptiveSeparateAsync, _OneVersion):
                 self.switch_to_rollout()
 
     def _add_batch_to_generate(self) -> None:
-        rollout = self.config.actor_rollout_ref.rollout
-        prompts = self.config.data.train_batch_size
-        self._announce_round(BeginRound.of_size(prompts, rollout.n, max_new_tokens=rollout.response_length))
+        rollout, prompts = self.config.actor_rollout_ref.rollout, self.config.data.train_batch_size
+        about = {"max_new_tokens": rollout.response_length}
+        filters = self.replay_buffer.filter_groups_metric is not None  # then more prompts may come
+        self._announce_round(BeginRound(**about) if filters else BeginRound.of_size(prompts, rollout.n, **about))
         super()._add_batch_to_generate()
 
     def _wait_for_sampleable_and_switch(self) -> dict[str, Any]:
@@ -157,7 +158,8 @@ class AdaptiveStream(AdaptiveSeparateAsync, _OneVersion):
         while True:
             there, found = buffer.wait_for_sampleable(self.global_steps, "train", 0)  # does not wait for any
             _accumulate_eviction_metrics(metrics, found, 0)
-            ended = [tag for tag in buffer.partitions["train"].values() if "response_len" in tag]
+            tags = buffer.partitions["train"].values()  # also some of a checkpoint from which the job went on
+            ended = [tag for tag in tags if "response_len" in tag and tag["global_steps"] == self.global_steps]
             prompt = sum(tag["prompt_len"] for tag in ended) / max(len(ended), 1)
             peak = project_peak(self._lengths, len(ended), groups * rollout.n, prompt, rollout.response_length)
             if decision.is_due(len(there), peak):
