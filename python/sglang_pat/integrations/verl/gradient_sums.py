@@ -80,7 +80,6 @@ class SummingTrainer(TrainingWorker):
             raise RuntimeError("the gradients of a step are not finished: finish_step() comes before begin_step()")
         self._sums = Sums()
         self.engine.optimizer_zero_grad()
-        self.engine.module.set_requires_all_reduce(False)
 
     def add_gradients(self, data: TensorDict | None) -> Sums:
         """Forward and backward passes of this rank's share of a chunk.
@@ -107,11 +106,11 @@ class SummingTrainer(TrainingWorker):
             self._move_weights(get_device_name())
             with self.engine.train_mode(disable_auto_offload=True, zero_grad_on_exit=False):
                 for i in range(passes):
-                    with self.engine._gradient_sync_context(is_last_micro_batch=i == passes - 1):
-                        if i < len(micro_batches):
-                            self._run(micro_batches[i], added)
-                        else:
-                            self._run_empty()
+                    self._let_ranks_add(last=i == passes - 1)
+                    if i < len(micro_batches):
+                        self._run(micro_batches[i], added)
+                    else:
+                        self._run_empty()
             self._move_weights("cpu")
         added.seconds = time.perf_counter() - began
         self._sums.add(added)
@@ -142,7 +141,7 @@ class SummingTrainer(TrainingWorker):
             raise RuntimeError(f"{sequences} sequences were given in this step, {len(total.lengths)} were trained on")
         divisor = max(total.tokens, 1) if divisor is None else divisor
         with self.engine.train_mode(zero_grad_on_exit=True):
-            self.engine.module.set_requires_all_reduce(True)
+            self.engine.module.set_requires_all_reduce(True)  # from replica to replica
             if self.engine.device_mesh.ndim > 1:  # replicas: FSDP2 adds their sums in a backward pass
                 self._run_empty()
             for parameter in self.engine.module.parameters():
@@ -186,6 +185,12 @@ class SummingTrainer(TrainingWorker):
         passes = torch.tensor(wanted, device=get_device_id())
         dist.all_reduce(passes, dist.ReduceOp.MAX, group=self.engine.device_mesh.get_group("fsdp"))
         return int(passes.item())
+
+    def _let_ranks_add(self, last: bool) -> None:
+        """Of one replica, in the next backward pass: in each, or in the last of a chunk, by verl's setting."""
+        module = self.engine.module
+        module.set_requires_gradient_sync(last or not self.engine_config.use_no_sync_for_gradient_accumulation)
+        module.set_requires_all_reduce(False)  # which the line above has set, too
 
     def _run(self, micro_batch: TensorDict, added: Sums) -> None:
         tokens = int(micro_batch["loss_mask"].values().sum())
