@@ -7,7 +7,7 @@ one takes twice as long.  Before ranks are taken back it finishes the group that
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -47,21 +47,70 @@ class Step:
 
 
 class Trainer:
-    """Groups that are complete, in seconds of training on all ranks each; trained in turn on lent ranks."""
+    """Whole groups, trained one after another while ranks are lent.  Seconds of training are those on all ranks.
+
+    Attributes:
+        begun: seconds of training that were begun on lent ranks.
+        free: when they will have done what they have begun; infinite while none are lent.
+    """
 
     def __init__(self) -> None:
-        self.ready: deque[tuple[float, float]] = deque()
+        self._ready: list[tuple[float, float]] = []
         self.begun, self.free = 0.0, np.inf
 
     def add(self, seconds: float, now: float) -> None:
-        self.ready.append((now, seconds))
+        """A group is complete, and has its rewards, at ``now``."""
+        heapq.heappush(self._ready, (now, seconds))
+
+    def get_ready_seconds(self, now: float) -> float:
+        """Of the groups that have come and were not begun."""
+        return sum(seconds for came, seconds in self._ready if came <= now)
 
     def advance(self, now: float) -> None:
         """Begin what can be begun before ``now``."""
-        while self.ready and self.free < now:
-            came, seconds = self.ready.popleft()
+        while self._ready and max(self.free, self._ready[0][0]) < now:
+            came, seconds = heapq.heappop(self._ready)
             self.free = max(self.free, came) + STRIDE * seconds
             self.begun += seconds
+
+    def count_done_seconds(self, now: float) -> float:
+        """Of what was begun, without what is still under way."""
+        return self.begun - self._count_under_way(now)
+
+    def _count_under_way(self, now: float) -> float:
+        return max(self.free - now, 0.0) / STRIDE if self.begun and np.isfinite(self.free) else 0.0
+
+    def finish(self, now: float) -> tuple[float, float]:
+        """The round is over, and all ranks train what is left, in the order in which rewards come: seconds in which
+        they wait for a reward, and seconds in which they train."""
+        training, waiting = self._count_under_way(now), 0.0
+        for came, seconds in sorted(self._ready):
+            waiting = max(waiting, came - now - training)
+            training += seconds
+        return waiting, training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Where a step is: number of a point, seconds, degree in force, end of the last switch, whether ranks are lent."""
+
+    point: int
+    now: float
+    tp: int
+    last_switch: float
+    lent: bool
+    trainer: Trainer
+
+
+LayoutChoice = Callable[[Moment], int]
+"""The degree to be in; asked at every point."""
+
+LendingChoice = Callable[[Moment], Move]
+"""What to do with the ranks; asked at every point."""
+
+
+def never_lend(moment: Moment) -> Move:
+    return Move.NEVER
 
 
 class StepReplay:
@@ -70,7 +119,7 @@ class StepReplay:
     Args:
         seconds_per_token: of training on all ranks.
         setup: seconds between a lending and the first token that is trained.
-        group: responses to a prompt.
+        spacing: token steps between two points, about.
     """
 
     def __init__(
@@ -128,19 +177,8 @@ class StepReplay:
     def get_half_degree(self, tp: int) -> int:
         return max(degree for degree in self.half.degrees if degree <= max(tp, self.half.degrees[0]))
 
-    def run(
-        self,
-        choose_tp: Callable[[int, float, int, float, bool], int],
-        choose_lending: Callable[[int, float, int, bool, Trainer], Move],
-        recompute: bool = False,
-    ) -> Step:
-        """A step.
-
-        Args:
-            choose_tp: the degree to be in, for (point, now, degree in force, end of the last switch, ranks are lent).
-            choose_lending: for (point, now, degree, ranks are lent, trainer).
-            recompute: a lending computes the KV that it would move.
-        """
+    def run(self, choose_tp: LayoutChoice, choose_lending: LendingChoice, recompute: bool = False) -> Step:
+        """A step; ``recompute``: a lending computes the KV that it would move."""
         step, trainer = Step(), Trainer()
         drain, tp, begun, since, last = self.whole, self.whole.degrees[0], 0.0, 0, float("-inf")
         elapsed = drain.seconds(tp, 0)
@@ -149,15 +187,17 @@ class StepReplay:
         half_room = self.room[self.half.degrees[0]] * (self.half.fingerprint.num_ranks // self.half.degrees[0])
         for point in range(len(self.points)):
             now = begun + float(elapsed[point - since])
-            trainer.advance(now if not closing else -np.inf)
+            if lent and not closing:
+                trainer.advance(now)
             while fed < len(order) and self.complete_at[order[fed]] <= point:
-                trainer.add(self.seconds_per_token * self.tokens[order[fed]], now)
+                trainer.add(self.seconds_per_token * float(self.tokens[order[fed]]), now)
                 fed += 1
             if point == len(self.points) - 1:
                 break
-            move = choose_lending(point, now, tp, lent, trainer)
+            moment = Moment(point=point, now=now, tp=tp, last_switch=last, lent=lent, trainer=trainer)
+            move = choose_lending(moment)
             closing = closing or (lent and move is Move.TAKE_BACK)
-            pause, to = 0.0, tp
+            pause, to, moved = 0.0, tp, True
             if move is Move.LEND and not lent:
                 to = self.get_half_degree(tp)
                 pause = self.recompute_seconds(point, to) if recompute else self.move_seconds(point, tp)
@@ -169,20 +209,20 @@ class StepReplay:
                 step.lent, step.at = (start, now + pause), (step.at[0], int(self.points[point]))
                 trainer.free = np.inf
             else:
-                to = choose_tp(point, now, tp, last, lent)
-                if to != tp:
+                to = choose_tp(moment)
+                moved = to != tp
+                if moved:
                     pause = drain.switch_seconds(point, tp, to)
                     step.switches.append((now, to))
             if lent:
                 step.overfull = max(step.overfull, float(self._list_lengths(point).sum()) / half_room)
-            if to != tp or pause or drain is self.half and start == now + pause:
+            if moved:
                 begun = last = now + pause
                 tp, since, elapsed = to, point, drain.seconds(to, point)
         step.rollout = begun + float(elapsed[-1])
-        under_way = max(trainer.free - step.rollout, 0.0) / STRIDE if lent else 0.0
         if lent:
             step.lent, step.at = (start, step.rollout), (step.at[0], int(self.points[-1]))
-        step.hidden = trainer.begun - under_way
+        step.hidden = trainer.count_done_seconds(step.rollout)
         step.seconds = step.rollout + self.training_seconds - step.hidden
         return step
 
@@ -193,11 +233,11 @@ class StepReplay:
         artifact: KV is computed anew, and ranks come back at the end.  None: never."""
         requests = len(self.batch.length)
 
-        def choose_lending(point: int, now: float, tp: int, lent: bool, trainer: Trainer) -> Move:
-            over = share is not None and np.count_nonzero(self.ended_at <= point) >= share * requests
-            return Move.LEND if over and not lent else Move.WAIT
+        def choose_lending(moment: Moment) -> Move:
+            over = share is not None and np.count_nonzero(self.ended_at <= moment.point) >= share * requests
+            return Move.LEND if over and not moment.lent else Move.WAIT
 
-        return self.run(lambda *_: tp, choose_lending, recompute=True)
+        return self.run(lambda moment: tp, choose_lending, recompute=True)
 
     def run_policies(self, layouts: Policy, lending: LendingPolicy | None, history: LengthHistory) -> Step:
         """With a policy for the degree, and one for lending (None: never).  They see, and ``history`` learns, what an
@@ -205,35 +245,23 @@ class StepReplay:
         order = np.argsort(self.batch.length, kind="stable")
         reported, asked, passed, returned = 0, float("-inf"), 0, False
 
-        def choose_tp(point: int, now: float, tp: int, last: float, lent: bool) -> int:
+        def choose_tp(moment: Moment) -> int:
             nonlocal reported
-            while self.batch.length[order[reported]] <= self.points[point]:
+            while self.batch.length[order[reported]] <= self.points[moment.point]:
                 self.learn(history, order[reported])
                 reported += 1
-            return layouts(self.make_snapshot(point, now, tp, last, lent), history).tp
+            return layouts(self.make_snapshot(moment), history).tp
 
-        def choose_lending(point: int, now: float, tp: int, lent: bool, trainer: Trainer) -> Move:
+        def choose_lending(moment: Moment) -> Move:
             nonlocal asked, passed, returned
             if lending is None:
                 return Move.NEVER
-            complete = int(self.sizes[self.complete_at <= point].sum())
-            milestones = count_milestones(complete / len(self.batch.length))
-            if now - asked < ASK_SECONDS if lent else milestones == passed:
+            milestones = count_milestones(self.count_complete(moment.point) / len(self.batch.length))
+            if moment.now - asked < ASK_SECONDS if moment.lent else milestones == passed:
                 return Move.WAIT
-            asked, passed = now, milestones
-            if self.whole.list_running(point).size == 0:
-                return Move.NEVER
-            ended = self.ended_at <= point
-            held = float((self.batch.prompt + self.batch.length)[ended].sum())
-            seen = self.make_snapshot(point, now, tp, float("-inf"), lent)
-            known = Training(
-                samples=len(self.batch.length), complete=complete,
-                ready=round(sum(seconds for _, seconds in trainer.ready) / self.seconds_per_token),
-                pending=round(held - float(self.tokens[self.complete_at <= point].sum())),
-                seconds_per_token=self.seconds_per_token, setup=self.setup, returned=returned,
-            )  # fmt: skip
-            move = lending(seen, history, known).move
-            returned = returned or (lent and move is Move.TAKE_BACK)
+            asked, passed = moment.now, milestones
+            move = lending(self.make_snapshot(moment), history, self.describe_training(moment, returned)).move
+            returned = returned or (moment.lent and move is Move.TAKE_BACK)
             return move
 
         step = self.run(choose_tp, choose_lending)
@@ -245,64 +273,89 @@ class StepReplay:
         length = int(self.batch.length[request])
         history.observe(length, int(self.batch.family[request]), finished=length < self.batch.limit)
 
-    def make_snapshot(self, point: int, now: float, tp: int, last: float, lent: bool) -> Snapshot:
-        """What a policy sees at a point, of the ranks that work."""
-        drain = self.half if lent else self.whole
-        return replace(drain.make_snapshot(point, now, tp, last, complete=True), room=self.room)
+    def count_complete(self, point: int) -> int:
+        """Samples of complete groups."""
+        return int(self.sizes[self.complete_at <= point].sum())
+
+    def make_snapshot(self, moment: Moment) -> Snapshot:
+        """What a policy sees, of the ranks that work."""
+        drain = self.half if moment.lent else self.whole
+        seen = drain.make_snapshot(moment.point, moment.now, moment.tp, moment.last_switch, complete=True)
+        return replace(seen, room=self.room)
+
+    def describe_training(self, moment: Moment, returned: bool) -> Training:
+        """What the client knows of this step."""
+        ended = self.ended_at <= moment.point
+        held = int((self.batch.prompt + self.batch.length)[ended].sum())
+        ready = moment.trainer.get_ready_seconds(moment.now)
+        return Training(
+            samples=len(self.batch.length),
+            complete=self.count_complete(moment.point),
+            ready=round(ready / self.seconds_per_token) if ready else 0,
+            pending=held - round(float(self.tokens[self.complete_at <= moment.point].sum())),
+            seconds_per_token=self.seconds_per_token,
+            setup=self.setup,
+            returned=returned,
+        )
 
     # -- the oracle ------------------------------------------------------------------------------------
 
-    def run_best(self, starts: int = 60) -> Step:
-        """The best moments to lend and to take back, for one who knows all lengths and takes the best layouts."""
-        plain, half = _Best(self.whole), _Best(self.half)
-        path = plain.follow(0, self.whole.degrees[0], first=True)
-        best, schedule = path.seconds[-1] + self.training_seconds, (path, None, None, 0, 0)
-        last = len(self.points) - 1
+    def run_best(self, moments: int = 60) -> Step:
+        """For one who knows all lengths: the best moments to lend and to take back, and the best layouts around them.
+
+        Args:
+            moments: so many are tried for the one, and for each of them for the other.
+        """
+        plain, half, last = _Best(self.whole), _Best(self.half), len(self.points) - 1
+        before = plain.follow(0, self.whole.degrees[0])
         arrived = np.zeros(last + 1)
         np.add.at(arrived, self.complete_at, self.seconds_per_token * self.tokens)
         arrived = np.cumsum(arrived)
-        for start in np.unique(np.linspace(0, last - 1, starts).astype(int)):
-            tp = path.degrees[start]
-            to = self.get_half_degree(tp)
-            onward = half.follow(start, to)
-            pause = self.move_seconds(start, tp)
-            since = np.maximum(onward.seconds - self.setup, 0.0) / STRIDE
-            # What is trained by a moment: all that came by some earlier one, and without a pause from there on.
-            offers = arrived[start:] - since
-            hidden = np.minimum(since, np.minimum.accumulate(offers) + since)
-            for stop in np.unique(np.append(np.linspace(start, last, starts).astype(int), last)):
-                at = stop - start
-                rest = plain.get_to_go(stop, int(onward.degrees[at]))
-                back = self.move_seconds(stop, int(onward.degrees[at])) if stop < last else 0.0
-                total = path.seconds[start] + pause + onward.seconds[at] + back + rest
-                total += self.training_seconds - hidden[at]
-                if total < best:
-                    best, schedule = total, (path, onward, plain, int(start), int(stop))
-        return self._run_schedule(*schedule)
+        found: dict[tuple[int, int], float] = {}
+        onward: dict[int, _Path] = {}
+        for start in _spread_moments(0, last - 1, moments):
+            tp = int(before.degrees[start])
+            onward[start] = way = half.follow(start, self.get_half_degree(tp))
+            begun = float(before.seconds[start]) + self.move_seconds(start, tp)
+            since = np.maximum(way.seconds - self.setup, 0.0) / STRIDE
+            # What is trained by a moment: all that had come by some earlier one, and without a pause from there on.
+            hidden = np.minimum(since, np.minimum.accumulate(arrived[start:] - since) + since)
+            for stop in _spread_moments(start, last, moments):
+                held = int(way.degrees[stop - start])
+                back = self.move_seconds(stop, held) if stop < last else 0.0
+                rest = back + plain.get_to_go(stop, held) - float(hidden[stop - start])
+                found[start, stop] = begun + float(way.seconds[stop - start]) + rest
+        start, stop = min(found, key=lambda moment: found[moment], default=(0, 0))
+        if not found or found[start, stop] >= before.seconds[-1]:
+            return self.run(lambda moment: int(before.held[moment.point]), never_lend)
+        return self._run_schedule(before, onward[start], plain, start, stop)
 
-    def _run_schedule(self, before: _Path, onward: _Path | None, plain: _Best | None, start: int, stop: int) -> Step:
+    def _run_schedule(self, before: _Path, onward: _Path, plain: _Best, start: int, stop: int) -> Step:
+        """Ranks are lent at one point, and taken back at another one or as soon as the trainer lets them go."""
+        back = stop
         after: _Path | None = None
 
-        def choose_tp(point: int, now: float, tp: int, last: float, lent: bool) -> int:
-            nonlocal after
-            if onward is None or point < start:
-                return int(before.held[point])
-            if lent:
-                return int(onward.held[point - start])
+        def choose_tp(moment: Moment) -> int:
+            nonlocal after, back
+            if moment.point < start:
+                return int(before.held[moment.point])
+            if moment.lent:
+                return int(onward.held[moment.point - start])
             if after is None:
-                assert plain is not None
-                after = plain.follow(point, tp)
-                self._after = point
-            return int(after.held[point - self._after])
+                after, back = plain.follow(moment.point, moment.tp), moment.point
+            return int(after.held[moment.point - back])
 
-        def choose_lending(point: int, now: float, tp: int, lent: bool, trainer: Trainer) -> Move:
-            if onward is None or point < start:
-                return Move.WAIT
-            if not lent:
-                return Move.LEND if point == start else Move.WAIT
-            return Move.TAKE_BACK if point >= stop else Move.WAIT
+        def choose_lending(moment: Moment) -> Move:
+            if moment.lent:
+                return Move.TAKE_BACK if moment.point >= stop else Move.WAIT
+            return Move.LEND if moment.point == start else Move.WAIT
 
         return self.run(choose_tp, choose_lending)
+
+
+def _spread_moments(first: int, last: int, count: int) -> list[int]:
+    """So many points, evenly, with both ends."""
+    return np.unique(np.linspace(first, last, count).round().astype(int)).tolist() if last >= first else []
 
 
 @dataclass(frozen=True)
@@ -327,8 +380,7 @@ class _Best:
             return 0.0
         return float(min(self._best[point, at], self._onward[point, at]))
 
-    def follow(self, point: int, tp: int, first: bool = False) -> _Path:
-        """``first``: as :meth:`get_to_go`; from the start of the batch."""
+    def follow(self, point: int, tp: int) -> _Path:
         drain, last = self._drain, len(self._drain.points) - 1
         at, begun, start = drain.degrees.index(tp), 0.0, point
         seconds, degrees, held = (
