@@ -152,22 +152,18 @@ def make_lending_policy(
         lent = snapshot.num_ranks < num_ranks
         outlook = look_ahead(snapshot.load, history) if len(snapshot.load) else None
         if outlook is None:
-            why = "the round is over"
-            return LendingDecision(move=Move.TAKE_BACK if lent else Move.NEVER, why=why, tp=snapshot.tp)
+            return _say(snapshot, Move.TAKE_BACK if lent else Move.NEVER, "the round is over")
         if not lent and (found := _refuse(snapshot, training, usable)):
             return found
         outlook = _end_with_spare(outlook, training.spare)
         room = min((snapshot.room[tp] * (rest // tp) for tp in usable if tp in snapshot.room), default=0.0)
         peak = compute_peak_tokens(outlook)
-        if lent and peak > room:
-            return LendingDecision(
-                move=Move.TAKE_BACK, why=f"KV: {peak:.0f} tokens, room for {room:.0f}", tp=snapshot.tp
-            )
-        if not lent and peak > ROOM * room:
-            return LendingDecision(move=Move.WAIT, why=f"KV: {peak:.0f} tokens, room for {room:.0f}", tp=snapshot.tp)
+        if peak > (room if lent else ROOM * room):
+            why = f"KV: {peak:.0f} tokens expected, room for {room:.0f}"
+            return _say(snapshot, Move.TAKE_BACK if lent else Move.WAIT, why)
         courses = _plan_courses(planner, snapshot, outlook, num_ranks, tuple(degrees), usable)
         alive = np.append(np.concatenate([[1.0], outlook.any_alive])[: len(outlook.width)], 0.0)
-        moving = alive * _estimate_moves(costs, snapshot.tp if lent else courses.whole_tp, snapshot.load, outlook)
+        moving = alive * _estimate_moves(costs, snapshot.tp, snapshot.load, outlook)
         work = expect_work(snapshot.load, history, training, outlook)
         if lent:
             return _decide_return(courses, moving, work, training)
@@ -176,20 +172,21 @@ def make_lending_policy(
     return decide
 
 
+def _say(snapshot: Snapshot, move: Move, why: str) -> LendingDecision:
+    """Without an estimate."""
+    return LendingDecision(move=move, why=why, tp=snapshot.tp)
+
+
 def _refuse(snapshot: Snapshot, training: Training, usable: Sequence[int]) -> LendingDecision | None:
     """What needs no estimate while all ranks work."""
-
-    def say(move: Move, why: str) -> LendingDecision:
-        return LendingDecision(move=move, why=why, tp=snapshot.tp)
-
     if not usable:
-        return say(Move.NEVER, "no degree fits half of the ranks")
+        return _say(snapshot, Move.NEVER, "no degree fits half of the ranks")
     if training.returned:
-        return say(Move.NEVER, "ranks were lent in this step already")
+        return _say(snapshot, Move.NEVER, "ranks were lent in this step already")
     if training.completion > LAST_MILESTONE + MILESTONE:
-        return say(Move.NEVER, "the last milestone is past")
+        return _say(snapshot, Move.NEVER, "the last milestone is past")
     if not count_milestones(training.completion):
-        return say(Move.WAIT, "before the first milestone")
+        return _say(snapshot, Move.WAIT, "before the first milestone")
     return None
 
 
