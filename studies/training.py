@@ -231,17 +231,23 @@ class StepReplay:
     def run_static(self, tp: int, share: float | None = None) -> Step:
         """One degree to the end; half of the ranks lent when this share of the requests has ended, as in RollPacker's
         artifact: KV is computed anew, and ranks come back at the end.  None: never."""
-        requests = len(self.batch.length)
+        lending = never_lend if share is None else self._lend_at(share)
+        return self.run(lambda moment: tp, lending, recompute=True)
+
+    def _lend_at(self, share: float) -> LendingChoice:
+        """When this share of the requests has ended, whatever it costs; until the round is over."""
 
         def choose_lending(moment: Moment) -> Move:
-            over = share is not None and np.count_nonzero(self.ended_at <= moment.point) >= share * requests
-            return Move.LEND if over and not moment.lent else Move.WAIT
+            ended = np.count_nonzero(self.ended_at <= moment.point)
+            return Move.LEND if ended >= share * len(self.batch.length) else Move.WAIT
 
-        return self.run(lambda moment: tp, choose_lending, recompute=True)
+        return choose_lending
 
-    def run_policies(self, layouts: Policy, lending: LendingPolicy | None, history: LengthHistory) -> Step:
-        """With a policy for the degree, and one for lending (None: never).  They see, and ``history`` learns, what an
-        engine and its client would."""
+    def run_policies(
+        self, layouts: Policy, lending: LendingPolicy | None, history: LengthHistory, share: float | None = None
+    ) -> Step:
+        """With a policy for the degree, and one for lending (None: never; with ``share``: at this share of the
+        requests).  They see, and ``history`` learns, what an engine and its client would."""
         order = np.argsort(self.batch.length, kind="stable")
         reported, asked, passed, returned = 0, float("-inf"), 0, False
 
@@ -264,7 +270,7 @@ class StepReplay:
             returned = returned or (moment.lent and move is Move.TAKE_BACK)
             return move
 
-        step = self.run(choose_tp, choose_lending)
+        step = self.run(choose_tp, choose_lending if share is None else self._lend_at(share))
         for request in order[reported:]:
             self.learn(history, request)
         return step
