@@ -33,8 +33,9 @@ class Step:
     Attributes:
         seconds: of the step; ``rollout``: up to the last response.
         hidden: of the training on all ranks, what was done before.
-        lent: from when to when, since the start; none if never.
+        lent: from when to when, since the start; None if never.  ``at``: the token indices of both.
         overfull: most KV tokens on the ranks that stayed, over their room.
+        switches: as (seconds, degree).
     """
 
     seconds: float = 0.0
