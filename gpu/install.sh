@@ -4,5 +4,6 @@ set -euo pipefail
 [ $# = 2 ] || { echo "usage: gpu/install.sh SITE LOAD.tar.xz; then PYTHONPATH=SITE:SITE/project/python:SITE/project"; exit 2; }
 site=$(mkdir -p "$1" && cd "$1" && pwd)
 tar xJf "$2" -C "$site"
+python3 -m compileall -q -j 0 "$site" || true  # else each process compiles; some files are of another Python
 (cd "$site/project" && python3 setup.py -q build_ext --inplace)
 PYTHONPATH=$site:$site/project/python:$site/project python3 -m sglang_pat.preflight

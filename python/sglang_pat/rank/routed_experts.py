@@ -5,12 +5,15 @@ slots, and requests another leader, which is who answers.  So the new leader cop
 their KV, out of the old leaders' tables into its own.
 
 A rank has two tables, which all ranks see: one is in use, and the next switch fills the other.  So nobody writes what
-is read in a switch, nothing has to be packed or sent, and a switch that is aborted has changed nothing.
+is read in a switch, nothing has to be packed or sent, and a switch that is aborted has changed nothing.  And it need
+not be done in the pause: a thread copies while the next steps are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -30,7 +33,8 @@ class RoutedExperts(RoutedExpertsCapturer):
     """SGLang's, with tables that go through switches, and of small integers: a quarter of the memory, or half.
 
     Life cycle of a switch: every old leader calls :meth:`publish`; after that, in any order, every new leader
-    :meth:`fetch`; and when all are through, every rank :meth:`turn`.
+    :meth:`await_rows`; and when all are through, every rank :meth:`turn`.  Rows come after that; the next
+    :meth:`publish` waits until they are there.
 
     Args:
         slots: of the layout that has most of them; ``step``: tokens of a step at most.
@@ -50,14 +54,17 @@ class RoutedExperts(RoutedExpertsCapturer):
         self._windows = Windows(group, (self._places + slots) * 8)
         self._windows.reserve(self._windows.capacity)
         self._rank, self._which = dist.get_rank(group), 0
-        self.host_cache.buffer = self._get_table(self._rank, 0)
+        self._tables = [Table(self._get_rows(self._rank, which)) for which in range(2)]
+        self._fill: tuple[Callable[[Table], None], np.ndarray] | None = None
+        self._thread = ThreadPoolExecutor(1, "routed experts")
+        self.host_cache.buffer = self._tables[0]
 
-    def _get_table(self, rank: int, which: int) -> torch.Tensor:
+    def _get_rows(self, rank: int, which: int) -> torch.Tensor:
         """``[slots, layers, experts per token]``."""
         return self._windows.get_view(rank, which, 0, int(np.prod(self._shape)), self._dtype).view(self._shape)
 
-    def _get_slots(self, rank: int) -> torch.Tensor:
-        return self._windows.get_view(rank, self._which, self._places, self._shape[0], torch.int64)
+    def _get_slots(self, rank: int, which: int) -> torch.Tensor:
+        return self._windows.get_view(rank, which, self._places, self._shape[0], torch.int64)
 
     # -- SGLang's steps ------------------------------------------------------------------------------------
 
@@ -75,34 +82,82 @@ class RoutedExperts(RoutedExpertsCapturer):
         Args:
             live: what this group offers; ``rows``: KV slots of their tokens, int64 ``[tokens]`` each.
         """
+        self._tables[self._which].wait()
         slots = list_slots_once(live, rows)
-        self._get_slots(self._rank)[: len(slots)] = torch.from_numpy(slots)
+        self._get_slots(self._rank, self._which)[: len(slots)] = torch.from_numpy(slots)
 
-    def fetch(self, offers: Mapping[int, Sequence[LiveRequest]], plan: GroupPlan, place: np.ndarray) -> None:
-        """Copy the rows of all tokens that come to the group which this rank is going to lead.
+    def await_rows(self, offers: Mapping[int, Sequence[LiveRequest]], plan: GroupPlan, place: np.ndarray) -> None:
+        """The rows of all tokens that come to the group which this rank is going to lead have to be copied.
 
         Args:
             offers: what each old leader offers.
             plan: of the group; ``place``: slot of this rank for each slot of the plan.
         """
-        target = self._get_table(self._rank, 1 - self._which)
-        for leader, live in offers.items():
-            count = sum(one.tokens - one.shared for one in live)
-            old, new = match_slots(live, self._get_slots(leader)[:count].numpy(), plan.rows[leader])
-            copy_rows(self._get_table(leader, self._which), old, target, place[new])
+        which = self._which
 
-    def turn(self) -> None:
-        """From now on the other table is in use."""
+        def fill(table: Table) -> None:
+            for leader, live in offers.items():
+                count = sum(one.tokens - one.shared for one in live)
+                slots = self._get_slots(leader, which)[:count].numpy()
+                old, new = match_slots(live, slots, plan.rows[leader])
+                table.copy(self._get_rows(leader, which), old, place[new])
+
+        self._fill = fill, place
+
+    def turn(self, leads: bool) -> None:
+        """From now on the other table is in use; if this rank ``leads`` a group, its rows come now."""
         self._which = 1 - self._which
-        self.host_cache.buffer = self._get_table(self._rank, self._which)
+        table = self.host_cache.buffer = self._tables[self._which]
+        if leads:
+            assert self._fill is not None, "await_rows comes first"
+            fill, slots = self._fill
+            table.await_rows(slots, lambda: self._thread.submit(fill, table))
 
 
-def copy_rows(source: torch.Tensor, old: np.ndarray, target: torch.Tensor, new: np.ndarray) -> None:
-    """Copy the rows ``old`` of ``source`` to the rows ``new`` of ``target``.
+class Table:
+    """Rows by KV slot, some of which a thread may still be copying; who reads waits for it.
 
-    By numpy, which on one core takes a third of torch's time for small integers.
+    A slot may be written before its row comes: its request has ended, and the slot is another's.  Then none comes.
+
+    Args:
+        rows: ``[slots, ...]``.
     """
-    read, written = source.numpy(), target.numpy()
-    for begin in range(0, len(old), PIECE):
-        part = slice(begin, begin + PIECE)
-        written[new[part]] = read.take(old[part], axis=0)
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+        self._awaited = np.zeros(len(rows), dtype=bool)
+        self._lock = Lock()
+        self._copying: Future | None = None
+
+    def __getitem__(self, slots: torch.Tensor) -> torch.Tensor:
+        self.wait()
+        return self._rows[slots]
+
+    def __setitem__(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        with self._lock:
+            self._rows[slots] = rows
+            self._awaited[slots.numpy()] = False
+
+    def wait(self) -> None:
+        """Until no row is awaited; raises what copying has raised."""
+        if self._copying is not None:
+            self._copying.result()
+            self._copying = None
+
+    def await_rows(self, slots: np.ndarray, begin: Callable[[], Future]) -> None:
+        """Rows of ``slots`` will come by :meth:`copy`, in the thread that ``begin`` sets to work."""
+        self._awaited[:] = False
+        self._awaited[slots] = True
+        self._copying = begin()
+
+    def copy(self, source: torch.Tensor, old: np.ndarray, new: np.ndarray) -> None:
+        """Copy the rows ``old`` of ``source``, which nobody writes, to ``new``, where they are still awaited.
+
+        By numpy, which on one core takes a third of torch's time for small integers.
+        """
+        read, written = source.numpy(), self._rows.numpy()
+        for begin in range(0, len(old), PIECE):
+            rows, slots = read.take(old[begin : begin + PIECE], axis=0), new[begin : begin + PIECE]
+            with self._lock:
+                left = self._awaited[slots]
+                written[slots[left]] = rows[left]

@@ -239,7 +239,7 @@ class SwitchExecutor:
                 self.scheduler, new, plans[new.group_of(self.rank)], offers, capsules, held, place
             )
             if self.experts is not None and self.rank in new.leaders:
-                self.experts.fetch({group: offer.live for group, offer in offers.items()}, plans[self.rank], place)
+                self.experts.await_rows({group: offer.live for group, offer in offers.items()}, plans[self.rank], place)
         except Exception as exc:
             error = exc
         self._vote(error)
@@ -283,7 +283,7 @@ class SwitchExecutor:
         self.scheduler.enter_layout(self.layouts[new], epoch, fence)
         install.take_counters(self.scheduler, offers[leader].taken)
         if self.experts is not None:
-            self.experts.turn()
+            self.experts.turn(leads=self.rank in new.leaders)
         for req in [req for req, _, _ in incoming.decoding] + incoming.waiting:
             stats = req.time_stats
             stats.wait_queue_entry_time = incoming.entered.get(req.rid, stats.wait_queue_entry_time)
