@@ -27,16 +27,16 @@ def test_rewards_are_what_the_model_says(verl_job):
     judge = models.make_random("llama", MODELS / "llama-judge", layers=LAYERS)
     model = "reward.reward_model"
     job = verl_job(
-        "--batch", "4", "--samples", "2", "--steps", "1", "ray_kwargs.ray_init.num_gpus=3",
+        "--batch", "4", "--samples", "2", "--steps", "1", "ray_kwargs.ray_init.num_gpus=4",
         "trainer.rollout_data_dir={out}/batches", f"reward.custom_reward_function.path={verl_rewards.__file__}",
         "reward.custom_reward_function.name=ask_judge", f"{model}.enable=true", f"{model}.enable_resource_pool=true",
-        f"{model}.n_gpus_per_node=1", f"{model}.nnodes=1", f"{model}.model_path={judge}",
+        f"{model}.n_gpus_per_node=2", f"{model}.nnodes=1", f"{model}.model_path={judge}",
         f"{model}.rollout.name=sglang", f"{model}.rollout.dtype=float32",
-        f"{model}.rollout.tensor_model_parallel_size=1",
+        f"{model}.rollout.tensor_model_parallel_size=2",
         f"{model}.rollout.free_cache_engine=false", f"{model}.rollout.max_num_seqs=8",
         f"+{model}.rollout.engine_kwargs.sglang={ON_CPU}", f"+{model}.rollout.engine_kwargs.sglang_pat.stream_layers=4",
     )  # fmt: skip
-    assert job.log.count("4 layers are streamed from") == 1
+    assert job.log.count("4 layers are streamed from") == 2, "on each rank"
     lines = [json.loads(line) for path in (job.out / "batches").iterdir() for line in path.read_text().splitlines()]
     assert len(lines) == 8
     transformers = models.load_transformers()

@@ -108,10 +108,9 @@ class StreamedLayers(BaseOffloader):
         for number, layer in enumerate(all_modules_generator):
             made.append(layer)
             if number in self._numbers:
-                place = len(self._layers)
+                layer.register_forward_pre_hook(partial(self._await_copy, len(self._layers)))
+                layer.register_forward_hook(partial(self._free_place, len(self._layers)))
                 self._layers.append(HostLayer(layer))
-                layer.register_forward_pre_hook(partial(self._await_copy, place))
-                layer.register_forward_hook(partial(self._free_place, place))
             else:
                 self._resident_bytes += sum(parameter.nbytes for parameter in layer.parameters())
         # Before the hook that waits, if the first layer is streamed itself.
@@ -147,28 +146,28 @@ class StreamedLayers(BaseOffloader):
             self._place_all()
 
     def _place_all(self) -> None:
-        for number, layer in enumerate(self._layers):
-            layer.place_in(self._places[number % PLACES])
+        for index, layer in enumerate(self._layers):
+            layer.place_in(self._places[index % PLACES])
 
     def _begin_step(self, *_: Any) -> None:
         # Steps before this one may still compute in the places; and a capture follows from stream to stream.
         self._stream.wait_stream(self._backend.current_stream())
-        for number in range(PLACES):
-            self._start_copy(number)
+        for index in range(PLACES):
+            self._start_copy(index)
 
-    def _start_copy(self, number: int) -> None:
-        data = self._layers[number].data
+    def _start_copy(self, index: int) -> None:
+        data = self._layers[index].data
         with self._backend.stream(self._stream):
-            self._places[number % PLACES][: data.nbytes].copy_(data, non_blocking=True)
-        self._arrived[number % PLACES].record(self._stream)
+            self._places[index % PLACES][: data.nbytes].copy_(data, non_blocking=True)
+        self._arrived[index % PLACES].record(self._stream)
 
-    def _await_copy(self, number: int, *_: Any) -> None:
-        self._backend.current_stream().wait_event(self._arrived[number % PLACES])
+    def _await_copy(self, index: int, *_: Any) -> None:
+        self._backend.current_stream().wait_event(self._arrived[index % PLACES])
 
-    def _free_place(self, number: int, *_: Any) -> None:
+    def _free_place(self, index: int, *_: Any) -> None:
         """The layer is computed: the next one that shares its place may be copied there."""
-        if (following := number + PLACES) < len(self._layers):
-            computed = self._computed[number % PLACES]
+        if (following := index + PLACES) < len(self._layers):
+            computed = self._computed[index % PLACES]
             computed.record(self._backend.current_stream())
             self._stream.wait_event(computed)
             self._start_copy(following)
