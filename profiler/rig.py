@@ -65,7 +65,8 @@ class Rig:
 
     async def _generate_one(self, prompt: list[int], answer: int, sampling: dict[str, Any]) -> dict[str, Any]:
         params = {"max_new_tokens": answer, "ignore_eos": True, "temperature": self.temperature} | sampling
-        return await self.engine.async_generate(input_ids=prompt, sampling_params=params)
+        routed = self.engine.server_args.enable_return_routed_experts
+        return await self.engine.async_generate(input_ids=prompt, sampling_params=params, return_routed_experts=routed)
 
     async def finish(self, tasks: Sequence[asyncio.Task]) -> list[dict[str, Any]]:
         """All answers, and the engine empty again."""

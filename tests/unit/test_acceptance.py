@@ -128,7 +128,7 @@ class Engine:
         )
         self.visits += visits
         way = "switched" if visits else f"tp{start}"
-        return {"outputs": self._other.get(way, SAID), "switches": [{"migrated": 4} for _ in visits]}
+        return {"outputs": self._other.get(way, SAID), "routes": [], "switches": [{"migrated": 4} for _ in visits]}
 
     def decode_outputs(self, outputs):
         return outputs

@@ -114,10 +114,10 @@ class Bench:
             self._engine = key, worker
         return self._engine[1]
 
-    def start_exact_engine(self, model: Path) -> Worker:
+    def start_exact_engine(self, model: Path, *flags: str) -> Worker:
         """An engine whose tokens must be equal."""
         attention = ("--attention-backend", "triton") if self.device == "cuda" else ()  # the others have no float32
-        return self.start_engine(model, "--dtype", "float32", *attention, *self.few_graphs, checks=STEADY)
+        return self.start_engine(model, "--dtype", "float32", *attention, *self.few_graphs, *flags, checks=STEADY)
 
     def start_default_engine(self) -> Worker:
         """The engine with default flags."""

@@ -34,7 +34,7 @@ async def generate_greedy(
 ) -> dict[str, Any]:
     """Greedy answers of ``answer`` tokens from degree ``start`` on, which switch to each of ``visits`` on the way.
 
-    Returns the answers' token ids, and the record of each switch.
+    Returns the answers' token ids, their routed experts if the engine returns these, and the record of each switch.
     """
     await rig.reconfigure(start)
     await rig.flush()
@@ -45,7 +45,11 @@ async def generate_greedy(
         await rig.wait_until_decoding(tasks, len(prompts), STEPS)
         records.append(await rig.reconfigure(tp))
     answers = await rig.finish(tasks)
-    return {"outputs": [a["output_ids"] for a in answers], "switches": records}
+    return {
+        "outputs": [a["output_ids"] for a in answers],
+        "routes": [a["meta_info"].get("routed_experts") for a in answers],
+        "switches": records,
+    }
 
 
 async def make_chat_prompts(rig: Rig, count: int) -> list[list[int]]:

@@ -19,6 +19,7 @@ from sglang_pat import preflight
 from sglang_pat.acceptance import commands, kernels
 from sglang_pat.acceptance.answers import (
     likelihood,
+    likelihood_of_experts,
     read_degrees,
     real_model,
     same_tokens,
@@ -237,6 +238,7 @@ STEPS: tuple[Callable[[Bench], Result], ...] = (
     same_tokens,
     steady,
     likelihood,
+    likelihood_of_experts,
     real_model,
     sweep,
     adaptive,
