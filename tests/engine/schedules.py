@@ -36,7 +36,7 @@ class Request:
 class Switch:
     """To degree ``tp`` at decode step ``at``; ``batch``: or rather, at that step of any kind, among the prefills.
 
-    ``stride``: ranks are lent or taken back instead.
+    ``stride``: ranks are lent or taken back instead; ``tp`` is the degree that is in force then.
     """
 
     at: int

@@ -289,7 +289,8 @@ class Coordinator:
             head = self._backlog[0]
             if isinstance(head, Control) and head.needs_base and not self._switching.at_base:
                 if self._switching.lends and not head.takes_back:
-                    self._refuse_first(self._backlog.popleft())
+                    self._backlog.popleft()
+                    self._refuse(head)
                     continue
                 self._switching.want_base()
                 break
@@ -322,11 +323,11 @@ class Coordinator:
         for rank in self.layout.leaders:
             self._outbox.send_to_leader(rank, event.obj)
 
-    def _refuse_first(self, event: Any) -> None:
-        """Answer a control request that does not take lent ranks back."""
+    def _refuse(self, control: Control) -> None:
+        """Answer a control request that needs all ranks and does not take lent ones back."""
         ranks = ", ".join(map(str, self.layout.lent))
         self._outbox.send_to_server(
-            event.refusal(f"ranks {ranks} are lent; take them back first (POST /pat/take_back_ranks)")
+            control.refusal(f"ranks {ranks} are lent; take them back first (POST /pat/take_back_ranks)")
         )
 
     def _refuse_controls(self, reason: str) -> None:
