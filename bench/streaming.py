@@ -99,9 +99,9 @@ def main() -> None:
     parser = _bench.options(__doc__ or "", "two steps that count of each way, one repeat, one share")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=16, help="prompts a step")
+    parser.add_argument("--batch", type=int, default=32, help="prompts a step")
     parser.add_argument("--samples", type=int, default=4, help="responses a prompt")
-    parser.add_argument("--response", type=int, default=768, help="tokens of a response at most")
+    parser.add_argument("--response", type=int, default=1536, help="tokens of a response at most")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2, 0.3, 0.4, 0.5])
     args = parser.parse_args()
     if args.quick:

@@ -218,13 +218,37 @@ def test_what_fills_a_batch_up_is_not_trained_on():
 
 
 def test_an_engine_that_leaves_the_round_sends_requests_away():
-    from sglang_pat.integrations.verl.replica import AdaptiveServer
+    from sglang_pat.integrations.verl.replica import AdaptiveReplica, AdaptiveServer
 
-    async def ask() -> list[Any]:
-        server = object.__new__(AdaptiveServer)
-        server.rollout_mode = None
-        await server.refuse_requests(True)
-        return await server.generate([1, 2], {}, "request")
+    server, calls = object.__new__(AdaptiveServer), list[str]()
+    server.rollout_mode = None
 
-    answer = asyncio.run(ask())
+    def make_remote(name: str, method: Any) -> SimpleNamespace:
+        async def call(*args: Any) -> None:
+            calls.append(name)
+            await method(*args)
+
+        return SimpleNamespace(remote=call)
+
+    replica = object.__new__(AdaptiveReplica)
+    nothing = asyncio.sleep
+    replica.servers = [
+        SimpleNamespace(
+            refuse_requests=make_remote("refuse", server.refuse_requests),
+            abort_all_requests=make_remote("abort", lambda: nothing(0)),
+            resume_generation=make_remote("resume", lambda: nothing(0)),
+        )
+    ]
+
+    async def run() -> Any:
+        await replica.abort_all_requests()
+        assert not server._refuses, "they go on here after an update of the weights"
+        await replica.abort_all_requests(reject_request=True)
+        answer = await server.generate([1, 2], {}, "request")
+        await replica.resume_generation()
+        return answer
+
+    answer = asyncio.run(run())
+    assert calls == ["abort", "refuse", "abort", "resume", "refuse"], "none slips in between"
     assert answer.stop_reason == "aborted" and answer.token_ids == [] and "global_steps" not in answer.extra_fields
+    assert not server._refuses
