@@ -192,7 +192,7 @@ class Drain:
             complete=complete,
             load=Load(
                 prompt=self.batch.prompt[running],
-                output=np.full(number, self.points[point]),
+                output=np.full(number, max(self.points[point], 1)),  # prefill is over: each has its first token
                 limit=np.full(number, self.batch.limit),
                 family=self.batch.family[running],
                 replica=running % (self.fingerprint.num_ranks // tp),

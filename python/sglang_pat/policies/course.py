@@ -8,6 +8,7 @@ import numpy as np
 
 from sglang_pat.policies.lengths import LengthHistory
 from sglang_pat.policies.prompts import count_prompts_to_compute, count_shared_tokens
+from sglang_pat.policies.rules import SETTLE_SECONDS
 from sglang_pat.policies.snapshot import Load, Snapshot
 from sglang_pat.predict.correction import CorrectedPredictor
 from sglang_pat.predict.cost import SwitchCosts
@@ -102,7 +103,6 @@ class Course:
         choice: number of the degree that is held in an interval, by the one before, ``[intervals, from]``.
         to_go: expected seconds from the start of an interval to the end of the batch, by the degree in force before it,
             ``[intervals + 1, from]``; 0 at the end.
-        after_switch: of the first interval only, when that layout is taken, ``[from, to]``.
     """
 
     degrees: tuple[int, ...]
@@ -110,7 +110,6 @@ class Course:
     switching: np.ndarray
     choice: np.ndarray
     to_go: np.ndarray
-    after_switch: np.ndarray
 
     def follow(self, start: int, tp: int) -> tuple[np.ndarray, np.ndarray]:
         """From the start of interval ``start``, where ``tp`` is in force: expected seconds up to the start of each
@@ -132,7 +131,7 @@ class LayoutPlan:
 
     Attributes:
         by_degree: when that layout is taken now (the cost of the switch to it included) and the best course is held
-            from the next interval on.
+            from the next interval on.  After a switch tp is not raised again for :data:`~rules.SETTLE_SECONDS`.
         kept: when that layout is taken now, without the cost of the switch, and kept to the end.
         crowded: degrees in which requests would then wait for others.
         now: cost of a switch to each other degree, seconds.
@@ -173,9 +172,17 @@ class LayoutPlanner:
         )
         switching, now, below = self._estimate_switches(snapshot, outlook)
         course = _find_course(degrees, running, switching)
+        # Whoever switches now may not raise tp again so soon, by the clock of the layout that is entered.
+        passed = (np.cumsum(running, axis=1) - running)[:, :, None, None]  # [entered, intervals, 1, 1]
+        moves = np.where(np.less.outer(degrees, degrees) & (passed < SETTLE_SECONDS), np.inf, switching)
+        rest = np.zeros((len(degrees), len(degrees)))  # seconds from the next interval on, [entered, degree before it]
+        for step in range(len(outlook.width) - 1, 0, -1):
+            rest = (moves[:, step] + running[:, step] + rest[:, None]).min(axis=2)
+        after = np.where(np.arange(len(degrees)) == here, course.to_go[1], rest.diagonal())
+        totals = switching[0, here] + running[:, 0] + after
         prefill = np.array([self.estimate_prefill(snapshot, outlook, tp) for tp in degrees])
         return LayoutPlan(
-            by_degree=dict(zip(degrees, (course.after_switch[here] + prefill).tolist(), strict=True)),
+            by_degree=dict(zip(degrees, (totals + prefill).tolist(), strict=True)),
             kept=dict(zip(degrees, (running.sum(axis=1) + prefill).tolist(), strict=True)),
             crowded=frozenset(tp for tp in degrees if np.any(batches[tp] > most[tp])),
             now=now,
@@ -269,13 +276,10 @@ def _find_course(degrees: tuple[int, ...], running: np.ndarray, switching: np.nd
     intervals = running.shape[1]
     to_go = np.zeros((intervals + 1, len(degrees)))
     choice = np.zeros((intervals, len(degrees)), dtype=np.int64)
-    totals = np.zeros((len(degrees), len(degrees)))  # [from, to]
     for step in range(intervals - 1, -1, -1):
-        totals = switching[step] + running[:, step] + to_go[step + 1]
+        totals = switching[step] + running[:, step] + to_go[step + 1]  # [from, to]
         choice[step], to_go[step] = totals.argmin(axis=1), totals.min(axis=1)
-    return Course(
-        degrees=degrees, running=running, switching=switching, choice=choice, to_go=to_go, after_switch=totals
-    )
+    return Course(degrees=degrees, running=running, switching=switching, choice=choice, to_go=to_go)
 
 
 def _compute_share_after(snapshot: Snapshot, tp: int) -> float:
